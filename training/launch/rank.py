@@ -1,0 +1,315 @@
+"""One rank, from the first line of its process to the last: what `spawn` starts, and what runs the loop in it.
+
+The top of this module imports nothing heavy: a rank must be killable, and its parent's death noticed, before the
+seconds that torch takes to import.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from socket import socket
+from typing import TYPE_CHECKING, Any
+
+from training import events
+from training.config import TrainingConfig
+from training.prepare import describe_data
+from training.storage import Storage
+
+if TYPE_CHECKING:
+    from training.loop import Trainer
+    from training.world import World
+
+MODEL_STATE = "model_state.pt"  # beside the checkpoints
+
+# What gloo, NCCL and the store say on a rank whose peer has died: a consequence, never the cause.
+PEER_FAILURE = re.compile(
+    r"gloo|NCCL|[Cc]onnection (was )?(closed|reset|refused)|Broken pipe|recvValue|sendBytes|failed to recv"
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all ranks of a run are started from: names and values, which any process on any machine understands."""
+
+    recipe: str
+    config: TrainingConfig
+    checkpoints: str  # fsspec URL of a directory; `MODEL_STATE` is left there too
+    launched_at: float  # seconds since the epoch
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks of one node stand in the gang, and where the gang meets."""
+
+    first_rank: int
+    num_ranks: int  # on this node
+    world_size: int
+    host: str  # of the rendezvous, as this node reaches it
+    port: int
+    interface: str  # network interface for the collectives
+    use_gpus: bool
+    num_threads: int  # CPU threads of each rank
+
+
+class SupervisorLink:
+    """The rank's end of the two pipes to its supervisor, and its slot in the memory they share.
+
+    A thread waits for the supervisor's words. When the pipe ends instead, the supervisor is dead, and this process and
+    all it started end themselves: nobody is left who could.
+    """
+
+    def __init__(self, up: Connection, down: Connection, beats: Any, local_rank: int) -> None:
+        self._up = up
+        self._down = down
+        self._beats = beats
+        self._local_rank = local_rank
+        self._stop = threading.Event()
+        self._has_data = threading.Event()
+        self._data = ""
+        threading.Thread(target=self._listen, name="supervisor-link", daemon=True).start()
+
+    @property
+    def stop_requested(self) -> bool:
+        return self._stop.is_set()
+
+    def beat(self, step: int) -> None:
+        self._beats[2 * self._local_rank] = time.monotonic()  # one clock for all processes of a machine
+        self._beats[2 * self._local_rank + 1] = step
+
+    def emit(self, event: events.Event) -> None:
+        self.send("event", events.to_dict(event))
+
+    def send(self, kind: str, *values: Any) -> None:
+        self._up.send((kind, *values))
+
+    def wait_for_data(self) -> Path:
+        """The directory of the prepared data, once the supervisor has it."""
+        self._has_data.wait()
+        return Path(self._data)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                kind, *values = self._down.recv()
+            except (EOFError, OSError):
+                os.killpg(0, signal.SIGKILL)
+            if kind == "data":
+                self._data = values[0]
+                self._has_data.set()
+            elif kind == "stop":
+                self._stop.set()
+
+
+def main(
+    job: Job,
+    place: Place,
+    local_rank: int,
+    listener: socket | None,
+    up: Connection,
+    down: Connection,
+    beats: Any,
+    logs: str,
+) -> None:
+    """Be rank `place.first_rank + local_rank`, and say over `up` how it ended: "done", "stopped" or "error"."""
+    os.setpgid(0, 0)  # so that the supervisor can end this process with all that it starts, such as loader workers
+    rank = place.first_rank + local_rank
+    output = os.open(rank_log(logs, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    # Written in C, so that it also works while the rank hangs in a collective.
+    stacks = open(rank_stacks(logs, rank), "w")  # noqa: SIM115 - open for the life of the process
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.enable()
+    link = SupervisorLink(up, down, beats, local_rank)
+    try:
+        # Read by torch and its libraries when they are imported.
+        os.environ["OMP_NUM_THREADS"] = str(place.num_threads)
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = place.interface
+        if job.config.deterministic:
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        _run(job, place, local_rank, listener, link)
+    except BaseException as error:
+        from training.loop import StopRequested
+
+        if isinstance(error, StopRequested):
+            link.send("stopped")
+        else:
+            text = traceback.format_exc()
+            print(text, file=sys.stderr)  # noqa: T201 - the rank's own log
+            is_consequence = isinstance(error, (RuntimeError, OSError)) and bool(PEER_FAILURE.search(str(error)))
+            link.send("error", type(error).__name__, str(error), text, is_consequence)
+    else:
+        link.send("done")
+    # Not a normal exit: after an error it would wait for threads that wait for dead peers, and after a good run gloo's
+    # threads now and then abort the interpreter on its way out. The supervisor ends what is left of the group.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def rank_log(directory: str, rank: int) -> str:
+    """The file with all that the rank printed."""
+    return os.path.join(directory, f"rank-{rank}.log")
+
+
+def rank_stacks(directory: str, rank: int) -> str:
+    """The file where the rank writes its Python stacks on SIGUSR1."""
+    return os.path.join(directory, f"rank-{rank}.stacks")
+
+
+def _run(job: Job, place: Place, local_rank: int, listener: socket | None, link: SupervisorLink) -> None:
+    import torch
+
+    from training.world import World, process_group
+
+    rank = place.first_rank + local_rank
+    config = job.config
+    torch.set_num_threads(place.num_threads)
+    torch.use_deterministic_algorithms(config.deterministic)
+    device = torch.device("cuda", local_rank) if place.use_gpus else torch.device("cpu")
+    if place.use_gpus:
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = not config.deterministic
+    if not config.compile:
+        _spare_dynamo()
+    world = World(rank, local_rank, place.world_size, device)
+    link.beat(0)
+    if world.world_size == 1:
+        _train(job, world, place, link)
+        return
+    from datetime import timedelta
+
+    from torch._C._distributed_c10d import TCPStore
+
+    store = TCPStore(
+        place.host,
+        place.port,
+        world.world_size,
+        is_master=listener is not None,
+        timeout=timedelta(seconds=config.collective_timeout),
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+    with process_group(world, config.backend, store, config.collective_timeout):
+        _train(job, world, place, link)
+
+
+def _train(job: Job, world: World, place: Place, link: SupervisorLink) -> None:
+    import torch
+
+    from training.checkpoint import CheckpointStore, save_state
+    from training.data import open_samples
+    from training.loop import Trainer
+    from training.recipes import get_recipe
+
+    config = job.config
+    recipe = get_recipe(job.recipe)
+    directory = link.wait_for_data()
+    data = describe_data(directory)
+    train, test = (open_samples(dataset, recipe, config, world) for dataset in recipe.datasets(directory))
+    link.beat(0)
+    torch.manual_seed(config.seed)
+    model = recipe.model().to(world.device)
+    if config.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    checkpoints = CheckpointStore(job.checkpoints, config.checkpoints_to_keep)
+    trainer = Trainer(recipe, config, world, model, train, test, checkpoints, link, data["fingerprint"])
+    state, url, skipped = checkpoints.load_latest()
+    if state is not None:
+        trainer.restore(state, url)
+    link.beat(trainer.progress.step)
+    if world.is_first:
+        link.emit(_run_started(job, place, world, trainer, data["description"], url, skipped))
+
+    progress = trainer.fit()
+
+    checkpoints.close()
+    if not world.is_first:
+        return
+    link.emit(trainer.predict())
+    link.beat(progress.step)
+    model_state = Storage(job.checkpoints).join(MODEL_STATE)
+    save_state(model_state, trainer.model_state())
+    best = progress.best
+    assert best is not None  # a config has at least one epoch
+    link.emit(
+        events.RunFinished(
+            step=progress.step,
+            model_state_url=model_state,
+            seconds=time.time() - job.launched_at,
+            best_epoch=best.epoch,
+            best_accuracy=best.accuracy,
+            peak_memory_bytes=_peak_memory(world),
+            first_step_seconds=max(0.0, trainer.first_step_at - job.launched_at),
+        )
+    )
+
+
+def _run_started(
+    job: Job, place: Place, world: World, trainer: Trainer, data: str, url: str, skipped: list[str]
+) -> events.RunStarted:
+    import dataclasses
+    import platform
+
+    import torch
+
+    from training.describe import layers_of
+
+    on_gpu = world.device.type == "cuda"
+    sample, _ = next(iter(trainer.test.batches([torch.zeros(1, dtype=torch.int64, device=world.device)], epoch=0)))
+    backend = job.config.backend if job.config.backend != "auto" else "nccl" if on_gpu else "gloo"
+    return events.RunStarted(
+        recipe=job.recipe,
+        data=data,
+        config=dataclasses.asdict(job.config),
+        world_size=world.world_size,
+        device=torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
+        backend=backend if world.world_size > 1 else "none",
+        num_threads=place.num_threads,
+        num_parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
+        num_train_samples=len(trainer.train),
+        num_test_samples=len(trainer.test),
+        num_steps=trainer.num_steps,
+        layers=layers_of(trainer.model, trainer.prepared(sample)),
+        versions={"python": platform.python_version(), "torch": str(torch.__version__)},
+        resumed_step=trainer.progress.step,
+        resumed_from=url,
+        previous_epochs=trainer.progress.epochs,
+        skipped_checkpoints=skipped,
+    )
+
+
+def _peak_memory(world: World) -> int:
+    if world.device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(world.device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _spare_dynamo() -> None:
+    """Keep torch from importing its compiler (4 s on one core) in a process that compiles nothing.
+
+    The first call of an optimizer's `add_param_group`, for one, imports torch._dynamo only to tell it to stay out of
+    that function. Such functions remember the answer in `__dynamo_disable` (torch/_compile.py), so it can be put there
+    first: themselves, as they are. A torch that remembers it elsewhere just imports its compiler as before.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.optim import Optimizer
+
+    for owner in (Optimizer, DistributedDataParallel):
+        for function in vars(owner).values():
+            original = getattr(function, "__wrapped__", None)
+            if original is not None and hasattr(original, "__dict__"):
+                original.__dict__.setdefault("__dynamo_disable", original)

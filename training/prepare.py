@@ -1,0 +1,35 @@
+"""Prepare a recipe's data once, before any rank starts, and note beside it which data that is. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from training.recipes import Recipe
+
+NOTE = "data.json"
+
+
+def prepare_data(recipe: Recipe, source: str, directory: Path) -> None:
+    """Run `recipe.prepare` into the empty `directory` and leave the note that `describe_data` reads.
+
+    Raises:
+        DataError: from the recipe.
+    """
+    description = recipe.prepare(source, directory)
+    digest = hashlib.sha256()
+    for file in sorted(path for path in directory.rglob("*") if path.is_file()):
+        digest.update(file.relative_to(directory).as_posix().encode() + b"\0")
+        with open(file, "rb") as contents:
+            while block := contents.read(1 << 20):
+                digest.update(block)
+    note = {"description": description, "fingerprint": digest.hexdigest()}
+    (directory / NOTE).write_text(json.dumps(note))
+
+
+def describe_data(directory: str | os.PathLike[str]) -> dict[str, str]:
+    """What `prepare_data` noted: "description" in words, and "fingerprint", a SHA-256 of all that was prepared."""
+    note: dict[str, str] = json.loads((Path(directory) / NOTE).read_text())
+    return note
