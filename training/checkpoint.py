@@ -70,6 +70,17 @@ class CheckpointStore:
                 skipped.append(f"{url} is unusable and was skipped: {type(error).__name__}: {error}")
         return None, "", skipped
 
+    def load(self, step: int) -> dict[str, Any]:
+        """The checkpoint of optimizer step `step`, tensors on the CPU.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        try:
+            return self._load(_name(step) + ".json")
+        except Exception as error:
+            raise CheckpointError(f"{self.storage.join(_name(step))}.pt cannot be read: {error}") from error
+
     def wait(self) -> None:
         """Return when everything saved so far is in place.
 

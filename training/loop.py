@@ -283,12 +283,24 @@ class Trainer:
         seconds = time.perf_counter() - started
         self.supervisor.emit(CheckpointSaved(self.progress.step, url, best, seconds))
 
-    def restore(self, state: dict[str, Any], url: str) -> None:
-        """Go on from a checkpoint's `state`, which was read from `url`.
+    def resume(self) -> tuple[str, list[str]]:
+        """Go on from the newest checkpoint in the store, if there is one. Every rank calls it; rank 0 chooses.
+
+        Returns:
+            The checkpoint's URL, "" for none, and why each newer one was passed over; both on rank 0 only.
 
         Raises:
-            ConfigError: it belongs to a run with other data or other hyperparameters.
+            ConfigError: the checkpoint belongs to a run with other data or other hyperparameters.
+            CheckpointError: what rank 0 could read, this rank cannot.
         """
+        state, url, skipped = self.store.load_latest() if self.world.is_first else (None, "", [])
+        # Were each rank to choose, one that failed to read the newest would quietly train from older weights.
+        step = int(self.world.sum(state["progress"]["step"] if state else 0)[0])
+        if step:
+            self._restore(state or self.store.load(step), url or self.store.storage.url)
+        return url, skipped
+
+    def _restore(self, state: dict[str, Any], url: str) -> None:
         ours = dataclasses.asdict(self.config)
         for name in FIXED_BY_CHECKPOINT:
             if state["config"][name] != ours[name]:

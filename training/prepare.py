@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 from pathlib import Path
@@ -25,11 +26,21 @@ def prepare_data(recipe: Recipe, source: str, directory: Path) -> None:
         with open(file, "rb") as contents:
             while block := contents.read(1 << 20):
                 digest.update(block)
-    note = {"description": description, "fingerprint": digest.hexdigest()}
+    code = Path(inspect.getfile(type(recipe))).read_bytes()
+    note = {
+        "description": description,
+        "fingerprint": digest.hexdigest(),
+        "recipe_version": hashlib.sha256(code).hexdigest(),
+    }
     (directory / NOTE).write_text(json.dumps(note))
 
 
 def describe_data(directory: str | os.PathLike[str]) -> dict[str, str]:
-    """What `prepare_data` noted: "description" in words, and "fingerprint", a SHA-256 of all that was prepared."""
+    """What `prepare_data` noted.
+
+    Returns:
+        "description": which data it is, in words; "fingerprint": a SHA-256 of all that was prepared; "recipe_version": a
+        SHA-256 of the file that defines the recipe.
+    """
     note: dict[str, str] = json.loads((Path(directory) / NOTE).read_text())
     return note

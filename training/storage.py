@@ -22,6 +22,8 @@ class Storage:
         self.file_system, self.root = fsspec.url_to_fs(self.url)
         protocol = self.file_system.protocol
         self.is_local = "file" in ((protocol,) if isinstance(protocol, str) else protocol)
+        if self.is_local:
+            self.url = self.root  # absolute: a process with another working directory means the same place
 
     def join(self, name: str) -> str:
         """The full URL of `name`."""

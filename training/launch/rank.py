@@ -140,9 +140,8 @@ def main(
             os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         _run(job, place, local_rank, listener, link)
     except BaseException as error:
-        from training.loop import StopRequested
-
-        if isinstance(error, StopRequested):
+        loop = sys.modules.get("training.loop")  # not there if what failed is an import on the way to it
+        if loop is not None and isinstance(error, loop.StopRequested):
             link.send("stopped")
         else:
             text = traceback.format_exc()
@@ -225,9 +224,7 @@ def _train(job: Job, world: World, place: Place, link: SupervisorLink) -> None:
         model = model.to(memory_format=torch.channels_last)
     checkpoints = CheckpointStore(job.checkpoints, config.checkpoints_to_keep)
     trainer = Trainer(recipe, config, world, model, train, test, checkpoints, link, data["fingerprint"])
-    state, url, skipped = checkpoints.load_latest()
-    if state is not None:
-        trainer.restore(state, url)
+    url, skipped = trainer.resume()
     link.beat(trainer.progress.step)
     if world.is_first:
         link.emit(_run_started(job, place, world, trainer, data["description"], url, skipped))

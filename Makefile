@@ -1,0 +1,66 @@
+# One command a job; `make help` lists them. Needs Python 3.10 to 3.12, make and a network to the package registry.
+PYTHON ?= python3
+RECIPE ?= digits
+PROCESSES ?= 2
+CONFIG ?= {}
+DATA ?=
+IMAGE ?= flyte-ddp:dev
+VENV := .venv
+BIN := $(VENV)/bin
+# uv is used where it is on the path; else it is installed beside the environment. It installs in seconds what takes pip
+# minutes, and resolves torch and torchvision to matching builds.
+UV := $(or $(shell command -v uv 2>/dev/null),.uv/bin/uv)
+INSTALLED := $(VENV)/.installed
+export UV_SYSTEM_CERTS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-all test-gpu test-kubernetes lint format bench image requirements
+
+help:  ## what there is to make
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
+
+setup: $(INSTALLED)  ## the environment in .venv, with the pinned packages
+
+$(INSTALLED): requirements.txt pyproject.toml | $(UV)
+	$(UV) venv --quiet --seed --allow-existing --python $(PYTHON) $(VENV)
+	$(UV) pip install --quiet --python $(BIN)/python -r requirements.txt
+	@touch $@
+
+.uv/bin/uv:
+	$(PYTHON) -m venv .uv
+	.uv/bin/pip install --quiet uv
+
+train: $(INSTALLED)  ## train RECIPE (digits) with PROCESSES (2) DDP processes; CONFIG='{"epochs": 3}', DATA=directory
+	$(BIN)/pyflyte run workflows/single_node.py single_node_training_wf --recipe $(RECIPE) \
+	  --num_processes $(PROCESSES) --config '$(CONFIG)' $(if $(DATA),--data '$(DATA)')
+
+test: $(INSTALLED)  ## the tests that need nothing but this machine, in under ten minutes
+	$(BIN)/python -m pytest -m 'not slow and not gpu and not kubernetes'
+
+test-all: $(INSTALLED)  ## also the slow ones
+	$(BIN)/python -m pytest -m 'not gpu and not kubernetes'
+
+test-gpu: $(INSTALLED)  ## the tests that need a GPU
+	$(BIN)/python -m pytest -m gpu
+
+test-kubernetes: $(INSTALLED)  ## the tests on the cluster that KUBECONFIG names, whose nodes have IMAGE
+	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -m kubernetes tests/kubernetes
+
+lint: $(INSTALLED)  ## ruff, mypy, and known holes in the pinned packages
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)  ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED)  ## the table of the README: ratios, each pair measured in one run
+	$(BIN)/python -m benchmarks
+
+image:  ## the image for tasks, driver, scheduler and workers
+	docker build -t $(IMAGE) .
+
+requirements: | $(UV)  ## pin the newest packages that fit pyproject.toml, for all platforms and Python versions
+	$(UV) pip compile --quiet --upgrade --universal --python-version 3.10 --no-emit-index-url --all-extras \
+	  --custom-compile-command 'make requirements' --output-file requirements.txt pyproject.toml

@@ -1,0 +1,86 @@
+"""Where a task stands in its Flyte execution, in the form that outlives an attempt."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+
+from flytekit import ExecutionParameters
+from flytekit.core.context_manager import FlyteContextManager
+from flytekit.core.utils import ClassDecorator
+
+from tasks.resources import WANDB_ENVIRONMENT, WANDB_MODE
+
+
+@dataclass(frozen=True)
+class Execution:
+    """The node of an execution that a task runs as: the same for all its attempts."""
+
+    checkpoints: str  # URL at which every attempt finds the checkpoints of those before it
+    run_id: str  # names the W&B run; "" in a local run, where nothing names it
+    url: str  # the execution in Flyte's console; "" where Flyte does not tell
+
+
+def current_execution(parameters: ExecutionParameters) -> Execution:
+    """The execution that `parameters`, a task's `flytekit.current_context()`, belong to.
+
+    Flyte's own checkpoint path is not used: it belongs to one attempt, and the next attempt is told of the one before
+    only, which may have died before it wrote anything (flyteorg/flyte#2894).
+    """
+    state = FlyteContextManager.current_context().execution_state
+    if state is None or state.is_local_execution():
+        return Execution(tempfile.mkdtemp(prefix="checkpoints-"), "", "")
+    execution = parameters.execution_id
+    node = _node(parameters.output_metadata_prefix)
+    # .../SHARD/EXECUTION-NODE-ATTEMPT: what lies above is the same for all attempts.
+    root = parameters.raw_output_prefix.rstrip("/").rsplit("/", 2)[0]
+    return Execution(
+        checkpoints="/".join([root, "checkpoints", execution.project, execution.domain, execution.name, node]),
+        run_id=f"{execution.name}-{node}",
+        url=os.environ.get("FLYTE_EXECUTION_URL", ""),
+    )
+
+
+def _node(output_metadata_prefix: str) -> str:
+    """The node's id in .../EXECUTION/NODE/data/ATTEMPT, the form of Flyte's metadata prefixes."""
+    parts = output_metadata_prefix.rstrip("/").split("/")
+    return parts[-3] if len(parts) >= 3 and parts[-2] == "data" else "node"
+
+
+def share_storage_credentials() -> None:
+    """Let every process of this pod reach the object store that Flyte gave it access to.
+
+    Flyte's own variables are read by flytekit alone; the ranks read and write checkpoints with the store's own client,
+    which knows the cloud's names. What is set already stays.
+    """
+    for ours, theirs in (
+        ("FLYTE_AWS_ENDPOINT", "AWS_ENDPOINT_URL"),
+        ("FLYTE_AWS_ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID"),
+        ("FLYTE_AWS_SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY"),
+    ):
+        if ours in os.environ:
+            os.environ.setdefault(theirs, os.environ[ours])
+
+
+class wandb_link(ClassDecorator):  # noqa: N801 - a decorator, like flytekitplugins.wandb.wandb_init
+    """Links the task in Flyte's console to its W&B run, where registration knows the entity that the run belongs to.
+
+    `flytekitplugins.wandb.wandb_init` does that too, but it also starts the run itself: only with a key, never offline,
+    under an id that changes with every attempt, and a failure of W&B ends the task. Its link types take the attempt for
+    part of the id, so ours has a name of its own; the console needs the template in deploy/README.md.
+    """
+
+    def execute(self, *args: object, **kwargs: object) -> object:
+        return self.task_function(*args, **kwargs)
+
+    def get_extra_config(self) -> dict[str, str]:
+        entity = WANDB_ENVIRONMENT.get("WANDB_ENTITY")
+        if WANDB_MODE != "online" or not entity:
+            return {}
+        return {
+            self.LINK_TYPE_KEY: "wandb-run",
+            "host": WANDB_ENVIRONMENT.get("WANDB_BASE_URL", "https://wandb.ai").replace("//api.", "//"),
+            "entity": entity,
+            "project": WANDB_ENVIRONMENT["WANDB_PROJECT"],
+        }

@@ -1,0 +1,39 @@
+"""The task that fetches and checks a recipe's data, once, before any GPU is asked for."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated, Optional
+
+from flytekit import HashMethod, task
+from flytekit.types.directory import FlyteDirectory
+
+from tasks.inputs import InputError, Source, TrainingOverrides, given, location
+from tasks.resources import SMALL_TASK
+from training.config import ConfigError, resolve
+from training.prepare import describe_data, prepare_data
+from training.recipes import DataError, get_recipe
+
+
+def _contents_hash(directory: FlyteDirectory) -> str:
+    """What the training task's cache compares: which data it is and which recipe's code, not where it lies."""
+    note = describe_data(directory.path)
+    return f"{note['fingerprint']}-{note['recipe_version']}"
+
+
+PreparedData = Annotated[FlyteDirectory, HashMethod(_contents_hash)]
+
+
+# Not cached: what lies behind a URL may have changed. The training task is, by the contents of what this one returns.
+@task(**SMALL_TASK, retries=2)
+def prepare(recipe: str, config: TrainingOverrides, source: Optional[Source] = None) -> PreparedData:  # noqa: UP045
+    """Check the inputs, and prepare the data of `recipe` from `source`, or its own data where there is none."""
+    try:
+        found = get_recipe(recipe)
+        resolve(found.defaults, given(config))
+        directory = Path(tempfile.mkdtemp(prefix="data-"))
+        prepare_data(found, location(source), directory)
+    except (ConfigError, DataError) as error:
+        raise InputError(str(error)) from error
+    return FlyteDirectory(str(directory))

@@ -1,0 +1,50 @@
+"""Train a recipe on one node. No logic here: the tasks have it.
+
+pyflyte run workflows/single_node.py single_node_training_wf --recipe digits
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+from flytekit import workflow
+
+from tasks.inputs import Source, TrainingOverrides
+from tasks.outputs import TrainingOutputs
+from tasks.prepare import prepare
+from tasks.train import train_on_one_node
+
+
+@workflow
+def single_node_training_wf(
+    recipe: str = "digits",
+    config: TrainingOverrides = TrainingOverrides(),  # noqa: B008 - frozen
+    num_processes: int = 0,
+    data: Optional[Source] = None,  # noqa: UP045 - Flyte does not read "X | None" of a Union
+    checkpoints: str = "",
+    model_artifact: str = "",
+) -> TrainingOutputs:
+    """Train a model with DistributedDataParallel on one node: prepare its data, train, report.
+
+    Returns the accuracy after each epoch, the model state, an HTML report and the history of events.
+
+    Args:
+        recipe: what to train: digits, mnist, or the dotted name of your own Recipe, such as my_module.MyRecipe
+        config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML file, for example
+            '{"epochs": 3, "global_batch_size": 128, "learning_rate": 0.01}'; training/config.py lists all fields with
+            units
+        num_processes: DDP processes; 0 is one per GPU, or two on a machine without GPUs
+        data: directory, file or URL of the data, for recipes that read data of yours; the recipe's own by default
+        checkpoints: directory or URL for checkpoints; an unfinished run found there goes on; by default a place of the
+            execution's own, which its retries share
+        model_artifact: name of the W&B artifact to keep the model state as; none by default
+    """
+    prepared = prepare(recipe=recipe, config=config, source=data)
+    return train_on_one_node(
+        recipe=recipe,
+        config=config,
+        data=prepared,
+        num_processes=num_processes,
+        checkpoints=checkpoints,
+        model_artifact=model_artifact,
+    )
