@@ -14,7 +14,7 @@ INSTALLED := $(VENV)/.installed
 export UV_SYSTEM_CERTS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-gpu test-kubernetes lint format bench image requirements
+.PHONY: help setup train train-multi-node test test-all test-gpu test-kubernetes lint format bench image requirements
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -33,6 +33,11 @@ $(INSTALLED): requirements.txt pyproject.toml | $(UV)
 train: $(INSTALLED)  ## train RECIPE (digits) with PROCESSES (2) DDP processes; CONFIG='{"epochs": 3}', DATA=directory
 	$(BIN)/pyflyte run workflows/single_node.py single_node_training_wf --recipe $(RECIPE) \
 	  --num_processes $(PROCESSES) --config '$(CONFIG)' $(if $(DATA),--data '$(DATA)')
+
+train-multi-node: $(INSTALLED)  ## train RECIPE (pet_names) on two Dask workers on this machine, without Kubernetes
+	$(BIN)/pyflyte run workflows/multi_node.py multi_node_training_wf \
+	  --recipe $(if $(filter file,$(origin RECIPE)),pet_names,$(RECIPE)) \
+	  --cluster '{"kind": "local", "num_nodes": 2}' --config '$(CONFIG)' $(if $(DATA),--data '$(DATA)')
 
 test: $(INSTALLED)  ## the tests that need nothing but this machine, in under ten minutes
 	$(BIN)/python -m pytest -m 'not slow and not gpu and not kubernetes'

@@ -63,7 +63,7 @@ def share_storage_credentials() -> None:
             os.environ.setdefault(theirs, os.environ[ours])
 
 
-class wandb_link(ClassDecorator):  # noqa: N801 - a decorator, like flytekitplugins.wandb.wandb_init
+class wandb_link(ClassDecorator):
     """Links the task in Flyte's console to its W&B run, where registration knows the entity that the run belongs to.
 
     `flytekitplugins.wandb.wandb_init` does that too, but it also starts the run itself: only with a key, never offline,

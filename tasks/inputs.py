@@ -6,7 +6,7 @@ import dataclasses
 import json
 import typing
 from collections.abc import Mapping
-from typing import Any, Optional, Union
+from typing import Any
 
 import click
 from flytekit.core.type_engine import DataclassTransformer, TypeEngine
@@ -16,17 +16,23 @@ from flytekit.types.file import FlyteFile
 from mashumaro.config import BaseConfig
 
 from training.config import ConfigError, TrainingConfig, reject_unknown_fields, resolve
+from training.launch.cluster import ClusterConfig, cluster_config
 
 
 class InputError(click.UsageError, ValueError):
     """A user's mistake. `pyflyte run` prints its message alone, where another exception comes with a traceback."""
 
 
-def _from_json(cls: type, text: str) -> Any:
-    """What `pyflyte run --config` calls with the JSON object, or with the contents of the JSON or YAML file."""
+def _json_object(field: str, text: str) -> dict[str, Any]:
     values = json.loads(text)
     if not isinstance(values, dict):
-        raise InputError(f"config: {values!r} is of the wrong type; accepted is a JSON object or a file with one")
+        raise InputError(f"{field}: {values!r} is of the wrong type; accepted is a JSON object or a file with one")
+    return values
+
+
+def _from_json(cls: type, text: str) -> Any:
+    """What `pyflyte run --config` calls with the JSON object, or with the contents of the JSON or YAML file."""
+    values = _json_object("config", text)
     values = {name: value for name, value in values.items() if value is not None}  # null: not given
     try:
         resolve({}, values)
@@ -43,7 +49,7 @@ def _pre_deserialize(cls: type, values: dict[Any, Any]) -> dict[Any, Any]:
 
 TrainingOverrides = dataclasses.make_dataclass(
     "TrainingOverrides",
-    [(name, Optional[kind], None) for name, kind in typing.get_type_hints(TrainingConfig).items()],
+    [(name, kind | None, None) for name, kind in typing.get_type_hints(TrainingConfig).items()],
     frozen=True,
     namespace={
         "__doc__": "The fields of `training.config.TrainingConfig` that a user gives; None is the recipe's default.",
@@ -55,18 +61,35 @@ TrainingOverrides = dataclasses.make_dataclass(
 )
 
 
-class _OverridesTransformer(DataclassTransformer):
+@dataclasses.dataclass(frozen=True)
+class ClusterInput(ClusterConfig):
+    """`ClusterConfig` as a Flyte input."""
+
+    @classmethod
+    def from_json(cls, text: str) -> ClusterInput:
+        """What `pyflyte run --cluster` calls."""
+        values = _json_object("cluster", text)
+        try:
+            return cls(**dataclasses.asdict(cluster_config(values)))
+        except ConfigError as error:
+            raise InputError(str(error)) from None
+
+
+class _PlainTransformer(DataclassTransformer):
     """Keeps the JSON schema of all the fields out of `pyflyte run --help`, where it fills the page."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self._t = kind  # the base class serves any dataclass, and its constructor takes no type
 
     def get_literal_type(self, t: type) -> LiteralType:
         return LiteralType(simple=SimpleType.STRUCT)
 
 
-_transformer = _OverridesTransformer()
-_transformer._type = TrainingOverrides  # the base class serves any dataclass, and its constructor takes no type
-TypeEngine.register(_transformer)
+for _kind in (TrainingOverrides, ClusterInput):
+    TypeEngine.register(_PlainTransformer(_kind))
 
-Source = Union[FlyteDirectory, FlyteFile]
+Source = FlyteDirectory | FlyteFile
 """Data that the user gives: a local directory or file (uploaded for a remote run) or any URL."""
 
 

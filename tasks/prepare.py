@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 from flytekit import HashMethod, task
 from flytekit.types.directory import FlyteDirectory
@@ -27,7 +27,7 @@ PreparedData = Annotated[FlyteDirectory, HashMethod(_contents_hash)]
 
 # Not cached: what lies behind a URL may have changed. The training task is, by the contents of what this one returns.
 @task(**SMALL_TASK, retries=2)
-def prepare(recipe: str, config: TrainingOverrides, source: Optional[Source] = None) -> PreparedData:  # noqa: UP045
+def prepare(recipe: str, config: TrainingOverrides, source: Source | None = None) -> PreparedData:
     """Check the inputs, and prepare the data of `recipe` from `source`, or its own data where there is none."""
     try:
         found = get_recipe(recipe)

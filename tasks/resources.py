@@ -65,6 +65,15 @@ TRAINING_TASK: dict[str, Any] = {
     **({"accelerator": GPUAccelerator(GPU_TYPE)} if GPU_TYPE else {}),
 }
 
+# The driver of a cluster trains nothing itself; its memory is for the data on its way and the model state.
+_driver = {**_small, "mem": "2Gi" if SANDBOX else "8Gi"}
+DRIVER_TASK: dict[str, Any] = {
+    "requests": Resources(**_driver),
+    "limits": Resources(**_driver),
+    "retries": 3,
+    "interruptible": False,  # its loss ends the whole gang
+}
+
 # W&B's own variables, read at registration and passed on to the tasks. Without a key there is no secret to mount, and a
 # pod that asks for a missing one never starts: register with WANDB_MODE=offline (the sandbox's default) where none is.
 WANDB_MODE = os.environ.get("WANDB_MODE", "offline" if SANDBOX else "online")

@@ -124,7 +124,7 @@ class RunFinished:
 
     step: int
     model_state_url: str
-    seconds: float  # of this attempt, from the first step's start
+    seconds: float  # of this attempt, from the launch of its ranks
     best_epoch: int
     best_accuracy: float
     peak_memory_bytes: int  # of rank 0: of its GPU, else of its process

@@ -5,8 +5,6 @@ pyflyte run workflows/single_node.py single_node_training_wf --recipe digits
 
 from __future__ import annotations
 
-from typing import Optional
-
 from flytekit import workflow
 
 from tasks.inputs import Source, TrainingOverrides
@@ -20,7 +18,7 @@ def single_node_training_wf(
     recipe: str = "digits",
     config: TrainingOverrides = TrainingOverrides(),  # noqa: B008 - frozen
     num_processes: int = 0,
-    data: Optional[Source] = None,  # noqa: UP045 - Flyte does not read "X | None" of a Union
+    data: Source | None = None,
     checkpoints: str = "",
     model_artifact: str = "",
 ) -> TrainingOutputs:

@@ -16,6 +16,8 @@ from training.recipes.base import DataError, Recipe
 BUILTIN = {
     "digits": "training.recipes.digits.Digits",
     "mnist": "training.recipes.mnist.Mnist",
+    "pet_names": "training.recipes.pet_names.PetNames",
+    "pet_name_windows": "training.recipes.pet_names.PetNameWindows",
 }
 
 __all__ = ["BUILTIN", "DataError", "Recipe", "get_recipe"]

@@ -1,0 +1,204 @@
+"""How the report looks: its HTML, a Jinja template that escapes what is put into it, and its style sheet.
+
+A Python module, because fast registration ships loaded Python modules and leaves other files behind. Every rule is
+under the class `training-report`, so that none reaches the page around a Flyte Deck. There is no script.
+"""
+
+STYLE = """
+.training-report {
+  --ink: #1f2328; --soft: #59636e; --page: #f6f8fa; --card: #ffffff; --rule: #d8dee4;
+  --good: #1a7f37; --bad: #c5221f; --wait: #0969da; --warn: #9a6700;
+  color-scheme: light dark; color: var(--ink); background: var(--page);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif;
+  padding: 1.5rem clamp(.75rem, 3vw, 2.5rem) 3rem; text-align: left; overflow-wrap: anywhere;
+}
+@media (prefers-color-scheme: dark) {
+  .training-report {
+    --ink: #e6edf3; --soft: #9aa4af; --page: #0d1117; --card: #161b22; --rule: #30363d;
+    --good: #3fb950; --bad: #ff7b72; --wait: #58a6ff; --warn: #d29922;
+  }
+}
+.training-report *, .training-report *::before { box-sizing: border-box; }
+.training-report .inner { max-width: 1240px; margin: 0 auto; }
+.training-report header { display: flex; flex-wrap: wrap; align-items: center; gap: .35rem .9rem; }
+.training-report h1 { font-size: 1.7rem; line-height: 1.2; margin: 0; font-weight: 700; letter-spacing: -.01em; }
+.training-report h2 { font-size: 1.05rem; margin: 0 0 .75rem; font-weight: 650; }
+.training-report a { color: var(--wait); }
+.training-report .lead { color: var(--soft); margin: .4rem 0 0; }
+.training-report .links { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; margin: .3rem 0 0; }
+.training-report .status {
+  font-size: .82rem; font-weight: 650; padding: .12rem .65rem; border-radius: 99px; border: 1px solid currentColor;
+}
+.training-report .status::before { content: "\\25cf"; margin-right: .4em; }
+.training-report .running { color: var(--wait); } .training-report .finished { color: var(--good); }
+.training-report .failed { color: var(--bad); } .training-report .interrupted { color: var(--warn); }
+.training-report .bar { height: 6px; border-radius: 3px; background: var(--rule); margin: 1rem 0 0; overflow: hidden; }
+.training-report .bar div { height: 100%; background: var(--wait); }
+.training-report .grid { display: grid; gap: 1rem; margin-top: 1rem; grid-template-columns: minmax(0, 1fr); }
+.training-report .card {
+  background: var(--card); border: 1px solid var(--rule); border-radius: 10px; padding: 1rem 1.1rem; min-width: 0;
+}
+.training-report .tiles { grid-template-columns: repeat(auto-fit, minmax(8.8rem, 1fr)); gap: .7rem; }
+.training-report .tiles .card { padding: .65rem .85rem; }
+.training-report .tile-name { color: var(--soft); font-size: .8rem; }
+.training-report .tile-value {
+  font-size: clamp(1.15rem, 5vw, 1.4rem); line-height: 1.3; font-weight: 650; font-variant-numeric: tabular-nums;
+}
+.training-report .tile-note { color: var(--soft); font-size: .8rem; }
+.training-report .panels .card { padding: .7rem .6rem .4rem; }
+.training-report svg.panel { display: block; width: 100%; height: auto; }
+@media (min-width: 760px) {
+  .training-report .panels { grid-template-columns: repeat(2, minmax(0, 1fr)); }
+  .training-report .facts { columns: 2; }
+  .training-report .pairs:not(.long) th { width: 42%; padding-right: 1rem; }
+}
+@media (min-width: 1100px) {
+  .training-report .panels { grid-template-columns: repeat(3, minmax(0, 1fr)); }
+}
+.training-report .facts { column-gap: 1rem; margin-top: 1rem; }
+.training-report .facts .card { break-inside: avoid; margin-bottom: 1rem; }
+.training-report .error { border-left: 4px solid var(--bad); }
+.training-report .interrupted-error { border-left-color: var(--warn); }
+.training-report .notice { border-left: 4px solid var(--warn); }
+.training-report pre {
+  font: .8rem/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace;
+  white-space: pre-wrap; margin: 0; max-height: 30rem; overflow: auto; color: inherit; background: none;
+}
+.training-report .scroll { overflow-x: auto; max-height: 26rem; overflow-y: auto; overflow-wrap: normal; }
+.training-report table {
+  border-collapse: collapse; width: 100%; font-size: .87rem; font-variant-numeric: tabular-nums;
+}
+.training-report th { color: var(--soft); font-weight: 500; text-align: left; vertical-align: top; }
+.training-report thead th { position: sticky; top: 0; background: var(--card); white-space: nowrap; }
+.training-report th, .training-report td { padding: .28rem .9rem .28rem 0; border-bottom: 1px solid var(--rule); }
+.training-report td { color: var(--ink); vertical-align: top; }
+.training-report tr:last-child > * { border-bottom: 0; }
+.training-report .numbers th, .training-report .numbers td { text-align: right; white-space: nowrap; }
+.training-report .numbers th:first-child, .training-report .numbers td:first-child { text-align: left; }
+.training-report tr.best td { font-weight: 650; color: var(--good); }
+.training-report .pairs th { width: 58%; padding-right: .6rem; }
+.training-report .pairs.long th { width: 30%; }
+.training-report tr.changed td { font-weight: 650; }
+.training-report small { color: var(--soft); font-weight: 400; font-size: .82rem; }
+.training-report summary { cursor: pointer; color: var(--soft); padding: .6rem 0 .2rem; }
+.training-report .samples { display: grid; gap: .55rem; grid-template-columns: repeat(auto-fill, minmax(3.8rem, 1fr)); }
+.training-report .samples.texts { grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); }
+.training-report .samples figure { margin: 0; font-size: .78rem; line-height: 1.35; min-width: 0; }
+.training-report .samples img {
+  display: block; width: 100%; aspect-ratio: 1; object-fit: contain; image-rendering: pixelated;
+  background: #000; border-radius: 6px; border: 2px solid transparent;
+}
+.training-report .samples .text {
+  padding: .4rem .55rem; border: 2px solid var(--rule); border-radius: 6px; font-family: ui-monospace, monospace;
+}
+.training-report .samples .wrong img, .training-report .samples .wrong .text { border-color: var(--bad); }
+.training-report .samples figcaption { padding-top: .2rem; }
+.training-report .samples .right figcaption span { color: var(--good); }
+.training-report .samples .wrong figcaption span { color: var(--bad); font-weight: 650; }
+.training-report footer { color: var(--soft); font-size: .8rem; margin-top: 1.2rem; }
+"""
+
+FRAGMENT = """
+{%- macro pairs(rows, has_long_values) %}
+<table class="pairs{% if has_long_values %} long{% endif %}"><tbody>
+{%- for row in rows %}
+<tr{% if row.marked %} class="changed"{% endif %}><th scope="row">{{ row.name }}</th>
+<td>{{ row.value }}{% if row.note %} <small>{{ row.note }}</small>{% endif %}</td></tr>
+{%- endfor %}
+</tbody></table>
+{%- endmacro %}
+
+{%- macro samples(shown) %}
+<div class="samples{% if not shown[0].image %} texts{% endif %}">
+{%- for sample in shown %}
+<figure class="{{ 'right' if sample.right else 'wrong' }}" title="{{ sample.scores }}">
+{%- if sample.image %}<img alt="{{ sample.words }}" src="data:image/png;base64,{{ sample.image }}">
+{%- elif sample.text %}<div class="text">{{ sample.text }}</div>{% endif -%}
+<figcaption>
+{%- if sample.right %}<span>&#10003; {{ sample.guess }}</span>
+{%- else %}<span>&#10007; {{ sample.guess }}</span> (is {{ sample.truth }}){% endif -%}
+</figcaption></figure>
+{%- endfor %}
+</div>
+{%- endmacro %}
+
+<style>{{ style }}</style>
+<div class="training-report"><div class="inner">
+<header><h1>{{ title }}</h1><span class="status {{ status }}">{{ status }}</span></header>
+<p class="lead">{{ lead }}</p>
+{%- if links %}
+<p class="links">{% for link in links %}
+{%- if link.is_safe %}<a href="{{ link.url }}" target="_blank" rel="noopener noreferrer">{{ link.name }}</a>
+{%- else %}<span>{{ link.name }}: {{ link.url }}</span>{% endif %}
+{%- endfor %}</p>
+{%- endif %}
+{%- if status == "running" %}
+<div class="bar" role="progressbar" aria-label="optimizer steps done" aria-valuemin="0" aria-valuemax="100"
+ aria-valuenow="{{ percent_done }}"><div style="width: {{ percent_done }}%"></div></div>
+{%- endif %}
+{%- if error %}
+<div class="grid"><section class="card error {{ status }}-error"><h2>{{ error.title }}</h2><pre>{{ error.text }}</pre>
+</section></div>
+{%- endif %}
+{%- if notices %}
+<div class="grid">{% for notice in notices %}<section class="card notice">{{ notice }}</section>{% endfor %}</div>
+{%- endif %}
+<div class="grid tiles">
+{%- for tile in tiles %}
+<div class="card"><div class="tile-name">{{ tile.name }}</div><div class="tile-value">{{ tile.value }}</div>
+<div class="tile-note">{{ tile.note }}</div></div>
+{%- endfor %}
+</div>
+{%- if panels %}
+<div class="grid panels">{% for panel in panels %}<div class="card">{{ panel }}</div>{% endfor %}</div>
+{%- endif %}
+{%- if epochs.rows %}
+<div class="grid"><section class="card"><h2>Epochs</h2>
+<div class="scroll"><table class="numbers"><thead><tr>
+{%- for name in epochs.names %}<th scope="col">{{ name }}</th>{% endfor %}</tr></thead><tbody>
+{%- for row in epochs.rows %}
+<tr{% if row.best %} class="best"{% endif %}>{% for cell in row.cells %}<td>{{ cell }}</td>{% endfor %}</tr>
+{%- endfor %}
+</tbody></table></div>
+{%- if epochs.note %}<p class="lead"><small>{{ epochs.note }}</small></p>{% endif %}
+</section></div>
+{%- endif %}
+{%- if predictions %}
+<div class="grid"><section class="card"><h2>Test predictions <small>{{ predictions.note }}</small></h2>
+{%- if predictions.first %}{{ samples(predictions.first) }}{% endif %}
+{%- if predictions.rest %}
+<details><summary>{{ predictions.rest | length }} more</summary>{{ samples(predictions.rest) }}</details>
+{%- endif %}
+</section></div>
+{%- endif %}
+{%- if sections %}
+<div class="facts">
+{%- for section in sections %}
+<section class="card"><h2>{{ section.title }}{% if section.note %} <small>{{ section.note }}</small>{% endif %}</h2>
+<div{% if section.rows | length > 30 %} class="scroll"{% endif %}>
+{{- pairs(section.rows, section.has_long_values) }}</div></section>
+{%- endfor %}
+</div>
+{%- endif %}
+<footer>{{ footer }}</footer>
+</div></div>
+"""
+
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,">
+<title>{{ title }}</title>
+<style>
+body { margin: 0; background: #f6f8fa; }
+@media (prefers-color-scheme: dark) { body { background: #0d1117; } }
+</style>
+</head>
+<body>
+{{ fragment }}
+</body>
+</html>
+"""

@@ -1,0 +1,102 @@
+"""Everything that a person sees of a run, wherever its ranks are, and what is left of it when it has ended."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import flytekit
+import fsspec
+from flytekit.types.file import FlyteFile, PythonPickledFile
+
+from tasks.execution import Execution
+from tasks.outputs import TrainingOutputs
+from tasks.report import DeckPublisher, Report
+from tasks.resources import WANDB_ENVIRONMENT, WANDB_SECRET
+from training import events
+from training.launch.rank import Job
+from training.launch.spawn import Result
+from training.storage import Storage
+from training.tracking import History, ProgressBar, Wandb
+
+RUN_ID = "wandb-run-id"  # beside the checkpoints, so that whoever goes on from them continues the same W&B run
+
+
+class Watchers:
+    """The listeners of one run. Their files lie below `directory`, a task's own."""
+
+    def __init__(self, job: Job, execution: Execution, directory: Path, model_artifact: str) -> None:
+        self.directory = directory
+        self.bar = ProgressBar()
+        self.report = Report()
+        self.wandb = Wandb(
+            project=os.environ.get("WANDB_PROJECT", WANDB_ENVIRONMENT["WANDB_PROJECT"]),
+            entity=os.environ.get("WANDB_ENTITY"),
+            run_id=_run_id(job.checkpoints, execution),
+            notes=execution.url,
+            directory=str(directory),
+            api_key=_wandb_key(),
+            model_artifact=model_artifact,
+            say=self.bar.write,
+        )
+        self.history_file = directory / "history.jsonl"
+        self.listeners: list[events.Listener] = [
+            self.bar,
+            History(self.history_file),
+            self.wandb,
+            self.report,
+            _Link(self.wandb, self.report),
+            DeckPublisher(self.report),
+        ]
+
+    def outputs(self, result: Result) -> TrainingOutputs:
+        """The task's outputs, with the way to them on the terminal."""
+        state_file = self.directory / "model_state.pt"
+        with fsspec.open(result.finished.model_state_url, "rb") as source:
+            state_file.write_bytes(source.read())
+        report_file = self.directory / "report.html"
+        report_file.write_text(self.report.render(), encoding="utf-8")
+        accuracies = [epoch.accuracy for epoch in result.epochs]
+        self.bar.write("accuracy per epoch  " + "  ".join(f"{100 * accuracy:.2f} %" for accuracy in accuracies))
+        self.bar.write(f"model state         {state_file}")
+        self.bar.write(f"report              {report_file}")
+        return TrainingOutputs(
+            epoch_accuracies=accuracies,
+            model_state=PythonPickledFile(str(state_file)),
+            report=FlyteFile(str(report_file)),
+            history=FlyteFile(str(self.history_file)),
+        )
+
+
+class _Link:
+    """Puts the W&B run's address into the report, once W&B has told it."""
+
+    def __init__(self, wandb: Wandb, report: Report) -> None:
+        self.wandb = wandb
+        self.report = report
+
+    def handle(self, event: events.Event) -> None:
+        if self.wandb.url:
+            self.report.links["W&B run"] = self.wandb.url
+
+    def close(self, error: BaseException | None) -> None:
+        pass
+
+
+def _run_id(checkpoints: str, execution: Execution) -> str:
+    """The id of the W&B run: the one that an earlier attempt left beside its checkpoints, else a new one."""
+    storage = Storage(checkpoints)
+    try:
+        return storage.read(RUN_ID).decode()
+    except FileNotFoundError:
+        run_id = execution.run_id or f"run-{os.urandom(4).hex()}"
+        storage.write(RUN_ID, run_id.encode())
+        return run_id
+
+
+def _wandb_key() -> str | None:
+    """W&B's key from the Flyte secret, which in a local run is WANDB_API_KEY; None where there is none."""
+    try:
+        return flytekit.current_context().secrets.get(WANDB_SECRET.group, WANDB_SECRET.key)
+    except ValueError:
+        return None

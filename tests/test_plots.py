@@ -1,0 +1,143 @@
+import dataclasses
+import math
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from tests import sample_run
+from training import plots
+from training.events import Event
+from training.plots import History
+
+
+def panels_of(events: list[Event]) -> dict[str, plots.Panel]:
+    return {panel.name: panel for panel in plots.training_panels(History.of(events))}
+
+
+def test_a_restart_from_a_checkpoint_takes_back_what_was_done_since():
+    first = [sample_run.started(), *sample_run.steps(1, 80), sample_run.epoch(1)]
+    again = sample_run.started(resumed_step=60, previous_epochs=[sample_run.epoch(1)])
+    history = History.of([*first, again, *sample_run.steps(61, 71)])
+    assert [step.step for step in history.steps] == [*range(1, 61, 5), 61, 66, 71]
+    assert [epoch.epoch for epoch in history.epochs] == [1]
+
+
+def test_a_run_has_every_panel_there_is_data_for():
+    everything = ["loss", "accuracy", "throughput", "learning-rate", "gradient-norm", "ranks"]
+    assert list(panels_of(sample_run.training())) == everything
+    assert list(panels_of(sample_run.training(world_size=1))) == everything[:-1]
+    assert list(panels_of([sample_run.started(), *sample_run.steps(1, 20)])) == [
+        "loss",
+        "throughput",
+        "learning-rate",
+        "gradient-norm",
+    ]
+    assert panels_of([sample_run.started()]) == {}
+    assert panels_of([]) == {}
+
+
+UNUSUAL = {
+    "one step": [sample_run.started(), *sample_run.steps(1, 1)],
+    "one epoch without step events": [sample_run.started(epochs=1), sample_run.epoch(1)],
+    "a resumed run": [
+        sample_run.started(resumed_step=150, previous_epochs=[sample_run.epoch(number) for number in (1, 2, 3)]),
+        *sample_run.steps(151, 200),
+        sample_run.epoch(4),
+    ],
+    "many ranks": sample_run.training(world_size=64),
+    "a gang that lost a node": [*sample_run.training(epochs=2, world_size=4), sample_run.epoch(3, world_size=2)],
+    "losses that are zero, huge and not finite": [
+        sample_run.started(),
+        *(
+            dataclasses.replace(step, loss=loss, gradient_norm=loss)
+            for step, loss in zip(sample_run.steps(1, 20), (0.0, 1e30, math.nan, math.inf), strict=True)
+        ),
+        dataclasses.replace(sample_run.epoch(1), train_loss=0.0, test_loss=0.0, accuracy=0.0),
+    ],
+    "an epoch whose test loss is not finite": [
+        *sample_run.training(epochs=2),
+        dataclasses.replace(sample_run.epoch(3), test_loss=math.nan),
+        dataclasses.replace(sample_run.epoch(4), train_loss=1e-6),
+    ],
+    "nothing but losses that are not finite": [
+        sample_run.started(),
+        *(dataclasses.replace(step, loss=math.nan, gradient_norm=math.nan) for step in sample_run.steps(1, 20)),
+    ],
+}
+
+
+@pytest.mark.parametrize("events", UNUSUAL.values(), ids=UNUSUAL.keys())
+def test_unusual_runs_are_drawn_too(events: list[Event]):
+    panels = panels_of(events)
+    assert panels
+    for panel in panels.values():
+        ElementTree.fromstring(plots.to_svg(panel))
+
+
+def test_a_panel_fits_any_page():
+    ids: list[str] = []
+    for panel in panels_of(sample_run.training()).values():
+        svg = plots.to_svg(panel)
+        root = ElementTree.fromstring(svg)
+        assert root.get("viewBox")
+        assert root.get("width") is None
+        assert root.get("height") is None
+        assert root.get("aria-label") == panel.summary
+        assert f">{panel.title}</text>" in svg
+        assert "currentColor" in svg
+        assert plots.INK not in svg
+        assert "<style" not in svg  # its rules would hold for the whole page
+        assert set(re.findall(r"https?://[^\"]*", svg)) <= {
+            "http://www.w3.org/2000/svg",
+            "http://www.w3.org/1999/xlink",
+        }
+        own = re.findall(r'\bid="([^"]+)"', svg)
+        assert set(re.findall(r'(?:href="|url\()#([^")]+)', svg)) <= set(own)
+        ids += own
+    assert len(ids) == len(set(ids))
+
+
+def test_numbers_on_the_axes_keep_all_their_digits():
+    svg = plots.to_svg(panels_of(sample_run.training())["learning-rate"])
+    assert ">0.0005</text>" in svg
+
+
+def test_a_long_run_makes_no_larger_picture():
+    long = [sample_run.started(epochs=2000), *sample_run.steps(1, 100_000)]
+    for panel in panels_of(long).values():
+        assert len(plots.to_svg(panel)) < 60_000
+
+
+def test_thinning_keeps_the_extremes():
+    points = [(float(x), math.sin(x)) for x in range(10_000)]
+    points[4321] = (4321.0, 50.0)
+    points[7654] = (7654.0, -50.0)
+    thin = plots.thinned(points, most=100)
+    assert len(thin) <= 100
+    assert {(4321.0, 50.0), (7654.0, -50.0)} <= set(thin)
+    assert thin == sorted(thin)
+
+
+@pytest.mark.parametrize("page", ["#ffffff", "#161b22"])
+@pytest.mark.parametrize("color", plots.PALETTE)
+def test_colours_stand_out_on_light_and_dark_pages(color: str, page: str):
+    def luminance(code: str) -> float:  # WCAG 2.1, "relative luminance"
+        channels = [int(code[index : index + 2], 16) / 255 for index in (1, 3, 5)]
+        linear = [value / 12.92 if value <= 0.03928 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
+        return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    dark, light = sorted((luminance(color), luminance(page)))
+    assert (light + 0.05) / (dark + 0.05) >= 3
+
+
+def test_panels_are_saved_as_one_file(tmp_path):
+    panels = list(panels_of(sample_run.training()).values())
+    plots.save_panels(panels, tmp_path / "run.svg", columns=3)
+    root = ElementTree.parse(tmp_path / "run.svg").getroot()
+    assert "prefers-color-scheme: dark" in ElementTree.tostring(root, encoding="unicode")
+    assert all(panel.title in (tmp_path / "run.svg").read_text() for panel in panels)
+    plots.save_panels(panels, tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="panels"):
+        plots.save_panels([], tmp_path / "none.svg")

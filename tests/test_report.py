@@ -1,0 +1,413 @@
+import base64
+import dataclasses
+import html
+import html.parser
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from flytekit import task
+from flytekit.core.context_manager import FlyteContextManager
+from flytekit.core.data_persistence import FileAccessProvider
+from flytekit.deck.deck import get_deck_template
+from flytekit.loggers import logger as flytekit_logger
+
+from tasks import report
+from tasks.report import DeckPublisher, Report
+from tests import browser, sample_run
+from training.events import CheckpointSaved, Event, LayerDescribed, Prediction, PredictionsMade
+from training.launch.spawn import RankFailure, TrainingStopped
+
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"' onload='alert(3)"
+TWO_MEGABYTES = 2_000_000
+
+
+def report_of(events: list[Event], error: BaseException | None = None, closed: bool = True) -> Report:
+    made = Report(links={"W&B run": "https://wandb.ai/team/project/runs/1"})
+    for event in events:
+        made.handle(event)
+    if closed:
+        made.close(error)
+    return made
+
+
+def rank_failure() -> RankFailure:
+    text = "rank 1 failed: ValueError: bad\n\n" + "".join(f"  File {'x' * 300}.py, line {line}\n" for line in range(50))
+    return RankFailure(text, 1, "exception", "ValueError: bad")
+
+
+def resumed_run() -> list[Event]:
+    again = sample_run.started(
+        resumed_step=150,
+        resumed_from="s3://bucket/run/step-0000000150.pt",
+        previous_epochs=[sample_run.epoch(number) for number in (1, 2, 3)],
+        skipped_checkpoints=["s3://bucket/run/step-0000000200.pt is unusable and was skipped: ValueError: too short"],
+    )
+    return [again, *sample_run.steps(151, 200), sample_run.epoch(4), sample_run.finished()]
+
+
+def hostile_run() -> list[Event]:
+    return [
+        sample_run.started(
+            recipe=HOSTILE,
+            data=HOSTILE,
+            device=HOSTILE,
+            backend=HOSTILE,
+            layers=[LayerDescribed(HOSTILE, HOSTILE, [1, 2], 3)],
+            versions={HOSTILE: HOSTILE},
+            resumed_from=HOSTILE,
+            resumed_step=1,
+            skipped_checkpoints=[HOSTILE],
+        ),
+        *sample_run.steps(2, 50),
+        sample_run.epoch(1),
+        CheckpointSaved(50, HOSTILE, True, 0.1),
+        PredictionsMade(
+            1, [Prediction(HOSTILE, "b", {HOSTILE: 1.0}, text=HOSTILE), Prediction("a", HOSTILE, {}, b"\x89PNG")]
+        ),
+        dataclasses.replace(sample_run.finished(), model_state_url=HOSTILE),
+    ]
+
+
+class Elements(html.parser.HTMLParser):
+    """All elements of a page with their attributes, and all text outside style sheets."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._open = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._open = tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open != "style":
+            self.text = " ".join([self.text, *data.split()])
+
+    def images(self) -> list[bytes]:
+        sources = [attributes["src"] or "" for tag, attributes in self.elements if tag == "img"]
+        return [base64.b64decode(source.removeprefix("data:image/png;base64,")) for source in sources]
+
+
+def text_of(made: Report) -> str:
+    return Elements(made.render()).text
+
+
+def test_a_finished_run_is_told_in_full():
+    made = report_of(sample_run.whole_run())
+    assert made.status == "finished"
+    text = text_of(made)
+    for words in (
+        "Training mnist",
+        "finished",
+        "95.00 %",
+        "in epoch 4",
+        "4 / 4",
+        "8,000 in training, all epochs",
+        "1 min 33 s",
+        "CPU, 1 thread each",
+        "0.052",  # 2 x 93 s in hours
+        "312 of 320 right, 8 wrong",
+        "MNIST, 60,000 training and 10,000 held-out images of 28x28",
+        "learning_rate 0.002 default 0.001",
+        "seed 0",
+        "torch 2.15.0",
+        "s3://bucket/run/model_state.pt",
+        "600 MiB",
+        "431,080 parameters",
+        "20 x 24 x 24",
+    ):
+        assert words in text, words
+    assert made.render().count('<svg xmlns="http://www.w3.org/2000/svg"') == 6
+
+
+def test_the_status_follows_the_run():
+    assert report_of([], closed=False).status == "running"
+    running = report_of(sample_run.training()[:20], closed=False)
+    assert running.status == "running"
+    assert "As of" in text_of(running)
+    assert report_of(sample_run.training(), TrainingStopped("SIGTERM ended the run")).status == "interrupted"
+    assert report_of(sample_run.training(), KeyboardInterrupt()).status == "interrupted"
+    failed = report_of(sample_run.training(), rank_failure())
+    assert failed.status == "failed"
+    assert "RankFailure rank 1 failed: ValueError: bad" in text_of(failed)
+
+
+def test_a_resumed_run_says_from_where_and_shows_earlier_epochs():
+    text = text_of(report_of(resumed_run()))
+    assert "Resumed at step 150 from s3://bucket/run/step-0000000150.pt" in text
+    assert "step-0000000200.pt is unusable and was skipped" in text
+    assert "4 / 4" in text
+    assert "this attempt" in text
+
+
+def test_checkpoints_that_are_gone_are_not_listed():
+    page = report_of(sample_run.training(epochs=6)).render()  # keeps two; epoch 3 is not a best one
+    assert "step-0000000300.pt" in page
+    assert "step-0000000250.pt" in page
+    assert "step-0000000200.pt" not in page
+    events = [event for event in sample_run.training(epochs=6) if not isinstance(event, CheckpointSaved)]
+    saved = [CheckpointSaved(step, f"file:///run/{step}.pt", step == 50, 0.1) for step in (50, 100, 150, 200)]
+    page = report_of(events + saved).render()
+    assert [step for step in (50, 100, 150, 200) if f"file:///run/{step}.pt" in page] == [50, 150, 200]
+
+
+def test_wrong_predictions_come_first_and_what_has_no_room_is_counted():
+    large = sample_run.predictions(number=320, side=128)
+    made = report_of([*sample_run.training(), large, sample_run.finished()])
+    page = Elements(made.render())
+    shown = page.images()
+    wrong = [prediction.image for prediction in large.predictions if prediction.truth != prediction.guess]
+    assert shown[: len(wrong)] == wrong
+    assert len(wrong) < len(shown) < 320
+    assert f"{320 - len(shown)} left out" in page.text
+    assert len(made.render().encode()) < TWO_MEGABYTES
+
+    huge = sample_run.predictions(number=2, side=1500)
+    assert "2 left out" in text_of(report_of([*sample_run.training(), huge]))
+
+
+def test_predictions_of_text_are_shown_as_text():
+    names = PredictionsMade(1, [Prediction("e", "e", {"e": 0.9}, text="Bell|e"), Prediction("x", "a", {}, text="Ma|x")])
+    page = Elements(report_of([*sample_run.training(), names]).render())
+    assert page.images() == []
+    assert page.text.index("Ma|x") < page.text.index("Bell|e")
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_the_page_stays_below_two_megabytes(closed: bool):
+    config = sample_run.started(epochs=2000).config
+    events: list[Event] = [
+        sample_run.started(
+            epochs=2000,
+            world_size=256,
+            config=config,
+            data="long " * 400,
+            layers=[LayerDescribed(f"blocks.{index}", "Linear", [1, 8, 64], 9) for index in range(2000)],
+            skipped_checkpoints=[f"s3://bucket/{index} is unusable" for index in range(500)],
+        ),
+        *sample_run.steps(1, 100_000),
+        *(sample_run.epoch(number, world_size=256) for number in range(1, 2001)),
+        *(CheckpointSaved(step, f"s3://bucket/run/{step}.pt", True, 0.1) for step in range(2000)),
+        sample_run.predictions(number=3000, side=28),
+        PredictionsMade(1, [Prediction("&" * 1000, '"' * 1000, {"'" * 1000: 1.0}, text="<" * 5000)] * 3000),
+    ]
+    made = report_of(events, RuntimeError("<stack>" * 1_000_000) if closed else None, closed=closed)
+    assert len(made.render().encode()) < TWO_MEGABYTES
+
+
+def test_text_from_outside_never_becomes_markup():
+    made = report_of(hostile_run(), RuntimeError(HOSTILE))
+    made.links = {"bad": "javascript:alert(1)", HOSTILE: "https://example.org/" + HOSTILE}
+    page = Elements(made.render())
+    for tag, attributes in page.elements:
+        assert tag != "script"
+        assert not [name for name in attributes if name.startswith("on")]
+        assert not (attributes.get("href") or "").startswith("javascript:")
+        assert tag != "img" or (attributes["src"] or "").startswith("data:image/png;base64,")
+    assert " ".join(HOSTILE.split()) in page.text
+    assert "bad: javascript:alert(1)" in page.text
+
+
+# --- in a browser ---------------------------------------------------------------------------------------------------
+
+PAGES = {
+    "nothing": lambda: report_of([], closed=False),
+    "started": lambda: report_of([sample_run.started()], closed=False),
+    "running": lambda: report_of(sample_run.training()[:40], closed=False),
+    "one epoch": lambda: report_of([sample_run.started(epochs=1), sample_run.epoch(1)], closed=False),
+    "finished": lambda: report_of(sample_run.whole_run()),
+    "resumed": lambda: report_of(resumed_run()),
+    "failed": lambda: report_of(sample_run.training(world_size=16), rank_failure()),
+    "hostile": lambda: report_of(hostile_run(), RuntimeError("x" * 500 + HOSTILE)),
+}
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Browser]:
+    if browser.CHROMIUM is None:
+        pytest.skip("there is no Chromium here; on Debian: apt-get install chromium")
+    with browser.Browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_page_opens_without_a_complaint_on_any_screen(chromium: browser.Browser, tmp_path: Path, page: str):
+    file = tmp_path / "report.html"
+    file.write_text(PAGES[page]().render(), encoding="utf-8")
+    for width in (360, 1280):
+        for dark in (False, True):
+            assert chromium.open(file, width=width, dark=dark) == []
+            assert chromium.evaluate("document.documentElement.scrollWidth") <= width
+            assert chromium.evaluate("[...document.images].every(image => image.naturalWidth > 0)") or page == "hostile"
+            background = "getComputedStyle(document.querySelector('.training-report')).backgroundColor"
+            assert (_brightness(chromium.evaluate(background)) < 0.5) == dark
+            axis = "getComputedStyle(document.querySelector('svg.panel text')).fill"
+            if page == "finished":
+                assert (_brightness(chromium.evaluate(axis)) > 0.5) == dark
+
+
+def test_text_is_large_enough_to_read_on_a_phone(chromium: browser.Browser, tmp_path: Path):
+    file = tmp_path / "report.html"
+    file.write_text(PAGES["finished"]().render(), encoding="utf-8")
+    chromium.open(file, width=360)
+    # Of text in a picture, the height on the screen follows the picture's width.
+    smallest = chromium.evaluate(
+        """Math.min(...[...document.querySelectorAll("svg.panel text")].map(text =>
+            parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a))"""
+    )
+    assert smallest >= 8
+    assert chromium.evaluate("document.querySelector('.lead').getBoundingClientRect().width") <= 360
+
+
+def test_the_deck_in_flytes_own_page_shows_the_report(chromium: browser.Browser, tmp_path: Path):
+    fragment = PAGES["finished"]().render_fragment()
+    page = get_deck_template().substitute(NAV_HTML="<li>Training</li>", BODY_HTML=f"<div>{fragment}</div>")
+    file = tmp_path / "deck.html"
+    # Flyte's template asks for a font from elsewhere; that is not the report's doing.
+    file.write_text(
+        "\n".join(line for line in page.splitlines() if "fonts.googleapis.com" not in line), encoding="utf-8"
+    )
+    assert chromium.open(file, width=360) == []
+    assert chromium.evaluate("document.documentElement.scrollWidth") <= 360
+    assert chromium.evaluate("document.querySelector('.training-report h1').checkVisibility()")
+    # The style of the report stays within the report.
+    assert chromium.evaluate("getComputedStyle(document.body).backgroundColor") == "rgba(0, 0, 0, 0)"
+
+
+@pytest.mark.parametrize(
+    "flaw",
+    [
+        "<script>console.error('no')</script>",
+        "<script>throw new Error('no')</script>",
+        "<img src='missing.png'>",
+        "<link rel='stylesheet' href='http://localhost:9/style.css'>",
+    ],
+)
+def test_the_browser_notices_what_is_wrong_with_a_page(chromium: browser.Browser, tmp_path: Path, flaw: str):
+    file = tmp_path / "flawed.html"
+    file.write_text(PAGES["started"]().render().replace("</body>", flaw + "</body>"), encoding="utf-8")
+    assert chromium.open(file) != []
+
+
+def _brightness(color: str) -> float:
+    red, green, blue = (float(part) for part in color.removeprefix("rgb(").removesuffix(")").split(",")[:3])
+    return (red + green + blue) / (3 * 255)
+
+
+# --- as a Deck ------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A clock that stands still until it is told otherwise."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Iterator[Path]:
+    """Where flytekit leaves its files in this test."""
+    provider = FileAccessProvider(str(tmp_path / "sandbox"), str(tmp_path / "raw"))
+    with FlyteContextManager.with_context(FlyteContextManager.current_context().with_file_access(provider)):
+        yield tmp_path / "sandbox"
+
+
+@pytest.fixture
+def errors() -> Iterator[list[logging.LogRecord]]:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = records.append  # type: ignore[method-assign]
+    flytekit_logger.addHandler(handler)
+    yield records
+    flytekit_logger.removeHandler(handler)
+
+
+def decks(sandbox: Path) -> list[str]:
+    """All versions of the Deck that were written, the oldest first."""
+    files = sorted(sandbox.rglob("deck.html"), key=lambda file: file.stat().st_mtime_ns)
+    return [text for file in files if (text := file.read_text(encoding="utf-8"))]  # a failure leaves an empty file
+
+
+def test_the_deck_is_published_while_the_run_goes_on_and_at_its_end(sandbox: Path):
+    seen: list[int] = []
+
+    @task(enable_deck=True, deck_fields=())
+    def train() -> None:
+        clock, made = Clock(), Report()
+        publisher = DeckPublisher(made, interval=15, clock=clock)
+
+        def tell(event: Event, at: float) -> None:
+            clock.now = 100 + at
+            made.handle(event)
+            publisher.handle(event)
+            seen.append(len(decks(sandbox)))
+
+        def run() -> None:
+            tell(sample_run.started(), at=0)
+            tell(sample_run.steps(1, 1)[0], at=5)
+            tell(sample_run.epoch(1), at=14)
+            tell(sample_run.epoch(2), at=16)
+            tell(CheckpointSaved(100, "file:///c.pt", True, 0.1), at=40)
+            tell(sample_run.epoch(3), at=1001)
+            tell(sample_run.epoch(4), at=1017)  # by then it may take 5 % of 1001 s
+            made.close(rank_failure())
+            publisher.close(rank_failure())
+            seen.append(len(decks(sandbox)))
+
+        thread = threading.Thread(target=run)  # it has none of the task's context variables
+        thread.start()
+        thread.join()
+
+    train()
+    assert seen == [1, 1, 1, 2, 2, 3, 3, 4]
+    last = decks(sandbox)[-1]
+    assert last.count(">Training</li>") == 1
+    assert last.count('onclick="handleLinkClick(this)"') == 1  # no other Deck beside it
+    assert last.count('<div class="training-report">') == 1
+    assert "rank 1 failed" in last
+    assert "rank 1 failed" not in decks(sandbox)[0]
+
+
+def test_outside_a_task_nothing_is_published(sandbox: Path, errors: list[logging.LogRecord]):
+    made = report_of([])
+    publisher = DeckPublisher(made)
+    publisher.handle(sample_run.started())
+    publisher.close(None)
+    assert decks(sandbox) == []
+    assert errors == []
+
+
+@pytest.mark.parametrize("obstacle", ["while it is rendered", "on the disk"])
+def test_a_deck_that_cannot_be_published_is_logged_once(
+    sandbox: Path, errors: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch, obstacle: str
+):
+    def fail(self: object) -> str:
+        raise ConnectionError("no way out")
+
+    @task(enable_deck=True, deck_fields=())
+    def train() -> None:
+        clock = Clock()
+        publisher = DeckPublisher(Report(), clock=clock)
+        with monkeypatch.context() as patched:
+            if obstacle == "on the disk":
+                patched.setattr(FileAccessProvider, "get_random_local_directory", fail)
+            else:
+                patched.setattr(report.Report, "render_fragment", fail)
+            publisher.handle(sample_run.started())
+            for number in range(1, 4):
+                clock.now += 100
+                publisher.handle(sample_run.epoch(number))
+        publisher.close(None)
+
+    train()
+    assert len([record for record in errors if "no way out" in record.getMessage()]) == 1
+    assert len(decks(sandbox)) == 2  # the end's, and flytekit's own after it

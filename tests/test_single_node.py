@@ -1,0 +1,295 @@
+"""The single-node workflow as its users meet it: by `pyflyte run`, and by the command that Flyte starts in a pod."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+WORKFLOW = ["workflows/single_node.py", "single_node_training_wf"]
+SMALL = {"epochs": 2, "learning_rate": 0.003}
+
+
+def pyflyte_run(*arguments, **environment):
+    return subprocess.run(
+        [BIN / "pyflyte", "run", *WORKFLOW, *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "WANDB_MODE": "disabled", "COLUMNS": "200", **environment},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+
+
+@pytest.fixture(scope="module")
+def local_run():
+    """Two epochs of digits on two ranks, through `pyflyte run`."""
+    run = pyflyte_run("--config", json.dumps(SMALL), "--num_processes", "2")
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run
+
+
+def test_a_local_run_ends_with_accuracies_and_the_paths_of_its_outputs(local_run):
+    import torch
+
+    from training.recipes import get_recipe
+
+    outputs = re.search(
+        r"TrainingOutputs\(epoch_accuracies=\[(.+?)\], model_state=(\S+), report=(\S+), history=(\S+)\)",
+        local_run.stdout.replace("\n", " "),
+    )
+    assert outputs, local_run.stdout
+    accuracies = [float(accuracy) for accuracy in outputs[1].split(",")]
+    assert len(accuracies) == 2
+    assert accuracies[1] > 0.8
+    get_recipe("digits").model().load_state_dict(torch.load(outputs[2], weights_only=True))
+    assert "1,437 training and 360 held-out images" in Path(outputs[3]).read_text()
+    kinds = [json.loads(line)["event"] for line in Path(outputs[4]).read_text().splitlines()]
+    assert kinds[0] == "RunStarted"
+    assert kinds.count("EpochFinished") == 2
+    assert kinds[-1] == "RunFinished"
+
+
+def test_a_local_run_says_which_data_it_used(local_run):
+    assert "1,437 training and 360 held-out images" in local_run.stdout + local_run.stderr
+
+
+def test_the_help_explains_every_flag():
+    text = " ".join(re.sub(r"[│\n]", " ", pyflyte_run("--help").stdout).split())
+    for said in (
+        "what to train: digits, mnist",
+        "hyperparameters that differ from the recipe's",
+        "0 is one per GPU",
+        "the recipe's own by default",
+        "an unfinished run found there goes on",
+        "W&B artifact",
+    ):
+        assert said in text
+    assert '"anyOf"' not in text  # no JSON schema
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--recipe", "nope"], "recipe: 'nope' is unknown; accepted are digits, mnist"),
+        (["--config", '{"epochs": 0}'], "epochs: 0 is out of range; accepted is a whole number of at least 1"),
+        (["--config", '{"epochs": "ten"}'], "epochs: 'ten' is of the wrong type; accepted is a whole number"),
+        (["--config", '{"epoch": 3}'], "unknown field 'epoch'; accepted are epochs"),
+        (["--config", '{"global_batch_size": 33}', "--num_processes", "2"], "33 cannot be split evenly over 2 ranks"),
+        (["--checkpoints", "/proc/none"], "checkpoints: '/proc/none' cannot be written to"),
+        (["--data", "tests"], "cannot be used: recipe digits trains on scikit-learn's own images only"),
+        (["--recipe", "mnist", "--data", "tests"], "tests holds no train-images-idx3-ubyte"),
+    ],
+)
+def test_bad_input_is_refused_in_words_and_without_a_traceback(arguments, said):
+    run = pyflyte_run(*arguments)
+    output = run.stdout + run.stderr
+    assert run.returncode != 0
+    assert said in " ".join(re.sub(r"[│╭╮╰╯─\n]", " ", output).split())
+    assert "Traceback" not in output
+    assert "[rank" not in output  # no rank was started
+
+
+def test_the_configuration_may_come_from_a_yaml_file(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("epochs: -1\n")
+    assert "epochs: -1 is out of range" in pyflyte_run("--config", str(file)).stderr
+
+
+def test_nan_loss_is_one_line_with_its_step():
+    run = pyflyte_run("--recipe", "tests.recipes_for_tests.Tiny", FAULT="nan 0 3")
+    output = " ".join(re.sub(r"[│\n]", " ", run.stdout + run.stderr).split())
+    assert run.returncode != 0
+    assert re.search(r"the loss is nan at step 3 \(epoch 1\) on rank 0", output)
+
+
+def execute_as_flyte_would(directory, attempt, inputs):
+    """Run the container command of attempt `attempt` of the training task, its prefixes laid out as Flyte does."""
+    root = f"file://{directory}"
+    prefix = f"{directory}/metadata/project-domain-f1/n1/data/{attempt}"
+    os.makedirs(prefix, exist_ok=True)
+    command = [
+        *(BIN / "pyflyte-execute", "--inputs", inputs),
+        *("--output-prefix", f"file://{prefix}", "--raw-output-data-prefix", f"{root}/data/s{attempt}/f1-n1-{attempt}"),
+        *("--resolver", "flytekit.core.python_auto_container.default_task_resolver", "--"),
+        *("task-module", "tasks.train", "task-name", "train_on_one_node"),
+    ]
+    identity = {
+        "FLYTE_INTERNAL_EXECUTION_ID": "f1",
+        "FLYTE_INTERNAL_EXECUTION_PROJECT": "project",
+        "FLYTE_INTERNAL_EXECUTION_DOMAIN": "domain",
+        "WANDB_MODE": "disabled",
+        "PYTHONPATH": str(REPOSITORY),
+        "STEP_SECONDS": "0.05",
+    }
+    process = subprocess.Popen(
+        command,
+        cwd=directory,
+        env={**os.environ, **identity},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return process, Path(prefix)
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    """The task's inputs as Flyte stores them: a slow recipe with a checkpoint every few steps."""
+    from flytekit.core.context_manager import FlyteContextManager
+    from flytekit.core.type_engine import TypeEngine
+    from flytekit.types.directory import FlyteDirectory
+
+    from tasks.inputs import TrainingOverrides
+    from training.prepare import prepare_data
+    from training.recipes import get_recipe
+
+    recipe = "tests.recipes_for_tests.Tiny"
+    data = tmp_path / "prepared"
+    data.mkdir()
+    prepare_data(get_recipe(recipe), "", data)
+    values = {
+        "recipe": recipe,
+        "config": TrainingOverrides(epochs=3, checkpoint_interval=2),
+        "data": FlyteDirectory(str(data)),
+        "num_processes": 2,
+        "checkpoints": "",
+        "model_artifact": "",
+    }
+    types = {
+        "recipe": str,
+        "config": TrainingOverrides,
+        "data": FlyteDirectory,
+        "num_processes": int,
+        "checkpoints": str,
+        "model_artifact": str,
+    }
+    context = FlyteContextManager.current_context()
+    literals = TypeEngine.dict_to_literal_map(context, values, types)
+    file = tmp_path / "inputs.pb"
+    file.write_bytes(literals.to_flyte_idl().SerializeToString())
+    return str(file)
+
+
+def test_a_retry_goes_on_from_the_checkpoints_of_whichever_attempt_wrote_them(tmp_path, inputs):
+    """Attempt 0 is killed in mid-epoch, attempt 1 before it writes anything, and attempt 2 finishes the run."""
+    from flyteidl.core import literals_pb2
+
+    first, _ = execute_as_flyte_would(tmp_path, 0, inputs)
+    checkpoints = tmp_path / "data/checkpoints/project/domain/f1/n1"
+    deadline = time.monotonic() + 90
+    while len(list(checkpoints.glob("step-*.json"))) < 2 and first.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    second, _ = execute_as_flyte_would(tmp_path, 1, inputs)
+    second.send_signal(signal.SIGKILL)
+    second.communicate()
+
+    third, prefix = execute_as_flyte_would(tmp_path, 2, inputs)
+    output, _ = third.communicate(timeout=120)
+
+    assert not (prefix / "error.pb").exists(), output
+    outputs = literals_pb2.LiteralMap.FromString((prefix / "outputs.pb").read_bytes())
+    accuracies = outputs.literals["epoch_accuracies"].collection.literals
+    assert len(accuracies) == 3
+    state = outputs.literals["model_state"].scalar.blob.uri.removeprefix("file://")
+    assert Path(state).stat().st_size > 0
+    assert "resumed" in output
+    assert "Training" in (prefix / "deck.html").read_text()
+
+
+def test_a_killed_rank_is_worth_another_attempt_and_a_bug_is_not(tmp_path, inputs, monkeypatch):
+    from flyteidl.core import errors_pb2
+
+    kinds = {}
+    for attempt, fault in enumerate(("kill 1 2", "raise 1 2")):
+        monkeypatch.setenv("FAULT", fault)
+        process, prefix = execute_as_flyte_would(tmp_path / fault.split()[0], attempt, inputs)
+        output, _ = process.communicate(timeout=120)
+        error = errors_pb2.ErrorDocument.FromString((prefix / "error.pb").read_bytes()).error
+        kinds[fault] = error.kind
+        assert "rank 1" in error.message, output
+    assert kinds["kill 1 2"] == errors_pb2.ContainerError.RECOVERABLE
+    assert kinds["raise 1 2"] == errors_pb2.ContainerError.NON_RECOVERABLE
+
+
+PRINT_TEMPLATE = """
+import json, sys
+from flytekit.configuration import FastSerializationSettings, Image, ImageConfig, SerializationSettings
+from flytekit.tools.translator import get_serializable
+from collections import OrderedDict
+from google.protobuf.json_format import MessageToDict
+from tasks.train import train_on_one_node
+image = Image("default", "example.com/flyte-ddp", "1")
+settings = SerializationSettings(ImageConfig(image, [image]), "project", "domain", "1")
+print(json.dumps(MessageToDict(get_serializable(OrderedDict(), settings, train_on_one_node).to_flyte_idl())))
+"""
+
+
+def registered_task(**environment):
+    """The task's template as registration would send it, as JSON."""
+    run = subprocess.run(
+        [sys.executable, "-c", PRINT_TEMPLATE],
+        cwd=REPOSITORY,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(run.stdout)["template"]
+
+
+def resources_of(template, kind):
+    return {entry["name"]: entry["value"] for entry in template["container"]["resources"][kind]}
+
+
+def test_the_gpu_profile_asks_for_gpus_memory_disk_and_shared_memory_explicitly():
+    template = registered_task(GPUS="4", GPU_TYPE="nvidia-tesla-a100", WANDB_ENTITY="team")
+    requests, limits = resources_of(template, "requests"), resources_of(template, "limits")
+    assert requests == limits == {"CPU": "16", "GPU": "4", "MEMORY": "64Gi", "EPHEMERAL_STORAGE": "50Gi"}
+    assert template["extendedResources"]["gpuAccelerator"]["device"] == "nvidia-tesla-a100"
+    assert template["extendedResources"]["sharedMemory"]["sizeLimit"] == "8Gi"
+    assert template["metadata"]["retries"]["retries"] == 3
+    assert template["metadata"]["interruptible"]
+    assert template["metadata"]["discoverable"]
+    assert template["securityContext"]["secrets"][0]["group"] == "wandb"
+    assert template["config"]["link_type"] == "wandb-run"
+    assert template["config"]["entity"] == "team"
+
+
+def test_the_sandbox_profile_asks_for_no_gpu_and_no_secret():
+    template = registered_task(SANDBOX="1")
+    assert resources_of(template, "limits") == {"CPU": "2", "MEMORY": "4Gi", "EPHEMERAL_STORAGE": "4Gi"}
+    assert "gpuAccelerator" not in template["extendedResources"]
+    assert "securityContext" not in template
+
+
+@pytest.mark.parametrize(("name", "value"), [("SANDBOX", "yes"), ("GPUS", "0"), ("GPUS", "many")])
+def test_a_bad_profile_is_refused_at_registration(name, value):
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        registered_task(**{name: value})
+    assert f"{name}: '{value}'" in caught.value.stderr
+
+
+def test_the_cache_version_follows_the_training_code(tmp_path):
+    version = registered_task()["metadata"]["discoveryVersion"]
+    assert registered_task()["metadata"]["discoveryVersion"] == version
+    for package in ("training", "tasks", "workflows"):
+        subprocess.run(["cp", "-r", REPOSITORY / package, tmp_path], check=True)
+    with open(tmp_path / "training" / "loop.py", "a") as file:
+        file.write("\n# changed\n")
+    run = subprocess.run(
+        [sys.executable, "-c", PRINT_TEMPLATE], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert json.loads(run.stdout)["template"]["metadata"]["discoveryVersion"] != version

@@ -1,0 +1,621 @@
+"""The listeners, told of a made-up run. W&B is the real package, offline or before a server of the test's own."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training import tracking
+from training.events import (
+    CheckpointSaved,
+    EpochFinished,
+    Event,
+    Histogram,
+    HistogramsTaken,
+    LayerDescribed,
+    Prediction,
+    PredictionsMade,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+)
+from training.tracking import History, ProgressBar, Wandb, read_history
+
+KEY = "0123456789abcdef" * 3
+STEPS_PER_EPOCH = 4
+
+
+def started(**changes: Any) -> RunStarted:
+    event = RunStarted(
+        recipe="digits",
+        data="scikit-learn's digits (1,797 images)",
+        config={"epochs": 3, "learning_rate": 0.1},
+        world_size=2,
+        device="cpu",
+        backend="gloo",
+        num_threads=1,
+        num_parameters=431080,
+        num_train_samples=1437,
+        num_test_samples=360,
+        num_steps=3 * STEPS_PER_EPOCH,
+        layers=[LayerDescribed("conv", "Conv2d", [1, 20, 8, 8], 520), LayerDescribed("fc", "Linear", [1, 10], 650)],
+        versions={"torch": "2.15.0"},
+    )
+    return replace(event, **changes)
+
+
+def step_finished(step: int) -> StepFinished:
+    return StepFinished(step, (step - 1) // STEPS_PER_EPOCH + 1, 1 / step, 0.1, 2.5, 1234.5)
+
+
+def epoch_finished(epoch: int) -> EpochFinished:
+    return EpochFinished(
+        epoch=epoch,
+        step=epoch * STEPS_PER_EPOCH,
+        train_loss=1 / epoch,
+        test_loss=2 / epoch,
+        accuracy=1 - 0.1 / epoch,
+        learning_rate=0.1,
+        seconds=1.5,
+        samples_per_second=1000.0,
+        evaluation_seconds=0.5,
+        rank_losses=[0.1, 0.2],
+        rank_step_seconds=[0.01, 0.02],
+    )
+
+
+def epoch_of_events(epoch: int) -> list[Event]:
+    last = epoch * STEPS_PER_EPOCH
+    histogram = Histogram([3, 1], [-1.0, 0.0, 1.0])
+    return [
+        *(step_finished(step) for step in range(last - STEPS_PER_EPOCH + 1, last + 1)),
+        epoch_finished(epoch),
+        HistogramsTaken(last, {"fc.weight": histogram}, {"fc.weight": histogram}),
+        CheckpointSaved(last, f"/checkpoints/{last}.pt", True, 0.1),
+    ]
+
+
+def predictions_made() -> PredictionsMade:
+    from PIL import Image
+
+    png = io.BytesIO()
+    Image.new("L", (8, 8), 200).save(png, "PNG")
+    prediction = Prediction(truth="3", guess="8", scores={"3": 0.25, "8": 0.75}, image=png.getvalue())
+    return PredictionsMade(3, [prediction, replace(prediction, guess="3")])
+
+
+def run_finished(model_state_url: str = "/state/model.pt") -> RunFinished:
+    return RunFinished(12, model_state_url, 4.5, 3, 0.9667, 10**8, 2.5)
+
+
+def whole_run() -> list[Event]:
+    return [started(), *epoch_of_events(1), *epoch_of_events(2), *epoch_of_events(3), predictions_made()]
+
+
+# --- progress bar -----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_terminal_the_run_is_told_in_plain_lines() -> None:
+    stream = io.StringIO()
+    bar = ProgressBar(stream)
+    for event in [*whole_run(), run_finished()]:
+        bar.handle(event)
+    bar.write("rank 1: a line of its own")
+    bar.close(None)
+    lines = stream.getvalue().splitlines()
+    assert not set("\r\x1b") & set(stream.getvalue())
+    for said in ("recipe digits", "scikit-learn's digits (1,797 images)", "2 ranks", "cpu", "431,080 parameters"):
+        assert said in lines[0]
+    assert lines[1] == "epoch 1/3, step 1 of 12: loss 1.0000, 1,234 samples/s"
+    assert [line for line in lines if "step " in line] == [lines[1]], "steps of the next ten seconds are left out"
+    assert [line for line in lines if line.startswith("epoch 2/3")] == [
+        "epoch 2/3: train loss 0.5000, test loss 1.0000, accuracy 95.00%, 1,000 samples/s"
+    ]
+    assert lines[-3:] == [
+        "best accuracy 96.67% after epoch 3",
+        "rank 1: a line of its own",
+    ]
+
+
+def test_a_resumed_run_says_from_where_and_what_was_skipped() -> None:
+    stream = io.StringIO()
+    ProgressBar(stream).handle(
+        started(resumed_step=4, resumed_from="/c/step-4.pt", skipped_checkpoints=["/c/step-8.pt is unusable"])
+    )
+    assert "warning: /c/step-8.pt is unusable\n" in stream.getvalue()
+    assert "resumed at step 4 of 12 from /c/step-4.pt\n" in stream.getvalue()
+
+
+def test_on_a_terminal_a_bar_moves_and_lines_stay_above_it() -> None:
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    with os.fdopen(slave, "w") as stream:
+        bar = ProgressBar(stream)
+        for event in [started(), *epoch_of_events(1)]:
+            bar.handle(event)
+        bar.write("rank 1: a line of its own")
+        bar.handle(started(resumed_step=4, previous_epochs=[epoch_finished(1)]))  # the ranks were started again
+        for event in epoch_of_events(2):
+            bar.handle(event)
+        bar.close(None)
+        shown = os.read(master, 1 << 16).decode()
+    os.close(master)
+    assert re.search(r"epoch 1/3: .*4/12 .*loss 0\.2500, 1,234 samples/s", shown)
+    assert re.search(r"epoch 2/3: .*8/12", shown)
+    # What is left when every line is redrawn: the part after its last carriage return.
+    left = [re.sub(r"\x1b\[A", "", line).split("\r")[-1].strip() for line in shown.replace("\r\n", "\n").split("\n")]
+    assert [line for line in left if line and not line.startswith(("recipe", "resumed"))] == [
+        "epoch 1/3: train loss 1.0000, test loss 2.0000, accuracy 90.00%, 1,000 samples/s",
+        "rank 1: a line of its own",
+        "epoch 2/3: train loss 0.5000, test loss 1.0000, accuracy 95.00%, 1,000 samples/s",
+    ]
+
+
+# --- history ----------------------------------------------------------------------------------------------------------
+
+
+def test_history_reads_back_what_was_told_and_leaves_images_out(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "history.jsonl"
+    history = History(path)
+    events = [*whole_run(), run_finished()]
+    for event in events:
+        history.handle(event)
+    followed = read_history(path)  # while it is still open
+    history.close(None)
+    assert followed == [event for event in events if not isinstance(event, PredictionsMade)]
+    assert all(json.loads(line)["time"] > 1.7e9 for line in path.read_text().splitlines())
+
+
+def test_a_torn_last_line_is_left_out_and_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    history = History(path)
+    history.handle(step_finished(1))
+    history.handle(step_finished(2))
+    history.close(None)
+    path.write_bytes(path.read_bytes()[:-9])
+    assert read_history(path) == [step_finished(1)]
+    continued = History(path)
+    continued.handle(step_finished(3))
+    continued.close(None)
+    assert read_history(path) == [step_finished(1), step_finished(3)]
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_text('{"time": 1.0, "event": "Nonsense"}\n')
+    with pytest.raises(ValueError, match=r"history\.jsonl, line 1"):
+        read_history(path)
+
+
+def test_history_of_a_resumed_run_has_every_epoch_once(tmp_path: Path) -> None:
+    resumed = started(resumed_step=8, previous_epochs=[epoch_finished(1), epoch_finished(2)])
+
+    def epochs(path: Path, events: list[Event]) -> list[int]:
+        history = History(path)
+        for event in events:
+            history.handle(event)
+        history.close(None)
+        return [event.epoch for event in read_history(path) if isinstance(event, EpochFinished)]
+
+    assert epochs(tmp_path / "in another pod", [resumed, epoch_finished(3)]) == [1, 2, 3]
+    assert epochs(tmp_path / "same", [started(), epoch_finished(1), epoch_finished(2)]) == [1, 2]
+    assert epochs(tmp_path / "same", [resumed, epoch_finished(3)]) == [1, 2, 3]
+
+
+def test_history_survives_values_that_json_does_not_know(tmp_path: Path) -> None:
+    history = History(tmp_path / "history.jsonl")
+    history.handle(started(config={"epochs": 3, "mask": b"\x00\xff"}))
+    history.close(None)
+    assert isinstance(read_history(tmp_path / "history.jsonl")[0], RunStarted)
+
+
+# --- W&B --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def own_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """W&B as on a machine where it was never used, whatever this one has."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    for name in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name.lower()))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    yield
+    if "wandb" in sys.modules:
+        import wandb
+
+        wandb.teardown()
+
+
+def tell(listener: Wandb, events: list[Event], error: BaseException | None = None) -> None:
+    for event in events:
+        listener.handle(event)
+    listener.close(error)
+
+
+def records(directory: Path) -> list[Any]:
+    """What W&B recorded in its one transaction log below `directory`: LevelDB's log format, of protocol buffers."""
+    import wandb
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    wandb.teardown()  # W&B's own process writes the last of it after `finish`
+    (path,) = directory.rglob("*.wandb")
+    contents = path.read_bytes()
+    found, record, at = [], b"", 7
+    while at + 7 <= len(contents):
+        if 32768 - at % 32768 < 7:  # the rest of a block that is too small for a header
+            at += 32768 - at % 32768
+            continue
+        _, size, kind = struct.unpack_from("<IHB", contents, at)
+        record += contents[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # a whole record, or the last part of one
+            found.append(Record.FromString(record))
+            record = b""
+    return found
+
+
+def values_of(items: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for item in items:
+        *parents, key = item.nested_key or [item.key]
+        inner = values
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[key] = json.loads(item.value_json)
+    return values
+
+
+def told(directory: Path, kind: str) -> list[Any]:
+    """The parts of the record that are of this kind."""
+    return [getattr(record, kind) for record in records(directory) if record.WhichOneof("record_type") == kind]
+
+
+def rows_of(directory: Path) -> list[dict[str, Any]]:
+    """The rows logged, without W&B's own columns."""
+    rows = [values_of(history.item) for history in told(directory, "history")]
+    return [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows]
+
+
+def config_of(directory: Path) -> dict[str, Any]:
+    return values_of([item for config in told(directory, "config") for item in config.update])
+
+
+def summary_of(directory: Path) -> dict[str, Any]:
+    return values_of([item for summary in told(directory, "summary") for item in summary.update])
+
+
+def assert_nowhere(secret: str, directory: Path) -> None:
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    assert files
+    for path in files:
+        assert secret.encode() not in path.read_bytes(), path
+
+
+def test_offline_run_holds_all_there_is_to_see(tmp_path: Path) -> None:
+    state = tmp_path / "state.pt"
+    state.write_bytes(b"the weights")
+    said: list[str] = []
+    listener = Wandb(
+        "project",
+        "run-1",
+        tmp_path / "w",
+        tags=["nightly"],
+        model_artifact="model-digits",
+        config={"team": "vision"},
+        say=said.append,
+    )
+    tell(listener, [*whole_run(), run_finished(str(state))])
+    assert listener.url == ""
+    (directory,) = (tmp_path / "w" / "wandb").glob("offline-run-*-run-1")
+    assert said == [f"W&B: there is no API key, so the run is kept offline; to upload it: wandb sync {directory}"]
+
+    (run,) = told(directory, "run")
+    assert (run.run_id, run.project, list(run.tags)) == ("run-1", "project", ["nightly"])
+    config = config_of(directory)
+    expected = {
+        "epochs": 3,
+        "learning_rate": 0.1,
+        "recipe": "digits",
+        "data": started().data,
+        "world_size": 2,
+        "versions": {"torch": "2.15.0"},
+        "team": "vision",
+    }
+    assert {key: config[key] for key in expected} == expected
+
+    axes = {metric.glob_name: metric.step_metric for metric in told(directory, "metric")}
+    assert axes["train/*"] == axes["gradients/*"] == axes["parameters/*"] == "step"
+    assert axes["epoch/*"] == "epoch"
+    rows = rows_of(directory)
+    assert [row["step"] for row in rows if "train/loss" in row] == list(range(1, 13))
+    assert rows[1] == {
+        "step": 2,
+        "train/epoch": 1,
+        "train/loss": 0.5,
+        "train/learning_rate": 0.1,
+        "train/gradient_norm": 2.5,
+        "train/samples_per_second": 1234.5,
+    }
+    assert [row["epoch/accuracy"] for row in rows if "epoch/accuracy" in row] == [0.9, 0.95, 1 - 0.1 / 3]
+    assert [row["epoch/train_loss"] for row in rows if "epoch/train_loss" in row] == [1, 0.5, 1 / 3]
+    assert [row["epoch/test_loss"] for row in rows if "epoch/test_loss" in row] == [2, 1, 2 / 3]
+    histograms = [row for row in rows if "gradients/fc.weight" in row]
+    assert [row["step"] for row in histograms] == [4, 8, 12]
+    for kind in ("gradients", "parameters"):
+        histogram = histograms[0][f"{kind}/fc.weight"]
+        assert (histogram["_type"], histogram["values"], histogram["bins"]) == ("histogram", [3, 1], [-1, 0, 1])
+
+    (shown,) = [row["predictions/test"] for row in rows if "predictions/test" in row]
+    (files,) = [artifact.manifest.contents for artifact in told(directory, "artifact") if artifact.type == "run_table"]
+    kept = {file.path: Path(file.local_path).read_bytes() for file in files}
+    table = json.loads(kept["predictions/test.table.json"])
+    assert shown["_type"] == "table-file"
+    assert table["columns"] == ["image", "guess", "truth", "score 3", "score 8"]
+    assert [row[1:] for row in table["data"]] == [["8", "3", 0.25, 0.75], ["3", "3", 0.25, 0.75]]
+    assert kept[table["data"][0][0]["path"]].startswith(b"\x89PNG")
+
+    summary = summary_of(directory)
+    assert summary["graph_0"]["_type"] == "graph-file"
+    graph = json.loads((directory / "files" / summary["graph_0"]["path"]).read_text())
+    assert [(node["name"], node["class_name"], node["num_parameters"]) for node in graph["nodes"]] == [
+        ("conv", "Conv2d", [520]),
+        ("fc", "Linear", [650]),
+    ]
+    assert (summary["best_epoch"], summary["best_accuracy"]) == (3, 0.9667)
+    (model,) = [artifact for artifact in told(directory, "artifact") if artifact.type == "model"]
+    (entry,) = model.manifest.contents
+    assert model.name == "model-digits"
+    assert Path(entry.local_path).read_bytes() == b"the weights"
+    assert [end.exit_code for end in told(directory, "exit")] == [0]
+
+
+def test_failed_run_is_marked_as_failed(tmp_path: Path) -> None:
+    listener = Wandb("project", "run-1", tmp_path, say=lambda line: None)
+    tell(listener, [started(), step_finished(1)], RuntimeError("rank 1 died"))
+    assert [end.exit_code for end in told(tmp_path, "exit")] == [1]
+
+
+def test_text_predictions_become_a_table(tmp_path: Path) -> None:
+    listener = Wandb("project", "run-1", tmp_path, say=lambda line: None)
+    tell(listener, [started(), PredictionsMade(3, [Prediction("a", "b", {}, text="Bell")])])
+    (shown,) = [row["predictions/test"] for row in rows_of(tmp_path) if "predictions/test" in row]
+    (path,) = tmp_path.rglob(shown["path"])
+    table = json.loads(path.read_text())
+    assert (table["columns"], table["data"]) == (["text", "guess", "truth"], [["Bell", "b", "a"]])
+
+
+def test_ranks_started_again_log_nothing_twice(tmp_path: Path) -> None:
+    listener = Wandb("project", "run-1", tmp_path, say=lambda line: None)
+    first = [started(), *epoch_of_events(1), step_finished(5), step_finished(6)]
+    again = started(world_size=1, resumed_step=4, previous_epochs=[epoch_finished(1)])
+    tell(listener, [*first, again, *epoch_of_events(2)])
+    rows = rows_of(tmp_path)
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [row["epoch"] for row in rows if "epoch/accuracy" in row] == [1, 2]
+    assert config_of(tmp_path)["world_size"] == 1
+
+
+def test_offline_run_goes_on_beside_the_files_of_the_earlier_attempt_or_without_them(tmp_path: Path) -> None:
+    resumed = started(resumed_step=4, previous_epochs=[epoch_finished(1)])
+
+    def epochs(directory: Path) -> list[int]:
+        tell(Wandb("project", "run-1", directory, say=lambda line: None), [resumed, *epoch_of_events(2)])
+        newest = max((directory / "wandb").glob("offline-run-*-run-1"))
+        assert [run.run_id for run in told(newest, "run")] == ["run-1"]
+        return [row["epoch"] for row in rows_of(newest) if "epoch/accuracy" in row]
+
+    earlier = tmp_path / "same" / "wandb" / "offline-run-20200101_000000-run-1"
+    earlier.mkdir(parents=True)
+    assert epochs(tmp_path / "same") == [2]
+    assert epochs(tmp_path / "another pod") == [1, 2]
+
+
+def test_disabled_mode_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    said: list[str] = []
+    listener = Wandb("project", "run-1", tmp_path / "w", api_key=KEY, say=said.append)
+    tell(listener, [*whole_run(), run_finished()])
+    assert (listener.url, said, list(tmp_path.iterdir())) == ("", [], [])
+
+
+def test_offline_mode_is_honoured_with_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    said: list[str] = []
+    tell(Wandb("project", "run-1", tmp_path, api_key=KEY, say=said.append), [started(), step_finished(1)])
+    assert len(said) == 1
+    assert said[0].startswith("W&B: WANDB_MODE is offline, so the run is kept offline; to upload it: wandb sync /")
+    assert_nowhere(KEY, tmp_path)
+
+
+class WandbServer:
+    """As much of W&B's server as a run needs: it keeps the history and the summary, and gives them to a resumed run."""
+
+    def __init__(self) -> None:
+        self.requests: list[str] = []
+        self.files: dict[str, bytes] = {}
+        self.rows: list[dict[str, Any]] = []
+        self.summary = "{}"
+        self.exit_codes: list[int] = []
+        self.run_ids: set[str] = set()
+        self.is_mute = threading.Event()  # accepts requests and answers none
+        self.ends = threading.Event()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                if server.is_mute.is_set():
+                    server.ends.wait()
+                answer = json.dumps(server.answer(self.path, json.loads(body))).encode()
+                self.respond(answer)
+
+            def do_PUT(self) -> None:
+                server.files[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+                self.respond(b"")
+
+            def respond(self, answer: bytes) -> None:
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if path.endswith("/file_stream"):
+            files = body.get("files") or {}
+            self.rows += [json.loads(line) for line in files.get("wandb-history.jsonl", {}).get("content", [])]
+            self.summary = (files.get("wandb-summary.json", {}).get("content") or [self.summary])[-1]
+            self.exit_codes += [body["exitcode"]] if body.get("complete") else []
+            return {}
+        self.requests.append(json.dumps(body))
+        project = {"name": "project", "entity": {"name": "someone"}}
+        bucket = {"id": "b", "name": "run-1", "displayName": "run-1", "config": "{}", "project": project}
+        if "upsertBucket" in body["query"]:
+            self.run_ids.add(body["variables"]["name"])
+            bucket["historyLineCount"] = len(self.rows)
+            return {"data": {"upsertBucket": {"bucket": bucket, "inserted": not self.rows}}}
+        if "RunResumeStatus" in body["query"]:
+            tail = json.dumps([json.dumps(row) for row in self.rows[-1:]])
+            bucket |= {"summaryMetrics": self.summary, "historyLineCount": len(self.rows), "historyTail": tail}
+            bucket |= {
+                "eventsLineCount": 0,
+                "logLineCount": 0,
+                "eventsTail": "[]",
+                "tags": [],
+                "wandbConfig": '{"t": 1}',
+            }
+            return {"data": {"model": {**project, "bucket": bucket if self.rows else None}}}
+        if "createRunFiles" in body["query"]:
+            files = [{"name": name, "uploadUrl": f"{self.url}/{name}"} for name in body["variables"]["files"]]
+            return {"data": {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}}}
+        return {"data": {"serverInfo": {"features": []}, "viewer": {"entity": "someone"}}}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
+    server = WandbServer()
+    monkeypatch.setenv("WANDB_BASE_URL", server.url)
+    yield server
+    server.ends.set()
+    server.http.shutdown()
+    server.http.server_close()
+
+
+def test_online_run_is_continued_by_the_next_attempt(tmp_path: Path, server: WandbServer) -> None:
+    said: list[str] = []
+    first = Wandb("project", "run-1", tmp_path / "1", api_key=KEY, say=said.append)
+    tell(first, [started(), *epoch_of_events(1), step_finished(5), step_finished(6)], RuntimeError("lost its node"))
+    second = Wandb("project", "run-1", tmp_path / "2", api_key=KEY, say=said.append)
+    tell(second, [started(resumed_step=4, previous_epochs=[epoch_finished(1)]), *epoch_of_events(2)])
+
+    assert first.url == second.url
+    assert first.url.endswith("/someone/project/runs/run-1")
+    assert said == [f"W&B: {first.url}"] * 2
+    assert server.run_ids == {"run-1"}
+    assert [row["step"] for row in server.rows if "train/loss" in row] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [row["epoch"] for row in server.rows if "epoch/accuracy" in row] == [1, 2]
+    assert [row["_step"] for row in server.rows] == list(range(len(server.rows))), "W&B refuses steps that go back"
+    assert server.exit_codes == [1, 0]
+    assert KEY not in "".join(server.requests) + "".join(map(str, server.files.values()))
+    assert_nowhere(KEY, tmp_path)
+
+
+def test_server_that_refuses_or_never_answers_is_said_once(
+    tmp_path: Path, server: WandbServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "INIT_TIMEOUT", 1.0)
+    server.is_mute.set()
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        refusing = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    for url in (refusing, server.url):
+        import wandb
+
+        wandb.teardown()
+        monkeypatch.setenv("WANDB_BASE_URL", url)
+        said: list[str] = []
+        listener = Wandb("project", "run-1", tmp_path, api_key=KEY, say=said.append)
+        tell(listener, [*whole_run(), run_finished()])
+        assert len(said) == 1
+        assert said[0].startswith("W&B failed and is told nothing more of this run, which goes on: CommError: ")
+        assert listener.url == ""
+    assert_nowhere(KEY, tmp_path)
+
+
+def test_unusable_key_is_said_without_showing_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tell(Wandb("project", "run-1", tmp_path, api_key="much-too-short"), [started(), step_finished(1)])
+    (record,) = [record for record in caplog.records if record.name == "training.tracking"]
+    assert record.levelname == "WARNING"
+    assert "AuthenticationError: API key must have 40+ characters" in record.getMessage()
+    assert "much-too-short" not in caplog.text
+
+
+def test_model_state_that_cannot_be_read_ends_the_reporting_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    listener = Wandb("project", "run-1", tmp_path, model_artifact="model-digits", api_key=KEY, say=said.append)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tell(listener, [*whole_run(), run_finished(str(tmp_path / f"missing {KEY}.pt"))])
+    assert len(said) == 2
+    assert "FileNotFoundError" in said[1]
+    assert "missing ***.pt" in said[1], "whatever a message quotes, it is not the key"
+    assert said[1].endswith("what it has is in " + said[0].rsplit(" ", 1)[-1])
+
+
+MUTE_AFTER_START = """
+import sys
+from tests.test_tracking import KEY, epoch_of_events, started, tell
+from training import tracking
+
+tracking.FINISH_TIMEOUT = 1.0
+listener = tracking.Wandb("project", "run-1", sys.argv[1], api_key=KEY, say=lambda line: print(line, flush=True))
+listener.handle(started())
+sys.stdin.readline()
+tell(listener, epoch_of_events(1))
+print("goes on")
+"""
+
+
+def test_server_that_falls_silent_holds_up_neither_the_end_nor_the_exit(tmp_path: Path, server: WandbServer) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", MUTE_AFTER_START, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[1],
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("W&B: http")
+        server.is_mute.set()
+        output, _ = process.communicate("\n", timeout=30)  # would time out, were the process's exit held up
+    failed, goes_on = output.splitlines()
+    assert "TimeoutError: Timed out finishing run" in failed
+    assert goes_on == "goes on"

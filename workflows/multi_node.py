@@ -1,0 +1,50 @@
+"""Train a recipe across the nodes of a Dask cluster. No logic here: the tasks have it.
+
+pyflyte run workflows/multi_node.py multi_node_training_wf --recipe pet_names
+"""
+
+from __future__ import annotations
+
+from flytekit import workflow
+
+from tasks.inputs import ClusterInput, Source, TrainingOverrides
+from tasks.outputs import TrainingOutputs
+from tasks.prepare import prepare
+from tasks.train import train_on_cluster
+
+
+@workflow
+def multi_node_training_wf(
+    recipe: str = "pet_names",
+    config: TrainingOverrides = TrainingOverrides(),  # noqa: B008 - frozen
+    cluster: ClusterInput = ClusterInput(),  # noqa: B008 - frozen
+    data: Source | None = None,
+    checkpoints: str = "",
+    model_artifact: str = "",
+) -> TrainingOutputs:
+    """Train a model with DistributedDataParallel across machines: start a Dask cluster, train on it, take it down.
+
+    Returns the accuracy after each epoch, the model state, an HTML report and the history of events.
+
+    Args:
+        recipe: what to train: pet_names, mnist, digits, or the dotted name of your own Recipe, such as
+            my_module.MyRecipe
+        config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML file, for example
+            '{"epochs": 3, "global_batch_size": 4096}'; training/config.py lists all fields with units
+        cluster: the machines, as JSON or the name of a JSON or YAML file, for example
+            '{"kind": "kubernetes", "num_nodes": 4, "gpus_per_node": 1}'; by default two workers on this machine in a
+            local run, and on Kubernetes in a remote one; training/launch/cluster.py lists all fields with units
+        data: directory, file or URL of the data, for recipes that read data of yours; the recipe's own by default
+        checkpoints: directory or URL for checkpoints that all nodes reach; an unfinished run found there goes on; by
+            default a place of the execution's own, which its retries share
+        model_artifact: name of the W&B artifact to keep the model state as; none by default
+    """
+    prepared = prepare(recipe=recipe, config=config, source=data)
+    return train_on_cluster(
+        recipe=recipe,
+        config=config,
+        data=prepared,
+        cluster=cluster,
+        checkpoints=checkpoints,
+        model_artifact=model_artifact,
+    )
