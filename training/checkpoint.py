@@ -1,6 +1,7 @@
 """Checkpoints that survive whoever wrote them: atomic, checksummed, at any fsspec URL.
 
-A checkpoint is two files. `step-00000123.pt` holds the tensors, `step-00000123.json` its size, SHA-256 and standing.
+A checkpoint is two files. `step-00000123-4f1c88a2.pt` holds the tensors, `step-00000123.json` names it, with its size,
+SHA-256 and standing.
 The second is written after the first is complete, so a checkpoint without it does not exist, and one whose sum does not
 match is named and passed over. Knows nothing of models or ranks; only rank 0 writes.
 """
@@ -12,6 +13,7 @@ import hashlib
 import io
 import json
 import time
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,9 +53,10 @@ class CheckpointStore:
         self.wait()
         buffer = io.BytesIO()
         torch.save({"format": FORMAT, **state}, buffer)
-        name = _name(step)
-        self._pending = self._writer.submit(self._write, name, buffer.getvalue(), step, best)
-        return self.storage.join(name + ".pt")
+        # A name of its own also where this step was saved before, whose tensors must stay until this is complete.
+        file = f"{_name(step)}-{uuid.uuid4().hex[:8]}.pt"
+        self._pending = self._writer.submit(self._write, file, buffer.getvalue(), step, best)
+        return self.storage.join(_name(step) + ".json")
 
     def load_latest(self) -> tuple[dict[str, Any] | None, str, list[str]]:
         """The newest checkpoint that is whole, its URL, and why each newer one was passed over.
@@ -63,7 +66,7 @@ class CheckpointStore:
         """
         skipped: list[str] = []
         for manifest_name in sorted(self._manifests(), reverse=True):
-            url = self.storage.join(manifest_name.removesuffix(".json") + ".pt")
+            url = self.storage.join(manifest_name)
             try:
                 return self._load(manifest_name), url, skipped
             except Exception as error:  # of any kind: a damaged file can fail anywhere in the reading
@@ -79,7 +82,7 @@ class CheckpointStore:
         try:
             return self._load(_name(step) + ".json")
         except Exception as error:
-            raise CheckpointError(f"{self.storage.join(_name(step))}.pt cannot be read: {error}") from error
+            raise CheckpointError(f"{self.storage.join(_name(step))}.json cannot be read: {error}") from error
 
     def wait(self) -> None:
         """Return when everything saved so far is in place.
@@ -111,30 +114,32 @@ class CheckpointStore:
             raise ValueError(f"it has format {state['format']}, this version reads {FORMAT}")
         return state
 
-    def _write(self, name: str, contents: bytes, step: int, best: bool) -> None:
-        self.storage.write(name + ".pt", contents)
+    def _write(self, file: str, contents: bytes, step: int, best: bool) -> None:
+        self.storage.write(file, contents)
         manifest = {
-            "file": name + ".pt",
+            "file": file,
             "bytes": len(contents),
             "sha256": hashlib.sha256(contents).hexdigest(),
             "step": step,
             "best": best,
             "written_at": time.time(),
         }
-        self.storage.write(name + ".json", json.dumps(manifest).encode())
-        self._prune()
+        self.storage.write(_name(step) + ".json", json.dumps(manifest).encode())
+        self._prune(_name(step) + ".json")
 
-    def _prune(self) -> None:
-        manifests = sorted(self._manifests())
+    def _prune(self, newest: str) -> None:
+        # Steps beyond the one just written are damaged, or of a course of the run that was given up: they were skipped
+        # when it went on from before them, and must not push out what is written now.
+        manifests = sorted(name for name in self._manifests() if name <= newest)
         standing = {name: _parsed(self.storage.read(name)) for name in manifests}
         best = [name for name in manifests if standing[name].get("best")]
         kept = {*manifests[-self.num_kept :], *best[-1:]}
         # Manifests go first: without one a checkpoint does not exist, with one it must be whole.
-        for name in manifests:
+        for name in self._manifests():
             if name not in kept:
                 self.storage.delete(name)
         # What no manifest speaks for: the tensors of those just removed, and what a killed writer left behind.
-        spoken_for = {*kept, *(name.removesuffix(".json") + ".pt" for name in kept)}
+        spoken_for = {*kept, *(standing[name].get("file") for name in kept)}
         for name in self.storage.names():
             if name.startswith("step-") and name not in spoken_for:
                 self.storage.delete(name)
@@ -168,7 +173,7 @@ def _name(step: int) -> str:
 def _parsed(manifest: bytes) -> dict[str, Any]:
     """A manifest's values; none where it is damaged, which must not stop the pruning of others."""
     try:
-        values: dict[str, Any] = json.loads(manifest)
+        values = json.loads(manifest)
     except ValueError:
         return {}
-    return values
+    return values if isinstance(values, dict) else {}

@@ -120,6 +120,8 @@ def _checked_type(name: str, value: object, expected: type) -> object:
     """`value` as `expected`. A whole number is a fine float and 1e3 a fine int, but "3", true and null are neither."""
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if isinstance(value, int) and abs(value) >= 1 << 63:  # which no float, seed or count of this machine's may be
+        raise ConfigError(f"{name}: {value!r} is out of range; accepted is {names[expected]} of at most 63 bits")
     if expected is float and number:
         return float(typing.cast(float, value))
     if expected is int and number and float(typing.cast(float, value)).is_integer():

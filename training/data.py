@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -139,6 +140,7 @@ class _SeededDataset(Dataset[Any]):
         epoch, index = place
         seed = derived_seed(self.seed, epoch, index)
         random.seed(seed)
+        numpy.random.seed(seed & 0xFFFF_FFFF)  # it takes 32 bits
         torch.default_generator.manual_seed(seed)
         return self.dataset[index]
 
@@ -180,7 +182,7 @@ def num_batches(samples: Samples, config: TrainingConfig) -> int:
 
 def evaluation_share(samples: Samples, config: TrainingConfig, world: World) -> Sequence[Tensor]:
     """The held-out samples of this rank, cut into evaluation batches; without repeats, so possibly empty."""
-    mine = torch.arange(world.rank, len(samples), world.world_size, device=world.device)
+    mine = torch.arange(len(samples), device=world.device)[world.rank :: world.world_size]
     return mine.split(config.evaluation_batch_size) if len(mine) else []
 
 

@@ -20,7 +20,7 @@ from training.describe import evaluating
 from training.recipes.name_model import NameModel, State
 from training.recipes.pet_names import ALPHABET, BLANK, END
 
-CHUNK = 1024  # names drawn as one batch
+CHUNK = 256  # names drawn as one batch
 MOST_LETTERS = 30  # of a name
 MOST_DRAWS = 50  # per name wanted, and at least so many chunks, before giving up
 FEWEST_CHUNKS = 8
@@ -88,9 +88,12 @@ def load_model(state: Mapping[str, Any]) -> NameModel:
 
 
 def draw_chunk(model: NameModel, chunk: int, temperature: float, seed: int, prefix: str, max_length: int) -> list[str]:
-    """The names of chunk number `chunk`, in lower case and in the order of their draws; repeats and old names too."""
+    """The names of chunk number `chunk`, in lower case and in the order of their draws; repeats and old names too.
+
+    The model is put in evaluation mode meanwhile, so one thread at a time may use it.
+    """
     device = model.fc.weight.device
-    draws = torch.from_numpy(np.random.default_rng([seed, chunk]).random((CHUNK, max_length + 1))).to(device)
+    draws = torch.from_numpy(np.random.default_rng([seed, chunk]).random((CHUNK, MOST_LETTERS + 1))).to(device)
     beginning = [ALPHABET.index(letter) for letter in prefix.lstrip().lower()]
     spelled = torch.full((CHUNK, max_length + 1), BLANK, dtype=torch.int64, device=device)
     growing = torch.arange(CHUNK, device=device)  # rows whose names have not ended

@@ -183,12 +183,12 @@ class Trainer:
         self.replica.train()
 
         for share in shares:
-            self._seed_step()
             self.optimizer.zero_grad()
             step_loss = torch.zeros((), device=world.device)
             for micro_batch in range(len(share.micro_batches)):
                 begun = time.perf_counter()
                 inputs, targets = next(batches)
+                self._seed_forward(micro_batch)
                 # Gradients are exchanged once per optimizer step, with its last micro-batch.
                 exchanges = micro_batch == len(share.micro_batches) - 1 or world.world_size == 1
                 with nullcontext() if exchanges else self.replica.no_sync():
@@ -238,6 +238,9 @@ class Trainer:
 
         Returns:
             (mean loss per target, share of targets predicted right, wall-clock seconds).
+
+        Raises:
+            NonFiniteLoss: the last step has spoiled the weights.
         """
         started = time.perf_counter()
         self._share_buffers()
@@ -254,6 +257,11 @@ class Trainer:
                 num_targets += self.test.num_targets(index)
                 self.supervisor.beat(self.progress.step)
         total_loss, total_correct, total = self.world.sum(loss_sum, num_correct, num_targets)
+        if not math.isfinite(total_loss):
+            raise NonFiniteLoss(
+                f"the loss on the held-out data is {total_loss / total} after step {self.progress.step} "
+                f"(epoch {self.progress.epoch}); a lower learning_rate, warmup_steps or gradient_clip_norm may help"
+            )
         return total_loss / total, total_correct / total, time.perf_counter() - started
 
     def predict(self) -> PredictionsMade:
@@ -338,9 +346,12 @@ class Trainer:
             return nullcontext()
         return torch.autocast(self.world.device.type, dtype=torch.bfloat16)
 
-    def _seed_step(self) -> None:
-        """Draw the step's dropout from what step it is, not from what came before: a restart repeats it."""
-        seed = derived_seed(self.config.seed, self.progress.step, self.world.rank)
+    def _seed_forward(self, micro_batch: int) -> None:
+        """Draw dropout from what step it is, not from what came before: a restart repeats it.
+
+        After the batch is loaded, because loading in this process draws from the same generator.
+        """
+        seed = derived_seed(self.config.seed, self.progress.step, self.world.rank, micro_batch)
         torch.default_generator.manual_seed(seed)
         if self.world.device.type == "cuda":
             torch.cuda.manual_seed(seed)

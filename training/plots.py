@@ -445,3 +445,17 @@ def _serialized(root: ElementTree.Element) -> str:
     ElementTree.register_namespace("xlink", _XLINK)
     text = ElementTree.tostring(root, encoding="unicode").replace("'DejaVu Sans'", "system-ui, sans-serif")
     return text.replace(INK, "currentColor")
+
+
+def main() -> None:
+    """Draw the history file of a run: `python -m training.plots history.jsonl picture.svg` (or .png, .pdf)."""
+    import sys
+
+    from training.tracking import read_history
+
+    history_file, picture = sys.argv[1:]
+    save_panels(training_panels(History.of(read_history(history_file))), picture)
+
+
+if __name__ == "__main__":
+    main()

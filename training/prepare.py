@@ -39,8 +39,8 @@ def describe_data(directory: str | os.PathLike[str]) -> dict[str, str]:
     """What `prepare_data` noted.
 
     Returns:
-        "description": which data it is, in words; "fingerprint": a SHA-256 of all that was prepared; "recipe_version": a
-        SHA-256 of the file that defines the recipe.
+        "description": which data it is, in words; "fingerprint": a SHA-256 of all that was prepared;
+        "recipe_version": a SHA-256 of the file that defines the recipe.
     """
     note: dict[str, str] = json.loads((Path(directory) / NOTE).read_text())
     return note

@@ -15,11 +15,20 @@ from training.config import ConfigError
 
 
 class Storage:
-    """The files directly below `url`. Names are relative to it; contents are bytes."""
+    """The files directly below `url`, where a run's checkpoints go. Names are relative to it; contents are bytes.
+
+    Raises:
+        ConfigError: no such kind of URL is known here.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self.file_system, self.root = fsspec.url_to_fs(self.url)
+        try:
+            self.file_system, self.root = fsspec.url_to_fs(self.url)
+        except (ValueError, ImportError) as error:  # a protocol that fsspec does not know or has no package for
+            raise ConfigError(
+                f"checkpoints: {url!r} cannot be used: {error}; accepted is a path or a URL that fsspec knows"
+            ) from error
         protocol = self.file_system.protocol
         self.is_local = "file" in ((protocol,) if isinstance(protocol, str) else protocol)
         if self.is_local:

@@ -166,9 +166,9 @@ class History:
     """Writes what happened to a file, one JSON object per line: an event in `to_dict`'s form and its "time".
 
     Each line is written out at once, so another process can follow. The sample of predictions and the histograms are
-    left out, for their size: the report and W&B have them. The epochs that a resumed run brings along are added where the file lacks them, so all are in
-    it even if an earlier attempt's file went with its pod. One that had to be done again is in it again; the later
-    counts.
+    left out, for their size: the report and W&B have them. The epochs that a resumed run brings along are added where
+    the file lacks them, so all are in it even if an earlier attempt's file went with its pod. One that had to be done
+    again is in it again; the later counts.
 
     Args:
         path: of the file. One that exists is continued.

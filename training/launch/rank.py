@@ -7,6 +7,7 @@ seconds that torch takes to import.
 from __future__ import annotations
 
 import faulthandler
+import io
 import os
 import re
 import resource
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+import typing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -127,6 +129,8 @@ def main(
     output = os.open(rank_log(logs, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    # A print appears while the rank runs, and before it is killed.
+    typing.cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
     # Written in C, so that it also works while the rank hangs in a collective.
     stacks = open(rank_stacks(logs, rank), "w")  # noqa: SIM115 - open for the life of the process
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -175,7 +179,8 @@ def _run(job: Job, place: Place, local_rank: int, listener: socket | None, link:
     rank = place.first_rank + local_rank
     config = job.config
     torch.set_num_threads(place.num_threads)
-    torch.use_deterministic_algorithms(config.deterministic)
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)  # also the call with False imports torch's compiler
     device = torch.device("cuda", local_rank) if place.use_gpus else torch.device("cpu")
     if place.use_gpus:
         torch.cuda.set_device(device)

@@ -11,6 +11,7 @@ rank's end only, not of a rank that hangs, and lets the others wait in their col
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import multiprocessing
 import os
 import shutil
@@ -40,6 +41,8 @@ CAUSE_GRACE = 0.5  # seconds in which a second failure may turn out to be the ca
 POLL = 0.1  # seconds between looks at logs, beats and the wish to stop
 LOG_TAIL = 20  # lines of a failed rank's output in the error
 
+_hiding = threading.Lock()
+
 
 class RankFailure(RuntimeError):
     """A rank ended the run: with an exception, by a signal, or because nothing moved any more.
@@ -48,16 +51,18 @@ class RankFailure(RuntimeError):
         rank: of the whole gang; -1 where no single one is to blame (a stall).
         kind: exception, signal, exit or stall.
         cause: the exception's class name and message, or the signal's name: equal for the same bug in two attempts.
+        is_consequence: it is what a rank says whose peer has died, so another failure is to blame.
     """
 
-    def __init__(self, message: str, rank: int, kind: str, cause: str) -> None:
+    def __init__(self, message: str, rank: int, kind: str, cause: str, is_consequence: bool = False) -> None:
         super().__init__(message)
         self.rank = rank
         self.kind = kind
         self.cause = cause
+        self.is_consequence = is_consequence
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.rank, self.kind, self.cause)
+        return type(self), (str(self), self.rank, self.kind, self.cause, self.is_consequence)
 
 
 class TrainingStopped(RuntimeError):
@@ -147,7 +152,7 @@ def train(
     num_processes = num_processes or default_num_processes()
     check(job, num_processes)
     gpus = num_gpus()
-    collector = _Collector()
+    collector = Collector()
     with (
         listening_socket("127.0.0.1") as listener,
         Dispatcher([collector, *listeners]) as dispatcher,
@@ -189,14 +194,11 @@ def supervise(
     Raises:
         RankFailure, TrainingStopped: as `train`.
     """
-    relay = relay or _print_line
+    relay = relay or print_line
     with _logs_directory() as logs:
         gang = _Gang(job, place, listener, logs, relay)
         try:
-            directory = data()
-            for rank in gang.ranks:
-                _tell(rank, "data", directory)
-            gang.watch(emit, stop, on_beat)
+            gang.watch(_Preparation(data), emit, stop, on_beat)
         finally:
             gang.kill()
 
@@ -242,10 +244,15 @@ class _Gang:
         self.ranks.append(_Rank(number, process, up, down, _LogTail(rank_log(self.logs, number))))
 
     def watch(
-        self, emit: Callable[[events.Event], None], stop: StopRequest, on_beat: Callable[[int], None] | None
+        self,
+        preparation: _Preparation,
+        emit: Callable[[events.Event], None],
+        stop: StopRequest,
+        on_beat: Callable[[int], None] | None,
     ) -> None:
-        """Pass events on until every rank has ended well; raise when one has not, or when nothing moves."""
+        """Pass data and events on until every rank has ended well. Raise when one has not, or when nothing moves."""
         stop_deadline = 0.0
+        has_data = False
         while any(rank.process.is_alive() or not rank.outcome for rank in self.ranks):
             live = [rank for rank in self.ranks if not rank.up.closed]
             ready = wait([*(rank.up for rank in live), *(rank.process.sentinel for rank in live)], timeout=POLL)
@@ -255,10 +262,15 @@ class _Gang:
             self._relay_logs()
             if self.failures and time.monotonic() - self.failures[0][1] > CAUSE_GRACE:
                 raise self._root_cause()
-            if not self.failures:
+            if not has_data and preparation.is_done:
+                has_data = True
+                self._pass_on(preparation.result())
+            if has_data and not self.failures:
                 self._check_progress()
             if on_beat:
                 on_beat(self._step())
+            if stop.is_set() and not has_data:
+                raise TrainingStopped(f"{stop.reason}: the run was stopped while its data were prepared")
             if stop.is_set() and not stop_deadline:
                 stop_deadline = time.monotonic() + STOP_GRACE
                 for rank in self.ranks:
@@ -288,6 +300,12 @@ class _Gang:
             rank.down.close()
         self._relay_logs()
 
+    def _pass_on(self, directory: str) -> None:
+        now = time.monotonic()
+        for index, rank in enumerate(self.ranks):
+            self.beats[2 * index] = now  # until now it could not get on
+            _tell(rank, "data", directory)
+
     def _read(self, rank: _Rank, emit: Callable[[events.Event], None]) -> None:
         """Take what `rank` has said, or note how it ended."""
         try:
@@ -304,6 +322,7 @@ class _Gang:
                         rank.number,
                         "exception",
                         f"{name}: {message}",
+                        is_consequence,
                     )
                     self.failures.append((is_consequence, time.monotonic(), failure))
         except (EOFError, OSError):
@@ -368,6 +387,37 @@ class _Gang:
         for rank in self.ranks:
             for line in rank.log.new_lines():
                 self.relay(f"[rank {rank.number}] {line}")
+
+
+class _Preparation:
+    """`data` at work in a thread with the caller's context variables.
+
+    So a rank's death and the wish to stop are noticed meanwhile. A thread that is not waited for to the end goes on
+    until the process ends, but does not hold it up.
+    """
+
+    def __init__(self, data: Callable[[], str]) -> None:
+        self._data = data
+        self._directory = ""
+        self._error: BaseException | None = None
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name="data", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self) -> str:
+        if self._error is not None:
+            raise self._error
+        return self._directory
+
+    def _run(self) -> None:
+        try:
+            self._directory = self._data()
+        except BaseException as error:
+            self._error = error
 
 
 class StopRequest:
@@ -449,7 +499,7 @@ class _LogTail:
             return ""
 
 
-class _Collector:
+class Collector:
     """The listener that keeps what `train` returns."""
 
     def __init__(self) -> None:
@@ -485,12 +535,13 @@ def _no_main_module() -> Iterator[None]:
     `spawn` makes a child import its parent's main module, in case what it runs is defined there. Ours never is, and
     under `pyflyte` that module is the whole of flytekit.
     """
-    main_module = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main_module
+    with _hiding:  # two runs in threads of one process would take each other's stand-in for the real one
+        main_module = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main_module
 
 
 @contextlib.contextmanager
@@ -511,5 +562,5 @@ def _oom_kills() -> int:
         return 0
 
 
-def _print_line(line: str) -> None:
+def print_line(line: str) -> None:
     print(line, file=sys.stderr, flush=True)  # noqa: T201 - a rank's output belongs on the terminal

@@ -41,6 +41,10 @@ def get_recipe(name: str) -> Recipe:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise ConfigError(f"recipe: {name!r} is unknown: there is no module {error.name!r}; {accepted}") from None
         raise ConfigError(f"recipe: {name!r} cannot be imported: {error}; install what its module needs") from error
+    except Exception as error:  # of any kind: the module is the user's
+        raise ConfigError(
+            f"recipe: {name!r} cannot be imported: {type(error).__name__}: {error}; accepted is a module that imports"
+        ) from error
     found = getattr(module, attribute, None)
     if isinstance(found, type) and issubclass(found, Recipe):
         found = found()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import os
 import time
 import urllib.error
@@ -39,7 +40,8 @@ def download(urls: Sequence[str], file: Path, md5: str) -> None:
                     return
                 part.unlink()
                 reason = "its contents have another MD5 sum than published"
-            except (OSError, EOFError) as error:  # URLError and time-outs are OSErrors
+            # URLError and time-outs are OSErrors.
+            except (OSError, EOFError, http.client.HTTPException) as error:
                 reason = str(error)
                 if isinstance(error, urllib.error.HTTPError) and 400 <= error.code < 500 and error.code != 429:
                     break

@@ -1,0 +1,54 @@
+"""What several test files share. Starting a gang takes seconds, so finished runs are kept for whoever asks again."""
+
+from __future__ import annotations
+
+import json
+import uuid
+
+import psutil
+import pytest
+
+from tests.runs import new_run
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory):
+    """finished_run(recipe, num_processes, **config): a run that ended well, the same one for the same arguments."""
+    runs = {}
+
+    def get(recipe="Tiny", num_processes=2, **config):
+        key = json.dumps([recipe, num_processes, config], sort_keys=True)
+        if key not in runs:
+            directory = tmp_path_factory.mktemp(recipe)
+            (directory / "record").mkdir()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("RECORD", str(directory / "record"))
+                patch.setenv("TELL_MODULES", "1")
+                runs[key] = new_run(directory, recipe).train(num_processes, **config)
+        return runs[key]
+
+    return get
+
+
+@pytest.fixture
+def survivors(monkeypatch):
+    """survivors(): the living processes started in this test, those included whose parents have died."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv("STARTED_BY_TEST", mark)
+
+    def get():
+        found = []
+        for process in psutil.process_iter():
+            try:
+                # multiprocessing's resource tracker belongs to this process and lives as long as it.
+                if process.environ().get("STARTED_BY_TEST") == mark and "resource_tracker" not in str(
+                    process.cmdline()
+                ):
+                    found.append(process)
+            except psutil.Error:  # it has just ended, is a zombie, or is somebody else's
+                continue
+        return found
+
+    yield get
+    for process in get():  # a failed test leaves nothing behind
+        process.kill()

@@ -1,0 +1,412 @@
+"""Checkpoints outlive whoever wrote them: a run killed at any moment goes on to the weights it would have had."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+from moto.server import ThreadedMotoServer
+
+from tests.runs import REPOSITORY, new_run
+from training.checkpoint import CheckpointError, CheckpointStore, portable, save_state
+from training.config import ConfigError
+from training.launch.spawn import RankFailure
+from training.storage import Storage
+
+
+def _state(number=0.0):
+    return {"model": {"weight": torch.full((50,), float(number))}, "progress": {"step": number, "names": ["a", None]}}
+
+
+def _store(directory, *steps, num_kept=10, best=()):
+    """A store with checkpoints of `steps`, each holding its number."""
+    store = CheckpointStore(str(directory), num_kept)
+    for step in steps:
+        store.save(_state(step), step, best=step in best)
+    store.wait()
+    return store
+
+
+def _latest(store):
+    """(step of the newest usable checkpoint or None, why newer ones were passed over)."""
+    state, url, skipped = store.load_latest()
+    assert (state is None) == (url == "")
+    return state and state["progress"]["step"], skipped
+
+
+def _files(store, step):
+    """The tensors and the manifest of `step`."""
+    manifest = Path(store.storage.root) / f"step-{step:010d}.json"
+    return manifest.parent / json.loads(manifest.read_text())["file"], manifest
+
+
+def _cut(file):
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _flip(file):
+    contents = bytearray(file.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    file.write_bytes(contents)
+
+
+# The store
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    store = _store(tmp_path, 3, 12)
+    state, url, skipped = store.load_latest()
+
+    assert torch.equal(state["model"]["weight"], _state(12)["model"]["weight"])
+    assert state["progress"] == _state(12)["progress"]
+    assert (url, skipped) == (store.save(_state(12), 12, best=False), [])
+    assert store.load(3)["progress"]["step"] == 3
+
+
+def test_a_state_is_copied_before_save_returns(tmp_path):
+    store = CheckpointStore(str(tmp_path), 2)
+    state = _state(1)
+    store.save(state, 1, best=False)
+    state["model"]["weight"].zero_()
+    store.close()
+
+    assert store.load(1)["model"]["weight"][0] == 1
+
+
+def test_an_empty_or_missing_place_has_no_checkpoint(tmp_path):
+    assert _latest(_store(tmp_path / "nowhere")) == (None, [])
+    with pytest.raises(CheckpointError, match="step-0000000007"):
+        _store(tmp_path).load(7)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda tensors, manifest: _cut(tensors), "bytes instead of"),
+        (lambda tensors, manifest: _flip(tensors), "SHA-256"),
+        (lambda tensors, manifest: tensors.unlink(), "FileNotFoundError"),
+        (lambda tensors, manifest: tensors.write_bytes(b""), "0 bytes"),
+        (lambda tensors, manifest: _cut(manifest), "JSONDecodeError"),
+        (lambda tensors, manifest: manifest.write_text("[]"), "TypeError"),
+        (lambda tensors, manifest: manifest.write_text('{"step": 9}'), "KeyError"),
+    ],
+    ids=["truncated", "flipped", "missing", "empty", "manifest-truncated", "manifest-list", "manifest-bare"],
+)
+def test_a_damaged_checkpoint_is_named_skipped_and_the_one_before_used(tmp_path, damage, reason):
+    store = _store(tmp_path, 3, 6, 9)
+    damage(*_files(store, 9))
+    step, skipped = _latest(store)
+
+    assert step == 6
+    assert len(skipped) == 1
+    assert f"{tmp_path}/step-0000000009" in skipped[0]
+    assert reason in skipped[0]
+    with pytest.raises(CheckpointError, match="step-0000000009"):
+        store.load(9)
+    store.save(_state(12), 12, best=False)
+    store.wait()
+    assert _latest(store) == (12, [])
+
+
+def test_tensors_without_a_manifest_are_no_checkpoint(tmp_path):
+    store = _store(tmp_path, 3, 6)
+    _files(store, 6)[1].unlink()
+
+    assert _latest(store) == (3, [])
+
+
+def test_a_checkpoint_of_another_format_is_named_and_skipped(tmp_path, monkeypatch):
+    store = _store(tmp_path, 3)
+    monkeypatch.setattr("training.checkpoint.FORMAT", 99)
+    store = _store(tmp_path, 6)
+    monkeypatch.undo()
+
+    step, skipped = _latest(store)
+    assert step == 3
+    assert "format 99" in skipped[0]
+
+
+def test_no_code_is_run_from_a_checkpoint(tmp_path):
+    class Harmful:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "was-run"),))
+
+    store = _store(tmp_path / "checkpoints", 3)
+    store.save({"model": Harmful()}, 6, best=False)
+    store.wait()
+
+    step, skipped = _latest(store)
+    assert step == 3
+    assert "UnpicklingError" in skipped[0]
+    assert not (tmp_path / "was-run").exists()
+
+
+def _kept(store):
+    return sorted(int(name[5:15]) for name in store.storage.names() if name.endswith(".json"))
+
+
+def test_the_newest_and_the_best_are_kept_and_nothing_else(tmp_path):
+    store = _store(tmp_path, 1, 2, 3, 4, 5, 6, num_kept=2, best=(1, 3))
+
+    assert _kept(store) == [3, 5, 6]  # 3 was better than 1
+    assert len(store.storage.names()) == 2 * 3
+    for step in (3, 5, 6):
+        assert store.load(step)["progress"]["step"] == step
+
+
+def test_what_a_killed_writer_left_behind_is_removed_with_the_next_save(tmp_path):
+    store = _store(tmp_path, 1, 2)
+    _files(store, 1)[1].unlink()
+    (tmp_path / "step-0000000003.pt.1234.tmp").write_bytes(b"half")
+    (tmp_path / "notes.txt").write_text("the user's own")
+    store.save(_state(4), 4, best=False)
+    store.wait()
+
+    assert _kept(store) == [2, 4]
+    assert len(store.storage.names()) == 2 * 2 + 1
+    assert (tmp_path / "notes.txt").exists()
+
+
+def test_a_damaged_newer_checkpoint_does_not_push_out_what_is_written_now(tmp_path):
+    store = _store(tmp_path, 3, 6, 9, num_kept=1, best=(3,))
+    _flip(_files(store, 9)[0])
+    assert _latest(store)[0] == 3
+    store.save(_state(6), 6, best=False)
+    store.wait()
+
+    assert _latest(store) == (6, [])
+
+
+def test_a_checkpoint_saved_again_is_whole_at_every_moment(tmp_path, monkeypatch):
+    store = _store(tmp_path, 3, num_kept=1)
+    seen = []
+    write = Storage.write
+
+    def observe(storage, name, contents):
+        write(storage, name, contents)
+        seen.append(_latest(CheckpointStore(str(tmp_path), 1)))
+
+    monkeypatch.setattr(Storage, "write", observe)
+    store.save(_state(3), 3, best=True)
+    store.wait()
+
+    assert seen == [(3, [])] * 2
+    assert len(store.storage.names()) == 2
+
+
+def test_a_failed_write_is_told_at_the_next_save(tmp_path):
+    (tmp_path / "file").write_text("")
+    store = CheckpointStore(str(tmp_path / "file" / "below"), 2)
+    store.save(_state(), 1, best=False)
+
+    with pytest.raises(CheckpointError, match=r"file/below: a checkpoint could not be written: .*Not a directory"):
+        store.save(_state(), 2, best=False)
+
+
+@pytest.mark.parametrize("killed_before", ["write", "replace"])
+def test_a_writer_killed_in_mid_write_leaves_nothing_that_counts(tmp_path, killed_before):
+    store = _store(tmp_path, 3)
+    program = f"""
+import os, signal, sys, torch
+from training.checkpoint import CheckpointStore
+store = CheckpointStore({str(tmp_path)!r}, 10)
+die = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+if {killed_before!r} == "replace":
+    os.replace = die
+else:
+    os.fsync = die
+store.save({{"progress": {{"step": 6}}}}, 6, best=False)
+store.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, timeout=120)
+
+    assert done.returncode == -9
+    assert _latest(store) == (3, [])
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+    storage = Storage(str(tmp_path))
+    storage.write("file", b"old")
+
+    def fail(*arguments):
+        assert storage.read("file") == b"old"
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="no space left"):
+        storage.write("file", b"new and longer")
+
+    assert storage.read("file") == b"old"
+    assert storage.names() == ["file"]
+
+
+def test_a_portable_state_has_copies_on_the_cpu_in_the_default_format(tmp_path):
+    weight = torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    state = portable({"weight": weight, "extra": 3})
+    save_state(str(tmp_path / "state.pt"), state)
+    weight.zero_()
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+
+    assert loaded["extra"] == 3
+    assert loaded["weight"].is_contiguous()
+    assert loaded["weight"].any()
+
+
+# Runs that are killed and go on. Dropping has dropout, whose draws must be those of an uninterrupted run.
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """A run killed in its second epoch, its newest checkpoint then damaged, that went on to its end."""
+    run = new_run(tmp_path_factory.mktemp("resumed"), "Dropping")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FAULT", "kill 0 17")
+        with pytest.raises(RankFailure, match="SIGKILL"):
+            run.train(checkpoint_interval=2, checkpoints_to_keep=3)
+    newest = sorted(run.checkpoints.glob("step-*.pt"))[-1]
+    _flip(newest)
+    again = new_run(run.directory, "Dropping").train(checkpoint_interval=2, checkpoints_to_keep=3)
+    return again, newest
+
+
+def test_a_killed_run_goes_on_to_bitwise_the_weights_of_an_uninterrupted_one(resumed, finished_run):
+    run, _ = resumed
+    whole = finished_run("Dropping", 2).state()
+
+    assert 9 < run.started.resumed_step < 17
+    assert run.state().keys() == whole.keys()
+    for name, value in run.state().items():
+        assert torch.equal(value, whole[name]), name
+
+
+def test_and_says_which_checkpoint_was_damaged_and_which_it_used(resumed):
+    run, damaged = resumed
+    started = run.started
+
+    assert len(started.skipped_checkpoints) == 1
+    assert damaged.name[:15] in started.skipped_checkpoints[0]
+    assert f"step-{started.resumed_step:010d}" in started.resumed_from
+    assert started.resumed_step < int(damaged.name[5:15])
+
+
+def test_and_has_the_whole_history(resumed, finished_run):
+    run, _ = resumed
+    whole = finished_run("Dropping", 2).result.epochs
+
+    assert [(epoch.epoch, epoch.step) for epoch in run.result.epochs] == [(1, 9), (2, 18), (3, 27)]
+    for ours, theirs in zip(run.result.epochs, whole, strict=True):
+        assert ours.train_loss == pytest.approx(theirs.train_loss, rel=1e-12)
+        assert (ours.test_loss, ours.accuracy) == (theirs.test_loss, theirs.accuracy)
+    assert run.result.finished.best_epoch == finished_run("Dropping", 2).result.finished.best_epoch
+
+
+def test_a_finished_run_started_again_returns_the_same_and_takes_no_step(resumed):
+    run, _ = resumed
+    again = new_run(run.directory, "Dropping").train(checkpoint_interval=2, checkpoints_to_keep=3)
+
+    assert again.started.resumed_step == 27
+    assert again.last_step == 0
+    assert again.result.epochs == run.result.epochs
+    assert again.result.finished.best_accuracy == run.result.finished.best_accuracy
+    assert all(torch.equal(value, run.state()[name]) for name, value in again.state().items())
+
+
+@pytest.fixture(scope="module")
+def one_epoch(tmp_path_factory):
+    """The directory of a run of one epoch, which others copy and go on from."""
+    return new_run(tmp_path_factory.mktemp("one-epoch")).train(2, epochs=1).directory
+
+
+@pytest.mark.parametrize("num_processes", [1, 3])
+def test_another_number_of_ranks_goes_on_to_the_same_weights(tmp_path, one_epoch, finished_run, num_processes):
+    run = _copy(one_epoch, tmp_path).train(num_processes)
+
+    assert (run.started.resumed_step, run.started.world_size) == (9, num_processes)
+    for name, value in finished_run("Tiny", 2).state().items():
+        torch.testing.assert_close(run.state()[name], value)
+
+
+def _copy(directory, target):
+    (target / "checkpoints").mkdir()
+    for file in (directory / "checkpoints").iterdir():
+        (target / "checkpoints" / file.name).write_bytes(file.read_bytes())
+    return new_run(target)
+
+
+def test_another_learning_rate_does_not_go_on_from_a_checkpoint(tmp_path, one_epoch):
+    with pytest.raises(
+        (ConfigError, RankFailure), match=r"learning_rate: 0.2 does not continue .*written with 0.1; give"
+    ):
+        _copy(one_epoch, tmp_path).train(1, learning_rate=0.2)
+
+
+def test_other_data_do_not_go_on_from_a_checkpoint(tmp_path, one_epoch):
+    with pytest.raises((ConfigError, RankFailure), match=r"data: .*step-0000000009.* by a run on other data; give"):
+        _copy(one_epoch, tmp_path).train(1, source="7")
+
+
+# An object store
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    """The URL of an empty bucket on an S3 server of this machine, which the environment names."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        import s3fs
+
+        name = f"bucket-{uuid.uuid4().hex}"
+        s3fs.S3FileSystem().mkdir(name)
+        yield f"s3://{name}"
+        s3fs.S3FileSystem.clear_instance_cache()
+    server.stop()
+
+
+def test_checkpoints_in_a_bucket_are_saved_pruned_and_loaded(bucket):
+    store = _store(f"{bucket}/run", 1, 2, 3, 4, num_kept=2, best=(1,))
+
+    assert _kept(store) == [1, 3, 4]
+    assert len(store.storage.names()) == 2 * 3
+    assert _latest(CheckpointStore(f"{bucket}/run/", 2)) == (4, [])
+    file_system = store.storage.file_system
+    tensors = next(name for name in store.storage.names() if name.startswith("step-0000000004") and "pt" in name)
+    file_system.pipe_file(
+        f"{store.storage.root}/{tensors}", file_system.cat_file(f"{store.storage.root}/{tensors}")[:99]
+    )
+    step, skipped = _latest(store)
+    assert step == 3
+    assert "bytes instead of" in skipped[0]
+
+
+def test_a_bucket_that_is_not_there_is_refused(bucket):
+    with pytest.raises(ConfigError, match="checkpoints: 's3://no-such-bucket/run' cannot be written to"):
+        Storage("s3://no-such-bucket/run").check_writable("checkpoints")
+    Storage(f"{bucket}/fresh").check_writable("checkpoints")
+    assert Storage(f"{bucket}/fresh").names() == []
+
+
+def test_a_run_goes_on_from_a_bucket(bucket, tmp_path, finished_run):
+    new_run(tmp_path / "first").train(2, checkpoints=f"{bucket}/training", epochs=1)
+    run = new_run(tmp_path / "second").train(2, checkpoints=f"{bucket}/training")
+
+    assert run.started.resumed_step == 9
+    assert run.started.resumed_from.startswith(f"{bucket}/training/step-0000000009")
+    assert run.result.finished.model_state_url == f"{bucket}/training/model_state.pt"
+    import fsspec
+
+    with fsspec.open(run.result.finished.model_state_url) as file:
+        state = torch.load(file, weights_only=True)
+    whole = finished_run("Tiny", 2).state()
+    assert all(torch.equal(value, whole[name]) for name, value in state.items())

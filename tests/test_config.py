@@ -1,0 +1,96 @@
+"""Every value that cannot be run is refused in one line that names the field, the value and what is accepted."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from training.config import ConfigError, TrainingConfig, resolve
+
+OUT_OF_RANGE = [
+    *((name, 0) for name in ("epochs", "global_batch_size", "evaluation_batch_size", "gradient_accumulation")),
+    *((name, -3) for name in ("epochs", "global_batch_size", "log_interval", "checkpoints_to_keep")),
+    *((name, 0) for name in ("log_interval", "checkpoints_to_keep")),
+    *((name, -1) for name in ("warmup_steps", "seed", "data_workers", "checkpoint_interval")),
+    *((name, 0.0) for name in ("learning_rate", "collective_timeout", "stall_timeout")),
+    *((name, -0.5) for name in ("learning_rate", "weight_decay", "gradient_clip_norm", "momentum")),
+    *((name, math.nan) for name in ("learning_rate", "weight_decay", "gradient_clip_norm", "momentum")),
+    *((name, math.inf) for name in ("learning_rate", "weight_decay", "stall_timeout")),
+    ("momentum", 1.0),
+    ("seed", 1 << 64),  # torch takes seeds of 64 bits
+    ("optimizer", "lbfgs"),
+    ("schedule", "step"),
+    ("precision", "fp16"),
+    ("backend", "mpi"),
+    ("optimizer", ""),
+    ("optimizer", "AdamW"),
+]
+WRONG_TYPE = [
+    *(("epochs", value) for value in ("3", True, None, 1.5, [3], {}, math.inf, math.nan)),
+    *(("learning_rate", value) for value in ("1e-3", True, None, [0.1])),
+    *(("compile", value) for value in (1, 0, "true", None)),
+    *(("optimizer", value) for value in (1, None, True, ["sgd"])),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE + WRONG_TYPE)
+def test_a_bad_value_is_refused_naming_field_value_and_what_is_accepted(name, value):
+    with pytest.raises(ConfigError) as caught:
+        TrainingConfig(**{name: value})
+
+    message = str(caught.value)
+    assert message.startswith(f"{name}: {value!r} is ")
+    assert "accepted is " in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["epochs", "learning_rate"])
+def test_a_number_too_large_for_any_machine_is_refused_too(name):
+    with pytest.raises(ConfigError, match=f"^{name}: "):
+        TrainingConfig(**{name: 10**400})
+
+
+def test_every_field_refuses_null():
+    for field in dataclasses.fields(TrainingConfig):
+        with pytest.raises(ConfigError, match=f"^{field.name}: None "):
+            TrainingConfig(**{field.name: None})
+
+
+def test_a_whole_float_is_a_whole_number_and_a_whole_number_is_a_float():
+    config = TrainingConfig(epochs=1e1, learning_rate=1)
+
+    assert (config.epochs, type(config.epochs)) == (10, int)
+    assert (config.learning_rate, type(config.learning_rate)) == (1.0, float)
+
+
+def test_overrides_go_before_the_recipes_defaults_and_those_before_the_class():
+    config = resolve({"epochs": 7, "learning_rate": 0.5}, json.loads('{"epochs": 3, "compile": false}'))
+
+    assert config == dataclasses.replace(TrainingConfig(), epochs=3, learning_rate=0.5)
+
+
+def test_an_unknown_field_is_refused_naming_it_and_the_known_ones():
+    with pytest.raises(ConfigError, match=r"unknown field 'epoch'; accepted are epochs, global_batch_size, .*stall"):
+        resolve({}, {"epoch": 3})
+
+
+def test_a_wrong_default_of_a_recipe_is_refused_like_the_users_values():
+    with pytest.raises(ConfigError, match="'lr'"):
+        resolve({"lr": 0.1}, {})
+    with pytest.raises(ConfigError, match="epochs: '3'"):
+        resolve({"epochs": "3"}, {})
+
+
+def test_the_batch_per_rank_is_the_share_of_ranks_and_micro_batches():
+    assert TrainingConfig(global_batch_size=64).batch_size_per_rank(4) == 16
+    assert TrainingConfig(global_batch_size=64, gradient_accumulation=2).batch_size_per_rank(4) == 8
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_does():
+    with pytest.raises(ConfigError, match=r"global_batch_size: 64 .* 3 ranks; accepted is a multiple of 3, such as 63"):
+        TrainingConfig(global_batch_size=64).batch_size_per_rank(3)
+    with pytest.raises(ConfigError, match=r"2 ranks x 5 micro-batches \(gradient_accumulation\).* such as 10"):
+        TrainingConfig(global_batch_size=4, gradient_accumulation=5).batch_size_per_rank(2)

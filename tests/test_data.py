@@ -1,0 +1,160 @@
+"""Which rank sees which sample, and when: by what the ranks of real runs noted, and by the shares themselves."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from tests.recipes_for_tests import Augmented, Tiny
+from tests.runs import new_run
+from training.config import TrainingConfig
+from training.data import LoadedSamples, epoch_order, epoch_shares, evaluation_share, open_samples
+from training.recipes import DataError
+from training.world import World
+
+BATCH = Tiny.defaults["global_batch_size"]
+STEPS_PER_EPOCH = -(-Tiny.num_train // BATCH)
+
+
+def _world(rank, world_size):
+    return World(rank, rank, world_size, torch.device("cpu"))
+
+
+def _noted(run, split):
+    """What each rank noted, in its order: [[(sample, gradient of its loss or nothing)]]."""
+    ranks = []
+    for file in sorted((run.directory / "record").glob(f"{split}-*.jsonl")):
+        ranks.append([json.loads(line) for line in file.read_text().splitlines()])
+    return ranks
+
+
+def _batches_seen(run):
+    """The samples that counted in each optimizer step, over all ranks."""
+    ranks = _noted(run, "train")
+    per_step = len(ranks[0]) // (3 * STEPS_PER_EPOCH)  # micro-batches
+    steps = []
+    for step in range(3 * STEPS_PER_EPOCH):
+        seen = []
+        for rank in ranks:
+            for samples, gradients in rank[step * per_step : (step + 1) * per_step]:
+                seen += [sample for sample, gradient in zip(samples, gradients, strict=True) if gradient != 0]
+        steps.append(sorted(seen))
+    return steps
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3])
+def test_each_sample_counts_exactly_once_per_epoch_over_all_ranks(finished_run, num_processes):
+    steps = _batches_seen(finished_run(num_processes=num_processes))
+
+    for epoch in range(3):
+        seen = sum(steps[epoch * STEPS_PER_EPOCH : (epoch + 1) * STEPS_PER_EPOCH], [])
+        assert sorted(seen) == list(range(Tiny.num_train))
+
+
+def test_the_order_is_another_one_every_epoch_and_the_same_for_every_world_size(finished_run):
+    steps = {ranks: _batches_seen(finished_run(num_processes=ranks)) for ranks in (1, 2, 3)}
+
+    assert steps[1] == steps[2] == steps[3]
+    epochs = [steps[1][epoch * STEPS_PER_EPOCH :][:STEPS_PER_EPOCH] for epoch in range(3)]
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert all(batch not in epochs[other] for batch in epochs[one][:-1])  # the last batch is one sample
+    assert epochs[0][0] != list(range(BATCH))
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3])
+def test_evaluation_counts_each_held_out_sample_once(finished_run, num_processes):
+    ranks = _noted(finished_run(num_processes=num_processes), "test")
+
+    assert len(ranks) == num_processes
+    seen = Counter(sample for rank in ranks for samples, _ in rank for sample in samples)
+    assert seen == dict.fromkeys(range(Tiny.num_test), 3)  # in 3 epochs
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("size", [1, 5, 24, 25, 97, 103])
+def test_shares_of_any_size_cover_an_epoch_once_in_batches_of_the_global_size(size, world_size):
+    config = TrainingConfig(global_batch_size=24, gradient_accumulation=2)
+    samples = LoadedSamples(TensorDataset(torch.arange(size), torch.arange(size)), config, _world(0, 1))
+    ranks = [epoch_shares(samples, config, _world(rank, world_size), epoch=1) for rank in range(world_size)]
+
+    seen = []
+    for shares in zip(*ranks, strict=True):
+        batch = [index for share in shares if share.weight for part in share.micro_batches for index in part.tolist()]
+        assert (
+            len(batch) == shares[0].num_targets == shares[0].num_samples == sum(share.own_targets for share in shares)
+        )
+        assert all(len(part) <= 24 / world_size / 2 for share in shares for part in share.micro_batches)
+        assert all(len(share.micro_batches) > 0 for share in shares)
+        seen += batch
+    assert sorted(seen) == list(range(size))
+    assert [share.num_samples for share in ranks[0][:-1]] == [24] * (len(ranks[0]) - 1)
+
+
+def test_an_epoch_that_goes_on_in_the_middle_has_the_batches_that_were_left():
+    config = TrainingConfig(global_batch_size=24)
+    samples = LoadedSamples(TensorDataset(torch.arange(97), torch.arange(97)), config, _world(0, 1))
+    whole = epoch_shares(samples, config, _world(1, 2), epoch=2)
+
+    rest = epoch_shares(samples, config, _world(1, 2), epoch=2, first_batch=3)
+
+    assert [share.micro_batches[0].tolist() for share in rest] == [
+        share.micro_batches[0].tolist() for share in whole[3:]
+    ]
+
+
+def test_another_seed_is_another_order():
+    assert epoch_order(97, seed=0, epoch=1).tolist() != epoch_order(97, seed=1, epoch=1).tolist()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+@pytest.mark.parametrize("size", [1, 4, 17])
+def test_evaluation_shares_have_no_repeats(size, world_size):
+    config = TrainingConfig(evaluation_batch_size=2)
+    samples = LoadedSamples(TensorDataset(torch.arange(size), torch.arange(size)), config, _world(0, 1))
+    seen = []
+    for rank in range(world_size):
+        seen += [
+            index for part in evaluation_share(samples, config, _world(rank, world_size)) for index in part.tolist()
+        ]
+
+    assert sorted(seen) == list(range(size))
+
+
+def test_an_empty_data_set_is_refused():
+    empty = TensorDataset(torch.zeros(0, 3), torch.zeros(0))
+
+    with pytest.raises(DataError, match="the data set is empty"):
+        open_samples(empty, Tiny(), TrainingConfig(), _world(0, 1))
+
+
+def test_data_read_sample_by_sample_train_the_weights_that_data_in_memory_do(finished_run):
+    listed, tiny = finished_run("Listed", 2), finished_run("Tiny", 2)
+
+    for name, value in tiny.state().items():
+        torch.testing.assert_close(listed.state()[name], value)
+    assert listed.result.epochs[-1].accuracy == tiny.result.epochs[-1].accuracy
+
+
+def test_augmentation_and_dropout_do_not_depend_on_how_many_workers_load_the_data(finished_run):
+    without, with_two = finished_run("Augmented", 1), finished_run("Augmented", 1, data_workers=2)
+
+    for name, value in without.state().items():
+        assert torch.equal(with_two.state()[name], value), name
+
+
+def test_augmentation_is_another_one_every_epoch_and_the_same_one_again(tmp_path):
+    run = new_run(tmp_path, "Augmented")
+    train, _ = Augmented().datasets(run.data())
+    samples = LoadedSamples(train, TrainingConfig(), _world(0, 1))
+
+    def inputs(epoch):
+        return torch.cat([inputs for inputs, _ in samples.batches(torch.arange(10).split(5), epoch)])
+
+    assert torch.equal(inputs(1), inputs(1))
+    noise = inputs(1) - torch.stack([train.inputs[index] for index in range(10)])
+    assert len(noise[:, 0].unique()) == 10  # of each sample another
+    assert (inputs(1) != inputs(2)).all()

@@ -1,0 +1,171 @@
+import itertools
+import random
+
+import pytest
+import torch
+
+from training.config import ConfigError
+from training.generate import CHUNK, TooFewNames, draw_chunk, generate_names, load_model, pick_new
+from training.recipes.name_model import NameModel
+from training.recipes.pet_names import ALPHABET, BLANK, END
+
+
+def new_model(window=0):
+    """A model that has learnt no more than that names are short."""
+    torch.manual_seed(0)
+    model = NameModel(window)
+    with torch.no_grad():
+        model.fc.bias[END] += 2
+    return model
+
+
+def parrot(*letters):
+    """A model that makes of its last letter only the one `letters` has after it; `letters` start with a blank."""
+    model = new_model(window=1)
+    logits = torch.full((31, 31), -1e3)
+    for one, other in itertools.pairwise(letters):
+        logits[ALPHABET.index(one), ALPHABET.index(other)] = 0.0
+    model.forward = lambda rows: logits[rows]
+    return model
+
+
+def leaning(**weights):
+    """A model for which each letter has a probability by `weights`, whatever came before."""
+    model = new_model()
+    with torch.no_grad():
+        model.fc.weight.zero_()
+        model.fc.bias.fill_(-30.0)
+        for letter, weight in weights.items():
+            model.fc.bias[END if letter == "end" else ALPHABET.index(letter)] = torch.tensor(weight).log()
+    return model
+
+
+@pytest.mark.parametrize("window", [0, 8])
+def test_names_are_new_different_in_title_case_and_short_enough(window):
+    model = new_model(window)
+    known = [name.upper() for name in generate_names(model, 50)]
+    names = generate_names(model, CHUNK, known=known)
+    assert len(names) == len(set(names)) == CHUNK
+    assert {name.lower() for name in names}.isdisjoint(name.lower() for name in known)
+    for name in names:
+        assert name == name.strip() == name.lower().title()
+        assert 1 <= len(name) <= 30
+        assert set(name.lower()) <= set(ALPHABET[2:])
+
+
+def test_title_case_starts_every_part_of_a_name():
+    assert generate_names(parrot(*"*mr. o-x+"), 1) == ["Mr. O-X"]
+
+
+@pytest.mark.parametrize("window", [0, 8])
+def test_same_seed_gives_the_same_names_and_fewer_are_the_first_of_more(window):
+    model = new_model(window)
+    names = generate_names(model, 40, seed=3)
+    random.seed(1)
+    torch.manual_seed(9)
+    assert generate_names(model, 40, seed=3) == names
+    assert generate_names(model, 15, seed=3) == names[:15]
+    assert generate_names(model, 40, seed=4) != names
+
+
+def test_chunks_drawn_elsewhere_in_any_order_give_the_same_names():
+    model, count = new_model(), 2 * CHUNK
+    expected = generate_names(model, count, seed=5)
+    copies = [load_model(model.state_dict()) for _ in range(2)]  # as two machines have them
+    drawn = {chunk: draw_chunk(copies[chunk % 2], chunk, 1.0, 5, "", 30) for chunk in reversed(range(4))}
+    assert pick_new((drawn[chunk] for chunk in range(4)), count, ()) == expected
+
+
+@pytest.mark.parametrize("window", [0, 8])
+def test_every_name_begins_with_the_prefix(window):
+    names = generate_names(new_model(window), 30, prefix="Mr. B-")
+    assert len(names) == 30
+    assert all(name.startswith("Mr. B-") for name in names)
+
+
+def test_names_after_a_prefix_follow_from_its_letters():
+    assert generate_names(parrot(*"*rex+"), 1, prefix="R") == ["Rex"]
+    assert generate_names(parrot(*"*bexo+"), 1, prefix="be") == ["Bexo"]
+
+
+def test_names_too_long_are_dropped_not_cut():
+    model = leaning(a=0.5, b=0.2, end=0.3)
+    short = draw_chunk(model, 0, 1.0, 0, "", 6)
+    assert max(map(len, short)) == 6
+    assert short == [name for name in draw_chunk(model, 0, 1.0, 0, "", 30) if len(name) <= 6]
+
+
+@pytest.mark.parametrize(("temperature", "share"), [(1.0, 0.8), (0.5, 0.9412), (2.0, 0.6667)])
+def test_letters_come_as_often_as_the_model_says_at_that_temperature(temperature, share):
+    # A first letter is a or b as 4 to 1; to the power of 1 / temperature that is 16 to 1 or 2 to 1.
+    names = draw_chunk(leaning(a=0.4, b=0.1, end=0.5), 0, temperature, 0, "", 30)
+    found = sum(name[0] == "a" for name in names) / len(names)
+    assert found == pytest.approx(share, abs=0.05)
+
+
+def test_a_blank_is_never_drawn():
+    model = leaning(a=0.1, b=0.1, end=0.1)
+    with torch.no_grad():
+        model.fc.bias[BLANK] = 20.0
+    names = draw_chunk(model, 0, 1.0, 0, "", 30)
+    assert len(names) > CHUNK / 2
+    assert set("".join(names)) == {"a", "b"}
+
+
+def test_names_are_not_blank_and_hold_a_letter():
+    model = leaning(a=0.2, **{" ": 0.2, "-": 0.2, ".": 0.2}, end=0.2)
+    names = draw_chunk(model, 0, 1.0, 0, "", 30)
+    assert names
+    assert all("a" in name and name == name.strip() for name in names)
+
+
+def test_too_few_new_names_end_in_an_error_that_has_them():
+    with pytest.raises(TooFewNames, match=r"only 0 of 3 new names .* temperature \(1.0\)") as raised:
+        generate_names(parrot(*"*rex+"), 3, known=["REX"])
+    assert raised.value.names == []
+    with pytest.raises(TooFewNames, match="only 1 of 3") as raised:
+        generate_names(parrot(*"*rex+"), 3)
+    assert raised.value.names == ["Rex"]
+
+
+def test_generating_leaves_the_model_as_it_was():
+    model = new_model().train()
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    generate_names(model, 3)
+    assert model.training
+    assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
+
+
+@pytest.mark.parametrize("window", [0, 8])
+def test_model_loads_from_its_state_alone(window):
+    model = new_model(window)
+    assert generate_names(load_model(model.state_dict()), 20) == generate_names(model, 20)
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"conv1.weight": torch.zeros(3)}, {**new_model().state_dict(), "fc.bias": torch.zeros(3)}]
+)
+def test_state_of_another_model_is_refused(state):
+    with pytest.raises(ConfigError, match="model_state: this is not a pet-name model"):
+        load_model(state)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "accepted"),
+    [
+        ("count", 0, "at least 1"),
+        ("temperature", 0.0, "finite number above 0"),
+        ("temperature", -1.0, "finite number above 0"),
+        ("temperature", float("nan"), "finite number above 0"),
+        ("temperature", float("inf"), "finite number above 0"),
+        ("seed", -1, "at least 0"),
+        ("max_length", 0, "from 1 to 30"),
+        ("max_length", 31, "from 1 to 30"),
+        ("prefix", "Zoë", "letters from a to z"),
+        ("prefix", "a+", "letters from a to z"),
+        ("prefix", "a" * 30, "fewer characters than max_length, which is 30"),
+    ],
+)
+def test_bad_argument_is_named_with_what_is_accepted(field, value, accepted):
+    with pytest.raises(ConfigError, match=f"^{field}: .* is out of range; accepted is .*{accepted}"):
+        generate_names(**{"model": new_model(), "count": 3, field: value})

@@ -1,0 +1,138 @@
+"""Imports go one way, and a process does not import what it does not need: most of a start-up's time is imports."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGES = ("workflows", "tasks", "training")
+
+# From the top down. A module imports from its own layer and those below.
+LAYERS = {
+    "workflows": 5,
+    "tasks": 4,
+    "training.launch": 3,
+    "training": 2,
+    "training.recipes": 1,
+    "training.config": 0,
+    "training.events": 0,
+}
+# Which modules may import a library at all.
+HOMES = {
+    "flytekit": ("tasks", "workflows"),
+    "flytekitplugins": ("tasks", "workflows"),
+    "dask": ("training.launch",),
+    "distributed": ("training.launch",),
+    "dask_kubernetes": ("training.launch",),
+    "kubernetes": ("training.launch",),
+    "kr8s": ("training.launch",),
+    "wandb": ("training.tracking",),
+}
+SLOW = ("torch", "torchvision", "matplotlib", "wandb", "sklearn", "flytekit")
+# What computes rather than supervises: in a rank, or where names are generated.
+COMPUTES = (
+    "training.loop",
+    "training.checkpoint",
+    "training.data",
+    "training.describe",
+    "training.world",
+    "training.generate",
+)
+
+
+def _modules():
+    """{dotted name: file} of the whole project."""
+    found = {}
+    for package in PACKAGES:
+        for file in sorted((REPOSITORY / package).rglob("*.py")):
+            parts = file.relative_to(REPOSITORY).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+MODULES = _modules()
+
+
+def _imports(file):
+    """(line, dotted name, whether it is inside a function) of everything that `file` imports."""
+    in_function = set()
+    tree = ast.parse(file.read_text())
+    for function in ast.walk(tree):
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            in_function |= {id(node) for node in ast.walk(function)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name, id(node) in in_function
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: relative imports hide their layer"
+            for alias in node.names:
+                dotted = f"{node.module}.{alias.name}"
+                yield node.lineno, dotted if dotted in MODULES else node.module, id(node) in in_function
+
+
+def _within(module, packages):
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+def _layer(module):
+    package = max((name for name in LAYERS if _within(module, [name])), key=len)
+    return LAYERS[package]
+
+
+def _broken(rule):
+    """A line for every import of the project for which `rule(module, imported, in_function)` has an objection."""
+    lines = []
+    for module, file in MODULES.items():
+        for line, imported, in_function in _imports(file):
+            if objection := rule(module, imported, in_function):
+                lines.append(f"{file.relative_to(REPOSITORY)}:{line} imports {imported}: {objection}")
+    return lines
+
+
+def test_imports_go_from_upper_layers_to_lower_ones_only():
+    def rule(module, imported, in_function):
+        if _within(imported, PACKAGES) and _layer(imported) > _layer(module):
+            return f"{module} lies below it"
+        return ""
+
+    assert _broken(rule) == []
+
+
+def test_libraries_are_imported_only_where_they_belong():
+    def rule(module, imported, in_function):
+        homes = HOMES.get(imported.split(".")[0])
+        return f"only {', '.join(homes)} may" if homes and not _within(module, homes) else ""
+
+    assert _broken(rule) == []
+
+
+def test_wandb_is_imported_inside_functions_only():
+    def rule(module, imported, in_function):
+        return (
+            "it takes a second, so only functions import it" if _within(imported, ["wandb"]) and not in_function else ""
+        )
+
+    assert _broken(rule) == []
+
+
+def test_what_supervises_the_ranks_imports_nothing_slow():
+    modules = [
+        name for name in MODULES if _within(name, ["training"]) and not _within(name, COMPUTES) and name != "training"
+    ]
+    assert {"training.launch.spawn", "training.recipes.mnist", "training.recipes.digits"} <= set(modules)
+    program = f"""
+import importlib, sys
+for module in {modules!r}:
+    before = set(sys.modules)
+    importlib.import_module(module)
+    slow = sorted(set({SLOW!r}) & (set(sys.modules) - before))
+    if slow:
+        print(module, "imports", *slow)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+
+    assert (done.returncode, done.stdout, done.stderr[-2000:]) == (0, "", "")

@@ -1,0 +1,224 @@
+"""The loop trains what a plain loop in one process would, however many ranks share the work."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import shutil
+
+import pytest
+import torch
+
+from tests import recipes_for_tests
+from tests.runs import new_run
+from training.config import TrainingConfig, resolve
+from training.data import epoch_order
+from training.events import (
+    CheckpointSaved,
+    EpochFinished,
+    HistogramsTaken,
+    PredictionsMade,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+)
+from training.launch.spawn import RankFailure
+from training.loop import learning_rate_factor
+from training.recipes import get_recipe
+
+CLIP = 0.5  # small enough to clip steps of every parity run
+
+
+class _Plain:
+    """A run as a plain loop in one process: `model`, and the (training loss, test loss, accuracy) of each epoch."""
+
+    def __init__(self, run, clip=0.0):
+        recipe = get_recipe(run.recipe)
+        config = resolve(recipe.defaults, {})
+        (inputs, targets), (test_inputs, test_targets) = (part.tensors for part in recipe.datasets(run.data()))
+        torch.manual_seed(config.seed)
+        self.model = recipe.model()
+        self.epochs = []
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=config.learning_rate, momentum=config.momentum)
+        for epoch in range(1, config.epochs + 1):
+            total = 0.0
+            for batch in epoch_order(len(inputs), config.seed, epoch).split(config.global_batch_size):
+                optimizer.zero_grad()
+                loss = recipe.plain_losses(self.model(inputs[batch]), targets[batch]).sum()
+                (loss / self._count(recipe, targets[batch])).backward()
+                if clip:
+                    torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+                optimizer.step()
+                total += float(loss)
+            self.model.eval()
+            with torch.no_grad():
+                outputs = self.model(test_inputs)
+                test_loss = recipe.plain_losses(outputs, test_targets).sum()
+                num_correct = recipe.num_correct(outputs, test_targets).sum()
+            self.model.train()
+            num_test = self._count(recipe, test_targets)
+            self.epochs.append(
+                (total / self._count(recipe, targets), float(test_loss) / num_test, int(num_correct) / num_test)
+            )
+
+    @staticmethod
+    def _count(recipe, targets):
+        counts = recipe.num_targets(targets)
+        return len(targets) if counts is None else int(counts.sum())
+
+
+def _assert_same(run, plain):
+    state = run.state()
+    assert state.keys() == plain.model.state_dict().keys()
+    for name, value in plain.model.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+    for epoch, (train_loss, test_loss, accuracy) in zip(run.result.epochs, plain.epochs, strict=True):
+        assert epoch.train_loss == pytest.approx(train_loss, rel=1e-4)
+        assert epoch.test_loss == pytest.approx(test_loss, rel=1e-4)
+        assert epoch.accuracy == pytest.approx(accuracy)
+
+
+# 97 samples in batches of 12 leave one for the last batch: fewer than there are ranks.
+@pytest.mark.parametrize("num_processes", [1, 2, 3])
+def test_any_number_of_ranks_gives_the_weights_and_losses_of_a_plain_loop(finished_run, num_processes):
+    run = finished_run("Tiny", num_processes)
+
+    _assert_same(run, _Plain(run))
+
+
+# 103 samples leave 7: shares of 3, 2 and 2, the first of which takes two micro-batches and the others one.
+def test_so_do_accumulation_clipping_and_targets_that_are_not_one_per_sample(finished_run):
+    run = finished_run("Sequences", 3, gradient_accumulation=2, gradient_clip_norm=CLIP)
+    norms = [event.gradient_norm for event in run.events if isinstance(event, StepFinished)]
+
+    assert max(norms) > CLIP
+    _assert_same(run, _Plain(run, clip=CLIP))
+
+
+def test_ranks_with_batchnorm_do_not_hang_and_evaluate_the_statistics_that_are_saved(finished_run):
+    run = finished_run("Normed", 2)
+    recipe = get_recipe(run.recipe)
+    inputs, targets = recipe.datasets(run.data())[1].tensors
+    model = recipe.model()
+    model.load_state_dict(run.state())
+    model.eval()
+    with torch.no_grad():
+        outputs = model(inputs)
+
+    assert run.result.epochs[-1].test_loss == pytest.approx(
+        float(recipe.plain_losses(outputs, targets).mean()), rel=1e-5
+    )
+    assert run.result.epochs[-1].accuracy == pytest.approx(float(recipe.num_correct(outputs, targets).float().mean()))
+
+
+def test_the_state_dict_loads_anywhere_into_the_recipes_model(finished_run):
+    run = finished_run("Tiny", 2)
+    state = run.state()  # read with weights_only=True
+
+    assert not any(name.startswith("module.") for name in state)
+    assert all(value.device.type == "cpu" and value.is_contiguous() for value in state.values())
+    get_recipe(run.recipe).model().load_state_dict(state)
+
+
+def test_a_run_says_what_it_does_in_order(finished_run):
+    run = finished_run("Tiny", 2)
+    kinds = [type(event) for event in run.events]
+    steps = [event for event in run.events if isinstance(event, StepFinished)]
+    epochs = [event for event in run.events if isinstance(event, EpochFinished)]
+
+    assert kinds[0] is RunStarted
+    assert kinds[-1] is RunFinished
+    assert kinds.count(PredictionsMade) == 1
+    assert kinds.count(HistogramsTaken) == kinds.count(CheckpointSaved) == 3
+    assert [event.step for event in steps] == list(range(1, 28))
+    assert [event.epoch for event in steps] == [1] * 9 + [2] * 9 + [3] * 9
+    assert epochs == run.result.epochs
+    assert [(event.epoch, event.step) for event in epochs] == [(1, 9), (2, 18), (3, 27)]
+    assert run.started.num_steps == run.events[-1].step == 27
+    assert (run.started.world_size, run.started.backend, run.started.num_train_samples) == (2, "gloo", 97)
+    assert [layer.kind for layer in run.started.layers] == ["Linear", "Tanh", "Linear"]
+    assert run.started.num_parameters == sum(value.numel() for value in run.state().values())
+    best = max(epochs, key=lambda epoch: epoch.accuracy)
+    assert (run.events[-1].best_epoch, run.events[-1].best_accuracy) == (best.epoch, best.accuracy)
+
+
+def test_the_loss_of_an_epoch_is_the_mean_of_its_ranks_by_their_targets(finished_run):
+    run = finished_run("Tiny", 2)
+    # Of 97 samples, rank 0 has six of each full batch and the odd one.
+    for epoch in run.result.epochs:
+        assert epoch.train_loss == pytest.approx((49 * epoch.rank_losses[0] + 48 * epoch.rank_losses[1]) / 97)
+    steps = [event.loss for event in run.events if isinstance(event, StepFinished)][:9]
+    assert run.result.epochs[0].train_loss == pytest.approx((12 * sum(steps[:8]) + steps[8]) / 97)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_loss_that_is_not_a_number_stops_the_run_at_once_and_names_the_step(tmp_path, monkeypatch, rank):
+    monkeypatch.setenv("FAULT", f"nan {rank} 14")
+    run = new_run(tmp_path)
+
+    with pytest.raises(RankFailure, match=rf"the loss is nan at step 14 \(epoch 2\) on rank {rank}") as caught:
+        run.train()
+
+    assert caught.value.rank == rank
+    assert run.last_step == 13
+    assert [event.epoch for event in run.events if isinstance(event, EpochFinished)] == [1]
+
+
+def test_weights_that_overflow_in_the_last_step_do_not_end_a_run_well(tmp_path):
+    with pytest.raises(RankFailure, match=r"NonFiniteLoss.*epoch 1"):
+        new_run(tmp_path).train(1, learning_rate=1e30, epochs=1, global_batch_size=97)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+def test_the_other_optimizers_and_bfloat16_train(finished_run, optimizer):
+    run = finished_run("Tiny", 1, optimizer=optimizer, precision="bf16", learning_rate=0.01, weight_decay=0.01)
+
+    assert run.result.epochs[-1].train_loss < run.result.epochs[0].train_loss
+    assert all(value.dtype == torch.float32 for value in run.state().values())
+
+
+def test_one_cycle_rises_over_30_percent_of_the_steps_and_falls_to_next_to_nothing():
+    config = TrainingConfig(schedule="one_cycle")
+    factors = [learning_rate_factor(config, step, 100) for step in range(101)]
+
+    assert factors[0] == pytest.approx(1 / 25)
+    assert factors.index(max(factors)) == 30
+    assert factors[30] == pytest.approx(1)
+    assert factors[:31] == sorted(factors[:31])
+    assert factors[30:] == sorted(factors[30:], reverse=True)
+    assert factors[100] == pytest.approx(1 / 250_000)
+
+
+def test_cosine_warms_up_in_a_line_and_falls_to_zero():
+    config = TrainingConfig(schedule="cosine", warmup_steps=4)
+    factors = [learning_rate_factor(config, step, 104) for step in range(105)]
+
+    assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert factors[54] == pytest.approx(0.5)
+    assert factors[79] == pytest.approx((1 + math.cos(0.75 * math.pi)) / 2)
+    assert factors[104] == pytest.approx(0)
+
+
+def test_constant_stays_where_it_is_after_its_warm_up():
+    config = TrainingConfig(schedule="constant", warmup_steps=1)
+
+    assert [learning_rate_factor(config, step, 10) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_compiled_model_gives_the_weights_of_one_that_is_not(finished_run):
+    compiled, plain = finished_run("Tiny", 2, compile=True), finished_run("Tiny", 2)
+
+    for name, value in plain.state().items():
+        torch.testing.assert_close(compiled.state()[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_a_rank_that_compiles_nothing_does_not_import_the_compiler(finished_run):
+    assert "[rank 0] torch._dynamo imported: False" in finished_run("Tiny", 2).lines
+    assert importlib.util.find_spec("torch._dynamo") is not None  # the module still has that name
+
+
+def test_recipes_for_tests_are_what_the_tests_take_them_for():
+    assert recipes_for_tests.Tiny.num_train % 12 == 1
+    assert recipes_for_tests.Sequences.num_train % 12 == 7

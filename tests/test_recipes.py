@@ -1,0 +1,406 @@
+"""Recipes by name, and their data: what they prepare, and what they say of data that is missing or damaged."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import http.server
+import struct
+import threading
+
+import numpy as np
+import pytest
+
+from training.config import ConfigError, resolve
+from training.prepare import describe_data, prepare_data
+from training.recipes import BUILTIN, DataError, Recipe, download, get_recipe, mnist
+from training.recipes.digits import Digits
+
+IDX_FILES = {
+    "train-images-idx3-ubyte": (8, 28, 28),
+    "train-labels-idx1-ubyte": (8,),
+    "t10k-images-idx3-ubyte": (4, 28, 28),
+    "t10k-labels-idx1-ubyte": (4,),
+}
+
+
+# By name
+
+
+@pytest.mark.parametrize("name", sorted(BUILTIN))
+def test_a_built_in_recipe_is_found_and_its_defaults_are_a_valid_config(name):
+    recipe = get_recipe(name)
+
+    assert isinstance(recipe, Recipe)
+    resolve(recipe.defaults, {})
+
+
+@pytest.mark.parametrize("name", ["tests.recipes_for_tests.Tiny", "tests.recipes_for_tests:Tiny"])
+def test_a_recipe_of_the_users_own_module_is_found_by_dotted_name(name):
+    assert type(get_recipe(name)).__name__ == "Tiny"
+
+
+@pytest.mark.parametrize("name", ["mnits", "", " mnist", "a..b", ".mnist", "mnist.", "/etc/passwd", "os", "--help"])
+def test_an_unknown_name_is_refused_with_the_names_there_are(name):
+    with pytest.raises(ConfigError) as caught:
+        get_recipe(name)
+
+    assert str(caught.value).startswith(f"recipe: {name!r} is unknown")
+    assert "digits, mnist" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("no_such_module.Recipe", "there is no module 'no_such_module'"),
+        ("tests.no_such_module.Recipe", "there is no module 'tests.no_such_module'"),
+        ("tests.recipes_for_tests.Missing", "names no Recipe in module tests.recipes_for_tests"),
+        ("tests.recipes_for_tests.not_a_recipe", "names no Recipe"),
+        ("tests.recipes_for_tests.NUM_CLASSES", "names no Recipe"),
+    ],
+)
+def test_a_dotted_name_that_leads_nowhere_is_refused_with_the_reason(name, reason):
+    with pytest.raises(ConfigError, match=reason) as caught:
+        get_recipe(name)
+
+    assert str(caught.value).startswith(f"recipe: {name!r}")
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [("import no_such_dependency", "no_such_dependency"), ("1 / 0", "division by zero"), ("def", "invalid syntax")],
+)
+def test_a_module_that_fails_on_import_is_refused_with_its_error_as_the_cause(tmp_path, monkeypatch, source, reason):
+    module = f"broken_{hashlib.md5(source.encode(), usedforsecurity=False).hexdigest()}"
+    (tmp_path / f"{module}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    with pytest.raises(ConfigError, match=f"cannot be imported.*{reason}") as caught:
+        get_recipe(f"{module}.Recipe")
+
+    assert caught.value.__cause__ is not None
+    assert "is unknown" not in str(caught.value)
+
+
+# digits
+
+
+def test_digits_are_real_whole_and_split_the_same_way_each_time(tmp_path):
+    fingerprints = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        prepare_data(Digits(), "", tmp_path / name)
+        fingerprints.append(describe_data(tmp_path / name)["fingerprint"])
+    train, test = Digits().datasets(tmp_path / "one")
+
+    assert (len(train), len(test)) == (1437, 360)
+    assert describe_data(tmp_path / "one")["description"].startswith("scikit-learn's handwritten digits: 1,437 train")
+    assert fingerprints[0] == fingerprints[1]
+    images = np.concatenate([train.tensors[0].numpy(), test.tensors[0].numpy()])
+    labels = np.concatenate([train.tensors[1].numpy(), test.tensors[1].numpy()])
+    assert (images.dtype, images.min(), images.max()) == (np.uint8, 0, 255)
+    assert sorted(np.bincount(labels)) == sorted([178, 182, 177, 183, 181, 182, 181, 179, 174, 180])  # as published
+    assert len(np.unique(images.reshape(len(images), -1), axis=0)) == len(images)  # no sample is in both parts
+
+
+def test_digits_refuse_data_of_the_users_rather_than_train_on_something_else(tmp_path):
+    with pytest.raises(DataError, match="'/some/where' cannot be used: recipe digits"):
+        prepare_data(Digits(), "/some/where", tmp_path)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("digits", (5, 8, 8)), ("mnist", (5, 28, 28))])
+def test_a_models_outputs_have_a_score_per_class_and_its_predictions_an_image(name, shape):
+    import torch
+
+    recipe = get_recipe(name)
+    batch = torch.randint(256, shape, dtype=torch.uint8)
+    outputs = recipe.model()(recipe.inputs(batch))
+    predictions = recipe.predictions(batch, outputs.detach(), torch.arange(5))
+
+    assert outputs.shape == (5, 10)
+    assert [prediction.truth for prediction in predictions] == ["0", "1", "2", "3", "4"]
+    for prediction in predictions:
+        assert sum(prediction.scores.values()) == pytest.approx(1)
+        assert prediction.guess == max(prediction.scores, key=prediction.scores.get)
+        assert prediction.image.startswith(b"\x89PNG")
+
+
+def test_inputs_are_bytes_made_floats_with_mnists_mean_and_deviation():
+    import torch
+
+    black_and_white = torch.tensor([[[0, 255]]], dtype=torch.uint8)
+
+    assert get_recipe("digits").inputs(black_and_white).tolist() == [[[[0.0, 1.0]]]]
+    expected = [(0 - 0.1307) / 0.3081, (1 - 0.1307) / 0.3081]
+    assert get_recipe("mnist").inputs(black_and_white).flatten().tolist() == pytest.approx(expected)
+
+
+# mnist, with small files in the place of the published ones
+
+
+@pytest.fixture
+def idx_files(monkeypatch):
+    """{name: contents} of small IDX files, whose sums take the place of the published ones."""
+    random_state = np.random.RandomState(0)
+    files = {}
+    for name, shape in IDX_FILES.items():
+        header = struct.pack(f">HBB{len(shape)}I", 0, 8, len(shape), *shape)
+        files[name] = header + random_state.randint(10, size=shape, dtype=np.uint8).tobytes()
+    monkeypatch.setattr(mnist, "CHECKSUMS", {name: _md5(contents) for name, contents in files.items()})
+    return files
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """An empty directory for what is prepared."""
+    (tmp_path / "prepared").mkdir()
+    return tmp_path / "prepared"
+
+
+def _md5(contents):
+    return hashlib.md5(contents, usedforsecurity=False).hexdigest()
+
+
+def _lay_out(files, directory, packed):
+    directory.mkdir(parents=True)
+    for name, contents in files.items():
+        if packed:
+            (directory / f"{name}.gz").write_bytes(gzip.compress(contents))
+        else:
+            (directory / name).write_bytes(contents)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
+@pytest.mark.parametrize("below", [".", "raw", "MNIST/raw"])
+@pytest.mark.parametrize("prefix", ["", "file://"], ids=["path", "url"])
+def test_mnist_is_read_from_a_directory_packed_or_not_wherever_it_lies_below(
+    idx_files, tmp_path, prepared, packed, below, prefix
+):
+    _lay_out(idx_files, tmp_path / "given" / below, packed)
+
+    prepare_data(mnist.Mnist(), f"{prefix}{tmp_path}/given", prepared)
+
+    train, test = mnist.Mnist().datasets(prepared)
+    assert train.tensors[0].numpy().tobytes() == idx_files["train-images-idx3-ubyte"][16:]
+    assert train.tensors[1].tolist() == list(idx_files["train-labels-idx1-ubyte"][8:])
+    assert test.tensors[0].shape == (4, 28, 28)
+    assert test.tensors[1].tolist() == list(idx_files["t10k-labels-idx1-ubyte"][8:])
+    assert describe_data(prepared)["description"].endswith(f"read from {prefix}{tmp_path}/given")
+
+
+def test_a_directory_without_one_of_the_files_is_refused_naming_it(idx_files, tmp_path, prepared):
+    del idx_files["t10k-labels-idx1-ubyte"]
+    _lay_out(idx_files, tmp_path / "given", packed=True)
+
+    with pytest.raises(DataError, match=rf"{tmp_path}/given holds no t10k-labels-idx1-ubyte.*accepted is"):
+        prepare_data(mnist.Mnist(), f"{tmp_path}/given", prepared)
+
+
+def test_a_directory_that_does_not_exist_is_refused_naming_it(idx_files, tmp_path, prepared):
+    with pytest.raises(DataError, match=r"/nowhere holds no train-images"):
+        prepare_data(mnist.Mnist(), f"{tmp_path}/nowhere", prepared)
+
+
+def _cut(contents):
+    return contents[:-7]
+
+
+def _flip(contents):
+    return contents[:100] + bytes([contents[100] ^ 1]) + contents[101:]
+
+
+@pytest.mark.parametrize("damage", [_cut, _flip, lambda contents: b"", lambda contents: b"<html>Not found</html>"])
+@pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
+def test_a_damaged_file_is_refused_naming_it(idx_files, tmp_path, prepared, packed, damage):
+    _lay_out(idx_files, tmp_path / "given", packed)
+    file = tmp_path / "given" / ("train-images-idx3-ubyte" + (".gz" if packed else ""))
+    file.write_bytes(damage(file.read_bytes()))
+
+    with pytest.raises(DataError, match=f"^data: {file} is damaged"):
+        prepare_data(mnist.Mnist(), f"{tmp_path}/given", prepared)
+
+
+def test_downloaded_mnist_is_kept_in_the_users_cache_and_not_fetched_again(idx_files, tmp_path, prepared, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    _lay_out(idx_files, tmp_path / "cache" / "flyte-ddp" / "mnist", packed=True)
+    monkeypatch.setattr(mnist, "download", lambda *arguments: pytest.fail("it was fetched again"))
+
+    prepare_data(mnist.Mnist(), "", prepared)
+
+    assert "downloaded from torchvision's mirrors" in describe_data(prepared)["description"]
+
+
+def test_the_fingerprint_tells_other_data_apart(tmp_path):
+    recipe = get_recipe("tests.recipes_for_tests.Tiny")
+    fingerprints = []
+    for name, source in (("a", "1"), ("b", "1"), ("c", "2")):
+        (tmp_path / name).mkdir()
+        prepare_data(recipe, source, tmp_path / name)
+        fingerprints.append(describe_data(tmp_path / name)["fingerprint"])
+
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+
+
+# download
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    """Serves `contents` at any path but /missing. `faults` are taken one per request until they are used up:
+    a number breaks the connection off after so many bytes; bytes are sent in the contents' place; "chunked" breaks off
+    in the middle of a chunk; "silent" sends nothing more after the headers."""
+
+    daemon_threads = True
+
+    def __init__(self, contents, resumes=True):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.contents = contents
+        self.resumes = resumes
+        self.faults = []
+        self.ranges = []  # first byte asked for, one per request
+        self.over = threading.Event()
+
+    def url(self, path="file"):
+        return f"http://127.0.0.1:{self.server_address[1]}/{path}"
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        server = self.server
+        self.close_connection = True
+        if self.path == "/missing":
+            self.send_error(404)
+            return
+        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
+        server.ranges.append(start)
+        fault = server.faults.pop(0) if server.faults else None
+        contents = fault if isinstance(fault, bytes) else server.contents
+        if start and start >= len(contents):
+            self.send_error(416)
+            return
+        start = start if server.resumes else 0
+        self.send_response(206 if start else 200)
+        if fault == "chunked":
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            self.wfile.write(b"%x\r\n%s" % (len(contents), contents[:10]))
+            return
+        self.send_header("Content-Length", str(len(contents) - start))
+        self.end_headers()
+        if fault == "silent":
+            server.over.wait(30)
+        else:
+            self.wfile.write(contents[start : start + fault] if isinstance(fault, int) else contents[start:])
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """serve(contents, resumes=True): a server that runs for the length of the test."""
+    monkeypatch.setattr("training.recipes.download.time.sleep", lambda seconds: None)
+    servers = []
+
+    def start(contents, resumes=True):
+        server = _Server(contents, resumes)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.over.set()
+        server.shutdown()
+        server.server_close()
+
+
+CONTENTS = np.random.RandomState(0).bytes(200_000)
+
+
+def test_a_download_that_breaks_off_goes_on_where_it_was(serve, tmp_path):
+    server = serve(CONTENTS)
+    server.faults = [70_000, 50_000]
+
+    download.download([server.url()], tmp_path / "file", _md5(CONTENTS))
+
+    assert (tmp_path / "file").read_bytes() == CONTENTS
+    assert server.ranges == [0, 70_000, 120_000]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_download_that_another_process_began_goes_on_where_it_was(serve, tmp_path):
+    server = serve(CONTENTS)
+    server.faults = [70_000] * download.NUM_TRIES
+    server.faults[1:] = [1_000] * (download.NUM_TRIES - 1)
+    with pytest.raises(DataError, match=r"file could not be downloaded: .*after 1000 of .*what has arrived is kept"):
+        download.download([server.url()], tmp_path / "file", _md5(CONTENTS))
+    assert not (tmp_path / "file").exists()
+
+    download.download([server.url()], tmp_path / "file", _md5(CONTENTS))
+
+    assert (tmp_path / "file").read_bytes() == CONTENTS
+    assert server.ranges[-1] == 70_000 + 1_000 * (download.NUM_TRIES - 1)
+
+
+def test_a_server_that_cannot_resume_sends_all_of_it_again(serve, tmp_path):
+    server = serve(CONTENTS, resumes=False)
+    server.faults = [70_000]
+
+    download.download([server.url()], tmp_path / "file", _md5(CONTENTS))
+
+    assert (tmp_path / "file").read_bytes() == CONTENTS
+
+
+def test_contents_with_a_wrong_sum_are_thrown_away_and_fetched_again(serve, tmp_path):
+    server = serve(CONTENTS)
+    server.faults = [_flip(CONTENTS)]
+
+    download.download([server.url()], tmp_path / "file", _md5(CONTENTS))
+
+    assert (tmp_path / "file").read_bytes() == CONTENTS
+    assert server.ranges == [0, 0]
+
+
+def test_a_part_that_is_whole_but_wrong_is_thrown_away(serve, tmp_path):
+    server = serve(CONTENTS)
+    (tmp_path / "file.part").write_bytes(b"x" * len(CONTENTS))
+
+    download.download([server.url()], tmp_path / "file", _md5(CONTENTS))
+
+    assert (tmp_path / "file").read_bytes() == CONTENTS
+
+
+def test_the_next_mirror_is_asked_where_one_fails_and_nothing_that_is_there_is_fetched(serve, tmp_path):
+    wrong, server = serve(b"something else"), serve(CONTENTS)
+    urls = [wrong.url("missing"), wrong.url(), "http://127.0.0.1:9/closed", server.url()]
+
+    download.download(urls, tmp_path / "file", _md5(CONTENTS))
+    download.download(urls, tmp_path / "file", _md5(CONTENTS))
+
+    assert (tmp_path / "file").read_bytes() == CONTENTS
+    assert server.ranges == [0]
+    assert len(wrong.ranges) == download.NUM_TRIES
+
+
+def test_a_download_that_fails_everywhere_is_refused_with_every_mirrors_reason(serve, tmp_path):
+    server = serve(b"something else")
+
+    with pytest.raises(DataError) as caught:
+        download.download([server.url("missing"), server.url()], tmp_path / "file", _md5(CONTENTS))
+
+    assert f"{server.url('missing')}: HTTP Error 404" in str(caught.value)
+    assert f"{server.url()}: its contents have another MD5 sum" in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("fault", ["silent", "chunked"])
+def test_a_server_that_falls_silent_or_breaks_off_in_a_chunk_is_asked_again(serve, tmp_path, monkeypatch, fault):
+    monkeypatch.setattr(download, "TIMEOUT", 1.0)
+    server = serve(CONTENTS)
+    server.faults = [fault]
+
+    download.download([server.url()], tmp_path / "file", _md5(CONTENTS))
+
+    assert (tmp_path / "file").read_bytes() == CONTENTS

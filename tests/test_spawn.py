@@ -1,0 +1,344 @@
+"""The launcher on one machine: whatever happens to a rank, a run ends soon, says why, and leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tests.runs import how_it_ended, new_run, start_parent, wait_for_step
+from training.config import ConfigError, TrainingConfig
+from training.launch import spawn
+from training.launch.spawn import RankFailure
+from training.recipes import DataError
+
+SLOW_STEP = "0.1"  # seconds, for runs that a signal has to meet on their way
+
+
+def _surroundings():
+    """What of this process and its machine a run must leave as it was."""
+    return {
+        "environment": dict(os.environ),
+        "handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],
+        "main module": sys.modules["__main__"],
+        "directory": os.getcwd(),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "open files": psutil.Process().num_fds(),
+        "temporary files": sorted(Path(tempfile.gettempdir()).glob("ranks-*")),
+    }
+
+
+def _wait_until_gone(survivors, seconds):
+    deadline = time.monotonic() + seconds
+    while survivors() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert survivors() == []
+
+
+# A rank that dies
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_ends_the_run_with_that_ranks_number_and_traceback(tmp_path, monkeypatch, survivors, rank):
+    monkeypatch.setenv("FAULT", f"raise {rank} 5")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run = new_run(tmp_path)
+    run.data()
+    spawn.multiprocessing.resource_tracker.ensure_running()  # lives as long as this process
+    before = _surroundings()
+
+    with pytest.raises(RankFailure) as caught:
+        run.train()
+
+    assert (caught.value.rank, caught.value.kind) == (rank, "exception")
+    assert caught.value.cause == "ValueError: broken on purpose"
+    message = str(caught.value)
+    assert message.startswith(f"rank {rank} failed: ValueError: broken on purpose\nTraceback")
+    assert 'raise ValueError("broken on purpose")' in message
+    assert "gloo" not in message  # of the other rank, which only lost its peer
+    assert run.error is caught.value  # the listeners are told
+    assert run.last_step == 4
+    assert survivors() == []
+    assert _surroundings() == before
+
+
+def test_a_killed_rank_ends_the_run_within_seconds_with_all_its_processes(tmp_path, monkeypatch, survivors):
+    monkeypatch.setenv("FAULT", "kill 1 5")
+    monkeypatch.setenv("DIED_AT", str(tmp_path / "died-at"))
+
+    with pytest.raises(RankFailure, match="rank 1 was killed by SIGKILL") as caught:
+        new_run(tmp_path, "Listed").train(data_workers=1)
+
+    assert time.time() - float((tmp_path / "died-at").read_text()) < 5
+    assert survivors() == []  # loader processes included
+    assert (caught.value.rank, caught.value.kind, caught.value.cause) == (1, "signal", "SIGKILL")
+    assert "this rank is killed on purpose" in str(caught.value)  # the last it printed
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"), [("exit", "rank 1 failed: SystemExit: 3"), ("hard-exit", "rank 1 ended with exit code 3")]
+)
+def test_a_rank_that_leaves_ends_the_run(tmp_path, monkeypatch, survivors, fault, said):
+    monkeypatch.setenv("FAULT", f"{fault} 1 5")
+
+    with pytest.raises(RankFailure, match=said) as caught:
+        new_run(tmp_path).train()
+
+    assert caught.value.rank == 1
+    assert survivors() == []
+
+
+def test_a_rank_that_dies_while_the_data_are_prepared_ends_the_run(tmp_path, monkeypatch, survivors):
+    (tmp_path / "dies_in_ranks.py").write_text(
+        "import multiprocessing\n"
+        "from training.recipes import Recipe\n"
+        "if multiprocessing.parent_process():\n"
+        "    raise ValueError('no such thing on this node')\n"
+        "class Dying(Recipe): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    prepared = threading.Event()
+
+    def prepare():
+        prepared.wait(60)
+        return str(tmp_path)
+
+    with pytest.raises(RankFailure, match="no such thing on this node"):
+        new_run(tmp_path, "dies_in_ranks.Dying").train(data=prepare)
+
+    assert not prepared.is_set()
+    prepared.set()
+    assert survivors() == []
+
+
+# A run that hangs
+
+
+def test_a_stall_ends_the_run_with_every_ranks_stack(tmp_path, monkeypatch, survivors):
+    monkeypatch.setenv("FAULT", "hang 1 5")
+    run = new_run(tmp_path)
+
+    def shorten(line):
+        # In this process, and only now, because how long ranks take to start depends on the machine.
+        if line == "[rank 1] this rank hangs on purpose":
+            object.__setattr__(run.job.config, "stall_timeout", 0.5)
+
+    run.relay = shorten
+
+    with pytest.raises(RankFailure, match=r"no rank has got on for \d+ s \(stall_timeout: 0.5\)") as caught:
+        run.train()
+
+    _, zero, one = str(caught.value).split("--- rank ")
+    assert zero.startswith("0, at step 4")
+    assert "loop.py" in zero
+    assert one.startswith("1, at step 4")
+    assert "in _hang" in one
+    assert "loop.py" in one
+    assert (caught.value.rank, caught.value.kind) == (-1, "stall")
+    assert survivors() == []
+
+
+@pytest.mark.slow
+def test_data_that_take_longer_to_prepare_than_the_stall_timeout_are_no_stall(tmp_path):
+    run = new_run(tmp_path)
+
+    def prepare():
+        time.sleep(20)
+        return str(run.data())
+
+    run.train(1, data=prepare, stall_timeout=15)
+
+
+# Signals to the parent
+
+
+@pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGINT"])
+def test_a_signal_stops_the_run_after_a_last_checkpoint_that_it_goes_on_from(
+    tmp_path, monkeypatch, survivors, finished_run, signal_name
+):
+    monkeypatch.setenv("STEP_SECONDS", SLOW_STEP)
+    parent = start_parent(tmp_path, "Dropping")
+    wait_for_step(parent, 3)
+    # To the whole process group, as a terminal does on Ctrl-C.
+    os.killpg(parent.pid, getattr(signal, signal_name))
+    kind, message = how_it_ended(parent)
+
+    assert kind == "TrainingStopped"
+    assert message.startswith(f"{signal_name}: the run was stopped at step ")
+    assert str(tmp_path / "checkpoints") in message
+    assert survivors() == []
+
+    monkeypatch.delenv("STEP_SECONDS")
+    resumed = new_run(tmp_path, "Dropping").train()
+    assert f"at step {resumed.started.resumed_step}." in message
+    assert 3 <= resumed.started.resumed_step < 27
+    whole = finished_run("Dropping", 2).state()
+    assert all(torch.equal(value, whole[name]) for name, value in resumed.state().items())
+
+
+def test_a_second_signal_ends_the_run_at_once(tmp_path, monkeypatch, survivors):
+    monkeypatch.setenv("FAULT", "hang 1 3")  # so no checkpoint can be agreed upon
+    parent = start_parent(tmp_path)
+    wait_for_step(parent, 2)
+    parent.terminate()
+    time.sleep(1)
+    assert parent.poll() is None
+    parent.terminate()
+    kind, message = how_it_ended(parent, timeout=10)
+
+    assert (kind, message[:31]) == ("TrainingStopped", "SIGTERM: the ranks were killed ")
+    assert survivors() == []
+
+
+def test_a_signal_while_the_data_are_prepared_ends_the_run(tmp_path, monkeypatch, survivors):
+    monkeypatch.setenv("PREPARE_SECONDS", "600")
+    parent = start_parent(tmp_path)
+    for line in parent.stdout:
+        if "preparing" in line:
+            break
+    parent.terminate()
+    kind, _ = how_it_ended(parent, timeout=30)
+
+    assert kind == "TrainingStopped"
+    assert survivors() == []
+
+
+def test_the_ranks_of_a_killed_parent_end_themselves(tmp_path, monkeypatch, survivors):
+    monkeypatch.setenv("STEP_SECONDS", SLOW_STEP)
+    parent = start_parent(tmp_path, "Listed", data_workers=1)
+    wait_for_step(parent, 2)
+    assert len(survivors()) >= 1 + 2 + 2  # parent, ranks and their loaders' processes
+    parent.kill()
+    parent.wait()
+
+    _wait_until_gone(survivors, seconds=10)
+
+
+# What else may be the case on a machine
+
+
+def test_what_ranks_print_is_relayed_line_by_line_with_their_numbers(finished_run):
+    lines = finished_run("Tiny", 3).lines
+
+    for rank in range(3):
+        assert f"[rank {rank}] the data are opened" in lines
+
+
+def test_lines_go_to_standard_error_where_nobody_asks_for_them(tmp_path, capfd):
+    run = new_run(tmp_path)
+    run.relay = None
+    run.train(1, epochs=1)
+
+    assert "[rank 0] the data are opened\n" in capfd.readouterr().err
+
+
+def test_two_runs_at_the_same_time_do_not_meet(tmp_path, finished_run):
+    main_module = sys.modules["__main__"]
+    runs = [new_run(tmp_path / name) for name in ("one", "two")]
+    threads = [threading.Thread(target=run.train, kwargs={"seed": seed}) for seed, run in enumerate(runs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert sys.modules["__main__"] is main_module
+    expected = finished_run("Tiny", 2).state()
+    one, two = (run.state() for run in runs)
+    assert all(torch.equal(value, expected[name]) for name, value in one.items())
+    assert not any(torch.equal(value, expected[name]) for name, value in two.items())
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system pins no process to a core")
+def test_more_ranks_than_cores_work(tmp_path, finished_run):
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        run = new_run(tmp_path).train(3)
+    finally:
+        os.sched_setaffinity(0, cores)
+
+    assert (run.started.world_size, run.started.num_threads) == (3, 1)
+    expected = finished_run("Tiny", 3).state()
+    assert all(torch.equal(value, expected[name]) for name, value in run.state().items())
+
+
+def test_a_listener_that_fails_does_not_end_the_run(tmp_path, caplog):
+    run = new_run(tmp_path)
+
+    def fail(event):
+        raise OSError("nobody listens")
+
+    run.handle = fail
+    run.train(1, epochs=1)
+
+    assert run.result.finished.step == 9
+    assert caplog.text.count("failed and is told nothing more") == 1
+
+
+# Bad input, before any process is started
+
+
+@pytest.fixture
+def no_processes(monkeypatch):
+    """Fails the test where a process is started."""
+    monkeypatch.setattr(spawn, "_Gang", lambda *arguments: pytest.fail("a process was started"))
+
+
+def test_an_unknown_recipe_is_refused_before_any_process_starts(tmp_path, no_processes):
+    job = spawn.Job("mnits", TrainingConfig(), str(tmp_path), time.time())
+
+    with pytest.raises(ConfigError, match="recipe: 'mnits' is unknown"):
+        spawn.train(job, lambda: pytest.fail("data were prepared"), 2)
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "config", "message"),
+    [
+        (5, {}, "global_batch_size: 12 cannot be split evenly over 5 ranks"),
+        (2, {"gradient_accumulation": 5}, "global_batch_size: 12 cannot be split"),
+        (-1, {}, "num_processes: -1 is out of range; accepted is"),
+        (2, {"backend": "nccl"}, "backend: 'nccl' needs GPUs"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused_before_any_process_starts(
+    tmp_path, monkeypatch, no_processes, num_processes, config, message
+):
+    monkeypatch.setattr(spawn, "num_gpus", lambda: 0)
+    with pytest.raises(ConfigError, match=message):
+        new_run(tmp_path).train(num_processes, **config)
+
+
+def test_more_ranks_than_gpus_are_refused_before_any_process_starts(tmp_path, monkeypatch, no_processes):
+    monkeypatch.setattr(spawn, "num_gpus", lambda: 1)
+
+    with pytest.raises(ConfigError, match="num_processes: 2 ranks need as many GPUs; accepted here is at most 1"):
+        new_run(tmp_path).train(2)
+
+
+@pytest.mark.parametrize("place", ["a-file/below", "file://{}/a-file/below", "no-such-protocol://bucket/run"])
+def test_a_place_that_cannot_be_written_to_is_refused_before_any_process_starts(tmp_path, no_processes, place):
+    (tmp_path / "a-file").write_text("")
+    url = place.format(tmp_path) if "://" in place else str(tmp_path / place)
+
+    with pytest.raises(
+        ConfigError, match=r"checkpoints: '.*(a-file/below|no-such-protocol).*' cannot be .*; accepted is"
+    ):
+        new_run(tmp_path).train(2, checkpoints=url)
+
+
+def test_bad_data_end_the_run_with_the_recipes_own_words(tmp_path, survivors):
+    def refuse():
+        raise DataError("data: /some/file is damaged")
+
+    with pytest.raises(DataError, match="^data: /some/file is damaged$"):
+        new_run(tmp_path).train(data=refuse)
+
+    assert survivors() == []
