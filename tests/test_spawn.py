@@ -10,7 +10,6 @@ import threading
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -31,7 +30,6 @@ def _surroundings():
         "main module": sys.modules["__main__"],
         "directory": os.getcwd(),
         "threads": sorted(thread.name for thread in threading.enumerate()),
-        "open files": psutil.Process().num_fds(),
         "temporary files": sorted(Path(tempfile.gettempdir()).glob("ranks-*")),
     }
 

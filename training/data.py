@@ -73,7 +73,7 @@ class TensorSamples:
             if inputs.nbytes + targets.nbytes <= MOST_OF_GPU_MEMORY * free:
                 inputs, targets = inputs.to(world.device), targets.to(world.device)
         self.inputs, self.targets = inputs, targets
-        self.counts = None if counts is None else counts.to(inputs.device)
+        self.counts = None if counts is None else counts.to(inputs.device, torch.float64)  # whose sums stay exact
 
     def __len__(self) -> int:
         return len(self.inputs)

@@ -96,20 +96,21 @@ def draw_chunk(model: NameModel, chunk: int, temperature: float, seed: int, pref
     draws = torch.from_numpy(np.random.default_rng([seed, chunk]).random((CHUNK, MOST_LETTERS + 1))).to(device)
     beginning = [ALPHABET.index(letter) for letter in prefix.lstrip().lower()]
     spelled = torch.full((CHUNK, max_length + 1), BLANK, dtype=torch.int64, device=device)
+    spelled[:, : len(beginning)] = torch.tensor(beginning, device=device)
     growing = torch.arange(CHUNK, device=device)  # rows whose names have not ended
-    letters, state = torch.full_like(growing, BLANK), None
     with evaluating(model):
-        for place in range(max_length + 1):
-            logits, state = model.spell(letters, state)
-            if place < len(beginning):
-                letters = torch.full_like(letters, beginning[place])
-            else:
-                letters = _drawn(logits, temperature, draws[growing, place])
+        state = None
+        for letter in (BLANK, *beginning):  # what all names share is computed once
+            logits, state = model.spell(torch.tensor([letter], device=device), state)
+        logits, state = logits.expand(CHUNK, -1), tuple(part.expand(-1, CHUNK, -1) for part in state or ())
+        for place in range(len(beginning), max_length + 1):
+            letters = _drawn(logits, temperature, draws[growing, place])
             spelled[growing, place] = letters
             goes_on = letters != END
             growing, letters, state = growing[goes_on], letters[goes_on], _rows(state, goes_on)
             if not len(growing):
                 break
+            logits, state = model.spell(letters, state)
     rows = ("".join(ALPHABET[letter] for letter in row) for row in spelled.tolist())
     ended = [row.partition("+")[0] for row in rows if "+" in row]
     return [name for name in ended if name.strip() == name and any(letter.isalpha() for letter in name)]

@@ -42,7 +42,7 @@ class NameModel(nn.Module):
         if self.window or letters.is_cuda:  # the lengths would have to come from the GPU, which is waiting
             return self.logits(self.lstm(_one_hot(letters))[0])
         # A batch is two thirds blank or more: packed it takes a CPU half the time.
-        lengths = (letters != BLANK).sum(dim=1)
+        lengths = (letters != BLANK).sum(dim=1) + 1
         packed = pack_padded_sequence(_one_hot(letters), lengths, batch_first=True, enforce_sorted=False)
         hidden, _ = self.lstm(packed)
         return pad_packed_sequence(hidden._replace(data=self.logits(hidden.data)), batch_first=True)[0]
