@@ -51,7 +51,7 @@ test-gpu: $(INSTALLED)  ## the tests that need a GPU
 test-kubernetes: $(INSTALLED)  ## the tests on the cluster that KUBECONFIG names, whose nodes have IMAGE
 	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -m kubernetes tests/kubernetes
 
-lint: $(INSTALLED)  ## ruff, mypy, and known holes in the pinned packages
+lint: $(INSTALLED)  ## ruff, and mypy, strict on training/
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -64,7 +64,7 @@ bench: $(INSTALLED)  ## the table of the README: ratios, each pair measured in o
 	$(BIN)/python -m benchmarks
 
 image:  ## the image for tasks, driver, scheduler and workers
-	docker build -t $(IMAGE) .
+	docker build --build-arg IMAGE=$(IMAGE) -t $(IMAGE) .
 
 requirements: | $(UV)  ## pin the newest packages that fit pyproject.toml, for all platforms and Python versions
 	$(UV) pip compile --quiet --upgrade --universal --python-version 3.10 --no-emit-index-url --all-extras \

@@ -15,10 +15,11 @@ from tasks.resources import WANDB_ENVIRONMENT, WANDB_MODE
 
 @dataclass(frozen=True)
 class Execution:
-    """The node of an execution that a task runs as: the same for all its attempts."""
+    """The node of an execution that a task runs as; all but `attempt_id` is the same for all its attempts."""
 
     checkpoints: str  # URL at which every attempt finds the checkpoints of those before it
     run_id: str  # names the W&B run; "" in a local run, where nothing names it
+    attempt_id: str  # names what belongs to this attempt alone; "" in a local run
     url: str  # the execution in Flyte's console; "" where Flyte does not tell
 
 
@@ -30,22 +31,23 @@ def current_execution(parameters: ExecutionParameters) -> Execution:
     """
     state = FlyteContextManager.current_context().execution_state
     if state is None or state.is_local_execution():
-        return Execution(tempfile.mkdtemp(prefix="checkpoints-"), "", "")
+        return Execution(tempfile.mkdtemp(prefix="checkpoints-"), "", "", "")
     execution = parameters.execution_id
-    node = _node(parameters.output_metadata_prefix)
+    node, attempt = _node_and_attempt(parameters.output_metadata_prefix)
     # .../SHARD/EXECUTION-NODE-ATTEMPT: what lies above is the same for all attempts.
     root = parameters.raw_output_prefix.rstrip("/").rsplit("/", 2)[0]
     return Execution(
         checkpoints="/".join([root, "checkpoints", execution.project, execution.domain, execution.name, node]),
         run_id=f"{execution.name}-{node}",
+        attempt_id=f"{execution.name}-{node}-{attempt}",
         url=os.environ.get("FLYTE_EXECUTION_URL", ""),
     )
 
 
-def _node(output_metadata_prefix: str) -> str:
-    """The node's id in .../EXECUTION/NODE/data/ATTEMPT, the form of Flyte's metadata prefixes."""
+def _node_and_attempt(output_metadata_prefix: str) -> tuple[str, str]:
+    """What stands in .../EXECUTION/NODE/data/ATTEMPT, the form of Flyte's metadata prefixes."""
     parts = output_metadata_prefix.rstrip("/").split("/")
-    return parts[-3] if len(parts) >= 3 and parts[-2] == "data" else "node"
+    return (parts[-3], parts[-1]) if len(parts) >= 3 and parts[-2] == "data" else ("node", "0")
 
 
 def share_storage_credentials() -> None:

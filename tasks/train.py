@@ -84,7 +84,7 @@ def train_on_cluster(
     from training.launch.dask import GangLost, train_on_dask
 
     with _run(recipe, config, checkpoints, model_artifact) as (job, watchers, execution):
-        name = execution.run_id or f"{recipe.rpartition('.')[2]}-{os.urandom(4).hex()}"
+        name = execution.attempt_id or f"{recipe.rpartition('.')[2]}-{os.urandom(4).hex()}"
         try:
             with open_cluster(cluster, name) as client:
                 result = train_on_dask(

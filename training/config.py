@@ -59,7 +59,7 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         for name, annotation in typing.get_type_hints(type(self)).items():
-            object.__setattr__(self, name, _checked_type(name, getattr(self, name), annotation))
+            object.__setattr__(self, name, checked_type(name, getattr(self, name), annotation))
         for name, choices in CHOICES.items():
             _require(self, name, getattr(self, name) in choices, "one of " + ", ".join(choices))
         for name in (
@@ -116,7 +116,7 @@ def reject_unknown_fields(values: Mapping[str, Any]) -> None:
             raise ConfigError(f"config: unknown field {name!r}; accepted are {', '.join(known)}")
 
 
-def _checked_type(name: str, value: object, expected: type) -> object:
+def checked_type(name: str, value: object, expected: type) -> object:
     """`value` as `expected`. A whole number is a fine float and 1e3 a fine int, but "3", true and null are neither."""
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
     number = isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,58 @@
+# One image for all roles: Flyte task, driver, Dask scheduler and worker, and the Dask operator where a cluster has none.
+# GPUs work through the CUDA libraries that come with torch's wheels and the driver that the node mounts.
+#
+#   docker build --build-arg IMAGE=registry.example.com/flyte-ddp:1 -t registry.example.com/flyte-ddp:1 .
+
+FROM debian:bookworm-slim AS base
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ca-certificates python3 python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+
+# What the image must hold, from the pins that every environment shares, less the development tools. A stage of its own,
+# so that a new linter changes a text file here and no layer of the image.
+FROM base AS pins
+RUN python3 -m venv /uv && /uv/bin/pip install --no-cache-dir uv
+WORKDIR /pins
+COPY pyproject.toml requirements.txt ./
+RUN /uv/bin/uv pip compile pyproject.toml --constraint requirements.txt --python-version 3.11 \
+        --no-annotate --no-header --quiet -o all.txt \
+    && grep -E '^(torch|torchvision|triton|nvidia-[a-z0-9-]+|cuda-[a-z0-9-]+)==' all.txt > gpu.txt
+
+FROM base
+# torch.compile, on GPUs too, builds its kernels' launchers with a C++ compiler; tini is a process 1 that passes signals
+# on and reaps what a killed rank leaves behind.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ python3-dev tini \
+    && rm -rf /var/lib/apt/lists/* \
+    && python3 -m venv /opt/venv \
+    && useradd --uid 1000 --create-home flyte \
+    && install -d -o flyte -g flyte /app
+ENV PATH=/opt/venv/bin:$PATH \
+    VIRTUAL_ENV=/opt/venv \
+    PYTHONUNBUFFERED=1
+
+# The gigabytes: they change with torch's version alone. uv comes and goes within the layer.
+COPY --from=pins /pins/gpu.txt /pins/
+RUN python3 -m venv /tmp/uv && /tmp/uv/bin/pip install --no-cache-dir --quiet uv \
+    && /tmp/uv/bin/uv pip install --no-cache --no-deps --compile-bytecode -r /pins/gpu.txt \
+    && rm -rf /tmp/uv
+# Everything else that is not ours.
+COPY --from=pins /pins/all.txt /pins/
+RUN python3 -m venv /tmp/uv && /tmp/uv/bin/pip install --no-cache-dir --quiet uv \
+    && /tmp/uv/bin/uv pip install --no-cache --no-deps --compile-bytecode -r /pins/all.txt \
+    && rm -rf /tmp/uv
+
+# The code, kilobytes. Flyte's fast registration unpacks newer code over it, hence a directory that the user may write.
+WORKDIR /app
+ENV PYTHONPATH=/app \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+COPY --chown=flyte:flyte training training
+COPY --chown=flyte:flyte tasks tasks
+COPY --chown=flyte:flyte workflows workflows
+
+# The image's own name: what tasks are registered with and what the Dask pods of a task start from.
+ARG IMAGE=""
+ENV FLYTE_INTERNAL_IMAGE=$IMAGE
+# A number, so that Kubernetes can tell that it is not root.
+USER 1000
+ENTRYPOINT ["tini", "--"]

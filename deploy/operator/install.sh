@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Install the Dask operator without Helm and without its upstream image: its CRDs from the dask-kubernetes package, and
+# its controller from this project's image. Safe to run again, for an upgrade as well.
+#
+#   deploy/operator/install.sh IMAGE          PYTHON=python3 names an environment that has dask-kubernetes
+set -euo pipefail
+
+image=${1:?usage: install.sh IMAGE}
+here=$(cd "$(dirname "$0")" && pwd)
+crds=$("${PYTHON:-python3}" -c '
+from importlib.resources import files
+print(files("dask_kubernetes") / "operator/deployment/helm/dask-kubernetes-operator/crds")')
+
+# Server-side: a CRD with a pod's whole schema is too long for the annotation in which kubectl keeps what it applied.
+kubectl apply --server-side --force-conflicts -f "$crds"
+kubectl create namespace dask-operator --dry-run=client --output yaml | kubectl apply -f -
+sed "s|IMAGE\$|$image|" "$here/operator.yaml" | kubectl apply -f -
+kubectl --namespace dask-operator rollout status deployment/dask-operator --timeout "${TIMEOUT:-300s}"

@@ -1,0 +1,177 @@
+"""A namespace on whatever cluster KUBECONFIG names, with the Dask operator and exactly the RBAC of deploy/."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import textwrap
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training.launch.cluster import ClusterConfig
+
+ROOT = Path(__file__).parents[2]
+IMAGE = os.environ.get("FLYTE_DDP_TEST_IMAGE", "flyte-ddp:dev")
+
+# Small enough for two nodes of two cores that other pods share.
+SMALL = {
+    "kind": "kubernetes",
+    "num_nodes": 2,
+    "image": IMAGE,
+    "worker_cpus": 0.25,
+    "worker_memory": "1Gi",
+    "shared_memory": "128Mi",
+    "scheduler_cpus": 0.25,
+    "scheduler_memory": "512Mi",
+    "start_timeout": 180,
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker("kubernetes")
+
+
+def kubectl(*arguments: str, stdin: str | bytes | None = None, check: bool = True) -> str:
+    """What kubectl prints; AssertionError with its complaint where it fails."""
+    data = stdin.encode() if isinstance(stdin, str) else stdin
+    done = subprocess.run(["kubectl", *arguments], input=data, capture_output=True, check=False)
+    assert not check or done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode()
+
+
+def apply(manifest: dict[str, Any]) -> None:
+    kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
+
+
+def eventually(holds: Callable[[], object], timeout: float, what: str) -> Any:
+    """The first true value of `holds` within `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not (value := holds()):
+        assert time.monotonic() < deadline, f"not within {timeout:g} s: {what}"
+        time.sleep(0.5)
+    return value
+
+
+@dataclass
+class Namespace:
+    """The tests' own namespace, and what they look at in it."""
+
+    name: str
+
+    def config(self, **changes: Any) -> ClusterConfig:
+        return ClusterConfig(**{**SMALL, "namespace": self.name, **changes})
+
+    def kubectl(self, *arguments: str, check: bool = True) -> str:
+        return kubectl("--namespace", self.name, *arguments, check=check)
+
+    def items(self, kind: str, selector: str = "") -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(self.kubectl("get", kind, "--selector", selector, "--output", "json"))[
+            "items"
+        ]
+        return found
+
+    def clusters(self) -> list[str]:
+        """Those that nobody has deleted yet; one that is being deleted goes on its own."""
+        metadata = [item["metadata"] for item in self.items("daskclusters")]
+        return [each["name"] for each in metadata if "deletionTimestamp" not in each]
+
+    def pods_of_clusters(self) -> list[str]:
+        return [pod["metadata"]["name"] for pod in self.items("pods", "dask.org/cluster-name")]
+
+    def start_driver(self, name: str, script: str, service_account: str = "flyte-ddp") -> None:
+        """Run `script` in a pod as a Flyte task would run, on the code as it is here, whatever the image holds."""
+        start = 'tar xzf /code/code.tar.gz -C /app && exec python -W ignore -c "$0"'
+        apply(
+            {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "metadata": {"name": name, "namespace": self.name},
+                "spec": {
+                    "restartPolicy": "Never",
+                    "serviceAccountName": service_account,
+                    "containers": [
+                        {
+                            "name": name,
+                            "image": IMAGE,
+                            "imagePullPolicy": "IfNotPresent",
+                            "args": ["bash", "-c", start, textwrap.dedent(script)],
+                            "env": [{"name": "SMALL", "value": json.dumps({**SMALL, "image": ""})}],
+                            "volumeMounts": [{"name": "code", "mountPath": "/code"}],
+                        }
+                    ],
+                    "volumes": [{"name": "code", "configMap": {"name": "code"}}],
+                },
+            }
+        )
+
+    def log(self, pod: str) -> str:
+        return self.kubectl("logs", pod, check=False)
+
+    def phase(self, pod: str) -> str:
+        return self.kubectl("get", "pod", pod, "--output", "jsonpath={.status.phase}", check=False)
+
+    def wait_for_line(self, pod: str, line: str, timeout: float = 180) -> str:
+        """The pod's log, once it has `line`."""
+
+        def logged() -> str:
+            log = self.log(pod)
+            assert line in log or self.phase(pod) not in ("Failed", "Succeeded"), f"{pod} ended:\n{log}"
+            return log if line in log else ""
+
+        return str(eventually(logged, timeout, f"{line!r} in the log of {pod}"))
+
+    def wait_for_end(self, pod: str, timeout: float = 120) -> int:
+        """The exit status of the pod's container."""
+        eventually(lambda: self.phase(pod) in ("Failed", "Succeeded"), timeout, f"the end of {pod}")
+        path = "jsonpath={.status.containerStatuses[0].state.terminated.exitCode}"
+        return int(self.kubectl("get", "pod", pod, "--output", path))
+
+
+@pytest.fixture(scope="session")
+def operator() -> None:
+    if not os.environ.get("KUBECONFIG"):
+        pytest.skip("KUBECONFIG names no cluster")
+    subprocess.run(
+        [str(ROOT / "deploy/operator/install.sh"), IMAGE], check=True, env={**os.environ, "PYTHON": sys.executable}
+    )
+
+
+@pytest.fixture(scope="session")
+def namespace(operator: None) -> Iterator[Namespace]:
+    name = f"ddp-test-{uuid.uuid4().hex[:6]}"
+    kubectl("create", "namespace", name)
+    rbac = (ROOT / "deploy/rbac.yaml").read_text().replace("NAMESPACE", name)
+    kubectl("apply", "-f", "-", stdin=rbac)
+    kubectl("--namespace", name, "apply", "-f", str(ROOT / "deploy/networkpolicy.yaml"))
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w:gz") as tar:
+        for package in ("training", "tasks", "workflows"):
+            tar.add(ROOT / package, package, filter=lambda member: None if "__pycache__" in member.name else member)
+    manifest = kubectl(
+        *("--namespace", name, "create", "configmap", "code", "--dry-run=client", "--output", "json"),
+        *("--from-file", "code.tar.gz=/dev/stdin"),
+        stdin=archive.getvalue(),
+    )
+    kubectl("create", "-f", "-", stdin=manifest)
+    namespace = Namespace(name)
+    yield namespace
+    eventually(lambda: not namespace.pods_of_clusters(), 120, "an end to all pods of Dask clusters")
+    kubectl("delete", "-f", "-", "--wait=false", stdin=rbac)
+    kubectl("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(namespace: Namespace) -> Iterator[None]:
+    """Every test must leave its namespace without a cluster; the pods follow, and are waited for once, at the end."""
+    yield
+    eventually(lambda: not namespace.items("daskclusters"), 120, "an end to all Dask clusters")

@@ -1,0 +1,267 @@
+"""A Dask cluster on a real Kubernetes: where its workers run, what it says when it cannot start, that it goes."""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from tests.kubernetes.conftest import IMAGE, ROOT, Namespace, apply, eventually, kubectl
+from training.launch import kube, kube_api, preflight
+from training.launch.cluster import ClusterError, open_cluster, worker_log
+from training.launch.kube_spec import cluster_name
+from training.launch.preflight import PreflightError
+
+DRIVER = """
+    import json, os, socket, time
+    from training.launch.cluster import cluster_config, open_cluster
+
+    config = cluster_config({**json.loads(os.environ["SMALL"]), **%r})
+    with open_cluster(config, socket.gethostname()) as client:
+        print(sorted(client.run(socket.gethostname).values()), flush=True)
+        print("the cluster is up", flush=True)
+        %s
+    print("the cluster is gone", flush=True)
+"""
+
+
+PRETEND_GPU = "flyte-ddp.test/gpu"  # a resource of its own, for a cluster may have real ones
+
+
+@contextlib.contextmanager
+def one_pretend_gpu() -> Iterator[None]:
+    """Something that one node has one of, so that pods can ask for it."""
+    node = kubectl("get", "nodes", "--output", "jsonpath={.items[0].metadata.name}")
+    patch = ("patch", "node", node, "--subresource=status", "--type=json", "--patch")
+    path = "/status/capacity/" + PRETEND_GPU.replace("/", "~1")
+    kubectl(*patch, json.dumps([{"op": "add", "path": path, "value": "1"}]))
+    try:
+        allocatable = ("get", "node", node, "--output", "jsonpath={.status.allocatable}")
+        eventually(lambda: PRETEND_GPU in kubectl(*allocatable), 60, "a node with a pretend GPU")
+        yield
+    finally:
+        kubectl(*patch, json.dumps([{"op": "remove", "path": path}]))
+
+
+@pytest.fixture
+def run_name() -> str:
+    return f"test-{uuid.uuid4().hex[:8]}"
+
+
+def test_from_outside_workers_sit_on_two_nodes_run_one_task_each_and_go(namespace: Namespace, run_name: str) -> None:
+    def double_in_a_child(number: int) -> int:  # local, so that it travels by value: the image has no tests
+        import multiprocessing
+
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return int(pool.apply(abs, (-2 * number,)))
+
+    config = namespace.config()
+    with open_cluster(config, run_name) as client:
+        workers = client.scheduler_info(n_workers=-1)["workers"]
+        pods = namespace.items("pods", "dask.org/component=worker")
+        futures = [
+            client.submit(double_in_a_child, index, workers=[address], allow_other_workers=False, pure=False)
+            for index, address in enumerate(workers)
+        ]
+        doubles = client.gather(futures)
+        log = worker_log(config, next(iter(workers.values()))["name"])
+    assert len({pod["spec"]["nodeName"] for pod in pods}) == 2
+    assert [worker["nthreads"] for worker in workers.values()] == [1, 1]
+    assert doubles == [0, 2]
+    assert "distributed.worker" in log
+    assert namespace.clusters() == []
+
+
+def test_a_driver_pod_needs_no_more_than_the_rbac_of_deploy(namespace: Namespace) -> None:
+    namespace.start_driver("driver", DRIVER % ({}, "time.sleep(3)"))
+    namespace.wait_for_line("driver", "the cluster is up")
+    (cluster,) = namespace.items("daskclusters")
+    assert namespace.wait_for_end("driver") == 0, namespace.log("driver")
+    log = namespace.log("driver")
+    uid = namespace.kubectl("get", "pod", "driver", "--output", "jsonpath={.metadata.uid}")
+    assert [(owner["name"], owner["uid"]) for owner in cluster["metadata"]["ownerReferences"]] == [("driver", uid)]
+    assert cluster["spec"]["worker"]["spec"]["containers"][0]["image"].endswith(IMAGE)
+    assert log.rstrip().endswith("the cluster is gone")
+    assert namespace.clusters() == []
+
+
+def test_a_driver_pod_without_rights_learns_each_missing_one(namespace: Namespace) -> None:
+    namespace.start_driver("powerless", DRIVER % ({"image": IMAGE}, "pass"), service_account="default")
+    assert namespace.wait_for_end("powerless") != 0
+    log = namespace.log("powerless")
+    assert "PreflightError" in log
+    for right in ("create daskclusters.kubernetes.dask.org", "delete daskclusters", "list pods", "get pods/log"):
+        assert f"this pod's service account may not {right}" in log, log
+    assert "deploy/rbac.yaml" in log
+
+
+def test_sigterm_to_the_driver_deletes_the_cluster_before_the_driver_ends(namespace: Namespace) -> None:
+    namespace.start_driver("terminated", DRIVER % ({}, "time.sleep(600)"))
+    namespace.wait_for_line("terminated", "the cluster is up")
+    namespace.kubectl("exec", "terminated", "--", "bash", "-c", "kill -TERM 1")
+    assert namespace.wait_for_end("terminated", timeout=90) == 128 + signal.SIGTERM
+    assert namespace.clusters() == []
+
+
+def test_a_driver_pod_that_is_removed_at_once_takes_its_cluster_along(namespace: Namespace) -> None:
+    namespace.start_driver("removed", DRIVER % ({}, "time.sleep(600)"))
+    namespace.wait_for_line("removed", "the cluster is up")
+    namespace.kubectl("delete", "pod", "removed", "--grace-period=0", "--force")
+    eventually(lambda: not namespace.clusters(), 60, "the deletion of what the pod owned")
+
+
+def test_an_idle_driver_keeps_its_cluster_and_a_killed_one_loses_it(namespace: Namespace) -> None:
+    # The killed driver's pod stays, failed: Kubernetes sees no reason to delete what it owns, only the operator does.
+    namespace.start_driver("killed", DRIVER % ({"idle_timeout": 60}, "time.sleep(600)"))
+    namespace.wait_for_line("killed", "the cluster is up")
+    up_at = time.monotonic()
+    time.sleep(80)
+    assert len(namespace.clusters()) == 1, f"gone after {time.monotonic() - up_at:.0f} s of a driver that lives"
+    namespace.kubectl("exec", "killed", "--", "bash", "-c", "kill -KILL $(cat /proc/1/task/1/children)")
+    namespace.wait_for_end("killed", timeout=20)
+    assert namespace.phase("killed") == "Failed"
+    eventually(lambda: not namespace.clusters(), 120, "the deletion of an idle cluster")
+
+
+def test_ctrl_c_outside_deletes_the_cluster(namespace: Namespace, run_name: str) -> None:
+    script = (
+        "import sys, time\n"
+        "from training.launch.cluster import ClusterConfig, open_cluster\n"
+        f"with open_cluster({namespace.config()!r}, {run_name!r}):\n"
+        "    print('up', flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=ROOT)
+    assert driver.stdout is not None
+    try:
+        assert driver.stdout.readline() == b"up\n"
+        driver.send_signal(signal.SIGINT)
+        driver.wait(timeout=90)
+    finally:
+        driver.kill()
+    assert namespace.clusters() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"gpus_per_node": 1, "gpu_resource": PRETEND_GPU}, f"Insufficient {PRETEND_GPU}"),
+        ({"env_from_secrets": ["absent"]}, 'secret "absent" not found'),
+        ({"image": "absent:never", "image_pull_policy": "Never"}, "ErrImageNeverPull"),
+        ({"service_account": "absent"}, 'serviceaccount "absent" not found'),
+    ],
+)
+def test_a_start_that_cannot_succeed_ends_at_its_deadline_and_says_why(
+    namespace: Namespace, run_name: str, changes: dict[str, object], reason: str
+) -> None:
+    config = namespace.config(start_timeout=20, autoscaled_nodes=True, **changes)
+    with pytest.raises(ClusterError, match=reason), open_cluster(config, run_name):
+        raise AssertionError("the cluster came up")
+    assert namespace.clusters() == []
+
+
+def test_a_run_starts_with_the_nodes_that_came_where_min_nodes_allows(namespace: Namespace, run_name: str) -> None:
+    with one_pretend_gpu():
+        config = namespace.config(
+            min_nodes=1, start_timeout=45, gpus_per_node=1, gpu_resource=PRETEND_GPU, worker_cpus=0.1
+        )
+        with open_cluster(config, run_name) as client:
+            assert len(client.scheduler_info(n_workers=-1)["workers"]) == 1
+            assert f"Insufficient {PRETEND_GPU}" in kube_api.explain(config, run_name)
+
+
+def test_without_a_running_operator_the_start_ends_early_and_says_so(
+    namespace: Namespace, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kube, "OPERATOR_TIMEOUT", 5.0)
+    kubectl("--namespace", "dask-operator", "scale", "deployment", "dask-operator", "--replicas=0")
+    kubectl(
+        *("--namespace", "dask-operator", "wait", "--for=delete", "pod", "--timeout=90s"),
+        *("--selector", "app.kubernetes.io/name=dask-kubernetes-operator"),
+    )
+    try:
+        with pytest.raises(ClusterError, match="operator did nothing"), open_cluster(namespace.config(), run_name):
+            raise AssertionError("the cluster came up")
+    finally:
+        kubectl("--namespace", "dask-operator", "scale", "deployment", "dask-operator", "--replicas=1")
+        kubectl("--namespace", "dask-operator", "rollout", "status", "deployment/dask-operator", "--timeout=120s")
+    assert namespace.clusters() == []
+
+
+def test_a_name_that_is_taken_is_refused_and_its_cluster_left_alone(namespace: Namespace, run_name: str) -> None:
+    with open_cluster(namespace.config(num_nodes=1), run_name) as client:
+        with (
+            pytest.raises(ClusterError, match="exists already"),
+            open_cluster(namespace.config(num_nodes=1), run_name),
+        ):
+            raise AssertionError("connected to somebody else's cluster")
+        assert client.submit(sum, [1, 2]).result(timeout=30) == 3
+
+
+def test_preflight_collects_what_can_never_fit(namespace: Namespace, run_name: str) -> None:
+    apply(
+        {
+            "apiVersion": "v1",
+            "kind": "ResourceQuota",
+            "metadata": {"name": "small", "namespace": namespace.name},
+            "spec": {"hard": {"limits.memory": "1Gi", "requests.cpu": "100"}},
+        }
+    )
+    try:
+        config = namespace.config(worker_cpus=1000, node_selector={"absent": "label"})
+        with pytest.raises(PreflightError) as caught, open_cluster(config, run_name):
+            raise AssertionError("the cluster came up")
+    finally:
+        namespace.kubectl("delete", "resourcequota", "small")
+    message = str(caught.value)
+    assert "quota small" in message
+    assert "allows limits.memory up to 1Gi, and this run needs 2.5Gi" in message
+    assert "allows requests.cpu up to 100, and this run needs 2000.25" in message
+    assert "no node could ever run a worker pod" in message
+    assert "without the label absent=label" in message
+    assert "scheduler pod" not in message
+
+
+def test_preflight_names_a_missing_namespace_and_a_missing_image(namespace: Namespace, run_name: str) -> None:
+    config = namespace.config(namespace="ddp-absent", image="")
+    with pytest.raises(PreflightError) as caught, open_cluster(config, run_name):
+        raise AssertionError("the cluster came up")
+    assert len(caught.value.findings) == 2
+    assert "no image is set" in caught.value.findings[0]
+    assert "namespace ddp-absent does not exist" in caught.value.findings[1]
+
+
+def test_preflight_says_that_the_operator_is_not_installed(
+    namespace: Namespace, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The API server is asked for a group that nobody has installed: its answer is the one before an installation.
+    monkeypatch.setattr(preflight, "GROUP", "absent.dask.org")
+    with (
+        pytest.raises(PreflightError, match="the Dask operator is not installed"),
+        open_cluster(namespace.config(), run_name),
+    ):
+        raise AssertionError("the cluster came up")
+
+
+def test_sweep_removes_orphans_and_spares_what_is_in_use(
+    namespace: Namespace, run_name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = kube.cluster_spec(namespace.config(num_nodes=1), cluster_name(run_name))
+    manifest["metadata"]["namespace"] = namespace.name
+    apply(manifest)
+    try:
+        assert kube.main(["sweep", "--namespace", namespace.name, "--older-than", "1h", "--delete"]) == 0
+        assert "1 clusters, 0 orphaned" in capsys.readouterr().out
+        time.sleep(1)  # the age of a cluster is known to the second
+        assert kube.main(["sweep", "--namespace", namespace.name, "--older-than", "0s"]) == 0
+        assert f"{namespace.name}/{cluster_name(run_name)}" in (out := capsys.readouterr().out)
+        assert "1 clusters, 1 orphaned; remove them with --delete" in out
+        assert namespace.clusters() == [cluster_name(run_name)]
+    finally:
+        assert kube.main(["sweep", "--namespace", namespace.name, "--older-than", "0s", "--delete"]) == 0
+    assert f"{cluster_name(run_name)}" in capsys.readouterr().out

@@ -1,0 +1,109 @@
+"""Local and existing Dask clusters, with real schedulers and workers; Kubernetes' own are in tests/kubernetes."""
+
+import multiprocessing
+import socket
+import subprocess
+import sys
+
+import pytest
+from distributed import LocalCluster
+
+from training.config import ConfigError
+from training.launch.cluster import ADDRESS_VARIABLE, ClusterConfig, ClusterError, open_cluster
+
+
+def double_in_a_child(number: int) -> int:
+    """What a worker must be able to do for its ranks: start a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return int(pool.apply(abs, (-2 * number,)))
+
+
+def test_a_local_cluster_has_one_thread_per_node_and_workers_that_may_have_children() -> None:
+    with open_cluster(ClusterConfig(kind="local", num_nodes=2), "run") as client:
+        workers = client.scheduler_info(n_workers=-1)["workers"]
+        assert [(each["nthreads"], each["memory_limit"]) for each in workers.values()] == [(1, 0), (1, 0)]
+        assert client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.allowed_failures) == 0
+        assert client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.worker_ttl) == 20
+        futures = [client.submit(double_in_a_child, 3, workers=[address], pure=False) for address in workers]
+        assert client.gather(futures) == [6, 6]
+        address = client.scheduler.address
+    host, port = address.removeprefix("tcp://").split(":")
+    with pytest.raises(ConnectionError), socket.create_connection((host, int(port)), timeout=5):
+        pass
+
+
+@pytest.mark.parametrize("through_environment", [False, True])
+def test_an_existing_cluster_is_used_and_left_running(
+    through_environment: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None) as cluster:
+        if through_environment:
+            monkeypatch.setenv(ADDRESS_VARIABLE, cluster.scheduler_address)
+            config = ClusterConfig(num_nodes=1)
+        else:
+            config = ClusterConfig(num_nodes=1, scheduler_address=cluster.scheduler_address)
+        for _ in range(2):
+            with open_cluster(config, "run") as client:
+                assert client.submit(sum, [1, 2]).result(timeout=30) == 3
+
+
+def test_too_few_workers_end_the_start_at_its_deadline() -> None:
+    with LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None) as cluster:
+        config = ClusterConfig(num_nodes=3, scheduler_address=cluster.scheduler_address, start_timeout=2)
+        with pytest.raises(ClusterError, match="1 of 3 workers came within 2 s"), open_cluster(config, "run"):
+            raise AssertionError("started")
+
+
+def test_min_nodes_lets_a_run_start_with_fewer() -> None:
+    with LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None) as cluster:
+        address = cluster.scheduler_address
+        config = ClusterConfig(num_nodes=3, min_nodes=1, scheduler_address=address, start_timeout=2)
+        with open_cluster(config, "run") as client:
+            assert len(client.scheduler_info(n_workers=-1)["workers"]) == 1
+
+
+def test_a_scheduler_that_nobody_answers_for_is_named() -> None:
+    config = ClusterConfig(scheduler_address="tcp://127.0.0.1:9", start_timeout=1)
+    with pytest.raises(ClusterError, match=r"tcp://127\.0\.0\.1:9 cannot be reached"), open_cluster(config, "run"):
+        raise AssertionError("connected")
+
+
+def test_an_existing_cluster_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
+    with pytest.raises(ConfigError, match="scheduler_address"), open_cluster(ClusterConfig(kind="existing"), "run"):
+        raise AssertionError("connected")
+
+
+@pytest.mark.parametrize(
+    ("environment", "address", "kind"),
+    [
+        ({}, "", "local"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "", "kubernetes"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", ADDRESS_VARIABLE: "tcp://s:8786"}, "", "existing"),
+        ({}, "tcp://s:8786", "existing"),
+    ],
+)
+def test_auto_takes_what_is_there(
+    environment: dict[str, str], address: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("KUBERNETES_SERVICE_HOST", ADDRESS_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert ClusterConfig(scheduler_address=address).resolved_kind == kind
+
+
+def test_a_second_cluster_in_the_same_process_finds_dasks_settings_intact() -> None:
+    # In a process of its own, where open_cluster is the first to import Dask.
+    script = """
+from training.launch.cluster import ClusterConfig, ClusterError, open_cluster
+for _ in range(2):
+    try:
+        with open_cluster(ClusterConfig(scheduler_address="tcp://127.0.0.1:9", start_timeout=1), "run"):
+            pass
+    except ClusterError:
+        pass
+import dask
+assert dask.config.get("distributed.scheduler.allowed-failures") == 3
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
