@@ -103,7 +103,8 @@ def start_parent(directory, recipe="Tiny", **arguments):
 def wait_for_step(parent, step):
     """Read what `parent` prints until its run has reached `step`."""
     for line in parent.stdout:
-        if json.loads(line).get("event") == "StepFinished" and json.loads(line)["step"] >= step:
+        values = json.loads(line) if line.startswith("{") else {}
+        if values.get("event") == "StepFinished" and values["step"] >= step:
             return
     raise AssertionError(f"the run ended before step {step}")
 

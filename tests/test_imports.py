@@ -32,7 +32,7 @@ HOMES = {
     "wandb": ("training.tracking",),
 }
 SLOW = ("torch", "torchvision", "matplotlib", "wandb", "sklearn", "flytekit")
-# What computes rather than supervises: in a rank, or where names are generated.
+# What computes rather than supervises: it runs in a rank, or where names are generated.
 COMPUTES = (
     "training.loop",
     "training.checkpoint",
@@ -40,6 +40,7 @@ COMPUTES = (
     "training.describe",
     "training.world",
     "training.generate",
+    "training.recipes.name_model",
 )
 
 

@@ -6,6 +6,8 @@ starts the workers; whoever holds the client cannot tell them apart.
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import logging
@@ -41,6 +43,7 @@ DASK_CONFIG: dict[str, Any] = {
 }
 CLIENT_CLOSE_TIMEOUT = 3.0  # seconds; of the 30 that Kubernetes gives a pod to end, most belong to a last checkpoint
 POLL_INTERVAL = 0.25  # seconds
+STRANGER_TIMEOUT = 30.0  # seconds in which something other than Dask may still answer at a scheduler's address
 REPORT_INTERVAL = 15.0  # seconds between two log lines about what a start waits for
 
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?|\.\d+)(m|[kMGTP]|[KMGTP]i)?")
@@ -259,6 +262,7 @@ def _local_cluster(config: ClusterConfig) -> Iterator[str]:
 def _connected(address: str, deadline: float) -> Iterator[Client]:
     from distributed import Client
 
+    _wait_for_dask(address, deadline)
     try:
         client = Client(address, timeout=max(1.0, deadline - time.monotonic()), set_as_default=False)
     except OSError as error:  # Dask's TimeoutError is one as well
@@ -269,6 +273,35 @@ def _connected(address: str, deadline: float) -> Iterator[Client]:
         # A scheduler that has died must neither hold up nor replace what ended the block.
         with contextlib.suppress(OSError, TimeoutError):
             client.close(timeout=CLIENT_CLOSE_TIMEOUT)
+
+
+def _wait_for_dask(address: str, deadline: float) -> None:
+    """Wait until a Dask server answers at `address`.
+
+    A Client that is answered by anything else, such as the dashboard's port, fails in a way that keeps this process
+    from ending. And what lies beyond the cluster may answer at a Service's address, until every node has learnt of it.
+
+    Raises:
+        ClusterError: nothing answers until `deadline`, or what answers is not Dask.
+    """
+    from distributed.comm import connect
+
+    async def knock() -> None:
+        comm = await connect(address, timeout=max(1.0, deadline - time.monotonic()))
+        await comm.close()
+
+    give_up_at = min(deadline, time.monotonic() + STRANGER_TIMEOUT)
+    # In a thread of its own, because the caller's may have an event loop that runs.
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        while True:
+            try:
+                return executor.submit(asyncio.run, knock()).result()
+            except OSError as error:  # Dask's TimeoutError is one as well
+                raise ClusterError(f"the Dask scheduler at {address} cannot be reached: {error}") from error
+            except (MemoryError, ValueError) as error:  # its first bytes, read as a length or a protocol's version
+                if time.monotonic() > give_up_at:
+                    raise ClusterError(f"what answers at {address} is no Dask scheduler: {error}") from error
+            time.sleep(POLL_INTERVAL)
 
 
 def _wait_for_workers(client: Client, config: ClusterConfig, run_name: str, deadline: float) -> None:

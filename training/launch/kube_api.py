@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import os
@@ -50,14 +51,14 @@ def explain(config: ClusterConfig, run_name: str) -> str:
 def worker_log(config: ClusterConfig, worker_name: str, num_lines: int) -> str:
     """The last lines that the worker's pods wrote, of a container that has died before its successor's."""
     from kubernetes.client import ApiException
+    from urllib3.exceptions import HTTPError
 
     namespace = target_namespace(config)
     name = worker_name.rpartition("-default-worker-")[0]  # as the operator calls the workers of a cluster
     logs = []
-    for pod in pods_of(name, namespace, "worker"):
-        if not pod.metadata.name.startswith(f"{worker_name}-"):
-            continue
-        for previous in (True, False):
+    with contextlib.suppress(ApiException, HTTPError):  # the API server, or the pod's node, is out of reach
+        pods = [pod for pod in pods_of(name, namespace, "worker") if pod.metadata.name.startswith(f"{worker_name}-")]
+        for pod, previous in itertools.product(pods, (True, False)):
             with contextlib.suppress(ApiException):  # there is no previous container, or none has started yet
                 logs.append(
                     call(
@@ -173,6 +174,9 @@ def call(api: str, method: str, *args: Any, **kwargs: Any) -> Any:
 @functools.cache
 def _api(name: str) -> Any:
     from kubernetes import client, config
+    from urllib3 import Retry
 
     config.load_config()
-    return getattr(client, name)()
+    configuration = client.Configuration.get_default_copy()
+    configuration.retries = Retry(connect=3, read=0)  # by default, what has timed out is asked three times more
+    return getattr(client, name)(client.ApiClient(configuration))

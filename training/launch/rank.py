@@ -7,6 +7,7 @@ seconds that torch takes to import.
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import io
 import os
 import re
@@ -307,11 +308,32 @@ def _spare_dynamo() -> None:
     that function. Such functions remember the answer in `__dynamo_disable` (torch/_compile.py), so it can be put there
     first: themselves, as they are. A torch that remembers it elsewhere just imports its compiler as before.
     """
+    import torch
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim import Optimizer
 
     for owner in (Optimizer, DistributedDataParallel):
         for function in vars(owner).values():
-            original = getattr(function, "__wrapped__", None)
-            if original is not None and hasattr(original, "__dict__"):
-                original.__dict__.setdefault("__dynamo_disable", original)
+            while (function := getattr(function, "__wrapped__", None)) is not None:  # decorated more than once, some
+                if hasattr(function, "__dict__"):
+                    function.__dict__.setdefault("__dynamo_disable", function)
+    # An optimizer's step imports it to break the graph of a compiled program around itself. Without one this is what
+    # is left of the decorator that does so.
+    for optimizer in (torch.optim.SGD, torch.optim.Adam):  # AdamW takes its step from Adam
+        step = getattr(optimizer.step, "__wrapped__", None)
+        if step is not None:
+            optimizer.step = torch.no_grad()(step)  # type: ignore[method-assign]
+    # DDP's constructor asks it which reducer to use; this is the answer where nothing is configured.
+    utils = _Unimported("torch._dynamo.utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
+    vars(torch)["_dynamo"] = _Unimported("torch._dynamo", utils=utils)
+
+
+class _Unimported:
+    """In the place of a module: knows some of its attributes, and imports it for any other."""
+
+    def __init__(self, name: str, **known: Any) -> None:
+        self._name = name
+        self.__dict__.update(known)
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)

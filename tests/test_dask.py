@@ -1,0 +1,383 @@
+"""The gang launcher, on real clusters of this machine's processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+
+from tests.dask_runs import eventually, ranks_below, start_driver, train
+from tests.runs import REPOSITORY, how_it_ended, new_run, wait_for_step
+from training import events
+from training.config import ConfigError
+from training.launch import dask
+from training.launch.cluster import ADDRESS_VARIABLE, ClusterConfig, ClusterError, open_cluster
+from training.launch.code import packed_code
+from training.launch.dask import GangLost, is_bug, train_on_dask, usable_sizes
+from training.launch.gang import Inbox, Worker, assigned
+from training.launch.spawn import RankFailure
+
+LOCAL = ClusterConfig(kind="local", node_timeout=30)  # a busy machine's workers are slow to answer, not lost
+
+
+@pytest.fixture(scope="module")
+def client():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STEP_SECONDS", "0.05")  # for tests that have to meet a run on its way
+        with open_cluster(LOCAL, "test") as client:
+            yield client
+
+
+@pytest.fixture
+def fault(client):
+    """fault("kind rank step"): what the ranks of the next run do, see tests.recipes_for_tests."""
+
+    def switch_on(text):
+        client.run(lambda: os.environ.update(FAULT=text))  # a bound method would arrive with an environment of its own
+
+    yield switch_on
+    client.run(lambda: os.environ.pop("FAULT", None))
+
+
+def start_scheduler(directory):
+    """The process and the address of a scheduler that no run made."""
+    file = directory / "scheduler.json"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dask", "scheduler", "--host", "127.0.0.1", "--port", "0", "--no-dashboard"]
+        + ["--scheduler-file", str(file)]
+    )
+    assert eventually(lambda: file.exists() and file.read_text().endswith("}"), 60)
+    return process, json.loads(file.read_text())["address"]
+
+
+@pytest.fixture(scope="module")
+def scheduler(tmp_path_factory):
+    process, address = start_scheduler(tmp_path_factory.mktemp("dask"))
+    yield address
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def start_worker():
+    """start_worker(scheduler, name): the process of a worker, or rather of its nanny."""
+    nannies = []
+
+    def start(scheduler, name, **environment):
+        nannies.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "dask", "worker", scheduler, "--name", name, "--nthreads", "1"]
+                + ["--no-dashboard", "--memory-limit", "0"],
+                env={**os.environ, **environment},
+            )
+        )
+        return nannies[-1]
+
+    yield start
+    for nanny in nannies:
+        for process in [*psutil.Process(nanny.pid).children(recursive=True), nanny] if nanny.poll() is None else []:
+            process.kill()
+        nanny.wait()
+
+
+def states_equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def said(run, kind):
+    return [event for event in run.events if isinstance(event, kind)]
+
+
+def pid_of(client, index):
+    return sorted(client.run(os.getpid).values())[index]
+
+
+def test_two_nodes_give_the_weights_and_the_events_of_two_processes(client, tmp_path, finished_run):
+    on_one_machine = finished_run()
+    run = train(new_run(tmp_path), client, LOCAL)
+
+    torch.testing.assert_close(run.state(), on_one_machine.state())
+    assert [type(event) for event in run.events] == [type(event) for event in on_one_machine.events]
+    assert [event.step for event in said(run, events.StepFinished)] == list(range(1, 28))
+    assert said(run, events.PredictionsMade) == said(on_one_machine, events.PredictionsMade)
+    assert run.result.epochs == said(run, events.EpochFinished)
+    assert run.error is None
+    assert {f"[node {index}] [rank {index}] the data are opened" for index in (0, 1)} <= set(run.lines)
+    plugins = client.run(lambda dask_worker: list(dask_worker.plugins))
+    assert not [name for names in plugins.values() for name in names if name.startswith("training-")]
+    assert "torch" not in client.run(lambda: list(sys.modules)).popitem()[1]
+
+
+def test_a_killed_rank_costs_nothing_but_time(client, tmp_path, finished_run, caplog):
+    def kill():
+        ranks_below(pid_of(client, 1))[0].kill()
+
+    run = train(new_run(tmp_path), client, LOCAL, at_step=(5, kill), checkpoint_interval=2)
+
+    assert states_equal(run.state(), finished_run().state())
+    first, second = said(run, events.RunStarted)
+    assert (first.resumed_step, second.world_size) == (0, 2)
+    assert second.resumed_step >= 4
+    assert "was killed by SIGKILL" in caplog.text
+
+
+def test_a_killed_worker_costs_nothing_but_time(client, tmp_path, finished_run, caplog):
+    def kill():
+        os.kill(pid_of(client, 0), signal.SIGKILL)
+
+    run = train(new_run(tmp_path), client, LOCAL, at_step=(5, kill), checkpoint_interval=2)
+
+    assert states_equal(run.state(), finished_run().state())
+    assert len(said(run, events.RunStarted)) == 2
+    assert "its worker is gone" in caplog.text
+
+
+def test_a_bug_fails_at_once_with_the_ranks_traceback(client, tmp_path, fault):
+    fault("raise 1 3")
+    run = new_run(tmp_path)
+    with pytest.raises(RankFailure, match=r"(?s)node 1 .*rank 1 failed: ValueError.*Traceback.*in _raise") as caught:
+        train(run, client, LOCAL)
+    assert (caught.value.rank, caught.value.kind) == (1, "exception")
+    assert run.error is caught.value
+    assert len(said(run, events.RunStarted)) == 1
+
+
+def test_used_up_restarts_lose_the_gang_and_leave_no_rank(client, tmp_path, fault):
+    fault("kill 1 3")
+    with pytest.raises(GangLost, match=r"(?s)max_restarts: 0.*rank 1 was killed by SIGKILL.*killed on purpose"):
+        train(new_run(tmp_path), client, dataclasses.replace(LOCAL, max_restarts=0))
+    assert not [rank for pid in client.run(os.getpid).values() for rank in ranks_below(pid)]
+
+
+def test_workers_with_other_versions_are_refused(client, tmp_path, monkeypatch):
+    monkeypatch.setattr(dask, "own_versions", lambda: {"python": "3.12.1", "torch": "1.0"})
+    with pytest.raises(ConfigError, match=r"worker \d at tcp://\S+ has python 3\.\S+, and this process has 3.12.1"):
+        train(new_run(tmp_path), client, LOCAL)
+    monkeypatch.setattr(dask, "own_versions", lambda: {"torch": "1.0"})
+    with pytest.raises(ConfigError, match=r"worker \d at tcp://\S+ has torch \d\S+, and this process has 1.0"):
+        train(new_run(tmp_path), client, LOCAL)
+
+
+def test_missing_workers_are_counted(client, tmp_path):
+    config = ClusterConfig(kind="local", num_nodes=3, start_timeout=0.1)
+    with pytest.raises(ClusterError, match="2 of 3 workers are there and idle"):
+        train(new_run(tmp_path), client, config)
+
+
+def test_the_drivers_code_is_what_ranks_run(client, tmp_path):
+    """Also when the workers have imported another version of it."""
+    newer = tmp_path / "newer"
+    shutil.copytree(REPOSITORY / "training", newer / "training", ignore=shutil.ignore_patterns("__pycache__"))
+    module = newer / "training" / "world.py"
+    module.write_text(module.read_text() + '\n\nprint("newer code")\n')
+    client.run(importlib.import_module, "training.launch.node")
+    address = client.scheduler.address
+    driver = start_driver(tmp_path, {"kind": "existing", "scheduler_address": address}, code=newer)
+    output, _ = driver.communicate(timeout=300)
+    assert '{"ended": ["", ""]}' in output
+    assert all(f"[node {index}] [rank {index}] newer code" in output for index in (0, 1))
+
+
+def test_nodes_that_do_not_see_the_data_get_a_copy(start_worker, scheduler, tmp_path, finished_run, monkeypatch):
+    """On a cluster that somebody else has started, as Flyte's own Dask plugin does."""
+    monkeypatch.setattr(dask.worker, "holds_file", _sees_checkpoints_only)
+    monkeypatch.setenv(ADDRESS_VARIABLE, scheduler)
+    start_worker(scheduler, "node-0")
+    start_worker(scheduler, "node-1")
+    config = ClusterConfig()
+    with open_cluster(config, "test") as client:
+        run = train(new_run(tmp_path), client, config)
+    torch.testing.assert_close(run.state(), finished_run().state())
+    assert not list(run.checkpoints.glob("data-*"))
+
+
+def _sees_checkpoints_only(path, contents):
+    return not path.endswith("data.json")
+
+
+def test_a_silent_node_is_given_up_and_ends_its_ranks_when_it_awakes(start_worker, scheduler, tmp_path, caplog):
+    start_worker(scheduler, "node-0", STEP_SECONDS="0.1")
+    silent = start_worker(scheduler, "node-1", STEP_SECONDS="0.1")
+    config = ClusterConfig(
+        kind="existing", scheduler_address=scheduler, node_timeout=5, min_nodes=1, return_timeout=1, start_timeout=60
+    )
+    stopped = []
+
+    def fall_silent():
+        stopped.extend([psutil.Process(silent.pid), *psutil.Process(silent.pid).children(recursive=True)])
+        for process in stopped:
+            process.suspend()
+
+    with open_cluster(config, "test") as client:
+        run = train(new_run(tmp_path), client, config, at_step=(3, fall_silent), checkpoint_interval=2)
+        assert [event.world_size for event in said(run, events.RunStarted)] == [2, 1]
+        assert "it has been silent for 5 s" in caplog.text
+        for process in stopped:
+            process.resume()
+        assert eventually(lambda: not ranks_below(silent.pid))
+
+
+def test_sigterm_ends_a_run_after_a_last_checkpoint(tmp_path, monkeypatch, survivors):
+    monkeypatch.setenv("STEP_SECONDS", "0.2")
+    driver = start_driver(tmp_path, {"kind": "local"})
+    wait_for_step(driver, 3)
+    driver.send_signal(signal.SIGTERM)
+    name, message = how_it_ended(driver)
+    assert name == "TrainingStopped"
+    assert "SIGTERM: the run was stopped at step" in message
+    assert list((tmp_path / "checkpoints").glob("step-*.json"))
+    assert eventually(lambda: not survivors())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL])
+def test_ranks_do_not_outlive_their_driver(end, tmp_path, monkeypatch, survivors):
+    monkeypatch.setenv("STEP_SECONDS", "0.2")
+    driver = start_driver(tmp_path, {"kind": "local", "node_timeout": 5}, epochs=100)
+    wait_for_step(driver, 3)
+    ranks = ranks_below(driver.pid)
+    assert len(ranks) == 2
+    driver.send_signal(end)
+    # Dask itself gives a silent scheduler up after 30 s.
+    assert eventually(lambda: not any(rank.is_running() for rank in ranks), timeout=20)
+    driver.kill()
+    driver.wait()
+    assert eventually(lambda: not survivors())
+
+
+@pytest.mark.slow
+def test_ranks_do_not_outlive_their_scheduler(start_worker, tmp_path):
+    scheduler, address = start_scheduler(tmp_path)
+    nannies = [start_worker(address, f"node-{index}", STEP_SECONDS="0.1") for index in range(2)]
+    config = ClusterConfig(kind="existing", scheduler_address=address, start_timeout=30)
+    ranks = []
+
+    def end_scheduler():
+        ranks.extend(rank for nanny in nannies for rank in ranks_below(nanny.pid))
+        scheduler.kill()
+        scheduler.wait()
+
+    with open_cluster(config, "test") as client, pytest.raises(GangLost, match="of 2 workers are there|scheduler"):
+        train(new_run(tmp_path), client, config, at_step=(3, end_scheduler), epochs=100)
+    assert len(ranks) == 2
+    assert not any(rank.is_running() for rank in ranks)
+
+
+@pytest.mark.slow
+def test_a_stall_shows_the_stacks_of_all_nodes(client, tmp_path, fault):
+    fault("hang 1 3")
+    with pytest.raises(GangLost, match=r"(?s)node 0 .*--- rank 0.*node 1 .*--- rank 1.*in _hang"):
+        train(new_run(tmp_path), client, dataclasses.replace(LOCAL, max_restarts=0), stall_timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("cause", "previous", "expected"),
+    [
+        ("TypeError: no", None, True),
+        ("NonFiniteLoss: nan", None, True),
+        ("DataError: no", None, True),
+        ("RuntimeError: CUDA error", None, False),
+        ("OSError: disk", None, False),
+        ("TheirOwnError: no", None, False),
+        ("TheirOwnError: no", ("TheirOwnError: no", 7), True),
+        ("TheirOwnError: no", ("TheirOwnError: no", 6), False),  # it got on in between
+        ("TheirOwnError: no", ("RuntimeError: CUDA error", 7), False),
+    ],
+)
+def test_what_counts_as_a_bug(cause, previous, expected):
+    earlier, earlier_step = (RankFailure("", 0, "exception", previous[0]), previous[1]) if previous else (None, 0)
+    assert is_bug(RankFailure("", 0, "exception", cause), 7, earlier, earlier_step) is expected
+
+
+def test_a_killed_rank_is_no_bug():
+    failure = RankFailure("", 0, "signal", "SIGKILL")
+    assert not is_bug(failure, 3, failure, 3)
+
+
+def worker(name, host, gpus=()):
+    return Worker(f"tcp://{host}:1{name[-1]}", name, host, 8, gpus, False)
+
+
+def test_ranks_go_by_host_and_name_whatever_the_addresses():
+    config = ClusterConfig(num_nodes=4, processes_per_node=2)
+    before = [worker("w-10", "10.0.0.9"), worker("w-3", "10.0.0.1"), worker("w-2", "10.0.0.9")]
+    before.append(worker("w-4", "10.0.0.1"))
+    nodes = assigned(before, 4, config)
+    assert [each.name for each in nodes] == ["w-2", "w-10", "w-3", "w-4"]
+    assert [each.place.first_rank for each in nodes] == [0, 2, 4, 6]
+    assert {(each.place.world_size, each.place.num_threads) for each in nodes} == {(8, 2)}
+    after = [dataclasses.replace(each, host=each.host.replace("10.0.0.9", "10.0.0.0")) for each in before]
+    assert [each.name for each in assigned(after, 4, config)] == ["w-2", "w-10", "w-3", "w-4"]
+
+
+def test_workers_of_one_host_share_its_gpus():
+    config = ClusterConfig(num_nodes=2, gpus_per_node=2)
+    workers = [worker("w-0", "10.0.0.1", ("0", "1", "2", "3")), worker("w-1", "10.0.0.1", ("0", "1", "2", "3"))]
+    environments = [each.environment for each in assigned(workers, 2, config)]
+    assert environments == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
+    with pytest.raises(ConfigError, match="gpus_per_node: 2 are more than worker w-0 at 10.0.0.1 has; it has 1"):
+        assigned([worker("w-0", "10.0.0.1", ("0",))], 1, config)
+
+
+def test_a_smaller_gang_still_shares_the_global_batch_evenly(tmp_path):
+    job = dask.Job("digits", dask_config(global_batch_size=24), str(tmp_path), 0.0)
+    assert usable_sizes(job, ClusterConfig(num_nodes=6, min_nodes=2)) == [6, 4, 3, 2]
+    assert usable_sizes(job, ClusterConfig(num_nodes=6)) == [6]
+
+
+def dask_config(**values):
+    from training.config import resolve
+
+    return resolve({}, values)
+
+
+def test_bad_input_is_refused_before_any_cluster_is_asked(tmp_path):
+    job = dask.Job("digits", dask_config(global_batch_size=32), str(tmp_path), 0.0)
+    with pytest.raises(ConfigError, match="global_batch_size: 32 cannot be split evenly over 3 ranks"):
+        train_on_dask(job, str, None, ClusterConfig(num_nodes=3))
+    nccl = dataclasses.replace(job, config=dask_config(backend="nccl"))
+    with pytest.raises(ConfigError, match="backend: 'nccl' needs GPUs"):
+        train_on_dask(nccl, str, None, ClusterConfig(num_nodes=2))
+
+
+def test_messages_are_taken_once_and_in_order():
+    inbox = Inbox()
+    messages = [{"number": number} for number in range(4)]
+    assert inbox.put(messages[0]) == messages[:1]
+    assert inbox.put(messages[2]) == []
+    assert inbox.put(messages[0]) == []
+    assert inbox.put(messages[1]) == messages[1:3]
+    assert inbox.put(messages[2]) == []
+    assert inbox.put(messages[3]) == messages[3:]
+
+
+def test_code_is_packed_alike_wherever_it_lies(tmp_path, monkeypatch):
+    for name in ("here", "there"):
+        package = tmp_path / name / "flowers"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("x = 1")
+        (package / "names.txt").write_text("rose")
+        time.sleep(0.01)
+    packed = []
+    for name in ("here", "there"):
+        monkeypatch.syspath_prepend(tmp_path / name)
+        packed.append(packed_code("flowers.Flowers"))
+        importlib.invalidate_caches()
+    assert packed[0] == packed[1] != packed_code("digits")
+    (tmp_path / "there" / "flowers" / "data.bin").write_bytes(bytes(33 << 20))
+    with pytest.raises(ConfigError, match=r"recipe: 'flowers.Flowers' lies in a package of more than 32 MiB"):
+        packed_code("flowers.Flowers")
+
+
+logging.getLogger("distributed").setLevel(logging.ERROR)
