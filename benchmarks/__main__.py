@@ -1,0 +1,136 @@
+"""`python -m benchmarks`: measure, and print the table of the README.
+
+GPUs are hidden from both sides: the table is the CPU's. Nothing else should run meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.measure import Row, Variant, compare, machine, table
+from benchmarks.mnist_like import MnistLike, write_idx_files
+from benchmarks.variants import BATCH_SIZE, PREPARED
+from training.launch.spawn import num_cores
+from training.prepare import prepare_data
+
+ROOT = Path(__file__).parents[1]
+NUM_BATCHES, NUM_BATCHES_QUICK = 300, 10  # per epoch
+# Without this, glibc gives a step's memory back to the kernel in some runs and not in others, and the page faults make
+# the step up to a third slower: a floor of varying height. The peers have what their users get, which is the default.
+KEEP_FREED_MEMORY = ("env", f"MALLOC_TRIM_THRESHOLD_={1 << 30}", f"MALLOC_MMAP_THRESHOLD_={1 << 30}")
+BUSY = 0.5  # load average from which on the machine is not idle
+
+
+def rows(data: Path) -> dict[str, list[Row]]:
+    """All rows of the table by the name of what ours is compared with; what a further comparison is added to."""
+
+    def variant(name: str, num_ranks: int = 1, precision: str = "fp32", needs: str = "") -> Variant:
+        options = ("--data", str(data), "--precision", precision, "--ranks", str(num_ranks))
+        launcher: tuple[str, ...] = (sys.executable,)
+        if name == "floor":
+            launcher = (*KEEP_FREED_MEMORY, *launcher)
+        if name in ("torchrun", "fabric", "accelerate"):
+            launcher += ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
+        command = (*launcher, "-m", "benchmarks.variants", name, *options)
+        return Variant(f"{name} {precision} x{num_ranks}", command, num_threads(num_ranks), needs)
+
+    ours, ours_bf16, ours_twice = variant("ours"), variant("ours", precision="bf16"), variant("ours", 2)
+    tutorial, torchrun = variant("tutorial"), variant("torchrun", 2)
+    speed, memory, start = "samples_per_second", "peak_memory_bytes", "first_step_seconds"
+    return {
+        "floor": [
+            Row("throughput / the floor, 1 rank, fp32", speed, ours, variant("floor"), ">= 0.95"),
+            Row(
+                "throughput / the floor, 1 rank, bf16", speed, ours_bf16, variant("floor", precision="bf16"), ">= 0.95"
+            ),
+        ],
+        "tutorial": [
+            Row("throughput / tutorial loop, 1 rank, fp32", speed, ours, tutorial, ">= 2"),
+            Row("throughput in bf16 / tutorial loop in fp32, 1 rank", speed, ours_bf16, tutorial, ">= 3.5"),
+            Row("peak memory of the rank / tutorial loop", memory, ours, tutorial, "<= 1.10"),
+            Row("peak memory with its supervisor / tutorial loop", "memory_with_supervisor_bytes", ours, tutorial, ""),
+        ],
+        "torchrun": [
+            Row("throughput / torchrun DDP, 2 ranks, fp32", speed, ours_twice, torchrun, ">= 1.0"),
+            Row("command to first step / torchrun DDP, 2 ranks", start, ours_twice, torchrun, "0.5"),
+        ],
+        "pyflyte": [Row("`pyflyte run` to first step / torchrun DDP, 2 ranks", start, _pyflyte(), torchrun, "")],
+        "fabric": [
+            Row(
+                "throughput / Lightning Fabric, 2 ranks, fp32",
+                speed,
+                ours_twice,
+                variant("fabric", 2, needs="lightning_fabric"),
+                ">= 1.0",
+            )
+        ],
+        "accelerate": [
+            Row(
+                "throughput / Accelerate, 2 ranks, fp32",
+                speed,
+                ours_twice,
+                variant("accelerate", 2, needs="accelerate"),
+                ">= 1.0",
+            )
+        ],
+    }
+
+
+def num_threads(num_ranks: int) -> int:
+    """CPU threads of each of `num_ranks`: the share that ours gives them."""
+    return max(1, num_cores() // num_ranks)
+
+
+def _pyflyte() -> Variant:
+    """The whole command that users type, Flyte's start and the preparation of the data included."""
+    return Variant(
+        "pyflyte run",
+        (
+            str(Path(sys.executable).with_name("pyflyte")),
+            "run",
+            str(ROOT / "workflows" / "single_node.py"),
+            "single_node_training_wf",
+            "--recipe",
+            "benchmarks.mnist_like.AnnouncingMnistLike",
+            "--num_processes",
+            "2",
+            "--config",
+            f'{{"epochs": 1, "global_batch_size": {BATCH_SIZE}}}',
+        ),
+        num_threads(2),
+    )
+
+
+def main() -> int:
+    names = list(rows(Path()))
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each side of each pair (%(default)s)")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--quick", action="store_true", help="one short round, to see that everything runs")
+    arguments = parser.parse_args()
+    num_samples = BATCH_SIZE * (NUM_BATCHES_QUICK if arguments.quick else NUM_BATCHES)
+    load = os.getloadavg()[0]
+    if load > BUSY:
+        _say(f"the load average is {load:.1f}: something else runs on this machine, which will show in the ratios")
+    with tempfile.TemporaryDirectory(prefix="benchmarks-") as directory:
+        data = Path(directory)
+        (data / PREPARED).mkdir()
+        prepare_data(MnistLike(), str(num_samples), data / PREPARED)
+        write_idx_files(num_samples, data)
+        chosen = [row for name, group in rows(data).items() if name in arguments.only for row in group]
+        environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+        results = compare(chosen, 1 if arguments.quick else arguments.rounds, environment, _say)
+    print(table(results))
+    print(f"\n{machine(num_cores())}")
+    return 1 if any(result.note.startswith("failed") for result in results) else 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+sys.exit(main())

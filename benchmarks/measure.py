@@ -1,0 +1,190 @@
+"""Run two commands in turn and compare what they say of themselves. Knows nothing of models or data.
+
+A machine's speed drifts from minute to minute, so two numbers are compared only with a neighbour in time: each round
+runs one command after the other, gives one ratio, and the table has the median and the range of the rounds' ratios.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+TIMEOUT = 900.0  # seconds that one run of one command may take
+OUTPUT_TAIL = 20  # lines of a failed command's output in the error
+
+Outcome = Mapping[str, Any]
+"""What one run said of itself, by quantity: those of `UNITS`, or some of them."""
+
+UNITS: dict[str, Callable[[float], str]] = {
+    "samples_per_second": lambda value: f"{value:,.0f} samples/s",  # over all ranks, in the last epoch
+    "peak_memory_bytes": lambda value: f"{value / 2**20:,.0f} MiB",  # of one rank
+    "memory_with_supervisor_bytes": lambda value: f"{value / 2**20:,.0f} MiB",  # sum of the processes' peaks
+    "first_step_seconds": lambda value: f"{value:.1f} s",  # from the command's start to the first optimizer step's end
+}
+"""How to write down what can be measured."""
+
+
+class MeasurementError(RuntimeError):
+    """A command failed, took too long or did not say what it should."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train: a command that prints what `outcome_of` reads."""
+
+    name: str
+    command: tuple[str, ...]
+    num_threads: int  # CPU threads of each of its processes
+    needs: str = ""  # a module without which it cannot run
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: how `ours` compares with `theirs` in one quantity."""
+
+    title: str
+    quantity: str  # a key of `UNITS` and of both outcomes
+    ours: Variant
+    theirs: Variant
+    goal: str
+
+
+@dataclass
+class Result:
+    """What was measured for a row, or why nothing was."""
+
+    row: Row
+    outcomes: Sequence[tuple[Outcome, Outcome]] = field(default_factory=list)  # (ours, theirs) of every round
+    note: str = ""
+
+
+def compare(
+    rows: Sequence[Row], rounds: int, environment: Mapping[str, str], say: Callable[[str], None]
+) -> list[Result]:
+    """Measure `rows`, those that compare the same two variants from the same runs."""
+    measured: dict[tuple[Variant, Variant], tuple[list[tuple[Outcome, Outcome]], str]] = {}
+    for pair in dict.fromkeys((row.ours, row.theirs) for row in rows):
+        missing = next((side.needs for side in pair if side.needs and not importlib.util.find_spec(side.needs)), "")
+        outcomes: list[tuple[Outcome, Outcome]] = []
+        note = f"skipped: {missing} is not installed" if missing else ""
+        try:
+            for number in range(0 if missing else rounds):
+                ours, theirs = (run(side, environment) for side in pair)
+                outcomes.append((ours, theirs))
+                say(f"{pair[0].name} / {pair[1].name}, round {number + 1} of {rounds}: {dict(ours)} {dict(theirs)}")
+        except MeasurementError as error:
+            say(str(error))
+            note = "failed: " + str(error).splitlines()[0]
+        measured[pair] = outcomes, note
+    return [Result(row, *measured[row.ours, row.theirs]) for row in rows]
+
+
+def run(variant: Variant, environment: Mapping[str, str]) -> Outcome:
+    """Run `variant` once, to its end.
+
+    Raises:
+        MeasurementError: it failed, took longer than `TIMEOUT` or printed no outcome.
+    """
+    threads = {"OMP_NUM_THREADS": str(variant.num_threads)}
+    started = time.time()
+    process = subprocess.Popen(
+        variant.command,
+        env={**os.environ, **environment, **threads},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        raise MeasurementError(f"{variant.name} took more than {TIMEOUT:.0f} s") from None
+    finally:
+        _end(process)
+    if process.returncode != 0:
+        raise MeasurementError(f"{variant.name} ended with exit code {process.returncode}\n{_tail(output)}")
+    return outcome_of(output, started)
+
+
+def outcome_of(output: str, started: float) -> Outcome:
+    """The last outcome in what a command printed.
+
+    It is a line, or the end of one, with a JSON object whose first key is `first_step_at`: the end of the first
+    optimizer step in seconds since the epoch, as `started` is, from which it is counted here.
+
+    Raises:
+        MeasurementError: there is none.
+    """
+    for line in reversed(output.splitlines()):
+        # A rank's line arrives with the rank before it.
+        with contextlib.suppress(ValueError):
+            values = json.loads(line[line.index('{"first_step_at"') :])
+            return {"first_step_seconds": values.pop("first_step_at") - started, **values}
+    raise MeasurementError(f"the command printed no outcome\n{_tail(output)}")
+
+
+def ratios(result: Result) -> list[float]:
+    """Ours through theirs, round by round."""
+    return [ours[result.row.quantity] / theirs[result.row.quantity] for ours, theirs in result.outcomes]
+
+
+def table(results: Sequence[Result]) -> str:
+    """The results in Markdown."""
+    lines = ["| ours / theirs | goal | ratio: median (range) | ours | theirs |", "|---|---|---|---|---|"]
+    for result in results:
+        row = result.row
+        cells = [row.title, row.goal]
+        if result.note:
+            cells += [result.note, "", ""]
+        else:
+            found = ratios(result)
+            cells.append(f"**{statistics.median(found):.2f}** ({min(found):.2f} to {max(found):.2f})")
+            for side in (0, 1):
+                value = statistics.median(outcomes[side][row.quantity] for outcomes in result.outcomes)
+                cells.append(UNITS[row.quantity](value))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def machine(num_cores: int) -> str:
+    """Where the numbers come from, in one line."""
+    return (
+        f"{num_cores} cores of {_cpu_model()}, {platform.system()}, "
+        f"Python {platform.python_version()}, torch {version('torch')}"
+    )
+
+
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _tail(output: str) -> str:
+    return "\n".join(output.splitlines()[-OUTPUT_TAIL:])
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End `process` where it has not ended itself: kindly first, so that it can end what it started."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

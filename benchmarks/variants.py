@@ -1,0 +1,240 @@
+"""The ways to train that are compared, each in processes of its own: `python -m benchmarks.variants floor --data DIR`.
+
+All train the model of recipe `mnist` for two epochs at the same global batch size and say how fast the second was. The
+other sides are written as their own tutorials write them, plus the settings that ours has: optimizer, precision and
+memory format. Every import is inside a function, because the time to the first step is measured too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.utils.data import Dataset
+
+BATCH_SIZE = 128  # global
+LEARNING_RATE = 2e-3
+LOG_INTERVAL = 20  # steps between two looks at the loss
+NUM_EPOCHS = 2
+PREPARED = "prepared"  # below the data directory, what the recipe prepared; beside it torchvision's MNIST/raw
+
+
+def ours(data: Path, precision: str, num_ranks: int) -> None:
+    from training.config import resolve
+    from training.launch import spawn
+    from training.launch.rank import Job
+    from training.recipes import get_recipe
+
+    name = "benchmarks.mnist_like.MnistLike"
+    config = resolve(
+        get_recipe(name).defaults,
+        {"epochs": NUM_EPOCHS, "global_batch_size": BATCH_SIZE, "precision": precision, "log_interval": LOG_INTERVAL},
+    )
+    with tempfile.TemporaryDirectory() as checkpoints:
+        job = Job(name, config, checkpoints, time.time())
+        result = spawn.train(job, lambda: str(data / PREPARED), num_ranks)
+    finished = result.finished
+    report(
+        job.launched_at + finished.first_step_seconds,
+        result.epochs[-1].samples_per_second,
+        finished.peak_memory_bytes,
+        memory_with_supervisor_bytes=num_ranks * finished.peak_memory_bytes + peak_memory_bytes(),
+    )
+
+
+def floor(data: Path, precision: str, num_ranks: int) -> None:
+    """The step alone: one batch that lies ready, again and again. A loop can only add to this."""
+    import torch
+
+    from benchmarks.mnist_like import MnistLike
+    from training.config import TrainingConfig
+    from training.loop import build_optimizer
+
+    recipe = MnistLike()
+    inputs, targets = _normalized(recipe.datasets(data / PREPARED)[0], BATCH_SIZE)
+    model = recipe.model().to(memory_format=torch.channels_last)
+    optimizer = build_optimizer(model, TrainingConfig(optimizer="adamw", learning_rate=LEARNING_RATE))
+    num_steps = len(recipe.datasets(data / PREPARED)[0]) // BATCH_SIZE
+    batches = [(inputs.contiguous(memory_format=torch.channels_last), targets)] * num_steps
+    _train(model, optimizer, lambda epoch: batches, num_steps * BATCH_SIZE, _autocast(precision))
+
+
+def tutorial(data: Path, precision: str, num_ranks: int) -> None:
+    """What the MNIST tutorials of PyTorch do: torchvision's data set, transformed sample by sample, in one process."""
+    import torch
+    from torch.nn import functional
+    from torch.utils.data import DataLoader
+    from torchvision import datasets, transforms
+
+    from benchmarks.mnist_like import MnistLike
+
+    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
+    train_loader = DataLoader(datasets.MNIST(str(data), train=True, transform=transform), BATCH_SIZE, shuffle=True)
+    test_loader = DataLoader(datasets.MNIST(str(data), train=False, transform=transform), batch_size=1000)
+    model = MnistLike().model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+
+    def evaluate() -> None:
+        model.eval()
+        loss = correct = 0.0
+        with torch.no_grad():
+            for inputs, targets in test_loader:
+                outputs = model(inputs)
+                loss += functional.cross_entropy(outputs, targets, reduction="sum").item()
+                correct += (outputs.argmax(dim=1) == targets).sum().item()
+        model.train()
+
+    _train(model, optimizer, lambda epoch: train_loader, len(train_loader.dataset), nullcontext, after_epoch=evaluate)
+
+
+def torchrun(data: Path, precision: str, num_ranks: int) -> None:
+    """A bare DistributedDataParallel script, as torchrun starts it."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader
+    from torch.utils.data.distributed import DistributedSampler
+
+    dist.init_process_group("gloo")
+    dataset, model, optimizer = _parts(data)
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset)
+    loader = DataLoader(dataset, batch_size=BATCH_SIZE // num_ranks, sampler=sampler)
+
+    def batches(epoch: int) -> Iterable[Any]:
+        sampler.set_epoch(epoch)
+        return loader
+
+    _train(DistributedDataParallel(model), optimizer, batches, len(dataset), _autocast(precision))
+    dist.destroy_process_group()
+
+
+def fabric(data: Path, precision: str, num_ranks: int) -> None:
+    """Lightning Fabric, as torchrun starts it."""
+    from lightning_fabric import Fabric
+    from torch.utils.data import DataLoader
+
+    fabric = Fabric(
+        accelerator="cpu",
+        strategy="ddp",
+        devices=num_ranks,
+        precision={"fp32": "32-true", "bf16": "bf16-mixed"}[precision],
+    )
+    fabric.launch()
+    dataset, model, optimizer = _parts(data)
+    model, optimizer = fabric.setup(model, optimizer)
+    loader = fabric.setup_dataloaders(DataLoader(dataset, batch_size=BATCH_SIZE // num_ranks, shuffle=True))
+
+    def batches(epoch: int) -> Iterable[Any]:
+        loader.sampler.set_epoch(epoch)
+        return loader
+
+    _train(model, optimizer, batches, len(dataset), nullcontext, fabric.backward)
+
+
+def accelerate(data: Path, precision: str, num_ranks: int) -> None:
+    """Hugging Face Accelerate, as torchrun starts it."""
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    accelerator = Accelerator(cpu=True, mixed_precision={"fp32": "no", "bf16": "bf16"}[precision])
+    dataset, model, optimizer = _parts(data)
+    loader = DataLoader(dataset, batch_size=BATCH_SIZE // num_ranks, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    _train(model, optimizer, lambda epoch: loader, len(dataset), nullcontext, accelerator.backward)
+    accelerator.end_training()
+
+
+def _parts(data: Path) -> tuple[Dataset[Any], nn.Module, Optimizer]:
+    """What the scripts for several ranks start from: normalized floats, the model, and the optimizer of ours."""
+    import torch
+    from torch.utils.data import TensorDataset
+
+    from benchmarks.mnist_like import MnistLike
+
+    recipe = MnistLike()
+    model = recipe.model().to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+    return TensorDataset(*_normalized(recipe.datasets(data / PREPARED)[0])), model, optimizer
+
+
+def _normalized(dataset: Any, count: int | None = None) -> tuple[Tensor, Tensor]:
+    from benchmarks.mnist_like import MnistLike
+
+    images, labels = dataset.tensors
+    return MnistLike().inputs(images[:count]), labels[:count]
+
+
+def _autocast(precision: str) -> Callable[[], Any]:
+    import torch
+
+    return nullcontext if precision == "fp32" else lambda: torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def _train(
+    model: Any,
+    optimizer: Any,
+    batches: Callable[[int], Iterable[Any]],
+    num_samples: int,
+    autocast: Callable[[], Any],
+    backward: Callable[[Tensor], Any] | None = None,
+    after_epoch: Callable[[], None] = lambda: None,
+) -> None:
+    """The loop that all but ours share, and the report of its last epoch by the first rank."""
+    from torch.nn import functional
+
+    first_step_at = 0.0
+    for epoch in range(NUM_EPOCHS):
+        started = time.perf_counter()
+        for step, (inputs, targets) in enumerate(batches(epoch)):
+            optimizer.zero_grad()
+            with autocast():
+                loss = functional.cross_entropy(model(inputs), targets)
+            backward(loss) if backward else loss.backward()
+            optimizer.step()
+            first_step_at = first_step_at or time.time()
+            if step % LOG_INTERVAL == 0:
+                loss.item()
+        seconds = time.perf_counter() - started
+        after_epoch()
+    if int(os.environ.get("RANK", 0)) == 0:
+        report(first_step_at, num_samples / seconds, peak_memory_bytes())
+
+
+def report(first_step_at: float, samples_per_second: float, peak_memory_bytes: int, **more: float) -> None:
+    """Print the outcome. The first step's end is in seconds since the epoch; samples are those of all ranks."""
+    outcome = {
+        "first_step_at": first_step_at,
+        "samples_per_second": samples_per_second,
+        "peak_memory_bytes": peak_memory_bytes,
+        "memory_with_supervisor_bytes": peak_memory_bytes,
+        **more,
+    }
+    print(json.dumps(outcome), flush=True)
+
+
+def peak_memory_bytes() -> int:
+    """The largest resident size that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+VARIANTS = {variant.__name__: variant for variant in (ours, floor, tutorial, torchrun, fabric, accelerate)}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("variant", choices=VARIANTS)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--ranks", type=int, default=1)
+    arguments = parser.parse_args()
+    VARIANTS[arguments.variant](arguments.data, arguments.precision, arguments.ranks)

@@ -1,0 +1,72 @@
+"""The driver of training runs, in a pod, as a Flyte task would be. Needs no pytest: the image has none.
+
+As a program, `python -m tests.kubernetes.driver JSON`, it opens one cluster and trains run after run on it, up to the
+first that fails. Whatever the runs and the launcher say is printed as a line of JSON, with the time when it was said.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import sys
+import tempfile
+import time
+from typing import Any
+
+from tests.runs import new_run
+from training import events
+from training.config import resolve
+from training.launch.cluster import cluster_config, open_cluster
+from training.launch.dask import train_on_dask
+from training.launch.rank import Job
+from training.recipes import get_recipe
+
+
+def say(**values: Any) -> None:
+    print(json.dumps({"at": time.time(), **values}), flush=True)
+
+
+class Listener:
+    def __init__(self, run: str) -> None:
+        self.run = run
+
+    def handle(self, event: events.Event) -> None:
+        if not isinstance(event, events.PredictionsMade):  # which holds bytes
+            say(run=self.run, **events.to_dict(event))
+
+    def close(self, error: BaseException | None) -> None:
+        say(run=self.run, ended="well" if error is None else type(error).__name__, message=str(error or ""))
+
+
+class LogHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        say(log=record.getMessage())
+
+
+def main() -> None:
+    """Train as told by the argument: `cluster` (fields of ClusterConfig), and `runs`, each with its `name`, `recipe`,
+    `checkpoints` (URL) and `config` (fields of TrainingConfig)."""
+    logging.getLogger("training").addHandler(LogHandler())
+    logging.getLogger("training").setLevel(logging.INFO)
+    arguments = json.loads(sys.argv[1])
+    cluster, run_name = cluster_config(arguments["cluster"]), socket.gethostname()
+    with tempfile.TemporaryDirectory() as directory, open_cluster(cluster, run_name) as client:
+        for each in arguments["runs"]:
+            data = new_run(f"{directory}/{each['name']}", each["recipe"]).data
+            config = resolve(get_recipe(each["recipe"]).defaults, each["config"])
+            job = Job(each["recipe"], config, each["checkpoints"], time.time())
+            train_on_dask(
+                job,
+                data=lambda data=data: str(data()),
+                client=client,
+                config=cluster,
+                listeners=[Listener(each["name"])],
+                relay=lambda line: say(line=line),
+                run_name=run_name,
+            )
+    say(cluster="gone")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,317 @@
+"""Training on a real Kubernetes, driven by a pod under the RBAC of deploy/, while pods and nodes are taken away."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import secrets
+import socket
+import subprocess
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from moto.server import ThreadedMotoServer
+
+from tests.kubernetes.conftest import IMAGE, ROOT, SMALL, Namespace, apply, eventually, kubectl
+
+RECIPE = "tests.recipes_for_tests.Dropping"
+STEPS_PER_EPOCH = 25
+CONFIG = {"epochs": 2, "global_batch_size": 4, "checkpoint_interval": 2}
+STEP_SECONDS = "0.4"  # an epoch is long enough to be met in the middle
+# What the driver needs that the image does not have: the tests' own code, and the tests' version of everything else.
+CODE = ("training", "tests/__init__.py", "tests/runs.py", "tests/recipes_for_tests.py", "tests/kubernetes/__init__.py")
+CODE += ("tests/kubernetes/driver.py",)
+LOSS_NOTICED = 30  # seconds; with node_timeout at its default
+
+
+@dataclass
+class Store:
+    """An S3 server of this machine, which pods and tests reach alike."""
+
+    url: str
+    keys: dict[str, str]
+
+    @property
+    def files(self) -> Any:
+        return fsspec.filesystem(
+            "s3",
+            endpoint_url=self.url,
+            key=self.keys["AWS_ACCESS_KEY_ID"],
+            secret=self.keys["AWS_SECRET_ACCESS_KEY"],
+            use_listings_cache=False,
+        )
+
+    def state(self, run: str) -> dict[str, torch.Tensor]:
+        """The state dict that the run left."""
+        state: dict[str, torch.Tensor] = torch.load(
+            io.BytesIO(self.files.cat_file(f"runs/{run}/model_state.pt")), weights_only=True
+        )
+        return state
+
+    def checkpoint_steps(self, run: str) -> list[int]:
+        """The steps of the run's complete checkpoints."""
+        names = (path.rsplit("/", 1)[-1] for path in self.files.ls(f"runs/{run}", detail=False))
+        return sorted(int(match[1]) for match in (re.fullmatch(r"step-(\d+)\.json", name) for name in names) if match)
+
+
+@dataclass
+class Driver:
+    """A pod that trains."""
+
+    namespace: Namespace
+    pod: str
+
+    def said(self, **values: Any) -> list[dict[str, Any]]:
+        """What it has printed with these values."""
+        lines = [line for line in self.namespace.log(self.pod).splitlines() if line.startswith("{")]
+        return [each for each in map(json.loads, lines) if values.items() <= each.items()]
+
+    def wait_for(self, timeout: float = 240, **values: Any) -> dict[str, Any]:
+        """The first thing that it prints with these values."""
+
+        def said() -> list[dict[str, Any]]:
+            phase = self.namespace.phase(self.pod)  # first, because what was said before the end is in the log then
+            found = self.said(**values)
+            assert found or phase not in ("Failed", "Succeeded"), f"{self.pod} ended:\n{self.namespace.log(self.pod)}"
+            return found
+
+        return dict(eventually(said, timeout, f"{values} from {self.pod}")[0])
+
+    def wait_for_step(self, run: str, step: int) -> None:
+        self.wait_for(run=run, event="StepFinished", step=step)
+
+    def losses_of_gang(self) -> list[dict[str, Any]]:
+        """Its log lines about gangs that were lost."""
+        return [each for each in self.said() if "the gang was lost" in each.get("log", "")]
+
+    def succeeded(self) -> None:
+        assert self.namespace.wait_for_end(self.pod, timeout=240) == 0, self.namespace.log(self.pod)
+
+    def pods(self, component: str) -> list[dict[str, Any]]:
+        """The pods of its cluster."""
+        (cluster,) = self.namespace.clusters()
+        return self.namespace.items("pods", f"dask.org/cluster-name={cluster},dask.org/component={component}")
+
+
+@pytest.fixture(scope="module")
+def store(namespace: Namespace) -> Iterator[Store]:
+    server = ThreadedMotoServer(_own_address(), 0)
+    server.start()
+    host, port = server.get_host_and_port()
+    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": secrets.token_hex(8), "AWS_REGION": "us-east-1"}
+    store = Store(f"http://{host}:{port}", keys)
+    values = {**keys, "AWS_ENDPOINT_URL": store.url}
+    metadata = {"name": "storage", "namespace": namespace.name}
+    apply({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": values})
+    store.files.mkdir("runs")
+    yield store
+    server.stop()
+
+
+def _own_address() -> str:
+    """This machine's address as pods reach it: the one from which it would talk to the API server's own."""
+    if address := os.environ.get("FLYTE_DDP_TEST_ADDRESS"):
+        return address
+    api_server = kubectl(
+        *("--namespace", "default", "get", "endpoints", "kubernetes"),
+        *("--output", "jsonpath={.subsets[0].addresses[0].ip}"),
+    )
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((api_server, 9))  # sends nothing: it only asks the routing table
+        return str(probe.getsockname()[0])
+
+
+@pytest.fixture(scope="module")
+def code(namespace: Namespace) -> None:
+    """The ConfigMap `training-code`."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w:gz") as tar:
+        for path in CODE:
+            tar.add(ROOT / path, path, filter=lambda member: None if "__pycache__" in member.name else member)
+    manifest = kubectl(
+        *("--namespace", namespace.name, "create", "configmap", "training-code"),
+        *("--dry-run=client", "--output", "json", "--from-file", "code.tar.gz=/dev/stdin"),
+        stdin=archive.getvalue(),
+    )
+    kubectl("create", "-f", "-", stdin=manifest)
+
+
+@pytest.fixture(scope="module")
+def start(namespace: Namespace, store: Store, code: None) -> Callable[..., Driver]:
+    """start(pod, *runs, **cluster): a driver that trains `runs` in turn; each is stored under its name."""
+
+    def start(pod: str, *runs: str, **cluster: Any) -> Driver:
+        orders = {
+            "cluster": {
+                **SMALL,
+                "image": "",  # as of the driver's own pod
+                "env": {"STEP_SECONDS": STEP_SECONDS},
+                "env_from_secrets": ["storage"],
+                **cluster,
+            },
+            "runs": [
+                {"name": run, "recipe": RECIPE, "checkpoints": f"s3://runs/{run}", "config": CONFIG} for run in runs
+            ],
+        }
+        # The working directory comes before all else on Python's path, and in the image it holds the image's own code.
+        unpack = "mkdir /tmp/code && cd /tmp/code && tar xzf /code/code.tar.gz"
+        program = f'{unpack} && exec python -m tests.kubernetes.driver "$0"'
+        apply(
+            {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "metadata": {"name": pod, "namespace": namespace.name},
+                "spec": {
+                    "restartPolicy": "Never",
+                    "serviceAccountName": "flyte-ddp",
+                    "containers": [
+                        {
+                            "name": "driver",
+                            "image": IMAGE,
+                            "imagePullPolicy": "IfNotPresent",
+                            "args": ["bash", "-c", program, json.dumps(orders)],
+                            "envFrom": [{"secretRef": {"name": "storage"}}],
+                            "volumeMounts": [{"name": "code", "mountPath": "/code"}],
+                        }
+                    ],
+                    "volumes": [{"name": "code", "configMap": {"name": "training-code"}}],
+                },
+            }
+        )
+        return Driver(namespace, pod)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def bereaved(start: Callable[..., Driver], namespace: Namespace) -> tuple[Driver, list[dict[str, Any]]]:
+    """A driver that has trained "undisturbed", and "bereaved" with a worker's pod deleted; and the workers' pods."""
+    driver = start("bereaved", "undisturbed", "bereaved")
+    driver.wait_for_step("undisturbed", 3)
+    pods = driver.pods("worker")
+    driver.wait_for_step("bereaved", 3)
+    namespace.kubectl("delete", "pod", pods[0]["metadata"]["name"], "--wait=false")
+    driver.succeeded()
+    return driver, pods
+
+
+def test_two_pods_on_two_nodes_give_the_weights_of_two_local_processes(
+    bereaved: tuple[Driver, list[dict[str, Any]]], store: Store, finished_run: Callable[..., Any]
+) -> None:
+    driver, pods = bereaved
+    (started,) = driver.said(run="undisturbed", event="RunStarted")
+    assert started["world_size"] == 2
+    assert len({pod["spec"]["nodeName"] for pod in pods}) == 2
+    torch.testing.assert_close(store.state("undisturbed"), finished_run("Dropping", 2, **CONFIG).state())
+    assert {f"[node {index}] [rank {index}] the data are opened" for index in (0, 1)} <= {
+        each["line"] for each in driver.said() if "line" in each
+    }
+
+
+def test_a_deleted_worker_pod_costs_nothing_but_time(
+    bereaved: tuple[Driver, list[dict[str, Any]]], store: Store
+) -> None:
+    driver, _ = bereaved
+    first, second = driver.said(run="bereaved", event="RunStarted")
+    assert first["resumed_step"] == 0
+    assert 0 < second["resumed_step"] < STEPS_PER_EPOCH, "it was not met in mid-epoch"
+    assert second["world_size"] == 2
+    disturbed, undisturbed = store.state("bereaved"), store.state("undisturbed")
+    assert disturbed.keys() == undisturbed.keys()
+    assert all(torch.equal(disturbed[name], undisturbed[name]) for name in disturbed)
+
+
+@contextlib.contextmanager
+def reserved_for_workers(node: str) -> Iterator[dict[str, Any]]:
+    """Keep new pods off `node` but for those of workers; gives what workers need to come, one to a node."""
+    taint = "flyte-ddp.test/workers-only"
+    kubectl("taint", "node", node, f"{taint}=:NoSchedule")
+    try:
+        yield {
+            "tolerations": [{"key": taint, "operator": "Exists"}],
+            "pod_template": {
+                "affinity": {
+                    "podAntiAffinity": {
+                        "requiredDuringSchedulingIgnoredDuringExecution": [
+                            {
+                                "labelSelector": {"matchLabels": {"dask.org/component": "worker"}},
+                                "topologyKey": "kubernetes.io/hostname",
+                            }
+                        ]
+                    }
+                }
+            },
+        }
+    finally:
+        kubectl("taint", "node", node, f"{taint}-")
+
+
+def test_a_node_that_falls_silent_is_noticed_and_done_without(start: Callable[..., Driver], store: Store) -> None:
+    nodes = kubectl("get", "nodes", "--output", "jsonpath={.items[*].metadata.name}").split()
+    cut = next((node for node in nodes if Path("/sys/class/net", node).exists()), "")
+    if not cut or os.geteuid() != 0:
+        pytest.skip("no node is on a network link of this machine that this user may cut")
+    with reserved_for_workers(cut) as placement:
+        driver = start("cut-off", "cut-off", min_nodes=1, return_timeout=5, **placement)
+        driver.wait_for_step("cut-off", 3)
+    assert [pod["spec"]["nodeName"] for pod in driver.pods("worker")].count(cut) == 1
+    cut_at = time.time()
+    subprocess.run(["ip", "link", "set", cut, "down"], check=True)
+    try:
+        driver.succeeded()
+    finally:
+        subprocess.run(["ip", "link", "set", cut, "up"], check=True)
+        kubectl("wait", "--for=condition=Ready", f"node/{cut}", "--timeout=120s")
+    (lost,) = driver.losses_of_gang()
+    assert "has been silent for" in lost["log"]
+    assert lost["at"] - cut_at < LOSS_NOTICED
+    first, second = driver.said(run="cut-off", event="RunStarted")
+    assert (first["world_size"], second["world_size"]) == (2, 1)
+    assert 0 < second["resumed_step"] < STEPS_PER_EPOCH, "it was not met in mid-epoch"
+    assert driver.wait_for(run="cut-off", event="RunFinished")["step"] == 2 * STEPS_PER_EPOCH
+
+
+def test_a_deleted_scheduler_pod_costs_nothing_but_time(
+    start: Callable[..., Driver], namespace: Namespace, store: Store, finished_run: Callable[..., Any]
+) -> None:
+    driver = start("headless", "headless")
+    driver.wait_for_step("headless", 3)
+    (scheduler,) = driver.pods("scheduler")
+    deleted_at = time.time()
+    namespace.kubectl("delete", "pod", scheduler["metadata"]["name"], "--wait=false")
+    driver.succeeded()
+    assert driver.losses_of_gang()[0]["at"] - deleted_at < LOSS_NOTICED
+    assert driver.said(run="headless", event="RunStarted")[-1]["resumed_step"] > 0
+    torch.testing.assert_close(store.state("headless"), finished_run("Dropping", 2, **CONFIG).state())
+
+
+def test_a_deleted_driver_pod_leaves_a_last_checkpoint_and_no_cluster_and_the_next_one_goes_on(
+    start: Callable[..., Driver], namespace: Namespace, store: Store
+) -> None:
+    driver = start("first", "stopped")
+    driver.wait_for_step("stopped", 3)
+    log = subprocess.Popen(
+        ["kubectl", "--namespace", namespace.name, "logs", "--follow", "first"], stdout=subprocess.PIPE, text=True
+    )
+    namespace.kubectl("delete", "pod", "first", "--timeout=60s")
+    output, _ = log.communicate(timeout=60)
+    assert "TrainingStopped" in output
+    assert "SIGTERM: the run was stopped at step" in output
+    assert namespace.clusters() == []
+    last = store.checkpoint_steps("stopped")[-1]
+
+    driver = start("second", "stopped")
+    started = driver.wait_for(run="stopped", event="RunStarted")
+    assert started["resumed_step"] == last > 0
+    namespace.kubectl("delete", "pod", "second", "--grace-period=0", "--force")
+    eventually(lambda: not namespace.clusters(), 60, "the deletion of what the pod owned")

@@ -1,0 +1,79 @@
+"""The arithmetic and the table of the benchmarks. Nothing is measured here."""
+
+import json
+import sys
+
+import pytest
+
+from benchmarks.measure import MeasurementError, Result, Row, Variant, compare, outcome_of, ratios, run, table
+
+OURS, THEIRS = Variant("ours", ("true",), 1), Variant("theirs", ("true",), 1)
+THROUGHPUT = Row("throughput / the floor", "samples_per_second", OURS, THEIRS, ">= 0.95")
+
+
+def outcomes(*pairs):
+    return [({"samples_per_second": ours}, {"samples_per_second": theirs}) for ours, theirs in pairs]
+
+
+def printing(text, name="printer", needs=""):
+    return Variant(name, (sys.executable, "-c", f"print({text!r})"), 1, needs)
+
+
+def test_each_rounds_ratio_is_of_that_rounds_two_runs():
+    assert ratios(Result(THROUGHPUT, outcomes((90, 100), (30, 20)))) == [0.9, 1.5]
+
+
+def test_the_table_has_the_median_and_the_range_of_the_ratios_and_the_median_of_each_side():
+    result = Result(THROUGHPUT, outcomes((900, 1000), (3000, 2000), (2000, 2000)))
+    header, rule, line = table([result]).splitlines()
+    assert header.count("|") == rule.count("|") == line.count("|")
+    assert line == (
+        "| throughput / the floor | >= 0.95 | **1.00** (0.90 to 1.50) | 2,000 samples/s | 2,000 samples/s |"
+    )
+
+
+def test_a_row_that_was_not_measured_says_why():
+    line = table([Result(THROUGHPUT, note="skipped: peer is not installed")]).splitlines()[-1]
+    assert line == "| throughput / the floor | >= 0.95 | skipped: peer is not installed |  |  |"
+
+
+def test_the_last_outcome_is_found_among_other_output_and_behind_a_ranks_name():
+    output = (
+        'a warning {"x": 1}\n{"first_step_at": 1}\n[rank 0] {"first_step_at": 107.5, "samples_per_second": 9}\nend\n'
+    )
+    assert outcome_of(output, started=100.0) == {"first_step_seconds": 7.5, "samples_per_second": 9}
+
+
+def test_output_without_an_outcome_is_an_error():
+    with pytest.raises(MeasurementError, match="no outcome"):
+        outcome_of("trained\n", 0.0)
+
+
+def test_a_failed_command_is_an_error_with_its_exit_code_and_output():
+    failing = Variant("failing", (sys.executable, "-c", "import sys; print('why'); sys.exit(3)"), 1)
+    with pytest.raises(MeasurementError, match=r"failing ended with exit code 3\nwhy"):
+        run(failing, {})
+
+
+def test_rows_of_the_same_pair_share_its_runs_and_the_sides_take_turns(tmp_path):
+    log = tmp_path / "log"
+    code = """open({!r}, "a").write({!r}); print('{{"first_step_at": 0, "samples_per_second": {}}}')"""
+    ours, theirs = (
+        Variant(name, (sys.executable, "-c", code.format(str(log), name, speed)), 1)
+        for name, speed in (("A", 6), ("B", 3))
+    )
+    rows = [Row(title, "samples_per_second", ours, theirs, "") for title in ("first", "second")]
+    results = compare(rows, 2, {}, lambda text: None)
+    assert log.read_text() == "ABAB"
+    assert [ratios(result) for result in results] == [[2.0, 2.0], [2.0, 2.0]]
+
+
+def test_a_pair_that_cannot_be_measured_does_not_keep_the_others_from_it():
+    good = printing(json.dumps({"first_step_at": 0, "samples_per_second": 5}))
+    absent = printing("", "absent", needs="no_such_module")
+    silent = printing("nothing", "silent")
+    rows = [Row(other.name, "samples_per_second", good, other, "") for other in (absent, silent, good)]
+    skipped, failed, measured = compare(rows, 1, {}, lambda text: None)
+    assert skipped.note == "skipped: no_such_module is not installed"
+    assert failed.note.startswith("failed: ")
+    assert (measured.note, ratios(measured)) == ("", [1.0])
