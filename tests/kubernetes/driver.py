@@ -6,6 +6,7 @@ first that fails. Whatever the runs and the launcher say is printed as a line of
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import socket
@@ -44,6 +45,10 @@ class LogHandler(logging.Handler):
         say(log=record.getMessage())
 
 
+def prepared(directory: str, recipe: str) -> str:
+    return str(new_run(directory, recipe).data())
+
+
 def main() -> None:
     """Train as told by the argument: `cluster` (fields of ClusterConfig), and `runs`, each with its `name`, `recipe`,
     `checkpoints` (URL) and `config` (fields of TrainingConfig)."""
@@ -53,12 +58,11 @@ def main() -> None:
     cluster, run_name = cluster_config(arguments["cluster"]), socket.gethostname()
     with tempfile.TemporaryDirectory() as directory, open_cluster(cluster, run_name) as client:
         for each in arguments["runs"]:
-            data = new_run(f"{directory}/{each['name']}", each["recipe"]).data
             config = resolve(get_recipe(each["recipe"]).defaults, each["config"])
             job = Job(each["recipe"], config, each["checkpoints"], time.time())
             train_on_dask(
                 job,
-                data=lambda data=data: str(data()),
+                data=functools.partial(prepared, f"{directory}/{each['name']}", each["recipe"]),
                 client=client,
                 config=cluster,
                 listeners=[Listener(each["name"])],

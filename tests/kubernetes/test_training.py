@@ -28,10 +28,11 @@ RECIPE = "tests.recipes_for_tests.Dropping"
 STEPS_PER_EPOCH = 25
 CONFIG = {"epochs": 2, "global_batch_size": 4, "checkpoint_interval": 2}
 STEP_SECONDS = "0.4"  # an epoch is long enough to be met in the middle
-# What the driver needs that the image does not have: the tests' own code, and the tests' version of everything else.
-CODE = ("training", "tests/__init__.py", "tests/runs.py", "tests/recipes_for_tests.py", "tests/kubernetes/__init__.py")
-CODE += ("tests/kubernetes/driver.py",)
-LOSS_NOTICED = 30  # seconds; with node_timeout at its default
+# What the driver needs that the image does not have: the tests' own code, and this checkout's version of the package.
+CODE = ["training", "tests/__init__.py", "tests/runs.py", "tests/recipes_for_tests.py"]
+CODE += ["tests/kubernetes/__init__.py", "tests/kubernetes/driver.py"]
+DEATH_NOTICED = 10  # seconds
+SILENCE_NOTICED = 30  # seconds; with node_timeout at its default
 
 
 @dataclass
@@ -193,36 +194,43 @@ def start(namespace: Namespace, store: Store, code: None) -> Callable[..., Drive
     return start
 
 
+@dataclass
+class Bereaved:
+    """A driver that has trained "undisturbed", and then "bereaved" with a worker's pod deleted."""
+
+    driver: Driver
+    pods: list[dict[str, Any]]  # the workers', before
+    deleted_at: float  # seconds since the epoch
+
+
 @pytest.fixture(scope="module")
-def bereaved(start: Callable[..., Driver], namespace: Namespace) -> tuple[Driver, list[dict[str, Any]]]:
-    """A driver that has trained "undisturbed", and "bereaved" with a worker's pod deleted; and the workers' pods."""
+def bereaved(start: Callable[..., Driver], namespace: Namespace) -> Bereaved:
     driver = start("bereaved", "undisturbed", "bereaved")
     driver.wait_for_step("undisturbed", 3)
     pods = driver.pods("worker")
     driver.wait_for_step("bereaved", 3)
+    deleted_at = time.time()
     namespace.kubectl("delete", "pod", pods[0]["metadata"]["name"], "--wait=false")
     driver.succeeded()
-    return driver, pods
+    return Bereaved(driver, pods, deleted_at)
 
 
 def test_two_pods_on_two_nodes_give_the_weights_of_two_local_processes(
-    bereaved: tuple[Driver, list[dict[str, Any]]], store: Store, finished_run: Callable[..., Any]
+    bereaved: Bereaved, store: Store, finished_run: Callable[..., Any]
 ) -> None:
-    driver, pods = bereaved
-    (started,) = driver.said(run="undisturbed", event="RunStarted")
+    (started,) = bereaved.driver.said(run="undisturbed", event="RunStarted")
     assert started["world_size"] == 2
-    assert len({pod["spec"]["nodeName"] for pod in pods}) == 2
+    assert len({pod["spec"]["nodeName"] for pod in bereaved.pods}) == 2
     torch.testing.assert_close(store.state("undisturbed"), finished_run("Dropping", 2, **CONFIG).state())
-    assert {f"[node {index}] [rank {index}] the data are opened" for index in (0, 1)} <= {
-        each["line"] for each in driver.said() if "line" in each
-    }
+    lines = {each.get("line") for each in bereaved.driver.said()}
+    assert {f"[node {index}] [rank {index}] the data are opened" for index in (0, 1)} <= lines
+    assert store.keys["AWS_SECRET_ACCESS_KEY"] not in bereaved.driver.namespace.log(bereaved.driver.pod)
 
 
-def test_a_deleted_worker_pod_costs_nothing_but_time(
-    bereaved: tuple[Driver, list[dict[str, Any]]], store: Store
-) -> None:
-    driver, _ = bereaved
-    first, second = driver.said(run="bereaved", event="RunStarted")
+def test_a_deleted_worker_pod_costs_nothing_but_time(bereaved: Bereaved, store: Store) -> None:
+    (lost,) = bereaved.driver.losses_of_gang()
+    assert lost["at"] - bereaved.deleted_at < DEATH_NOTICED
+    first, second = bereaved.driver.said(run="bereaved", event="RunStarted")
     assert first["resumed_step"] == 0
     assert 0 < second["resumed_step"] < STEPS_PER_EPOCH, "it was not met in mid-epoch"
     assert second["world_size"] == 2
@@ -274,7 +282,7 @@ def test_a_node_that_falls_silent_is_noticed_and_done_without(start: Callable[..
         kubectl("wait", "--for=condition=Ready", f"node/{cut}", "--timeout=120s")
     (lost,) = driver.losses_of_gang()
     assert "has been silent for" in lost["log"]
-    assert lost["at"] - cut_at < LOSS_NOTICED
+    assert lost["at"] - cut_at < SILENCE_NOTICED
     first, second = driver.said(run="cut-off", event="RunStarted")
     assert (first["world_size"], second["world_size"]) == (2, 1)
     assert 0 < second["resumed_step"] < STEPS_PER_EPOCH, "it was not met in mid-epoch"
@@ -290,7 +298,7 @@ def test_a_deleted_scheduler_pod_costs_nothing_but_time(
     deleted_at = time.time()
     namespace.kubectl("delete", "pod", scheduler["metadata"]["name"], "--wait=false")
     driver.succeeded()
-    assert driver.losses_of_gang()[0]["at"] - deleted_at < LOSS_NOTICED
+    assert driver.losses_of_gang()[0]["at"] - deleted_at < SILENCE_NOTICED
     assert driver.said(run="headless", event="RunStarted")[-1]["resumed_step"] > 0
     torch.testing.assert_close(store.state("headless"), finished_run("Dropping", 2, **CONFIG).state())
 
