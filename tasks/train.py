@@ -28,6 +28,7 @@ from training.config import ConfigError, resolve
 from training.launch import spawn
 from training.launch.rank import Job
 from training.recipes import get_recipe
+from training.storage import Storage
 
 # What an attempt can die of that the next one may not: a killed or stuck rank, or storage that was out of reach.
 RECOVERABLE_KINDS = ("signal", "exit", "stall")
@@ -115,8 +116,10 @@ def _run(
     try:
         resolved = resolve(get_recipe(recipe).defaults, given(config))
         job = Job(recipe, resolved, checkpoints or execution.checkpoints, launched_at)
-        with flyte_errors():
-            yield job, Watchers(job, execution, directory, model_artifact), execution
+        Storage(job.checkpoints).check_writable("checkpoints")  # the watchers are the first to write there
+        watchers = Watchers(job, execution, directory, model_artifact)
+        with flyte_errors(), watchers.saying_what_is_logged():
+            yield job, watchers, execution
     except ConfigError as error:
         raise InputError(str(error)) from error
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import flytekit
@@ -66,6 +69,31 @@ class Watchers:
             report=FlyteFile(str(report_file)),
             history=FlyteFile(str(self.history_file)),
         )
+
+    @contextlib.contextmanager
+    def saying_what_is_logged(self) -> Iterator[None]:
+        """Show what the launchers log (a cluster that starts, a gang that restarts) above the bar, not through it."""
+        handler = _Handler(self.bar.write)
+        logger = logging.getLogger("training")
+        level, propagates = logger.level, logger.propagate
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            logger.propagate = propagates
+
+
+class _Handler(logging.Handler):
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self.say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.say(self.format(record))
 
 
 class _Link:
