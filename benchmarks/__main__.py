@@ -18,7 +18,7 @@ from training.launch.spawn import num_cores
 from training.prepare import prepare_data
 
 ROOT = Path(__file__).parents[1]
-NUM_BATCHES, NUM_BATCHES_QUICK = 300, 10  # per epoch
+NUM_BATCHES, NUM_BATCHES_QUICK = 100, 10  # per epoch
 # Without this, glibc gives a step's memory back to the kernel in some runs and not in others, and the page faults make
 # the step up to a third slower: a floor of varying height. The peers have what their users get, which is the default.
 KEEP_FREED_MEMORY = ("env", f"MALLOC_TRIM_THRESHOLD_={1 << 30}", f"MALLOC_MMAP_THRESHOLD_={1 << 30}")
