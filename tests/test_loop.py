@@ -50,7 +50,7 @@ class _Plain:
                 if clip:
                     torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
                 optimizer.step()
-                total += float(loss)
+                total += loss.item()
             self.model.eval()
             with torch.no_grad():
                 outputs = self.model(test_inputs)

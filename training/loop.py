@@ -149,7 +149,6 @@ class Trainer:
         self.schedule = LambdaLR(self.optimizer, lambda step: learning_rate_factor(config, step, self.num_steps))
         self.first_step_at = 0.0  # seconds since the epoch
         self._watch = _LossWatch(world)
-        self._last_learning_rate = 0.0
         self._next_pulse, self._last_pulse = 0, (0, time.perf_counter())
 
     def fit(self) -> Progress:
@@ -202,7 +201,6 @@ class Trainer:
 
             is_logged = (progress.step + 1) % config.log_interval == 0 or progress.step == 0
             gradient_norm = self._clip(needed=is_logged)
-            self._last_learning_rate = float(self.schedule.get_last_lr()[0])
             self.optimizer.step()
             self.schedule.step()
             progress.step += 1
@@ -374,6 +372,10 @@ class Trainer:
         self.progress.num_targets = earlier.num_targets + float(tally.num_targets)
         self.progress.seconds = earlier.seconds + tally.seconds
 
+    def _last_learning_rate(self) -> float:
+        """Of the last optimizer step, also where an earlier attempt took it."""
+        return self.config.learning_rate * learning_rate_factor(self.config, self.progress.step - 1, self.num_steps)
+
     def _report_step(self, tally: Tally, gradient_norm: float) -> None:
         loss_sum = self.world.sum(tally.loss_sum)[0]
         if self.world.is_first:
@@ -382,7 +384,7 @@ class Trainer:
                     step=self.progress.step,
                     epoch=self.progress.epoch,
                     loss=loss_sum / float(tally.num_targets),
-                    learning_rate=self._last_learning_rate,
+                    learning_rate=self._last_learning_rate(),
                     gradient_norm=gradient_norm,
                     samples_per_second=tally.num_samples / tally.seconds,
                 )
@@ -398,7 +400,7 @@ class Trainer:
             train_loss=progress.loss_sum / progress.num_targets,
             test_loss=test_loss,
             accuracy=accuracy,
-            learning_rate=self._last_learning_rate,
+            learning_rate=self._last_learning_rate(),
             seconds=progress.seconds,
             samples_per_second=len(self.train) / progress.seconds,
             evaluation_seconds=evaluation_seconds,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import importlib
 import io
 import os
@@ -157,6 +158,7 @@ def main(
             is_consequence = isinstance(error, (RuntimeError, OSError)) and bool(PEER_FAILURE.search(str(error)))
             link.send("error", type(error).__name__, str(error), text, is_consequence)
     else:
+        gc.collect()  # ends loader processes, which would else leave their semaphores to the resource tracker
         link.send("done")
     # Not a normal exit: after an error it would wait for threads that wait for dead peers, and after a good run gloo's
     # threads now and then abort the interpreter on its way out. The supervisor ends what is left of the group.
