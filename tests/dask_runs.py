@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.runs import REPOSITORY, Run, _Printer, new_run
+from tests.runs import REPOSITORY, Run, _Printer, new_run, print_json
 from training.config import resolve
 from training.events import StepFinished
 from training.launch.cluster import ClusterConfig, open_cluster
@@ -86,7 +86,7 @@ def eventually(condition, timeout=30):
 
 class _DriverRun(_Printer):
     def relay(self, line):
-        print(json.dumps({"line": line}), flush=True)
+        print_json({"line": line})
 
 
 def _main():
@@ -98,7 +98,7 @@ def _main():
             train(run, client, ClusterConfig(**cluster), **config)
     except Exception as error:
         ended = (type(error).__name__, str(error))
-    print(json.dumps({"ended": ended}), flush=True)
+    print_json({"ended": ended})
 
 
 if __name__ == "__main__":

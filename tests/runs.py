@@ -115,12 +115,18 @@ def how_it_ended(parent, timeout=60):
     return tuple(json.loads(output.splitlines()[-1])["ended"])
 
 
+def print_json(values):
+    """Print one line whole: `print` writes its end apart, where another thread may write first."""
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
+
+
 class _Printer(Run):
     def handle(self, event):
         super().handle(event)
         values = events.to_dict(event)
         if values["event"] != "PredictionsMade":  # which holds bytes
-            print(json.dumps(values), flush=True)
+            print_json(values)
 
 
 def _main():
@@ -131,7 +137,7 @@ def _main():
         run.train(**arguments)
     except Exception as error:
         ended = (type(error).__name__, str(error))
-    print(json.dumps({"ended": ended}), flush=True)
+    print_json({"ended": ended})
 
 
 if __name__ == "__main__":

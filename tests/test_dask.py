@@ -210,7 +210,7 @@ def test_a_silent_node_is_given_up_and_ends_its_ranks_when_it_awakes(start_worke
     start_worker(scheduler, "node-0", STEP_SECONDS="0.1")
     silent = start_worker(scheduler, "node-1", STEP_SECONDS="0.1")
     config = ClusterConfig(
-        kind="existing", scheduler_address=scheduler, node_timeout=5, min_nodes=1, return_timeout=1, start_timeout=60
+        kind="existing", scheduler_address=scheduler, node_timeout=5, min_nodes=1, return_timeout=8, start_timeout=60
     )
     stopped = []
 
