@@ -40,6 +40,7 @@ STOP_GRACE = 20.0  # seconds to write a last checkpoint in; Kubernetes kills a p
 CAUSE_GRACE = 0.5  # seconds in which a second failure may turn out to be the cause of the first
 POLL = 0.1  # seconds between looks at logs, beats and the wish to stop
 LOG_TAIL = 20  # lines of a failed rank's output in the error
+DEATH_GRACE = 2.0  # seconds for the kernel to end what was killed, and for whoever adopted it to notice
 
 _hiding = threading.Lock()
 
@@ -298,6 +299,10 @@ class _Gang:
             rank.process.join()
             rank.up.close()
             rank.down.close()
+        # A loader process of a rank that died before it is nobody's child here, so there is nothing to join.
+        deadline = time.monotonic() + DEATH_GRACE
+        while any(_has_group(rank.process.pid) for rank in self.ranks) and time.monotonic() < deadline:
+            time.sleep(POLL / 10)
         self._relay_logs()
 
     def _pass_on(self, directory: str) -> None:
@@ -551,6 +556,17 @@ def _logs_directory() -> Iterator[str]:
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _has_group(leader: int | None) -> bool:
+    """Whether a process of the group of `leader`, which has ended, is left."""
+    if leader is None:
+        return False
+    try:
+        os.killpg(leader, 0)
+    except (ProcessLookupError, PermissionError):  # the latter: the number has gone to somebody else
+        return False
+    return True
 
 
 def _oom_kills() -> int:
