@@ -25,16 +25,22 @@ KEEP_FREED_MEMORY = ("env", f"MALLOC_TRIM_THRESHOLD_={1 << 30}", f"MALLOC_MMAP_T
 BUSY = 0.5  # load average from which on the machine is not idle
 
 
-def rows(data: Path) -> dict[str, list[Row]]:
-    """All rows of the table by the name of what ours is compared with; what a further comparison is added to."""
+def rows(data: Path, names: str = "") -> dict[str, list[Row]]:
+    """All rows of the table by the name of what ours is compared with; what a further comparison is added to.
+
+    Args:
+        names: the file or URL of the pet names; "" is the recipe's own list.
+    """
 
     def variant(name: str, num_ranks: int = 1, precision: str = "fp32", needs: str = "") -> Variant:
         options = ("--data", str(data), "--precision", precision, "--ranks", str(num_ranks))
         launcher: tuple[str, ...] = (sys.executable,)
         if name == "floor":
             launcher = (*KEEP_FREED_MEMORY, *launcher)
-        if name in ("torchrun", "fabric", "accelerate"):
+        if name in ("torchrun", "torchrun_killed", "fabric", "accelerate"):
             launcher += ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
+        if name == "torchrun_killed":
+            launcher += ("--max-restarts", "3")  # gloo's first try to meet again is sometimes in vain
         command = (*launcher, "-m", "benchmarks.variants", name, *options)
         return Variant(f"{name} {precision} x{num_ranks}", command, num_threads(num_ranks), needs)
 
@@ -57,6 +63,28 @@ def rows(data: Path) -> dict[str, list[Row]]:
         "torchrun": [
             Row("throughput / torchrun DDP, 2 ranks, fp32", speed, ours_twice, torchrun, ">= 1.0"),
             Row("command to first step / torchrun DDP, 2 ranks", start, ours_twice, torchrun, "0.5"),
+        ],
+        "dask": [
+            Row("throughput on two Dask nodes / torchrun DDP", speed, variant("dask", 2), torchrun, ">= 0.98"),
+            Row("Dask workers ready to first step / torchrun's start-up", start, variant("dask", 2), torchrun, "<= 1"),
+        ],
+        "recovery": [
+            Row(
+                "killed rank to next step, two Dask nodes / torchrun --max-restarts",
+                "recovery_seconds",
+                variant("dask_killed", 2),
+                variant("torchrun_killed", 2),
+                "",
+            )
+        ],
+        "pet_names": [
+            Row(
+                "pet names: time to the tutorial's held-out loss / tutorial",
+                "seconds_to_loss",
+                _to_quality("ours", names, num_threads(num_cores())),
+                _to_quality("tutorial", names, num_cores()),
+                "<= 0.25",
+            )
         ],
         "pyflyte": [Row("`pyflyte run` to first step / torchrun DDP, 2 ranks", start, _pyflyte(), torchrun, "")],
         "fabric": [
@@ -85,6 +113,11 @@ def num_threads(num_ranks: int) -> int:
     return max(1, num_cores() // num_ranks)
 
 
+def _to_quality(name: str, names: str, threads: int) -> Variant:
+    command = (sys.executable, "-m", "benchmarks.time_to_quality", name, "--names", names)
+    return Variant(f"pet names, {name}", command, threads)
+
+
 def _pyflyte() -> Variant:
     """The whole command that users type, Flyte's start and the preparation of the data included."""
     return Variant(
@@ -106,10 +139,13 @@ def _pyflyte() -> Variant:
 
 
 def main() -> int:
-    names = list(rows(Path()))
+    comparisons = list(rows(Path()))
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="runs of each side of each pair (%(default)s)")
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument(
+        "--only", nargs="+", choices=comparisons, default=comparisons, metavar="NAME", help=", ".join(comparisons)
+    )
+    parser.add_argument("--names", default="", help="file or URL of pet names; the recipe's own list by default")
     parser.add_argument("--quick", action="store_true", help="one short round, to see that everything runs")
     arguments = parser.parse_args()
     num_samples = BATCH_SIZE * (NUM_BATCHES_QUICK if arguments.quick else NUM_BATCHES)
@@ -121,7 +157,7 @@ def main() -> int:
         (data / PREPARED).mkdir()
         prepare_data(MnistLike(), str(num_samples), data / PREPARED)
         write_idx_files(num_samples, data)
-        chosen = [row for name, group in rows(data).items() if name in arguments.only for row in group]
+        chosen = [row for name, group in rows(data, arguments.names).items() if name in arguments.only for row in group]
         environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
         results = compare(chosen, 1 if arguments.quick else arguments.rounds, environment, _say)
     print(table(results))

@@ -32,6 +32,8 @@ UNITS: dict[str, Callable[[float], str]] = {
     "peak_memory_bytes": lambda value: f"{value / 2**20:,.0f} MiB",  # of one rank
     "memory_with_supervisor_bytes": lambda value: f"{value / 2**20:,.0f} MiB",  # sum of the processes' peaks
     "first_step_seconds": lambda value: f"{value:.1f} s",  # from the command's start to the first optimizer step's end
+    "recovery_seconds": lambda value: f"{value:.1f} s",  # from the death of a rank to the end of the next step
+    "seconds_to_loss": lambda value: f"{value:.0f} s",  # from the command's start to the best loss of theirs
 }
 """How to write down what can be measured."""
 
@@ -81,7 +83,7 @@ def compare(
         note = f"skipped: {missing} is not installed" if missing else ""
         try:
             for number in range(0 if missing else rounds):
-                ours, theirs = (run(side, environment) for side in pair)
+                ours, theirs = timed_to_loss(*(run(side, environment) for side in pair))
                 outcomes.append((ours, theirs))
                 say(f"{pair[0].name} / {pair[1].name}, round {number + 1} of {rounds}: {dict(ours)} {dict(theirs)}")
         except MeasurementError as error:
@@ -123,7 +125,8 @@ def outcome_of(output: str, started: float) -> Outcome:
     """The last outcome in what a command printed.
 
     It is a line, or the end of one, with a JSON object whose first key is `first_step_at`: the end of the first
-    optimizer step in seconds since the epoch, as `started` is, from which it is counted here.
+    optimizer step in seconds since the epoch, as `started` is, from which it is counted here, or from `counted_from`
+    where the command names another beginning.
 
     Raises:
         MeasurementError: there is none.
@@ -132,8 +135,25 @@ def outcome_of(output: str, started: float) -> Outcome:
         # A rank's line arrives with the rank before it.
         with contextlib.suppress(ValueError):
             values = json.loads(line[line.index('{"first_step_at"') :])
-            return {"first_step_seconds": values.pop("first_step_at") - started, **values}
+            beginning = values.pop("counted_from", started)
+            return {"first_step_seconds": values.pop("first_step_at") - beginning, **values}
     raise MeasurementError(f"the command printed no outcome\n{_tail(output)}")
+
+
+def timed_to_loss(ours: Outcome, theirs: Outcome) -> tuple[Outcome, Outcome]:
+    """Both with `seconds_to_loss`, where they have a `curve`: pairs of seconds and held-out loss, in order.
+
+    The loss is the lowest that theirs reaches; who does not reach it has taken for ever.
+    """
+    if "curve" not in ours or "curve" not in theirs:
+        return ours, theirs
+    goal = min(loss for _, loss in theirs["curve"])
+
+    def timed(side: Outcome) -> Outcome:
+        seconds = next((seconds for seconds, loss in side["curve"] if loss <= goal), float("inf"))
+        return {**side, "seconds_to_loss": seconds}
+
+    return timed(ours), timed(theirs)
 
 
 def ratios(result: Result) -> list[float]:

@@ -6,7 +6,10 @@ Speed and memory do not depend on what the pixels show. Accuracy does, and means
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +46,48 @@ class AnnouncingMnistLike(MnistLike):
 
         handle = register_optimizer_step_post_hook(announce)
         return super().model()
+
+
+class MortalMnistLike(MnistLike):
+    """Kills its second rank, once: see `Death`, whose directory is in the environment."""
+
+    DEATH = "BENCHMARK_DEATH"
+
+    def model(self) -> nn.Module:
+        Death(Path(os.environ[self.DEATH])).watch()
+        return super().model()
+
+
+@dataclass
+class Death:
+    """The death of one rank, as files in a directory that all ranks of a run reach."""
+
+    directory: Path
+
+    def watch(self, at_step: int = 8) -> None:
+        """In a rank: the second dies at `at_step`, once; where it has, the first notes the end of its next step."""
+        import torch.distributed as dist
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        died, recovered = self.directory / "died", self.directory / "recovered"
+        is_over = died.exists()
+        num_steps = 0
+
+        def after_step(*_: Any) -> None:
+            nonlocal num_steps
+            num_steps += 1
+            if is_over:
+                if num_steps == 1 and dist.get_rank() == 0:
+                    recovered.write_text(str(time.time()))
+            elif num_steps == at_step and dist.get_rank() == 1:
+                died.write_text(str(time.time()))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        register_optimizer_step_post_hook(after_step)
+
+    def recovery_seconds(self) -> float:
+        """From the death to the end of the first step after it."""
+        return float((self.directory / "recovered").read_text()) - float((self.directory / "died").read_text())
 
 
 def noise(num_samples: int) -> tuple[NDArray[Any], NDArray[Any]]:

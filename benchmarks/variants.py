@@ -28,6 +28,7 @@ BATCH_SIZE = 128  # global
 LEARNING_RATE = 2e-3
 LOG_INTERVAL = 20  # steps between two looks at the loss
 NUM_EPOCHS = 2
+CHECKPOINT_INTERVAL = 5  # steps, of the runs that lose a rank
 PREPARED = "prepared"  # below the data directory, what the recipe prepared; beside it torchvision's MNIST/raw
 
 
@@ -52,6 +53,79 @@ def ours(data: Path, precision: str, num_ranks: int) -> None:
         finished.peak_memory_bytes,
         memory_with_supervisor_bytes=num_ranks * finished.peak_memory_bytes + peak_memory_bytes(),
     )
+
+
+def dask(data: Path, precision: str, num_ranks: int) -> None:
+    """Ours on a Dask cluster, a node to a rank. The first step is counted from when the workers are there."""
+    from training.launch.cluster import open_cluster
+
+    cluster = _local_nodes(num_ranks)
+    with open_cluster(cluster, "benchmark") as client, tempfile.TemporaryDirectory() as checkpoints:
+        workers_ready_at = time.time()
+        finished, epochs, first_step_at = _on_dask("MnistLike", data, client, cluster, checkpoints, precision=precision)
+    report(first_step_at, epochs[-1].samples_per_second, finished.peak_memory_bytes, counted_from=workers_ready_at)
+
+
+def dask_killed(data: Path, precision: str, num_ranks: int) -> None:
+    """As `dask`, and the second rank is killed."""
+    from benchmarks.mnist_like import Death, MortalMnistLike
+    from training.launch.cluster import open_cluster
+
+    cluster = _local_nodes(num_ranks)
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ[MortalMnistLike.DEATH] = directory  # which the workers inherit
+        with open_cluster(cluster, "benchmark") as client:
+            finished, epochs, first_step_at = _on_dask(
+                "MortalMnistLike",
+                data,
+                client,
+                cluster,
+                f"{directory}/checkpoints",
+                precision=precision,
+                checkpoint_interval=CHECKPOINT_INTERVAL,
+            )
+        report(
+            first_step_at,
+            epochs[-1].samples_per_second,
+            finished.peak_memory_bytes,
+            recovery_seconds=Death(Path(directory)).recovery_seconds(),
+        )
+
+
+def _local_nodes(count: int) -> Any:
+    from training.launch.cluster import ClusterConfig
+
+    return ClusterConfig(kind="local", num_nodes=count)
+
+
+def _on_dask(
+    recipe: str, data: Path, client: Any, cluster: Any, checkpoints: str, **config: Any
+) -> tuple[Any, list[Any], float]:
+    """A run's last event, its epochs, and when its first step ended, in seconds since the epoch."""
+    from training import events
+    from training.config import resolve
+    from training.launch.dask import train_on_dask
+    from training.launch.rank import Job
+    from training.recipes import get_recipe
+
+    class Clock:
+        """Turns the seconds of a run's last event, counted from its ranks' launch, into a time."""
+
+        first_step_at = 0.0
+
+        def handle(self, event: events.Event) -> None:
+            if isinstance(event, events.RunFinished):
+                self.first_step_at = time.time() - event.seconds + event.first_step_seconds
+
+        def close(self, error: BaseException | None) -> None:
+            pass
+
+    name = f"benchmarks.mnist_like.{recipe}"
+    config = {"epochs": NUM_EPOCHS, "global_batch_size": BATCH_SIZE, "log_interval": LOG_INTERVAL, **config}
+    job = Job(name, resolve(get_recipe(name).defaults, config), checkpoints, time.time())
+    clock = Clock()
+    result = train_on_dask(job, lambda: str(data / PREPARED), client, cluster, [clock])
+    return result.finished, result.epochs, clock.first_step_at
 
 
 def floor(data: Path, precision: str, num_ranks: int) -> None:
@@ -116,6 +190,50 @@ def torchrun(data: Path, precision: str, num_ranks: int) -> None:
         return loader
 
     _train(DistributedDataParallel(model), optimizer, batches, len(dataset), _autocast(precision))
+    dist.destroy_process_group()
+
+
+def torchrun_killed(data: Path, precision: str, num_ranks: int) -> None:
+    """As `torchrun`, with checkpoints of its own, and the second rank is killed: torchrun starts all of them again."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader
+    from torch.utils.data.distributed import DistributedSampler
+
+    from benchmarks.mnist_like import Death
+
+    directory = data / f"torchrun-{os.environ['TORCHELASTIC_RUN_ID']}"
+    directory.mkdir(exist_ok=True)
+    death = Death(directory)
+    death.watch()
+    checkpoint = directory / "checkpoint.pt"
+    dist.init_process_group("gloo")
+    dataset, model, optimizer = _parts(data)
+    step = 0
+    if checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step = state["step"]
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset)
+    loader = DataLoader(dataset, batch_size=BATCH_SIZE // num_ranks, sampler=sampler)
+
+    def save(*_: Any) -> None:
+        nonlocal step
+        step += 1
+        if step % CHECKPOINT_INTERVAL == 0 and dist.get_rank() == 0:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, checkpoint)
+
+    optimizer.register_step_post_hook(save)
+    _train(
+        DistributedDataParallel(model),
+        optimizer,
+        lambda epoch: loader,
+        len(dataset),
+        _autocast(precision),
+        outcome=lambda: {"recovery_seconds": death.recovery_seconds()},
+    )
     dist.destroy_process_group()
 
 
@@ -189,6 +307,7 @@ def _train(
     autocast: Callable[[], Any],
     backward: Callable[[Tensor], Any] | None = None,
     after_epoch: Callable[[], None] = lambda: None,
+    outcome: Callable[[], dict[str, float]] = dict,
 ) -> None:
     """The loop that all but ours share, and the report of its last epoch by the first rank."""
     from torch.nn import functional
@@ -208,7 +327,7 @@ def _train(
         seconds = time.perf_counter() - started
         after_epoch()
     if int(os.environ.get("RANK", 0)) == 0:
-        report(first_step_at, num_samples / seconds, peak_memory_bytes())
+        report(first_step_at, num_samples / seconds, peak_memory_bytes(), **outcome())
 
 
 def report(first_step_at: float, samples_per_second: float, peak_memory_bytes: int, **more: float) -> None:
@@ -228,7 +347,10 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-VARIANTS = {variant.__name__: variant for variant in (ours, floor, tutorial, torchrun, fabric, accelerate)}
+VARIANTS = {
+    variant.__name__: variant
+    for variant in (ours, dask, dask_killed, floor, tutorial, torchrun, torchrun_killed, fabric, accelerate)
+}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()

@@ -5,7 +5,18 @@ import sys
 
 import pytest
 
-from benchmarks.measure import MeasurementError, Result, Row, Variant, compare, outcome_of, ratios, run, table
+from benchmarks.measure import (
+    MeasurementError,
+    Result,
+    Row,
+    Variant,
+    compare,
+    outcome_of,
+    ratios,
+    run,
+    table,
+    timed_to_loss,
+)
 
 OURS, THEIRS = Variant("ours", ("true",), 1), Variant("theirs", ("true",), 1)
 THROUGHPUT = Row("throughput / the floor", "samples_per_second", OURS, THEIRS, ">= 0.95")
@@ -42,6 +53,18 @@ def test_the_last_outcome_is_found_among_other_output_and_behind_a_ranks_name():
         'a warning {"x": 1}\n{"first_step_at": 1}\n[rank 0] {"first_step_at": 107.5, "samples_per_second": 9}\nend\n'
     )
     assert outcome_of(output, started=100.0) == {"first_step_seconds": 7.5, "samples_per_second": 9}
+
+
+def test_the_first_step_counts_from_the_beginning_that_a_command_names():
+    output = '{"first_step_at": 107.5, "counted_from": 105.0}\n'
+    assert outcome_of(output, started=100.0) == {"first_step_seconds": 2.5}
+
+
+def test_time_to_loss_is_when_each_side_first_reaches_the_best_loss_of_theirs():
+    ours, theirs = {"curve": [(5, 3.0), (10, 2.4), (15, 2.1)]}, {"curve": [(30, 2.9), (60, 2.5), (90, 2.6)]}
+    assert [side["seconds_to_loss"] for side in timed_to_loss(ours, theirs)] == [10, 60]
+    assert [side["seconds_to_loss"] for side in timed_to_loss(theirs, ours)] == [float("inf"), 15]
+    assert timed_to_loss({"x": 1}, theirs) == ({"x": 1}, theirs)
 
 
 def test_output_without_an_outcome_is_an_error():

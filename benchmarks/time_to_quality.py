@@ -1,0 +1,153 @@
+"""Pet names: held-out loss over wall-clock, ours and the tutorial's: `python -m benchmarks.time_to_quality ours`.
+
+Both train the same model on the same names with the same names held out, and both measure the same on these: nats per
+letter. The tutorial's side has its data set of one window per letter, encoded sample by sample, its DataLoader and its
+loop, in one process with all cores; ours has the recipe's defaults, but for fewer epochs, and a rank per core. Time
+counts from the start of the command; the tutorial's evaluations are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.variants import peak_memory_bytes, report
+
+# The tutorial's better pair of its batch sizes (4096, 16384) and rates (0.001, 0.01) on the Seattle register.
+BATCH_SIZE, LEARNING_RATE, NUM_EPOCHS = 4096, 0.01, 8
+OUR_CONFIG = {"epochs": 5, "global_batch_size": 128, "learning_rate": 0.006}
+
+
+def ours(names: str, num_epochs: int, started: float) -> None:
+    from training.config import resolve
+    from training.events import EpochFinished, Event
+    from training.launch import spawn
+    from training.launch.rank import Job
+    from training.prepare import prepare_data
+    from training.recipes import get_recipe
+
+    curve: list[tuple[float, float]] = []
+
+    class Clock:
+        def handle(self, event: Event) -> None:
+            if isinstance(event, EpochFinished):
+                curve.append((time.time() - started, event.test_loss))
+
+        def close(self, error: BaseException | None) -> None:
+            pass
+
+    recipe = get_recipe("pet_names")
+    with tempfile.TemporaryDirectory() as directory:
+        data = Path(directory, "data")
+        data.mkdir()
+
+        def prepared() -> str:
+            prepare_data(recipe, names, data)
+            return str(data)
+
+        config = resolve(recipe.defaults, {**OUR_CONFIG, "epochs": num_epochs or OUR_CONFIG["epochs"]})
+        job = Job("pet_names", config, f"{directory}/checkpoints", time.time())
+        result = spawn.train(job, prepared, spawn.num_cores(), [Clock()])
+    finished, last = result.finished, result.epochs[-1]
+    report(
+        job.launched_at + finished.first_step_seconds, last.samples_per_second, finished.peak_memory_bytes, curve=curve
+    )
+
+
+def tutorial(names: str, num_epochs: int, started: float) -> None:
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset
+
+    from training.recipes.name_model import NameModel
+    from training.recipes.pet_names import ALPHABET, BLANK, END, WINDOW
+
+    class Windows(Dataset[Any]):
+        """A sample for every letter of every name, and for its end: encoded when it is asked for."""
+
+        def __init__(self, names: Sequence[str]) -> None:
+            self.rows = [
+                ([BLANK] * WINDOW + [ALPHABET.index(letter) for letter in name] + [END])[place : place + WINDOW + 1]
+                for name in names
+                for place in range(len(name) + 1)
+            ]
+
+        def __len__(self) -> int:
+            return len(self.rows)
+
+        def __getitem__(self, index: int) -> tuple[Any, Any]:
+            row = torch.tensor(self.rows[index])
+            return nn.functional.one_hot(row[:-1], len(ALPHABET)).float(), row[1:]
+
+    class TutorialModel(NameModel):
+        """Takes the letters one-hot, as the tutorial's data set gives them."""
+
+        def forward(self, letters: Any) -> Any:
+            return self.logits(self.lstm(letters)[0])
+
+    training_names, held_out_names = _split(names)
+    training, held_out = Windows(training_names), Windows(held_out_names)
+    torch.manual_seed(0)
+    model = TutorialModel(window=WINDOW)
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+    criterion = nn.CrossEntropyLoss()
+
+    def held_out_loss() -> float:
+        """Nats per letter: of every window only what follows it counts, which the other windows do not have."""
+        model.eval()
+        total = 0.0
+        with torch.no_grad():
+            for inputs, targets in DataLoader(held_out, batch_size=BATCH_SIZE):
+                total += nn.functional.cross_entropy(model(inputs)[:, -1], targets[:, -1], reduction="sum").item()
+        model.train()
+        return total / len(held_out)
+
+    curve: list[tuple[float, float]] = []
+    first_step_at = not_counted = 0.0
+    for _ in range(num_epochs or NUM_EPOCHS):
+        epoch_started = time.time()
+        for inputs, targets in DataLoader(training, batch_size=BATCH_SIZE, shuffle=True):
+            optimizer.zero_grad()
+            loss = criterion(model(inputs).flatten(0, 1), targets.flatten())
+            loss.backward()
+            optimizer.step()
+            first_step_at = first_step_at or time.time()
+        epoch_ended = time.time()
+        curve.append((epoch_ended - started - not_counted, held_out_loss()))
+        not_counted += time.time() - epoch_ended
+    report(first_step_at, len(training) / (epoch_ended - epoch_started), peak_memory_bytes(), curve=curve)
+
+
+def _split(names: str) -> tuple[list[str], list[str]]:
+    """The names that recipe `pet_names` trains on, repeats included, and those that it holds out."""
+    import numpy as np
+
+    from training.prepare import prepare_data
+    from training.recipes import get_recipe
+    from training.recipes.pet_names import ALPHABET, BLANK
+
+    def spelled(file: Path) -> list[str]:
+        with np.load(file) as arrays:
+            rows = arrays["inputs"][:, 1:].tolist()
+        return [
+            "".join(ALPHABET[letter] for letter in itertools.takewhile(lambda it: it != BLANK, row)) for row in rows
+        ]
+
+    with tempfile.TemporaryDirectory() as directory:
+        prepare_data(get_recipe("pet_names"), names, Path(directory))
+        return spelled(Path(directory, "train.npz")), spelled(Path(directory, "test.npz"))
+
+
+if __name__ == "__main__":
+    command_started = time.time()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("variant", choices=("ours", "tutorial"))
+    parser.add_argument("--names", default="", help="a file or URL as of recipe pet_names; its own list by default")
+    parser.add_argument("--epochs", type=int, default=0, help="instead of the side's own number")
+    arguments = parser.parse_args()
+    {"ours": ours, "tutorial": tutorial}[arguments.variant](arguments.names, arguments.epochs, command_started)
