@@ -108,10 +108,14 @@ def test_sigterm_to_the_driver_deletes_the_cluster_before_the_driver_ends(namesp
     assert namespace.clusters() == []
 
 
-def test_a_driver_pod_that_is_removed_at_once_takes_its_cluster_along(namespace: Namespace) -> None:
+def test_a_driver_that_was_killed_takes_its_cluster_along_when_its_pod_goes(namespace: Namespace) -> None:
+    # Killed first: every deletion of a pod begins with a SIGTERM, on which the driver deletes the cluster itself.
     namespace.start_driver("removed", DRIVER % ({}, "time.sleep(600)"))
     namespace.wait_for_line("removed", "the cluster is up")
-    namespace.kubectl("delete", "pod", "removed", "--grace-period=0", "--force")
+    namespace.kubectl("exec", "removed", "--", "bash", "-c", "kill -KILL $(cat /proc/1/task/1/children)")
+    namespace.wait_for_end("removed", timeout=20)
+    assert len(namespace.clusters()) == 1
+    namespace.kubectl("delete", "pod", "removed")
     eventually(lambda: not namespace.clusters(), 60, "the deletion of what the pod owned")
 
 
