@@ -134,8 +134,9 @@ def test_an_idle_driver_keeps_its_cluster_and_a_killed_one_loses_it(namespace: N
 
 def test_ctrl_c_outside_deletes_the_cluster(namespace: Namespace, run_name: str) -> None:
     script = (
-        "import sys, time\n"
+        "import signal, time\n"
         "from training.launch.cluster import ClusterConfig, open_cluster\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below a background job of a shell\n"
         f"with open_cluster({namespace.config()!r}, {run_name!r}):\n"
         "    print('up', flush=True)\n"
         "    time.sleep(600)\n"

@@ -6,9 +6,6 @@ import contextlib
 import io
 import json
 import os
-import re
-import secrets
-import socket
 import subprocess
 import tarfile
 import time
@@ -17,12 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
 
-from tests.kubernetes.conftest import IMAGE, ROOT, SMALL, Namespace, apply, eventually, kubectl
+from tests.kubernetes.conftest import IMAGE, ROOT, SMALL, Namespace, Store, apply, eventually, kubectl
 
 RECIPE = "tests.recipes_for_tests.Dropping"
 STEPS_PER_EPOCH = 25
@@ -33,36 +28,6 @@ CODE = ["training", "tests/__init__.py", "tests/runs.py", "tests/recipes_for_tes
 CODE += ["tests/kubernetes/__init__.py", "tests/kubernetes/driver.py"]
 DEATH_NOTICED = 10  # seconds
 SILENCE_NOTICED = 30  # seconds; with node_timeout at its default
-
-
-@dataclass
-class Store:
-    """An S3 server of this machine, which pods and tests reach alike."""
-
-    url: str
-    keys: dict[str, str]
-
-    @property
-    def files(self) -> Any:
-        return fsspec.filesystem(
-            "s3",
-            endpoint_url=self.url,
-            key=self.keys["AWS_ACCESS_KEY_ID"],
-            secret=self.keys["AWS_SECRET_ACCESS_KEY"],
-            use_listings_cache=False,
-        )
-
-    def state(self, run: str) -> dict[str, torch.Tensor]:
-        """The state dict that the run left."""
-        state: dict[str, torch.Tensor] = torch.load(
-            io.BytesIO(self.files.cat_file(f"runs/{run}/model_state.pt")), weights_only=True
-        )
-        return state
-
-    def checkpoint_steps(self, run: str) -> list[int]:
-        """The steps of the run's complete checkpoints."""
-        names = (path.rsplit("/", 1)[-1] for path in self.files.ls(f"runs/{run}", detail=False))
-        return sorted(int(match[1]) for match in (re.fullmatch(r"step-(\d+)\.json", name) for name in names) if match)
 
 
 @dataclass
@@ -102,34 +67,6 @@ class Driver:
         """The pods of its cluster."""
         (cluster,) = self.namespace.clusters()
         return self.namespace.items("pods", f"dask.org/cluster-name={cluster},dask.org/component={component}")
-
-
-@pytest.fixture(scope="module")
-def store(namespace: Namespace) -> Iterator[Store]:
-    server = ThreadedMotoServer(_own_address(), 0)
-    server.start()
-    host, port = server.get_host_and_port()
-    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": secrets.token_hex(8), "AWS_REGION": "us-east-1"}
-    store = Store(f"http://{host}:{port}", keys)
-    values = {**keys, "AWS_ENDPOINT_URL": store.url}
-    metadata = {"name": "storage", "namespace": namespace.name}
-    apply({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": values})
-    store.files.mkdir("runs")
-    yield store
-    server.stop()
-
-
-def _own_address() -> str:
-    """This machine's address as pods reach it: the one from which it would talk to the API server's own."""
-    if address := os.environ.get("FLYTE_DDP_TEST_ADDRESS"):
-        return address
-    api_server = kubectl(
-        *("--namespace", "default", "get", "endpoints", "kubernetes"),
-        *("--output", "jsonpath={.subsets[0].addresses[0].ip}"),
-    )
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((api_server, 9))  # sends nothing: it only asks the routing table
-        return str(probe.getsockname()[0])
 
 
 @pytest.fixture(scope="module")
