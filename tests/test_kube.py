@@ -8,21 +8,29 @@ from types import SimpleNamespace
 from typing import Any
 
 import dask.config
+import distributed  # noqa: F401 - adds its defaults to the configuration
 import pytest
 import yaml
 
 from training.config import ConfigError
 from training.launch.cluster import ClusterConfig, cluster_config, dask_config, parse_quantity
 from training.launch.kube import duration
-from training.launch.kube_spec import Driver, as_cluster_name, cluster_name, cluster_spec, merge_pod
+from training.launch.kube_spec import Driver, as_cluster_name, cluster_name, cluster_spec, merge_pod, network_policy
 from training.launch.preflight import NEEDED_EVERYWHERE, requests_of, tolerates
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
-SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+SECURITY = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "readOnlyRootFilesystem": True,
+}
+TEMPORARY_MOUNT = {"name": "temporary", "mountPath": "/tmp"}
+TEMPORARY_VOLUME = {"name": "temporary", "emptyDir": {}}
 POD_SECURITY = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 GANG_SETTINGS = [
+    {"name": "HOME", "value": "/tmp"},
     {"name": "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES", "value": "0"},
     {"name": "DASK_DISTRIBUTED__SCHEDULER__NO_WORKERS_TIMEOUT", "value": "10s"},
     {"name": "DASK_DISTRIBUTED__WORKER__DAEMON", "value": "False"},
@@ -108,8 +116,10 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
                                 "periodSeconds": 20,
                                 "timeoutSeconds": 10,
                             },
+                            "volumeMounts": [TEMPORARY_MOUNT],
                         }
                     ],
+                    "volumes": [TEMPORARY_VOLUME],
                 },
                 "service": {
                     "type": "ClusterIP",
@@ -146,11 +156,12 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
                             "envFrom": [{"secretRef": {"name": "storage"}}],
                             "resources": {"requests": worker_resources, "limits": worker_resources},
                             "securityContext": SECURITY,
-                            "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
+                            "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}, TEMPORARY_MOUNT],
                         }
                     ],
                     "volumes": [
                         {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}},
+                        TEMPORARY_VOLUME,
                     ],
                     "topologySpreadConstraints": [
                         {
@@ -179,6 +190,26 @@ def test_a_plain_cluster_asks_for_nothing_that_was_not_set() -> None:
     assert not {"nodeSelector", "tolerations", "serviceAccountName", "imagePullSecrets"} & worker.keys()
     assert "envFrom" not in container
     assert container["resources"]["limits"] == {"cpu": "2", "memory": "8Gi"}
+
+
+def test_only_a_runs_own_pods_its_driver_and_the_operator_reach_its_cluster() -> None:
+    labels = {"execution-id": "f3a9", "node-id": "n1"}
+    driver = Driver("task-pod", "0a1b", "flytesnacks-development", "image", labels)
+    policy = network_policy("ddp-x-00000000-0", "2c3d", driver)
+    own = {"podSelector": {"matchLabels": {"dask.org/cluster-name": "ddp-x-00000000-0"}}}
+    operator = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "dask-operator"}}}
+    ports = [{"protocol": "TCP", "port": 8786}, {"protocol": "TCP", "port": 8787}]
+    assert policy["spec"] == {
+        **own,
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": [own]}, {"from": [operator, {"podSelector": {"matchLabels": labels}}], "ports": ports}],
+    }
+    assert policy["metadata"]["ownerReferences"] == [
+        {"apiVersion": "kubernetes.dask.org/v1", "kind": "DaskCluster", "name": "ddp-x-00000000-0", "uid": "2c3d"}
+    ]
+    unlabelled = network_policy("ddp-x-00000000-0", "2c3d", dataclasses.replace(driver, labels={}))
+    assert unlabelled["spec"]["ingress"][1]["from"] == [operator, {"podSelector": {}}]
+    assert network_policy("ddp-x-00000000-0", "2c3d")["spec"]["ingress"][1]["from"] == [operator]
 
 
 def test_users_cannot_take_the_labels_by_which_orphans_are_found() -> None:
@@ -221,9 +252,9 @@ def test_a_pod_template_is_merged_by_name() -> None:
     assert [each["value"] for each in worker["env"] if each["name"] == "DASK_DISTRIBUTED__WORKER__DAEMON"] == ["True"]
     assert len(worker["env"]) == len(GANG_SETTINGS)
     assert worker["args"][:2] == ["dask", "worker"]
-    assert [mount["mountPath"] for mount in worker["volumeMounts"]] == ["/dev/shm", "/scratch"]
+    assert [mount["mountPath"] for mount in worker["volumeMounts"]] == ["/dev/shm", "/tmp", "/scratch"]
     assert sidecar == {"name": "sidecar", "image": "sidecar"}
-    assert [volume["name"] for volume in pod["volumes"]] == ["shared-memory", "scratch"]
+    assert [volume["name"] for volume in pod["volumes"]] == ["shared-memory", "temporary", "scratch"]
 
 
 def test_merging_changes_neither_side() -> None:

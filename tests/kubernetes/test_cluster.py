@@ -81,6 +81,8 @@ def test_a_driver_pod_needs_no_more_than_the_rbac_of_deploy(namespace: Namespace
     namespace.start_driver("driver", DRIVER % ({}, "time.sleep(3)"))
     namespace.wait_for_line("driver", "the cluster is up")
     (cluster,) = namespace.items("daskclusters")
+    policy = next(each for each in namespace.items("networkpolicies") if each["metadata"]["name"] != "flyte-ddp")
+    pods = namespace.items("pods", f"dask.org/cluster-name={cluster['metadata']['name']}")
     assert namespace.wait_for_end("driver") == 0, namespace.log("driver")
     log = namespace.log("driver")
     uid = namespace.kubectl("get", "pod", "driver", "--output", "jsonpath={.metadata.uid}")
@@ -88,6 +90,11 @@ def test_a_driver_pod_needs_no_more_than_the_rbac_of_deploy(namespace: Namespace
     assert cluster["spec"]["worker"]["spec"]["containers"][0]["image"].endswith(IMAGE)
     assert log.rstrip().endswith("the cluster is gone")
     assert namespace.clusters() == []
+    (own,) = policy["spec"]["podSelector"]["matchLabels"].items()
+    assert len(pods) == 3
+    assert all(own in pod["metadata"]["labels"].items() for pod in pods)
+    assert policy["metadata"]["ownerReferences"][0]["uid"] == cluster["metadata"]["uid"]
+    eventually(lambda: len(namespace.items("networkpolicies")) == 1, 60, "an end to the run's network policy")
 
 
 def test_a_driver_pod_without_rights_learns_each_missing_one(namespace: Namespace) -> None:
@@ -95,7 +102,13 @@ def test_a_driver_pod_without_rights_learns_each_missing_one(namespace: Namespac
     assert namespace.wait_for_end("powerless") != 0
     log = namespace.log("powerless")
     assert "PreflightError" in log
-    for right in ("create daskclusters.kubernetes.dask.org", "delete daskclusters", "list pods", "get pods/log"):
+    for right in (
+        "create daskclusters.kubernetes.dask.org",
+        "delete daskclusters",
+        "create networkpolicies.networking.k8s.io",
+        "list pods",
+        "get pods/log",
+    ):
         assert f"this pod's service account may not {right}" in log, log
     assert "deploy/rbac.yaml" in log
 

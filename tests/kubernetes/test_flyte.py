@@ -102,7 +102,11 @@ class Flyte:
             {
                 "apiVersion": "v1",
                 "kind": "Pod",
-                "metadata": {"name": pod, "namespace": self.namespace.name},
+                "metadata": {
+                    "name": pod,
+                    "namespace": self.namespace.name,
+                    "labels": {"execution-id": self.execution, "node-id": node},
+                },
                 "spec": {
                     "restartPolicy": "Never",
                     "serviceAccountName": "flyte-ddp",
@@ -314,12 +318,15 @@ def test_a_multi_node_task_starts_its_cluster_and_its_workers_run_code_that_is_n
     assert NEWER in flyte.namespace.log("wide-n0-0")
     pod = flyte.start(newer, "tasks.train.train_on_cluster", "n1", inputs)
     (cluster,) = eventually(lambda: flyte.namespace.items("daskclusters"), 120, "a Dask cluster")
+    policy = flyte.namespace.items("networkpolicies", "app.kubernetes.io/managed-by=flyte-ddp")[0]
     code = flyte.namespace.wait_for_end(pod, timeout=400)
     log = flyte.namespace.log(pod)
     outputs = flyte.outputs("n1")
     assert outputs is not None, f"exit code {code}\n{flyte.error('n1')}\n{log}"
     assert cluster["metadata"]["ownerReferences"][0]["name"] == pod
     assert flyte.namespace.clusters() == []
+    callers = [each.get("podSelector") for each in policy["spec"]["ingress"][1]["from"]]
+    assert {"matchLabels": {"execution-id": "wide", "node-id": "n1"}} in callers
     for node in (0, 1):
         assert f"[node {node}] [rank {node}] {NEWER}" in log
     assert flyte.started(outputs, tmp_path).world_size == 2

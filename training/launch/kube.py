@@ -46,8 +46,10 @@ from training.launch.kube_spec import (
     PLURAL,
     SCHEDULER_PORT,
     VERSION,
+    Driver,
     as_cluster_name,
     cluster_spec,
+    network_policy,
     scheduler_name,
 )
 from training.launch.preflight import preflight
@@ -88,7 +90,7 @@ def kube_cluster(config: ClusterConfig, run_name: str, deadline: float) -> Itera
     spec["metadata"]["annotations"][TOKEN_ANNOTATION] = token
     with terminate_on_sigterm():
         try:
-            _create(spec, namespace)
+            _create(spec, namespace, driver)
             logger.info("Dask cluster %s is starting in namespace %s", name, namespace)
             _wait_for_scheduler(config, name, namespace, deadline)
             with _scheduler_address(name, namespace) as address:
@@ -147,12 +149,15 @@ def terminate_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _create(spec: Mapping[str, Any], namespace: str) -> None:
+def _create(spec: Mapping[str, Any], namespace: str, driver: Driver | None) -> None:
+    """Create the DaskCluster, and what keeps strangers away from its pods before the operator makes any."""
     from kubernetes.client import ApiException
 
     name = spec["metadata"]["name"]
     try:
-        call("CustomObjectsApi", "create_namespaced_custom_object", GROUP, VERSION, namespace, PLURAL, spec)
+        made = call("CustomObjectsApi", "create_namespaced_custom_object", GROUP, VERSION, namespace, PLURAL, spec)
+        policy = network_policy(name, made["metadata"]["uid"], driver)
+        call("NetworkingV1Api", "create_namespaced_network_policy", namespace, policy)
     except ApiException as error:
         if error.status == 409:
             raise ClusterError(

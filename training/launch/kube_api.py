@@ -110,7 +110,9 @@ def driver_pod() -> Driver | None:
             api_message(error),
         )
         return None
-    return Driver(pod.metadata.name, pod.metadata.uid, namespace, pod.spec.containers[0].image)
+    return Driver(
+        pod.metadata.name, pod.metadata.uid, namespace, pod.spec.containers[0].image, pod.metadata.labels or {}
+    )
 
 
 def api_message(error: Exception) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from training.launch.cluster import ClusterConfig, dask_config
 
 GROUP, VERSION, PLURAL = "kubernetes.dask.org", "v1", "daskclusters"
+POLICY_GROUP, POLICY_PLURAL = "networking.k8s.io", "networkpolicies"
+OPERATOR_NAMESPACE = "dask-operator"  # where deploy/README.md installs the operator
 MANAGED_BY = {"app.kubernetes.io/managed-by": "flyte-ddp"}
 SCHEDULER_PORT, DASHBOARD_PORT = 8786, 8787
 MAX_NAME_LENGTH = 53  # the operator appends "-scheduler", and a Service's name ends at 63
@@ -26,6 +28,10 @@ SCHEDULER_ROUTES = [
     "distributed.http.proxy",
     "distributed.http.statics",
 ]
+# All that pods may write to, beside a worker's /dev/shm: their root file systems are read-only.
+TEMPORARY_MOUNT = {"name": "temporary", "mountPath": "/tmp"}
+TEMPORARY_VOLUME = {"name": "temporary", "emptyDir": {}}
+WRITABLE_HOME = {"HOME": "/tmp"}  # where libraries keep their caches
 # The names by which lists in a pod's specification are merged; all others go by "name".
 MERGE_KEYS = {"volumeMounts": "mountPath", "ports": "containerPort"}
 
@@ -38,6 +44,7 @@ class Driver:
     uid: str
     namespace: str
     image: str  # of its first container
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 def cluster_name(execution_id: str, attempt: int = 0) -> str:
@@ -87,6 +94,43 @@ def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) 
     }
 
 
+def network_policy(name: str, uid: str, driver: Driver | None = None) -> dict[str, Any]:
+    """The NetworkPolicy by which only the cluster's own pods, its driver and the operator reach the cluster's pods.
+
+    A Dask scheduler runs what anyone who reaches it sends. Kubernetes deletes the policy with the cluster.
+
+    Args:
+        uid: of the DaskCluster called `name`.
+        driver: its labels tell its pod from others; where it has none, any pod of the namespace may be the driver. None
+            is a driver outside Kubernetes, which comes by a port that the API server forwards.
+    """
+    own = {"dask.org/cluster-name": name}
+    ports = [{"protocol": "TCP", "port": port} for port in (SCHEDULER_PORT, DASHBOARD_PORT)]
+    operator = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": OPERATOR_NAMESPACE}}}
+    callers: list[dict[str, Any]] = [operator]
+    if driver is not None:
+        callers.append({"podSelector": {"matchLabels": dict(driver.labels)} if driver.labels else {}})
+    return {
+        "apiVersion": f"{POLICY_GROUP}/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {
+            "name": name,
+            "labels": {"app.kubernetes.io/name": "flyte-ddp", **MANAGED_BY},
+            "ownerReferences": [
+                {"apiVersion": f"{GROUP}/{VERSION}", "kind": "DaskCluster", "name": name, "uid": uid},
+            ],
+        },
+        "spec": {
+            "podSelector": {"matchLabels": own},
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                {"from": [{"podSelector": {"matchLabels": own}}]},  # on any port: the ranks choose theirs
+                {"from": callers, "ports": ports},
+            ],
+        },
+    }
+
+
 def scheduler_name(name: str) -> str:
     """What the operator calls the Service, and the Deployment, of the cluster's scheduler."""
     return f"{name}-scheduler"
@@ -121,7 +165,7 @@ def _worker_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
     resources = _resources(config.worker_cpus, config.worker_memory)
     if config.gpus_per_node:
         resources[config.gpu_resource] = str(config.gpus_per_node)
-    variables = {**_variables(dask_config(config)), **config.env}
+    variables = {**WRITABLE_HOME, **_variables(dask_config(config)), **config.env}
     container: dict[str, Any] = {
         "name": "worker",
         "image": config.image,
@@ -131,7 +175,7 @@ def _worker_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
         "env": _environment(variables),
         "resources": {"requests": resources, "limits": dict(resources)},
         "securityContext": _container_security(),
-        "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
+        "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}, dict(TEMPORARY_MOUNT)],
     }
     if config.env_from_secrets:
         container["envFrom"] = [{"secretRef": {"name": secret}} for secret in config.env_from_secrets]
@@ -141,6 +185,7 @@ def _worker_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
         "containers": [container],
         "volumes": [
             {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": config.shared_memory}},
+            dict(TEMPORARY_VOLUME),
         ],
         # A node's loss should cost one worker. Spread where possible only: two workers may share a node that has room.
         "topologySpreadConstraints": [
@@ -162,7 +207,8 @@ def _worker_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
 def _scheduler_pod(config: ClusterConfig) -> dict[str, Any]:
     """Small, without GPU, and free of the workers' node selector and tolerations, which tend to name GPU nodes."""
     resources = _resources(config.scheduler_cpus, config.scheduler_memory)
-    variables = _variables({**dask_config(config), "distributed.scheduler.http.routes": SCHEDULER_ROUTES})
+    settings = {**dask_config(config), "distributed.scheduler.http.routes": SCHEDULER_ROUTES}
+    variables = {**WRITABLE_HOME, **_variables(settings)}
     health = {"httpGet": {"port": "http-dashboard", "path": "/health"}}
     container = {
         "name": "scheduler",
@@ -178,8 +224,9 @@ def _scheduler_pod(config: ClusterConfig) -> dict[str, Any]:
         ],
         "readinessProbe": {**health, "periodSeconds": 1, "timeoutSeconds": 5},
         "livenessProbe": {**health, "initialDelaySeconds": 60, "periodSeconds": 20, "timeoutSeconds": 10},
+        "volumeMounts": [dict(TEMPORARY_MOUNT)],
     }
-    return {**_pod_basics(config), "containers": [container]}
+    return {**_pod_basics(config), "containers": [container], "volumes": [dict(TEMPORARY_VOLUME)]}
 
 
 def _scheduler_service(name: str) -> dict[str, Any]:
@@ -206,7 +253,11 @@ def _pod_basics(config: ClusterConfig) -> dict[str, Any]:
 
 
 def _container_security() -> dict[str, Any]:
-    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    return {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+    }
 
 
 def _resources(cpus: float, memory: str) -> dict[str, str]:

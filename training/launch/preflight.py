@@ -14,7 +14,7 @@ from typing import Any
 from training.config import ConfigError
 from training.launch.cluster import ClusterConfig, parse_quantity
 from training.launch.kube_api import api_message, call, is_in_pod
-from training.launch.kube_spec import GROUP, PLURAL, VERSION
+from training.launch.kube_spec import GROUP, PLURAL, POLICY_GROUP, POLICY_PLURAL, VERSION
 
 # Whatever kube.py does, as (verb, API group, resource, subresource). deploy/rbac.yaml grants these, a test compares.
 NEEDED_EVERYWHERE = [
@@ -25,6 +25,7 @@ NEEDED_EVERYWHERE = [
     ("list", "", "pods", ""),
     ("get", "", "pods", "log"),
     ("list", "", "events", ""),
+    ("create", POLICY_GROUP, POLICY_PLURAL, ""),
 ]
 NEEDED_OUTSIDE = [("get", "", "services", ""), ("create", "", "pods", "portforward")]
 
