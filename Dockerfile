@@ -25,8 +25,8 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ python3-dev tini \
     && rm -rf /var/lib/apt/lists/* \
     && python3 -m venv /opt/venv \
-    && useradd --uid 1000 --create-home flyte \
-    && install -d -o flyte -g flyte /app
+    && useradd --uid 1000 --home-dir /root flyte \
+    && chown flyte:flyte /root
 ENV PATH=/opt/venv/bin:$PATH \
     VIRTUAL_ENV=/opt/venv \
     PYTHONUNBUFFERED=1
@@ -42,9 +42,10 @@ RUN python3 -m venv /tmp/uv && /tmp/uv/bin/pip install --no-cache-dir --quiet uv
     && /tmp/uv/bin/uv pip install --no-cache --no-deps --compile-bytecode -r /pins/all.txt \
     && rm -rf /tmp/uv
 
-# The code, kilobytes. Flyte's fast registration unpacks newer code over it, hence a directory that the user may write.
-WORKDIR /app
-ENV PYTHONPATH=/app \
+# The code, kilobytes, where `pyflyte register` and `package` take it to be: a fast registration unpacks newer code over
+# it, which the user must be allowed to, and appends that directory to PYTHONPATH, where older code elsewhere would win.
+WORKDIR /root
+ENV PYTHONPATH=/root \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY --chown=flyte:flyte training training
 COPY --chown=flyte:flyte tasks tasks

@@ -96,7 +96,7 @@ class Namespace:
 
     def start_driver(self, name: str, script: str, service_account: str = "flyte-ddp") -> None:
         """Run `script` in a pod as a Flyte task would run, on the code as it is here, whatever the image holds."""
-        start = 'tar xzf /code/code.tar.gz -C /app && exec python -W ignore -c "$0"'
+        start = 'tar xzf /code/code.tar.gz -C /root && exec python -W ignore -c "$0"'
         apply(
             {
                 "apiVersion": "v1",

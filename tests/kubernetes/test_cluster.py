@@ -97,6 +97,15 @@ def test_a_driver_pod_needs_no_more_than_the_rbac_of_deploy(namespace: Namespace
     eventually(lambda: len(namespace.items("networkpolicies")) == 1, 60, "an end to the run's network policy")
 
 
+def test_every_manifest_of_deploy_applies_cleanly(namespace: Namespace) -> None:
+    for file in sorted((ROOT / "deploy").glob("*.yaml")):
+        manifest = file.read_text().replace("NAMESPACE", namespace.name)
+        told = kubectl(
+            "--namespace", namespace.name, "apply", "--dry-run=server", "--validate=true", "-f", "-", stdin=manifest
+        )
+        assert told.count("(server dry run)") == len(manifest.split("\n---\n")), f"{file.name}: {told}"
+
+
 def test_a_driver_pod_without_rights_learns_each_missing_one(namespace: Namespace) -> None:
     namespace.start_driver("powerless", DRIVER % ({"image": IMAGE}, "pass"), service_account="default")
     assert namespace.wait_for_end("powerless") != 0
