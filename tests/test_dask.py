@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import psutil
@@ -71,7 +73,7 @@ def scheduler(tmp_path_factory):
 
 @pytest.fixture
 def start_worker():
-    """start_worker(scheduler, name): the process of a worker, or rather of its nanny."""
+    """start_worker(scheduler, name): the process of a worker's nanny, which cannot import anything of this checkout."""
     nannies = []
 
     def start(scheduler, name, **environment):
@@ -79,7 +81,8 @@ def start_worker():
             subprocess.Popen(
                 [sys.executable, "-m", "dask", "worker", scheduler, "--name", name, "--nthreads", "1"]
                 + ["--no-dashboard", "--memory-limit", "0"],
-                env={**os.environ, **environment},
+                cwd=tempfile.gettempdir(),
+                env={**{name: value for name, value in os.environ.items() if name != "PYTHONPATH"}, **environment},
             )
         )
         return nannies[-1]
@@ -190,20 +193,17 @@ def test_the_drivers_code_is_what_ranks_run(client, tmp_path):
 
 
 def test_nodes_that_do_not_see_the_data_get_a_copy(start_worker, scheduler, tmp_path, finished_run, monkeypatch):
-    """On a cluster that somebody else has started, as Flyte's own Dask plugin does."""
-    monkeypatch.setattr(dask.worker, "holds_file", _sees_checkpoints_only)
+    """On a cluster that somebody else has started, as Flyte's own Dask plugin does, of workers without the package."""
+    monkeypatch.setattr(dask.worker, "holds_file", lambda path, contents: not path.endswith("data.json"))
     monkeypatch.setenv(ADDRESS_VARIABLE, scheduler)
     start_worker(scheduler, "node-0")
     start_worker(scheduler, "node-1")
     config = ClusterConfig()
     with open_cluster(config, "test") as client:
+        assert set(client.run(importlib.util.find_spec, "training").values()) == {None}
         run = train(new_run(tmp_path), client, config)
     torch.testing.assert_close(run.state(), finished_run().state())
     assert not list(run.checkpoints.glob("data-*"))
-
-
-def _sees_checkpoints_only(path, contents):
-    return not path.endswith("data.json")
 
 
 def test_a_silent_node_is_given_up_and_ends_its_ranks_when_it_awakes(start_worker, scheduler, tmp_path, caplog):
