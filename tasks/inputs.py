@@ -76,7 +76,11 @@ class ClusterInput(ClusterConfig):
 
 
 class _PlainTransformer(DataclassTransformer):
-    """Keeps the JSON schema of all the fields out of `pyflyte run --help`, where it fills the page."""
+    """Keeps the JSON schema of all the fields out of `pyflyte run --help`, where it fills the page.
+
+    A literal from Flyte's console has floats for all numbers. Both classes take 3.0 for 3 themselves; flytekit's own
+    repair fails at a list of any kind, which a recipe's options may hold.
+    """
 
     def __init__(self, kind: type) -> None:
         super().__init__()
@@ -84,6 +88,9 @@ class _PlainTransformer(DataclassTransformer):
 
     def get_literal_type(self, t: type) -> LiteralType:
         return LiteralType(simple=SimpleType.STRUCT)
+
+    def _fix_dataclass_int(self, dc_type: type, dc: Any) -> Any:
+        return dc
 
 
 for _kind in (TrainingOverrides, ClusterInput):

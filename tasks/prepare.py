@@ -11,9 +11,9 @@ from flytekit.types.directory import FlyteDirectory
 
 from tasks.inputs import InputError, Source, TrainingOverrides, given, location
 from tasks.resources import SMALL_TASK
-from training.config import ConfigError, resolve
+from training.config import ConfigError
 from training.prepare import describe_data, prepare_data
-from training.recipes import DataError, get_recipe
+from training.recipes import DataError, config_of, get_recipe
 
 
 def _contents_hash(directory: FlyteDirectory) -> str:
@@ -30,8 +30,7 @@ PreparedData = Annotated[FlyteDirectory, HashMethod(_contents_hash)]
 def prepare(recipe: str, config: TrainingOverrides, source: Source | None = None) -> PreparedData:
     """Check the inputs, and prepare the data of `recipe` from `source`, or its own data where there is none."""
     try:
-        found = get_recipe(recipe)
-        resolve(found.defaults, given(config))
+        found = get_recipe(recipe, config_of(recipe, given(config)).recipe_options)
         directory = Path(tempfile.mkdtemp(prefix="data-"))
         prepare_data(found, location(source), directory)
     except (ConfigError, DataError) as error:

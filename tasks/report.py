@@ -394,6 +394,9 @@ def _configuration(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     defaults = dataclasses.asdict(TrainingConfig())
     rows = []
     for name, value in config.items():
+        if isinstance(value, dict):  # the recipe's options
+            rows += [_row(f"{name}.{option}", _plain(chosen)) for option, chosen in value.items()]
+            continue
         changed = name in defaults and value != defaults[name]
         rows.append(_row(name, _plain(value), f"default {_plain(defaults[name])}" if changed else "", marked=changed))
     return rows

@@ -13,12 +13,14 @@ import random
 import signal
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from training.recipes import Recipe
 from training.recipes.arrays import load_images, save_images
+from training.recipes.image_folder import ImageFolder
 
 NUM_FEATURES, NUM_CLASSES = 8, 3
 
@@ -84,6 +86,31 @@ class Tiny(Recipe):
         if os.environ.get("TELL_MODULES"):
             print(f"torch._dynamo imported: {'torch._dynamo' in sys.modules}")
         return super().predictions(batch, outputs, targets[:, 0])
+
+
+@dataclass
+class Optional(Tiny):
+    """With options of its own."""
+
+    width: int = 16
+    slope: float = 0.5
+    activation: str = "tanh"
+    biased: bool = True
+    sizes: list[int] = field(default_factory=list)
+
+    def __post_init__(self):
+        if self.width < 1:
+            raise ValueError(f"width: {self.width} is out of range; accepted is a whole number of at least 1")
+
+    def prepare(self, source, directory):
+        return super().prepare(source, directory) + f", for width {self.width}"
+
+    def model(self):
+        from torch import nn
+
+        return nn.Sequential(
+            nn.Linear(NUM_FEATURES, self.width, bias=self.biased), nn.Tanh(), nn.Linear(self.width, NUM_CLASSES)
+        )
 
 
 class Dropping(Tiny):
@@ -168,6 +195,19 @@ class _List:
 
         noise = torch.rand(()) + random.random() + float(np.random.rand()) if self.augmented else 0.0
         return self.inputs[index] + noise, self.targets[index]
+
+
+class WatchedImages(ImageFolder):
+    """Notes the statistics of the model's first BatchNorm, on every rank, as they are when it evaluates."""
+
+    def model(self):
+        self.watched = super().model()
+        return self.watched
+
+    def num_correct(self, outputs, targets):
+        statistics = json.dumps(self.watched.bn1.running_mean.tolist())
+        (Path(os.environ["RECORD"]) / f"statistics-{_rank()}.json").write_text(statistics)
+        return super().num_correct(outputs, targets)
 
 
 not_a_recipe = "something else"

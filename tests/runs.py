@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from training import events
-from training.config import resolve
 from training.launch.rank import Job
 from training.launch.spawn import Result, train
 from training.prepare import prepare_data
-from training.recipes import get_recipe
+from training.recipes import config_of, get_recipe
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -53,7 +52,8 @@ class Run:
         directory = self.directory / f"data{source}"
         if not directory.exists():
             directory.mkdir(parents=True)
-            prepare_data(get_recipe(self.recipe), source, directory)
+            options = self.job.config.recipe_options if self.job else {}
+            prepare_data(get_recipe(self.recipe, options), source, directory)
         return directory
 
     def handle(self, event):
@@ -69,7 +69,7 @@ class Run:
         """Train to the end, or to the error, which is raised; `config` are fields that differ from the recipe's."""
         self.job = Job(
             self.recipe,
-            resolve(get_recipe(self.recipe).defaults, config),
+            config_of(self.recipe, config),
             checkpoints or str(self.checkpoints),
             time.time(),
         )

@@ -33,6 +33,7 @@ WRONG_TYPE = [
     *(("learning_rate", value) for value in ("1e-3", True, None, [0.1])),
     *(("compile", value) for value in (1, 0, "true", None)),
     *(("optimizer", value) for value in (1, None, True, ["sgd"])),
+    *(("recipe_options", value) for value in ("{}", 1, None, [], {"when": {1, 2}}, {"size": math.nan})),
 ]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from training.config import ConfigError, resolve
 from training.prepare import describe_data, prepare_data
-from training.recipes import BUILTIN, DataError, Recipe, download, get_recipe, mnist
+from training.recipes import BUILTIN, DataError, Recipe, config_of, download, get_recipe, mnist
 from training.recipes.digits import Digits
 
 IDX_FILES = {
@@ -46,7 +46,7 @@ def test_an_unknown_name_is_refused_with_the_names_there_are(name):
         get_recipe(name)
 
     assert str(caught.value).startswith(f"recipe: {name!r} is unknown")
-    assert "digits, mnist" in str(caught.value)
+    assert "digits, image_folder, mnist" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +80,48 @@ def test_a_module_that_fails_on_import_is_refused_with_its_error_as_the_cause(tm
 
     assert caught.value.__cause__ is not None
     assert "is unknown" not in str(caught.value)
+
+
+# Options of their own
+
+OPTIONAL = "tests.recipes_for_tests.Optional"
+
+
+def test_options_are_the_attributes_that_the_recipe_sees():
+    # 24.0: what is left of 24 in a Flyte literal that a console wrote, whose only numbers are floats.
+    recipe = get_recipe(OPTIONAL, {"width": 24.0, "slope": 1, "sizes": [1, 2]})
+
+    assert (recipe.width, type(recipe.width)) == (24, int)
+    assert (recipe.slope, type(recipe.slope)) == (1.0, float)
+    assert (recipe.activation, recipe.biased, recipe.sizes) == ("tanh", True, [1, 2])
+    assert get_recipe(OPTIONAL).width == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        (OPTIONAL, {"wdith": 3}, "has no option 'wdith'; accepted are width, slope, activation, biased, sizes"),
+        (OPTIONAL, {"width": "wide"}, "^recipe_options.width: 'wide' is of the wrong type; accepted is a whole number"),
+        (OPTIONAL, {"width": 1.5}, "^recipe_options.width: 1.5 is of the wrong type"),
+        (OPTIONAL, {"biased": 1}, "^recipe_options.biased: 1 is of the wrong type; accepted is true or false"),
+        (OPTIONAL, {"width": 0}, "width: 0 is out of range; accepted is"),
+        (OPTIONAL, ["width"], "^recipe_options: .*accepted is a JSON object"),
+        ("digits", {"model": "large"}, "^recipe_options: recipe 'digits' has no option 'model'; it has none"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_in_one_line(name, options, reason):
+    with pytest.raises(ConfigError, match=reason) as caught:
+        get_recipe(name, options)
+
+    assert "\n" not in str(caught.value)
+
+
+def test_the_config_of_a_run_names_every_option_given_or_not():
+    config = config_of(OPTIONAL, {"epochs": 7, "recipe_options": {"width": 24.0}})
+
+    assert (config.epochs, config.global_batch_size) == (7, 12)
+    assert config.recipe_options == {"width": 24, "slope": 0.5, "activation": "tanh", "biased": True, "sizes": []}
+    assert config_of("digits", {}).recipe_options == {}
 
 
 # digits

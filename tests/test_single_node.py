@@ -80,9 +80,10 @@ def test_the_help_explains_every_flag():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--recipe", "nope"], "recipe: 'nope' is unknown; accepted are digits, mnist"),
+        (["--recipe", "nope"], "recipe: 'nope' is unknown; accepted are digits, image_folder, mnist"),
         (["--config", '{"epochs": 0}'], "epochs: 0 is out of range; accepted is a whole number of at least 1"),
         (["--config", '{"epochs": "ten"}'], "epochs: 'ten' is of the wrong type; accepted is a whole number"),
+        (["--config", '{"recipe_options": {"size": 1}}'], "recipe 'digits' has no option 'size'; it has none"),
         (["--config", '{"epoch": 3}'], "unknown field 'epoch'; accepted are epochs"),
         (["--config", '{"global_batch_size": 33}', "--num_processes", "2"], "33 cannot be split evenly over 2 ranks"),
         (["--checkpoints", "/proc/none"], "checkpoints: '/proc/none' cannot be written to"),
@@ -103,6 +104,31 @@ def test_the_configuration_may_come_from_a_yaml_file(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("epochs: -1\n")
     assert "epochs: -1 is out of range" in pyflyte_run("--config", str(file)).stderr
+
+
+@pytest.mark.parametrize("sender", ["pyflyte", "console"])
+def test_a_recipes_options_reach_a_registered_task(sender):
+    from flytekit.core.context_manager import FlyteContextManager
+    from flytekit.core.type_engine import TypeEngine
+    from flytekit.models.literals import Literal, Scalar
+    from google.protobuf import json_format, struct_pb2
+
+    from tasks.inputs import TrainingOverrides, given
+    from training.recipes import config_of
+
+    context = FlyteContextManager.current_context()
+    text = '{"epochs": 3, "recipe_options": {"width": 24, "slope": 1, "sizes": [1, 2]}}'
+    if sender == "pyflyte":
+        kind = TypeEngine.to_literal_type(TrainingOverrides)
+        literal = TypeEngine.to_literal(context, TrainingOverrides.from_json(text), TrainingOverrides, kind)
+    else:  # whose numbers are all floats
+        literal = Literal(scalar=Scalar(generic=json_format.Parse(text, struct_pb2.Struct())))
+    received = given(TypeEngine.to_python_value(context, literal, TrainingOverrides))
+
+    config = config_of("tests.recipes_for_tests.Optional", received)
+    options = {"width": 24, "slope": 1.0, "activation": "tanh", "biased": True, "sizes": [1, 2]}
+    assert (config.epochs, config.recipe_options) == (3, options)
+    assert type(config.recipe_options["width"]) is int
 
 
 def test_nan_loss_is_one_line_with_its_step():

@@ -6,11 +6,13 @@ differ from the recipe's defaults; `resolve` puts the two together.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import math
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -47,6 +49,7 @@ class TrainingConfig:
     precision: str = "fp32"  # fp32, or bf16 (autocast; weights and optimizer stay fp32)
     channels_last: bool = True  # memory format of image-shaped (4-D) tensors
     compile: bool = False  # torch.compile the model
+    sync_batch_norm: bool = False  # BatchNorm over the samples of all ranks rather than of each; on GPUs only
     seed: int = 0  # of initial weights, shuffling, dropout and augmentation, >= 0
     deterministic: bool = False  # only deterministic algorithms: the same bits on the same hardware, slower on GPUs
     backend: str = "auto"  # auto (nccl where the ranks have GPUs, gloo otherwise), nccl or gloo
@@ -56,6 +59,7 @@ class TrainingConfig:
     checkpoints_to_keep: int = 2  # newest checkpoints kept, >= 1; the one of the best epoch is kept besides
     collective_timeout: float = 600.0  # seconds a collective waits for the other ranks, > 0
     stall_timeout: float = 300.0  # seconds without any rank getting on before the run is ended, > 0
+    recipe_options: dict[str, Any] = field(default_factory=dict)  # what the recipe itself is told: fields of its class
 
     def __post_init__(self) -> None:
         for name, annotation in typing.get_type_hints(type(self)).items():
@@ -118,7 +122,13 @@ def reject_unknown_fields(values: Mapping[str, Any]) -> None:
 
 def checked_type(name: str, value: object, expected: type) -> object:
     """`value` as `expected`. A whole number is a fine float and 1e3 a fine int, but "3", true and null are neither."""
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+    names = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "a string",
+        dict[str, Any]: "a JSON object",
+    }
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if isinstance(value, int) and abs(value) >= 1 << 63:  # which no float, seed or count of this machine's may be
         raise ConfigError(f"{name}: {value!r} is out of range; accepted is {names[expected]} of at most 63 bits")
@@ -128,6 +138,9 @@ def checked_type(name: str, value: object, expected: type) -> object:
         return int(typing.cast(float, value))
     if expected in (bool, str) and isinstance(value, expected):
         return value
+    if expected == dict[str, Any] and isinstance(value, Mapping):
+        with contextlib.suppress(TypeError, ValueError):  # something in it that JSON does not know
+            return json.loads(json.dumps(dict(value), allow_nan=False))  # also a copy, which nobody else changes
     raise ConfigError(f"{name}: {value!r} is of the wrong type; accepted is {names[expected]}")
 
 

@@ -47,6 +47,10 @@ class Samples(Protocol):
     def batches(self, indices: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
         """A batch on the device for each tensor in `indices`, in order."""
 
+    @property
+    def num_replaced(self) -> int:
+        """Samples read so far, by this rank, for which another stood in because they could not be read."""
+
 
 def open_samples(dataset: Dataset[Any], recipe: Recipe, config: TrainingConfig, world: World) -> Samples:
     """The way to read `dataset` that suits it: on the device by index where it is in memory and fits, else by loader.
@@ -63,6 +67,8 @@ def open_samples(dataset: Dataset[Any], recipe: Recipe, config: TrainingConfig, 
 
 class TensorSamples:
     """Samples that lie in memory whole, in bytes if the recipe has them in bytes: a batch is a gather by index."""
+
+    num_replaced = 0
 
     def __init__(self, dataset: TensorDataset, recipe: Recipe, world: World) -> None:
         self.device = world.device
@@ -105,6 +111,7 @@ class LoadedSamples:
         # imports torch for seconds, start once.
         self._plan: list[list[tuple[int, int]]] = []
         workers = config.data_workers
+        self._dataset = dataset
         self._loader: DataLoader[Any] = DataLoader(
             _SeededDataset(dataset, config.seed),
             batch_sampler=self._plan,
@@ -121,10 +128,21 @@ class LoadedSamples:
     def num_targets(self, indices: Tensor) -> float:
         return float(len(indices))
 
+    @property
+    def num_replaced(self) -> int:
+        return getattr(self._dataset, "num_replaced", 0)
+
     def batches(self, indices: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
         self._plan[:] = [[(epoch, sample) for sample in index.tolist()] for index in indices]
-        for inputs, targets in self._loader:
-            yield inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+        try:
+            for inputs, targets in self._loader:
+                yield inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+        except DataError as error:
+            # From a loader process it comes with a traceback for its message, whose last line is its own.
+            message = str(error)
+            raise DataError(
+                message.splitlines()[-1].partition(": ")[2] if message.startswith("Caught ") else message
+            ) from error
 
 
 class _SeededDataset(Dataset[Any]):
@@ -136,6 +154,12 @@ class _SeededDataset(Dataset[Any]):
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
+
+    def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[Any]:
+        """A batch: what a DataLoader calls where there is such a method."""
+        if hasattr(self.dataset, "prefetch"):
+            self.dataset.prefetch([index for _, index in places])
+        return [self[place] for place in places]
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
         epoch, index = place

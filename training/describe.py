@@ -77,6 +77,18 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
+def keep_frozen_statistics(model: nn.Module) -> None:
+    """Leave each BatchNorm of `model` whose parameters are not trained with the statistics that it has.
+
+    Statistics that moved on beneath frozen weights would make the layers another function than the one that was kept.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            parameters = list(module.parameters())
+            if parameters and not any(parameter.requires_grad for parameter in parameters):
+                module.eval()
+
+
 def _histogram(values: Tensor) -> Histogram:
     values = values.float().flatten()
     low, high = float(values.min()), float(values.max())

@@ -148,6 +148,7 @@ class ProgressBar:
         self._print(
             f"{self._epoch_label(event.epoch)}: train loss {event.train_loss:.4f}, test loss {event.test_loss:.4f}, "
             f"accuracy {event.accuracy:.2%}, {event.samples_per_second:,.0f} samples/s"
+            + (f", {event.num_replaced:,} samples could not be read" if event.num_replaced else "")
         )
         if self._bar is not None:
             self._bar.update(event.step - self._bar.n)
@@ -447,6 +448,7 @@ class Wandb:
                 "epoch/accuracy": event.accuracy,
                 "epoch/seconds": event.seconds,
                 "epoch/samples_per_second": event.samples_per_second,
+                **({"epoch/num_replaced": event.num_replaced} if event.num_replaced else {}),
             }
         )
 

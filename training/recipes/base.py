@@ -27,12 +27,15 @@ class Recipe:
 
     Every method may be called in a process of its own, so what one leaves for another goes through files in
     `directory`, not through attributes.
+
+    A recipe with options of its own is a frozen dataclass with a field for each of them, of a type that JSON has. Users
+    give them in the config as `{"recipe_options": {"field": value}}`; every method finds them as attributes.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {}
     """`TrainingConfig` fields for which this recipe wants another default."""
 
-    class_names: ClassVar[Sequence[str]] = ()
+    class_names: Sequence[str] = ()
     """Names of the classes in the order of the model's outputs; "0", "1", ... where empty."""
 
     def prepare(self, source: str, directory: Path) -> str:
@@ -54,12 +57,17 @@ class Recipe:
         """The training and the held-out data, each sample an (input, target) pair.
 
         A `TensorDataset` is moved to the device whole where it fits and batched there by index; anything else with
-        `__len__` and `__getitem__` is read through a DataLoader.
+        `__len__` and `__getitem__` is read through a DataLoader. Such a data set may also have `prefetch(indices)`,
+        which is told the samples of a batch before they are asked for one by one, and `num_replaced`: how many of the
+        samples asked for so far could not be read and had another stand in for them.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define datasets")
 
     def model(self) -> nn.Module:
-        """A model with fresh weights. The random generator is seeded before the call."""
+        """A model with fresh weights. The random generator is seeded before the call.
+
+        `datasets` has been called before on the same recipe, which may have learned from it how many classes there are.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not define model")
 
     def inputs(self, batch: Tensor) -> Tensor:

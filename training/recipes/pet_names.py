@@ -56,7 +56,7 @@ class PetNames(Recipe):
         "schedule": "one_cycle",
         "gradient_clip_norm": 1.0,
     }
-    class_names: ClassVar[Sequence[str]] = (
+    class_names: Sequence[str] = (
         "(nothing)",
         "(end)",
         *ALPHABET[2:-3],
