@@ -346,6 +346,16 @@ def test_another_learning_rate_does_not_go_on_from_a_checkpoint(tmp_path, one_ep
         _copy(one_epoch, tmp_path).train(1, learning_rate=0.2)
 
 
+def test_a_run_has_its_recipes_options_and_other_ones_do_not_go_on_from_its_checkpoint(tmp_path):
+    run = new_run(tmp_path, "Optional").train(1, epochs=1, recipe_options={"width": 24})
+
+    assert run.state()["0.weight"].shape[0] == 24
+    assert run.started.config["recipe_options"]["width"] == 24
+    assert run.started.data.endswith("for width 24")
+    with pytest.raises((ConfigError, RankFailure), match=r"recipe_options: .*'width': 16.* does not continue .*24"):
+        new_run(tmp_path, "Optional").train(1, data=lambda: str(run.data()), epochs=2)
+
+
 def test_other_data_do_not_go_on_from_a_checkpoint(tmp_path, one_epoch):
     with pytest.raises((ConfigError, RankFailure), match=r"data: .*step-0000000009.* by a run on other data; give"):
         _copy(one_epoch, tmp_path).train(1, source="7")

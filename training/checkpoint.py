@@ -156,6 +156,13 @@ def save_state(url: str, state: Mapping[str, Any]) -> None:
     Storage(directory).write(name, buffer.getvalue())
 
 
+def load_state(url: str) -> Any:
+    """What `save_state` wrote to `url`, tensors on the CPU; never more than tensors and plain values is unpickled."""
+    directory, _, name = url.rpartition("/")
+    contents = Storage(directory).read(name)
+    return torch.load(io.BytesIO(contents), map_location="cpu", weights_only=True)
+
+
 def portable(state: Mapping[str, Any]) -> dict[str, Any]:
     """A model's state dict as copies on the CPU in the default memory format, to load on any machine."""
     return {

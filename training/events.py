@@ -37,6 +37,10 @@ class EpochFinished:
     evaluation_seconds: float
     rank_losses: list[float] = field(default_factory=list)  # mean training loss of each rank's own share
     rank_step_seconds: list[float] = field(default_factory=list)  # mean time each rank spent in its own part of a step
+    num_replaced: int = 0  # training and held-out samples that could not be read, for which others stood in
+    # Of this attempt's steps so far, by DDP's own timers (a sample of the steps); empty where one rank trains alone:
+    rank_wait_seconds: list[float] = field(default_factory=list)  # mean wait per step for gradients, after own backward
+    rank_overlap_seconds: list[float] = field(default_factory=list)  # mean time per step of exchange during backward
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,17 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True)
+class CostsTimed:
+    """What a step's parts cost, each timed by itself after the training of a run that was asked for it."""
+
+    batch_sizes: list[int]  # samples per rank and optimizer step
+    compute_seconds: list[float]  # of a step without exchange at each of these; all ranks at once, the slowest one's
+    gradient_bytes: int
+    all_reduce_seconds: float  # of so many bytes, over all ranks; 0 where there is one
+    latency_seconds: float  # of the all-reduce of a single number
+
+
+@dataclass(frozen=True)
 class RunFinished:
     """The last event of a run that ended well."""
 
@@ -131,7 +146,16 @@ class RunFinished:
     first_step_seconds: float  # from the launch of the ranks to the end of the first optimizer step
 
 
-Event = RunStarted | StepFinished | EpochFinished | HistogramsTaken | PredictionsMade | CheckpointSaved | RunFinished
+Event = (
+    RunStarted
+    | StepFinished
+    | EpochFinished
+    | HistogramsTaken
+    | PredictionsMade
+    | CheckpointSaved
+    | CostsTimed
+    | RunFinished
+)
 KINDS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
@@ -141,6 +165,7 @@ KINDS: dict[str, Any] = {
         HistogramsTaken,
         PredictionsMade,
         CheckpointSaved,
+        CostsTimed,
         RunFinished,
     )
 }

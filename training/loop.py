@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pickle
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -22,14 +25,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from training import describe
-from training.checkpoint import CheckpointStore, portable
+from training.checkpoint import CheckpointStore, load_state, portable
 from training.config import ConfigError, TrainingConfig
-from training.data import Samples, derived_seed, epoch_shares, evaluation_share, num_batches
+from training.data import Samples, derived_seed, epoch_shares, evaluation_share, num_batches, open_samples
 from training.events import CheckpointSaved, EpochFinished, Event, HistogramsTaken, PredictionsMade, StepFinished
 from training.recipes import Recipe
 from training.world import World
 
 PULSE_SECONDS = 1.0  # how often the ranks ask each other whether somebody wants them to stop
+TIMED_INTERVAL = 10  # steps between two exchanges that DDP's timers measure on CPUs, after the first ten
 PREDICTION_BATCH, NUM_PREDICTION_BATCHES = 32, 10  # of the held-out data, to show
 
 # What a checkpoint fixes for whoever goes on from it. The rest may change: more epochs, other intervals, more ranks.
@@ -44,6 +48,8 @@ FIXED_BY_CHECKPOINT = (
     "warmup_steps",
     "gradient_clip_norm",
     "precision",
+    "sync_batch_norm",
+    "recipe_options",
 )
 
 
@@ -115,6 +121,8 @@ class Trainer:
         train, test: samples that the ranks share.
         store: where checkpoints go; the same place for every rank, though only rank 0 writes.
         data_fingerprint: noted in checkpoints, so that none is continued on other data.
+        initial_state: URL of the state dict from which the run starts where there is no checkpoint yet; noted in
+            checkpoints likewise. "" leaves the model's own weights.
 
     Raises:
         ConfigError: the global batch cannot be shared evenly.
@@ -131,6 +139,7 @@ class Trainer:
         store: CheckpointStore,
         supervisor: Supervisor,
         data_fingerprint: str = "",
+        initial_state: str = "",
     ) -> None:
         self.recipe = recipe
         self.config = config
@@ -141,6 +150,7 @@ class Trainer:
         self.store = store
         self.supervisor = supervisor
         self.data_fingerprint = data_fingerprint
+        self.initial_state = initial_state
         self.batch_size = config.batch_size_per_rank(world.world_size)
         self.num_steps = config.epochs * num_batches(train, config)
         self.progress = Progress()
@@ -148,6 +158,7 @@ class Trainer:
         self.optimizer = build_optimizer(model, config)
         self.schedule = LambdaLR(self.optimizer, lambda step: learning_rate_factor(config, step, self.num_steps))
         self.first_step_at = 0.0  # seconds since the epoch
+        self._num_replaced = 0  # before the current epoch, of this rank
         self._watch = _LossWatch(world)
         self._next_pulse, self._last_pulse = 0, (0, time.perf_counter())
 
@@ -178,8 +189,10 @@ class Trainer:
         shares = epoch_shares(self.train, config, world, progress.epoch, progress.batch)
         batches = self.train.batches([index for share in shares for index in share.micro_batches], progress.epoch)
         earlier = dataclasses.replace(progress)  # the epoch's sums as an earlier attempt left them
+        self._num_replaced = self.train.num_replaced + self.test.num_replaced
         epoch_tally, log_tally, own_seconds = self._tally(), self._tally(), 0.0
         self.replica.train()
+        describe.keep_frozen_statistics(self.model)
 
         for share in shares:
             self.optimizer.zero_grad()
@@ -280,6 +293,7 @@ class Trainer:
         state = {
             "config": dataclasses.asdict(self.config),
             "data_fingerprint": self.data_fingerprint,
+            "initial_state": self.initial_state,
             "progress": dataclasses.asdict(self.progress),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -290,13 +304,16 @@ class Trainer:
         self.supervisor.emit(CheckpointSaved(self.progress.step, url, best, seconds))
 
     def resume(self) -> tuple[str, list[str]]:
-        """Go on from the newest checkpoint in the store, if there is one. Every rank calls it; rank 0 chooses.
+        """Go on from the newest checkpoint in the store, else start from the initial state, if there is one.
+
+        Every rank calls it; rank 0 chooses.
 
         Returns:
             The checkpoint's URL, "" for none, and why each newer one was passed over; both on rank 0 only.
 
         Raises:
-            ConfigError: the checkpoint belongs to a run with other data or other hyperparameters.
+            ConfigError: the checkpoint belongs to a run with other data, other hyperparameters or another initial
+                state; the initial state is not one of this model.
             CheckpointError: what rank 0 could read, this rank cannot.
         """
         state, url, skipped = self.store.load_latest() if self.world.is_first else (None, "", [])
@@ -304,18 +321,27 @@ class Trainer:
         step = int(self.world.sum(state["progress"]["step"] if state else 0)[0])
         if step:
             self._restore(state or self.store.load(step), url or self.store.storage.url)
+        elif self.initial_state:
+            load_initial_state(self.model, self.initial_state)
         return url, skipped
 
     def _restore(self, state: dict[str, Any], url: str) -> None:
         ours = dataclasses.asdict(self.config)
         for name in FIXED_BY_CHECKPOINT:
-            if state["config"][name] != ours[name]:
+            theirs = state["config"].get(name)
+            if theirs != ours[name]:
                 raise ConfigError(
                     f"{name}: {ours[name]!r} does not continue {url}, which was written with "
-                    f"{state['config'][name]!r}; give that value or another place for the checkpoints"
+                    f"{theirs!r}; give that value or another place for the checkpoints"
                 )
         if state["data_fingerprint"] != self.data_fingerprint:
             raise ConfigError(f"data: {url} was written by a run on other data; give another place for the checkpoints")
+        started_from = state.get("initial_state", "")
+        if started_from != self.initial_state:
+            raise ConfigError(
+                f"initial_state: {self.initial_state!r} does not continue {url}, whose run started from "
+                f"{started_from!r}; give that or another place for the checkpoints"
+            )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
@@ -406,6 +432,8 @@ class Trainer:
             evaluation_seconds=evaluation_seconds,
             rank_losses=self.world.gather(float(tally.loss_sum) / max(1.0, float(tally.own_targets))),
             rank_step_seconds=self.world.gather(own_seconds),
+            num_replaced=int(self.world.sum(self.train.num_replaced + self.test.num_replaced - self._num_replaced)[0]),
+            **self._exchange_seconds(),
         )
         if self.world.is_first:
             self.supervisor.emit(finished)
@@ -415,6 +443,22 @@ class Trainer:
         progress.batch = 0
         progress.loss_sum = progress.num_targets = progress.seconds = 0.0
         return finished
+
+    def _exchange_seconds(self) -> dict[str, list[float]]:
+        """What DDP's own timers say of the exchange of gradients: each rank's means per step, for `EpochFinished`.
+
+        From the first bucket's departure to the last one's arrival, and how much of that the backward pass covered.
+        """
+        if self.world.world_size == 1:
+            return {}
+        said = getattr(self.replica, "_orig_mod", self.replica)._get_ddp_logging_data()
+        exchange, overlap = (
+            said.get(f"avg_backward_{what}_time", 0) / 1e9 for what in ("comm", "compute_comm_overlap")
+        )
+        return {
+            "rank_wait_seconds": self.world.gather(max(0.0, exchange - overlap)),
+            "rank_overlap_seconds": self.world.gather(overlap),
+        }
 
     def _stop_agreed(self) -> bool:
         """Whether any rank was asked to stop. All ranks get the same answer after the same step.
@@ -435,6 +479,93 @@ class Trainer:
         if self.world.world_size > 1:
             for buffer in self.model.buffers():
                 dist.broadcast(buffer, src=0)
+
+
+class _NobodyElse:
+    """The supervisor of a trainer that only evaluates: nobody wants it to stop, and nobody listens."""
+
+    stop_requested = False
+
+    def beat(self, step: int) -> None:
+        pass
+
+    def emit(self, event: Event) -> None:
+        pass
+
+
+def evaluate_state(
+    recipe: Recipe, config: TrainingConfig, state: Mapping[str, Any], directory: Path
+) -> tuple[float, float]:
+    """Measure `state` on the held-out data of `recipe` in `directory`, in this process, on its GPU if it has one.
+
+    By `Trainer.evaluate`, so the figures compare with those of a run's epochs.
+
+    Returns:
+        (mean loss per target, share of targets predicted right).
+
+    Raises:
+        ConfigError: the state is not one of the recipe's model; names the keys that do not fit.
+        NonFiniteLoss: the loss is not a number.
+    """
+    world = World(0, 0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    config = dataclasses.replace(config, compile=False)  # which takes longer than one pass over the data
+    _, test = recipe.datasets(directory)
+    samples = open_samples(test, recipe, config, world)
+    model = recipe.model()
+    if problem := mismatch(model.state_dict(), state):
+        raise ConfigError(f"the state does not fit the model: {problem}")
+    model.load_state_dict(state)
+    model = model.to(world.device)
+    if config.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    # It keeps no checkpoint and takes no step, so neither the store nor the training data is touched.
+    store = CheckpointStore(str(directory), num_kept=1)
+    trainer = Trainer(recipe, config, world, model, samples, samples, store, _NobodyElse())
+    loss, accuracy, _ = trainer.evaluate()
+    return loss, accuracy
+
+
+def load_initial_state(model: nn.Module, url: str) -> None:
+    """Give `model` the weights and buffers of the state dict at `url`, all of them or none.
+
+    Raises:
+        ConfigError: there is no state dict, or not one of this very model; names the keys that do not fit.
+    """
+    accepted = "accepted is a state dict with exactly the model's keys and shapes"
+    try:
+        state = load_state(url)
+    except (FileNotFoundError, pickle.UnpicklingError, RuntimeError, EOFError) as error:  # the middle two are torch's
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"initial_state: {url!r} cannot be read: {type(error).__name__}: {reason}; {accepted}"
+        ) from error
+    if problem := mismatch(model.state_dict(), state):
+        raise ConfigError(f"initial_state: {url!r} does not fit the model: {problem}; {accepted}")
+    model.load_state_dict(state)
+
+
+def mismatch(expected: Mapping[str, Any], state: Any) -> str:
+    """What keeps `state` from being loaded where `expected` is the model's state dict, in words; "" for nothing."""
+    if not isinstance(state, Mapping):
+        return f"it is a {type(state).__name__}"
+    problems = {
+        "it lacks": [key for key in expected if key not in state],
+        "the model has no": [str(key) for key in state if key not in expected],
+        "other shapes at": [
+            f"{key} {_shape(state[key])} instead of {_shape(value)}"
+            for key, value in expected.items()
+            if key in state and _shape(state[key]) != _shape(value)
+        ],
+    }
+    return "; ".join(f"{name} {_listed(keys)}" for name, keys in problems.items() if keys)
+
+
+def _shape(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+
+
+def _listed(names: list[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 class _LossWatch:
@@ -518,6 +649,8 @@ def _wrapped(model: nn.Module, config: TrainingConfig, world: World) -> tuple[An
             device_ids=[world.device.index] if on_gpu else None,
             gradient_as_bucket_view=True,  # saves a copy of every gradient
         )
+        if not on_gpu:  # where each timed step would wait for the device, DDP's own interval of 100 stays
+            replica._set_ddp_runtime_logging_sample_rate(TIMED_INTERVAL)
     if config.compile:
         return torch.compile(model), torch.compile(replica)
     return model, replica

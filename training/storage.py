@@ -1,4 +1,4 @@
-"""A directory at any fsspec URL, with the two promises that checkpoints need. Imports no torch.
+"""A directory at any fsspec URL, with the two promises that checkpoints and champions need. Imports no torch.
 
 A file appears whole or not at all, and an unwritable place is known before the work begins.
 """
@@ -15,19 +15,19 @@ from training.config import ConfigError
 
 
 class Storage:
-    """The files directly below `url`, where a run's checkpoints go. Names are relative to it; contents are bytes.
+    """The files directly below `url`, such as a run's checkpoints. Names are relative to it; contents are bytes.
 
     Raises:
-        ConfigError: no such kind of URL is known here.
+        ConfigError: no such kind of URL is known here; names `field`.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, field: str = "checkpoints") -> None:
         self.url = url.rstrip("/")
         try:
             self.file_system, self.root = fsspec.url_to_fs(self.url)
         except (ValueError, ImportError) as error:  # a protocol that fsspec does not know or has no package for
             raise ConfigError(
-                f"checkpoints: {url!r} cannot be used: {error}; accepted is a path or a URL that fsspec knows"
+                f"{field}: {url!r} cannot be used: {error}; accepted is a path or a URL that fsspec knows"
             ) from error
         protocol = self.file_system.protocol
         self.is_local = "file" in ((protocol,) if isinstance(protocol, str) else protocol)

@@ -52,6 +52,8 @@ class Job:
     config: TrainingConfig
     checkpoints: str  # fsspec URL of a directory; `MODEL_STATE` is left there too
     launched_at: float  # seconds since the epoch
+    initial_state: str = ""  # fsspec URL of the state dict that a new run starts from; "" for fresh weights
+    timed_batch_sizes: tuple[int, ...] = ()  # samples per rank and step at which `costs` are timed after the training
 
 
 @dataclass(frozen=True)
@@ -224,17 +226,21 @@ def _train(job: Job, world: World, place: Place, link: SupervisorLink) -> None:
     from training.recipes import get_recipe
 
     config = job.config
-    recipe = get_recipe(job.recipe)
+    recipe = get_recipe(job.recipe, config.recipe_options)
     directory = link.wait_for_data()
     data = describe_data(directory)
     train, test = (open_samples(dataset, recipe, config, world) for dataset in recipe.datasets(directory))
     link.beat(0)
     torch.manual_seed(config.seed)
     model = recipe.model().to(world.device)
+    if config.sync_batch_norm and world.world_size > 1:
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)
     checkpoints = CheckpointStore(job.checkpoints, config.checkpoints_to_keep)
-    trainer = Trainer(recipe, config, world, model, train, test, checkpoints, link, data["fingerprint"])
+    trainer = Trainer(
+        recipe, config, world, model, train, test, checkpoints, link, data["fingerprint"], job.initial_state
+    )
     url, skipped = trainer.resume()
     link.beat(trainer.progress.step)
     if world.is_first:
@@ -243,16 +249,15 @@ def _train(job: Job, world: World, place: Place, link: SupervisorLink) -> None:
     progress = trainer.fit()
 
     checkpoints.close()
-    if not world.is_first:
-        return
-    link.emit(trainer.predict())
-    link.beat(progress.step)
-    model_state = Storage(job.checkpoints).join(MODEL_STATE)
-    save_state(model_state, trainer.model_state())
-    best = progress.best
-    assert best is not None  # a config has at least one epoch
-    link.emit(
-        events.RunFinished(
+    finished: events.Event | None = None
+    if world.is_first:
+        link.emit(trainer.predict())
+        link.beat(progress.step)
+        model_state = Storage(job.checkpoints).join(MODEL_STATE)
+        save_state(model_state, trainer.model_state())
+        best = progress.best
+        assert best is not None  # a config has at least one epoch
+        finished = events.RunFinished(
             step=progress.step,
             model_state_url=model_state,
             seconds=time.time() - job.launched_at,
@@ -261,7 +266,14 @@ def _train(job: Job, world: World, place: Place, link: SupervisorLink) -> None:
             peak_memory_bytes=_peak_memory(world),
             first_step_seconds=max(0.0, trainer.first_step_at - job.launched_at),
         )
-    )
+    if job.timed_batch_sizes:
+        from training.costs import time_costs
+
+        costs = time_costs(trainer, job.timed_batch_sizes)
+        if world.is_first:
+            link.emit(costs)
+    if finished:
+        link.emit(finished)
 
 
 def _run_started(

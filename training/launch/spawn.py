@@ -115,10 +115,10 @@ def check(job: Job, num_processes: int) -> None:
     """Find what is wrong with a run before any process is started for it.
 
     Raises:
-        ConfigError: an unknown recipe, a batch that cannot be shared evenly, more ranks than GPUs, a place for
-            checkpoints that cannot be written to.
+        ConfigError: an unknown recipe or option of it, a batch that cannot be shared evenly, more ranks than GPUs, a
+            place for checkpoints that cannot be written to.
     """
-    get_recipe(job.recipe)
+    get_recipe(job.recipe, job.config.recipe_options)
     if num_processes < 1:
         raise ConfigError(f"num_processes: {num_processes} is out of range; accepted is a whole number of at least 1")
     gpus = num_gpus()
@@ -126,6 +126,8 @@ def check(job: Job, num_processes: int) -> None:
         raise ConfigError(f"num_processes: {num_processes} ranks need as many GPUs; accepted here is at most {gpus}")
     if job.config.backend == "nccl" and not gpus:
         raise ConfigError("backend: 'nccl' needs GPUs, and there are none here; accepted here are auto and gloo")
+    if job.config.sync_batch_norm and num_processes > 1 and not gpus:
+        raise ConfigError("sync_batch_norm: true needs GPUs, which torch's has alone; accepted here is false")
     job.config.batch_size_per_rank(num_processes)
     Storage(job.checkpoints).check_writable("checkpoints")
 

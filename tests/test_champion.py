@@ -1,0 +1,421 @@
+"""Whoever reads the champion finds the old model or the new one, whole, whatever happens to whoever promotes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import threading
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+from moto.server import ThreadedMotoServer
+
+from tests.dask_runs import eventually
+from training import champion
+from training.champion import (
+    ChampionChanged,
+    ChampionStore,
+    CorruptChampion,
+    Manifest,
+    MissingChampion,
+    NoChampion,
+)
+from training.config import ConfigError
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    """The URL of an empty bucket on an S3 server of this machine, which the environment names."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        import s3fs
+
+        s3fs.S3FileSystem.clear_instance_cache()
+        name = f"bucket-{uuid.uuid4().hex}"
+        s3fs.S3FileSystem().mkdir(name)
+        yield f"s3://{name}"
+        s3fs.S3FileSystem.clear_instance_cache()
+    server.stop()
+
+
+@pytest.fixture(params=["disk", "s3", "memory"])
+def url(request, tmp_path):
+    """A place without a champion: on a disk, in a bucket, and in a store that knows no condition for a put."""
+    if request.param == "disk":
+        return str(tmp_path / "champion")
+    if request.param == "s3":
+        return f"{request.getfixturevalue('bucket')}/{uuid.uuid4().hex}"
+    return f"memory://{uuid.uuid4().hex}"
+
+
+def state_file(number):
+    buffer = io.BytesIO()
+    torch.save({"weight": torch.full((1000,), float(number))}, buffer)
+    return buffer.getvalue()
+
+
+def manifest(number=0, **changes):
+    values = dict.fromkeys(("version", "parent", "created_at"), "")
+    values |= {"recipe": "digits", "recipe_version": "r1", "config": {"epochs": 3, "sizes": [1, 2]}}
+    values |= {"data": "drawn digits", "data_fingerprint": "f1", "num_train_samples": 100, "num_test_samples": 10}
+    values |= {"metrics": {"test_loss": float(number)}, "parent_metrics": {}, "kickoff_time": "2026-01-02T03:04:05Z"}
+    values |= {"code_version": "c1", "execution": "e1"}
+    return Manifest(**{**values, **changes})
+
+
+def promote(store, number):
+    return store.promote(state_file(number), manifest(number), store.pointer())
+
+
+def number_in(loaded):
+    """The number that was promoted, where state and manifest are of the same version."""
+    state, loaded_manifest = loaded
+    numbers = {*state["weight"].tolist(), loaded_manifest.metrics["test_loss"]}
+    assert len(numbers) == 1
+    return numbers.pop()
+
+
+def file_of(store, name):
+    """A local file of the version in use, or of the store itself."""
+    versions = Path(store.url, "versions", store.version_in_use())
+    return versions / name if (versions / name).exists() else Path(store.url, name)
+
+
+# Promotion
+
+
+def test_what_is_promoted_is_loaded_by_one_call(url):
+    written = promote(ChampionStore(url), 1)
+    state, read = champion.load(url)
+
+    assert torch.equal(state["weight"], torch.ones(1000))
+    assert read == written
+    assert read == manifest(1, **{name: getattr(read, name) for name in ("version", "created_at", "sha256", "bytes")})
+    assert read.bytes == len(state_file(1))
+    assert read.created_at.endswith("Z")
+
+
+def test_every_version_is_kept_with_its_parent(url):
+    store = ChampionStore(url)
+    versions = [promote(store, number).version for number in (1, 2, 3)]
+
+    assert [(each.version, each.parent) for each in store.versions()] == [
+        (versions[0], ""),
+        (versions[1], versions[0]),
+        (versions[2], versions[1]),
+    ]
+    assert number_in(champion.load(url)) == 3
+
+
+def test_where_nothing_was_promoted_there_is_no_champion(url):
+    store = ChampionStore(url)
+    assert (store.pointer(), store.versions(), store.version_in_use()) == (b"", [], "")
+    with pytest.raises(NoChampion, match="has no champion yet"):
+        champion.load(url)
+
+
+def test_an_unknown_kind_of_url_is_refused():
+    with pytest.raises(ConfigError, match="champion: 'nope://x' cannot be used"):
+        champion.load("nope://x")
+
+
+def test_a_reader_that_is_between_two_files_of_the_old_version_reads_it_to_its_end(url):
+    store = ChampionStore(url)
+    promote(store, 1)
+    pointer = store.pointer()
+    promote(store, 2)
+
+    assert number_in(store.load(pointer)) == 1
+    assert number_in(store.load()) == 2
+
+
+def test_readers_never_see_half_a_promotion(url):
+    store = ChampionStore(url)
+    promote(store, 0)
+    seen, problems = [], []
+    done = threading.Event()
+
+    def read():
+        try:
+            while not done.is_set():
+                seen.append(number_in(champion.load(url)))
+        except BaseException as error:
+            problems.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for number in range(1, 6):
+        promote(store, number)
+        assert eventually(lambda: problems or number in seen)  # noqa: B023 - called at once
+    done.set()
+    reader.join(30)
+
+    assert problems == []
+    assert seen == sorted(seen)
+
+
+@pytest.mark.parametrize("cut", ["model_state.pt", "manifest.json", "champion.json"])
+def test_a_promotion_that_is_cut_short_changes_nothing(url, cut, monkeypatch):
+    store = ChampionStore(url)
+    first = promote(store, 1).version
+    write, put = champion.Storage.write, champion.replace
+
+    def cut_write(storage, name, contents):
+        if name == cut:
+            raise SystemExit
+        write(storage, name, contents)
+
+    def cut_put(storage, name, contents, replaced):
+        if name == cut:
+            raise SystemExit
+        put(storage, name, contents, replaced)
+
+    monkeypatch.setattr(champion.Storage, "write", cut_write)
+    monkeypatch.setattr(champion, "replace", cut_put)
+    with pytest.raises(SystemExit):
+        promote(store, 2)
+    monkeypatch.undo()
+
+    assert number_in(champion.load(url)) == 1
+    assert promote(store, 3).parent == first
+
+
+# Two promoters at once
+
+
+def test_of_two_promotions_over_the_same_champion_the_second_is_told_and_leaves_nothing(url):
+    store = ChampionStore(url)
+    promote(store, 1)
+    pointer = store.pointer()
+    store.promote(state_file(2), manifest(2), pointer)
+    with pytest.raises(ChampionChanged, match="was replaced meanwhile"):
+        store.promote(state_file(3), manifest(3), pointer)
+
+    assert number_in(champion.load(url)) == 2
+    assert sorted(each.metrics["test_loss"] for each in store.versions()) == [1, 2]
+    names = {name for each in champion.Storage(f"{store.url}/versions").names() for name in store._place(each).names()}
+    assert names == {"manifest.json", "model_state.pt"}
+
+
+def test_of_two_first_promotions_one_is_told(url):
+    store = ChampionStore(url)
+    store.promote(state_file(1), manifest(1), b"")
+    with pytest.raises(ChampionChanged):
+        store.promote(state_file(2), manifest(2), b"")
+    assert number_in(champion.load(url)) == 1
+
+
+def test_many_promoters_at_once_lose_no_promotion(tmp_path):
+    store = ChampionStore(str(tmp_path))
+
+    def persist(number):
+        while True:
+            try:
+                return promote(store, number)
+            except ChampionChanged:
+                continue
+
+    threads = [threading.Thread(target=persist, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    parents = {each.version: each.parent for each in store.versions()}
+    chain, version = [], store.version_in_use()
+    while version:
+        chain.append(version)
+        version = parents[version]
+
+    assert len(chain) == len(set(chain)) == 8
+
+
+@pytest.mark.parametrize("has_champion", [False, True])
+def test_s3_refuses_the_put_when_another_promotion_came_after_the_look(bucket, monkeypatch, has_champion):
+    url = f"{bucket}/{uuid.uuid4().hex}"
+    store = ChampionStore(url)
+    if has_champion:
+        promote(store, 1)
+    look = champion._check_unchanged
+
+    def look_and_be_late(*arguments):
+        look(*arguments)
+        monkeypatch.undo()
+        promote(ChampionStore(url), 2)
+
+    monkeypatch.setattr(champion, "_check_unchanged", look_and_be_late)
+    with pytest.raises(ChampionChanged):
+        promote(store, 3)
+    assert number_in(champion.load(url)) == 2
+
+
+def s3_error(code):
+    from botocore.exceptions import ClientError
+
+    error = OSError(code)
+    error.__cause__ = ClientError({"Error": {"Code": code}}, "PutObject")
+    return error
+
+
+def test_a_put_that_was_sent_twice_because_its_answer_was_lost_counts_as_done(bucket, monkeypatch):
+    store = ChampionStore(f"{bucket}/{uuid.uuid4().hex}")
+    promote(store, 1)
+    put = store.storage.file_system.pipe_file
+
+    def put_and_lose_the_answer(path, contents, **condition):
+        put(path, contents, **condition)
+        if condition:
+            raise s3_error("PreconditionFailed")
+
+    monkeypatch.setattr(store.storage.file_system, "pipe_file", put_and_lose_the_answer)
+    promote(store, 2)
+    assert number_in(champion.load(store.url)) == 2
+
+
+@pytest.mark.parametrize(("code", "is_done"), [("NotImplemented", True), ("AccessDenied", False)])
+def test_only_a_store_without_conditional_puts_is_written_without_one(bucket, monkeypatch, code, is_done):
+    store = ChampionStore(f"{bucket}/{uuid.uuid4().hex}")
+    put = store.storage.file_system.pipe_file
+
+    def refuse_conditions(path, contents, **condition):
+        if condition:
+            raise s3_error(code)
+        put(path, contents)
+
+    monkeypatch.setattr(store.storage.file_system, "pipe_file", refuse_conditions)
+    if is_done:
+        promote(store, 1)
+    else:
+        with pytest.raises(OSError, match=code):
+            promote(store, 1)
+    assert bool(store.pointer()) == is_done
+
+
+# Damage
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def flip(file):
+    contents = bytearray(file.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    file.write_bytes(contents)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "kind", "said"),
+    [
+        ("model_state.pt", cut, CorruptChampion, "model_state.pt is not what was written"),
+        ("model_state.pt", flip, CorruptChampion, "model_state.pt is not what was written"),
+        ("model_state.pt", os.unlink, MissingChampion, "model_state.pt is missing"),
+        ("manifest.json", flip, CorruptChampion, "manifest.json is not what was written"),
+        ("manifest.json", os.unlink, MissingChampion, "manifest.json is missing"),
+        ("champion.json", cut, CorruptChampion, "champion.json is not what was written"),
+        ("champion.json", lambda file: file.write_text("[]"), CorruptChampion, "champion.json is not what was written"),
+    ],
+)
+def test_damage_is_named_and_nothing_is_handed_out(tmp_path, name, damage, kind, said):
+    store = ChampionStore(str(tmp_path))
+    promote(store, 1)
+    damage(file_of(store, name))
+    with pytest.raises(kind, match=said):
+        champion.load(str(tmp_path))
+    promote(store, 2)  # which damage does not prevent
+    assert number_in(champion.load(str(tmp_path))) == 2
+
+
+class Harm:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["HARM"],)
+
+
+def test_a_state_that_is_more_than_tensors_is_not_unpickled(tmp_path, monkeypatch):
+    monkeypatch.setenv("HARM", str(tmp_path / "harm"))
+    store = ChampionStore(str(tmp_path / "champion"))
+    store.promote(pickle.dumps(Harm(), protocol=2), manifest(), b"")
+    with pytest.raises(CorruptChampion, match="not a state dict of tensors"):
+        champion.load(store.url)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_manifest_of_a_later_version_of_this_package_can_be_read(tmp_path):
+    store = ChampionStore(str(tmp_path))
+    promote(store, 1)
+    file = file_of(store, "manifest.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), "news": 1}))
+    assert [each.metrics for each in store.versions()] == [{"test_loss": 1.0}]
+
+
+# Rollback
+
+
+def test_a_rollback_puts_the_parent_in_use_again_and_forth(url):
+    store = ChampionStore(url)
+    first, second, third = (promote(store, number).version for number in (1, 2, 3))
+
+    assert store.rollback().version == second
+    assert number_in(champion.load(url)) == 2
+    assert store.rollback().version == first
+    assert store.rollback(third).version == third
+    assert number_in(champion.load(url)) == 3
+    assert len(store.versions()) == 3
+
+
+def test_a_rollback_needs_nothing_of_a_champion_whose_files_are_gone(tmp_path):
+    store = ChampionStore(str(tmp_path))
+    promote(store, 1)
+    promote(store, 2)
+    for name in ("model_state.pt", "manifest.json"):
+        file_of(store, name).unlink()
+    store.rollback()
+    assert number_in(champion.load(str(tmp_path))) == 1
+
+
+def test_a_rollback_to_what_cannot_be_used_is_refused(tmp_path):
+    store = ChampionStore(str(tmp_path))
+    with pytest.raises(NoChampion):
+        store.rollback()
+    first = promote(store, 1).version
+    with pytest.raises(ConfigError, match=f"none before the one in use; accepted is {first}"):
+        store.rollback()
+    with pytest.raises(ConfigError, match=f"version: '../x' is not in .*; accepted is {first}"):
+        store.rollback("../x")
+    file = file_of(store, "model_state.pt")
+    promote(store, 2)
+    flip(file)
+    with pytest.raises(CorruptChampion):
+        store.rollback()
+    assert number_in(champion.load(str(tmp_path))) == 2
+
+
+def test_the_command_lists_shows_and_rolls_back(tmp_path, capsys):
+    store = ChampionStore(str(tmp_path))
+    first, second = promote(store, 1), promote(store, 2)
+    store.note_challenge({"outcome": "not_better"})
+
+    assert champion.main(["list", store.url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(line[0] for line in lines) == [" ", "*"]
+    assert next(line for line in lines if line[0] == "*").startswith(f"* {second.version}  digits  test_loss 2")
+    champion.main(["show", store.url])
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["champion"]["version"] == second.version
+    assert shown["last_challenge"] == {"outcome": "not_better"}
+    champion.main(["rollback", store.url])
+    assert capsys.readouterr().out == f"{first.version} is in use again\n"
+    assert number_in(champion.load(store.url)) == 1
+    with pytest.raises(SystemExit) as ended:
+        champion.main(["rollback", store.url, "nope"])
+    assert ended.value.code == 1
+    assert "version: 'nope' is not in" in capsys.readouterr().err

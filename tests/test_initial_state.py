@@ -1,0 +1,125 @@
+"""A run may start from given weights: exactly those, of exactly its model, and only where it has not begun yet."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runs import new_run
+from training.checkpoint import CheckpointStore, save_state
+from training.config import ConfigError
+from training.data import open_samples
+from training.launch.rank import Job
+from training.launch.spawn import train
+from training.loop import Trainer, load_initial_state
+from training.recipes import config_of, get_recipe
+from training.world import World
+
+
+def state_of(seed, recipe="Tiny"):
+    torch.manual_seed(seed)
+    return get_recipe(f"tests.recipes_for_tests.{recipe}").model().state_dict()
+
+
+def test_every_rank_starts_from_the_given_weights(tmp_path):
+    url, given = str(tmp_path / "given.pt"), state_of(7)
+    save_state(url, given)
+    run = new_run(tmp_path)
+    config = config_of(run.recipe, {"epochs": 1, "learning_rate": 1e-12, "momentum": 0.0})  # the weights stay
+    job = Job(run.recipe, config, str(run.checkpoints), time.time(), url)
+    run.result = train(job, lambda: str(run.data()), 2, [run], run.relay)
+
+    assert all(torch.allclose(value, given[name], atol=1e-6) for name, value in run.state().items())
+
+
+class Alone:
+    """A supervisor that wants nothing."""
+
+    stop_requested = False
+
+    def beat(self, step):
+        pass
+
+    def emit(self, event):
+        pass
+
+
+def trainer_of(run, initial_state):
+    recipe = get_recipe(run.recipe)
+    config = config_of(run.recipe, {})
+    world = World(0, 0, 1, torch.device("cpu"))
+    train_samples, test_samples = (open_samples(each, recipe, config, world) for each in recipe.datasets(run.data()))
+    store = CheckpointStore(str(run.checkpoints), 1)
+    model = recipe.model()
+    return Trainer(recipe, config, world, model, train_samples, test_samples, store, Alone(), "", initial_state)
+
+
+def weights_equal(trainer, state):
+    return all(torch.equal(value, state[name]) for name, value in trainer.model_state().items())
+
+
+def test_a_checkpoint_goes_before_the_initial_state_and_fixes_it(tmp_path):
+    run, url = new_run(tmp_path), str(tmp_path / "given.pt")
+    save_state(url, state_of(7))
+    first = trainer_of(run, url)
+    assert first.resume() == ("", [])
+    assert weights_equal(first, state_of(7))
+    first.model.load_state_dict(state_of(8))
+    first.progress.step = 5
+    first.save_checkpoint(best=True)
+    first.store.close()
+
+    Path(url).unlink()  # which nobody needs any more
+    second = trainer_of(run, url)
+    second.resume()
+    assert second.progress.step == 5
+    assert weights_equal(second, state_of(8))
+    for other in ("", str(tmp_path / "other.pt")):
+        with pytest.raises(
+            ConfigError, match="^initial_state: .* does not continue .*; give that or another place"
+        ) as caught:
+            trainer_of(run, other).resume()
+        assert f"{other!r} does not continue" in str(caught.value)
+        assert f"whose run started from {url!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (lambda url: None, "cannot be read: FileNotFoundError"),
+        (lambda url: Path(url).write_bytes(b"no state"), "cannot be read: UnpicklingError"),
+        (lambda url: Path(url).write_bytes(b""), "cannot be read: EOFError"),
+        (
+            lambda url: save_state(url, state_of(7, "Normed")),
+            "does not fit the model: it lacks 2.weight, 2.bias; the model has no 1.weight, 1.bias, 1.running_mean, "
+            "1.running_var, 1.num_batches_tracked and 2 more",
+        ),
+        (
+            lambda url: save_state(url, {**state_of(7), "0.bias": torch.zeros(3)}),
+            "other shapes at 0.bias (3,) instead of (16,)",
+        ),
+        (lambda url: torch.save([1], url), "does not fit the model: it is a list"),
+    ],
+    ids=["missing", "garbage", "empty", "other-model", "other-shape", "list"],
+)
+def test_what_is_not_a_state_of_the_model_is_refused_with_the_keys_that_do_not_fit(tmp_path, write, said):
+    url = str(tmp_path / "given.pt")
+    write(url)
+    model = get_recipe("tests.recipes_for_tests.Tiny").model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ConfigError) as caught:
+        load_initial_state(model, url)
+    message = str(caught.value)
+    assert message.startswith(f"initial_state: {url!r} ")
+    assert said in message
+    assert message.endswith("accepted is a state dict with exactly the model's keys and shapes")
+    assert "\n" not in message
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_job_has_fresh_weights_by_default():
+    assert {field.name: field.default for field in dataclasses.fields(Job)}["initial_state"] == ""
