@@ -35,10 +35,10 @@ class Watchers:
         self.wandb = Wandb(
             project=os.environ.get("WANDB_PROJECT", WANDB_ENVIRONMENT["WANDB_PROJECT"]),
             entity=os.environ.get("WANDB_ENTITY"),
-            run_id=_run_id(job.checkpoints, execution),
+            run_id=wandb_run_id(job.checkpoints, execution),
             notes=execution.url,
             directory=str(directory),
-            api_key=_wandb_key(),
+            api_key=wandb_key(),
             model_artifact=model_artifact,
             say=self.bar.write,
         )
@@ -111,7 +111,7 @@ class _Link:
         pass
 
 
-def _run_id(checkpoints: str, execution: Execution) -> str:
+def wandb_run_id(checkpoints: str, execution: Execution) -> str:
     """The id of the W&B run: the one that an earlier attempt left beside its checkpoints, else a new one."""
     storage = Storage(checkpoints)
     try:
@@ -122,7 +122,7 @@ def _run_id(checkpoints: str, execution: Execution) -> str:
         return run_id
 
 
-def _wandb_key() -> str | None:
+def wandb_key() -> str | None:
     """W&B's key from the Flyte secret, which in a local run is WANDB_API_KEY; None where there is none."""
     try:
         return flytekit.current_context().secrets.get(WANDB_SECRET.group, WANDB_SECRET.key)

@@ -29,13 +29,15 @@ HOMES = {
     "dask_kubernetes": ("training.launch",),
     "kubernetes": ("training.launch",),
     "kr8s": ("training.launch",),
+    "optuna": ("training.search",),
     "wandb": ("training.tracking",),
 }
-SLOW = ("torch", "torchvision", "matplotlib", "wandb", "sklearn", "flytekit")
+SLOW = ("torch", "torchvision", "matplotlib", "wandb", "sklearn", "flytekit", "optuna", "pandas")
 # What computes rather than supervises: it runs in a rank, or where names are generated.
 COMPUTES = (
     "training.loop",
     "training.checkpoint",
+    "training.costs",
     "training.data",
     "training.describe",
     "training.world",

@@ -72,6 +72,7 @@ class ClusterConfig:
     num_nodes: int = 2  # Dask workers, each with a machine's (or a pod's) share of the ranks, >= 1
     gpus_per_node: int = 0  # >= 0
     processes_per_node: int = 0  # ranks on each node; 0: one per GPU, or one where there are none
+    threads_per_rank: int = 0  # CPU threads of each rank; 0: its share of its node's cores
     min_nodes: int = 0  # a run goes on with this many when others do not come (back) in time; 0: needs all of num_nodes
     max_restarts: int = 3  # of the whole gang, after a node or a rank was lost, >= 0
     node_timeout: float = 20.0  # seconds of silence after which a node counts as lost, > 0
@@ -107,7 +108,7 @@ class ClusterConfig:
         for name, choices in CHOICES.items():
             _require(self, name, getattr(self, name) in choices, "one of " + ", ".join(choices))
         _require(self, "num_nodes", self.num_nodes >= 1, "a whole number of at least 1")
-        for name in ("gpus_per_node", "processes_per_node", "max_restarts"):
+        for name in ("gpus_per_node", "processes_per_node", "threads_per_rank", "max_restarts"):
             _require(self, name, getattr(self, name) >= 0, "a whole number of at least 0")
         _require(self, "min_nodes", 0 <= self.min_nodes <= self.num_nodes, f"from 0 to num_nodes ({self.num_nodes})")
         if self.gpus_per_node:

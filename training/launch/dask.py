@@ -39,11 +39,13 @@ from training.launch.cluster import ClusterConfig, ClusterError, explain_missing
 from training.launch.code import packed_code, packed_directory
 from training.launch.dispatch import Dispatcher
 from training.launch.gang import POLL, Attempt, Node, NodeLost, Run, Worker, ask, ask_scheduler, assigned
+from training.launch.pool import Pool
 from training.launch.rank import Job
 from training.launch.spawn import (
     Collector,
     RankFailure,
     Result,
+    StopRequest,
     TrainingStopped,
     print_line,
     stop_on_signals,
@@ -69,6 +71,10 @@ class GangLost(RuntimeError):
     """
 
 
+class WorkersLost(GangLost):
+    """The nodes that the gang needs did not come back."""
+
+
 def train_on_dask(
     job: Job,
     data: Callable[[], str],
@@ -77,6 +83,8 @@ def train_on_dask(
     listeners: Sequence[events.Listener] = (),
     relay: Callable[[str], None] | None = None,
     run_name: str = "",
+    stop: StopRequest | None = None,
+    pool: Pool | None = None,
 ) -> Result:
     """Train on the workers of `client`'s cluster, start to end.
 
@@ -88,23 +96,24 @@ def train_on_dask(
         listeners: told of every event, in a thread with the caller's context variables.
         relay: called with every line that a rank prints, with its node and rank; standard error by default.
         run_name: as given to `open_cluster`, to find out what missing workers wait for.
+        stop: asks for an early end when set; by default SIGINT and SIGTERM do.
+        pool: what this run shares with others that train on the cluster at the same time, each on one node and with a
+            client of its own, because a client has one handler for each kind of Dask's events.
 
     Raises:
         ConfigError: before any rank is started.
         ClusterError: the workers did not come in time.
         RankFailure: a rank failed in a way that another attempt would repeat.
         GangLost: nodes or ranks were lost more often than `max_restarts` allows.
-        TrainingStopped: SIGINT or SIGTERM ended the run, after a last checkpoint.
+        TrainingStopped: SIGINT or SIGTERM, or `stop`, ended the run, after a last checkpoint.
     """
-    get_recipe(job.recipe)
+    check(job, config)
     storage = Storage(job.checkpoints)
     storage.check_writable("checkpoints")
     job = dataclasses.replace(job, checkpoints=storage.url)
-    job.config.batch_size_per_rank(config.num_nodes * config.ranks_per_node)
-    if job.config.backend == "nccl" and not config.gpus_per_node:
-        raise ConfigError("backend: 'nccl' needs GPUs, and gpus_per_node is 0; accepted without them are auto and gloo")
     collector = Collector()
-    with Dispatcher([collector, *listeners]) as dispatcher, stop_on_signals() as stop:
+    stopping = contextlib.nullcontext(stop) if stop else stop_on_signals()
+    with Dispatcher([collector, *listeners]) as dispatcher, stopping as stop:
         run = Run(
             name=f"training-{uuid.uuid4().hex[:12]}",
             client=client,
@@ -115,12 +124,26 @@ def train_on_dask(
             relay=relay or print_line,
             stop=stop,
         )
-        launcher = _Launcher(job, data, run, run_name)
+        launcher = _Launcher(job, data, run, run_name, pool)
         try:
             launcher.launch()
         finally:
             launcher.close()
     return collector.result()
+
+
+def check(job: Job, config: ClusterConfig) -> None:
+    """Find what is wrong with a run before anything is asked of its cluster.
+
+    Raises:
+        ConfigError: an unknown recipe or option of it, a batch that cannot be shared evenly, NCCL without GPUs.
+    """
+    get_recipe(job.recipe, job.config.recipe_options)
+    job.config.batch_size_per_rank(config.num_nodes * config.ranks_per_node)
+    if job.config.backend == "nccl" and not config.gpus_per_node:
+        raise ConfigError("backend: 'nccl' needs GPUs, and gpus_per_node is 0; accepted without them are auto and gloo")
+    if job.config.sync_batch_norm and not config.gpus_per_node:
+        raise ConfigError("sync_batch_norm: true needs GPUs, and gpus_per_node is 0; accepted without them is false")
 
 
 def usable_sizes(job: Job, config: ClusterConfig) -> list[int]:
@@ -139,12 +162,14 @@ def usable_sizes(job: Job, config: ClusterConfig) -> list[int]:
 class _Launcher:
     """A run: attempt after attempt, until one ends well or another would be of no use."""
 
-    def __init__(self, job: Job, data: Callable[[], str], run: Run, run_name: str) -> None:
+    def __init__(self, job: Job, data: Callable[[], str], run: Run, run_name: str, pool: Pool | None) -> None:
         self.job = job
         self.run = run
         self.client = run.client
         self.config = run.config
         self.run_name = run_name
+        self.pool = pool
+        self.shared = pool.shared if pool else Storage(job.checkpoints)  # where the copy of the data goes
         self.prepared = _in_background(data)
         self.archive = ""  # URL of the data for nodes that do not see the driver's
         self.known: set[str] = set()  # addresses of workers that were found to have our versions
@@ -152,8 +177,10 @@ class _Launcher:
     def close(self) -> None:
         """Leave nothing in the workers, nor beside the checkpoints."""
         ask(self.client, self.known & set(self._listed_workers()), worker.uninstall, self.run.name)
-        if self.archive:
-            Storage(self.job.checkpoints).delete(os.path.basename(self.archive))
+        if self.pool:
+            self.pool.release(self.run.name)
+        elif self.archive:
+            self.shared.delete(os.path.basename(self.archive))
 
     def launch(self) -> None:
         """Make attempts until one succeeds. Raises as `train_on_dask`."""
@@ -182,6 +209,8 @@ class _Launcher:
                     *(attempt.step, number + 1, self.config.max_restarts, error),
                 )
                 failure, failed_step = error, attempt.step
+                if self.pool:
+                    self.pool.release(self.run.name)
 
     def _orders(self, directory: str, nodes: Sequence[Node]) -> list[bytes]:
         """What each of the nodes is told to do."""
@@ -190,7 +219,8 @@ class _Launcher:
         sees_data = ask(self.client, addresses, worker.holds_file, str(note), note.read_bytes())
         archive_name = f"data-{describe_data(directory)['fingerprint'][:16]}.zip"
         if not self.archive and not all(sees_data[address] is True for address in addresses):
-            self.archive = self._upload(Path(directory), archive_name)
+            upload = functools.partial(self._upload, Path(directory), archive_name)
+            self.archive = self.pool.archive(upload) if self.pool else upload()
         return [
             pickle.dumps(
                 node.Order(
@@ -217,7 +247,13 @@ class _Launcher:
         patience = self.config.return_timeout if self.config.min_nodes else self.config.start_timeout
         while True:
             self._check_stop()
-            workers = self._idle_workers()
+            workers = self._present_workers()
+            if self.pool is None:
+                workers = [each for each in workers if not each.is_busy]
+            else:
+                workers = self.pool.claim(self.run.name, workers, self.config.gpus_per_node)
+                if not workers and self.pool.is_in_use():
+                    begun = time.monotonic()  # a turn to wait for is not a worker that is missing
             waited = time.monotonic() - begun
             if len(workers) >= sizes[0] or (len(workers) >= sizes[-1] and waited > patience):
                 return workers
@@ -231,10 +267,10 @@ class _Launcher:
             message += f". {reason}"
         if failure is None:
             raise ClusterError(message)
-        raise GangLost(f"{message}; the gang had to restart because of this: {failure}") from failure
+        raise WorkersLost(f"{message}; the gang had to restart because of this: {failure}") from failure
 
-    def _idle_workers(self) -> list[Worker]:
-        """The workers that answer and have nothing else to do.
+    def _present_workers(self) -> list[Worker]:
+        """The workers that answer.
 
         Raises:
             ConfigError: one of them runs other versions than this process.
@@ -244,10 +280,16 @@ class _Launcher:
         answers = ask(self.client, self.known & set(names), worker.introduce, self.run.name)
         return [
             Worker(
-                address, names[address], facts["host"], facts["num_cores"], tuple(facts["gpus"]), facts["has_plugin"]
+                address,
+                names[address],
+                facts["host"],
+                facts["num_cores"],
+                tuple(facts["gpus"]),
+                facts["has_plugin"],
+                facts["is_busy"],
             )
             for address, facts in answers.items()
-            if not isinstance(facts, Exception) and not facts["is_busy"]
+            if not isinstance(facts, Exception)
         ]
 
     def _listed_workers(self) -> dict[str, str]:
@@ -305,12 +347,11 @@ class _Launcher:
 
     def _upload(self, directory: Path, name: str) -> str:
         """Put a copy of the data beside the checkpoints, which every node reaches; returns its URL."""
-        storage = Storage(self.job.checkpoints)
         with tempfile.TemporaryDirectory(prefix="data-") as scratch:
             archive = Path(scratch, name)
             packed_directory(directory, archive)
-            storage.file_system.put_file(str(archive), f"{storage.root}/{name}")
-        return storage.join(name)
+            self.shared.file_system.put_file(str(archive), f"{self.shared.root}/{name}")
+        return self.shared.join(name)
 
 
 def is_bug(failure: RankFailure, step: int, previous: Exception | None, previous_step: int) -> bool:

@@ -94,7 +94,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker that answers and has nothing else to do."""
+    """A worker that answers."""
 
     address: str
     name: str
@@ -102,6 +102,7 @@ class Worker:
     num_cores: int
     gpus: tuple[str, ...]  # that it may use, as CUDA_VISIBLE_DEVICES names them
     has_plugin: bool
+    is_busy: bool = False  # with whatever else runs on the cluster
 
 
 class Inbox:
@@ -147,7 +148,7 @@ def assigned(workers: Sequence[Worker], num_nodes: int, config: ClusterConfig) -
             port=0,
             interface="",
             use_gpus=config.gpus_per_node > 0,
-            num_threads=max(1, each.num_cores // len(neighbours) // config.ranks_per_node),
+            num_threads=config.threads_per_rank or max(1, each.num_cores // len(neighbours) // config.ranks_per_node),
         )
         devices = _devices(each, neighbours, config)
         nodes.append(Node(index, each.address, each.name, each.host, place, devices, each.has_plugin))

@@ -1,0 +1,267 @@
+"""The tasks of a sweep: check all of its models at once, and train them side by side on one cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flytekit
+import fsspec
+from flytekit import task
+from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.types.file import FlyteFile, PythonPickledFile
+from flytekit.types.structured import StructuredDataset
+
+from tasks.execution import Execution, current_execution, share_storage_credentials
+from tasks.inputs import ClusterInput, InputError, TrainingOverrides, given
+from tasks.prepare import PreparedData
+from tasks.report import DeckPublisher
+from tasks.resources import DRIVER_TASK, SMALL_TASK, WANDB_ENVIRONMENT
+from tasks.sweep_report import SweepReport
+from tasks.train import WATCHED, flyte_errors
+from tasks.watchers import wandb_key, wandb_run_id
+from training import plots
+from training.config import ConfigError
+from training.events import EpochFinished, Event, RunStarted
+from training.launch.spawn import print_line
+from training.search import EarlyStopping, Model, models_of
+from training.storage import Storage
+from training.sweep import FINISHED, STOPPED_EARLY, ModelRun, best_of, table_of
+from training.tracking import Wandb
+
+
+class SweepOutputs(NamedTuple):
+    """What a sweep hands back. The best model has the lowest loss on the held-out data after its last epoch."""
+
+    results: StructuredDataset  # a row for every epoch of every model, see `training.sweep.table_of`
+    csv: FlyteFile  # the same as a CSV file
+    best_config: TrainingOverrides  # of the best model, as the training workflows take it
+    best_accuracies: list[float]  # of the best model after each epoch, in [0, 1]
+    best_model_state: PythonPickledFile  # its state dict after the last epoch, on the CPU
+    report: FlyteFile  # the HTML page that the Deck shows too
+
+
+@task(**SMALL_TASK)
+def check_sweep(
+    recipe: str,
+    config: TrainingOverrides,
+    grid: dict,
+    num_models: int,
+    seed: int,
+    stop_early: str,
+    cluster: ClusterInput,
+) -> TrainingOverrides:
+    """Check every model of the sweep before anything is prepared or started for the first; returns `config`."""
+    from training.launch.sweep import check_models
+
+    try:
+        EarlyStopping(stop_early)
+        check_models(recipe, models_of(recipe, given(config), grid, num_models, seed), cluster)
+    except ConfigError as error:
+        raise InputError(str(error)) from error
+    return config
+
+
+@task(**DRIVER_TASK, **WATCHED)
+def train_sweep(
+    recipe: str,
+    config: TrainingOverrides,
+    grid: dict,
+    data: PreparedData,
+    cluster: ClusterInput,
+    num_models: int = 0,
+    seed: int = 0,
+    stop_early: str = "none",
+    checkpoints: str = "",
+) -> SweepOutputs:
+    """Train one model for each configuration, each on a worker of a Dask cluster, and compare them.
+
+    A retry of this task trains neither the models that are done already, nor again what the checkpoints of the others
+    have.
+    """
+    from training.launch.cluster import ClusterError, open_cluster
+    from training.launch.sweep import SweepFailed, train_models
+
+    context = flytekit.current_context()
+    share_storage_credentials()
+    execution = current_execution(context)
+    directory = Path(context.working_directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    name = execution.attempt_id or f"{recipe.rpartition('.')[2]}-sweep-{os.urandom(4).hex()}"
+    try:
+        models = models_of(recipe, given(config), grid, num_models, seed)
+        storage = Storage(checkpoints or execution.checkpoints)
+        storage.check_writable("checkpoints")
+        data.download()
+        with flyte_errors(), _Watchers(recipe, models, storage, execution, directory) as watchers:
+            with open_cluster(cluster, name) as client:
+                train_models(
+                    recipe,
+                    models,
+                    storage.url,
+                    data.path,
+                    client,
+                    cluster,
+                    stop_early=stop_early,
+                    observers=[watchers.observe],
+                    listeners_of=watchers.listeners_of,
+                    run_name=name,
+                )
+    except ConfigError as error:
+        raise InputError(str(error)) from error
+    except ClusterError as error:
+        raise FlyteRecoverableException(str(error)) from error
+    except SweepFailed as error:
+        raise (FlyteRecoverableException if error.may_succeed else InputError)(str(error)) from error
+    return watchers.outputs()
+
+
+class _Watchers:
+    """What people see of a sweep: a line on the terminal for what happens to a model, the report, a group in W&B."""
+
+    def __init__(
+        self, recipe: str, models: list[Model], storage: Storage, execution: Execution, directory: Path
+    ) -> None:
+        self.num_models = len(models)
+        self.execution = execution
+        self.directory = directory
+        self.group = wandb_run_id(storage.url, execution)
+        self.api_key = wandb_key()
+        self.report = SweepReport(recipe)
+        self.publisher = DeckPublisher(self.report)
+        self.started: set[int] = set()
+        self._said: set[bool] = set()
+        self._saying = threading.Lock()
+
+    def observe(self, run: ModelRun, event: Event | None) -> None:
+        """Take note of what happened to a model; see `training.launch.sweep.train_models`."""
+        number = run.model.number
+        if len(self.report.runs) < self.num_models:  # before it starts the first, a sweep tells of all
+            self.report.runs.append(run)
+        if isinstance(event, RunStarted):
+            again = f" again, after epoch {len(run.epochs)}" if number in self.started or run.epochs else ""
+            self.started.add(number)
+            self._say(run, f"started{again}")
+        elif event is None:
+            self._say_end(run)
+        if isinstance(event, EpochFinished):
+            self.publisher.handle(event)
+
+    def listeners_of(self, run: ModelRun) -> list[Wandb]:
+        return [
+            _ModelWandb(
+                run,
+                project=os.environ.get("WANDB_PROJECT", WANDB_ENVIRONMENT["WANDB_PROJECT"]),
+                entity=os.environ.get("WANDB_ENTITY"),
+                run_id=f"{self.group}-{run.key}",
+                name=str(run.model),
+                group=self.group,
+                notes=self.execution.url,
+                directory=str(self.directory),
+                api_key=self.api_key,
+                config={"sweep": dict(run.model.values)},
+                say=self._say_of_wandb,
+            )
+        ]
+
+    def outputs(self) -> SweepOutputs:
+        """The task's outputs, with the way to them on the terminal."""
+        best = best_of(self.report.runs)
+        assert best is not None  # a sweep without one has failed
+        state_file = self.directory / "best_model_state.pt"
+        with fsspec.open(best.model_state_url, "rb") as source:
+            state_file.write_bytes(source.read())
+        report_file = self.directory / "report.html"
+        report_file.write_text(self.report.render(), encoding="utf-8")
+        csv_file = self.directory / "results.csv"
+        table = table_of(self.report.runs)
+        table.to_csv(csv_file, index=False)
+        print_line(f"the best is {best.model}: {_result(best)}")
+        for name, file in (("its model state", state_file), ("results", csv_file), ("report", report_file)):
+            print_line(f"{name:<16} {file}")
+        return SweepOutputs(
+            results=StructuredDataset(dataframe=table),
+            csv=FlyteFile(str(csv_file)),
+            best_config=TrainingOverrides(**best.model.overrides),
+            best_accuracies=[epoch.accuracy for epoch in best.epochs],
+            best_model_state=PythonPickledFile(str(state_file)),
+            report=FlyteFile(str(report_file)),
+        )
+
+    def __enter__(self) -> _Watchers:
+        self._logging = _models_logs()
+        self._logging.__enter__()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._logging.__exit__(None, None, None)
+        self.report.close(error)
+        self.publisher.close(error)
+
+    def _say(self, run: ModelRun, what: str) -> None:
+        model = str(run.model).replace(f"model {run.model.number}", f"model {run.model.number}/{self.num_models}", 1)
+        print_line(f"{model} {what}")
+
+    def _say_end(self, run: ModelRun) -> None:
+        earlier = "" if run.model.number in self.started else " in an earlier attempt"
+        if run.status == FINISHED:
+            self._say(run, f"finished{earlier}: {_result(run)}")
+        elif run.status == STOPPED_EARLY:
+            self._say(run, f"stopped early{earlier}, after epoch {len(run.epochs)}: {_result(run)}")
+        elif run.error:
+            self._say(run, f"failed: {run.error}")
+
+    def _say_of_wandb(self, line: str) -> None:
+        """Say the first line of W&B's, and the first of a failure: the other models' are like it."""
+        with self._saying:
+            is_failure = line.startswith("W&B failed")
+            if is_failure not in self._said:
+                self._said.add(is_failure)
+                print_line(f"{line} (and so for all models of group {self.group})")
+                self.report.notes.append(f"W&B group {self.group}. Of its first run: {line}")
+
+
+class _ModelWandb(Wandb):
+    """Shows one model in W&B, where one that is stopped early has not failed."""
+
+    def __init__(self, run: ModelRun, **identity: Any) -> None:
+        super().__init__(**identity)
+        self._model_run = run
+
+    def close(self, error: BaseException | None) -> None:
+        super().close(None if self._model_run.status == STOPPED_EARLY else error)
+
+
+def _result(run: ModelRun) -> str:
+    last = run.epochs[-1]
+    return f"test loss {last.test_loss:.4f}, accuracy {plots.percent(last.accuracy)}, {run.elapsed[-1]:.1f} s"
+
+
+@contextlib.contextmanager
+def _models_logs() -> Iterator[None]:
+    """Show what the launchers log, a cluster that starts or a model that restarts, with the model it is about."""
+    logger = logging.getLogger("training")
+    level, propagates = logger.level, logger.propagate
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Formatter())
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagates
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        thread = record.threadName or ""  # `train_models` names a model's thread after it
+        return f"[{thread}] {record.getMessage()}" if thread.startswith("model ") else record.getMessage()

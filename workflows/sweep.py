@@ -1,0 +1,70 @@
+"""Train many models at once and compare them. No logic here: the tasks have it.
+
+pyflyte run workflows/sweep.py sweep_wf --recipe digits --grid '{"learning_rate": [0.001, 0.01]}'
+"""
+
+from __future__ import annotations
+
+from flytekit import workflow
+
+from tasks.inputs import ClusterInput, Source, TrainingOverrides
+from tasks.prepare import prepare
+from tasks.sweep import SweepOutputs, check_sweep, train_sweep
+
+
+@workflow
+def sweep_wf(
+    grid: dict,
+    recipe: str = "digits",
+    config: TrainingOverrides = TrainingOverrides(),  # noqa: B008 - frozen
+    num_models: int = 0,
+    seed: int = 0,
+    stop_early: str = "none",
+    cluster: ClusterInput = ClusterInput(),  # noqa: B008 - frozen
+    data: Source | None = None,
+    checkpoints: str = "",
+) -> SweepOutputs:
+    """Train a model for every combination in a grid, or for random ones, side by side on a Dask cluster, and compare.
+
+    Each worker of the cluster trains one model at a time. Returns a table with every epoch of every model, the
+    configuration, the accuracies and the state of the best, and an HTML report.
+
+    Args:
+        grid: what to vary, as JSON: by the name of a hyperparameter, or recipe_options.NAME for an option of the
+            recipe, a list of choices, for example '{"learning_rate": [0.001, 0.01], "global_batch_size": [64, 256]}';
+            with num_models also ranges, for example '{"learning_rate": {"low": 0.0001, "high": 0.1, "log": true}}'
+        recipe: what to train: digits, mnist, or the dotted name of your own Recipe, such as my_module.MyRecipe
+        config: hyperparameters that all models share, as JSON or the name of a JSON or YAML file; training/config.py
+            lists all fields with units
+        num_models: how many models to draw from the grid at random; 0 is every combination of its choices
+        seed: of the drawing; the same seed draws the same models
+        stop_early: none, median (stop models that are worse than the median of those before) or halving (go on with
+            the better half after epochs 1, 2, 4, ...)
+        cluster: the machines, as JSON or the name of a JSON or YAML file, for example
+            '{"kind": "kubernetes", "num_nodes": 4, "gpus_per_node": 1}'; by default two workers on this machine in a
+            local run, and on Kubernetes in a remote one; training/launch/cluster.py lists all fields with units
+        data: directory, file or URL of the data, for recipes that read data of yours; the recipe's own by default
+        checkpoints: directory or URL for checkpoints that all workers reach; models that an earlier sweep has trained
+            there are not trained again; by default a place of the execution's own, which its retries share
+    """
+    checked = check_sweep(
+        recipe=recipe,
+        config=config,
+        grid=grid,
+        num_models=num_models,
+        seed=seed,
+        stop_early=stop_early,
+        cluster=cluster,
+    )
+    prepared = prepare(recipe=recipe, config=checked, source=data)
+    return train_sweep(
+        recipe=recipe,
+        config=checked,
+        grid=grid,
+        data=prepared,
+        cluster=cluster,
+        num_models=num_models,
+        seed=seed,
+        stop_early=stop_early,
+        checkpoints=checkpoints,
+    )
