@@ -1,0 +1,425 @@
+"""The scaling study: its arithmetic on numbers whose answer is known, and one real study of two world sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from tasks.inputs import ClusterInput, InputError, TrainingOverrides
+from tasks.scaling import table_of
+from tasks.scaling_report import ScalingReport
+from tests import browser, sample_run
+from training.config import ConfigError, TrainingConfig
+from training.events import CostsTimed, EpochFinished, RunStarted
+from training.launch.cluster import ClusterConfig
+from training.launch.gang import Worker, assigned
+from training.launch.scaling import check_runs, sized
+from training.plots import to_svg
+from training.scaling import SizedRun, Study, check_study, fitted, timed_batch_sizes
+from training.scaling_plots import scaling_panels
+
+LATENCY, SECONDS_PER_BYTE, NUM_BYTES = 20e-6, 1 / 1e9, 4_000_000
+STEPS = sample_run.STEPS_PER_EPOCH
+
+
+def ring(world_size, num_bytes):
+    """The textbook's time of an all-reduce, in seconds."""
+    return 2 * (world_size - 1) * LATENCY + 2 * (world_size - 1) / world_size * num_bytes * SECONDS_PER_BYTE
+
+
+def costs(world_size, compute):
+    """What a run of `world_size` ranks times; `compute` is seconds by samples per rank."""
+    return CostsTimed(
+        list(compute), list(compute.values()), NUM_BYTES, ring(world_size, NUM_BYTES), ring(world_size, 4)
+    )
+
+
+def run_of(world_size, step_seconds, losses=(2.0, 1.0, 0.5), timed=None, rate=2e-3, **changes):
+    """A finished run of as many epochs as there are `losses`, each of 50 steps, with a global batch of 128."""
+    started = sample_run.started(len(losses), world_size)
+    started = dataclasses.replace(started, config={**started.config, "learning_rate": rate}, **changes)
+    epochs = [
+        dataclasses.replace(
+            sample_run.epoch(number, world_size),
+            test_loss=loss,
+            seconds=STEPS * step_seconds,
+            rank_wait_seconds=[0.1 * step_seconds, 0.3 * step_seconds],
+            rank_overlap_seconds=[0.05 * step_seconds] * 2,
+        )
+        for number, loss in enumerate(losses, start=1)
+    ]
+    return SizedRun(started, epochs, sample_run.finished(len(losses)), timed)
+
+
+def test_speed_up_and_efficiency_are_over_the_smallest_world_size():
+    one, two, four = Study([run_of(4, 0.04), run_of(1, 0.1), run_of(2, 0.0625)]).rows()
+    assert [row.world_size for row in (one, two, four)] == [1, 2, 4]
+    assert (one.speed_up, one.efficiency) == (1, 1)
+    assert (two.speed_up, two.efficiency) == pytest.approx((1.6, 0.8))
+    assert (four.speed_up, four.efficiency) == pytest.approx((2.5, 0.625))
+    assert [row.batch_size_per_rank for row in (one, two, four)] == [128, 64, 32]
+    assert four.samples_per_second == pytest.approx(60_000 / (STEPS * 0.04))
+    two, four = Study([run_of(4, 0.05), run_of(2, 0.08)]).rows()
+    assert (two.speed_up, two.efficiency) == (1, 1)
+    assert (four.speed_up, four.efficiency) == pytest.approx((1.6, 0.8))
+
+
+def test_learning_rates_are_compared_among_themselves():
+    rows = Study([run_of(1, 0.1), run_of(2, 0.05), run_of(1, 0.3, rate=0.1), run_of(2, 0.2, rate=0.1)]).rows()
+    assert [row.learning_rate for row in rows] == [2e-3, 2e-3, 0.1, 0.1]
+    assert [row.speed_up for row in rows] == pytest.approx([1, 2, 1, 1.5])
+
+
+def test_the_first_epoch_and_a_disturbed_one_do_not_decide_a_steps_time():
+    run = run_of(1, 0.1, losses=(4.0, 3.0, 2.0, 1.0, 0.5))
+    run.epochs[0] = dataclasses.replace(run.epochs[0], seconds=60.0)
+    run.epochs[3] = dataclasses.replace(run.epochs[3], seconds=30.0)
+    assert run.step_seconds == pytest.approx(0.1)
+
+
+def test_time_to_target_is_that_of_the_first_epoch_that_reaches_it():
+    runs = [run_of(1, 0.1, (2.0, 1.0, 0.4)), run_of(2, 0.05, (2.0, 0.6, 0.7))]
+    study = Study(runs)
+    assert study.target_loss == 0.6  # the worst of the best
+    assert [row.seconds_to_target for row in study.rows()] == pytest.approx([15.0, 5.0])
+    assert [row.seconds_to_target for row in Study(runs, target_loss=2.0).rows()] == pytest.approx([5.0, 2.5])
+    assert [row.seconds_to_target for row in Study(runs, target_loss=0.5).rows()] == [15.0, None]
+
+
+def test_waiting_and_hours_are_those_of_all_ranks():
+    (row,) = Study([run_of(2, 0.1, num_threads=3)]).rows()
+    assert (row.wait_share, row.overlap_share) == pytest.approx((0.2, 0.05))
+    assert row.device_hours == pytest.approx(2 * 3 * 3 * STEPS * 0.1 / 3600)
+    study = Study([run_of(2, 0.1, num_threads=3, device="NVIDIA H200")])
+    assert study.rows()[0].device_hours == pytest.approx(2 * 3 * STEPS * 0.1 / 3600)
+    assert "gpu_hours" in table_of(study)[0]
+
+
+def test_the_time_model_finds_the_latency_and_the_bandwidth_it_was_given():
+    for sizes in ([2], [2, 4], [3, 5, 8]):
+        model = fitted({size: costs(size, {}) for size in sizes})
+        assert model.latency == pytest.approx(LATENCY)
+        assert model.seconds_per_byte == pytest.approx(SECONDS_PER_BYTE)
+        assert model.all_reduce_seconds(16) == pytest.approx(ring(16, NUM_BYTES))
+
+
+def test_noise_makes_neither_latency_nor_bandwidth_negative():
+    noisy = dataclasses.replace(costs(2, {}), latency_seconds=0.02, all_reduce_seconds=0.01)
+    model = fitted({2: noisy})
+    assert model.seconds_per_byte == 0
+    assert 0.01 < 2 * model.latency < 0.02
+
+
+def study_of_two(**arguments):
+    """Steps of 100 ms at one rank and 60 at two, and what the two have timed: computation at three batch sizes."""
+    compute = {64: 0.05, 32: 0.026, 8: 0.0125}
+    return Study([run_of(1, 0.1), run_of(2, 0.06, timed=costs(2, compute))], **arguments)
+
+
+def test_a_projection_is_the_timed_computation_and_the_rings_all_reduce():
+    four, sixteen = study_of_two(projected_world_sizes=[16, 4]).rows()[2:]
+    assert [(row.world_size, row.is_projected, row.batch_size_per_rank) for row in (four, sixteen)] == [
+        (4, True, 32),
+        (16, True, 8),
+    ]
+    assert four.step_seconds == pytest.approx(0.026 + ring(4, NUM_BYTES))
+    assert sixteen.step_seconds == pytest.approx(0.0125 + ring(16, NUM_BYTES))
+    assert sixteen.speed_up == pytest.approx(0.1 / sixteen.step_seconds)
+    assert sixteen.efficiency == pytest.approx(sixteen.speed_up / 16)
+    assert sixteen.wait_share == pytest.approx(ring(16, NUM_BYTES) / sixteen.step_seconds)
+    assert sixteen.seconds_to_target == pytest.approx(3 * STEPS * sixteen.step_seconds)  # in the third epoch
+    assert sixteen.device_hours == pytest.approx(16 * 3 * STEPS * sixteen.step_seconds / 3600)
+    assert (sixteen.final_test_loss, sixteen.best_accuracy, sixteen.overlap_share) == (None, None, None)
+
+
+def test_the_model_is_checked_against_a_step_that_it_was_not_fitted_to():
+    (check,) = study_of_two().checks
+    assert check.predicted_seconds == pytest.approx(0.05 + ring(2, NUM_BYTES))
+    assert check.error == pytest.approx((0.05 + ring(2, NUM_BYTES)) / 0.06 - 1)
+    slower = study_of_two()
+    slower.runs[1].epochs[:] = run_of(2, 0.12).epochs
+    assert slower.checks[0].predicted_seconds == check.predicted_seconds
+    assert slower.checks[0].error < check.error
+
+
+def test_nothing_is_projected_before_an_all_reduce_was_timed():
+    study = Study([run_of(1, 0.1)], projected_world_sizes=[4])
+    assert [row.world_size for row in study.rows()] == [1]
+    assert study.checks == []
+
+
+def test_each_run_times_its_own_batch_and_the_largest_also_those_of_the_projections():
+    config = TrainingConfig(global_batch_size=64)
+    assert timed_batch_sizes(config, 1, 4, [8, 16]) == ()
+    assert timed_batch_sizes(config, 2, 4, [8, 16]) == (32,)
+    assert timed_batch_sizes(config, 4, 4, [8, 16]) == (16, 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"world_sizes": [2]}, "world_sizes: [2] cannot be compared; accepted are two or more different"),
+        ({"world_sizes": [1, 1]}, "world_sizes: [1, 1] cannot be compared"),
+        ({"world_sizes": [0, 1]}, "world_sizes: [0, 1] cannot be compared"),
+        ({"world_sizes": [1, 3]}, "world_sizes: 3 does not fit: global_batch_size: 64 cannot be split evenly"),
+        ({"projected_world_sizes": [5]}, "projected_world_sizes: 5 does not fit: global_batch_size: 64 cannot"),
+        ({"projected_world_sizes": [2]}, "projected_world_sizes: 2 is not to be projected"),
+        ({"projected_world_sizes": [4, 4]}, "projected_world_sizes: 4 is not to be projected"),
+        ({"projected_world_sizes": [0]}, "projected_world_sizes: 0 is not to be projected"),
+        ({"learning_rates": [0.1, 0.0]}, "learning_rates: 0.0 is not accepted; accepted are different finite"),
+        ({"learning_rates": [0.1, 0.1]}, "learning_rates: 0.1 is not accepted"),
+        ({"target_loss": -1.0}, "target_loss: -1.0 is out of range; accepted is a finite number of at least 0"),
+        ({"target_loss": float("nan")}, "target_loss: nan is out of range"),
+    ],
+)
+def test_an_impossible_study_is_refused_before_anything_starts(changes, said):
+    arguments = {"world_sizes": [1, 2], "projected_world_sizes": [4], "learning_rates": [], "target_loss": 0.0}
+    with pytest.raises(ConfigError, match="^" + re.escape(said)):
+        check_study(TrainingConfig(), **{**arguments, **changes})
+
+
+def test_a_world_size_takes_one_node_or_as_many_as_it_fills():
+    cluster = ClusterConfig(kind="local", num_nodes=9, processes_per_node=4, min_nodes=2)
+    found = [(each.num_nodes, each.processes_per_node, each.min_nodes) for each in (sized(cluster, n) for n in (1, 3))]
+    assert found == [(1, 1, 0), (1, 3, 0)]
+    assert [(each.num_nodes, each.ranks_per_node) for each in (sized(cluster, n) for n in (4, 12))] == [(1, 4), (3, 4)]
+    with pytest.raises(ConfigError, match="^world_sizes: 6 ranks do not fill nodes of 4; accepted is at most 4, or a"):
+        sized(cluster, 6)
+    gpus = sized(ClusterInput(kind="kubernetes", gpus_per_node=8), 2)
+    assert (gpus.num_nodes, gpus.ranks_per_node, gpus.gpus_per_node) == (1, 2, 8)
+    with pytest.raises(ConfigError, match="^backend: 'nccl' needs GPUs"):
+        check_runs("digits", TrainingConfig(backend="nccl"), [1, 2], cluster)
+
+
+def test_threads_of_a_rank_are_its_share_of_the_cores_or_as_many_as_configured():
+    workers = [Worker(f"tcp://{index}", f"{index}", "host", 16, (), False) for index in range(2)]
+
+    def threads(**values):
+        return [node.place.num_threads for node in assigned(workers, 2, ClusterConfig(processes_per_node=2, **values))]
+
+    assert threads() == [4, 4]
+    assert threads(threads_per_rank=3) == [3, 3]
+    with pytest.raises(ConfigError, match="threads_per_rank: -1"):
+        ClusterConfig(threads_per_rank=-1)
+
+
+def test_what_is_projected_is_drawn_hollow_and_said_to_be_projected():
+    panels = {panel.name: panel for panel in scaling_panels(study_of_two(projected_world_sizes=[4, 16]))}
+    assert list(panels) == [
+        "loss-epochs",
+        "loss-time",
+        "speed-up",
+        "efficiency",
+        "throughput",
+        "target",
+        "communication",
+    ]
+    measured_only = {panel.name: panel for panel in scaling_panels(study_of_two())}
+    for name in ("speed-up", "efficiency", "throughput", "target", "communication"):
+        picture = to_svg(panels[name])
+        assert ">projected<" in picture
+        assert "stroke-dasharray" in picture
+        assert ">projected<" not in to_svg(measured_only[name])
+    assert "16 ranks" in panels["speed-up"].summary
+    assert panels["speed-up"].summary.count("(projected)") == 2
+    assert scaling_panels(Study([])) == []
+
+
+def report_of(runs, projected=(4, 16)):
+    report = ScalingReport("digits", 2, projected, 0.0, "local")
+    report.runs += runs
+    return report
+
+
+def test_a_report_escapes_what_comes_from_outside_and_says_how_far_it_is():
+    waiting = report_of([])
+    assert "Waiting for the ranks" in waiting.render()
+    hostile = "<script>alert(1)</script>"
+    report = ScalingReport(hostile, 2, [], 0.0, "local")
+    report.handle(sample_run.started(data=hostile))
+    report.runs.append(run_of(1, 0.1, device=hostile))
+    assert "1 of 2 runs are done" in report.render()
+    report.close(RuntimeError(hostile))
+    page = report.render()
+    assert hostile not in page
+    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 4
+    assert ">failed<" in page
+
+
+@pytest.mark.skipif(browser.CHROMIUM is None, reason="there is no Chromium here")
+def test_the_page_shows_without_errors_in_a_real_browser(tmp_path):
+    report = report_of(study_of_two().runs)
+    report.close(None)
+    page = tmp_path / "report.html"
+    page.write_text(report.render(), encoding="utf-8")
+    (tmp_path / "profile").mkdir()
+    with browser.Browser(tmp_path / "profile") as chromium:
+        assert chromium.open(page, width=1280) == []
+        assert chromium.evaluate("document.querySelectorAll('svg.panel').length") == 7
+        assert chromium.evaluate("document.querySelectorAll('tr.projected').length") == 2
+        assert chromium.open(page, width=390, dark=True) == []
+        assert chromium.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+# --- One real study ------------------------------------------------------------------------------------------------
+
+TINY = "tests.recipes_for_tests.Tiny"
+
+
+def study(checkpoints, **changes):
+    from workflows.scaling import scaling_wf
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "disabled")
+        inputs = {
+            "recipe": TINY,
+            "config": TrainingOverrides(),
+            "world_sizes": [1, 2],
+            "projected_world_sizes": [4],
+            "cluster": ClusterInput(kind="local", node_timeout=60),  # a busy machine's workers are slow, not lost
+            "checkpoints": str(checkpoints),
+        }
+        return scaling_wf(**{**inputs, **changes})
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    return tmp_path_factory.mktemp("study")
+
+
+@pytest.fixture(scope="module")
+def outputs(checkpoints):
+    return study(checkpoints)
+
+
+def rows_of(outputs):
+    import pandas
+
+    table = pandas.read_csv(outputs.csv.path).astype(object)
+    return table.where(table.notna(), None).to_dict("records")
+
+
+def test_the_study_has_a_row_for_each_world_size_and_says_which_is_projected(outputs):
+    import pandas
+
+    one, two, four = rows_of(outputs)
+    assert [(row["world_size"], row["kind"]) for row in (one, two, four)] == [
+        (1, "measured"),
+        (2, "measured"),
+        (4, "projected"),
+    ]
+    assert [row["batch_size_per_rank"] for row in (one, two, four)] == [12, 6, 3]
+    assert two["speed_up"] == pytest.approx(one["step_seconds"] / two["step_seconds"])
+    assert (one["wait_share"], two["wait_share"] > 0) == (0, True)
+    assert four["step_seconds"] > 0
+    table = outputs.table.open(pandas.DataFrame).all()
+    pandas.testing.assert_frame_equal(table, pandas.read_csv(outputs.csv.path), check_dtype=False)
+
+
+def test_an_equal_global_batch_gives_an_equal_model(outputs, checkpoints, finished_run):
+    import torch
+
+    one, two, _ = rows_of(outputs)
+    assert one["final_test_loss"] == pytest.approx(two["final_test_loss"], rel=1e-4)
+    assert one["best_accuracy"] == two["best_accuracy"]
+    # And what is timed after the training leaves no trace in what is kept of it.
+    (directory,) = checkpoints.glob("2-ranks-*")
+    state = torch.load(directory / "model_state.pt", weights_only=True)
+    torch.testing.assert_close(state, finished_run().state())
+
+
+def runs_of(outputs):
+    """The events of each run, by its world size."""
+    from training.tracking import read_history
+
+    runs, size = {}, 0
+    for event in read_history(outputs.history.path):
+        if isinstance(event, RunStarted):
+            size = event.world_size
+        runs.setdefault(size, []).append(event)
+    return runs
+
+
+def test_every_rank_of_every_run_has_the_same_threads(outputs):
+    assert {run[0].num_threads for run in runs_of(outputs).values()} == {max(1, _num_cores() // 2)}
+
+
+def _num_cores():
+    from dask.system import CPU_COUNT
+
+    return CPU_COUNT
+
+
+def test_two_ranks_time_their_parts_after_the_training_and_one_rank_has_nothing_to_exchange(outputs):
+    runs = runs_of(outputs)
+    (costs,) = [event for event in runs[2] if isinstance(event, CostsTimed)]
+    assert costs.batch_sizes == [6, 3]
+    assert min([*costs.compute_seconds, costs.all_reduce_seconds, costs.latency_seconds]) > 0
+    assert costs.gradient_bytes == 4 * (8 * 16 + 16 + 16 * 3 + 3)
+    assert not [event for event in runs[1] if isinstance(event, CostsTimed)]
+    for size, lengths in ((1, 0), (2, 2)):
+        epochs = [event for event in runs[size] if isinstance(event, EpochFinished)]
+        assert [len(epoch.rank_wait_seconds) for epoch in epochs] == [lengths] * 3
+        assert [len(epoch.rank_overlap_seconds) for epoch in epochs] == [lengths] * 3
+
+
+def test_the_report_tells_what_was_measured_how_and_how_well_the_model_fits(outputs):
+    page = Path(outputs.report.path).read_text()
+    for words in (
+        "Scaling of tests.recipes_for_tests.Tiny",
+        "the same global batch of 12 samples",
+        "CPU threads of each rank, the same in every run",
+        "core-hours",
+        "ring all-reduce: Patarasuk and Yuan",
+        "predicted step",
+        "which it was\nnot fitted to",
+        "that of one machine with itself",
+    ):
+        assert words in page
+    assert len(re.findall("<td>projected</td>", page)) == 1
+    assert page.count('class="panel"') == 7
+
+
+def test_a_study_repeats_no_run_that_its_checkpoints_have(outputs, checkpoints, monkeypatch):
+    from training.launch import scaling
+
+    def repeat(*arguments, **options):
+        raise AssertionError("a run was repeated")
+
+    monkeypatch.setattr(scaling, "train_on_dask", repeat)
+    again = study(checkpoints)
+    assert rows_of(again) == rows_of(outputs)
+    assert Path(again.history.path).read_text() == Path(outputs.history.path).read_text()
+
+
+def test_a_run_that_differs_in_anything_is_another_one(outputs, checkpoints):
+    from training.launch.scaling import _directory, _recorded
+    from training.storage import Storage
+
+    config = TrainingConfig()
+    names = {
+        _directory(recipe, dataclasses.replace(config, **changes), size, data)
+        for recipe, changes, size, data in (
+            (TINY, {}, 2, "one"),
+            (TINY, {}, 1, "one"),
+            (TINY, {}, 2, "other"),
+            (TINY, {"epochs": 2}, 2, "one"),
+            ("digits", {}, 2, "one"),
+        )
+    }
+    assert len(names) == 5
+    (place,) = (Storage(str(directory)) for directory in checkpoints.glob("2-ranks-*"))
+    assert _recorded(place, (6, 3))
+    assert _recorded(place, ())
+    assert _recorded(place, (6, 2)) is None  # another projection's costs were not timed
+    assert _recorded(Storage(f"{place.url}-not"), ()) is None
+
+
+def test_a_mistake_is_one_line_before_a_cluster_is_started(tmp_path):
+    with pytest.raises(InputError, match="^world_sizes: 5 does not fit: global_batch_size: 12 cannot be split evenly"):
+        study(tmp_path, world_sizes=[1, 5])
+    with pytest.raises(InputError, match="^recipe: 'nope' is unknown"):
+        study(tmp_path, recipe="nope")

@@ -1,0 +1,67 @@
+"""Train at several world sizes and compare. No logic here: the tasks have it.
+
+pyflyte run workflows/scaling.py scaling_wf --recipe digits --world_sizes '[1, 2]'
+"""
+
+from __future__ import annotations
+
+from flytekit import workflow
+
+from tasks.inputs import ClusterInput, Source, TrainingOverrides
+from tasks.prepare import prepare
+from tasks.scaling import ScalingOutputs, check_scaling, train_at_world_sizes
+
+
+@workflow
+def scaling_wf(
+    recipe: str = "digits",
+    config: TrainingOverrides = TrainingOverrides(),  # noqa: B008 - frozen
+    world_sizes: list[int] = [1, 2],  # noqa: B006 - Flyte's form of a default
+    learning_rates: list[float] = [],  # noqa: B006
+    target_loss: float = 0.0,
+    projected_world_sizes: list[int] = [4, 8, 16],  # noqa: B006
+    cluster: ClusterInput = ClusterInput(),  # noqa: B008 - frozen
+    data: Source | None = None,
+    checkpoints: str = "",
+) -> ScalingOutputs:
+    """Measure how a training scales: the same global batch at several world sizes, one after the other on one cluster.
+
+    Returns a table and charts (loss, time to a target loss, speed-up, efficiency, samples per second, communication,
+    GPU-hours or core-hours) with world sizes that were measured and others that are projected from them.
+
+    Args:
+        recipe: what to train: digits, mnist, or the dotted name of your own Recipe, such as my_module.MyRecipe
+        config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML file;
+            global_batch_size is the same in all runs, and each rank gets its share
+        world_sizes: numbers of ranks to train with, two or more, as JSON, for example '[1, 2, 4]'
+        learning_rates: learning rates to train with at each of them; by default the config's own
+        target_loss: held-out loss to which the time is told; 0 is the worst of the runs' best, which all of them reach
+        projected_world_sizes: numbers of ranks to project from what was measured, as JSON; '[]' for none
+        cluster: the machines, as JSON or the name of a JSON or YAML file; how many are asked for follows from the
+            largest world size and the ranks of each, for example '{"kind": "kubernetes", "gpus_per_node": 4}'; by
+            default workers of one rank each, on this machine in a local run and on Kubernetes in a remote one
+        data: directory, file or URL of the data, for recipes that read data of yours; the recipe's own by default
+        checkpoints: directory or URL for checkpoints that all nodes reach; runs that an earlier study has finished
+            there are not repeated; by default a place of the execution's own, which its retries share
+    """
+    checked = check_scaling(
+        recipe=recipe,
+        config=config,
+        world_sizes=world_sizes,
+        learning_rates=learning_rates,
+        target_loss=target_loss,
+        projected_world_sizes=projected_world_sizes,
+        cluster=cluster,
+    )
+    prepared = prepare(recipe=recipe, config=checked, source=data)
+    return train_at_world_sizes(
+        recipe=recipe,
+        config=checked,
+        data=prepared,
+        world_sizes=world_sizes,
+        learning_rates=learning_rates,
+        target_loss=target_loss,
+        projected_world_sizes=projected_world_sizes,
+        cluster=cluster,
+        checkpoints=checkpoints,
+    )
