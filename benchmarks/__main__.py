@@ -11,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.images import LATENCY, NUM_WORKERS
 from benchmarks.measure import Row, Variant, compare, machine, table
 from benchmarks.mnist_like import MnistLike, write_idx_files
 from benchmarks.variants import BATCH_SIZE, PREPARED
@@ -43,6 +44,12 @@ def rows(data: Path, names: str = "") -> dict[str, list[Row]]:
             launcher += ("--max-restarts", "3")  # gloo's first try to meet again is sometimes in vain
         command = (*launcher, "-m", "benchmarks.variants", name, *options)
         return Variant(f"{name} {precision} x{num_ranks}", command, num_threads(num_ranks), needs)
+
+    def speller(name: str) -> Variant:
+        return Variant(name, (sys.executable, "-m", "benchmarks.names", name), num_threads(1))
+
+    def reader(name: str) -> Variant:
+        return Variant(f"images {name}", (sys.executable, "-m", "benchmarks.images", name), 1, "moto")
 
     ours, ours_bf16, ours_twice = variant("ours"), variant("ours", precision="bf16"), variant("ours", 2)
     tutorial, torchrun = variant("tutorial"), variant("torchrun", 2)
@@ -104,6 +111,32 @@ def rows(data: Path, names: str = "") -> dict[str, list[Row]]:
                 variant("accelerate", 2, needs="accelerate"),
                 ">= 1.0",
             )
+        ],
+        "images": [
+            Row(
+                f"images from S3 at {1000 * LATENCY:.0f} ms, {NUM_WORKERS} loader processes / a client and a temporary "
+                "file per image",
+                "images_per_second",
+                reader("ours"),
+                reader("per_image"),
+                ">= 5",
+            )
+        ],
+        "names": [
+            Row(
+                "1,000 names, recipe pet_names / tutorial's generator",
+                "names_per_second",
+                speller("ours"),
+                speller("tutorial"),
+                ">= 50",
+            ),
+            Row(
+                "1,000 names, recipe pet_name_windows / tutorial's generator",
+                "names_per_second",
+                speller("ours_windows"),
+                speller("tutorial"),
+                "",
+            ),
         ],
     }
 

@@ -29,6 +29,8 @@ Outcome = Mapping[str, Any]
 
 UNITS: dict[str, Callable[[float], str]] = {
     "samples_per_second": lambda value: f"{value:,.0f} samples/s",  # over all ranks, in the last epoch
+    "names_per_second": lambda value: f"{value:,.0f} names/s",  # that are new and different
+    "images_per_second": lambda value: f"{value:,.0f} images/s",  # fetched, decoded and cut to size
     "peak_memory_bytes": lambda value: f"{value / 2**20:,.0f} MiB",  # of one rank
     "memory_with_supervisor_bytes": lambda value: f"{value / 2**20:,.0f} MiB",  # sum of the processes' peaks
     "first_step_seconds": lambda value: f"{value:.1f} s",  # from the command's start to the first optimizer step's end

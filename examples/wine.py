@@ -1,0 +1,44 @@
+"""A recipe of your own: a small classifier of wines by their chemistry, on 178 samples that scikit-learn carries.
+
+Run from the directory of this file, which may be any: `pyflyte run WORKFLOWS/single_node.py single_node_training_wf
+--recipe wine.Wine`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from training.recipes import DataError, Recipe
+
+
+@dataclass(frozen=True)
+class Wine(Recipe):
+    hidden: int = 32  # an option: --config '{"recipe_options": {"hidden": 64}}'
+    defaults = {"epochs": 30, "global_batch_size": 24, "learning_rate": 0.02}
+    class_names = ("Barolo", "Grignolino", "Barbera")
+
+    def prepare(self, source, directory):
+        """Called once, in one process: leave in `directory` all that every rank needs."""
+        from sklearn.datasets import load_wine
+
+        if source:  # what the user gave as --data: a path or any URL
+            raise DataError(f"data: {source!r} cannot be used: recipe Wine has its data from scikit-learn only")
+        inputs, targets = load_wine(return_X_y=True)
+        inputs = (inputs - inputs.mean(axis=0)) / inputs.std(axis=0)
+        torch.save((torch.tensor(inputs).float(), torch.tensor(targets)), directory / "wine.pt")
+        return "178 wines of three kinds, every fifth held out"
+
+    def datasets(self, directory):
+        """Called in every rank: training and held-out samples. They are shared out for you."""
+        inputs, targets = torch.load(directory / "wine.pt", weights_only=True)
+        held_out = torch.arange(len(inputs)) % 5 == 0
+        return (
+            TensorDataset(inputs[~held_out], targets[~held_out]),
+            TensorDataset(inputs[held_out], targets[held_out]),
+        )
+
+    def model(self):
+        """Called in every rank with the same seed."""
+        return nn.Sequential(nn.Linear(13, self.hidden), nn.ReLU(), nn.Linear(self.hidden, 3))

@@ -1,0 +1,130 @@
+"""The workflow that generates names, as its users call it."""
+
+from __future__ import annotations
+
+import ast
+import concurrent.futures
+import functools
+import importlib.resources
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from flytekit.types.file import FlyteFile
+
+from tasks.inputs import InputError
+from training.generate import CHUNK, draw_chunk, generate_names, load_model, pick_new
+from training.recipes.name_model import NameModel
+from training.recipes.pet_names import END
+from workflows.pet_names import generate_names_wf
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def state_file(tmp_path_factory):
+    """The state of a model that has learnt no more than that names are short."""
+    torch.manual_seed(0)
+    model = NameModel()
+    with torch.no_grad():
+        model.fc.bias[END] += 2
+    file = tmp_path_factory.mktemp("names") / "model_state.pt"
+    torch.save(model.state_dict(), file)
+    return file
+
+
+def generated(state_file, **inputs):
+    return generate_names_wf(model_state=FlyteFile(str(state_file)), **inputs)
+
+
+def pyflyte_run(*arguments):
+    return subprocess.run(
+        [Path(sys.executable).parent / "pyflyte", "run", "workflows/pet_names.py", *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "WANDB_MODE": "disabled", "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def last_list(text):
+    """The list that `pyflyte run` prints last."""
+    return ast.literal_eval(re.findall(r"\[[^\]]*\]", text.replace("\n", " "))[-1])
+
+
+def draw(state_file, chunk):
+    return draw_chunk(load_model(torch.load(state_file, weights_only=True)), chunk, 1.0, 7, "", 30)
+
+
+def test_names_are_as_many_as_asked_for_and_none_is_in_the_bundled_list(state_file):
+    bundled = importlib.resources.files("training.recipes").joinpath("names.txt").read_text().lower().splitlines()
+    names = generated(state_file, count=CHUNK, temperature=0.9, seed=7, prefix="bo", max_length=9)
+    assert len({name.lower() for name in names} - set(bundled)) == CHUNK
+    assert all(name.startswith("Bo") and len(name) <= 9 and name == name.title() for name in names)
+
+
+def test_the_list_of_the_users_own_is_the_one_not_to_repeat(state_file, tmp_path):
+    taken = generated(state_file, count=40, seed=7)
+    own = tmp_path / "own.txt"
+    own.write_text("\n".join(taken))
+    again = generated(state_file, count=40, seed=7, data=FlyteFile(str(own)))
+    # A tenth of the list is held out, as in training: those may come up again.
+    assert len(set(taken) & set(again)) <= 4
+    assert generated(state_file, count=40, seed=8) != taken
+
+
+@pytest.mark.slow
+def test_one_machine_gives_the_names_that_several_give(state_file):
+    expected = generate_names(load_model(torch.load(state_file, weights_only=True)), 2 * CHUNK, seed=7)
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(2, mp_context=spawn) as machines:
+        chunks = list(machines.map(functools.partial(draw, state_file), range(4)))
+    assert pick_new(chunks, 2 * CHUNK, ()) == expected
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ({"count": 0}, "count: 0 is out of range; accepted is a whole number of at least 1"),
+        ({"temperature": -1.0}, "temperature: -1.0 is out of range; accepted is a finite number above 0"),
+        ({"prefix": "Zoë"}, "prefix: 'Zoë' is out of range; accepted is letters from a to z"),
+        ({"max_length": 31}, "max_length: 31 is out of range; accepted is a whole number from 1 to 30"),
+        ({"count": 5, "prefix": "b", "max_length": 1}, "prefix: 'b' is out of range; accepted is fewer characters"),
+        ({"count": 100, "max_length": 1}, "of 100 new names came up in 5,120 draws"),
+        ({"data": FlyteFile(__file__)}, "usable names"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(state_file, inputs, said):
+    with pytest.raises(InputError) as caught:
+        generated(state_file, **inputs)
+    assert said in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("contents", [b"junk", b"", {"conv1.weight": torch.zeros(3)}])
+def test_a_file_that_is_no_names_model_is_refused_in_one_line(contents, tmp_path):
+    file = tmp_path / "model_state.pt"
+    file.write_bytes(contents) if isinstance(contents, bytes) else torch.save(contents, file)
+    with pytest.raises(InputError, match="^model_state: .* recipe pet_names or pet_name_windows$"):
+        generated(file)
+
+
+def test_one_pyflyte_run_generates_names(state_file):
+    run = pyflyte_run("generate_names_wf", "--model_state", str(state_file), "--count", "5", "--seed", "7")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert last_list(run.stdout) == generated(state_file, count=5, seed=7)
+
+
+@pytest.mark.slow
+def test_one_pyflyte_run_trains_and_generates():
+    run = pyflyte_run("train_and_generate_names_wf", "--config", '{"epochs": 1}', "--count", "7", "--prefix", "Mo")
+    assert run.returncode == 0, run.stdout + run.stderr
+    names = last_list(run.stdout)
+    assert len(names) == 7
+    assert all(name.startswith("Mo") for name in names)

@@ -1,0 +1,90 @@
+"""Generate pet names with a trained model. No logic here: the tasks have it.
+
+pyflyte run workflows/pet_names.py generate_names_wf --model_state model_state.pt
+pyflyte run workflows/pet_names.py train_and_generate_names_wf
+"""
+
+from __future__ import annotations
+
+from flytekit import workflow
+from flytekit.types.file import PythonPickledFile
+
+from tasks.generate import generate
+from tasks.inputs import Source, TrainingOverrides
+from tasks.prepare import prepare
+from tasks.train import train_on_one_node
+
+
+@workflow
+def generate_names_wf(
+    model_state: PythonPickledFile,
+    count: int = 20,
+    temperature: float = 1.0,
+    seed: int = 0,
+    prefix: str = "",
+    max_length: int = 30,
+    data: Source | None = None,
+) -> list[str]:
+    """Generate names that no pet of the training list has, all different, from the state of a trained model.
+
+    The same seed gives the same names, and fewer of them are the first of more.
+
+    Args:
+        model_state: the model_state.pt of a run of recipe pet_names or pet_name_windows
+        count: names to generate
+        temperature: above 0; below 1 names are more usual than those learnt from, above 1 less
+        seed: of the draws, 0 or more
+        prefix: first letters of every name
+        max_length: characters, at most 30; longer names are dropped, not cut
+        data: the list that the model was trained on and that no name may come from, as given to the training; by
+            default the recipe's own
+    """
+    prepared = prepare(recipe="pet_names", config=TrainingOverrides(), source=data)
+    return generate(
+        model_state=model_state,
+        data=prepared,
+        count=count,
+        temperature=temperature,
+        seed=seed,
+        prefix=prefix,
+        max_length=max_length,
+    )
+
+
+@workflow
+def train_and_generate_names_wf(
+    recipe: str = "pet_names",
+    config: TrainingOverrides = TrainingOverrides(),  # noqa: B008 - frozen
+    num_processes: int = 0,
+    data: Source | None = None,
+    count: int = 20,
+    temperature: float = 1.0,
+    seed: int = 0,
+    prefix: str = "",
+    max_length: int = 30,
+) -> list[str]:
+    """Train a model of pet names on one node, and generate names with it that no pet of the training list has.
+
+    Args:
+        recipe: pet_names or pet_name_windows
+        config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML file, for example
+            '{"epochs": 3}'; training/config.py lists all fields with units
+        num_processes: DDP processes; 0 is one per GPU, or two on a machine without GPUs
+        data: CSV, JSON or text file, or its URL, with names; by default the recipe's own
+        count: names to generate
+        temperature: above 0; below 1 names are more usual than those learnt from, above 1 less
+        seed: of the draws of letters, 0 or more
+        prefix: first letters of every name
+        max_length: characters, at most 30; longer names are dropped, not cut
+    """
+    prepared = prepare(recipe=recipe, config=config, source=data)
+    trained = train_on_one_node(recipe=recipe, config=config, data=prepared, num_processes=num_processes)
+    return generate(
+        model_state=trained.model_state,
+        data=prepared,
+        count=count,
+        temperature=temperature,
+        seed=seed,
+        prefix=prefix,
+        max_length=max_length,
+    )
