@@ -17,3 +17,13 @@ class TrainingOutputs(NamedTuple):
     model_state: PythonPickledFile  # the state dict after the last epoch, on the CPU
     report: FlyteFile  # the HTML page that the Deck shows too
     history: FlyteFile  # every event of the run, as JSON lines
+
+
+class RetrainingOutputs(NamedTuple):
+    """What a retraining hands back, whether it promoted a model, kept the champion, or had nothing to train."""
+
+    outcome: str  # one of training.challenge.Outcome
+    reason: str  # for it, in words
+    champion: str  # the version that is in use now; "" where there is none
+    metrics: dict[str, float]  # test_loss and accuracy of the challenger and the champion before it, where measured
+    report: FlyteFile  # the HTML page that the Deck shows too

@@ -40,16 +40,20 @@ SANDBOX = _switch("SANDBOX")
 NUM_GPUS = 0 if SANDBOX else _count("GPUS", 1)
 GPU_TYPE = "" if SANDBOX else os.environ.get("GPU_TYPE", "")  # as node labels call it, such as nvidia-tesla-a100
 
+
 # A rank takes about 1 GB before its data and model: torch itself.
-if SANDBOX:
-    _training = {"cpu": "2", "mem": "4Gi", "ephemeral_storage": "4Gi"}
-else:
-    _training = {
-        "cpu": str(4 * NUM_GPUS),
-        "mem": f"{16 * NUM_GPUS}Gi",
+def _compute(num_gpus: int) -> dict[str, str]:
+    if SANDBOX:
+        return {"cpu": "2", "mem": "4Gi", "ephemeral_storage": "4Gi"}
+    return {
+        "cpu": str(4 * num_gpus),
+        "mem": f"{16 * num_gpus}Gi",
         "ephemeral_storage": "50Gi",
-        "gpu": str(NUM_GPUS),
+        "gpu": str(num_gpus),
     }
+
+
+_training = _compute(NUM_GPUS)
 _small = {"cpu": "1", "mem": "2Gi", "ephemeral_storage": "4Gi" if SANDBOX else "20Gi"}
 
 # Requests and limits are given apart and alike: with `resources=` alone Flyte sets no limits, and Kubernetes may then
@@ -63,6 +67,13 @@ TRAINING_TASK: dict[str, Any] = {
     "retries": 3,
     "interruptible": True,  # a preempted attempt goes on from its checkpoint
     **({"accelerator": GPUAccelerator(GPU_TYPE)} if GPU_TYPE else {}),
+}
+
+# Measuring a model on held-out data: one process, so one GPU, however many train.
+EVALUATION_TASK: dict[str, Any] = {
+    **TRAINING_TASK,
+    "requests": Resources(**_compute(1)),
+    "limits": Resources(**_compute(1)),
 }
 
 # The driver of a cluster trains nothing itself; its memory is for the data on its way and the model state.

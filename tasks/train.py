@@ -24,15 +24,15 @@ from tasks.resources import (
     WANDB_ENVIRONMENT,
 )
 from tasks.watchers import Watchers
-from training.config import ConfigError, resolve
+from training.config import ConfigError
 from training.launch import spawn
 from training.launch.rank import Job
-from training.recipes import get_recipe
+from training.recipes import config_of
 from training.storage import Storage
 
 # What an attempt can die of that the next one may not: a killed or stuck rank, or storage that was out of reach.
 RECOVERABLE_KINDS = ("signal", "exit", "stall")
-RECOVERABLE_CAUSES = ("CheckpointError:",)
+RECOVERABLE_CAUSES = ("CheckpointError:", "StoreUnreachable:")
 # What only a rank can find out, and only the user can mend: one line says it, and no traceback helps.
 USER_CAUSES = ("ConfigError:", "DataError:", "NonFiniteLoss:")
 
@@ -54,9 +54,13 @@ def train_on_one_node(
     num_processes: int = 0,
     checkpoints: str = "",
     model_artifact: str = "",
+    initial_state: str = "",
 ) -> TrainingOutputs:
-    """Train `recipe` with one DistributedDataParallel process per GPU, or `num_processes` on a machine without."""
-    with _run(recipe, config, checkpoints, model_artifact) as (job, watchers, _):
+    """Train `recipe` with one DistributedDataParallel process per GPU, or `num_processes` on a machine without.
+
+    `initial_state` is the URL of a state dict to start from; by default the weights are fresh.
+    """
+    with _run(recipe, config, checkpoints, model_artifact, initial_state) as (job, watchers, _):
         result = spawn.train(
             job,
             data=lambda: data.download() or data.path,
@@ -76,15 +80,17 @@ def train_on_cluster(
     cluster: ClusterInput,
     checkpoints: str = "",
     model_artifact: str = "",
+    initial_state: str = "",
 ) -> TrainingOutputs:
     """Train `recipe` across the nodes of a Dask cluster that is started for it and taken down afterwards.
 
-    This task is the driver: it asks for no GPU, and the ranks run in the cluster's worker pods.
+    This task is the driver: it asks for no GPU, and the ranks run in the cluster's worker pods. `initial_state` is the
+    URL of a state dict to start from, which every rank reads; by default the weights are fresh.
     """
     from training.launch.cluster import ClusterError, open_cluster
     from training.launch.dask import GangLost, train_on_dask
 
-    with _run(recipe, config, checkpoints, model_artifact) as (job, watchers, execution):
+    with _run(recipe, config, checkpoints, model_artifact, initial_state) as (job, watchers, execution):
         name = execution.attempt_id or f"{recipe.rpartition('.')[2]}-{os.urandom(4).hex()}"
         try:
             with open_cluster(cluster, name) as client:
@@ -104,7 +110,7 @@ def train_on_cluster(
 
 @contextlib.contextmanager
 def _run(
-    recipe: str, config: TrainingOverrides, checkpoints: str, model_artifact: str
+    recipe: str, config: TrainingOverrides, checkpoints: str, model_artifact: str, initial_state: str
 ) -> Iterator[tuple[Job, Watchers, Execution]]:
     """What both ways of training begin with, and how their errors reach Flyte."""
     launched_at = time.time()
@@ -114,8 +120,8 @@ def _run(
     directory = Path(context.working_directory)
     directory.mkdir(parents=True, exist_ok=True)
     try:
-        resolved = resolve(get_recipe(recipe).defaults, given(config))
-        job = Job(recipe, resolved, checkpoints or execution.checkpoints, launched_at)
+        resolved = config_of(recipe, given(config))
+        job = Job(recipe, resolved, checkpoints or execution.checkpoints, launched_at, initial_state)
         Storage(job.checkpoints).check_writable("checkpoints")  # the watchers are the first to write there
         watchers = Watchers(job, execution, directory, model_artifact)
         with flyte_errors(), watchers.saying_what_is_logged():

@@ -1,0 +1,222 @@
+"""The tasks around the training of a challenger: decide whether to train one, and whether it becomes the champion."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flytekit
+from flytekit import Deck, task
+from flytekit.types.file import FlyteFile, PythonPickledFile
+from jinja2 import Environment
+from markupsafe import Markup
+
+from tasks.execution import Execution, current_execution, share_storage_credentials
+from tasks.inputs import InputError, TrainingOverrides, given
+from tasks.outputs import RetrainingOutputs
+from tasks.prepare import PreparedData
+from tasks.report_template import FRAGMENT, PAGE, STYLE
+from tasks.resources import EVALUATION_TASK, SMALL_TASK, code_version
+from training.challenge import Challenge, Outcome, Terms, Verdict, judge, plan
+from training.champion import ChampionError, ChampionStore
+from training.config import ConfigError
+from training.recipes import DataError, config_of
+
+ONE_NODE, CLUSTER, NOTHING = "one_node", "cluster", "nothing"
+DECK_NAME = "Retraining"
+MOST_VERSIONS = 20  # in the report
+WITH_DECK = {"enable_deck": True, "deck_fields": ()}
+
+
+class RetrainingPlan(NamedTuple):
+    """What to do next. Which champion is meant is settled here, for all tasks that follow."""
+
+    train_on: str  # one_node, cluster or nothing
+    outcome: str  # "" where there is something to train
+    reason: str
+    champion: str  # URL of the champion and its predecessors
+    initial_state: str  # URL of the state dict that the challenger starts from; "" for fresh weights
+
+
+# None of these is cached: what they look at, the champion, changes.
+@task(**SMALL_TASK, retries=2)
+def plan_retraining(
+    kickoff_time: datetime.datetime,
+    champion: str,
+    recipe: str,
+    config: TrainingOverrides,
+    data: PreparedData,
+    train_on: str,
+    start_from: str,
+    margin: float,
+    min_samples: int,
+    min_share: float,
+) -> RetrainingPlan:
+    """Decide, before a GPU is asked for, whether there is a challenger to train, and from which weights."""
+    with _input_errors():
+        if train_on not in (ONE_NODE, CLUSTER):
+            raise ConfigError(f"train_on: {train_on!r} is unknown; accepted is {ONE_NODE} or {CLUSTER}")
+        execution = _execution()
+        terms = Terms(start_from, margin, min_samples, min_share)
+        store = ChampionStore(champion or _default_champion(execution, recipe))
+        store.storage.check_writable("champion")
+        planned = plan(store, _challenge(kickoff_time, recipe, config, data, execution), terms)
+    return RetrainingPlan(
+        train_on=train_on if planned.train else NOTHING,
+        outcome=planned.outcome,
+        reason=planned.reason,
+        champion=store.url,
+        initial_state=planned.initial_state,
+    )
+
+
+@task(**EVALUATION_TASK, **WITH_DECK)
+def judge_challenger(
+    kickoff_time: datetime.datetime,
+    champion: str,
+    recipe: str,
+    config: TrainingOverrides,
+    data: PreparedData,
+    challenger: PythonPickledFile,
+    start_from: str,
+    margin: float,
+) -> RetrainingOutputs:
+    """Measure challenger and champion on the same held-out data, and promote the challenger if it is better."""
+    with _input_errors():
+        execution = _execution()
+        store = ChampionStore(champion)
+        verdict = judge(
+            store,
+            _challenge(kickoff_time, recipe, config, data, execution),
+            Terms(start_from, margin),
+            Path(challenger.download()).read_bytes(),
+        )
+    return _outputs(store, recipe, verdict, execution)
+
+
+@task(**SMALL_TASK, retries=2, **WITH_DECK)
+def keep_champion(champion: str, recipe: str, outcome: str, reason: str) -> RetrainingOutputs:
+    """Say why nothing was trained."""
+    execution = _execution()
+    return _outputs(ChampionStore(champion), recipe, Verdict(Outcome(outcome), reason), execution)
+
+
+@contextlib.contextmanager
+def _input_errors() -> Iterator[None]:
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        raise InputError(str(error)) from error
+
+
+def _execution() -> Execution:
+    share_storage_credentials()
+    return current_execution(flytekit.current_context())
+
+
+def _default_champion(execution: Execution, recipe: str) -> str:
+    """A place in Flyte's own store that all executions of a project and domain share."""
+    if not execution.run_id:
+        raise ConfigError("champion: '' names no place; accepted in a local run is a directory or a URL")
+    # Beside the checkpoints of this execution, whose URL ends in checkpoints/PROJECT/DOMAIN/EXECUTION/NODE.
+    root, _, place = execution.checkpoints.rpartition("/checkpoints/")
+    project, domain, *_ = place.split("/")
+    return "/".join([root, "champions", project, domain, recipe])
+
+
+def _challenge(
+    kickoff_time: datetime.datetime, recipe: str, config: Any, data: FlyteFile, execution: Execution
+) -> Challenge:
+    return Challenge(
+        recipe=recipe,
+        config=config_of(recipe, given(config)),
+        directory=Path(data.download() or data.path),
+        kickoff_time=kickoff_time.astimezone(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        code_version=code_version(),
+        execution=execution.run_id,
+    )
+
+
+def _outputs(store: ChampionStore, recipe: str, verdict: Verdict, execution: Execution) -> RetrainingOutputs:
+    """The outputs of whichever task comes last, with a word on the terminal and the report in the Deck."""
+    outcome = verdict.outcome.value
+    print(f"{outcome}: {verdict.reason}\nchampion  {store.version_in_use() or 'none'} in {store.url}")  # noqa: T201
+    fragment = _fragment(store, recipe, verdict, execution)
+    Deck(DECK_NAME, fragment)
+    directory = Path(flytekit.current_context().working_directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    report = directory / "report.html"
+    report.write_text(_rendered(PAGE, title=_title(recipe), fragment=Markup(fragment)), encoding="utf-8")
+    return RetrainingOutputs(
+        outcome=outcome,
+        reason=verdict.reason,
+        champion=store.version_in_use(),
+        metrics={
+            f"{who}_{name}": value
+            for who, values in (("challenger", verdict.challenger), ("champion", verdict.champion))
+            for name, value in values.items()
+        },
+        report=FlyteFile(str(report)),
+    )
+
+
+def _fragment(store: ChampionStore, recipe: str, verdict: Verdict, execution: Execution) -> str:
+    try:
+        manifest: Mapping[str, Any] = vars(store.manifest())
+    except ChampionError as error:
+        manifest = {"champion": error}
+    facts = [
+        {"name": name.replace("_", " "), "value": _plain(value)}
+        for name, value in manifest.items()
+        if value != "" and not isinstance(value, dict)
+    ]
+    versions = [
+        {
+            "name": each.version,
+            "value": ", ".join(_measured(name, value) for name, value in each.metrics.items()),
+            "note": each.data,
+            "marked": each.version == manifest.get("version"),
+        }
+        for each in reversed(store.versions(MOST_VERSIONS))
+    ]
+    return _rendered(
+        FRAGMENT,
+        style=Markup(STYLE),
+        title=_title(recipe),
+        status="finished",
+        lead=f"{verdict.outcome.value}: {verdict.reason}",
+        links=[{"name": "Execution", "url": execution.url, "is_safe": True}] if execution.url else [],
+        tiles=[
+            {"name": who, "value": _measured(name, value), "note": note}
+            for who, values, note in (
+                ("Challenger", verdict.challenger, "on the held-out data"),
+                ("Champion before", verdict.champion, "on the same data"),
+            )
+            for name, value in values.items()
+        ],
+        epochs={},
+        sections=[
+            {"title": "The champion now", "note": store.url, "rows": facts, "has_long_values": True},
+            {"title": "Versions", "note": "the newest first; bold: in use", "rows": versions},
+        ],
+        footer=f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M:%S} UTC",
+    )
+
+
+def _title(recipe: str) -> str:
+    return f"Retraining {recipe}"
+
+
+def _rendered(template: str, **values: Any) -> str:
+    return Environment(autoescape=True).from_string(template).render(**values)
+
+
+def _measured(name: str, value: float) -> str:
+    return f"accuracy {100 * value:.2f} %" if name == "accuracy" else f"loss {value:.4g}"
+
+
+def _plain(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,373 @@
+"""What Flyte is told at registration, read from the packaged protos of all tasks, workflows and launch plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import tarfile
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+from flyteidl.admin import launch_plan_pb2, schedule_pb2, task_pb2, workflow_pb2
+from flyteidl.core import tasks_pb2, types_pb2
+from flyteidl.core.execution_pb2 import WorkflowExecution
+
+REPOSITORY = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+IMAGE = "registry.example.com/flyte-ddp:7"
+
+PROFILES = {
+    "sandbox": {"SANDBOX": "1"},
+    "gpu": {
+        "GPUS": "4",
+        "GPU_TYPE": "nvidia-tesla-a100",
+        "WANDB_ENTITY": "team",
+        "NOTIFY_EMAILS": "night@example.com, day@example.com",
+        "RETRAIN_INPUTS": '{"recipe": "mnist", "data": "s3://bucket/mnist", "config": {"epochs": 3}, "margin": 0}',
+    },
+}
+
+SMALL = {"sandbox": ("1", "2Gi", "4Gi", ""), "gpu": ("1", "2Gi", "20Gi", "")}
+DRIVER = {"sandbox": ("1", "2Gi", "4Gi", ""), "gpu": ("1", "8Gi", "20Gi", "")}
+TRAINING = {"sandbox": ("2", "4Gi", "4Gi", ""), "gpu": ("16", "64Gi", "50Gi", "4")}
+EVALUATION = {"sandbox": ("2", "4Gi", "4Gi", ""), "gpu": ("4", "16Gi", "50Gi", "1")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """Of a task; whoever is not listed below has to keep to the rules alone."""
+
+    resources: dict[str, tuple[str, str, str, str]]  # by profile: CPUs, memory, disk, GPUs
+    retries: int = 2
+    interruptible: bool = False  # it may be preempted, because another attempt goes on where it was
+    cached: bool = False
+    secret: bool = False  # the W&B key, where W&B is online
+    deck: bool = False
+
+
+KNOWN = {
+    "tasks.prepare.prepare": Expected(SMALL),
+    "tasks.train.train_on_one_node": Expected(TRAINING, 3, interruptible=True, cached=True, secret=True, deck=True),
+    "tasks.train.train_on_cluster": Expected(DRIVER, 3, cached=True, secret=True, deck=True),
+    "tasks.retrain.plan_retraining": Expected(SMALL),
+    "tasks.retrain.judge_challenger": Expected(EVALUATION, 3, interruptible=True, deck=True),
+    "tasks.retrain.keep_champion": Expected(SMALL, deck=True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Package:
+    profile: str
+    tasks: dict[str, tasks_pb2.TaskTemplate]
+    workflows: dict[str, workflow_pb2.WorkflowSpec]
+    launch_plans: dict[str, launch_plan_pb2.LaunchPlanSpec]
+
+
+def clean_environment(**changes):
+    ours = ("SANDBOX", "GPUS", "GPU_TYPE", "NOTIFY_EMAILS", "RETRAIN_INPUTS")
+    kept = {name: value for name, value in os.environ.items() if name not in ours and not name.startswith("WANDB_")}
+    return {**kept, **changes}
+
+
+@pytest.fixture(scope="module", params=list(PROFILES))
+def package(request, tmp_path_factory):
+    """All that `pyflyte package` finds, in each profile."""
+    target = tmp_path_factory.mktemp("package") / "package.tgz"
+    subprocess.run(
+        [BIN / "pyflyte", "--pkgs", "workflows", "package", "--image", IMAGE, "--output", target],
+        cwd=REPOSITORY,
+        env=clean_environment(**PROFILES[request.param]),
+        check=True,
+        capture_output=True,
+        timeout=180,
+    )
+    found = Package(request.param, {}, {}, {})
+    with tarfile.open(target) as archive:
+        for member in archive:
+            contents = archive.extractfile(member).read()
+            kind = member.name.removesuffix(".pb").rpartition("_")[2]
+            if kind == "1":
+                template = task_pb2.TaskSpec.FromString(contents).template
+                found.tasks[template.id.name] = template
+            elif kind == "2":
+                spec = workflow_pb2.WorkflowSpec.FromString(contents)
+                found.workflows[spec.template.id.name] = spec
+            else:
+                plan = launch_plan_pb2.LaunchPlan.FromString(contents)
+                found.launch_plans[plan.id.name] = plan.spec
+    return found
+
+
+def resources(entries):
+    names = tasks_pb2.Resources.ResourceName
+    given = {names.Name(entry.name): entry.value for entry in entries}
+    return tuple(given.get(name, "") for name in ("CPU", "MEMORY", "EPHEMERAL_STORAGE", "GPU"))
+
+
+# Tasks
+
+
+def test_the_tasks_that_are_known_are_there(package):
+    assert set(KNOWN) <= set(package.tasks)
+    assert {"workflows.single_node.single_node_training_wf", "workflows.retrain.retrain_wf"} <= set(package.workflows)
+
+
+def test_every_task_runs_in_the_image_and_asks_for_what_it_may_use_and_no_more(package):
+    for name, task in package.tasks.items():
+        requests, limits = resources(task.container.resources.requests), resources(task.container.resources.limits)
+        assert task.container.image == IMAGE, name
+        assert task.container.args[0] == "pyflyte-execute", name
+        assert requests == limits, name
+        assert all(requests[:3]), f"{name}: CPU, memory and disk"
+        if name in KNOWN:
+            assert requests == KNOWN[name].resources[package.profile], name
+
+
+def test_a_task_with_a_gpu_says_which_and_has_shared_memory(package):
+    with_gpu = {name for name, task in package.tasks.items() if resources(task.container.resources.limits)[3]}
+    for name, task in package.tasks.items():
+        extended = task.extended_resources
+        assert extended.gpu_accelerator.device == ("nvidia-tesla-a100" if name in with_gpu else ""), name
+        if name in with_gpu:
+            assert extended.shared_memory.size_limit == "8Gi", name
+    assert package.tasks["tasks.train.train_on_one_node"].extended_resources.shared_memory.size_limit == (
+        "1Gi" if package.profile == "sandbox" else "8Gi"
+    )
+    assert bool(with_gpu) == (package.profile == "gpu")
+
+
+def test_the_key_of_wandb_goes_to_tasks_that_use_it_and_nowhere_when_offline(package):
+    for name, task in package.tasks.items():
+        secrets = [(secret.group, secret.key) for secret in task.security_context.secrets]
+        mode = {pair.key: pair.value for pair in task.container.env}.get("WANDB_MODE", "none")
+        if package.profile == "sandbox":
+            assert secrets == [], name
+            assert mode in ("none", "offline"), name
+        else:
+            assert secrets == ([("wandb", "api_key")] if mode == "online" else []), name
+        if name in KNOWN:
+            assert (mode != "none") == KNOWN[name].secret, name
+        assert not any("key" in pair.key.lower() or "secret" in pair.key.lower() for pair in task.container.env), name
+
+
+def test_retries_preemption_caches_and_decks_are_as_each_task_can_bear(package):
+    from tasks.resources import code_version
+
+    for name, task in package.tasks.items():
+        metadata = task.metadata
+        # A change of the training code makes every cached result stale, and nothing else does.
+        assert metadata.discovery_version == (code_version() if metadata.discoverable else ""), name
+        assert not (metadata.interruptible and not metadata.retries.retries), f"{name}: preempted for good"
+        if name in KNOWN:
+            expected = KNOWN[name]
+            found = (
+                metadata.retries.retries,
+                metadata.interruptible,
+                metadata.discoverable,
+                metadata.generates_deck.value,
+            )
+            assert found == (expected.retries, expected.interruptible, expected.cached, expected.deck), name
+
+
+def test_nodes_inherit_what_their_tasks_say(package):
+    """A node has retries and a mark for preemption of its own, which Flyte takes before the task's."""
+    num_checked = 0
+    for spec in package.workflows.values():
+        for node in spec.template.nodes:
+            task = package.tasks.get(node.task_node.reference_id.name)
+            if task is not None:
+                num_checked += 1
+                assert node.metadata.retries.retries == task.metadata.retries.retries, node.id
+                assert node.metadata.interruptible == task.metadata.interruptible, node.id
+    assert num_checked >= len(KNOWN)
+
+
+def test_where_the_checkpoints_lie_does_not_make_a_cached_training_another_one(package):
+    for name in ("train_on_one_node", "train_on_cluster"):
+        assert list(package.tasks[f"tasks.train.{name}"].metadata.cache_ignore_input_vars) == ["checkpoints"]
+
+
+def test_the_link_to_wandb_is_registered_where_it_is_known(package):
+    config = package.tasks["tasks.train.train_on_one_node"].config
+    assert dict(config).get("entity", "") == ("team" if package.profile == "gpu" else "")
+
+
+# The conditional
+
+
+def test_an_unnecessary_training_is_not_even_scheduled(package):
+    """Training is in a branch, and what the branches read is there when the condition is evaluated."""
+    nodes = package.workflows["workflows.retrain.retrain_wf"].template.nodes
+    assert [node.metadata.name for node in nodes] == ["prepare", "plan_retraining", "what_to_train_on"]
+    branch = nodes[2].branch_node.if_else
+    chosen = [branch.case.then_node, branch.other[0].then_node, branch.else_node]
+    assert [node.metadata.name for node in chosen] == ["challenge_on_one_node", "challenge_on_cluster", "keep_champion"]
+    assert list(nodes[1].upstream_node_ids) == ["n0"]
+    assert list(nodes[2].upstream_node_ids) == ["n1"]
+    read = {binding.binding.promise.node_id for node in chosen for binding in node.inputs}
+    assert read <= {"", "n0", "n1"}
+
+
+# Launch plans
+
+SCHEDULES = {
+    "retrain_nightly": ("cron", "0 2 * * *"),
+    "retrain_weekly": ("cron", "0 4 * * 0"),
+    "retrain_every_6_hours": ("rate", 6),
+    "retrain_by_hand": ("", None),
+}
+
+
+def schedule_of(spec):
+    schedule = spec.entity_metadata.schedule
+    if schedule.cron_schedule.schedule:
+        return "cron", schedule.cron_schedule.schedule
+    return ("rate", schedule.rate.value) if schedule.rate.value else ("", None)
+
+
+def test_the_table_has_these_launch_plans_and_nothing_else_is_scheduled(package):
+    found = {name: schedule_of(spec) for name, spec in package.launch_plans.items()}
+    assert {name: found[name] for name in SCHEDULES} == SCHEDULES
+    assert {name for name, schedule in found.items() if schedule[0]} <= set(SCHEDULES)
+    assert package.launch_plans["retrain_every_6_hours"].entity_metadata.schedule.rate.unit == schedule_pb2.HOUR
+
+
+def test_a_schedule_fills_in_the_kickoff_time_and_needs_nothing_else(package):
+    for name in SCHEDULES:
+        spec = package.launch_plans[name]
+        workflow = package.workflows[spec.workflow_id.name]
+        required = [key for key, value in spec.default_inputs.parameters.items() if value.required]
+        assert required == ["kickoff_time"], name
+        assert workflow.template.interface.inputs.variables["kickoff_time"].type.simple == types_pb2.DATETIME, name
+        if SCHEDULES[name][0]:
+            assert spec.entity_metadata.schedule.kickoff_time_input_arg == "kickoff_time", name
+
+
+def test_no_launch_plan_runs_twice_at_once_or_is_active_unasked(package):
+    from workflows.retrain import LAUNCH_PLANS
+
+    for name in SCHEDULES:
+        assert package.launch_plans[name].concurrency_policy.max == 1, name
+    assert sorted(plan.name for plan in LAUNCH_PLANS) == sorted(SCHEDULES)
+    assert not any(plan.should_auto_activate for plan in LAUNCH_PLANS)
+
+
+def test_who_is_told_of_failures_comes_from_the_environment(package):
+    for name in SCHEDULES:
+        notifications = package.launch_plans[name].entity_metadata.notifications
+        if package.profile == "sandbox":
+            assert not notifications, name
+        else:
+            (told,) = notifications
+            assert list(told.email.recipients_email) == ["night@example.com", "day@example.com"]
+            assert [WorkflowExecution.Phase.Name(phase) for phase in told.phases] == ["FAILED", "ABORTED", "TIMED_OUT"]
+
+
+def test_what_is_retrained_comes_from_the_environment(package):
+    for name in SCHEDULES:
+        given = package.launch_plans[name].default_inputs.parameters
+        is_given = package.profile == "gpu"
+        assert given["recipe"].default.scalar.primitive.string_value == ("mnist" if is_given else "digits")
+        assert given["margin"].default.scalar.primitive.float_value == (0 if is_given else 0.01)
+        assert given["data"].default.scalar.union.value.scalar.blob.uri == ("s3://bucket/mnist" if is_given else "")
+        assert (b"epochs" in given["config"].default.scalar.binary.value) == is_given
+
+
+def test_launch_plans_run_as_the_service_account_of_their_registration():
+    from flytekit.configuration import Image, ImageConfig, SerializationSettings
+    from flytekit.core.options import Options
+    from flytekit.tools.translator import get_serializable
+
+    from workflows.retrain import LAUNCH_PLANS
+
+    image = Image("default", "registry.example.com/flyte-ddp", "7")
+    settings = SerializationSettings(ImageConfig(image, [image]), "project", "domain", "7")
+    options = Options.default_from(k8s_service_account="flyte-ddp")
+    for plan in LAUNCH_PLANS:
+        registered = get_serializable(OrderedDict(), settings, plan, options).to_flyte_idl()
+        assert registered.spec.security_context.run_as.k8s_service_account == "flyte-ddp"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("NOTIFY_EMAILS", "somebody", "NOTIFY_EMAILS: 'somebody' is no address"),
+        ("RETRAIN_INPUTS", "{", "RETRAIN_INPUTS: '{' is not JSON"),
+        ("RETRAIN_INPUTS", "[]", "accepted is a JSON object of champion, recipe"),
+        ("RETRAIN_INPUTS", '{"kickoff_time": "now"}', "accepted is a JSON object of champion, recipe"),
+        ("RETRAIN_INPUTS", '{"recipe": 3}', "RETRAIN_INPUTS: recipe: 3 is of the wrong type; accepted is a str"),
+        ("RETRAIN_INPUTS", '{"data": "here"}', "RETRAIN_INPUTS: data: 'here' cannot be used; accepted is a URL"),
+        ("RETRAIN_INPUTS", '{"config": {"epochs": 0}}', "epochs: 0 is out of range"),
+    ],
+)
+def test_bad_settings_are_refused_at_registration(name, value, said, monkeypatch):
+    from tasks.registration import launch_plan
+    from workflows.retrain import retrain_wf
+
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"(?s).*") as caught:
+        launch_plan(f"refused_{len(value)}", retrain_wf, None)
+    assert said in str(caught.value)
+
+
+# The command
+
+
+def register(tmp_path, *, with_pyflyte=False, **environment):
+    """Run deploy/register.sh, with a `pyflyte` that only notes what it is called with unless `with_pyflyte`."""
+    calls = tmp_path / "calls"
+    stub = tmp_path / "pyflyte"
+    stub.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')
+    stub.chmod(0o755)
+    path = f"{BIN if with_pyflyte else tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [REPOSITORY / "deploy" / "register.sh"],
+        env=clean_environment(**{"PATH": path, "VERSION": "7", **environment}),
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    return done, calls.read_text().splitlines() if calls.exists() else []
+
+
+def test_register_names_the_image_after_the_version_and_activates_what_it_is_told(tmp_path):
+    done, calls = register(
+        tmp_path, REGISTRY="registry.example.com", PROJECT="p", DOMAIN="production", ACTIVATE="retrain_nightly"
+    )
+    assert done.returncode == 0, done.stderr
+    assert calls == [
+        "register --project p --domain production --version 7 --image registry.example.com/flyte-ddp:7 "
+        "--service-account flyte-ddp --copy none workflows",
+        "launchplan --project p --domain production --activate retrain_nightly 7",
+    ]
+
+
+def test_register_activates_nothing_by_default_and_takes_another_image(tmp_path):
+    _, (call,) = register(tmp_path, IMAGE="other:1", SERVICE_ACCOUNT="me")
+    assert "--image other:1 --service-account me" in call
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"ACTIVATE": "1"}, "ACTIVATE: '1' is no launch plan"),
+        ({"ACTIVATE": "retrain_nightly retrain_daily"}, "ACTIVATE: 'retrain_daily' is no launch plan"),
+        ({"DRY_RUN": "yes"}, "DRY_RUN: 'yes' is not a switch"),
+    ],
+)
+def test_register_refuses_before_it_reaches_anybody(tmp_path, environment, said):
+    done, calls = register(tmp_path, **environment)
+    assert (done.returncode, calls) == (2, [])
+    assert said in done.stderr
+
+
+@pytest.mark.slow
+def test_a_dry_run_needs_no_flyte_and_lists_everything(tmp_path):
+    done, _ = register(tmp_path, with_pyflyte=True, DRY_RUN="1", ACTIVATE="retrain_weekly", SANDBOX="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in (*(f"Task: {name}" for name in KNOWN), *(f"Launch Plan: {name}" for name in SCHEDULES)):
+        assert f"{name} (Dry run Mode)" in done.stdout
+    assert done.stdout.endswith("retrain_weekly would be activated as version 7\n")

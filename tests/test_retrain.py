@@ -1,0 +1,446 @@
+"""A retraining puts a better model in place or leaves the old one, and says why, whatever the night brings."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.recipes_for_tests import Tiny
+from tests.runs import new_run
+from tests.test_champion import bucket  # noqa: F401 - a fixture
+from training import challenge as challenges
+from training import champion
+from training.challenge import Challenge, Outcome, Terms, judge, plan
+from training.champion import ChampionStore
+from training.config import ConfigError
+from training.prepare import prepare_data
+from training.recipes import config_of, get_recipe
+
+TINY = "tests.recipes_for_tests.Tiny"
+
+
+# The rules, with states made by hand
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """data(source, recipe): the directory of prepared data; `source` is a seed."""
+    directory = tmp_path_factory.mktemp("data")
+    return lambda source="", recipe="Tiny": new_run(directory / recipe, recipe).data(source)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return ChampionStore(str(tmp_path / "champion"))
+
+
+@pytest.fixture
+def make(data):
+    """make(source, **changes of the config): a challenge of Tiny."""
+
+    def get(source="", recipe="Tiny", execution="", code_version="c1", **config):
+        name = f"tests.recipes_for_tests.{recipe}"
+        return Challenge(
+            recipe=name,
+            config=config_of(name, config),
+            directory=data(source, recipe),
+            kickoff_time="2026-01-02T03:04:05Z",
+            code_version=code_version,
+            execution=execution,
+        )
+
+    return get
+
+
+def model_state(scale, recipe="Tiny"):
+    """A state file. At scale 0 the model gives each class a third, and the larger the scale the more it errs."""
+    torch.manual_seed(0)
+    model = get_recipe(f"tests.recipes_for_tests.{recipe}").model()
+    buffer = io.BytesIO()
+    torch.save({name: scale * value for name, value in model.state_dict().items()}, buffer)
+    return buffer.getvalue()
+
+
+def spoiled(value):
+    state = torch.load(io.BytesIO(model_state(1)), weights_only=True)
+    state["0.bias"][3] = value
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def scale_of(store):
+    """The scale at which the champion's state was made."""
+    state, _ = store.load()
+    fresh = torch.load(io.BytesIO(model_state(1)), weights_only=True)
+    return round(float(state["0.weight"][0, 0] / fresh["0.weight"][0, 0]))
+
+
+def test_the_first_challenger_is_promoted_and_its_manifest_says_where_it_comes_from(store, make):
+    given = make(execution="f1-n2", epochs=5)
+    assert plan(store, given, Terms()) == challenges.Plan(True, "", "there is no champion yet")
+    verdict = judge(store, given, Terms(), model_state(5))
+    _, manifest = champion.load(store.url)
+
+    assert verdict.outcome == Outcome.PROMOTED_FIRST
+    assert verdict.champion == {}
+    assert manifest.metrics == verdict.challenger
+    assert manifest.metrics["test_loss"] > 0
+    note = json.loads(Path(given.directory, "data.json").read_text())
+    assert (manifest.data_fingerprint, manifest.recipe_version) == (note["fingerprint"], note["recipe_version"])
+    assert manifest.data == "97 samples of noise, seed 0"
+    assert (manifest.num_train_samples, manifest.num_test_samples) == (97, 17)
+    assert manifest.config == dataclasses.asdict(given.config)
+    assert (manifest.recipe, manifest.code_version, manifest.execution) == (TINY, "c1", "f1-n2")
+    assert manifest.kickoff_time == "2026-01-02T03:04:05Z"
+
+
+def test_a_loss_lower_by_the_margin_is_better_and_a_higher_one_is_not(store, make):
+    judge(store, make(), Terms(), model_state(5))
+    worse = judge(store, make(seed=1), Terms(), model_state(6))
+    assert (worse.outcome, scale_of(store)) == (Outcome.NOT_BETTER, 5)
+    assert worse.challenger["test_loss"] > worse.champion["test_loss"]
+    better = judge(store, make(seed=2), Terms(), model_state(3))
+    assert (better.outcome, scale_of(store)) == (Outcome.PROMOTED, 3)
+    assert better.champion == worse.champion
+    assert store.manifest().parent_metrics == better.champion
+    assert len(store.versions()) == 2
+
+
+def test_the_margin_is_a_share_of_the_champions_loss(store, make):
+    judge(store, make(), Terms(), model_state(5))
+    measured = judge(store, make(), Terms(margin=9.0), model_state(3))
+    share = 1 - measured.challenger["test_loss"] / measured.champion["test_loss"]
+    assert 0 < share < 1
+    assert judge(store, make(), Terms(margin=share + 1e-6), model_state(3)).outcome == Outcome.NOT_BETTER
+    assert judge(store, make(), Terms(margin=share - 1e-6), model_state(3)).outcome == Outcome.PROMOTED
+
+
+def test_an_equal_loss_is_not_better_without_a_margin_either(store, make):
+    judge(store, make(), Terms(), model_state(5))
+    assert judge(store, make(seed=1), Terms(margin=0), model_state(5)).outcome == Outcome.NOT_BETTER
+
+
+def test_the_evaluation_is_that_of_the_training_loop(tmp_path, make, finished_run):
+    run = finished_run("Tiny", 2)
+    given = dataclasses.replace(make(), directory=run.data())
+    state = Path(run.result.finished.model_state_url).read_bytes()
+    verdict = judge(ChampionStore(str(tmp_path / "champion")), given, Terms(), state)
+
+    last = run.result.epochs[-1]
+    assert verdict.challenger["accuracy"] == last.accuracy
+    assert verdict.challenger["test_loss"] == pytest.approx(last.test_loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_challenger_that_is_not_finite_is_never_promoted(store, make, value):
+    for champion_scale in (None, 5):
+        if champion_scale:
+            judge(store, make(), Terms(), model_state(champion_scale))
+        before = store.pointer()
+        verdict = judge(store, make(seed=1), Terms(), spoiled(value))
+        assert verdict.outcome == Outcome.NOT_FINITE
+        assert verdict.reason == "the challenger's weights are not finite: 0.bias"
+        assert store.pointer() == before
+
+
+def test_a_challenger_whose_loss_overflows_is_not_promoted(store, make):
+    assert judge(store, make(), Terms(), model_state(3e38)).outcome == Outcome.NOT_FINITE
+    assert store.pointer() == b""
+
+
+def damaged(store, name, damage):
+    file = Path(store.url, "versions", store.version_in_use(), name)
+    damage(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "outcome"),
+    [
+        ("model_state.pt", os.unlink, Outcome.PROMOTED_OVER_MISSING),
+        ("manifest.json", os.unlink, Outcome.PROMOTED_OVER_MISSING),
+        ("model_state.pt", lambda file: file.write_bytes(b"x"), Outcome.PROMOTED_OVER_CORRUPT),
+        ("manifest.json", lambda file: file.write_bytes(b"{}"), Outcome.PROMOTED_OVER_CORRUPT),
+    ],
+)
+def test_a_champion_that_nobody_can_use_is_replaced_by_one_trained_from_scratch(store, make, name, damage, outcome):
+    judge(store, make(), Terms(), model_state(3))
+    broken = store.version_in_use()
+    damaged(store, name, damage)
+    planned = plan(store, make(), Terms())
+    assert (planned.train, planned.initial_state) == (True, "")
+    assert name in planned.reason
+
+    verdict = judge(store, make(), Terms(), model_state(6))
+    assert verdict.outcome == outcome
+    assert name in verdict.reason
+    assert scale_of(store) == 6
+    assert store.manifest().parent == broken
+
+
+def test_a_champion_of_another_kind_is_neither_trained_against_nor_replaced(store, make):
+    judge(store, make(recipe="Normed"), Terms(), model_state(1, "Normed"))
+    before = store.pointer()
+    for planned in (plan(store, make(), Terms()), judge(store, make(), Terms(), model_state(1))):
+        assert planned.outcome == Outcome.INCOMPATIBLE
+        assert "it is of recipe 'tests.recipes_for_tests.Normed'" in planned.reason
+        assert "a place of its own" in planned.reason
+    assert store.pointer() == before
+
+
+def test_a_champion_with_other_layers_is_incompatible_too_and_the_reason_names_them(store, make):
+    judge(store, make(recipe="Optional", recipe_options={"width": 8}), Terms(), optional_state(8))
+    planned = plan(store, make(recipe="Optional"), Terms())
+    assert (planned.train, planned.outcome) == (False, Outcome.INCOMPATIBLE)
+    assert "other shapes at 0.weight (8, 8) instead of (16, 8)" in planned.reason
+
+
+def optional_state(width):
+    buffer = io.BytesIO()
+    torch.save(get_recipe("tests.recipes_for_tests.Optional", {"width": width}).model().state_dict(), buffer)
+    return buffer.getvalue()
+
+
+class Learning(Tiny):
+    """Learns from its data how many classes there are, as recipes may that read folders of images."""
+
+    def datasets(self, directory):
+        self.num_classes = 3
+        return super().datasets(directory)
+
+    def model(self):
+        return torch.nn.Sequential(torch.nn.Linear(8, self.num_classes))
+
+
+def test_a_recipe_may_learn_from_its_data_what_its_model_looks_like(store, tmp_path):
+    name = f"{__name__}.Learning"
+    (tmp_path / "data").mkdir()
+    prepare_data(get_recipe(name), "", tmp_path / "data")
+    given = Challenge(name, config_of(name, {}), tmp_path / "data", "", "c1", "")
+    buffer = io.BytesIO()
+    torch.save(torch.nn.Sequential(torch.nn.Linear(8, 3)).state_dict(), buffer)
+    assert judge(store, given, Terms(), buffer.getvalue()).outcome == Outcome.PROMOTED_FIRST
+    assert plan(store, given, Terms()).outcome == Outcome.UNCHANGED
+
+
+@pytest.mark.parametrize(
+    ("terms", "said"),
+    [
+        (Terms(min_samples=18), "97 training and 17 held-out samples, and min_samples is 18"),
+        (Terms(min_share=0.97), "less than 0.97 of the champion's 103 and 17"),
+    ],
+)
+def test_too_little_data_is_not_trained_on(store, make, data, terms, said):
+    given = make(recipe="Normed")  # which has 103 samples
+    judge(store, given, Terms(), model_state(1, "Normed"))
+    less = dataclasses.replace(given, directory=data("", "Tiny"))  # 97
+    planned = plan(store, less, terms)
+    assert (planned.train, planned.outcome) == (False, Outcome.TOO_LITTLE_DATA)
+    assert said in planned.reason
+    assert plan(store, less, Terms(min_share=0.94)).train
+
+
+def test_what_the_champion_was_trained_with_is_not_trained_again(store, make):
+    judge(store, make(), Terms(), model_state(3))
+    planned = plan(store, make(), Terms())
+    assert (planned.train, planned.outcome) == (False, Outcome.UNCHANGED)
+    for changed in (make("5"), make(epochs=9), make(code_version="c2")):
+        assert plan(store, changed, Terms()).train
+
+
+def test_a_challenge_that_was_lost_is_not_fought_again_until_something_changes(store, make):
+    judge(store, make(), Terms(), model_state(3))
+    judge(store, make("5"), Terms(), model_state(6))
+    planned = plan(store, make("5"), Terms())
+    assert (planned.train, planned.outcome) == (False, Outcome.UNCHANGED)
+    assert planned.reason.endswith("not_better")
+    for given, terms in (
+        (make("6"), Terms()),
+        (make("5"), Terms(margin=0)),
+        (make("5"), Terms(start_from="scratch")),
+    ):
+        assert plan(store, given, terms).train
+    damaged(store, "model_state.pt", os.unlink)
+    assert plan(store, make("5"), Terms()).train
+
+
+def test_a_promotion_that_was_rolled_back_is_not_repeated_the_next_night(store, make):
+    judge(store, make(), Terms(), model_state(6))
+    judge(store, make("5"), Terms(), model_state(3))
+    store.rollback()
+    planned = plan(store, make("5"), Terms())
+    assert (planned.train, planned.outcome) == (False, Outcome.UNCHANGED)
+    assert plan(store, make("6"), Terms()).train
+
+
+def test_a_champion_whose_loss_is_not_finite_any_more_loses(store, make):
+    given = make()
+    judge(store, given, Terms(), model_state(1))
+    manifest = dataclasses.replace(store.manifest(), metrics={})
+    store.promote(model_state(3e38), manifest, store.pointer())
+    verdict = judge(store, make("5"), Terms(), model_state(6))
+    assert (verdict.outcome, verdict.champion) == (Outcome.PROMOTED, {})
+    assert verdict.reason == "the champion's loss on the same held-out data is not finite"
+
+
+def test_a_challenger_starts_from_the_champion_or_from_scratch(store, make):
+    judge(store, make(), Terms(), model_state(3))
+    warm, fresh = plan(store, make("5"), Terms()), plan(store, make("5"), Terms(start_from="scratch"))
+    assert warm.initial_state == f"{store.url}/versions/{store.version_in_use()}/model_state.pt"
+    assert Path(warm.initial_state).exists()
+    assert fresh.initial_state == ""
+
+
+def test_a_challenger_that_another_one_came_before_is_measured_against_that_one(store, make, monkeypatch):
+    judge(store, make(), Terms(), model_state(6))
+    promote = ChampionStore.promote
+
+    def promote_second(self, *arguments):
+        monkeypatch.undo()
+        judge(ChampionStore(store.url), make(seed=9), Terms(), model_state(3))
+        return promote(self, *arguments)
+
+    monkeypatch.setattr(ChampionStore, "promote", promote_second)
+    verdict = judge(store, make(seed=1), Terms(), model_state(5))
+
+    assert verdict.outcome == Outcome.NOT_BETTER  # than 3, though better than 6
+    assert scale_of(store) == 3
+    assert len(store.versions()) == 2
+
+
+def test_a_retried_task_whose_first_attempt_promoted_says_so_and_promotes_nothing_more(store, make):
+    judge(store, make(), Terms(), model_state(6))
+    first = judge(store, make(execution="f1-n2"), Terms(), model_state(3))
+    again = judge(store, make(execution="f1-n2"), Terms(), model_state(3))
+    assert (first.outcome, again.outcome) == (Outcome.PROMOTED, Outcome.PROMOTED)
+    assert len(store.versions()) == 2
+    assert judge(store, make(execution="f2-n2"), Terms(), model_state(3)).outcome == Outcome.NOT_BETTER
+
+
+def test_a_challenge_is_judged_in_a_bucket_as_on_a_disk(bucket, make):  # noqa: F811
+    store = ChampionStore(f"{bucket}/retrain")
+    assert judge(store, make(), Terms(), model_state(5)).outcome == Outcome.PROMOTED_FIRST
+    planned = plan(store, make("5"), Terms())
+    assert planned.initial_state.startswith(f"{bucket}/retrain/versions/")
+    assert judge(store, make("5"), Terms(), model_state(6)).outcome == Outcome.NOT_BETTER
+    assert plan(store, make("5"), Terms()).outcome == Outcome.UNCHANGED
+    store.storage.file_system.rm_file(planned.initial_state)
+    assert judge(store, make("5"), Terms(), model_state(6)).outcome == Outcome.PROMOTED_OVER_MISSING
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "accepted"),
+    [
+        ("start_from", "here", "champion or scratch"),
+        ("margin", -0.1, "a finite number of at least 0"),
+        ("margin", float("nan"), "a finite number of at least 0"),
+        ("min_samples", 0, "a whole number of at least 1"),
+        ("min_share", 1.5, "a number from 0 to 1"),
+    ],
+)
+def test_terms_out_of_range_are_refused_in_one_line(field, value, accepted):
+    with pytest.raises(ConfigError, match=f"^{field}: .* is out of range; accepted is {accepted}$"):
+        Terms(**{field: value})
+
+
+# The workflow, by its launch plan
+
+
+@pytest.fixture(scope="module")
+def retrain(tmp_path_factory):
+    """retrain(**inputs): the outputs of a run of the nightly launch plan on digits, one process, one champion."""
+    place = str(tmp_path_factory.mktemp("champion"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "disabled")
+        from workflows.retrain import LAUNCH_PLANS
+
+        def run(champion=place, config=(), **inputs):
+            from tasks.inputs import TrainingOverrides
+
+            return LAUNCH_PLANS[0](
+                kickoff_time=datetime.datetime(2026, 1, 2, 3, tzinfo=datetime.timezone.utc),
+                champion=champion,
+                config=TrainingOverrides(**{"epochs": 1, "global_batch_size": 256, **dict(config)}),
+                num_processes=1,
+                **inputs,
+            )
+
+        yield run
+
+
+def test_retrainings_promote_first_then_nothing_then_what_is_better(retrain, capfd):
+    first = retrain()
+    assert first.outcome == "promoted_first"
+    assert "epoch 1/1: train loss" in "".join(capfd.readouterr())
+
+    same = retrain()
+    assert same.outcome == "unchanged"
+    assert "epoch" not in "".join(capfd.readouterr())  # it trained nothing
+
+    worse = retrain(config={"learning_rate": 1e-6}, start_from="scratch")
+    assert worse.outcome == "not_better"
+    assert worse.champion == same.champion == first.champion
+    assert worse.metrics["challenger_test_loss"] > worse.metrics["champion_test_loss"]
+    assert worse.metrics["champion_test_loss"] == pytest.approx(first.metrics["challenger_test_loss"])
+
+    better = retrain(config={"epochs": 2})
+    assert better.outcome == "promoted"
+    assert better.champion != first.champion
+    assert better.metrics["challenger_accuracy"] > better.metrics["champion_accuracy"]
+    page = Path(str(better.report)).read_text()
+    for said in ("Retraining digits", "promoted: on the same held-out data", better.champion, "2026-01-02T03:00:00Z"):
+        assert said in page
+
+
+@pytest.mark.slow
+def test_a_training_whose_loss_becomes_nan_fails_and_leaves_the_champion(retrain, store, make, monkeypatch):
+    judge(store, make(), Terms(), model_state(3))
+    before = store.pointer()
+    monkeypatch.setenv("FAULT", "nan 0 3")
+    with pytest.raises(Exception, match="the loss is nan at step 3"):
+        retrain(champion=store.url, recipe=TINY, config={"global_batch_size": 12})
+    assert store.pointer() == before
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ({"champion": ""}, "champion: '' names no place; accepted in a local run is a directory or a URL"),
+        ({"train_on": "moon"}, "train_on: 'moon' is unknown; accepted is one_node or cluster"),
+        ({"start_from": "zero"}, "start_from: 'zero' is out of range; accepted is champion or scratch"),
+        ({"champion": "/proc/none"}, "champion: '/proc/none' cannot be written to"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_trained(retrain, inputs, said, capfd):
+    with pytest.raises(Exception, match=said):
+        retrain(recipe=TINY, **inputs)
+    assert "epoch" not in "".join(capfd.readouterr())
+
+
+def test_by_default_the_champion_lies_where_all_executions_of_the_project_find_it():
+    from tasks.execution import Execution
+    from tasks.retrain import _default_champion
+
+    checkpoints = "s3://bucket/data/checkpoints/project/production/f1/n2-n0-n0"
+    execution = Execution(checkpoints, "f1-n2-n0-n0", "f1-n2-n0-n0-0", "")
+    assert _default_champion(execution, "digits") == "s3://bucket/data/champions/project/production/digits"
+
+
+@pytest.mark.slow
+def test_a_challenger_is_trained_on_a_cluster_from_the_champions_weights(retrain, tmp_path):
+    from tasks.inputs import ClusterInput
+
+    place = str(tmp_path / "champion")
+    cluster = {"train_on": "cluster", "cluster": ClusterInput(kind="local", num_nodes=2, processes_per_node=1)}
+    first = retrain(champion=place, **cluster)
+    still = retrain(champion=place, config={"learning_rate": 1e-12}, **cluster)
+
+    assert (first.outcome, still.outcome) == ("promoted_first", "not_better")
+    assert still.metrics["challenger_test_loss"] == pytest.approx(still.metrics["champion_test_loss"], rel=1e-5)

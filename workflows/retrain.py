@@ -1,0 +1,204 @@
+"""Retrain a recipe and keep the better model, by hand or by schedule; every LaunchPlan and cron in one table.
+
+No logic here: the tasks have it, and training/challenge.py the rules.
+
+pyflyte run workflows/retrain.py retrain_wf --kickoff_time now --champion /tmp/champion
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from flytekit import conditional, workflow
+from flytekit.core.schedule import CronSchedule, FixedRate
+
+from tasks.inputs import ClusterInput, Source, TrainingOverrides
+from tasks.outputs import RetrainingOutputs
+from tasks.prepare import PreparedData, prepare
+from tasks.registration import KICKOFF_TIME, launch_plan
+from tasks.retrain import CLUSTER, ONE_NODE, judge_challenger, keep_champion, plan_retraining
+from tasks.train import train_on_cluster, train_on_one_node
+
+
+@workflow
+def retrain_wf(
+    kickoff_time: datetime,
+    champion: str = "",
+    recipe: str = "digits",
+    config: TrainingOverrides = TrainingOverrides(),  # noqa: B008 - frozen
+    data: Source | None = None,
+    train_on: str = ONE_NODE,
+    num_processes: int = 0,
+    cluster: ClusterInput = ClusterInput(),  # noqa: B008 - frozen
+    start_from: str = "champion",
+    margin: float = 0.01,
+    min_samples: int = 1,
+    min_share: float = 0.5,
+    checkpoints: str = "",
+    model_artifact: str = "",
+) -> RetrainingOutputs:
+    """Train a challenger on the newest data, and make it the champion if it is better on held-out data.
+
+    Returns the outcome and its reason, the version that is in use now, the figures of both, and an HTML report.
+
+    Args:
+        kickoff_time: when the schedule started it; now, by hand
+        champion: directory or URL where the champion and its predecessors are kept; by default a place of the project's
+            own in Flyte's store, which a local run has not
+        recipe: what to train: digits, mnist, or the dotted name of your own Recipe, such as my_module.MyRecipe
+        config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML file, for example
+            '{"epochs": 3, "learning_rate": 0.01}'; training/config.py lists all fields with units
+        data: directory, file or URL of the data, for recipes that read data of yours; it is read anew every time
+        train_on: one_node, or cluster
+        num_processes: DDP processes on one node; 0 is one per GPU, or two on a machine without GPUs
+        cluster: the machines of a cluster, as JSON or the name of a JSON or YAML file; training/launch/cluster.py lists
+            all fields with units
+        start_from: the challenger's first weights, champion or scratch
+        margin: share of the champion's loss on the held-out data by which the challenger's must be lower
+        min_samples: training samples, and held-out samples, without which nothing is trained
+        min_share: likewise, as a share of what the champion was trained on
+        checkpoints: directory or URL for the challenger's checkpoints; by default a place of the execution's own
+        model_artifact: name of the W&B artifact to keep the challenger as; none by default
+    """
+    prepared = prepare(recipe=recipe, config=config, source=data)
+    planned = plan_retraining(
+        kickoff_time=kickoff_time,
+        champion=champion,
+        recipe=recipe,
+        config=config,
+        data=prepared,
+        train_on=train_on,
+        start_from=start_from,
+        margin=margin,
+        min_samples=min_samples,
+        min_share=min_share,
+    )
+    # A branch starts once its condition can be evaluated, whether what it reads is there or not (flyteorg/flyte#3512).
+    # This condition is what the last node says, so everything is.
+    return (
+        conditional("what_to_train_on")
+        .if_(planned.train_on == ONE_NODE)
+        .then(
+            challenge_on_one_node(
+                kickoff_time=kickoff_time,
+                champion=planned.champion,
+                recipe=recipe,
+                config=config,
+                data=prepared,
+                num_processes=num_processes,
+                initial_state=planned.initial_state,
+                start_from=start_from,
+                margin=margin,
+                checkpoints=checkpoints,
+                model_artifact=model_artifact,
+            )
+        )
+        .elif_(planned.train_on == CLUSTER)
+        .then(
+            challenge_on_cluster(
+                kickoff_time=kickoff_time,
+                champion=planned.champion,
+                recipe=recipe,
+                config=config,
+                data=prepared,
+                cluster=cluster,
+                initial_state=planned.initial_state,
+                start_from=start_from,
+                margin=margin,
+                checkpoints=checkpoints,
+                model_artifact=model_artifact,
+            )
+        )
+        .else_()
+        .then(
+            keep_champion(champion=planned.champion, recipe=recipe, outcome=planned.outcome, reason=planned.reason),
+        )
+    )
+
+
+# A branch has one node, so each is a workflow of its own.
+
+
+@workflow
+def challenge_on_one_node(
+    kickoff_time: datetime,
+    champion: str,
+    recipe: str,
+    config: TrainingOverrides,
+    data: PreparedData,
+    num_processes: int,
+    initial_state: str,
+    start_from: str,
+    margin: float,
+    checkpoints: str,
+    model_artifact: str,
+) -> RetrainingOutputs:
+    """The branch of `retrain_wf` that trains on one node."""
+    trained = train_on_one_node(
+        recipe=recipe,
+        config=config,
+        data=data,
+        num_processes=num_processes,
+        checkpoints=checkpoints,
+        model_artifact=model_artifact,
+        initial_state=initial_state,
+    )
+    return judge_challenger(
+        kickoff_time=kickoff_time,
+        champion=champion,
+        recipe=recipe,
+        config=config,
+        data=data,
+        challenger=trained.model_state,
+        start_from=start_from,
+        margin=margin,
+    )
+
+
+@workflow
+def challenge_on_cluster(
+    kickoff_time: datetime,
+    champion: str,
+    recipe: str,
+    config: TrainingOverrides,
+    data: PreparedData,
+    cluster: ClusterInput,
+    initial_state: str,
+    start_from: str,
+    margin: float,
+    checkpoints: str,
+    model_artifact: str,
+) -> RetrainingOutputs:
+    """The branch of `retrain_wf` that trains across the nodes of a Dask cluster."""
+    trained = train_on_cluster(
+        recipe=recipe,
+        config=config,
+        data=data,
+        cluster=cluster,
+        checkpoints=checkpoints,
+        model_artifact=model_artifact,
+        initial_state=initial_state,
+    )
+    return judge_challenger(
+        kickoff_time=kickoff_time,
+        champion=champion,
+        recipe=recipe,
+        config=config,
+        data=data,
+        challenger=trained.model_state,
+        start_from=start_from,
+        margin=margin,
+    )
+
+
+# Every LaunchPlan. Cron counts in UTC. None is active until `make register ACTIVATE=1` asks for it, none runs twice at
+# once, and failures are told to NOTIFY_EMAILS. What they train: the defaults above, or RETRAIN_INPUTS at registration.
+LAUNCH_PLANS = [
+    launch_plan(name, retrain_wf, schedule)
+    for name, schedule in (
+        ("retrain_nightly", CronSchedule(schedule="0 2 * * *", kickoff_time_input_arg=KICKOFF_TIME)),
+        ("retrain_weekly", CronSchedule(schedule="0 4 * * 0", kickoff_time_input_arg=KICKOFF_TIME)),
+        ("retrain_every_6_hours", FixedRate(timedelta(hours=6), kickoff_time_input_arg=KICKOFF_TIME)),
+        ("retrain_by_hand", None),
+    )
+]
