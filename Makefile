@@ -14,7 +14,8 @@ INSTALLED := $(VENV)/.installed
 export UV_SYSTEM_CERTS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train train-multi-node test test-all test-gpu test-kubernetes lint format bench image requirements
+.PHONY: help setup train train-multi-node test test-all test-gpu test-kubernetes lint format bench image register \
+  requirements
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -51,10 +52,14 @@ test-gpu: $(INSTALLED)  ## the tests that need a GPU
 test-kubernetes: $(INSTALLED)  ## the tests on the cluster that KUBECONFIG names, whose nodes have IMAGE
 	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -m kubernetes tests/kubernetes
 
-lint: $(INSTALLED)  ## ruff, and mypy, strict on training/
+lint: $(INSTALLED)  ## ruff, mypy, strict on training/, and known vulnerabilities of the pinned packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@$(BIN)/pip-audit --requirement requirements.txt --no-deps --disable-pip --progress-spinner off > .audit 2>&1 \
+	  || ! grep -q 'Found .* known vulnerabilit' .audit || { grep -v 'could not be audited' .audit; exit 1; }
+	@echo "pip-audit: no known vulnerability; $$(grep -c 'could not be audited' .audit || true) of the" \
+	  "$$(grep -c '==' requirements.txt) pins are unknown to the index that was asked"
 
 format: $(INSTALLED)  ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
@@ -65,6 +70,9 @@ bench: $(INSTALLED)  ## the table of the README: ratios, each pair measured in o
 
 image:  ## the image for tasks, driver, scheduler and workers
 	docker build --build-arg IMAGE=$(IMAGE) -t $(IMAGE) .
+
+register: $(INSTALLED)  ## all workflows with Flyte; deploy/register.sh lists REGISTRY, DRY_RUN=1, ACTIVATE=retrain_nightly
+	PATH="$(abspath $(BIN)):$$PATH" deploy/register.sh
 
 requirements: | $(UV)  ## pin the newest packages that fit pyproject.toml, for all platforms and Python versions
 	$(UV) pip compile --quiet --upgrade --universal --python-version 3.10 --no-emit-index-url --all-extras \

@@ -3,6 +3,7 @@ in S3, under the service account of deploy/. What stands for Flyte here only fil
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
@@ -197,9 +198,23 @@ def start_flyte(namespace: Namespace, store: Store) -> Callable[[str], Flyte]:
 @pytest.fixture(scope="module")
 def tasks() -> Any:
     import tasks.prepare
+    import tasks.scaling
+    import tasks.sweep
     import tasks.train
 
     return tasks
+
+
+@pytest.fixture(scope="module")
+def digits(start_flyte: Callable[[str], Flyte], package: Package, tasks: Any) -> Any:
+    """The literal of the prepared data of recipe `digits`."""
+    return prepared(start_flyte("data"), package, tasks, "digits")
+
+
+def small_cluster(tasks: Any, **fields: Any) -> Any:
+    """A cluster of two small nodes, of the image that the task's own pod has."""
+    small = {name: value for name, value in SMALL.items() if name != "image"}
+    return tasks.inputs.ClusterInput.from_json(json.dumps({**small, "env_from_secrets": ["storage"], **fields}))
 
 
 def prepared(flyte: Flyte, package: Package, tasks: Any, recipe: str) -> Any:
@@ -209,7 +224,7 @@ def prepared(flyte: Flyte, package: Package, tasks: Any, recipe: str) -> Any:
 
 
 def test_attempts_go_on_from_each_others_checkpoints_until_one_leaves_typed_outputs_and_a_deck(
-    start_flyte: Callable[[str], Flyte], package: Package, tasks: Any, tmp_path: Path
+    start_flyte: Callable[[str], Flyte], package: Package, tasks: Any, digits: Any, tmp_path: Path
 ) -> None:
     flyte = start_flyte("retried")
     overrides = tasks.inputs.TrainingOverrides(epochs=150, checkpoint_interval=1, global_batch_size=360)
@@ -217,7 +232,7 @@ def test_attempts_go_on_from_each_others_checkpoints_until_one_leaves_typed_outp
         tasks.train.train_on_one_node,
         recipe="digits",
         config=overrides,
-        data=prepared(flyte, package, tasks, "digits"),
+        data=digits,
         num_processes=2,
     )
     checkpoints = f"flyte/raw/checkpoints/{PROJECT}/{DOMAIN}/retried/n1"
@@ -307,13 +322,12 @@ def test_a_multi_node_task_starts_its_cluster_and_its_workers_run_code_that_is_n
     start_flyte: Callable[[str], Flyte], newer: Package, tasks: Any, tmp_path: Path
 ) -> None:
     flyte = start_flyte("wide")
-    small = {name: value for name, value in SMALL.items() if name != "image"}
     inputs = literals(
         tasks.train.train_on_cluster,
         recipe="digits",
         config=tasks.inputs.TrainingOverrides(epochs=3),
         data=prepared(flyte, newer, tasks, "digits"),
-        cluster=tasks.inputs.ClusterInput.from_json(json.dumps({**small, "env_from_secrets": ["storage"]})),
+        cluster=small_cluster(tasks),
     )
     assert NEWER in flyte.namespace.log("wide-n0-0")
     pod = flyte.start(newer, "tasks.train.train_on_cluster", "n1", inputs)
@@ -332,3 +346,56 @@ def test_a_multi_node_task_starts_its_cluster_and_its_workers_run_code_that_is_n
     assert flyte.started(outputs, tmp_path).world_size == 2
     assert len(listed(outputs, "epoch_accuracies")) == 3
     assert "<svg" in (flyte.read("n1", 0, "deck.html") or b"").decode()
+
+
+def rows(flyte: Flyte, outputs: LiteralMap) -> list[dict[str, str]]:
+    """The table that a task returned as a CSV file."""
+    text = flyte.store.files.cat_file(outputs.literals["csv"].scalar.blob.uri).decode()
+    return list(csv.DictReader(text.splitlines()))
+
+
+def test_a_sweep_trains_its_models_side_by_side_on_a_cluster_of_its_own(
+    start_flyte: Callable[[str], Flyte], package: Package, tasks: Any, digits: Any
+) -> None:
+    flyte = start_flyte("swept")
+    inputs = literals(
+        tasks.sweep.train_sweep,
+        recipe="digits",
+        config=tasks.inputs.TrainingOverrides(epochs=2),
+        grid={"learning_rate": [0.0001, 0.005], "global_batch_size": [64, 128]},
+        data=digits,
+        cluster=small_cluster(tasks),
+    )
+    outputs = flyte.run(package, "tasks.sweep.train_sweep", "n1", inputs)
+    table = rows(flyte, outputs)
+    assert len(table) == 4 * 2
+    assert {row["status"] for row in table} == {"finished"}
+    best = min((row for row in table if row["epoch"] == "2"), key=lambda row: float(row["test_loss"]))
+    assert float(best["learning_rate"]) == 0.005
+    assert listed(outputs, "best_accuracies")[-1].scalar.primitive.float_value == float(best["accuracy"])
+    assert "<svg" in (flyte.read("n1", 0, "deck.html") or b"").decode()
+    assert flyte.namespace.clusters() == []
+
+
+def test_a_scaling_study_measures_one_and_two_nodes_of_one_cluster(
+    start_flyte: Callable[[str], Flyte], package: Package, tasks: Any, digits: Any
+) -> None:
+    flyte = start_flyte("scaled")
+    inputs = literals(
+        tasks.scaling.train_at_world_sizes,
+        recipe="digits",
+        config=tasks.inputs.TrainingOverrides(epochs=2),
+        data=digits,
+        world_sizes=[1, 2],
+        learning_rates=[],
+        target_loss=0.0,
+        projected_world_sizes=[4],
+        cluster=small_cluster(tasks),
+    )
+    outputs = flyte.run(package, "tasks.scaling.train_at_world_sizes", "n1", inputs)
+    kinds = [(int(row["world_size"]), row["kind"]) for row in rows(flyte, outputs)]
+    assert kinds == [(1, "measured"), (2, "measured"), (4, "projected")]
+    losses = [float(row["final_test_loss"]) for row in rows(flyte, outputs) if row["kind"] == "measured"]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # the same global batch gives the same model
+    assert "projected" in (flyte.read("n1", 0, "deck.html") or b"").decode()
+    assert flyte.namespace.clusters() == []
