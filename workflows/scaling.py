@@ -30,7 +30,8 @@ def scaling_wf(
     GPU-hours or core-hours) with world sizes that were measured and others that are projected from them.
 
     Args:
-        recipe: what to train: digits, mnist, or the dotted name of your own Recipe, such as my_module.MyRecipe
+        recipe: what to train: digits, mnist, pet_names, image_folder, or the dotted name of your own Recipe, such as
+            my_module.MyRecipe
         config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML file;
             global_batch_size is the same in all runs, and each rank gets its share
         world_sizes: numbers of ranks to train with, two or more, as JSON, for example '[1, 2, 4]'

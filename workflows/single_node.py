@@ -27,7 +27,8 @@ def single_node_training_wf(
     Returns the accuracy after each epoch, the model state, an HTML report and the history of events.
 
     Args:
-        recipe: what to train: digits, mnist, or the dotted name of your own Recipe, such as my_module.MyRecipe
+        recipe: what to train: digits, mnist, pet_names, image_folder, or the dotted name of your own Recipe, such as
+            my_module.MyRecipe
         config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML file, for example
             '{"epochs": 3, "global_batch_size": 128, "learning_rate": 0.01}'; training/config.py lists all fields with
             units

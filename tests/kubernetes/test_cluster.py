@@ -106,6 +106,20 @@ def test_every_manifest_of_deploy_applies_cleanly(namespace: Namespace) -> None:
         assert told.count("(server dry run)") == len(manifest.split("\n---\n")), f"{file.name}: {told}"
 
 
+@pytest.mark.parametrize(
+    "right",
+    [
+        *("get secrets", "list secrets", "create pods", "delete pods", "create pods/exec", "get configmaps"),
+        *("patch daskclusters.kubernetes.dask.org", "delete networkpolicies.networking.k8s.io", "create roles"),
+    ],
+)
+def test_the_service_account_of_deploy_may_do_no_more(namespace: Namespace, right: str) -> None:
+    account = f"system:serviceaccount:{namespace.name}:flyte-ddp"
+    assert namespace.kubectl("auth", "can-i", *right.split(), "--as", account, check=False).strip() == "no"
+    needed = ("create", "networkpolicies.networking.k8s.io")
+    assert namespace.kubectl("auth", "can-i", *needed, "--as", account).strip() == "yes"
+
+
 def test_a_driver_pod_without_rights_learns_each_missing_one(namespace: Namespace) -> None:
     namespace.start_driver("powerless", DRIVER % ({"image": IMAGE}, "pass"), service_account="default")
     assert namespace.wait_for_end("powerless") != 0
