@@ -323,7 +323,7 @@ def one_epoch(tmp_path_factory):
     return new_run(tmp_path_factory.mktemp("one-epoch")).train(2, epochs=1).directory
 
 
-@pytest.mark.parametrize("num_processes", [1, 3])
+@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_another_number_of_ranks_goes_on_to_the_same_weights(tmp_path, one_epoch, finished_run, num_processes):
     run = _copy(one_epoch, tmp_path).train(num_processes)
 

@@ -139,6 +139,7 @@ def test_data_read_sample_by_sample_train_the_weights_that_data_in_memory_do(fin
     assert listed.result.epochs[-1].accuracy == tiny.result.epochs[-1].accuracy
 
 
+@pytest.mark.slow
 def test_augmentation_and_dropout_do_not_depend_on_how_many_workers_load_the_data(finished_run):
     without, with_two = finished_run("Augmented", 1), finished_run("Augmented", 1, data_workers=2)
 

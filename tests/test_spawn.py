@@ -159,7 +159,7 @@ def test_data_that_take_longer_to_prepare_than_the_stall_timeout_are_no_stall(tm
 # Signals to the parent
 
 
-@pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("signal_name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_a_signal_stops_the_run_after_a_last_checkpoint_that_it_goes_on_from(
     tmp_path, monkeypatch, survivors, finished_run, signal_name
 ):
@@ -239,6 +239,7 @@ def test_lines_go_to_standard_error_where_nobody_asks_for_them(tmp_path, capfd):
     assert "[rank 0] the data are opened\n" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_two_runs_at_the_same_time_do_not_meet(tmp_path, finished_run):
     main_module = sys.modules["__main__"]
     runs = [new_run(tmp_path / name) for name in ("one", "two")]
@@ -255,6 +256,7 @@ def test_two_runs_at_the_same_time_do_not_meet(tmp_path, finished_run):
     assert not any(torch.equal(value, expected[name]) for name, value in two.items())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system pins no process to a core")
 def test_more_ranks_than_cores_work(tmp_path, finished_run):
     cores = os.sched_getaffinity(0)
