@@ -8,6 +8,7 @@ memory format. Every import is inside a function, because the time to the first 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import resource
@@ -208,7 +209,8 @@ def torchrun_killed(data: Path, precision: str, num_ranks: int) -> None:
     death = Death(directory)
     death.watch()
     checkpoint = directory / "checkpoint.pt"
-    dist.init_process_group("gloo")
+    # Not the default of half an hour: now and then gloo's ranks do not find each other after a restart, and wait.
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
     dataset, model, optimizer = _parts(data)
     step = 0
     if checkpoint.exists():

@@ -34,6 +34,9 @@ GANG_SETTINGS = [
     {"name": "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES", "value": "0"},
     {"name": "DASK_DISTRIBUTED__SCHEDULER__NO_WORKERS_TIMEOUT", "value": "10s"},
     {"name": "DASK_DISTRIBUTED__WORKER__DAEMON", "value": "False"},
+    {"name": "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED", "value": "False"},
+    {"name": "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL", "value": "1s"},
+    {"name": "DASK_DISTRIBUTED__ADMIN__SYSTEM_MONITOR__INTERVAL", "value": "5s"},
     {"name": "DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL", "value": "20s"},
 ]
 ROUTES = (

@@ -40,6 +40,11 @@ DASK_CONFIG: dict[str, Any] = {
     "distributed.scheduler.no-workers-timeout": "10s",
     # A daemonic process, as Dask's nanny makes them, may not have children, and a worker's are its ranks.
     "distributed.worker.daemon": False,
+    # The ranks want the cores. Dask's processes have next to nothing to do, and by default look at themselves 50 times
+    # a second, at the machine twice, and at the stack of the thread that waits for the supervisor a hundred times.
+    "distributed.worker.profile.enabled": False,
+    "distributed.admin.tick.interval": "1s",
+    "distributed.admin.system-monitor.interval": "5s",
 }
 CLIENT_CLOSE_TIMEOUT = 3.0  # seconds; of the 30 that Kubernetes gives a pod to end, most belong to a last checkpoint
 POLL_INTERVAL = 0.25  # seconds
