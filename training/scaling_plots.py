@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from training.plots import FAINT, PALETTE, Panel, log_scale, style, thinned
+from training.plots import FAINT, PALETTE, Panel, log_scale, save_panels, style, thinned
 from training.scaling import Row, SizedRun, Study
 
 if TYPE_CHECKING:
@@ -203,3 +203,27 @@ def _distinct(runs: Sequence[SizedRun]) -> tuple[list[int], list[float]]:
 def ranks(world_size: int) -> str:
     """`world_size` in words."""
     return "1 rank" if world_size == 1 else f"{world_size} ranks"
+
+
+def main() -> None:
+    """Draw the history of a study: `python -m training.scaling_plots history.jsonl picture.svg 4 8 16`.
+
+    The numbers are world sizes to project, of those that the study was asked for.
+    """
+    import sys
+
+    from training.events import Event, RunStarted
+    from training.tracking import read_history
+
+    history_file, picture, *projected = sys.argv[1:]
+    runs: list[list[Event]] = []
+    for event in read_history(history_file):
+        if isinstance(event, RunStarted):
+            runs.append([])
+        runs[-1].append(event)
+    finished = [run for events in runs if (run := SizedRun.of(events))]
+    save_panels(scaling_panels(Study(finished, [int(size) for size in projected])), picture)
+
+
+if __name__ == "__main__":
+    main()
