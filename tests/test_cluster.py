@@ -1,6 +1,7 @@
 """Local and existing Dask clusters, with real schedulers and workers; Kubernetes' own are in tests/kubernetes."""
 
 import multiprocessing
+import logging
 import socket
 import subprocess
 import sys
@@ -19,7 +20,10 @@ def double_in_a_child(number: int) -> int:
 
 
 def test_a_local_cluster_has_one_thread_per_node_and_workers_that_may_have_children() -> None:
+    nannies = logging.getLogger("distributed.nanny")
+    level = nannies.getEffectiveLevel()
     with open_cluster(ClusterConfig(kind="local", num_nodes=2), "run") as client:
+        assert nannies.getEffectiveLevel() == logging.WARNING  # people want to read of epochs
         workers = client.scheduler_info(n_workers=-1)["workers"]
         assert [(each["nthreads"], each["memory_limit"]) for each in workers.values()] == [(1, 0), (1, 0)]
         assert client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.allowed_failures) == 0
@@ -27,6 +31,7 @@ def test_a_local_cluster_has_one_thread_per_node_and_workers_that_may_have_child
         futures = [client.submit(double_in_a_child, 3, workers=[address], pure=False) for address in workers]
         assert client.gather(futures) == [6, 6]
         address = client.scheduler.address
+    assert nannies.getEffectiveLevel() == level
     host, port = address.removeprefix("tcp://").split(":")
     with pytest.raises(ConnectionError), socket.create_connection((host, int(port)), timeout=5):
         pass

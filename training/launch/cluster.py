@@ -187,6 +187,7 @@ def open_cluster(config: ClusterConfig, run_name: str) -> Iterator[Client]:
     with contextlib.ExitStack() as stack:
         kind = config.resolved_kind
         stack.enter_context(dask.config.set(dask_config(config)))
+        stack.enter_context(_warnings_only(logging.getLogger("distributed")))
         if kind == "kubernetes":
             from training.launch import kube
 
@@ -237,6 +238,17 @@ def parse_quantity(text: str) -> Decimal:
         raise ValueError(f"{text!r} is no Kubernetes quantity; accepted is a number with a unit such as m, M or Gi")
     number, unit = match.groups()
     return Decimal(number) * (_FACTORS[unit] if unit else 1)
+
+
+@contextlib.contextmanager
+def _warnings_only(logger: logging.Logger) -> Iterator[None]:
+    """Keep what is merely informative from people, who under `pyflyte run` would read it between the epochs."""
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _existing_address(config: ClusterConfig) -> str:
