@@ -1,7 +1,7 @@
 """Local and existing Dask clusters, with real schedulers and workers; Kubernetes' own are in tests/kubernetes."""
 
-import multiprocessing
 import logging
+import multiprocessing
 import socket
 import subprocess
 import sys
