@@ -18,8 +18,8 @@ from typing import Any
 
 from benchmarks.variants import peak_memory_bytes, report
 
-# The smaller of the tutorial's batch sizes (4096, 16384) and the larger of its rates (0.001, 0.01), which get furthest in
-# the same time, and two of its eight epochs: on two cores and the Seattle register one takes over a minute.
+# The smaller of the tutorial's batch sizes (4096, 16384) and the larger of its rates (0.001, 0.01), which get furthest
+# in the same time, and two of its eight epochs: on two cores and the Seattle register one takes over a minute.
 BATCH_SIZE, LEARNING_RATE, NUM_EPOCHS = 4096, 0.01, 2
 OUR_CONFIG = {"epochs": 5, "global_batch_size": 128, "learning_rate": 0.006}
 

@@ -20,10 +20,10 @@ from training.describe import evaluating
 from training.recipes.name_model import NameModel, State
 from training.recipes.pet_names import ALPHABET, BLANK, END
 
-CHUNK = 256  # names drawn as one batch
+CHUNK = 1024  # names drawn as one batch: a step of a few rows costs nearly as much as one of many
 MOST_LETTERS = 30  # of a name
 MOST_DRAWS = 50  # per name wanted, and at least so many chunks, before giving up
-FEWEST_CHUNKS = 8
+FEWEST_CHUNKS = 2
 
 
 class TooFewNames(RuntimeError):
