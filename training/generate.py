@@ -20,7 +20,7 @@ from training.describe import evaluating
 from training.recipes.name_model import NameModel, State
 from training.recipes.pet_names import ALPHABET, BLANK, END
 
-CHUNK = 1024  # names drawn as one batch: a step of a few rows costs nearly as much as one of many
+CHUNK = 1792  # names drawn as one batch: a thousand new ones usually come of one, and a few rows cost as much as many
 MOST_LETTERS = 30  # of a name
 MOST_DRAWS = 50  # per name wanted, and at least so many chunks, before giving up
 FEWEST_CHUNKS = 2
