@@ -72,26 +72,32 @@ class Result:
     row: Row
     outcomes: Sequence[tuple[Outcome, Outcome]] = field(default_factory=list)  # (ours, theirs) of every round
     note: str = ""
+    num_failed: int = 0  # rounds in which a side failed, which are left out
 
 
 def compare(
     rows: Sequence[Row], rounds: int, environment: Mapping[str, str], say: Callable[[str], None]
 ) -> list[Result]:
     """Measure `rows`, those that compare the same two variants from the same runs."""
-    measured: dict[tuple[Variant, Variant], tuple[list[tuple[Outcome, Outcome]], str]] = {}
+    measured: dict[tuple[Variant, Variant], tuple[list[tuple[Outcome, Outcome]], str, int]] = {}
     for pair in dict.fromkeys((row.ours, row.theirs) for row in rows):
         missing = next((side.needs for side in pair if side.needs and not importlib.util.find_spec(side.needs)), "")
         outcomes: list[tuple[Outcome, Outcome]] = []
         note = f"skipped: {missing} is not installed" if missing else ""
-        try:
-            for number in range(0 if missing else rounds):
+        num_failed = 0
+        for number in range(0 if missing else rounds):
+            try:
                 ours, theirs = timed_to_loss(*(run(side, environment) for side in pair))
-                outcomes.append((ours, theirs))
-                say(f"{pair[0].name} / {pair[1].name}, round {number + 1} of {rounds}: {dict(ours)} {dict(theirs)}")
-        except MeasurementError as error:
-            say(str(error))
-            note = "failed: " + str(error).splitlines()[0]
-        measured[pair] = outcomes, note
+            except MeasurementError as error:
+                say(str(error))
+                num_failed += 1
+                if not outcomes:
+                    note = "failed: " + str(error).splitlines()[0]
+                    break  # what fails at the first go will most likely do so again
+                continue
+            outcomes.append((ours, theirs))
+            say(f"{pair[0].name} / {pair[1].name}, round {number + 1} of {rounds}: {dict(ours)} {dict(theirs)}")
+        measured[pair] = outcomes, note, num_failed
     return [Result(row, *measured[row.ours, row.theirs]) for row in rows]
 
 
@@ -173,7 +179,8 @@ def table(results: Sequence[Result]) -> str:
             cells += [result.note, "", ""]
         else:
             found = ratios(result)
-            cells.append(f"**{statistics.median(found):.2f}** ({min(found):.2f} to {max(found):.2f})")
+            failed = f"; {result.num_failed} rounds failed" if result.num_failed else ""
+            cells.append(f"**{statistics.median(found):.2f}** ({min(found):.2f} to {max(found):.2f}{failed})")
             for side in (0, 1):
                 value = statistics.median(outcomes[side][row.quantity] for outcomes in result.outcomes)
                 cells.append(UNITS[row.quantity](value))

@@ -100,3 +100,15 @@ def test_a_pair_that_cannot_be_measured_does_not_keep_the_others_from_it():
     assert skipped.note == "skipped: no_such_module is not installed"
     assert failed.note.startswith("failed: ")
     assert (measured.note, ratios(measured)) == ("", [1.0])
+
+
+def test_a_round_that_fails_after_a_good_one_is_left_out_and_counted(tmp_path):
+    once = (
+        "import os, sys; seen = os.path.exists({0!r}); open({0!r}, 'w'); "
+        'print(\'{{"first_step_at": 0, "samples_per_second": 5}}\'); sys.exit(seen)'
+    ).format(str(tmp_path / "seen"))
+    good = printing(json.dumps({"first_step_at": 0, "samples_per_second": 5}))
+    dying = Variant("dying", (sys.executable, "-c", once), 1)
+    (result,) = compare([Row("dying", "samples_per_second", good, dying, "")], 2, {}, lambda text: None)
+    assert (ratios(result), result.num_failed, result.note) == ([1.0], 1, "")
+    assert "(1.00 to 1.00; 1 rounds failed)" in table([result])
