@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from tasks.report import DeckPublisher
 from tasks.resources import DRIVER_TASK, SMALL_TASK, WANDB_ENVIRONMENT
 from tasks.sweep_report import SweepReport
 from tasks.train import WATCHED, flyte_errors
-from tasks.watchers import wandb_key, wandb_run_id
+from tasks.watchers import launchers_logs, wandb_key, wandb_run_id
 from training import plots
 from training.config import ConfigError
 from training.events import EpochFinished, Event, RunStarted
@@ -243,22 +242,11 @@ def _result(run: ModelRun) -> str:
     return f"test loss {last.test_loss:.4f}, accuracy {plots.percent(last.accuracy)}, {run.elapsed[-1]:.1f} s"
 
 
-@contextlib.contextmanager
-def _models_logs() -> Iterator[None]:
+def _models_logs() -> contextlib.AbstractContextManager[None]:
     """Show what the launchers log, a cluster that starts or a model that restarts, with the model it is about."""
-    logger = logging.getLogger("training")
-    level, propagates = logger.level, logger.propagate
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter())
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = propagates
+    return launchers_logs(handler)
 
 
 class _Formatter(logging.Formatter):

@@ -70,21 +70,25 @@ class Watchers:
             history=FlyteFile(str(self.history_file)),
         )
 
-    @contextlib.contextmanager
-    def saying_what_is_logged(self) -> Iterator[None]:
+    def saying_what_is_logged(self) -> contextlib.AbstractContextManager[None]:
         """Show what the launchers log (a cluster that starts, a gang that restarts) above the bar, not through it."""
-        handler = _Handler(self.bar.write)
-        logger = logging.getLogger("training")
-        level, propagates = logger.level, logger.propagate
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
-        try:
-            yield
-        finally:
-            logger.removeHandler(handler)
-            logger.setLevel(level)
-            logger.propagate = propagates
+        return launchers_logs(_Handler(self.bar.write))
+
+
+@contextlib.contextmanager
+def launchers_logs(handler: logging.Handler) -> Iterator[None]:
+    """Give what the launchers log to `handler`, and to nobody else, for the length of the block."""
+    logger = logging.getLogger("training")
+    level, propagates = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagates
 
 
 class _Handler(logging.Handler):
