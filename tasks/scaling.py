@@ -20,7 +20,7 @@ from tasks.report import DeckPublisher
 from tasks.resources import DRIVER_TASK, SMALL_TASK, WANDB_ENVIRONMENT
 from tasks.scaling_report import ScalingReport
 from tasks.train import WATCHED, flyte_errors
-from tasks.watchers import wandb_key, wandb_run_id
+from tasks.watchers import LineHandler, launchers_logs, wandb_key, wandb_run_id
 from training.config import ConfigError, TrainingConfig
 from training.events import Event, Listener, RunFinished
 from training.launch.rank import Job
@@ -97,7 +97,7 @@ def train_at_world_sizes(
             recipe, len(world_sizes) * len(rates), projected_world_sizes, target_loss, cluster.resolved_kind
         )
         watchers = _Watchers(report, storage, execution, directory)
-        with flyte_errors(), watchers:
+        with flyte_errors(), watchers, launchers_logs(LineHandler(watchers.bar.write)):
             with open_cluster(sized(cluster, max(world_sizes)), name) as client:
                 histories = train_at_sizes(
                     recipe,

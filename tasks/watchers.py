@@ -72,7 +72,7 @@ class Watchers:
 
     def saying_what_is_logged(self) -> contextlib.AbstractContextManager[None]:
         """Show what the launchers log (a cluster that starts, a gang that restarts) above the bar, not through it."""
-        return launchers_logs(_Handler(self.bar.write))
+        return launchers_logs(LineHandler(self.bar.write))
 
 
 @contextlib.contextmanager
@@ -91,7 +91,9 @@ def launchers_logs(handler: logging.Handler) -> Iterator[None]:
         logger.propagate = propagates
 
 
-class _Handler(logging.Handler):
+class LineHandler(logging.Handler):
+    """Says every record, as a line."""
+
     def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__()
         self.say = say
