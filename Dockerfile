@@ -47,7 +47,7 @@ RUN python3 -m venv /tmp/uv && /tmp/uv/bin/pip install --no-cache-dir --quiet uv
 WORKDIR /root
 ENV PYTHONPATH=/root \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
-COPY --chown=flyte:flyte training training
+COPY --chown=flyte:flyte flyte_ddp flyte_ddp
 COPY --chown=flyte:flyte tasks tasks
 COPY --chown=flyte:flyte workflows workflows
 

@@ -52,7 +52,7 @@ test-gpu: $(INSTALLED)  ## the tests that need a GPU
 test-kubernetes: $(INSTALLED)  ## the tests on the cluster that KUBECONFIG names, whose nodes have IMAGE
 	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -m kubernetes tests/kubernetes
 
-lint: $(INSTALLED)  ## ruff, mypy, strict on training/, and known vulnerabilities of the pinned packages
+lint: $(INSTALLED)  ## ruff, mypy, strict on flyte_ddp/, and known vulnerabilities of the pinned packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

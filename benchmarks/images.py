@@ -33,11 +33,11 @@ def ours(directory: Path) -> Callable[[], int]:
     """The recipe's data set as the loop reads it."""
     import torch
 
-    from training.config import TrainingConfig
-    from training.data import open_samples
-    from training.prepare import prepare_data
-    from training.recipes import get_recipe
-    from training.world import World
+    from flyte_ddp.config import TrainingConfig
+    from flyte_ddp.prepare import prepare_data
+    from flyte_ddp.rank.data import open_samples
+    from flyte_ddp.rank.world import World
+    from flyte_ddp.recipes import get_recipe
 
     recipe = get_recipe("image_folder", {"augment": False})
     prepare_data(recipe, f"s3://{BUCKET}/{PREFIX}", directory)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.recipes.arrays import save_images
-from training.recipes.mnist import Mnist
+from flyte_ddp.recipes.arrays import save_images
+from flyte_ddp.recipes.mnist import Mnist
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

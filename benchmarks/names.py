@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from training.recipes.name_model import NameModel
+    from flyte_ddp.recipes.pet_names.model import NameModel
 
 COUNT = 1_000
 MOST_LETTERS = 30
@@ -22,14 +22,14 @@ LEAST_SECONDS = 3.0  # of each side: a thousand names of ours are done before a 
 
 
 def ours(count: int) -> list[str]:
-    from training.generate import generate_names
+    from flyte_ddp.recipes.pet_names.generate import generate_names
 
     return generate_names(new_model(window=0), count)
 
 
 def ours_windows(count: int) -> list[str]:
-    from training.generate import generate_names
-    from training.recipes.pet_names import WINDOW
+    from flyte_ddp.recipes.pet_names.generate import generate_names
+    from flyte_ddp.recipes.pet_names.recipe import WINDOW
 
     return generate_names(new_model(WINDOW), count)
 
@@ -37,7 +37,7 @@ def ours_windows(count: int) -> list[str]:
 def tutorial(count: int) -> list[str]:
     import torch
 
-    from training.recipes.pet_names import ALPHABET, BLANK, END, WINDOW
+    from flyte_ddp.recipes.pet_names.recipe import ALPHABET, BLANK, END, WINDOW
 
     random.seed(0)
     model = new_model(WINDOW).eval()
@@ -63,8 +63,8 @@ def new_model(window: int) -> NameModel:
     """The recipes' model with fresh weights, the same for any window, and names of four letters or so."""
     import torch
 
-    from training.recipes.name_model import NameModel
-    from training.recipes.pet_names import END
+    from flyte_ddp.recipes.pet_names.model import NameModel
+    from flyte_ddp.recipes.pet_names.recipe import END
 
     torch.manual_seed(0)
     model = NameModel(window)

@@ -25,12 +25,12 @@ OUR_CONFIG = {"epochs": 5, "global_batch_size": 128, "learning_rate": 0.006}
 
 
 def ours(names: str, num_epochs: int, started: float) -> None:
-    from training.config import resolve
-    from training.events import EpochFinished, Event
-    from training.launch import spawn
-    from training.launch.rank import Job
-    from training.prepare import prepare_data
-    from training.recipes import get_recipe
+    from flyte_ddp.config import resolve
+    from flyte_ddp.events import EpochFinished, Event
+    from flyte_ddp.launch import spawn
+    from flyte_ddp.prepare import prepare_data
+    from flyte_ddp.rank.main import Job
+    from flyte_ddp.recipes import get_recipe
 
     curve: list[tuple[float, float]] = []
 
@@ -65,8 +65,8 @@ def tutorial(names: str, num_epochs: int, started: float) -> None:
     from torch import nn
     from torch.utils.data import DataLoader, Dataset
 
-    from training.recipes.name_model import NameModel
-    from training.recipes.pet_names import ALPHABET, BLANK, END, WINDOW
+    from flyte_ddp.recipes.pet_names.model import NameModel
+    from flyte_ddp.recipes.pet_names.recipe import ALPHABET, BLANK, END, WINDOW
 
     class Windows(Dataset[Any]):
         """A sample for every letter of every name, and for its end: encoded when it is asked for."""
@@ -128,9 +128,9 @@ def _split(names: str) -> tuple[list[str], list[str]]:
     """The names that recipe `pet_names` trains on, repeats included, and those that it holds out."""
     import numpy as np
 
-    from training.prepare import prepare_data
-    from training.recipes import get_recipe
-    from training.recipes.pet_names import ALPHABET, BLANK
+    from flyte_ddp.prepare import prepare_data
+    from flyte_ddp.recipes import get_recipe
+    from flyte_ddp.recipes.pet_names.recipe import ALPHABET, BLANK
 
     def spelled(file: Path) -> list[str]:
         with np.load(file) as arrays:

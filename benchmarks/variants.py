@@ -34,10 +34,10 @@ PREPARED = "prepared"  # below the data directory, what the recipe prepared; bes
 
 
 def ours(data: Path, precision: str, num_ranks: int) -> None:
-    from training.config import resolve
-    from training.launch import spawn
-    from training.launch.rank import Job
-    from training.recipes import get_recipe
+    from flyte_ddp.config import resolve
+    from flyte_ddp.launch import spawn
+    from flyte_ddp.rank.main import Job
+    from flyte_ddp.recipes import get_recipe
 
     name = "benchmarks.mnist_like.MnistLike"
     config = resolve(
@@ -58,7 +58,7 @@ def ours(data: Path, precision: str, num_ranks: int) -> None:
 
 def dask(data: Path, precision: str, num_ranks: int) -> None:
     """Ours on a Dask cluster, a node to a rank. The first step is counted from when the workers are there."""
-    from training.launch.cluster import open_cluster
+    from flyte_ddp.cluster.config import open_cluster
 
     cluster = _local_nodes(num_ranks)
     with open_cluster(cluster, "benchmark") as client, tempfile.TemporaryDirectory() as checkpoints:
@@ -70,7 +70,7 @@ def dask(data: Path, precision: str, num_ranks: int) -> None:
 def dask_killed(data: Path, precision: str, num_ranks: int) -> None:
     """As `dask`, and the second rank is killed."""
     from benchmarks.mnist_like import Death, MortalMnistLike
-    from training.launch.cluster import open_cluster
+    from flyte_ddp.cluster.config import open_cluster
 
     cluster = _local_nodes(num_ranks)
     with tempfile.TemporaryDirectory() as directory:
@@ -94,7 +94,7 @@ def dask_killed(data: Path, precision: str, num_ranks: int) -> None:
 
 
 def _local_nodes(count: int) -> Any:
-    from training.launch.cluster import ClusterConfig
+    from flyte_ddp.cluster.config import ClusterConfig
 
     return ClusterConfig(kind="local", num_nodes=count)
 
@@ -103,11 +103,11 @@ def _on_dask(
     recipe: str, data: Path, client: Any, cluster: Any, checkpoints: str, **config: Any
 ) -> tuple[Any, list[Any], float]:
     """A run's last event, its epochs, and when its first step ended, in seconds since the epoch."""
-    from training import events
-    from training.config import resolve
-    from training.launch.dask import train_on_dask
-    from training.launch.rank import Job
-    from training.recipes import get_recipe
+    from flyte_ddp import events
+    from flyte_ddp.config import resolve
+    from flyte_ddp.launch.dask.launcher import train_on_dask
+    from flyte_ddp.rank.main import Job
+    from flyte_ddp.recipes import get_recipe
 
     class Clock:
         """Turns the seconds of a run's last event, counted from its ranks' launch, into a time."""
@@ -134,8 +134,8 @@ def floor(data: Path, precision: str, num_ranks: int) -> None:
     import torch
 
     from benchmarks.mnist_like import MnistLike
-    from training.config import TrainingConfig
-    from training.loop import build_optimizer
+    from flyte_ddp.config import TrainingConfig
+    from flyte_ddp.rank.trainer import build_optimizer
 
     recipe = MnistLike()
     inputs, targets = _normalized(recipe.datasets(data / PREPARED)[0], BATCH_SIZE)

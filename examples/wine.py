@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from training.recipes import DataError, Recipe
+from flyte_ddp.errors import DataError
+from flyte_ddp.recipes import Recipe
 
 
 @dataclass(frozen=True)

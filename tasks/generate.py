@@ -7,11 +7,11 @@ from pathlib import Path
 from flytekit import task
 from flytekit.types.file import PythonPickledFile
 
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.recipes.pet_names.recipe import TRAINING_NAMES
 from tasks.inputs import InputError
 from tasks.prepare import PreparedData
 from tasks.resources import SMALL_TASK
-from training.config import ConfigError
-from training.recipes.pet_names import TRAINING_NAMES
 
 
 # One task and not a map of them: a thousand names take it a second, and a pod takes ten to start. The names do not
@@ -29,7 +29,7 @@ def generate(
     """`count` names from the model that a run of a pet-name recipe left in `model_state`, none of those in `data`."""
     import torch
 
-    from training.generate import TooFewNames, generate_names, load_model
+    from flyte_ddp.recipes.pet_names.generate import TooFewNames, generate_names, load_model
 
     state_file = Path(model_state.download() or model_state.path)
     known = Path(data.download() or data.path, TRAINING_NAMES).read_text().splitlines()

@@ -15,8 +15,9 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 from mashumaro.config import BaseConfig
 
-from training.config import ConfigError, TrainingConfig, reject_unknown_fields, resolve
-from training.launch.cluster import ClusterConfig, cluster_config
+from flyte_ddp.cluster.config import ClusterConfig, cluster_config
+from flyte_ddp.config import TrainingConfig, reject_unknown_fields, resolve
+from flyte_ddp.errors import ConfigError
 
 
 class InputError(click.UsageError, ValueError):
@@ -52,7 +53,7 @@ TrainingOverrides = dataclasses.make_dataclass(
     [(name, kind | None, None) for name, kind in typing.get_type_hints(TrainingConfig).items()],
     frozen=True,
     namespace={
-        "__doc__": "The fields of `training.config.TrainingConfig` that a user gives; None is the recipe's default.",
+        "__doc__": "The fields of `flyte_ddp.config.TrainingConfig` that a user gives; None is the recipe's default.",
         "__module__": __name__,
         "Config": type("Config", (BaseConfig,), {"omit_none": True}),
         "from_json": classmethod(_from_json),

@@ -22,7 +22,7 @@ class TrainingOutputs(NamedTuple):
 class RetrainingOutputs(NamedTuple):
     """What a retraining hands back, whether it promoted a model, kept the champion, or had nothing to train."""
 
-    outcome: str  # one of training.challenge.Outcome
+    outcome: str  # one of flyte_ddp.promotion.policy.Outcome
     reason: str  # for it, in words
     champion: str  # the version that is in use now; "" where there is none
     metrics: dict[str, float]  # test_loss and accuracy of the challenger and the champion before it, where measured

@@ -9,11 +9,11 @@ from typing import Annotated
 from flytekit import HashMethod, task
 from flytekit.types.directory import FlyteDirectory
 
+from flyte_ddp.errors import ConfigError, DataError
+from flyte_ddp.prepare import describe_data, prepare_data
+from flyte_ddp.recipes import config_of, get_recipe
 from tasks.inputs import InputError, Source, TrainingOverrides, given, location
 from tasks.resources import SMALL_TASK
-from training.config import ConfigError
-from training.prepare import describe_data, prepare_data
-from training.recipes import DataError, config_of, get_recipe
 
 
 def _contents_hash(directory: FlyteDirectory) -> str:

@@ -22,10 +22,9 @@ from flytekit.loggers import logger as flytekit_logger
 from jinja2 import Environment, Template
 from markupsafe import Markup
 
-from tasks.report_template import FRAGMENT, PAGE, STYLE
-from training import plots
-from training.config import TrainingConfig
-from training.events import (
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.errors import TrainingStopped
+from flyte_ddp.events import (
     CheckpointSaved,
     EpochFinished,
     Event,
@@ -35,7 +34,8 @@ from training.events import (
     RunStarted,
     StepFinished,
 )
-from training.launch.spawn import TrainingStopped
+from flyte_ddp.observers import plots
+from tasks.report_template import FRAGMENT, PAGE, STYLE
 
 DECK_NAME = "Training"
 

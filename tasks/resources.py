@@ -15,7 +15,7 @@ from typing import Any
 from flytekit import Cache, Resources, Secret
 from flytekit.extras.accelerators import GPUAccelerator
 
-import training
+import flyte_ddp
 
 # Flyte's local cache remembers outputs for longer than the temporary directory they lie in: a second `pyflyte run`
 # would return at once, with paths of files that are gone. Set it to "true" to have that cache all the same.
@@ -103,7 +103,7 @@ def code_version() -> str:
     A recipe from outside the package is not in it; its code's hash travels with the prepared data instead.
     """
     digest = hashlib.sha256(version("torch").encode())
-    root = Path(training.__file__).parent
+    root = Path(flyte_ddp.__file__).parent
     for file in sorted(root.rglob("*.py")):
         digest.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
     return digest.hexdigest()[:16]

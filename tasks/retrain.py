@@ -14,16 +14,16 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 from jinja2 import Environment
 from markupsafe import Markup
 
+from flyte_ddp.errors import ChampionError, ConfigError, DataError
+from flyte_ddp.promotion.champion import ChampionStore
+from flyte_ddp.promotion.policy import Challenge, Outcome, Terms, Verdict, judge, plan
+from flyte_ddp.recipes import config_of
 from tasks.execution import Execution, current_execution, share_storage_credentials
 from tasks.inputs import InputError, TrainingOverrides, given
 from tasks.outputs import RetrainingOutputs
 from tasks.prepare import PreparedData
 from tasks.report_template import FRAGMENT, PAGE, STYLE
 from tasks.resources import EVALUATION_TASK, SMALL_TASK, code_version
-from training.challenge import Challenge, Outcome, Terms, Verdict, judge, plan
-from training.champion import ChampionError, ChampionStore
-from training.config import ConfigError
-from training.recipes import DataError, config_of
 
 ONE_NODE, CLUSTER, NOTHING = "one_node", "cluster", "nothing"
 DECK_NAME = "Retraining"

@@ -13,6 +13,15 @@ from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.file import FlyteFile
 from flytekit.types.structured import StructuredDataset
 
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.events import Event, Listener, RunFinished
+from flyte_ddp.observers.tracking import ProgressBar, Wandb
+from flyte_ddp.rank.main import Job
+from flyte_ddp.recipes import config_of
+from flyte_ddp.scaling.plots import ranks
+from flyte_ddp.scaling.study import SizedRun, Study, check_study
+from flyte_ddp.storage import Storage
 from tasks.execution import Execution, current_execution, share_storage_credentials
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides, given
 from tasks.prepare import PreparedData
@@ -21,14 +30,6 @@ from tasks.resources import DRIVER_TASK, SMALL_TASK, WANDB_ENVIRONMENT
 from tasks.scaling_report import ScalingReport
 from tasks.train import WATCHED, flyte_errors
 from tasks.watchers import LineHandler, launchers_logs, wandb_key, wandb_run_id
-from training.config import ConfigError, TrainingConfig
-from training.events import Event, Listener, RunFinished
-from training.launch.rank import Job
-from training.recipes import config_of
-from training.scaling import SizedRun, Study, check_study
-from training.scaling_plots import ranks
-from training.storage import Storage
-from training.tracking import ProgressBar, Wandb
 
 # Not cached, unlike a training: what was measured is true of the machines of that day.
 UNCACHED = {name: value for name, value in WATCHED.items() if name != "cache"}
@@ -77,9 +78,9 @@ def train_at_world_sizes(
 
     A retry of this task goes on with the run that was under way; those before it are not repeated.
     """
-    from training.launch.cluster import ClusterError, open_cluster
-    from training.launch.dask import GangLost
-    from training.launch.scaling import sized, train_at_sizes
+    from flyte_ddp.cluster.config import open_cluster
+    from flyte_ddp.errors import ClusterError, GangLost
+    from flyte_ddp.scaling.runner import sized, train_at_sizes
 
     context = flytekit.current_context()
     share_storage_credentials()
@@ -121,7 +122,7 @@ def train_at_world_sizes(
 
 
 def table_of(study: Study) -> list[dict[str, object]]:
-    """The study's rows as a table has them: the fields of `training.scaling.Row`, with the device in a name."""
+    """The study's rows as a table has them: the fields of `flyte_ddp.scaling.study.Row`, with the device in a name."""
     rows = []
     for row in study.rows():
         values = dataclasses.asdict(row)
@@ -141,7 +142,7 @@ def _checked(
     cluster: ClusterInput,
 ) -> TrainingConfig:
     """The config that all runs share, but for their learning rates; ConfigError where one of them cannot be run."""
-    from training.launch.scaling import check_runs
+    from flyte_ddp.scaling.runner import check_runs
 
     resolved = config_of(recipe, given(config))
     check_study(resolved, world_sizes, projected_world_sizes, learning_rates, target_loss)

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from jinja2 import Environment
 from markupsafe import Markup
 
+from flyte_ddp.errors import TrainingStopped
+from flyte_ddp.events import Event, RunStarted
+from flyte_ddp.observers import plots
+from flyte_ddp.scaling.plots import scaling_panels
+from flyte_ddp.scaling.study import Row, SizedRun, Study
 from tasks.report_template import PAGE, STYLE
-from training import plots
-from training.events import Event, RunStarted
-from training.launch.spawn import TrainingStopped
-from training.scaling import Row, SizedRun, Study
-from training.scaling_plots import scaling_panels
 
 MOST_ERROR = 6_000  # characters
 NOTHING = "-"

@@ -17,6 +17,14 @@ from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.file import FlyteFile, PythonPickledFile
 from flytekit.types.structured import StructuredDataset
 
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.events import EpochFinished, Event, RunStarted
+from flyte_ddp.launch.spawn import print_line
+from flyte_ddp.observers import plots
+from flyte_ddp.observers.tracking import Wandb
+from flyte_ddp.storage import Storage
+from flyte_ddp.sweep.results import FINISHED, STOPPED_EARLY, ModelRun, best_of, table_of
+from flyte_ddp.sweep.search import EarlyStopping, Model, models_of
 from tasks.execution import Execution, current_execution, share_storage_credentials
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides, given
 from tasks.prepare import PreparedData
@@ -25,20 +33,12 @@ from tasks.resources import DRIVER_TASK, SMALL_TASK, WANDB_ENVIRONMENT
 from tasks.sweep_report import SweepReport
 from tasks.train import WATCHED, flyte_errors
 from tasks.watchers import launchers_logs, wandb_key, wandb_run_id
-from training import plots
-from training.config import ConfigError
-from training.events import EpochFinished, Event, RunStarted
-from training.launch.spawn import print_line
-from training.search import EarlyStopping, Model, models_of
-from training.storage import Storage
-from training.sweep import FINISHED, STOPPED_EARLY, ModelRun, best_of, table_of
-from training.tracking import Wandb
 
 
 class SweepOutputs(NamedTuple):
     """What a sweep hands back. The best model has the lowest loss on the held-out data after its last epoch."""
 
-    results: StructuredDataset  # a row for every epoch of every model, see `training.sweep.table_of`
+    results: StructuredDataset  # a row for every epoch of every model, see `flyte_ddp.sweep.results.table_of`
     csv: FlyteFile  # the same as a CSV file
     best_config: TrainingOverrides  # of the best model, as the training workflows take it
     best_accuracies: list[float]  # of the best model after each epoch, in [0, 1]
@@ -57,7 +57,7 @@ def check_sweep(
     cluster: ClusterInput,
 ) -> TrainingOverrides:
     """Check every model of the sweep before anything is prepared or started for the first; returns `config`."""
-    from training.launch.sweep import check_models
+    from flyte_ddp.sweep.runner import check_models
 
     try:
         EarlyStopping(stop_early)
@@ -84,8 +84,9 @@ def train_sweep(
     A retry of this task trains neither the models that are done already, nor again what the checkpoints of the others
     have.
     """
-    from training.launch.cluster import ClusterError, open_cluster
-    from training.launch.sweep import SweepFailed, train_models
+    from flyte_ddp.cluster.config import open_cluster
+    from flyte_ddp.errors import ClusterError, SweepFailed
+    from flyte_ddp.sweep.runner import train_models
 
     context = flytekit.current_context()
     share_storage_credentials()
@@ -139,7 +140,7 @@ class _Watchers:
         self._saying = threading.Lock()
 
     def observe(self, run: ModelRun, event: Event | None) -> None:
-        """Take note of what happened to a model; see `training.launch.sweep.train_models`."""
+        """Take note of what happened to a model; see `flyte_ddp.sweep.runner.train_models`."""
         number = run.model.number
         if len(self.report.runs) < self.num_models:  # before it starts the first, a sweep tells of all
             self.report.runs.append(run)

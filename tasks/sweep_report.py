@@ -16,11 +16,10 @@ from typing import Any
 from jinja2 import Environment
 from markupsafe import Markup
 
-from tasks.report_template import PAGE, STYLE
-from training import plots
-from training.launch.spawn import TrainingStopped
-from training.search import shown
-from training.sweep import (
+from flyte_ddp.errors import TrainingStopped
+from flyte_ddp.observers import plots
+from flyte_ddp.sweep.plots import sweep_panels
+from flyte_ddp.sweep.results import (
     FAILED,
     FINISHED,
     INTERRUPTED,
@@ -30,7 +29,8 @@ from training.sweep import (
     ModelRun,
     best_of,
 )
-from training.sweep_plots import sweep_panels
+from flyte_ddp.sweep.search import shown
+from tasks.report_template import PAGE, STYLE
 
 MOST_ERROR = 300  # characters of a model's in the table
 MOST_DETAILS = 6_000  # of a model's traceback

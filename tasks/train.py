@@ -12,6 +12,11 @@ import flytekit
 from flytekit import task
 from flytekit.exceptions.user import FlyteRecoverableException
 
+from flyte_ddp.errors import ConfigError, RankFailure, TrainingStopped
+from flyte_ddp.launch import spawn
+from flyte_ddp.rank.main import Job
+from flyte_ddp.recipes import config_of
+from flyte_ddp.storage import Storage
 from tasks.execution import Execution, current_execution, share_storage_credentials, wandb_link
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides, given
 from tasks.outputs import TrainingOutputs
@@ -24,11 +29,6 @@ from tasks.resources import (
     WANDB_ENVIRONMENT,
 )
 from tasks.watchers import Watchers
-from training.config import ConfigError
-from training.launch import spawn
-from training.launch.rank import Job
-from training.recipes import config_of
-from training.storage import Storage
 
 # What an attempt can die of that the next one may not: a killed or stuck rank, or storage that was out of reach.
 RECOVERABLE_KINDS = ("signal", "exit", "stall")
@@ -87,8 +87,9 @@ def train_on_cluster(
     This task is the driver: it asks for no GPU, and the ranks run in the cluster's worker pods. `initial_state` is the
     URL of a state dict to start from, which every rank reads; by default the weights are fresh.
     """
-    from training.launch.cluster import ClusterError, open_cluster
-    from training.launch.dask import GangLost, train_on_dask
+    from flyte_ddp.cluster.config import open_cluster
+    from flyte_ddp.errors import ClusterError, GangLost
+    from flyte_ddp.launch.dask.launcher import train_on_dask
 
     with _run(recipe, config, checkpoints, model_artifact, initial_state) as (job, watchers, execution):
         name = execution.attempt_id or f"{recipe.rpartition('.')[2]}-{os.urandom(4).hex()}"
@@ -135,11 +136,11 @@ def flyte_errors() -> Iterator[None]:
     """Tell Flyte which failures are worth another attempt: one goes on from the last checkpoint."""
     try:
         yield
-    except spawn.TrainingStopped as error:
+    except TrainingStopped as error:
         if str(error).startswith("SIGINT"):
             raise KeyboardInterrupt(str(error)) from error
         raise FlyteRecoverableException(str(error)) from error
-    except spawn.RankFailure as error:
+    except RankFailure as error:
         if error.cause.startswith(USER_CAUSES):
             raise InputError(error.cause.partition(": ")[2]) from error
         if error.kind in RECOVERABLE_KINDS or error.cause.startswith(RECOVERABLE_CAUSES):

@@ -12,15 +12,15 @@ import flytekit
 import fsspec
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp import events
+from flyte_ddp.launch.spawn import Result
+from flyte_ddp.observers.tracking import History, ProgressBar, Wandb
+from flyte_ddp.rank.main import Job
+from flyte_ddp.storage import Storage
 from tasks.execution import Execution
 from tasks.outputs import TrainingOutputs
 from tasks.report import DeckPublisher, Report
 from tasks.resources import WANDB_ENVIRONMENT, WANDB_SECRET
-from training import events
-from training.launch.rank import Job
-from training.launch.spawn import Result
-from training.storage import Storage
-from training.tracking import History, ProgressBar, Wandb
 
 RUN_ID = "wandb-run-id"  # beside the checkpoints, so that whoever goes on from them continues the same W&B run
 
@@ -78,7 +78,7 @@ class Watchers:
 @contextlib.contextmanager
 def launchers_logs(handler: logging.Handler) -> Iterator[None]:
     """Give what the launchers log to `handler`, and to nobody else, for the length of the block."""
-    logger = logging.getLogger("training")
+    logger = logging.getLogger("flyte_ddp")
     level, propagates = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

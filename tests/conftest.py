@@ -8,7 +8,7 @@ import uuid
 import psutil
 import pytest
 
-from tests.runs import new_run
+from tests.support.runs import new_run
 
 
 @pytest.fixture(scope="session")

@@ -14,17 +14,10 @@ import pytest
 import torch
 from moto.server import ThreadedMotoServer
 
-from tests.dask_runs import eventually
-from training import champion
-from training.champion import (
-    ChampionChanged,
-    ChampionStore,
-    CorruptChampion,
-    Manifest,
-    MissingChampion,
-    NoChampion,
-)
-from training.config import ConfigError
+from flyte_ddp.errors import ChampionChanged, ConfigError, CorruptChampion, MissingChampion, NoChampion
+from flyte_ddp.promotion import champion
+from flyte_ddp.promotion.champion import ChampionStore, Manifest
+from tests.support.dask_runs import eventually
 
 
 @pytest.fixture(scope="module")

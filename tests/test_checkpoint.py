@@ -13,11 +13,10 @@ import pytest
 import torch
 from moto.server import ThreadedMotoServer
 
-from tests.runs import REPOSITORY, new_run
-from training.checkpoint import CheckpointError, CheckpointStore, portable, save_state
-from training.config import ConfigError
-from training.launch.spawn import RankFailure
-from training.storage import Storage
+from flyte_ddp.errors import CheckpointError, ConfigError, RankFailure
+from flyte_ddp.rank.checkpoint import CheckpointStore, portable, save_state
+from flyte_ddp.storage import Storage
+from tests.support.runs import REPOSITORY, new_run
 
 
 def _state(number=0.0):
@@ -123,7 +122,7 @@ def test_tensors_without_a_manifest_are_no_checkpoint(tmp_path):
 
 def test_a_checkpoint_of_another_format_is_named_and_skipped(tmp_path, monkeypatch):
     store = _store(tmp_path, 3)
-    monkeypatch.setattr("training.checkpoint.FORMAT", 99)
+    monkeypatch.setattr("flyte_ddp.rank.checkpoint.FORMAT", 99)
     store = _store(tmp_path, 6)
     monkeypatch.undo()
 
@@ -214,7 +213,7 @@ def test_a_writer_killed_in_mid_write_leaves_nothing_that_counts(tmp_path, kille
     store = _store(tmp_path, 3)
     program = f"""
 import os, signal, sys, torch
-from training.checkpoint import CheckpointStore
+from flyte_ddp.rank.checkpoint import CheckpointStore
 store = CheckpointStore({str(tmp_path)!r}, 10)
 die = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
 if {killed_before!r} == "replace":

@@ -9,8 +9,8 @@ import sys
 import pytest
 from distributed import LocalCluster
 
-from training.config import ConfigError
-from training.launch.cluster import ADDRESS_VARIABLE, ClusterConfig, ClusterError, open_cluster
+from flyte_ddp.cluster.config import ADDRESS_VARIABLE, ClusterConfig, open_cluster
+from flyte_ddp.errors import ClusterError, ConfigError
 
 
 def double_in_a_child(number: int) -> int:
@@ -101,7 +101,7 @@ def test_auto_takes_what_is_there(
 def test_a_second_cluster_in_the_same_process_finds_dasks_settings_intact() -> None:
     # In a process of its own, where open_cluster is the first to import Dask.
     script = """
-from training.launch.cluster import ClusterConfig, ClusterError, open_cluster
+from flyte_ddp.cluster.config import ClusterConfig, ClusterError, open_cluster
 for _ in range(2):
     try:
         with open_cluster(ClusterConfig(scheduler_address="tcp://127.0.0.1:9", start_timeout=1), "run"):

@@ -8,7 +8,8 @@ import math
 
 import pytest
 
-from training.config import ConfigError, TrainingConfig, resolve
+from flyte_ddp.config import TrainingConfig, resolve
+from flyte_ddp.errors import ConfigError
 
 OUT_OF_RANGE = [
     *((name, 0) for name in ("epochs", "global_batch_size", "evaluation_batch_size", "gradient_accumulation")),

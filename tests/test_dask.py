@@ -19,16 +19,15 @@ import psutil
 import pytest
 import torch
 
-from tests.dask_runs import eventually, ranks_below, start_driver, train
-from tests.runs import REPOSITORY, how_it_ended, new_run, wait_for_step
-from training import events
-from training.config import ConfigError
-from training.launch import dask
-from training.launch.cluster import ADDRESS_VARIABLE, ClusterConfig, ClusterError, open_cluster
-from training.launch.code import packed_code
-from training.launch.dask import GangLost, is_bug, train_on_dask, usable_sizes
-from training.launch.gang import Inbox, Worker, assigned
-from training.launch.spawn import RankFailure
+from flyte_ddp import events
+from flyte_ddp.cluster.config import ADDRESS_VARIABLE, ClusterConfig, open_cluster
+from flyte_ddp.errors import ClusterError, ConfigError, GangLost, RankFailure
+from flyte_ddp.launch.dask import launcher as dask
+from flyte_ddp.launch.dask.code import packed_code
+from flyte_ddp.launch.dask.gang import Inbox, Worker, assigned
+from flyte_ddp.launch.dask.launcher import is_bug, train_on_dask, usable_sizes
+from tests.support.dask_runs import eventually, ranks_below, start_driver, train
+from tests.support.runs import REPOSITORY, how_it_ended, new_run, wait_for_step
 
 LOCAL = ClusterConfig(kind="local", node_timeout=30)  # a busy machine's workers are slow to answer, not lost
 
@@ -43,7 +42,7 @@ def client():
 
 @pytest.fixture
 def fault(client):
-    """fault("kind rank step"): what the ranks of the next run do, see tests.recipes_for_tests."""
+    """fault("kind rank step"): what the ranks of the next run do, see tests.support.recipes."""
 
     def switch_on(text):
         client.run(lambda: os.environ.update(FAULT=text))  # a bound method would arrive with an environment of its own
@@ -181,10 +180,10 @@ def test_missing_workers_are_counted(client, tmp_path):
 def test_the_drivers_code_is_what_ranks_run(client, tmp_path):
     """Also when the workers have imported another version of it."""
     newer = tmp_path / "newer"
-    shutil.copytree(REPOSITORY / "training", newer / "training", ignore=shutil.ignore_patterns("__pycache__"))
-    module = newer / "training" / "world.py"
+    shutil.copytree(REPOSITORY / "flyte_ddp", newer / "flyte_ddp", ignore=shutil.ignore_patterns("__pycache__"))
+    module = newer / "flyte_ddp" / "rank" / "world.py"
     module.write_text(module.read_text() + '\n\nprint("newer code")\n')
-    client.run(importlib.import_module, "training.launch.node")
+    client.run(importlib.import_module, "flyte_ddp.launch.dask.node")
     address = client.scheduler.address
     driver = start_driver(tmp_path, {"kind": "existing", "scheduler_address": address}, code=newer)
     output, _ = driver.communicate(timeout=300)
@@ -200,7 +199,7 @@ def test_nodes_that_do_not_see_the_data_get_a_copy(start_worker, scheduler, tmp_
     start_worker(scheduler, "node-1")
     config = ClusterConfig()
     with open_cluster(config, "test") as client:
-        assert set(client.run(importlib.util.find_spec, "training").values()) == {None}
+        assert set(client.run(importlib.util.find_spec, "flyte_ddp").values()) == {None}
         run = train(new_run(tmp_path), client, config)
     torch.testing.assert_close(run.state(), finished_run().state())
     assert not list(run.checkpoints.glob("data-*"))
@@ -337,7 +336,7 @@ def test_a_smaller_gang_still_shares_the_global_batch_evenly(tmp_path):
 
 
 def dask_config(**values):
-    from training.config import resolve
+    from flyte_ddp.config import resolve
 
     return resolve({}, values)
 

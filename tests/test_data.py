@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from tests.recipes_for_tests import Augmented, Tiny
-from tests.runs import new_run
-from training.config import TrainingConfig
-from training.data import LoadedSamples, epoch_order, epoch_shares, evaluation_share, open_samples
-from training.recipes import DataError
-from training.world import World
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.errors import DataError
+from flyte_ddp.rank.data import LoadedSamples, epoch_order, epoch_shares, evaluation_share, open_samples
+from flyte_ddp.rank.world import World
+from tests.support.recipes import Augmented, Tiny
+from tests.support.runs import new_run
 
 BATCH = Tiny.defaults["global_batch_size"]
 STEPS_PER_EPOCH = -(-Tiny.num_train // BATCH)

@@ -4,10 +4,10 @@ import random
 import pytest
 import torch
 
-from training.config import ConfigError
-from training.generate import CHUNK, TooFewNames, draw_chunk, generate_names, load_model, pick_new
-from training.recipes.name_model import NameModel
-from training.recipes.pet_names import ALPHABET, BLANK, END
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.recipes.pet_names.generate import CHUNK, TooFewNames, draw_chunk, generate_names, load_model, pick_new
+from flyte_ddp.recipes.pet_names.model import NameModel
+from flyte_ddp.recipes.pet_names.recipe import ALPHABET, BLANK, END
 
 
 def new_model(window=0):

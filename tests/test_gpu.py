@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runs import new_run
+from tests.support.runs import new_run
 
 pytestmark = pytest.mark.gpu
-DIGITS = "training.recipes.digits.Digits"
+DIGITS = "flyte_ddp.recipes.digits.Digits"
 
 
 def num_gpus():
@@ -34,7 +34,7 @@ def test_a_gpu_and_the_cpu_learn_the_same(tmp_path, monkeypatch):
     if num_gpus() < 1:
         pytest.skip("needs a GPU")
     on_gpu = new_run(tmp_path / "gpu", DIGITS).train(num_processes=1, epochs=1, deterministic=True)
-    monkeypatch.setattr("training.launch.spawn.num_gpus", lambda: 0)
+    monkeypatch.setattr("flyte_ddp.launch.spawn.num_gpus", lambda: 0)
     on_cpu = new_run(tmp_path / "cpu", DIGITS).train(num_processes=1, epochs=1, deterministic=True)
     for name, value in on_cpu.state().items():
         torch.testing.assert_close(on_gpu.state()[name], value, rtol=0.05, atol=0.02)
@@ -44,7 +44,7 @@ def test_a_gpu_and_the_cpu_learn_the_same(tmp_path, monkeypatch):
 def test_a_bad_loss_on_a_gpu_ends_the_run_before_a_checkpoint_is_spoiled(tmp_path, monkeypatch):
     if num_gpus() < 1:
         pytest.skip("needs a GPU")
-    from training.launch.spawn import RankFailure
+    from flyte_ddp.errors import RankFailure
 
     monkeypatch.setenv("FAULT", "nan 0 3")
     run = new_run(tmp_path)

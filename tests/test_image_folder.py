@@ -17,16 +17,16 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.image_store import COLOURS, image_bytes, image_tree, running_store, write_tree
-from tests.runs import REPOSITORY, new_run
-from training.config import ConfigError, TrainingConfig
-from training.data import _SeededDataset, open_samples
-from training.describe import keep_frozen_statistics
-from training.launch.rank import Job
-from training.launch.spawn import check
-from training.prepare import describe_data, prepare_data
-from training.recipes import DataError, get_recipe
-from training.recipes.image_files import (
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.errors import ConfigError, DataError
+from flyte_ddp.launch.spawn import check
+from flyte_ddp.prepare import describe_data, prepare_data
+from flyte_ddp.rank.data import _SeededDataset, open_samples
+from flyte_ddp.rank.inspection import keep_frozen_statistics
+from flyte_ddp.rank.main import Job
+from flyte_ddp.rank.world import World
+from flyte_ddp.recipes import get_recipe
+from flyte_ddp.recipes.image_folder.files import (
     Access,
     FileReader,
     StoreUnreachable,
@@ -34,9 +34,10 @@ from training.recipes.image_files import (
     decoded,
     list_files,
 )
-from training.recipes.image_folder import ImageFolder
-from training.recipes.image_index import read_index
-from training.world import World
+from flyte_ddp.recipes.image_folder.index import read_index
+from flyte_ddp.recipes.image_folder.recipe import ImageFolder
+from tests.support.image_store import COLOURS, image_bytes, image_tree, running_store, write_tree
+from tests.support.runs import REPOSITORY, new_run
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
 
@@ -568,7 +569,7 @@ def test_from_a_loader_process_the_error_is_the_same_line(tmp_path, prepared):
 @pytest.fixture(scope="module")
 def state_file(tmp_path_factory):
     """resnet18 for seven classes, as somebody else trained it."""
-    from training.recipes.image_models import build_model
+    from flyte_ddp.recipes.image_folder.models import build_model
 
     torch.manual_seed(1)
     model, _ = build_model("resnet18", 7, 32)
@@ -708,7 +709,7 @@ def bucket_run(request, store, tmp_path_factory):
     store.before_request = delete_one
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RECORD", str(directory / "record"))
-        run = new_run(directory, "tests.recipes_for_tests.WatchedImages").train(
+        run = new_run(directory, "tests.support.recipes.WatchedImages").train(
             2,
             source=url,
             epochs=3,
@@ -752,7 +753,7 @@ def test_both_ranks_evaluate_with_the_same_statistics_and_they_are_those_saved(b
 
 @pytest.mark.slow
 def test_a_frozen_backbone_trains_on_two_ranks_and_stays_what_it_was(tmp_path, state_file):
-    run = new_run(tmp_path, "training.recipes.image_folder.ImageFolder").train(
+    run = new_run(tmp_path, "flyte_ddp.recipes.image_folder.recipe.ImageFolder").train(
         2,
         epochs=1,
         data_workers=0,

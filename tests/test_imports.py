@@ -8,42 +8,43 @@ import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
-PACKAGES = ("workflows", "tasks", "training")
+PACKAGES = ("workflows", "tasks", "flyte_ddp")
 
 # From the top down. A module imports from its own layer and those below.
 LAYERS = {
-    "workflows": 5,
-    "tasks": 4,
-    "training.launch": 3,
-    "training": 2,
-    "training.recipes": 1,
-    "training.config": 0,
-    "training.events": 0,
+    "workflows": 7,
+    "tasks": 6,
+    "flyte_ddp": 5,
+    "flyte_ddp.sweep": 5,
+    "flyte_ddp.scaling": 5,
+    "flyte_ddp.promotion": 5,
+    "flyte_ddp.launch": 4,
+    "flyte_ddp.rank": 3,
+    "flyte_ddp.recipes.pet_names.generate": 3,
+    "flyte_ddp.prepare": 2,
+    "flyte_ddp.observers": 2,
+    "flyte_ddp.recipes": 1,
+    "flyte_ddp.cluster": 1,
+    "flyte_ddp.storage": 1,
+    "flyte_ddp.config": 0,
+    "flyte_ddp.events": 0,
+    "flyte_ddp.errors": -1,
 }
 # Which modules may import a library at all.
 HOMES = {
     "flytekit": ("tasks", "workflows"),
     "flytekitplugins": ("tasks", "workflows"),
-    "dask": ("training.launch",),
-    "distributed": ("training.launch",),
-    "dask_kubernetes": ("training.launch",),
-    "kubernetes": ("training.launch",),
-    "kr8s": ("training.launch",),
-    "optuna": ("training.search",),
-    "wandb": ("training.tracking",),
+    "dask": ("flyte_ddp.launch", "flyte_ddp.cluster", "flyte_ddp.sweep.runner", "flyte_ddp.scaling.runner"),
+    "distributed": ("flyte_ddp.launch", "flyte_ddp.cluster", "flyte_ddp.sweep.runner", "flyte_ddp.scaling.runner"),
+    "dask_kubernetes": ("flyte_ddp.cluster",),
+    "kubernetes": ("flyte_ddp.cluster",),
+    "kr8s": ("flyte_ddp.cluster",),
+    "optuna": ("flyte_ddp.sweep.search",),
+    "wandb": ("flyte_ddp.observers",),
 }
 SLOW = ("torch", "torchvision", "matplotlib", "wandb", "sklearn", "flytekit", "optuna", "pandas")
 # What computes rather than supervises: it runs in a rank, or where names are generated.
-COMPUTES = (
-    "training.loop",
-    "training.checkpoint",
-    "training.costs",
-    "training.data",
-    "training.describe",
-    "training.world",
-    "training.generate",
-    "training.recipes.name_model",
-)
+COMPUTES = ("flyte_ddp.rank", "flyte_ddp.recipes.pet_names.generate", "flyte_ddp.recipes.pet_names.model")
 
 
 def _modules():
@@ -124,9 +125,11 @@ def test_wandb_is_imported_inside_functions_only():
 
 def test_what_supervises_the_ranks_imports_nothing_slow():
     modules = [
-        name for name in MODULES if _within(name, ["training"]) and not _within(name, COMPUTES) and name != "training"
+        name
+        for name in MODULES
+        if _within(name, ["flyte_ddp"]) and (name == "flyte_ddp.rank.main" or not _within(name, COMPUTES))
     ]
-    assert {"training.launch.spawn", "training.recipes.mnist", "training.recipes.digits"} <= set(modules)
+    assert {"flyte_ddp.launch.spawn", "flyte_ddp.recipes.mnist", "flyte_ddp.recipes.digits"} <= set(modules)
     program = f"""
 import importlib, sys
 for module in {modules!r}:

@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.runs import new_run
-from training.checkpoint import CheckpointStore, save_state
-from training.config import ConfigError
-from training.data import open_samples
-from training.launch.rank import Job
-from training.launch.spawn import train
-from training.loop import Trainer, load_initial_state
-from training.recipes import config_of, get_recipe
-from training.world import World
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.launch.spawn import train
+from flyte_ddp.rank.checkpoint import CheckpointStore, save_state
+from flyte_ddp.rank.data import open_samples
+from flyte_ddp.rank.main import Job
+from flyte_ddp.rank.trainer import Trainer, load_initial_state
+from flyte_ddp.rank.world import World
+from flyte_ddp.recipes import config_of, get_recipe
+from tests.support.runs import new_run
 
 
 def state_of(seed, recipe="Tiny"):
     torch.manual_seed(seed)
-    return get_recipe(f"tests.recipes_for_tests.{recipe}").model().state_dict()
+    return get_recipe(f"tests.support.recipes.{recipe}").model().state_dict()
 
 
 def test_every_rank_starts_from_the_given_weights(tmp_path):
@@ -109,7 +109,7 @@ def test_a_checkpoint_goes_before_the_initial_state_and_fixes_it(tmp_path):
 def test_what_is_not_a_state_of_the_model_is_refused_with_the_keys_that_do_not_fit(tmp_path, write, said):
     url = str(tmp_path / "given.pt")
     write(url)
-    model = get_recipe("tests.recipes_for_tests.Tiny").model()
+    model = get_recipe("tests.support.recipes.Tiny").model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(ConfigError) as caught:
         load_initial_state(model, url)

@@ -12,11 +12,18 @@ import distributed  # noqa: F401 - adds its defaults to the configuration
 import pytest
 import yaml
 
-from training.config import ConfigError
-from training.launch.cluster import ClusterConfig, cluster_config, dask_config, parse_quantity
-from training.launch.kube import duration
-from training.launch.kube_spec import Driver, as_cluster_name, cluster_name, cluster_spec, merge_pod, network_policy
-from training.launch.preflight import NEEDED_EVERYWHERE, requests_of, tolerates
+from flyte_ddp.cluster.config import ClusterConfig, cluster_config, dask_config, parse_quantity
+from flyte_ddp.cluster.kubernetes.lifecycle import duration
+from flyte_ddp.cluster.kubernetes.manifest import (
+    Driver,
+    as_cluster_name,
+    cluster_name,
+    cluster_spec,
+    merge_pod,
+    network_policy,
+)
+from flyte_ddp.cluster.kubernetes.preflight import NEEDED_EVERYWHERE, requests_of, tolerates
+from flyte_ddp.errors import ConfigError
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -348,7 +355,7 @@ def test_a_config_is_a_flyte_input() -> None:
 
 
 def test_every_field_is_read_by_something() -> None:
-    code = "".join(path.read_text() for path in (Path(__file__).parents[1] / "training").rglob("*.py"))
+    code = "".join(path.read_text() for path in (Path(__file__).parents[1] / "flyte_ddp").rglob("*.py"))
     unread = [
         each.name for each in dataclasses.fields(ClusterConfig) if not re.search(rf"(config|self)\.{each.name}\b", code)
     ]

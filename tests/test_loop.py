@@ -9,11 +9,9 @@ import shutil
 import pytest
 import torch
 
-from tests import recipes_for_tests
-from tests.runs import new_run
-from training.config import TrainingConfig, resolve
-from training.data import epoch_order
-from training.events import (
+from flyte_ddp.config import TrainingConfig, resolve
+from flyte_ddp.errors import RankFailure
+from flyte_ddp.events import (
     CheckpointSaved,
     EpochFinished,
     HistogramsTaken,
@@ -22,9 +20,11 @@ from training.events import (
     RunStarted,
     StepFinished,
 )
-from training.launch.spawn import RankFailure
-from training.loop import learning_rate_factor
-from training.recipes import get_recipe
+from flyte_ddp.rank.data import epoch_order
+from flyte_ddp.rank.trainer import learning_rate_factor
+from flyte_ddp.recipes import get_recipe
+from tests.support import recipes
+from tests.support.runs import new_run
 
 CLIP = 0.5  # small enough to clip some steps of the run that uses it
 ADAM = {"optimizer": "adam", "precision": "bf16", "learning_rate": 0.01, "weight_decay": 0.01}
@@ -223,5 +223,5 @@ def test_a_rank_that_compiles_nothing_does_not_import_the_compiler(finished_run,
 
 
 def test_recipes_for_tests_are_what_the_tests_take_them_for():
-    assert recipes_for_tests.Tiny.num_train % 12 == 1
-    assert recipes_for_tests.Sequences.num_train % 12 == 7
+    assert recipes.Tiny.num_train % 12 == 1
+    assert recipes.Sequences.num_train % 12 == 7

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.runs import new_run
-from training.prepare import describe_data, prepare_data
-from training.recipes import DataError, get_recipe
-from training.recipes.pet_names import ALPHABET, BLANK, IGNORED, TRAINING_NAMES, WINDOW, whole_names, windows
+from flyte_ddp.errors import DataError
+from flyte_ddp.prepare import describe_data, prepare_data
+from flyte_ddp.recipes import get_recipe
+from flyte_ddp.recipes.pet_names.recipe import ALPHABET, BLANK, IGNORED, TRAINING_NAMES, WINDOW, whole_names, windows
+from tests.support.runs import new_run
 
-WHOLE = "training.recipes.pet_names.PetNames"
-WINDOWS = "training.recipes.pet_names.PetNameWindows"
+WHOLE = "flyte_ddp.recipes.pet_names.recipe.PetNames"
+WINDOWS = "flyte_ddp.recipes.pet_names.recipe.PetNameWindows"
 NAMES = [f"{first}{rest}" for first in "abcdef" for rest in ("da", "lly", "-o", ". rex", "u bo", "nnie")]
 
 

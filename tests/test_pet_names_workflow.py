@@ -17,10 +17,10 @@ import pytest
 import torch
 from flytekit.types.file import FlyteFile
 
+from flyte_ddp.recipes.pet_names.generate import CHUNK, draw_chunk, generate_names, load_model, pick_new
+from flyte_ddp.recipes.pet_names.model import NameModel
+from flyte_ddp.recipes.pet_names.recipe import END
 from tasks.inputs import InputError
-from training.generate import CHUNK, draw_chunk, generate_names, load_model, pick_new
-from training.recipes.name_model import NameModel
-from training.recipes.pet_names import END
 from workflows.pet_names import generate_names_wf
 
 REPOSITORY = Path(__file__).parents[1]
@@ -63,7 +63,7 @@ def draw(state_file, chunk):
 
 
 def test_names_are_as_many_as_asked_for_and_none_is_in_the_bundled_list(state_file):
-    bundled = importlib.resources.files("training.recipes").joinpath("names.txt").read_text().lower().splitlines()
+    bundled = importlib.resources.files("flyte_ddp.recipes").joinpath("names.txt").read_text().lower().splitlines()
     names = generated(state_file, count=CHUNK, temperature=0.9, seed=7, prefix="bo", max_length=9)
     assert len({name.lower() for name in names} - set(bundled)) == CHUNK
     assert all(name.startswith("Bo") and len(name) <= 9 and name == name.title() for name in names)

@@ -5,10 +5,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests import sample_run
-from training import plots
-from training.events import Event
-from training.plots import History
+from flyte_ddp.events import Event
+from flyte_ddp.observers import plots
+from flyte_ddp.observers.plots import History
+from tests.support import sample_run
 
 
 def panels_of(events: list[Event]) -> dict[str, plots.Panel]:

@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from tests.runs import new_run
+from tests.support.runs import new_run
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 

@@ -11,10 +11,11 @@ import threading
 import numpy as np
 import pytest
 
-from training.config import ConfigError, resolve
-from training.prepare import describe_data, prepare_data
-from training.recipes import BUILTIN, DataError, Recipe, config_of, download, get_recipe, mnist
-from training.recipes.digits import Digits
+from flyte_ddp.config import resolve
+from flyte_ddp.errors import ConfigError, DataError
+from flyte_ddp.prepare import describe_data, prepare_data
+from flyte_ddp.recipes import BUILTIN, Recipe, config_of, download, get_recipe, mnist
+from flyte_ddp.recipes.digits import Digits
 
 IDX_FILES = {
     "train-images-idx3-ubyte": (8, 28, 28),
@@ -35,7 +36,7 @@ def test_a_built_in_recipe_is_found_and_its_defaults_are_a_valid_config(name):
     resolve(recipe.defaults, {})
 
 
-@pytest.mark.parametrize("name", ["tests.recipes_for_tests.Tiny", "tests.recipes_for_tests:Tiny"])
+@pytest.mark.parametrize("name", ["tests.support.recipes.Tiny", "tests.support.recipes:Tiny"])
 def test_a_recipe_of_the_users_own_module_is_found_by_dotted_name(name):
     assert type(get_recipe(name)).__name__ == "Tiny"
 
@@ -54,9 +55,9 @@ def test_an_unknown_name_is_refused_with_the_names_there_are(name):
     [
         ("no_such_module.Recipe", "there is no module 'no_such_module'"),
         ("tests.no_such_module.Recipe", "there is no module 'tests.no_such_module'"),
-        ("tests.recipes_for_tests.Missing", "names no Recipe in module tests.recipes_for_tests"),
-        ("tests.recipes_for_tests.not_a_recipe", "names no Recipe"),
-        ("tests.recipes_for_tests.NUM_CLASSES", "names no Recipe"),
+        ("tests.support.recipes.Missing", "names no Recipe in module tests.support.recipes"),
+        ("tests.support.recipes.not_a_recipe", "names no Recipe"),
+        ("tests.support.recipes.NUM_CLASSES", "names no Recipe"),
     ],
 )
 def test_a_dotted_name_that_leads_nowhere_is_refused_with_the_reason(name, reason):
@@ -84,7 +85,7 @@ def test_a_module_that_fails_on_import_is_refused_with_its_error_as_the_cause(tm
 
 # Options of their own
 
-OPTIONAL = "tests.recipes_for_tests.Optional"
+OPTIONAL = "tests.support.recipes.Optional"
 
 
 def test_options_are_the_attributes_that_the_recipe_sees():
@@ -273,7 +274,7 @@ def test_downloaded_mnist_is_kept_in_the_users_cache_and_not_fetched_again(idx_f
 
 
 def test_the_fingerprint_tells_other_data_apart(tmp_path):
-    recipe = get_recipe("tests.recipes_for_tests.Tiny")
+    recipe = get_recipe("tests.support.recipes.Tiny")
     fingerprints = []
     for name, source in (("a", "1"), ("b", "1"), ("c", "2")):
         (tmp_path / name).mkdir()
@@ -342,7 +343,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def serve(monkeypatch):
     """serve(contents, resumes=True): a server that runs for the length of the test."""
-    monkeypatch.setattr("training.recipes.download.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("flyte_ddp.recipes.download.time.sleep", lambda seconds: None)
     servers = []
 
     def start(contents, resumes=True):

@@ -14,11 +14,11 @@ from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.deck.deck import get_deck_template
 from flytekit.loggers import logger as flytekit_logger
 
+from flyte_ddp.errors import RankFailure, TrainingStopped
+from flyte_ddp.events import CheckpointSaved, Event, LayerDescribed, Prediction, PredictionsMade
 from tasks import report
 from tasks.report import DeckPublisher, Report
-from tests import browser, sample_run
-from training.events import CheckpointSaved, Event, LayerDescribed, Prediction, PredictionsMade
-from training.launch.spawn import RankFailure, TrainingStopped
+from tests.support import browser, sample_run
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"' onload='alert(3)"
 TWO_MEGABYTES = 2_000_000

@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.recipes_for_tests import Tiny
-from tests.runs import new_run
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.prepare import prepare_data
+from flyte_ddp.promotion import champion
+from flyte_ddp.promotion import policy as challenges
+from flyte_ddp.promotion.champion import ChampionStore
+from flyte_ddp.promotion.policy import Challenge, Outcome, Terms, judge, plan
+from flyte_ddp.recipes import config_of, get_recipe
+from tests.support.recipes import Tiny
+from tests.support.runs import new_run
 from tests.test_champion import bucket  # noqa: F401 - a fixture
-from training import challenge as challenges
-from training import champion
-from training.challenge import Challenge, Outcome, Terms, judge, plan
-from training.champion import ChampionStore
-from training.config import ConfigError
-from training.prepare import prepare_data
-from training.recipes import config_of, get_recipe
 
-TINY = "tests.recipes_for_tests.Tiny"
+TINY = "tests.support.recipes.Tiny"
 
 
 # The rules, with states made by hand
@@ -46,7 +46,7 @@ def make(data):
     """make(source, **changes of the config): a challenge of Tiny."""
 
     def get(source="", recipe="Tiny", execution="", code_version="c1", **config):
-        name = f"tests.recipes_for_tests.{recipe}"
+        name = f"tests.support.recipes.{recipe}"
         return Challenge(
             recipe=name,
             config=config_of(name, config),
@@ -62,7 +62,7 @@ def make(data):
 def model_state(scale, recipe="Tiny"):
     """A state file. At scale 0 the model gives each class a third, and the larger the scale the more it errs."""
     torch.manual_seed(0)
-    model = get_recipe(f"tests.recipes_for_tests.{recipe}").model()
+    model = get_recipe(f"tests.support.recipes.{recipe}").model()
     buffer = io.BytesIO()
     torch.save({name: scale * value for name, value in model.state_dict().items()}, buffer)
     return buffer.getvalue()
@@ -190,7 +190,7 @@ def test_a_champion_of_another_kind_is_neither_trained_against_nor_replaced(stor
     before = store.pointer()
     for planned in (plan(store, make(), Terms()), judge(store, make(), Terms(), model_state(1))):
         assert planned.outcome == Outcome.INCOMPATIBLE
-        assert "it is of recipe 'tests.recipes_for_tests.Normed'" in planned.reason
+        assert "it is of recipe 'tests.support.recipes.Normed'" in planned.reason
         assert "a place of its own" in planned.reason
     assert store.pointer() == before
 
@@ -204,7 +204,7 @@ def test_a_champion_with_other_layers_is_incompatible_too_and_the_reason_names_t
 
 def optional_state(width):
     buffer = io.BytesIO()
-    torch.save(get_recipe("tests.recipes_for_tests.Optional", {"width": width}).model().state_dict(), buffer)
+    torch.save(get_recipe("tests.support.recipes.Optional", {"width": width}).model().state_dict(), buffer)
     return buffer.getvalue()
 
 

@@ -8,18 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.events import CostsTimed, EpochFinished, RunStarted
+from flyte_ddp.launch.dask.gang import Worker, assigned
+from flyte_ddp.observers.plots import to_svg
+from flyte_ddp.scaling.plots import scaling_panels
+from flyte_ddp.scaling.runner import check_runs, sized
+from flyte_ddp.scaling.study import SizedRun, Study, check_study, fitted, timed_batch_sizes
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides
 from tasks.scaling import table_of
 from tasks.scaling_report import ScalingReport
-from tests import browser, sample_run
-from training.config import ConfigError, TrainingConfig
-from training.events import CostsTimed, EpochFinished, RunStarted
-from training.launch.cluster import ClusterConfig
-from training.launch.gang import Worker, assigned
-from training.launch.scaling import check_runs, sized
-from training.plots import to_svg
-from training.scaling import SizedRun, Study, check_study, fitted, timed_batch_sizes
-from training.scaling_plots import scaling_panels
+from tests.support import browser, sample_run
 
 LATENCY, SECONDS_PER_BYTE, NUM_BYTES = 20e-6, 1 / 1e9, 4_000_000
 STEPS = sample_run.STEPS_PER_EPOCH
@@ -266,7 +267,7 @@ def test_the_page_shows_without_errors_in_a_real_browser(tmp_path):
 
 # --- One real study ------------------------------------------------------------------------------------------------
 
-TINY = "tests.recipes_for_tests.Tiny"
+TINY = "tests.support.recipes.Tiny"
 
 
 def study(checkpoints, **changes):
@@ -333,7 +334,7 @@ def test_an_equal_global_batch_gives_an_equal_model(outputs, checkpoints, finish
 
 def runs_of(outputs):
     """The events of each run, by its world size."""
-    from training.tracking import read_history
+    from flyte_ddp.observers.tracking import read_history
 
     runs, size = {}, 0
     for event in read_history(outputs.history.path):
@@ -369,7 +370,7 @@ def test_two_ranks_time_their_parts_after_the_training_and_one_rank_has_nothing_
 def test_the_report_tells_what_was_measured_how_and_how_well_the_model_fits(outputs):
     page = Path(outputs.report.path).read_text()
     for words in (
-        "Scaling of tests.recipes_for_tests.Tiny",
+        "Scaling of tests.support.recipes.Tiny",
         "the same global batch of 12 samples",
         "CPU threads of each rank, the same in every run",
         "core-hours",
@@ -384,7 +385,7 @@ def test_the_report_tells_what_was_measured_how_and_how_well_the_model_fits(outp
 
 
 def test_a_study_repeats_no_run_that_its_checkpoints_have(outputs, checkpoints, monkeypatch):
-    from training.launch import scaling
+    from flyte_ddp.scaling import runner as scaling
 
     def repeat(*arguments, **options):
         raise AssertionError("a run was repeated")
@@ -396,8 +397,8 @@ def test_a_study_repeats_no_run_that_its_checkpoints_have(outputs, checkpoints, 
 
 
 def test_a_run_that_differs_in_anything_is_another_one(outputs, checkpoints):
-    from training.launch.scaling import _directory, _recorded
-    from training.storage import Storage
+    from flyte_ddp.scaling.runner import _directory, _recorded
+    from flyte_ddp.storage import Storage
 
     config = TrainingConfig()
     names = {

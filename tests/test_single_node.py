@@ -41,7 +41,7 @@ def local_run():
 def test_a_local_run_ends_with_accuracies_and_the_paths_of_its_outputs(local_run):
     import torch
 
-    from training.recipes import get_recipe
+    from flyte_ddp.recipes import get_recipe
 
     outputs = re.search(
         r"TrainingOutputs\(epoch_accuracies=\[(.+?)\], model_state=(\S+), report=(\S+), history=(\S+)\)",
@@ -113,8 +113,8 @@ def test_a_recipes_options_reach_a_registered_task(sender):
     from flytekit.models.literals import Literal, Scalar
     from google.protobuf import json_format, struct_pb2
 
+    from flyte_ddp.recipes import config_of
     from tasks.inputs import TrainingOverrides, given
-    from training.recipes import config_of
 
     context = FlyteContextManager.current_context()
     text = '{"epochs": 3, "recipe_options": {"width": 24, "slope": 1, "sizes": [1, 2]}}'
@@ -125,14 +125,14 @@ def test_a_recipes_options_reach_a_registered_task(sender):
         literal = Literal(scalar=Scalar(generic=json_format.Parse(text, struct_pb2.Struct())))
     received = given(TypeEngine.to_python_value(context, literal, TrainingOverrides))
 
-    config = config_of("tests.recipes_for_tests.Optional", received)
+    config = config_of("tests.support.recipes.Optional", received)
     options = {"width": 24, "slope": 1.0, "activation": "tanh", "biased": True, "sizes": [1, 2]}
     assert (config.epochs, config.recipe_options) == (3, options)
     assert type(config.recipe_options["width"]) is int
 
 
 def test_nan_loss_is_one_line_with_its_step():
-    run = pyflyte_run("--recipe", "tests.recipes_for_tests.Tiny", FAULT="nan 0 3")
+    run = pyflyte_run("--recipe", "tests.support.recipes.Tiny", FAULT="nan 0 3")
     output = " ".join(re.sub(r"[│\n]", " ", run.stdout + run.stderr).split())
     assert run.returncode != 0
     assert re.search(r"the loss is nan at step 3 \(epoch 1\) on rank 0", output)
@@ -175,11 +175,11 @@ def inputs(tmp_path):
     from flytekit.core.type_engine import TypeEngine
     from flytekit.types.directory import FlyteDirectory
 
+    from flyte_ddp.prepare import prepare_data
+    from flyte_ddp.recipes import get_recipe
     from tasks.inputs import TrainingOverrides
-    from training.prepare import prepare_data
-    from training.recipes import get_recipe
 
-    recipe = "tests.recipes_for_tests.Tiny"
+    recipe = "tests.support.recipes.Tiny"
     data = tmp_path / "prepared"
     data.mkdir()
     prepare_data(get_recipe(recipe), "", data)
@@ -311,9 +311,9 @@ def test_a_bad_profile_is_refused_at_registration(name, value):
 def test_the_cache_version_follows_the_training_code(tmp_path):
     version = registered_task()["metadata"]["discoveryVersion"]
     assert registered_task()["metadata"]["discoveryVersion"] == version
-    for package in ("training", "tasks", "workflows"):
+    for package in ("flyte_ddp", "tasks", "workflows"):
         subprocess.run(["cp", "-r", REPOSITORY / package, tmp_path], check=True)
-    with open(tmp_path / "training" / "loop.py", "a") as file:
+    with open(tmp_path / "flyte_ddp" / "rank" / "trainer.py", "a") as file:
         file.write("\n# changed\n")
     run = subprocess.run(
         [sys.executable, "-c", PRINT_TEMPLATE], cwd=tmp_path, capture_output=True, text=True, check=True

@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.runs import how_it_ended, new_run, start_parent, wait_for_step
-from training.config import ConfigError, TrainingConfig
-from training.launch import spawn
-from training.launch.spawn import RankFailure
-from training.recipes import DataError
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.errors import ConfigError, DataError, RankFailure
+from flyte_ddp.launch import spawn
+from tests.support.runs import how_it_ended, new_run, start_parent, wait_for_step
 
 SLOW_STEP = "0.1"  # seconds, for runs that a signal has to meet on their way
 
@@ -98,7 +97,7 @@ def test_a_rank_that_leaves_ends_the_run(tmp_path, monkeypatch, survivors, fault
 def test_a_rank_that_dies_while_the_data_are_prepared_ends_the_run(tmp_path, monkeypatch, survivors):
     (tmp_path / "dies_in_ranks.py").write_text(
         "import multiprocessing\n"
-        "from training.recipes import Recipe\n"
+        "from flyte_ddp.recipes import Recipe\n"
         "if multiprocessing.parent_process():\n"
         "    raise ValueError('no such thing on this node')\n"
         "class Dying(Recipe): pass\n"

@@ -14,28 +14,29 @@ import pytest
 import torch
 from dask.system import CPU_COUNT
 
+from flyte_ddp import events
+from flyte_ddp.cluster.config import ClusterConfig, open_cluster
+from flyte_ddp.errors import ClusterError, ConfigError, SweepFailed, TrainingStopped
+from flyte_ddp.launch.dask import launcher as dask
+from flyte_ddp.launch.dask.gang import Worker
+from flyte_ddp.launch.dask.pool import Pool
+from flyte_ddp.observers import plots
+from flyte_ddp.prepare import prepare_data
+from flyte_ddp.recipes import get_recipe
+from flyte_ddp.sweep import plots as sweep_plots
+from flyte_ddp.sweep.plots import sweep_panels
+from flyte_ddp.sweep.results import FAILED, FINISHED, INTERRUPTED, RUNNING, STOPPED_EARLY, ModelRun, best_of, table_of
+from flyte_ddp.sweep.runner import train_models
+from flyte_ddp.sweep.search import EarlyStopping, models_of
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides, given
 from tasks.report import DeckPublisher
 from tasks.sweep import check_sweep
 from tasks.sweep_report import SweepReport
-from tests import browser
+from tests.support import browser
 from tests.test_dask import start_scheduler, start_worker  # noqa: F401 - the latter is a fixture
 from tests.test_tracking import told
-from training import events, plots, sweep_plots
-from training.config import ConfigError
-from training.launch import dask
-from training.launch.cluster import ClusterConfig, ClusterError, open_cluster
-from training.launch.gang import Worker
-from training.launch.pool import Pool
-from training.launch.spawn import TrainingStopped
-from training.launch.sweep import SweepFailed, train_models
-from training.prepare import prepare_data
-from training.recipes import get_recipe
-from training.search import EarlyStopping, models_of
-from training.sweep import FAILED, FINISHED, INTERRUPTED, RUNNING, STOPPED_EARLY, ModelRun, best_of, table_of
-from training.sweep_plots import sweep_panels
 
-SWEPT = "tests.sweep_recipes.Swept"
+SWEPT = "tests.support.sweep_recipes.Swept"
 LOCAL = ClusterConfig(kind="local", node_timeout=30)  # a busy machine's workers are slow to answer, not lost
 RANGE = {"low": 0.0001, "high": 0.1, "log": True}
 

@@ -23,8 +23,7 @@ from typing import Any
 
 import pytest
 
-from training import tracking
-from training.events import (
+from flyte_ddp.events import (
     CheckpointSaved,
     EpochFinished,
     Event,
@@ -37,7 +36,8 @@ from training.events import (
     RunStarted,
     StepFinished,
 )
-from training.tracking import History, ProgressBar, Wandb, read_history
+from flyte_ddp.observers import tracking
+from flyte_ddp.observers.tracking import History, ProgressBar, Wandb, read_history
 
 KEY = "0123456789abcdef" * 3
 STEPS_PER_EPOCH = 4
@@ -574,7 +574,7 @@ def test_server_that_refuses_or_never_answers_is_said_once(
 
 def test_unusable_key_is_said_without_showing_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tell(Wandb("project", "run-1", tmp_path, api_key="much-too-short"), [started(), step_finished(1)])
-    (record,) = [record for record in caplog.records if record.name == "training.tracking"]
+    (record,) = [record for record in caplog.records if record.name == "flyte_ddp.observers.tracking"]
     assert record.levelname == "WARNING"
     assert "AuthenticationError: API key must have 40+ characters" in record.getMessage()
     assert "much-too-short" not in caplog.text
@@ -596,7 +596,7 @@ def test_model_state_that_cannot_be_read_ends_the_reporting_not_the_run(
 MUTE_AFTER_START = """
 import sys
 from tests.test_tracking import KEY, epoch_of_events, started, tell
-from training import tracking
+from flyte_ddp.observers import tracking
 
 tracking.FINISH_TIMEOUT = 1.0
 listener = tracking.Wandb("project", "run-1", sys.argv[1], api_key=KEY, say=lambda line: print(line, flush=True))

@@ -30,10 +30,10 @@ def multi_node_training_wf(
         recipe: what to train: digits, mnist, pet_names, image_folder, or the dotted name of your own Recipe, such as
             my_module.MyRecipe
         config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML file, for example
-            '{"epochs": 3, "global_batch_size": 4096}'; training/config.py lists all fields with units
+            '{"epochs": 3, "global_batch_size": 4096}'; flyte_ddp/config.py lists all fields with units
         cluster: the machines, as JSON or the name of a JSON or YAML file, for example
             '{"kind": "kubernetes", "num_nodes": 4, "gpus_per_node": 1}'; by default two workers on this machine in a
-            local run, and on Kubernetes in a remote one; training/launch/cluster.py lists all fields with units
+            local run, and on Kubernetes in a remote one; flyte_ddp/cluster/config.py lists all fields with units
         data: directory, file or URL of the data, for recipes that read data of yours; the recipe's own by default
         checkpoints: directory or URL for checkpoints that all nodes reach; an unfinished run found there goes on; by
             default a place of the execution's own, which its retries share

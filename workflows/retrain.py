@@ -1,6 +1,6 @@
 """Retrain a recipe and keep the better model, by hand or by schedule; every LaunchPlan and cron in one table.
 
-No logic here: the tasks have it, and training/challenge.py the rules.
+No logic here: the tasks have it, and flyte_ddp/promotion/policy.py the rules.
 
 pyflyte run workflows/retrain.py retrain_wf --kickoff_time now --champion /tmp/champion
 """
@@ -47,12 +47,12 @@ def retrain_wf(
             own in Flyte's store, which a local run has not
         recipe: what to train: digits, mnist, or the dotted name of your own Recipe, such as my_module.MyRecipe
         config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML file, for example
-            '{"epochs": 3, "learning_rate": 0.01}'; training/config.py lists all fields with units
+            '{"epochs": 3, "learning_rate": 0.01}'; flyte_ddp/config.py lists all fields with units
         data: directory, file or URL of the data, for recipes that read data of yours; it is read anew every time
         train_on: one_node, or cluster
         num_processes: DDP processes on one node; 0 is one per GPU, or two on a machine without GPUs
-        cluster: the machines of a cluster, as JSON or the name of a JSON or YAML file; training/launch/cluster.py lists
-            all fields with units
+        cluster: the machines of a cluster, as JSON or the name of a JSON or YAML file; flyte_ddp/cluster/config.py
+            lists all fields with units
         start_from: the challenger's first weights, champion or scratch
         margin: share of the champion's loss on the held-out data by which the challenger's must be lower
         min_samples: training samples, and held-out samples, without which nothing is trained

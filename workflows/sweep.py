@@ -35,7 +35,7 @@ def sweep_wf(
             with num_models also ranges, for example '{"learning_rate": {"low": 0.0001, "high": 0.1, "log": true}}'
         recipe: what to train: digits, mnist, pet_names, image_folder, or the dotted name of your own Recipe, such as
             my_module.MyRecipe
-        config: hyperparameters that all models share, as JSON or the name of a JSON or YAML file; training/config.py
+        config: hyperparameters that all models share, as JSON or the name of a JSON or YAML file; flyte_ddp/config.py
             lists all fields with units
         num_models: how many models to draw from the grid at random; 0 is every combination of its choices
         seed: of the drawing; the same seed draws the same models
@@ -43,7 +43,7 @@ def sweep_wf(
             the better half after epochs 1, 2, 4, ...)
         cluster: the machines, as JSON or the name of a JSON or YAML file, for example
             '{"kind": "kubernetes", "num_nodes": 4, "gpus_per_node": 1}'; by default two workers on this machine in a
-            local run, and on Kubernetes in a remote one; training/launch/cluster.py lists all fields with units
+            local run, and on Kubernetes in a remote one; flyte_ddp/cluster/config.py lists all fields with units
         data: directory, file or URL of the data, for recipes that read data of yours; the recipe's own by default
         checkpoints: directory or URL for checkpoints that all workers reach; models that an earlier sweep has trained
             there are not trained again; by default a place of the execution's own, which its retries share

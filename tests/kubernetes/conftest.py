@@ -22,7 +22,7 @@ import pytest
 import torch
 from moto.server import ThreadedMotoServer
 
-from training.launch.cluster import ClusterConfig
+from flyte_ddp.cluster.config import ClusterConfig
 
 ROOT = Path(__file__).parents[2]
 IMAGE = os.environ.get("FLYTE_DDP_TEST_IMAGE", "flyte-ddp:dev")
@@ -191,7 +191,7 @@ def namespace(operator: None) -> Iterator[Namespace]:
     kubectl("--namespace", name, "apply", "-f", str(ROOT / "deploy/networkpolicy.yaml"))
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w:gz") as tar:
-        for package in ("training", "tasks", "workflows"):
+        for package in ("flyte_ddp", "tasks", "workflows"):
             tar.add(ROOT / package, package, filter=lambda member: None if "__pycache__" in member.name else member)
     manifest = kubectl(
         *("--namespace", name, "create", "configmap", "code", "--dry-run=client", "--output", "json"),

@@ -15,13 +15,13 @@ import tempfile
 import time
 from typing import Any
 
-from tests.runs import new_run
-from training import events
-from training.config import resolve
-from training.launch.cluster import cluster_config, open_cluster
-from training.launch.dask import train_on_dask
-from training.launch.rank import Job
-from training.recipes import get_recipe
+from flyte_ddp import events
+from flyte_ddp.cluster.config import cluster_config, open_cluster
+from flyte_ddp.config import resolve
+from flyte_ddp.launch.dask.launcher import train_on_dask
+from flyte_ddp.rank.main import Job
+from flyte_ddp.recipes import get_recipe
+from tests.support.runs import new_run
 
 
 def say(**values: Any) -> None:
@@ -52,8 +52,8 @@ def prepared(directory: str, recipe: str) -> str:
 def main() -> None:
     """Train as told by the argument: `cluster` (fields of ClusterConfig), and `runs`, each with its `name`, `recipe`,
     `checkpoints` (URL) and `config` (fields of TrainingConfig)."""
-    logging.getLogger("training").addHandler(LogHandler())
-    logging.getLogger("training").setLevel(logging.INFO)
+    logging.getLogger("flyte_ddp").addHandler(LogHandler())
+    logging.getLogger("flyte_ddp").setLevel(logging.INFO)
     arguments = json.loads(sys.argv[1])
     cluster, run_name = cluster_config(arguments["cluster"]), socket.gethostname()
     with tempfile.TemporaryDirectory() as directory, open_cluster(cluster, run_name) as client:

@@ -11,15 +11,17 @@ from collections.abc import Iterator
 
 import pytest
 
+from flyte_ddp.cluster.config import open_cluster, worker_log
+from flyte_ddp.cluster.kubernetes import api as kube_api
+from flyte_ddp.cluster.kubernetes import lifecycle as kube
+from flyte_ddp.cluster.kubernetes import preflight
+from flyte_ddp.cluster.kubernetes.manifest import cluster_name
+from flyte_ddp.errors import ClusterError, PreflightError
 from tests.kubernetes.conftest import IMAGE, ROOT, Namespace, apply, eventually, kubectl
-from training.launch import kube, kube_api, preflight
-from training.launch.cluster import ClusterError, open_cluster, worker_log
-from training.launch.kube_spec import cluster_name
-from training.launch.preflight import PreflightError
 
 DRIVER = """
     import json, os, socket, time
-    from training.launch.cluster import cluster_config, open_cluster
+    from flyte_ddp.cluster.config import cluster_config, open_cluster
 
     config = cluster_config({**json.loads(os.environ["SMALL"]), **%r})
     with open_cluster(config, socket.gethostname()) as client:
@@ -171,7 +173,7 @@ def test_an_idle_driver_keeps_its_cluster_and_a_killed_one_loses_it(namespace: N
 def test_ctrl_c_outside_deletes_the_cluster(namespace: Namespace, run_name: str) -> None:
     script = (
         "import signal, time\n"
-        "from training.launch.cluster import ClusterConfig, open_cluster\n"
+        "from flyte_ddp.cluster.config import ClusterConfig, open_cluster\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below a background job of a shell\n"
         f"with open_cluster({namespace.config()!r}, {run_name!r}):\n"
         "    print('up', flush=True)\n"

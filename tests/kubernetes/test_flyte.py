@@ -22,9 +22,9 @@ from flyteidl.core.literals_pb2 import LiteralMap
 from flytekit import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 
+from flyte_ddp.events import RunStarted
+from flyte_ddp.observers.tracking import read_history
 from tests.kubernetes.conftest import IMAGE, ROOT, SMALL, Namespace, Store, apply, eventually
-from training.events import RunStarted
-from training.tracking import read_history
 
 PROJECT, DOMAIN = "flytesnacks", "development"
 NEWER = "code that is newer than the image"
@@ -307,10 +307,10 @@ def newer(tmp_path_factory: pytest.TempPathFactory) -> Package:
     """A fast registration of a checkout whose recipe `digits` says that it is newer, in the driver and in the ranks."""
     checkout = tmp_path_factory.mktemp("newer") / "checkout"
     checkout.mkdir()
-    for name in ("training", "tasks", "workflows"):
+    for name in ("flyte_ddp", "tasks", "workflows"):
         shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", checkout)
-    recipe = checkout / "training/recipes/digits.py"
+    recipe = checkout / "flyte_ddp/recipes/digits.py"
     assert "    def model(self)" in recipe.read_text()
     recipe.write_text(
         recipe.read_text().replace("    def model(self)", f"    print({NEWER!r})\n\n    def model(self)", 1)

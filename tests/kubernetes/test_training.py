@@ -19,12 +19,12 @@ import torch
 
 from tests.kubernetes.conftest import IMAGE, ROOT, SMALL, Namespace, Store, apply, eventually, kubectl
 
-RECIPE = "tests.recipes_for_tests.Dropping"
+RECIPE = "tests.support.recipes.Dropping"
 STEPS_PER_EPOCH = 25
 CONFIG = {"epochs": 2, "global_batch_size": 4, "checkpoint_interval": 2}
 STEP_SECONDS = "0.4"  # an epoch is long enough to be met in the middle
 # What the driver needs that the image does not have: the tests' own code, and this checkout's version of the package.
-CODE = ["training", "tests/__init__.py", "tests/runs.py", "tests/recipes_for_tests.py"]
+CODE = ["flyte_ddp", "tests/__init__.py", "tests/support/runs.py", "tests/support/recipes.py"]
 CODE += ["tests/kubernetes/__init__.py", "tests/kubernetes/driver.py"]
 DEATH_NOTICED = 10  # seconds
 SILENCE_NOTICED = 30  # seconds; with node_timeout at its default

@@ -1,0 +1,277 @@
+"""What is asked of Kubernetes, as pure functions: the cluster's name, and the DaskCluster for the operator."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flyte_ddp.cluster.config import ClusterConfig, dask_config
+
+GROUP, VERSION, PLURAL = "kubernetes.dask.org", "v1", "daskclusters"
+POLICY_GROUP, POLICY_PLURAL = "networking.k8s.io", "networkpolicies"
+OPERATOR_NAMESPACE = "dask-operator"  # where deploy/README.md installs the operator
+MANAGED_BY = {"app.kubernetes.io/managed-by": "flyte-ddp"}
+SCHEDULER_PORT, DASHBOARD_PORT = 8786, 8787
+MAX_NAME_LENGTH = 53  # the operator appends "-scheduler", and a Service's name ends at 63
+
+# The scheduler's own routes, and the one by which the operator asks whether it is idle. Without that route the operator
+# sets an idle time-out inside the scheduler, which then closes itself while it works.
+SCHEDULER_ROUTES = [
+    "distributed.http.scheduler.api",
+    "distributed.http.scheduler.prometheus",
+    "distributed.http.scheduler.info",
+    "distributed.http.scheduler.json",
+    "distributed.http.health",
+    "distributed.http.proxy",
+    "distributed.http.statics",
+]
+# All that pods may write to, beside a worker's /dev/shm: their root file systems are read-only.
+TEMPORARY_MOUNT = {"name": "temporary", "mountPath": "/tmp"}
+TEMPORARY_VOLUME = {"name": "temporary", "emptyDir": {}}
+WRITABLE_HOME = {"HOME": "/tmp"}  # where libraries keep their caches
+# The names by which lists in a pod's specification are merged; all others go by "name".
+MERGE_KEYS = {"volumeMounts": "mountPath", "ports": "containerPort"}
+
+
+@dataclass(frozen=True)
+class Driver:
+    """The pod that this process runs in."""
+
+    name: str
+    uid: str
+    namespace: str
+    image: str  # of its first container
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def cluster_name(execution_id: str, attempt: int = 0) -> str:
+    """A name for the cluster of one attempt: a DNS-1035 label of at most 53 characters, made of the arguments alone.
+
+    Args:
+        execution_id: unique among the runs of a namespace. In Flyte an execution may have several training tasks at
+            once, so that the execution's own id is not enough.
+    """
+    suffix = f"{hashlib.sha256(f'{execution_id}/{attempt}'.encode()).hexdigest()[:8]}-{attempt}"
+    slug = re.sub(r"[^a-z0-9]+", "-", execution_id.lower())
+    return f"{f'ddp-{slug}'[: MAX_NAME_LENGTH - len(suffix) - 1].rstrip('-')}-{suffix}"
+
+
+def as_cluster_name(run_name: str) -> str:
+    """`run_name`, if `cluster_name` made it, else what `cluster_name` makes of it."""
+    is_name = re.fullmatch(r"ddp-[a-z0-9-]*-?[0-9a-f]{8}-\d+", run_name) and len(run_name) <= MAX_NAME_LENGTH
+    return run_name if is_name else cluster_name(run_name)
+
+
+def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) -> dict[str, Any]:
+    """The DaskCluster for the operator: one scheduler and `num_nodes` workers, a pod each.
+
+    Args:
+        owner: with this pod, Kubernetes deletes the cluster. It must be in the cluster's namespace.
+    """
+    metadata: dict[str, Any] = {
+        "name": name,
+        # The operator copies both to everything it makes of this, and selects pods by the labels.
+        "labels": {**config.labels, "app.kubernetes.io/name": "flyte-ddp", **MANAGED_BY},
+        "annotations": dict(config.annotations),
+    }
+    if owner is not None:
+        metadata["ownerReferences"] = [{"apiVersion": "v1", "kind": "Pod", "name": owner.name, "uid": owner.uid}]
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "DaskCluster",
+        "metadata": metadata,
+        "spec": {
+            "idleTimeout": round(config.idle_timeout),
+            "scheduler": {"spec": _scheduler_pod(config), "service": _scheduler_service(name)},
+            "worker": {
+                "replicas": config.num_nodes,
+                "spec": merge_pod(_worker_pod(config, name), config.pod_template),
+            },
+        },
+    }
+
+
+def network_policy(name: str, uid: str, driver: Driver | None = None) -> dict[str, Any]:
+    """The NetworkPolicy by which only the cluster's own pods, its driver and the operator reach the cluster's pods.
+
+    A Dask scheduler runs what anyone who reaches it sends. Kubernetes deletes the policy with the cluster.
+
+    Args:
+        uid: of the DaskCluster called `name`.
+        driver: its labels tell its pod from others; where it has none, any pod of the namespace may be the driver. None
+            is a driver outside Kubernetes, which comes by a port that the API server forwards.
+    """
+    own = {"dask.org/cluster-name": name}
+    ports = [{"protocol": "TCP", "port": port} for port in (SCHEDULER_PORT, DASHBOARD_PORT)]
+    operator = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": OPERATOR_NAMESPACE}}}
+    callers: list[dict[str, Any]] = [operator]
+    if driver is not None:
+        callers.append({"podSelector": {"matchLabels": dict(driver.labels)} if driver.labels else {}})
+    return {
+        "apiVersion": f"{POLICY_GROUP}/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {
+            "name": name,
+            "labels": {"app.kubernetes.io/name": "flyte-ddp", **MANAGED_BY},
+            "ownerReferences": [
+                {"apiVersion": f"{GROUP}/{VERSION}", "kind": "DaskCluster", "name": name, "uid": uid},
+            ],
+        },
+        "spec": {
+            "podSelector": {"matchLabels": own},
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                {"from": [{"podSelector": {"matchLabels": own}}]},  # on any port: the ranks choose theirs
+                {"from": callers, "ports": ports},
+            ],
+        },
+    }
+
+
+def scheduler_name(name: str) -> str:
+    """What the operator calls the Service, and the Deployment, of the cluster's scheduler."""
+    return f"{name}-scheduler"
+
+
+def merge_pod(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
+    """`override` over `base`: mappings key by key, lists of named things by name, None removes, the rest replaces."""
+    merged = dict(base)
+    for key, value in override.items():
+        old = merged.get(key)
+        if value is None:
+            merged.pop(key, None)
+        elif isinstance(value, Mapping):
+            merged[key] = merge_pod(old if isinstance(old, Mapping) else {}, value)
+        elif isinstance(value, list) and isinstance(old, list):
+            merged[key] = _merge_list(old, value, MERGE_KEYS.get(key, "name"))
+        else:
+            merged[key] = value
+    return merged
+
+
+def _merge_list(base: list[Any], override: list[Any], key: str) -> list[Any]:
+    if not all(isinstance(each, Mapping) and key in each for each in [*base, *override]):
+        return override
+    merged = {each[key]: dict(each) for each in base}
+    for each in override:
+        merged[each[key]] = merge_pod(merged.get(each[key], {}), each)
+    return list(merged.values())
+
+
+def _worker_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
+    resources = _resources(config.worker_cpus, config.worker_memory)
+    if config.gpus_per_node:
+        resources[config.gpu_resource] = str(config.gpus_per_node)
+    variables = {**WRITABLE_HOME, **_variables(dask_config(config)), **config.env}
+    container: dict[str, Any] = {
+        "name": "worker",
+        "image": config.image,
+        "imagePullPolicy": config.image_pull_policy,
+        # No memory limit of Dask's: it would pause or kill a supervisor for what its ranks need.
+        "args": ["dask", "worker", "--name", "$(DASK_WORKER_NAME)", "--nthreads", "1", "--memory-limit", "0"],
+        "env": _environment(variables),
+        "resources": {"requests": resources, "limits": dict(resources)},
+        "securityContext": _container_security(),
+        "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}, dict(TEMPORARY_MOUNT)],
+    }
+    if config.env_from_secrets:
+        container["envFrom"] = [{"secretRef": {"name": secret}} for secret in config.env_from_secrets]
+    labels = {"dask.org/cluster-name": name, "dask.org/component": "worker"}
+    pod: dict[str, Any] = {
+        **_pod_basics(config),
+        "containers": [container],
+        "volumes": [
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": config.shared_memory}},
+            dict(TEMPORARY_VOLUME),
+        ],
+        # A node's loss should cost one worker. Spread where possible only: two workers may share a node that has room.
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": labels},
+            }
+        ],
+    }
+    if config.node_selector:
+        pod["nodeSelector"] = dict(config.node_selector)
+    if config.tolerations:
+        pod["tolerations"] = [dict(toleration) for toleration in config.tolerations]
+    return pod
+
+
+def _scheduler_pod(config: ClusterConfig) -> dict[str, Any]:
+    """Small, without GPU, and free of the workers' node selector and tolerations, which tend to name GPU nodes."""
+    resources = _resources(config.scheduler_cpus, config.scheduler_memory)
+    settings = {**dask_config(config), "distributed.scheduler.http.routes": SCHEDULER_ROUTES}
+    variables = {**WRITABLE_HOME, **_variables(settings)}
+    health = {"httpGet": {"port": "http-dashboard", "path": "/health"}}
+    container = {
+        "name": "scheduler",
+        "image": config.image,
+        "imagePullPolicy": config.image_pull_policy,
+        "args": ["dask", "scheduler", "--host", "0.0.0.0"],
+        "env": _environment(variables),
+        "resources": {"requests": resources, "limits": dict(resources)},
+        "securityContext": _container_security(),
+        "ports": [
+            {"name": "tcp-comm", "containerPort": SCHEDULER_PORT, "protocol": "TCP"},
+            {"name": "http-dashboard", "containerPort": DASHBOARD_PORT, "protocol": "TCP"},
+        ],
+        "readinessProbe": {**health, "periodSeconds": 1, "timeoutSeconds": 5},
+        "livenessProbe": {**health, "initialDelaySeconds": 60, "periodSeconds": 20, "timeoutSeconds": 10},
+        "volumeMounts": [dict(TEMPORARY_MOUNT)],
+    }
+    return {**_pod_basics(config), "containers": [container], "volumes": [dict(TEMPORARY_VOLUME)]}
+
+
+def _scheduler_service(name: str) -> dict[str, Any]:
+    return {
+        "type": "ClusterIP",
+        "selector": {"dask.org/cluster-name": name, "dask.org/component": "scheduler"},
+        "ports": [
+            {"name": port_name, "protocol": "TCP", "port": port, "targetPort": port_name}
+            for port_name, port in (("tcp-comm", SCHEDULER_PORT), ("http-dashboard", DASHBOARD_PORT))
+        ],
+    }
+
+
+def _pod_basics(config: ClusterConfig) -> dict[str, Any]:
+    pod: dict[str, Any] = {
+        "automountServiceAccountToken": False,  # neither scheduler nor worker talks to Kubernetes
+        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+    }
+    if config.service_account:
+        pod["serviceAccountName"] = config.service_account
+    if config.image_pull_secrets:
+        pod["imagePullSecrets"] = [{"name": secret} for secret in config.image_pull_secrets]
+    return pod
+
+
+def _container_security() -> dict[str, Any]:
+    return {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+    }
+
+
+def _resources(cpus: float, memory: str) -> dict[str, str]:
+    millicores = round(cpus * 1000)
+    return {"cpu": f"{millicores}m" if millicores % 1000 else str(millicores // 1000), "memory": memory}
+
+
+def _variables(dask_settings: Mapping[str, Any]) -> dict[str, str]:
+    """Settings of Dask as environment variables, which Dask reads as Python literals."""
+    return {
+        "DASK_" + key.upper().replace("-", "_").replace(".", "__"): value if isinstance(value, str) else repr(value)
+        for key, value in dask_settings.items()
+    }
+
+
+def _environment(variables: Mapping[str, str]) -> list[dict[str, str]]:
+    return [{"name": key, "value": value} for key, value in variables.items()]

@@ -1,0 +1,70 @@
+"""What the runs that train side by side on one cluster share: its workers, and a copy of the data.
+
+Knows neither models nor attempts. A worker belongs to one run at a time, from before its attempt begins until it has
+ended; a run that finds none free waits for its turn, which is no reason to complain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+
+from flyte_ddp.launch.dask.gang import Worker
+from flyte_ddp.storage import Storage
+
+
+class Pool:
+    """The workers of a cluster, of which each run takes one, and the place of what all runs need.
+
+    Args:
+        shared: URL of a directory that every worker reaches.
+    """
+
+    def __init__(self, shared: str) -> None:
+        self.shared = Storage(shared)
+        self._claims: dict[str, Worker] = {}  # by the run that holds it
+        self._lock = threading.Lock()
+        self._archive = ""
+        self._archiving = threading.Lock()
+
+    def claim(self, run: str, workers: Sequence[Worker], num_gpus: int) -> list[Worker]:
+        """A worker that is idle and nobody else's, as `run`'s own until it releases it; none where there is none.
+
+        It comes with its share of what its host has: the cores are shared evenly among the `workers` there, which are
+        all that answer, and of GPUs that several of them were given it has `num_gpus` that no other run uses.
+        """
+        with self._lock:
+            taken = list(self._claims.values())
+            for each in workers:
+                if each.is_busy or any(each.address == other.address for other in taken):
+                    continue
+                in_use = {gpu for other in taken if other.host == each.host for gpu in other.gpus}
+                gpus = tuple(gpu for gpu in each.gpus if gpu not in in_use)
+                if len(gpus) < num_gpus <= len(each.gpus):
+                    continue  # in use by a neighbour
+                num_neighbours = sum(other.host == each.host for other in workers)
+                cores = max(1, each.num_cores // num_neighbours)
+                self._claims[run] = dataclasses.replace(each, num_cores=cores, gpus=gpus[:num_gpus])
+                return [self._claims[run]]
+            return []
+
+    def release(self, run: str) -> None:
+        """Give back what `run` has claimed, if anything."""
+        with self._lock:
+            self._claims.pop(run, None)
+
+    def is_in_use(self) -> bool:
+        """Whether any run has a worker, so that another may become free."""
+        return bool(self._claims)
+
+    def archive(self, upload: Callable[[], str]) -> str:
+        """The URL of the copy of the data, which the first that asks makes by `upload`."""
+        with self._archiving:
+            self._archive = self._archive or upload()
+            return self._archive
+
+    def close(self) -> None:
+        """Remove the copy of the data."""
+        if self._archive:
+            self.shared.delete(self._archive.rpartition("/")[2])

@@ -1,0 +1,214 @@
+"""What the driver puts into a Dask worker: a plugin that runs the node's supervisor and passes words up and down.
+
+It travels by value, code and all, because the worker may have another version of this package, or none. So it imports
+nothing from here, and all that knows of training runs in a process of its own (node.py) from the code that the plugin
+brings along. That process dies with the worker's: it reads its orders from a pipe, and the pipe ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import io
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from dask.system import CPU_COUNT
+from distributed import Worker, WorkerPlugin, get_worker
+from distributed.comm import get_address_host
+
+END_GRACE = 10.0  # seconds for a supervisor whose pipe was closed to end its ranks and itself
+
+# Set by Dask for tasks that share a process with others; a rank has its share of the cores to itself.
+DASK_THREAD_LIMITS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+# The shipped code comes before everything else, also before the working directory.
+BOOTSTRAP = "import sys; sys.path.insert(0, sys.argv[1]); from flyte_ddp.launch.dask.node import main; main()"
+
+
+@dataclass
+class Supervisor:
+    """A process with node.py in it, and the ends of the pipes to it."""
+
+    process: subprocess.Popen[bytes]
+    words: BinaryIO
+    messages: BinaryIO
+
+    def end(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self.words.close()  # which tells it to end its ranks
+        self.messages.close()
+        try:
+            self.process.wait(END_GRACE)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class NodePlugin(WorkerPlugin):  # type: ignore[misc]
+    """One run's presence in one worker.
+
+    Args:
+        name: of the run, and of the plugin.
+        code: a zip of packages and modules, what the supervisor and the ranks import before all else.
+    """
+
+    directory: str
+    worker: Worker
+
+    def __init__(self, name: str, code: bytes) -> None:
+        self.name = name
+        self.code = code
+        self.admitted: dict[str, socket.socket | None] = {}  # attempts whose supervisor has not been started yet
+        self.supervisors: dict[str, Supervisor] = {}
+
+    def setup(self, worker: Worker) -> None:
+        self.worker = worker
+        digest = hashlib.sha256(self.code).hexdigest()[:16]
+        self.directory = os.path.join(worker.local_directory, f"code-{digest}")
+        if not os.path.exists(self.directory):
+            with zipfile.ZipFile(io.BytesIO(self.code)) as archive:
+                archive.extractall(self.directory)
+        self.code = b""
+        # A call of its own, as Dask's extensions have them: for `Client.run` the worker would log a line every second.
+        worker.handlers[self.name] = self.tell
+
+    def teardown(self, worker: Worker) -> None:
+        """Called when the worker closes in good order, and at the end of the run."""
+        worker.handlers.pop(self.name, None)
+        self._clear()
+
+    def admit(self, attempt: str, meets_here: bool) -> tuple[str, int]:
+        """Make ready for an attempt, which ends what is left of earlier ones here.
+
+        Returns:
+            The rendezvous' host and port where `meets_here`. The port is bound now and stays so until rank 0 takes it
+            over: nobody else can get it in between.
+        """
+        self._clear()
+        host = get_address_host(self.worker.address)
+        listener = None
+        if meets_here:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = socket.create_server((host, 0), family=family, backlog=1024)
+        self.admitted[attempt] = listener
+        return host, listener.getsockname()[1] if listener else 0
+
+    def supervise(self, attempt: str, order: bytes, topic: str) -> str:
+        """Run the supervisor to its end, passing on as events of `topic` what it says. Returns how its process ended.
+
+        Raises:
+            RuntimeError: the attempt was not admitted here, or has been run. Dask runs a task again when a worker comes
+                back under the address of a dead one, but an attempt that lost a node is over.
+        """
+        if attempt not in self.admitted:
+            raise RuntimeError("this worker is not the one that was admitted to the attempt")
+        supervisor = self._start(self.admitted.pop(attempt))
+        self.supervisors[attempt] = supervisor
+        try:
+            supervisor.words.write(order)
+            supervisor.words.flush()
+            while True:
+                self.worker.log_event(topic, pickle.load(supervisor.messages))
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+            pass  # it has ended, in good order or in the middle of a word
+        finally:
+            supervisor.end()
+            self.supervisors.pop(attempt, None)
+        code = supervisor.process.returncode
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def tell(self, attempt: str, words: str) -> None:
+        """Pass a line on to the supervisor, if it is there."""
+        if supervisor := self.supervisors.get(attempt):
+            with contextlib.suppress(BrokenPipeError, ValueError):  # it has just ended
+                supervisor.words.write(f"{words}\n".encode())
+                supervisor.words.flush()
+
+    def _start(self, listener: socket.socket | None) -> Supervisor:
+        environment = {name: value for name, value in os.environ.items() if name not in DASK_THREAD_LIMITS}
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        # Not its standard input and output, into which whatever it imports may print.
+        words_in, words = os.pipe()
+        messages, messages_out = os.pipe()
+        handed_over = [words_in, messages_out, *([listener.fileno()] if listener else [])]
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-c", BOOTSTRAP, self.directory, self.worker.local_directory, *map(str, handed_over)],
+                stdin=subprocess.DEVNULL,
+                stdout=sys.__stderr__,
+                env=environment,
+                pass_fds=handed_over,
+                start_new_session=True,  # a Ctrl-C on the terminal is for the driver, which asks for a last checkpoint
+            )
+        finally:
+            os.close(words_in)
+            os.close(messages_out)
+            if listener:
+                listener.close()
+        return Supervisor(process, os.fdopen(words, "wb"), os.fdopen(messages, "rb"))
+
+    def _clear(self) -> None:
+        for listener in self.admitted.values():
+            if listener:
+                listener.close()
+        self.admitted.clear()
+        for supervisor in list(self.supervisors.values()):
+            supervisor.process.kill()  # its ranks end themselves when their pipe to it does
+
+
+# --- What the driver runs in the worker, by value ------------------------------------------------------------------
+
+
+def introduce(plugin: str, dask_worker: Worker) -> dict[str, Any]:
+    """What the driver has to know of this worker."""
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if devices is None:
+        devices = ",".join(sorted(path.removeprefix("/dev/nvidia") for path in glob.glob("/dev/nvidia[0-9]*")))
+    return {
+        "host": get_address_host(dask_worker.address),
+        "num_cores": CPU_COUNT,
+        "gpus": [device for device in devices.split(",") if device],
+        "has_plugin": plugin in dask_worker.plugins,
+        "is_busy": dask_worker.state.executing_count >= dask_worker.state.nthreads,
+    }
+
+
+async def install(name: str, code: bytes, dask_worker: Worker) -> None:
+    # Made here: Dask pickles a function by value where it is told to, but its arguments by reference.
+    await dask_worker.plugin_add(plugin=NodePlugin(name, code), name=name, catch_errors=False)
+
+
+async def uninstall(name: str, dask_worker: Worker) -> None:
+    if name in dask_worker.plugins:
+        await dask_worker.plugin_remove(name=name)
+
+
+def call(plugin: str, method: str, *arguments: Any, dask_worker: Worker) -> Any:
+    """Call a method of the plugin on the worker's event loop."""
+    return getattr(dask_worker.plugins[plugin], method)(*arguments)
+
+
+def supervise(plugin: str, attempt: str, order: bytes, topic: str) -> str:
+    """The task of a node, in one of the worker's threads, for as long as the attempt lasts."""
+    node: NodePlugin | None = get_worker().plugins.get(plugin)
+    if node is None:
+        raise RuntimeError("this worker is not the one that was admitted to the attempt")
+    return node.supervise(attempt, order, topic)
+
+
+def holds_file(path: str, contents: bytes) -> bool:
+    """Whether this machine has a file at `path` with these `contents`: the same directory, or a copy of it."""
+    try:
+        with open(path, "rb") as file:
+            return file.read() == contents
+    except OSError:
+        return False

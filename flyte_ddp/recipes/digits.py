@@ -1,0 +1,70 @@
+"""Recipe `digits`: scikit-learn's bundled handwritten digits, 1,797 images of 8x8 pixels. Real data, no download."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+from collections import OrderedDict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flyte_ddp.errors import DataError
+from flyte_ddp.recipes.arrays import load_images, save_images
+from flyte_ddp.recipes.base import Recipe
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.data import Dataset
+
+NUM_HELD_OUT = 360  # a fifth, drawn once and for all with SPLIT_SEED
+SPLIT_SEED = 0
+
+
+class Digits(Recipe):
+    """A small CNN on scikit-learn's digits; about 99 % of the held-out fifth are recognized after ten epochs."""
+
+    defaults = {"epochs": 10, "global_batch_size": 32, "learning_rate": 3e-3, "schedule": "one_cycle"}
+
+    def prepare(self, source: str, directory: Path) -> str:
+        """Write `train.npz` and `test.npz`: images (N, 8, 8) in bytes from 0 to 255, labels (N,)."""
+        import numpy as np
+
+        if source:
+            raise DataError(f"data: {source!r} cannot be used: recipe digits trains on scikit-learn's own images only")
+        # The file is read where it lies: importing sklearn.datasets to do the same takes 3 s.
+        package = importlib.util.find_spec("sklearn")
+        if package is None or package.origin is None:
+            raise DataError("data: scikit-learn, which carries the digits, is not installed")
+        file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+        try:
+            with gzip.open(file, "rt") as lines:
+                table = np.loadtxt(lines, delimiter=",", dtype=np.int16)
+        except (OSError, ValueError) as error:
+            raise DataError(f"data: {file} cannot be read: {error}; reinstall scikit-learn") from error
+        images = (table[:, :64].reshape(-1, 8, 8) * 255 // 16).astype(np.uint8)  # levels 0 to 16 in the file
+        labels = table[:, 64].astype(np.int64)
+        order = np.random.RandomState(SPLIT_SEED).permutation(len(labels))
+        test, train = order[:NUM_HELD_OUT], order[NUM_HELD_OUT:]
+        save_images(directory / "train.npz", images[train], labels[train])
+        save_images(directory / "test.npz", images[test], labels[test])
+        return f"scikit-learn's handwritten digits: {len(train):,} training and {len(test):,} held-out images of 8x8"
+
+    def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
+        return load_images(directory / "train.npz"), load_images(directory / "test.npz")
+
+    def model(self) -> nn.Module:
+        from torch import nn
+
+        return nn.Sequential(
+            OrderedDict(
+                conv1=nn.Conv2d(1, 32, kernel_size=3, padding=1),
+                relu1=nn.ReLU(),
+                conv2=nn.Conv2d(32, 64, kernel_size=3, padding=1),
+                relu2=nn.ReLU(),
+                pool2=nn.MaxPool2d(2),
+                flatten=nn.Flatten(),
+                fc1=nn.Linear(64 * 4 * 4, 128),
+                relu3=nn.ReLU(),
+                fc2=nn.Linear(128, 10),
+            )
+        )

@@ -1,0 +1,129 @@
+"""torchvision's classification models with a last layer for other classes, and the weights to begin with."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+
+from flyte_ddp.errors import DataError
+from flyte_ddp.recipes.quick_torchvision import import_torchvision
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# Known without importing torchvision. Others are looked up.
+COMMON = ("resnet18", "resnet34", "resnet50", "mobilenet_v3_small", "mobilenet_v3_large", "vit_b_16")
+NOT_PLAIN = ("googlenet", "inception_v3", "maxvit_t")  # more outputs than logits, or demands of their own
+
+
+def check_architecture(name: str) -> None:
+    """Raise DataError where torchvision has no model called `name` whose outputs are logits."""
+    if name in COMMON:
+        return
+    models = import_torchvision().models
+    accepted = [model for model in models.list_models(models) if model not in NOT_PLAIN]
+    if name not in accepted:
+        raise DataError(f"architecture: {name!r} is unknown; accepted are {', '.join(accepted)}")
+
+
+def patch_size(architecture: str) -> int:
+    """Pixels of which the sides of the model's images must be a multiple."""
+    found = re.fullmatch(r"vit_[a-z]_(\d+)", architecture)
+    return int(found[1]) if found else 1
+
+
+def build_model(architecture: str, num_classes: int, image_size: int) -> tuple[nn.Module, str]:
+    """The model with fresh weights, and the name of its last layer, which gives the logits."""
+    from torch import nn
+
+    options = {"image_size": image_size} if architecture.startswith("vit_") else {}
+    models = import_torchvision().models
+    model: nn.Module = models.get_model(architecture, weights=None, num_classes=num_classes, **options)
+    with_logits = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, nn.Conv2d)) and module.weight.shape[0] == num_classes
+    ]
+    return model, with_logits[-1]
+
+
+def freeze_all_but(model: nn.Module, head: str) -> None:
+    """Leave only the parameters of layer `head` to be trained."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = name.startswith(head + ".")
+
+
+def fetch_weights(weights: str, architecture: str, file: Path) -> None:
+    """Have the state dict that `weights` means in `file`: torchvision's for "default", else that at the path or URL.
+
+    Raises:
+        DataError: it cannot be fetched.
+    """
+    if weights == "default":
+        _fetch_default(architecture, file)
+        return
+    try:
+        with fsspec.open(weights, "rb") as source, open(file, "wb") as target:
+            shutil.copyfileobj(source, target)
+    except Exception as error:  # every file system has errors of its own
+        raise DataError(
+            f"weights: {weights!r} cannot be read: {type(error).__name__}: {error}; accepted are none, default, or the "
+            "path or URL of a state dict"
+        ) from error
+
+
+def _fetch_default(architecture: str, file: Path) -> None:
+    import torch
+
+    url = import_torchvision().models.get_model_weights(architecture).DEFAULT.url
+    name = url.rpartition("/")[2]
+    kept = Path(torch.hub.get_dir()) / "checkpoints" / name  # torch's own cache
+    try:
+        if not kept.exists():
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            # The name ends with the beginning of the contents' SHA-256.
+            torch.hub.download_url_to_file(url, str(kept), hash_prefix=kept.stem.rpartition("-")[2], progress=False)
+        shutil.copyfile(kept, file)
+    except (OSError, RuntimeError) as error:  # RuntimeError: another sum
+        raise DataError(
+            f"weights: 'default' cannot be fetched from {url}: {error}; accepted are also none, or the path or URL of "
+            "a state dict within reach"
+        ) from error
+
+
+def load_weights(model: nn.Module, head: str, file: Path, weights: str) -> None:
+    """Load the state dict in `file`, but not a last layer that is for other classes.
+
+    Args:
+        weights: what the user called it, for errors.
+
+    Raises:
+        DataError: it is no state dict of tensors, or one of another model.
+    """
+    import torch
+
+    accepted = "accepted is a state dict of the same model"
+    try:
+        state: Any = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"weights: {weights!r} is damaged or more than tensors: {reason}; {accepted}") from error
+    if not isinstance(state, dict):
+        raise DataError(f"weights: {weights!r} holds a {type(state).__name__}; {accepted}")
+    own = model.state_dict()
+    fitting = {
+        name for name in own if isinstance(state.get(name), torch.Tensor) and state[name].shape == own[name].shape
+    }
+    wrong = sorted(name for name in own.keys() - fitting if not name.startswith(head + "."))
+    wrong += sorted(str(name) for name in state.keys() - own.keys())
+    if wrong:
+        raise DataError(
+            f"weights: {weights!r} is of another model: {len(wrong)} entries are missing, unknown or of another shape, "
+            f"such as {', '.join(wrong[:3])}; {accepted}"
+        )
+    model.load_state_dict({**own, **{name: state[name] for name in fitting}})

@@ -1,0 +1,264 @@
+"""Recipe `image_folder`: transfer learning on a directory with a folder of images for each class, at any fsspec URL.
+
+`prepare` lists the images and writes down which there are. They are read where they lie, sample by sample, so on a
+cluster every node must reach the URL.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from flyte_ddp.errors import DataError
+from flyte_ddp.events import Prediction
+from flyte_ddp.recipes import shapes
+from flyte_ddp.recipes.base import Recipe
+from flyte_ddp.recipes.image_folder.files import (
+    Access,
+    FileReader,
+    UnreadableImage,
+    decoded,
+    list_files,
+    refuse_credentials,
+)
+from flyte_ddp.recipes.image_folder.index import ImageList, read_index, split_images, write_index
+from flyte_ddp.recipes.image_folder.models import (
+    build_model,
+    check_architecture,
+    fetch_weights,
+    freeze_all_but,
+    load_weights,
+    patch_size,
+)
+from flyte_ddp.recipes.quick_torchvision import import_torchvision
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.utils.data import Dataset
+
+IMAGE_SIZE = 224  # pixels: what torchvision's weights were trained with
+MEAN, STANDARD_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as torchvision's weights want
+SMALLEST_CROP = (0.35, 1.0)  # share of an image's area; torchvision's 0.08 is for training from nothing, for long
+MOST_STAND_INS = 10  # images of a class tried in place of one; if none can be read, it is not the image's fault
+SHOWN_SIZE, SHOWN_SCORES = 64, 10  # of a prediction in the report: pixels of a side, likeliest classes
+OWN_IMAGES, WEIGHTS = "images", "weights.pt"  # in the directory of the prepared data
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class ImageFolder(Recipe):
+    """A torchvision model with a new last layer on images of yours.
+
+    Raises:
+        ValueError: an option outside what stands beside it.
+    """
+
+    architecture: str = "resnet18"  # of torchvision's classification models, such as mobilenet_v3_small or vit_b_16
+    weights: str = "none"  # to begin with: none, default (torchvision's), or the path or URL of a state dict
+    trainable: str = "all"  # what is trained: all, or head (the last layer)
+    image_size: int = 0  # pixels of each side of what the model sees; 0 is 224, and for the drawn images their own 64
+    augment: bool = True  # crop and flip training images by chance
+    held_out: float = 0.2  # share of the images, where there is no directory of held-out ones; in (0, 1)
+    min_images: int = 2  # training images that each class must have, >= 1
+    unreadable: str = "fail"  # what an image that cannot be read does: fail, or skip (another of its class stands in)
+    endpoint_url: str = ""  # of an object store other than Amazon's or Google's
+    anonymous: bool = False  # no credentials, for public buckets; else they come from the environment
+    timeout: float = 30.0  # seconds for one try at one image, > 0
+    num_tries: int = 5  # at one image, >= 1
+    concurrent_reads: int = 8  # images that each loader process has on their way at once, >= 1
+    cache: str = ""  # local directory in which each node keeps the images it has read; "" for none
+
+    defaults = {
+        "epochs": 5,
+        "global_batch_size": 32,
+        "evaluation_batch_size": 64,
+        "learning_rate": 1e-3,
+        "weight_decay": 1e-4,
+        "schedule": "one_cycle",
+        "data_workers": 2,
+    }
+
+    def __post_init__(self) -> None:
+        for name, holds, accepted in (
+            ("trainable", self.trainable in ("all", "head"), "all or head"),
+            ("unreadable", self.unreadable in ("fail", "skip"), "fail or skip"),
+            ("image_size", self.image_size == 0 or self.image_size >= 16, "0, or at least 16 pixels"),
+            ("held_out", 0 < self.held_out < 1, "a share above 0 and below 1"),
+            ("timeout", 0 < self.timeout < math.inf, "a finite number above 0"),
+            *(
+                (name, getattr(self, name) >= 1, "a whole number of at least 1")
+                for name in ("min_images", "num_tries", "concurrent_reads")
+            ),
+        ):
+            if not holds:
+                raise ValueError(f"{name}: {getattr(self, name)!r} is out of range; accepted is {accepted}")
+        patch = patch_size(self.architecture)
+        if self.image_size % patch:
+            raise ValueError(f"image_size: {self.image_size} is out of range; accepted is a multiple of {patch}")
+        for name in ("endpoint_url", "weights"):
+            refuse_credentials(name, getattr(self, name))
+        # What `datasets` finds out and `model` needs.
+        self._directory = Path()
+        self._image_size = 0
+
+    def prepare(self, source: str, directory: Path) -> str:
+        """Write which images there are, of which class and for which purpose, and the weights to begin with.
+
+        Args:
+            source: a directory or URL with either `train` and `val` (or `test`) or the classes' folders themselves, of
+                whose images a share is then held out; "" draws images of four shapes.
+        """
+        check_architecture(self.architecture)
+        if source:
+            url, files = list_files(source, self._access())
+        else:
+            shapes.draw_images(directory / OWN_IMAGES)
+            url, files = OWN_IMAGES, list_files(str(directory / OWN_IMAGES), Access())[1]
+            # The time at which they were drawn does not make them others.
+            files = [dataclasses.replace(file, version="") for file in files]
+        train, test, description = split_images(source or OWN_IMAGES, files, self.held_out, self.min_images)
+        image_size = self.image_size or (IMAGE_SIZE if source else shapes.SIZE)
+        write_index(directory, url, image_size, train, test)
+        if self.weights != "none":
+            fetch_weights(self.weights, self.architecture, directory / WEIGHTS)
+            self.datasets(directory)
+            self.model()  # tells whether they fit before anything waits for a GPU
+        return f"{description}, " + (f"read from {url}" if source else "drawn here")
+
+    def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
+        """The images in bytes, (3, S, S), and the numbers of their classes."""
+        index = read_index(directory)
+        self.class_names = index.classes
+        self._directory, self._image_size = directory, index.image_size
+        if index.url == OWN_IMAGES:
+            reader = FileReader(str(directory / OWN_IMAGES), Access())
+        else:
+            reader = FileReader(index.url, self._access(), self.concurrent_reads, self.cache)
+        skips = self.unreadable == "skip"
+        train = Images(index.train, index.classes, reader, index.image_size, self.augment, skips)
+        test = Images(index.test, index.classes, reader, index.image_size, False, skips)
+        return cast("tuple[Dataset[Any], Dataset[Any]]", (train, test))
+
+    def model(self) -> nn.Module:
+        """The architecture with a last layer for the classes. `datasets`, which finds them, must be called before."""
+        if not self.class_names:
+            raise RuntimeError("image_folder: model() is called before datasets(), which finds out the classes")
+        model, head = build_model(self.architecture, len(self.class_names), self._image_size)
+        if self.weights != "none":
+            load_weights(model, head, self._directory / WEIGHTS, self.weights)
+        if self.trainable == "head":
+            freeze_all_but(model, head)
+        return model
+
+    def inputs(self, batch: Tensor) -> Tensor:
+        pixels = super().inputs(batch)
+        mean, deviation = (pixels.new_tensor(values).view(3, 1, 1) for values in (MEAN, STANDARD_DEVIATION))
+        return pixels.sub_(mean).div_(deviation)
+
+    def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
+        """As usual, but with small images and the likeliest classes only: this travels to the report."""
+        from torch.nn import functional
+
+        if batch.shape[-1] > SHOWN_SIZE:
+            small = functional.interpolate(batch.float(), size=SHOWN_SIZE, mode="bilinear", antialias=True)
+            batch = small.round_().clamp_(0, 255).to(batch.dtype)
+        return [
+            dataclasses.replace(shown, scores=dict(Counter(shown.scores).most_common(SHOWN_SCORES)))
+            for shown in super().predictions(batch, outputs, targets)
+        ]
+
+    def _access(self) -> Access:
+        return Access(self.endpoint_url, self.anonymous, self.timeout, self.num_tries)
+
+
+class Images:
+    """One split as samples: (image in bytes (3, S, S), number of its class).
+
+    An image that cannot be read is either fatal or, with `skips`, replaced by the next of its class that can. It is not
+    left out: every rank has to bring to a step as many samples as the others count on, and which image stands in is
+    the same for every number of ranks and after a restart.
+    """
+
+    def __init__(
+        self,
+        images: ImageList,
+        classes: Sequence[str],
+        reader: FileReader,
+        image_size: int,
+        augments: bool,
+        skips: bool,
+    ) -> None:
+        import torch
+
+        self.images = images
+        self.classes = classes
+        self.reader = reader
+        self.image_size = image_size
+        self.augments = augments
+        self.skips = skips
+        # How often each was replaced, in memory that the loader processes share. A sample is loaded by one at a time.
+        self._replaced = torch.zeros(len(images), dtype=torch.int32).share_memory_()
+        self._ahead: dict[int, bytes | UnreadableImage] = {}
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def num_replaced(self) -> int:
+        """Samples asked for so far, by all loader processes of this rank, for which another image stood in."""
+        return int(self._replaced.sum())
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """Fetch what the next calls of `__getitem__` will ask for, all at once."""
+        contents = self.reader.read_all([self.images.file(sample) for sample in indices])
+        self._ahead = dict(zip(indices, contents, strict=True))
+
+    def __getitem__(self, sample: int) -> tuple[Tensor, int]:
+        try:
+            image = self._image(sample)
+        except UnreadableImage as error:
+            if not self.skips:
+                raise
+            image = self._stand_in(sample, error)
+        transforms = import_torchvision().transforms
+        size = self.image_size
+        if self.augments:
+            image = transforms.RandomHorizontalFlip()(transforms.RandomResizedCrop(size, SMALLEST_CROP)(image))
+        else:
+            # All but an eighth of the shorter side, as torchvision's own evaluation has it.
+            image = transforms.CenterCrop(size)(transforms.Resize(size * 8 // 7)(image))
+        return transforms.PILToTensor()(image), int(self.images.labels[sample])
+
+    def _image(self, sample: int) -> Any:
+        file = self.images.file(sample)
+        contents = self._ahead.pop(sample, None)
+        if contents is None:
+            contents = self.reader.read(file)
+        if isinstance(contents, UnreadableImage):
+            raise contents
+        try:
+            return decoded(contents)
+        except Exception as error:  # of any kind: a damaged file can fail anywhere in the reading
+            raise UnreadableImage(f"data: {self.reader.join(file)} is no image that can be read: {error}") from error
+
+    def _stand_in(self, sample: int, error: UnreadableImage) -> Any:
+        """The next image of the class of `sample` that can be read."""
+        if not self._replaced[sample]:
+            logger.warning("%s; another image of its class stands in for it", error)
+        self._replaced[sample] += 1
+        label = self.images.labels[sample]
+        (same_class,) = (self.images.labels == label).nonzero()
+        following = [*same_class[same_class > sample], *same_class[same_class < sample]]
+        for other in following[:MOST_STAND_INS]:
+            try:
+                return self._image(int(other))
+            except UnreadableImage as next_error:
+                error = next_error
+        raise DataError(f"{error}; nor can the images that follow it in class {self.classes[label]!r}") from error

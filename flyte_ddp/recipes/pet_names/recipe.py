@@ -1,0 +1,293 @@
+"""Recipes `pet_names` and `pet_name_windows`: the pet-name tutorial's letter-by-letter LSTM on its data in two forms.
+
+`pet_names` takes names whole, so that every letter is a target exactly once. `pet_name_windows` takes them as the
+tutorial does, one window of eight letters for every letter, and computes each letter up to eight times. Both measure
+the same on the held-out names: nats per letter, each letter and each end of a name counted once, so that their runs
+compare.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import importlib.resources
+import io
+import json
+import re
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from flyte_ddp.errors import DataError
+from flyte_ddp.events import Prediction
+from flyte_ddp.recipes.base import Recipe
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor, nn
+    from torch.utils.data import Dataset
+
+# The tutorial's 31 characters in its order: * stands for no letter (yet), + for the end of the name.
+ALPHABET = "*+abcdefghijklmnopqrstuvwxyz-. "
+BLANK, END = ALPHABET.index("*"), ALPHABET.index("+")
+IGNORED = 255  # at places in the targets that are none
+WINDOW = 8  # letters that the tutorial's model looks back
+
+TRAINING_NAMES = "training_names.txt"  # what `prepare` leaves for whoever must not repeat them: one a line, each once
+NAME_COLUMNS = ("animal's name", "name")  # of a CSV file, lower-cased; the first is the Seattle register's
+LONGEST = 40  # characters; the register's longest name has 37
+FEWEST = 20  # distinct names
+HELD_OUT_SHARE = 10  # one in so many distinct names
+
+
+class PetNames(Recipe):
+    """A 4-layer LSTM, 128 wide, on whole names.
+
+    Samples are rows of bytes, both (T,) with T the longest name's length + 1: as input `BLANK` and then the letters, as
+    target the letters and then `END`, padded with `BLANK` and `IGNORED`.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {
+        "epochs": 20,
+        "global_batch_size": 32,
+        "learning_rate": 4e-3,
+        "schedule": "one_cycle",
+        "gradient_clip_norm": 1.0,
+    }
+    class_names: Sequence[str] = (
+        "(nothing)",
+        "(end)",
+        *ALPHABET[2:-3],
+        "(hyphen)",
+        "(full stop)",
+        "(space)",
+    )
+
+    def prepare(self, source: str, directory: Path) -> str:
+        """Write `train.npz` and `test.npz`, and the distinct training names to `TRAINING_NAMES`.
+
+        A tenth of the distinct names is held out, chosen by a hash of the name, so never one that is trained on.
+        Training keeps every name as often as it occurs; a held-out name counts once.
+
+        Args:
+            source: a local path or any fsspec URL of a CSV file with a column "Animal's Name" or "name", a JSON list of
+                strings, or text with a name a line, each of them packed with gzip or not; "" takes the recipe's list.
+        """
+        import numpy as np
+
+        raw = _read(source) if source else importlib.resources.files(__package__).joinpath("names.txt").read_text()
+        names, left_out = _usable(_parsed(raw, source) if source else raw.splitlines())
+        distinct = sorted(set(names), key=lambda name: hashlib.sha256(name.encode()).digest())
+        where = source or "names.txt, the recipe's own list"
+        if len(distinct) < FEWEST:
+            raise DataError(
+                f"data: {where} has {len(distinct)} usable names{left_out}; accepted are at least {FEWEST} distinct "
+                f"names of the letters a to z, hyphen, full stop and space, of at most {LONGEST} characters"
+            )
+        held_out = distinct[: len(distinct) // HELD_OUT_SHARE]
+        training = distinct[len(held_out) :]
+        kept = set(training)
+        for file, rows in (
+            ("train.npz", self.encoded([name for name in names if name in kept], held_out=False)),
+            ("test.npz", self.encoded(held_out, held_out=True)),
+        ):
+            np.savez(directory / file, inputs=rows[0], targets=rows[1])
+        (directory / TRAINING_NAMES).write_text("\n".join(sorted(training)) + "\n")
+        return (
+            f"pet names from {where}: {len(names):,} usable, {len(distinct):,} of them distinct, "
+            f"{len(held_out):,} of these held out{left_out}"
+        )
+
+    def encoded(self, names: Sequence[str], held_out: bool) -> tuple[NDArray[Any], NDArray[Any]]:
+        """The inputs and targets of `names` as `datasets` holds them."""
+        return whole_names(names)
+
+    def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
+        import numpy as np
+        import torch
+        from torch.utils.data import TensorDataset
+
+        def load(file: str) -> TensorDataset:
+            with np.load(directory / file) as arrays:
+                return TensorDataset(torch.from_numpy(arrays["inputs"]), torch.from_numpy(arrays["targets"]))
+
+        return load("train.npz"), load("test.npz")
+
+    def model(self) -> nn.Module:
+        from flyte_ddp.recipes.pet_names.model import NameModel
+
+        return NameModel()
+
+    def inputs(self, batch: Tensor) -> Tensor:
+        return batch
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The cross-entropy of the logits (B, t, 31) against targets (B, T) with T >= t, summed over each row, (B,).
+
+        The model leaves out columns that no row of the batch reaches, and so have no targets.
+        """
+        from torch.nn import functional
+
+        targets = targets[:, : outputs.shape[1]].long()
+        losses = functional.cross_entropy(
+            outputs.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none"
+        )
+        return losses.view_as(targets).sum(dim=1)
+
+    def num_correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs.argmax(dim=2) == targets[:, : outputs.shape[1]]).sum(dim=1)  # IGNORED is no output's index
+
+    def num_targets(self, targets: Tensor) -> Tensor:
+        return (targets != IGNORED).sum(dim=1)
+
+    def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
+        """For each name the letter in its middle: what comes after the letters before it?"""
+        shown = []
+        for letters, logits, row in zip(batch.tolist(), outputs, targets, strict=True):
+            places = (row != IGNORED).nonzero().flatten().tolist()
+            place = places[len(places) // 2]
+            scores = logits[place].float().softmax(dim=0)
+            beginning = "".join(ALPHABET[letter] for letter in letters[: place + 1] if letter != BLANK)
+            shown.append(
+                Prediction(
+                    truth=self.class_names[int(row[place])],
+                    guess=self.class_names[int(scores.argmax())],
+                    scores=dict(zip(self.class_names, scores.tolist(), strict=True)),
+                    text=f"{beginning.title()}…",
+                )
+            )
+        return shown
+
+
+class PetNameWindows(PetNames):
+    """The same LSTM on the tutorial's windows of eight letters, one for each letter of a name and one for its end.
+
+    Samples are rows of `WINDOW` bytes, inputs and targets one place apart and filled up with `BLANK` on the left. As in
+    the tutorial all eight are targets in training, the blanks too. Of held-out names only the last one is.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {"epochs": 8, "global_batch_size": 256, "learning_rate": 2e-3} | {
+        name: PetNames.defaults[name] for name in ("schedule", "gradient_clip_norm")
+    }
+
+    def encoded(self, names: Sequence[str], held_out: bool) -> tuple[NDArray[Any], NDArray[Any]]:
+        inputs, targets = windows(names)
+        if held_out:
+            targets[:, :-1] = IGNORED
+        return inputs, targets
+
+    def model(self) -> nn.Module:
+        from flyte_ddp.recipes.pet_names.model import NameModel
+
+        return NameModel(window=WINDOW)
+
+
+def whole_names(names: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Inputs and targets of `names`, both (N, longest + 1) in bytes, as `PetNames` describes them."""
+    import numpy as np
+
+    letters, lengths = _letters(names)
+    has_letter = np.arange(lengths.max()) < lengths[:, None]
+    inputs = np.full((len(names), lengths.max() + 1), BLANK, dtype=np.uint8)
+    targets = np.full_like(inputs, IGNORED)
+    inputs[:, 1:][has_letter] = letters
+    targets[:, :-1][has_letter] = letters
+    targets[np.arange(len(names)), lengths] = END
+    return inputs, targets
+
+
+def windows(names: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Inputs and targets of every prefix of `names`, name by name: both (letters + ends, `WINDOW`) in bytes."""
+    import numpy as np
+
+    letters, lengths = _letters(names)
+    place = np.arange(lengths.max() + 1)
+    rows = np.full((len(names), WINDOW + len(place)), BLANK, dtype=np.uint8)
+    rows[:, WINDOW:-1][place[:-1] < lengths[:, None]] = letters
+    rows[np.arange(len(names)), WINDOW + lengths] = END
+    every = np.lib.stride_tricks.sliding_window_view(rows, WINDOW + 1, axis=1)
+    used = every[place <= lengths[:, None]]
+    return used[:, :-1].copy(), used[:, 1:].copy()
+
+
+def _letters(names: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """All letters of `names` in one array, as indices into `ALPHABET`, and the names' lengths."""
+    import numpy as np
+
+    index_of = np.zeros(128, dtype=np.uint8)
+    index_of[np.frombuffer(ALPHABET.encode(), dtype=np.uint8)] = np.arange(len(ALPHABET))
+    lengths = np.fromiter(map(len, names), dtype=np.int64, count=len(names))
+    return index_of[np.frombuffer("".join(names).encode("ascii"), dtype=np.uint8)], lengths
+
+
+def _usable(raw: Sequence[str]) -> tuple[list[str], str]:
+    """The names in lower case that the model has letters for, and how many others there were, as words."""
+    names, left_out = [], Counter[str]()
+    for name in raw:
+        name = name.strip().lower()
+        if not name:
+            left_out["empty"] += 1
+        elif not re.fullmatch("[a-z. -]+", name):
+            left_out["with other characters than a to z, hyphen, full stop and space"] += 1
+        elif len(name) > LONGEST:
+            left_out[f"longer than {LONGEST} characters"] += 1
+        else:
+            names.append(name)
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.most_common())
+    return names, f"; left out were {reasons}" if reasons else ""
+
+
+def _read(source: str) -> str:
+    """The text in the file at `source`."""
+    import fsspec
+
+    try:
+        file_system, path = fsspec.url_to_fs(source)
+        contents: bytes = file_system.cat_file(path)
+    except Exception as error:  # every file system has errors of its own
+        raise DataError(
+            f"data: {source} cannot be read: {type(error).__name__}: {error}; "
+            "accepted is a path or URL of a CSV, JSON or text file with names"
+        ) from error
+    try:
+        return (gzip.decompress(contents) if contents[:2] == b"\x1f\x8b" else contents).decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"data: {source} is damaged: {error}; fetch it again") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"data: {source} is not text in UTF-8: {error}; accepted is CSV, JSON or plain text") from error
+
+
+def _parsed(text: str, source: str) -> list[str]:
+    """The names in `text`, which is JSON, CSV or a name a line: what it looks like decides, and `.csv` in its name."""
+    if text.lstrip()[:1] in ("[", "{") or re.search(r"\.json(\.gz)?$", source):
+        return _parsed_json(text, source)
+    rows = csv.reader(io.StringIO(text, newline=""))
+    try:
+        header = [column.strip().lower() for column in next(rows, [])]
+        column = next((header.index(name) for name in NAME_COLUMNS if name in header), None)
+        if column is not None:
+            return [row[column] if column < len(row) else "" for row in rows if row]
+    except csv.Error as error:
+        raise DataError(f"data: {source} is damaged: line {rows.line_num}: {error}") from error
+    if re.search(r"\.csv(\.gz)?$", source):
+        raise DataError(
+            f"data: {source} has the columns {', '.join(header) or 'none'}; accepted is a CSV file with a column "
+            '"Animal\'s Name" or "name"'
+        )
+    return text.splitlines()
+
+
+def _parsed_json(text: str, source: str) -> list[str]:
+    try:
+        names = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"data: {source} is not valid JSON: {error}; accepted is a list of strings") from error
+    if not isinstance(names, list):
+        raise DataError(f"data: {source} holds a JSON {type(names).__name__}; accepted is a list of strings")
+    for index, name in enumerate(names):
+        if not isinstance(name, str):
+            raise DataError(f"data: {source}: element {index} of the list is {name!r}; accepted are strings only")
+    return names

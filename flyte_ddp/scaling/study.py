@@ -1,0 +1,352 @@
+"""The arithmetic of a scaling study: what runs at several world sizes say together, and what a larger gang would do.
+
+All runs of a study train with the same global batch, so an epoch has the same optimizer steps at every world size, and
+only the time that they take differs. Knows neither clusters nor Flyte, and starts nothing. Imports no torch.
+
+The time model is that of a ring: a step of n ranks takes
+
+    step(n) = compute(B / n) + 2 (n - 1) latency + 2 (n - 1) / n * bytes / bandwidth
+
+with the all-reduce of Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", J.
+Parallel Distrib. Comput. 69 (2009), which gloo and NCCL use for gradients. It is fitted to parts timed by themselves
+(`CostsTimed`) and to no step of a training, so that every run measured at two ranks or more is a check of it. It lets
+nothing of the exchange hide behind the backward pass, and takes a larger gang's network for the measured one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.events import CostsTimed, EpochFinished, Event, RunFinished, RunStarted
+
+
+@dataclass
+class SizedRun:
+    """One finished run of the study: its events, in the form of figures."""
+
+    started: RunStarted
+    epochs: list[EpochFinished]
+    finished: RunFinished
+    costs: CostsTimed | None = None  # where it was asked for them
+
+    @classmethod
+    def of(cls, events: Sequence[Event]) -> SizedRun | None:
+        """The run that `events` tell of; None where it has not finished. What a restart has undone is left out."""
+        started: RunStarted | None = None
+        finished: RunFinished | None = None
+        costs: CostsTimed | None = None
+        epochs: dict[int, EpochFinished] = {}
+        for event in events:
+            if isinstance(event, RunStarted):
+                started = event
+                epochs = {epoch.epoch: epoch for epoch in event.previous_epochs}
+            elif isinstance(event, EpochFinished):
+                epochs[event.epoch] = event
+            elif isinstance(event, CostsTimed):
+                costs = event
+            elif isinstance(event, RunFinished):
+                finished = event
+        if started is None or finished is None or not epochs:
+            return None
+        return cls(started, list(epochs.values()), finished, costs)
+
+    @property
+    def world_size(self) -> int:
+        return self.started.world_size
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.started.config["learning_rate"])
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return self.started.num_steps / int(self.started.config["epochs"])
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the epoch in the middle: the first one has what happens once, and any may have been disturbed."""
+        return statistics.median(epoch.seconds for epoch in self.epochs) / self.steps_per_epoch
+
+    @property
+    def seconds(self) -> float:
+        """Of training, all epochs, without evaluation and start."""
+        return sum(epoch.seconds for epoch in self.epochs)
+
+    @property
+    def best_loss(self) -> float:
+        return min(epoch.test_loss for epoch in self.epochs)
+
+    @property
+    def wait_seconds(self) -> float:
+        """Of a step: the ranks' mean wait for gradients after the end of their own backward pass."""
+        return _mean(self.epochs[-1].rank_wait_seconds)
+
+    @property
+    def overlap_seconds(self) -> float:
+        """Of a step: the exchange that went on during the backward pass."""
+        return _mean(self.epochs[-1].rank_overlap_seconds)
+
+    def epochs_to(self, target_loss: float) -> int | None:
+        """How many epochs it took until the held-out loss was at most `target_loss`; None where it never was."""
+        return next((epoch.epoch for epoch in self.epochs if epoch.test_loss <= target_loss), None)
+
+    def seconds_to(self, target_loss: float) -> float | None:
+        """Seconds of training, without evaluation, until the held-out loss was at most `target_loss`."""
+        needed = self.epochs_to(target_loss)
+        return None if needed is None else sum(epoch.seconds for epoch in self.epochs if epoch.epoch <= needed)
+
+    def compute_seconds(self, batch_size: int) -> float:
+        """Of a step of one rank with `batch_size` samples and without exchange, as timed in this run."""
+        assert self.costs is not None
+        return self.costs.compute_seconds[self.costs.batch_sizes.index(batch_size)]
+
+
+@dataclass(frozen=True)
+class TimeModel:
+    """How long the ring of n ranks takes for the gradients."""
+
+    latency: float  # seconds per message between neighbours
+    seconds_per_byte: float  # of one connection
+    num_bytes: int  # of the gradients
+
+    def all_reduce_seconds(self, world_size: int) -> float:
+        messages, shares = _ring(world_size)
+        return messages * self.latency + shares * self.num_bytes * self.seconds_per_byte
+
+
+@dataclass(frozen=True)
+class Check:
+    """The time model against a training that it was not fitted to."""
+
+    world_size: int
+    compute_seconds: float  # timed without exchange
+    all_reduce_seconds: float  # by the model
+    measured_seconds: float  # a step of the training
+
+    @property
+    def predicted_seconds(self) -> float:
+        return self.compute_seconds + self.all_reduce_seconds
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a share of what was measured; above 0 where it was too slow."""
+        return self.predicted_seconds / self.measured_seconds - 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the study's table."""
+
+    world_size: int
+    learning_rate: float
+    batch_size_per_rank: int  # samples per optimizer step
+    is_projected: bool
+    epochs: int
+    final_test_loss: float | None  # None, as all that says something of the model, where projected
+    best_accuracy: float | None
+    step_seconds: float
+    samples_per_second: float
+    speed_up: float  # over the smallest world size
+    efficiency: float  # speed_up as a share of the ideal one
+    seconds_to_target: float | None  # of training; None where the target was not reached
+    wait_share: float | None  # of a step, for gradients, after the rank's own backward pass; the model's if projected
+    overlap_share: float | None  # of a step, in which gradients travelled during the backward pass
+    device_hours: float  # GPUs, or on CPUs threads, times hours of training
+
+
+@dataclass
+class Study:
+    """What finished runs say together. `runs` are in any order, and there may be more to come."""
+
+    runs: list[SizedRun]
+    projected_world_sizes: Sequence[int] = ()
+    target_loss: float = 0.0  # the worst of the runs' best held-out losses where 0, so that all reach it
+    model: TimeModel | None = field(init=False)  # None until a run with several ranks was timed
+
+    def __post_init__(self) -> None:
+        self.runs.sort(key=lambda run: (run.learning_rate, run.world_size))
+        self.target_loss = self.target_loss or max((run.best_loss for run in self.runs), default=0.0)
+        timed = {run.world_size: run.costs for run in self.runs if run.costs and run.world_size > 1}
+        self.model = fitted(timed) if timed else None
+
+    @property
+    def checks(self) -> list[Check]:
+        """The model's prediction for every timed run of several ranks, in the order of their numbers."""
+        if self.model is None:
+            return []
+        return [
+            Check(
+                run.world_size,
+                run.compute_seconds(_batch_size(run, run.world_size)),
+                self.model.all_reduce_seconds(run.world_size),
+                run.step_seconds,
+            )
+            for run in self.runs
+            if run.costs and run.world_size > 1
+        ]
+
+    @property
+    def device_unit(self) -> str:
+        """What `Row.device_hours` counts."""
+        return "core" if not self.runs or self.runs[0].started.device == "cpu" else "GPU"
+
+    def rows(self) -> list[Row]:
+        """Measured and then projected world sizes, learning rate by learning rate."""
+        rows: list[Row] = []
+        for _, group in itertools.groupby(self.runs, key=lambda run: run.learning_rate):
+            runs = list(group)
+            rows += [self._measured(run, runs[0]) for run in runs]
+            if self.model:
+                rows += [self._projected(world_size, runs[0]) for world_size in sorted(self.projected_world_sizes)]
+        return rows
+
+    def _measured(self, run: SizedRun, baseline: SizedRun) -> Row:
+        speed_up = baseline.step_seconds / run.step_seconds
+        return Row(
+            world_size=run.world_size,
+            learning_rate=run.learning_rate,
+            batch_size_per_rank=_batch_size(run, run.world_size),
+            is_projected=False,
+            epochs=len(run.epochs),
+            final_test_loss=run.epochs[-1].test_loss,
+            best_accuracy=run.finished.best_accuracy,
+            step_seconds=run.step_seconds,
+            samples_per_second=_samples_per_second(run, run.step_seconds),
+            speed_up=speed_up,
+            efficiency=speed_up * baseline.world_size / run.world_size,
+            seconds_to_target=run.seconds_to(self.target_loss),
+            wait_share=run.wait_seconds / run.step_seconds,
+            overlap_share=run.overlap_seconds / run.step_seconds,
+            device_hours=_device_hours(run, run.world_size, run.seconds),
+        )
+
+    def _projected(self, world_size: int, baseline: SizedRun) -> Row:
+        assert self.model is not None
+        largest = max((run for run in self.runs if run.costs), key=lambda run: run.world_size)
+        all_reduce = self.model.all_reduce_seconds(world_size)
+        step_seconds = largest.compute_seconds(_batch_size(baseline, world_size)) + all_reduce
+        speed_up = baseline.step_seconds / step_seconds
+        epoch_seconds = step_seconds * baseline.steps_per_epoch
+        needed = baseline.epochs_to(self.target_loss)  # at an equal global batch it takes as many at any world size
+        return Row(
+            world_size=world_size,
+            learning_rate=baseline.learning_rate,
+            batch_size_per_rank=_batch_size(baseline, world_size),
+            is_projected=True,
+            epochs=len(baseline.epochs),
+            final_test_loss=None,
+            best_accuracy=None,
+            step_seconds=step_seconds,
+            samples_per_second=_samples_per_second(baseline, step_seconds),
+            speed_up=speed_up,
+            efficiency=speed_up * baseline.world_size / world_size,
+            seconds_to_target=None if needed is None else needed * epoch_seconds,
+            wait_share=all_reduce / step_seconds,
+            overlap_share=None,
+            device_hours=_device_hours(baseline, world_size, len(baseline.epochs) * epoch_seconds),
+        )
+
+
+def fitted(costs: Mapping[int, CostsTimed]) -> TimeModel:
+    """The time model that comes nearest to all-reduces timed at world sizes above 1, in relative terms.
+
+    Neither latency nor time per byte comes out negative: where noise would have it so, it is 0.
+    """
+    num_bytes = next(iter(costs.values())).gradient_bytes
+    points = []  # (messages, bytes per connection, seconds)
+    for world_size, timed in costs.items():
+        messages, shares = _ring(world_size)
+        points.append((messages, shares * num_bytes, timed.all_reduce_seconds))
+        points.append((messages, shares * 4, timed.latency_seconds))
+
+    def error(candidate: tuple[float, float]) -> float:
+        latency, per_byte = candidate
+        return sum(((m * latency + b * per_byte) / seconds - 1) ** 2 for m, b, seconds in points)
+
+    # Least squares in the two unknowns, every point weighted by its time; at the border one of them is 0.
+    mm, mb, bb, m1, b1 = (
+        sum(value)
+        for value in zip(*(((m / s) ** 2, m * b / s**2, (b / s) ** 2, m / s, b / s) for m, b, s in points), strict=True)
+    )
+    candidates = [(m1 / mm, 0.0), (0.0, b1 / bb)]
+    if (determinant := mm * bb - mb * mb) > 0:
+        candidates.append(((m1 * bb - b1 * mb) / determinant, (b1 * mm - m1 * mb) / determinant))
+    latency, per_byte = min((each for each in candidates if min(each) >= 0), key=error)
+    return TimeModel(latency, per_byte, num_bytes)
+
+
+def timed_batch_sizes(
+    config: TrainingConfig, world_size: int, largest: int, projected_world_sizes: Sequence[int]
+) -> tuple[int, ...]:
+    """Samples per rank and step that a run of `world_size` ranks is asked to time: its own, and for the projections.
+
+    The `largest` run times for them, because its ranks have the neighbours that those of a larger gang have.
+    """
+    if world_size == 1 and largest > 1:
+        return ()
+    sizes = [world_size, *(projected_world_sizes if world_size == largest else ())]
+    return tuple(config.global_batch_size // size for size in sizes)
+
+
+def check_study(
+    config: TrainingConfig,
+    world_sizes: Sequence[int],
+    projected_world_sizes: Sequence[int],
+    learning_rates: Sequence[float],
+    target_loss: float,
+) -> None:
+    """Find what is wrong with a study before anything is started for it.
+
+    Raises:
+        ConfigError: names the field, its value and what is accepted.
+    """
+    if len(world_sizes) < 2 or len(set(world_sizes)) < len(world_sizes) or min(world_sizes) < 1:
+        raise ConfigError(
+            f"world_sizes: {list(world_sizes)} cannot be compared; accepted are two or more different whole numbers of "
+            "at least 1"
+        )
+    for size in projected_world_sizes:
+        if size < 1 or size in world_sizes or list(projected_world_sizes).count(size) > 1:
+            raise ConfigError(
+                f"projected_world_sizes: {size} is not to be projected; accepted are different whole numbers of at "
+                f"least 1 that are not measured ({', '.join(map(str, world_sizes))})"
+            )
+    for name, sizes in (("world_sizes", world_sizes), ("projected_world_sizes", projected_world_sizes)):
+        for size in sizes:
+            try:
+                config.batch_size_per_rank(size)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {size} does not fit: {error}") from None
+    for rate in learning_rates:
+        if not 0 < rate < math.inf or list(learning_rates).count(rate) > 1:
+            raise ConfigError(f"learning_rates: {rate} is not accepted; accepted are different finite numbers above 0")
+    if not 0 <= target_loss < math.inf:
+        raise ConfigError(f"target_loss: {target_loss} is out of range; accepted is a finite number of at least 0")
+
+
+def _ring(world_size: int) -> tuple[int, float]:
+    """(messages one after the other, data that passes each connection as a share of the whole) of an all-reduce."""
+    return 2 * (world_size - 1), 2 * (world_size - 1) / world_size
+
+
+def _batch_size(run: SizedRun, world_size: int) -> int:
+    return int(run.started.config["global_batch_size"]) // world_size
+
+
+def _samples_per_second(run: SizedRun, step_seconds: float) -> float:
+    return run.started.num_train_samples / (run.steps_per_epoch * step_seconds)
+
+
+def _device_hours(run: SizedRun, world_size: int, seconds: float) -> float:
+    devices = world_size * (run.started.num_threads if run.started.device == "cpu" else 1)
+    return devices * seconds / 3600
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

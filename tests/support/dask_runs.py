@@ -1,0 +1,106 @@
+"""Runs like those of tests.support.runs, on a Dask cluster.
+
+As a program, `python -m tests.support.dask_runs JSON`, it is the driver of a run, for tests that send
+signals to it or give it other code: it prints every event and every line of a rank as a line of JSON, and last how
+the run ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from flyte_ddp.cluster.config import ClusterConfig, open_cluster
+from flyte_ddp.config import resolve
+from flyte_ddp.events import StepFinished
+from flyte_ddp.launch.dask.launcher import train_on_dask
+from flyte_ddp.rank.main import Job
+from flyte_ddp.recipes import get_recipe
+from tests.support.runs import REPOSITORY, Run, _Printer, new_run, print_json
+
+
+def train(run: Run, client, cluster: ClusterConfig, at_step=None, **config):
+    """Train `run` to its end, or to the error, which is raised.
+
+    Args:
+        at_step: (step, function): calls the function once, when the run has reached the step.
+    """
+    job = Job(run.recipe, resolve(get_recipe(run.recipe).defaults, config), str(run.checkpoints), time.time())
+    listeners = [run, _At(*at_step)] if at_step else [run]
+    run.result = train_on_dask(job, lambda: str(run.data()), client, cluster, listeners, run.relay)
+    return run
+
+
+class _At:
+    def __init__(self, step, function):
+        self.step = step
+        self.function = function
+
+    def handle(self, event):
+        if isinstance(event, StepFinished) and event.step >= self.step and self.function:
+            function, self.function = self.function, None
+            function()
+
+    def close(self, error):
+        pass
+
+
+def ranks_below(pid):
+    """The processes of ranks that were started by process `pid` or its children."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, AttributeError):  # it, or its parent, has just ended
+            if "spawn_main" in str(process.cmdline()) and "node import main" in str(process.parent().cmdline()):
+                found.append(process)
+    return found
+
+
+def start_driver(directory, cluster, code=REPOSITORY, **config):
+    """The process of a driver of a run of `Tiny` that imports package `training` from below `code`."""
+    new_run(directory).data()  # now, because the recipe prints while it prepares
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.support.dask_runs", json.dumps([str(directory), cluster, config])],
+        cwd=code,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def eventually(condition, timeout=30):
+    """Whether `condition()` holds within `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+class _DriverRun(_Printer):
+    def relay(self, line):
+        print_json({"line": line})
+
+
+def _main():
+    directory, cluster, config = json.loads(sys.argv[1])
+    run = _DriverRun(Path(directory), new_run(directory).recipe)
+    ended = ("", "")
+    try:
+        with open_cluster(ClusterConfig(**cluster), "test") as client:
+            train(run, client, ClusterConfig(**cluster), **config)
+    except Exception as error:
+        ended = (type(error).__name__, str(error))
+    print_json({"ended": ended})
+
+
+if __name__ == "__main__":
+    _main()

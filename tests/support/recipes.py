@@ -1,0 +1,253 @@
+"""Tiny recipes that ranks find by dotted name, with faults that a test switches on through the environment.
+
+FAULT="kind rank step" makes the rank with that number do `kind` in its step with that number, counted from the start of
+its process. RECORD=directory makes every rank note there which samples it computed losses of. STEP_SECONDS and
+PREPARE_SECONDS slow training steps and the preparation of data down, for tests that have to meet a run on its way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from flyte_ddp.recipes import Recipe
+from flyte_ddp.recipes.arrays import load_images, save_images
+from flyte_ddp.recipes.image_folder.recipe import ImageFolder
+
+NUM_FEATURES, NUM_CLASSES = 8, 3
+
+
+class Tiny(Recipe):
+    """A small MLP. Targets are (class, sample number) pairs, so that losses know whose they are."""
+
+    num_train, num_test = 97, 17  # 97 leaves one sample for the last of the batches of 12: fewer than ranks
+    defaults = {
+        "epochs": 3,
+        "global_batch_size": 12,
+        "evaluation_batch_size": 4,
+        "optimizer": "sgd",
+        "learning_rate": 0.1,
+        "schedule": "constant",
+        "log_interval": 1,
+    }
+    _num_steps = 0
+
+    def prepare(self, source, directory):
+        print("preparing", flush=True)
+        time.sleep(float(os.environ.get("PREPARE_SECONDS", 0)))
+        random_state = np.random.RandomState(int(source or 0))
+        for name, size in (("train", self.num_train), ("test", self.num_test)):
+            inputs = random_state.standard_normal((size, NUM_FEATURES)).astype(np.float32)
+            save_images(directory / f"{name}.npz", inputs, self.draw_targets(random_state, size))
+        return f"{self.num_train} samples of noise, seed {source or 0}"
+
+    def draw_targets(self, random_state, size):
+        return np.stack([random_state.randint(NUM_CLASSES, size=size), np.arange(size)], axis=1)
+
+    def datasets(self, directory):
+        print("the data are opened")
+        return load_images(directory / "train.npz"), load_images(directory / "test.npz")
+
+    def model(self):
+        from torch import nn
+
+        return nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.Tanh(), nn.Linear(16, NUM_CLASSES))
+
+    def losses(self, outputs, targets):
+        losses = self.plain_losses(outputs, targets)
+        if not outputs.requires_grad:
+            _record("test", targets[:, -1].tolist())
+            return losses
+        self._num_steps += 1
+        time.sleep(float(os.environ.get("STEP_SECONDS", 0)))
+        if "RECORD" in os.environ:
+            # A sample counts in training by the gradient of its loss; one repeated to fill an empty share has none.
+            losses.register_hook(lambda gradient: _record("train", targets[:, -1].tolist(), gradient.tolist()))
+        kind, rank, step = os.environ.get("FAULT", "none 0 0").split()
+        if int(rank) == _rank() and int(step) == self._num_steps:
+            losses = FAULTS[kind](losses)
+        return losses
+
+    def plain_losses(self, outputs, targets):
+        return super().losses(outputs, targets[:, 0])
+
+    def num_correct(self, outputs, targets):
+        return super().num_correct(outputs, targets[:, 0])
+
+    def predictions(self, batch, outputs, targets):
+        if os.environ.get("TELL_MODULES"):
+            print(f"torch._dynamo imported: {'torch._dynamo' in sys.modules}")
+        return super().predictions(batch, outputs, targets[:, 0])
+
+
+@dataclass
+class Optional(Tiny):
+    """With options of its own."""
+
+    width: int = 16
+    slope: float = 0.5
+    activation: str = "tanh"
+    biased: bool = True
+    sizes: list[int] = field(default_factory=list)
+
+    def __post_init__(self):
+        if self.width < 1:
+            raise ValueError(f"width: {self.width} is out of range; accepted is a whole number of at least 1")
+
+    def prepare(self, source, directory):
+        return super().prepare(source, directory) + f", for width {self.width}"
+
+    def model(self):
+        from torch import nn
+
+        return nn.Sequential(
+            nn.Linear(NUM_FEATURES, self.width, bias=self.biased), nn.Tanh(), nn.Linear(self.width, NUM_CLASSES)
+        )
+
+
+class Dropping(Tiny):
+    """With dropout, whose draws a resumed run has to repeat."""
+
+    def model(self):
+        from torch import nn
+
+        return nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.Tanh(), nn.Dropout(0.5), nn.Linear(16, NUM_CLASSES))
+
+
+class Normed(Tiny):
+    """With BatchNorm, whose running statistics differ from rank to rank while they train."""
+
+    num_train = 103
+
+    def model(self):
+        from torch import nn
+
+        return nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, NUM_CLASSES))
+
+
+class Sequences(Tiny):
+    """Up to four targets per sample, (N, 4), padded with -1: a mean over targets is not one over samples."""
+
+    num_train, length = 103, 4
+
+    def draw_targets(self, random_state, size):
+        targets = random_state.randint(NUM_CLASSES, size=(size, self.length))
+        lengths = random_state.randint(1, self.length + 1, size=(size, 1))
+        return np.where(np.arange(self.length) < lengths, targets, -1)
+
+    def model(self):
+        from torch import nn
+
+        return nn.Sequential(
+            nn.Linear(NUM_FEATURES, self.length * NUM_CLASSES), nn.Unflatten(1, (self.length, NUM_CLASSES))
+        )
+
+    def plain_losses(self, outputs, targets):
+        from torch.nn import functional
+
+        losses = functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
+        return losses.view_as(targets).sum(dim=1)
+
+    def num_correct(self, outputs, targets):
+        return (outputs.argmax(dim=2) == targets).sum(dim=1)
+
+    def num_targets(self, targets):
+        return (targets >= 0).sum(dim=1)
+
+    def predictions(self, batch, outputs, targets):
+        return []
+
+
+class Listed(Tiny):
+    """The data of `Tiny`, read sample by sample through a DataLoader."""
+
+    augmented = False
+
+    def datasets(self, directory):
+        train, test = super().datasets(directory)
+        return _List(train.tensors, self.augmented), _List(test.tensors, augmented=False)
+
+
+class Augmented(Listed, Dropping):
+    """Random changes to samples, from each of the generators that augmentations draw from, beside dropout."""
+
+    augmented = True
+
+
+class _List:
+    def __init__(self, tensors, augmented):
+        self.inputs, self.targets = tensors
+        self.augmented = augmented
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        import torch
+
+        noise = torch.rand(()) + random.random() + float(np.random.rand()) if self.augmented else 0.0
+        return self.inputs[index] + noise, self.targets[index]
+
+
+class WatchedImages(ImageFolder):
+    """Notes the statistics of the model's first BatchNorm, on every rank, as they are when it evaluates."""
+
+    def model(self):
+        self.watched = super().model()
+        return self.watched
+
+    def num_correct(self, outputs, targets):
+        statistics = json.dumps(self.watched.bn1.running_mean.tolist())
+        (Path(os.environ["RECORD"]) / f"statistics-{_rank()}.json").write_text(statistics)
+        return super().num_correct(outputs, targets)
+
+
+not_a_recipe = "something else"
+
+
+def _raise(losses):
+    raise ValueError("broken on purpose")
+
+
+def _hang(losses):
+    print("this rank hangs on purpose")
+    while True:
+        time.sleep(0.05)
+
+
+def _kill(losses):
+    print("this rank is killed on purpose")
+    if "DIED_AT" in os.environ:
+        Path(os.environ["DIED_AT"]).write_text(str(time.time()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+FAULTS = {
+    "none": lambda losses: losses,
+    "nan": lambda losses: losses * float("nan"),
+    "raise": _raise,
+    "hang": _hang,
+    "kill": _kill,
+    "exit": lambda losses: sys.exit(3),
+    "hard-exit": lambda losses: os._exit(3),
+}
+
+
+def _rank():
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _record(split, samples, gradients=()):
+    if directory := os.environ.get("RECORD"):
+        with open(Path(directory) / f"{split}-{_rank()}.jsonl", "a") as file:
+            file.write(json.dumps([samples, list(gradients)]) + "\n")

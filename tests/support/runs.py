@@ -1,0 +1,144 @@
+"""Start runs of the recipes for tests and keep what they say.
+
+As a program, `python -m tests.support.runs JSON`, it is the parent of a run, for tests that send
+signals to it: it prints every event as a line of JSON, and last how the run ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flyte_ddp import events
+from flyte_ddp.launch.spawn import Result, train
+from flyte_ddp.prepare import prepare_data
+from flyte_ddp.rank.main import Job
+from flyte_ddp.recipes import config_of, get_recipe
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@dataclass
+class Run:
+    """A run below `directory`: its data, its checkpoints, and what its ranks said and printed."""
+
+    directory: Path
+    recipe: str
+    events: list[events.Event] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    error: BaseException | None = None  # as the listeners are told
+    result: Result | None = None
+    job: Job | None = None
+
+    @property
+    def checkpoints(self):
+        return self.directory / "checkpoints"
+
+    @property
+    def started(self):
+        return next(event for event in self.events if isinstance(event, events.RunStarted))
+
+    @property
+    def last_step(self):
+        return max((event.step for event in self.events if isinstance(event, events.StepFinished)), default=0)
+
+    def data(self, source=""):
+        """The directory of the prepared data."""
+        directory = self.directory / f"data{source}"
+        if not directory.exists():
+            directory.mkdir(parents=True)
+            options = self.job.config.recipe_options if self.job else {}
+            prepare_data(get_recipe(self.recipe, options), source, directory)
+        return directory
+
+    def handle(self, event):
+        self.events.append(event)
+
+    def close(self, error):
+        self.error = error
+
+    def relay(self, line):
+        self.lines.append(line)
+
+    def train(self, num_processes=2, source="", checkpoints="", data=None, **config):
+        """Train to the end, or to the error, which is raised; `config` are fields that differ from the recipe's."""
+        self.job = Job(
+            self.recipe,
+            config_of(self.recipe, config),
+            checkpoints or str(self.checkpoints),
+            time.time(),
+        )
+        self.result = train(self.job, data or (lambda: str(self.data(source))), num_processes, [self], self.relay)
+        return self
+
+    def state(self):
+        """The state dict of the finished run."""
+        import torch
+
+        return torch.load(self.result.finished.model_state_url, weights_only=True)
+
+
+def new_run(directory, recipe="Tiny"):
+    """A run of one of the recipes for tests, or of the recipe with the given dotted name."""
+    return Run(Path(directory), recipe if "." in recipe else f"tests.support.recipes.{recipe}")
+
+
+def start_parent(directory, recipe="Tiny", **arguments):
+    """The process of a parent that calls `Run.train` with `arguments`, alone in a process group as under a shell."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.support.runs", json.dumps([str(directory), recipe, arguments])],
+        cwd=REPOSITORY,
+        env=dict(os.environ),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_step(parent, step):
+    """Read what `parent` prints until its run has reached `step`."""
+    for line in parent.stdout:
+        values = json.loads(line) if line.startswith("{") else {}
+        if values.get("event") == "StepFinished" and values["step"] >= step:
+            return
+    raise AssertionError(f"the run ended before step {step}")
+
+
+def how_it_ended(parent, timeout=60):
+    """The name and the message of the error with which the run of `parent` ended; ("", "") where there was none."""
+    output, _ = parent.communicate(timeout=timeout)
+    return tuple(json.loads(output.splitlines()[-1])["ended"])
+
+
+def print_json(values):
+    """Print one line whole: `print` writes its end apart, where another thread may write first."""
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
+
+
+class _Printer(Run):
+    def handle(self, event):
+        super().handle(event)
+        values = events.to_dict(event)
+        if values["event"] != "PredictionsMade":  # which holds bytes
+            print_json(values)
+
+
+def _main():
+    directory, recipe, arguments = json.loads(sys.argv[1])
+    run = _Printer(Path(directory), new_run(directory, recipe).recipe)
+    ended = ("", "")
+    try:
+        run.train(**arguments)
+    except Exception as error:
+        ended = (type(error).__name__, str(error))
+    print_json({"ended": ended})
+
+
+if __name__ == "__main__":
+    _main()
