@@ -14,8 +14,8 @@ INSTALLED := $(VENV)/.installed
 export UV_SYSTEM_CERTS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train train-multi-node test test-all test-gpu test-kubernetes lint format bench image register \
-  requirements
+.PHONY: help setup train train-multi-node test test-all test-gpu test-kubernetes test-flyte lint format bench image \
+  register requirements
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -41,16 +41,19 @@ train-multi-node: $(INSTALLED)  ## train RECIPE (pet_names) on two Dask workers 
 	  --cluster '{"kind": "local", "num_nodes": 2}' --config '$(CONFIG)' $(if $(DATA),--data '$(DATA)')
 
 test: $(INSTALLED)  ## the tests that need nothing but this machine, in under ten minutes
-	$(BIN)/python -m pytest -m 'not slow and not gpu and not kubernetes'
+	$(BIN)/python -m pytest -m 'not slow and not gpu and not kubernetes and not flyte'
 
 test-all: $(INSTALLED)  ## also the slow ones
-	$(BIN)/python -m pytest -m 'not gpu and not kubernetes'
+	$(BIN)/python -m pytest -m 'not gpu and not kubernetes and not flyte'
 
 test-gpu: $(INSTALLED)  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu
 
 test-kubernetes: $(INSTALLED)  ## the tests on the cluster that KUBECONFIG names, whose nodes have IMAGE
 	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -m kubernetes tests/kubernetes
+
+test-flyte: $(INSTALLED)  ## real executions on the Flyte that FLYTECTL_CONFIG names, whose nodes (KUBECONFIG) have IMAGE
+	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -m flyte tests/flyte
 
 lint: $(INSTALLED)  ## ruff, mypy, strict on flyte_ddp/, and known vulnerabilities of the pinned packages
 	$(BIN)/ruff check .

@@ -1,0 +1,267 @@
+"""Real executions on whatever Flyte FLYTECTL_CONFIG names, whose tasks run on the cluster that KUBECONFIG names.
+
+`make test-flyte IMAGE=...` runs them. The nodes have the image already, and the namespace of the project has what a
+platform engineer applies: the operator, and deploy/'s rights and network policy. A training task of SANDBOX=1 asks for
+two CPUs, so a node of two cores has to be free for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flytekit.configuration import Config
+from flytekit.models.core.execution import WorkflowExecutionPhase as Phase
+from flytekit.remote import FlyteRemote
+from flytekit.remote.executions import FlyteNodeExecution, FlyteWorkflowExecution
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+IMAGE = os.environ.get("FLYTE_DDP_TEST_IMAGE", "flyte-ddp:dev")
+PROJECT, DOMAIN = "flytesnacks", "development"
+NAMESPACE = f"{PROJECT}-{DOMAIN}"
+SETTINGS = {"SANDBOX": "1", "WANDB_MODE": "offline"}
+
+# Small enough for two nodes of two cores that also run the task's own pod.
+SMALL_CLUSTER = {
+    "kind": "kubernetes",
+    "num_nodes": 2,
+    "worker_cpus": 0.25,
+    "worker_memory": "1Gi",
+    "shared_memory": "128Mi",
+    "scheduler_cpus": 0.25,
+    "scheduler_memory": "512Mi",
+    "start_timeout": 240,
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker("flyte")
+
+
+def kubectl(*arguments: str, check: bool = True) -> str:
+    command = ["kubectl", "--namespace", NAMESPACE, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not check or done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def items(kind: str, selector: str = "") -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(kubectl("get", kind, "--selector", selector, "--output", "json"))["items"]
+    return found
+
+
+def eventually(condition: Callable[[], Any], timeout: float, what: str) -> Any:
+    """Return the first true value of `condition` within `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout:g} s: {what}"
+        time.sleep(1)
+    return value
+
+
+@dataclasses.dataclass
+class Execution:
+    """An execution, and the pods of its tasks."""
+
+    remote: FlyteRemote
+    name: str
+
+    def sync(self) -> FlyteWorkflowExecution:
+        execution = self.remote.fetch_execution(name=self.name)
+        return self.remote.sync_execution(execution, sync_nodes=True)
+
+    @property
+    def phase(self) -> int:
+        return int(self.remote.fetch_execution(name=self.name).closure.phase)
+
+    @property
+    def is_over(self) -> bool:
+        return self.phase in (Phase.SUCCEEDED, Phase.FAILED, Phase.ABORTED, Phase.TIMED_OUT)
+
+    def wait(self, timeout: float = 420) -> FlyteWorkflowExecution:
+        """Return the execution once it is over."""
+        eventually(lambda: self.is_over, timeout, f"the end of {self.name}; its pods: {self.pods()}")
+        return self.sync()
+
+    def outputs(self, timeout: float = 420) -> Any:
+        """Return the outputs of an execution that has to succeed."""
+        execution = self.wait(timeout)
+        assert execution.closure.phase == Phase.SUCCEEDED, f"{self.name}: {execution.error}\n{self.logs()}"
+        return execution.outputs
+
+    def error(self, timeout: float = 420) -> str:
+        """Return the error of an execution that has to fail."""
+        execution = self.wait(timeout)
+        assert execution.closure.phase == Phase.FAILED, self.name
+        return str(execution.error.message)
+
+    def pods(self) -> list[str]:
+        """Return the names of the pods of its tasks, retries included, oldest first."""
+        pods = sorted(items("pods", f"execution-id={self.name}"), key=lambda pod: pod["metadata"]["creationTimestamp"])
+        return [pod["metadata"]["name"] for pod in pods]
+
+    def pod_of(self, task: str, attempt: int = 0, timeout: float = 180) -> str:
+        """Return the running pod of an attempt of a task, such as train-on-one-node, once there is one."""
+
+        def running() -> str:
+            for pod in items("pods", f"execution-id={self.name}"):
+                name, labels = pod["metadata"]["name"], pod["metadata"]["labels"]
+                if (
+                    labels.get("task-name", "").endswith(task)
+                    and name.endswith(f"-{attempt}")
+                    and pod["status"].get("phase") == "Running"
+                ):
+                    return str(name)
+            assert not self.is_over, f"{self.name} ended: {self.sync().error}"
+            return ""
+
+        return str(eventually(running, timeout, f"attempt {attempt} of {task} in {self.name}"))
+
+    def log(self, pod: str) -> str:
+        return kubectl("logs", pod, check=False)
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {pod}\n{self.log(pod)[-6000:]}" for pod in self.pods())
+
+    def node(self, task: str) -> FlyteNodeExecution:
+        """Return the node, at any depth, that ran `task`."""
+
+        def search(nodes: Iterable[FlyteNodeExecution]) -> FlyteNodeExecution | None:
+            for node in nodes:
+                if any(each.id.task_id.name.endswith(task) for each in node.task_executions):
+                    return node
+                inner = [each for nested in node.workflow_executions for each in nested.node_executions.values()]
+                if found := search([*node.subworkflow_node_executions.values(), *inner]):
+                    return found
+            return None
+
+        found = search(self.sync().node_executions.values())
+        assert found is not None, f"{self.name} ran no {task}"
+        return found
+
+    def read(self, url: str) -> str:
+        """Return the text of an object in the store of Flyte's outputs."""
+        signed = self.remote.client.get_download_signed_url(url).signed_url[0]
+        with urllib.request.urlopen(signed, timeout=30) as answer:
+            return str(answer.read().decode())
+
+    def deck(self, task: str) -> str:
+        return self.read(self.node(task).closure.deck_uri)
+
+    def history(self, outputs: Any) -> list[dict[str, Any]]:
+        """Return the events of a training run."""
+        return [json.loads(line) for line in self.read(outputs["history"].remote_source).splitlines()]
+
+
+@dataclasses.dataclass
+class Checkout:
+    """A copy of the repository's files, from which a user registers and runs."""
+
+    directory: Path
+    remote: FlyteRemote
+
+    def call(self, *command: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command,
+            cwd=self.directory,
+            env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", **SETTINGS, **environment},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    def run(self, file: str, workflow: str, *inputs: str, **environment: str) -> Execution:
+        """`pyflyte run --remote`, as the README shows it."""
+        done = self.call(
+            *("pyflyte", "run", "--remote", "--image", IMAGE, "--service-account", "flyte-ddp", file, workflow),
+            *inputs,
+            **environment,
+        )
+        return self.started(done)
+
+    def train(self, *inputs: str, **environment: str) -> Execution:
+        """Start `single_node_training_wf`."""
+        return self.run("workflows/single_node.py", "single_node_training_wf", *inputs, **environment)
+
+    def train_on_cluster(self, *inputs: str, **environment: str) -> Execution:
+        """Start `multi_node_training_wf` on a small cluster of two nodes."""
+        cluster = ("--cluster", json.dumps(SMALL_CLUSTER))
+        return self.run("workflows/multi_node.py", "multi_node_training_wf", *cluster, *inputs, **environment)
+
+    def started(self, done: subprocess.CompletedProcess[str]) -> Execution:
+        """Return the execution that a command says it has started."""
+        assert done.returncode == 0, done.stdout + done.stderr
+        (name,) = set(re.findall(r"executions/([a-z0-9]+)", done.stdout + done.stderr))
+        return Execution(self.remote, name)
+
+    def register(self, version: str, **settings: str) -> subprocess.CompletedProcess[str]:
+        """`make register`, as the README shows it, in the environment that is there already."""
+        given = {"IMAGE": IMAGE, "VERSION": version, "PROJECT": PROJECT, "DOMAIN": DOMAIN, **SETTINGS, **settings}
+        made = ("make", "--old-file=.venv/.installed", "register")
+        done = self.call(*made, *(f"{name}={value}" for name, value in given.items()), timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+
+@pytest.fixture(scope="session")
+def remote() -> FlyteRemote:
+    config = os.environ.get("FLYTECTL_CONFIG")
+    if not config or not os.environ.get("KUBECONFIG"):
+        pytest.skip("FLYTECTL_CONFIG names no Flyte, or KUBECONFIG no cluster")
+    return FlyteRemote(Config.auto(config), PROJECT, DOMAIN)
+
+
+def copy_repository(directory: Path) -> None:
+    """Copy the files that belong to the repository, committed or not, without what git ignores."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, directory / name)
+
+
+@pytest.fixture(scope="module")
+def checkout(remote: FlyteRemote, tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    """A checkout that no other module changes."""
+    directory = tmp_path_factory.mktemp("checkout")
+    copy_repository(directory)
+    (directory / ".venv").symlink_to(BIN.parent)
+    return Checkout(directory, remote)
+
+
+@pytest.fixture
+def aborted(remote: FlyteRemote) -> Iterator[list[Execution]]:
+    """Executions that are ended with the test, whether it passes or not."""
+    executions: list[Execution] = []
+    yield executions
+    for execution in executions:
+        if not execution.is_over:
+            remote.terminate(remote.fetch_execution(name=execution.name), "the test is over")
+
+
+@pytest.fixture(scope="session")
+def unique() -> str:
+    """A part of names that no other run of the tests uses."""
+    return uuid.uuid4().hex[:6]

@@ -1,0 +1,211 @@
+"""What a user does first with a real Flyte, as real executions."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+
+import pytest
+from flytekit.models.core.execution import WorkflowExecutionPhase as Phase
+
+from tests.flyte.conftest import DOMAIN, PROJECT, ROOT, Checkout, Execution, eventually, items, kubectl
+from tests.support.image_store import image_tree, write_tree
+
+PROBLEM = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|Traceback|Unclosed|not provided")
+LONG = json.dumps({"epochs": 400})  # minutes, on two cores
+
+
+@pytest.fixture(scope="module")
+def version(checkout: Checkout, unique: str) -> str:
+    """The version under which everything is registered by `make register`."""
+    checkout.register(f"registered-{unique}", RETRAIN_INPUTS=json.dumps({"config": {"epochs": 2}}))
+    return f"registered-{unique}"
+
+
+@pytest.fixture(scope="module")
+def trained(checkout: Checkout, tmp_path_factory: pytest.TempPathFactory, unique: str) -> Execution:
+    """A run on one node with images of this machine's own."""
+    # The run's own number of images: another run of the tests must not find this one in Flyte's cache.
+    count = 4 + int(unique, 16) % 20
+    data = write_tree(image_tree(count=count), tmp_path_factory.mktemp("images"))
+    config = json.dumps({"epochs": 2, "global_batch_size": 8, "recipe_options": {"image_size": 64}})
+    return checkout.train("--recipe", "image_folder", "--data", data, "--config", config)
+
+
+def assert_quiet(execution: Execution) -> None:
+    """No pod of the execution printed a warning, an error, or a path that nobody can reach once it is gone."""
+    for pod in execution.pods():
+        log = execution.log(pod)
+        assert [line for line in log.splitlines() if PROBLEM.search(line)] == [], pod
+        assert not re.search(r"^(model state|report|history)\s+/", log, re.M), log[-2000:]
+
+
+def test_make_register_registers_every_task_workflow_and_launch_plan(checkout: Checkout, version: str) -> None:
+    remote = checkout.remote
+    assert len(remote.list_tasks_by_version(version)) >= 10
+    for workflow in ("single_node.single_node_training_wf", "multi_node.multi_node_training_wf", "retrain.retrain_wf"):
+        assert remote.fetch_workflow(name=f"workflows.{workflow}", version=version)
+    for plan in ("retrain_nightly", "retrain_weekly", "retrain_every_6_hours", "retrain_by_hand"):
+        assert remote.fetch_launch_plan(name=plan, version=version).id.version == version
+
+
+def test_data_that_were_uploaded_are_trained_on_one_node(trained: Execution) -> None:
+    outputs = trained.outputs()
+    assert len(outputs["epoch_accuracies"]) == 2
+    (started,) = [event for event in trained.history(outputs) if event["event"] == "RunStarted"]
+    assert started["world_size"] == 2
+    assert "<svg" in trained.deck("train_on_one_node")
+
+
+def test_a_healthy_run_prints_no_warning_and_no_path_of_its_pod(trained: Execution) -> None:
+    trained.outputs()
+    assert_quiet(trained)
+
+
+def test_several_nodes_train_without_a_word_about_keys(checkout: Checkout, unique: str) -> None:
+    seed = json.dumps({"epochs": 3, "seed": int(unique, 16)})
+    execution = checkout.train_on_cluster("--recipe", "digits", "--config", seed)
+    outputs = execution.outputs(600)
+    assert len(outputs["epoch_accuracies"]) == 3
+    (started,) = [event for event in execution.history(outputs) if event["event"] == "RunStarted"]
+    assert started["world_size"] == 2
+    assert not items("daskclusters", f"execution-id={execution.name}")
+    assert_quiet(execution)
+
+
+@pytest.fixture(scope="module")
+def checkout_with_recipes(checkout: Checkout) -> Checkout:
+    """The checkout with a recipe of one file, and one of a package whose files import one another."""
+    recipes = checkout.directory / "recipes"
+    shutil.copy(ROOT / "examples/wine.py", recipes / "wine.py")
+    package = recipes / "cellar"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "layers.py").write_text("from torch import nn\n\n\ndef net(n):\n    return nn.Linear(n, 3)\n")
+    (package / "wines.py").write_text(
+        "from recipes.cellar.layers import net\nfrom recipes.wine import Wine\n\n\n"
+        "class Cellar(Wine):\n    def model(self):\n        return net(13)\n"
+    )
+    return checkout
+
+
+def test_a_recipe_of_ones_own_trains_on_one_node(checkout_with_recipes: Checkout, unique: str) -> None:
+    config = json.dumps({"epochs": 3, "seed": int(unique, 16)})
+    execution = checkout_with_recipes.train("--recipe", "recipes.wine.Wine", "--config", config)
+    assert len(execution.outputs()["epoch_accuracies"]) == 3
+
+
+def test_a_recipe_in_a_package_of_two_files_trains_on_several_nodes(
+    checkout_with_recipes: Checkout, unique: str
+) -> None:
+    config = json.dumps({"epochs": 3, "seed": int(unique, 16)})
+    execution = checkout_with_recipes.train_on_cluster("--recipe", "recipes.cellar.wines.Cellar", "--config", config)
+    assert len(execution.outputs(600)["epoch_accuracies"]) == 3
+
+
+def test_a_pods_deletion_in_mid_run_costs_no_more_than_the_last_steps(
+    checkout: Checkout, unique: str, aborted: list[Execution]
+) -> None:
+    config = json.dumps({"epochs": 60, "seed": int(unique, 16), "checkpoint_interval": 20})
+    execution = checkout.train("--recipe", "digits", "--config", config)
+    aborted.append(execution)
+    pod = execution.pod_of("train-on-one-node")
+    eventually(lambda: "epoch 5/" in execution.log(pod), 120, f"epoch 5 in the log of {pod}")
+    kubectl("delete", "pod", pod, "--wait=false")
+    outputs = execution.outputs(600)
+    started = [event for event in execution.history(outputs) if event["event"] == "RunStarted"][-1]
+    assert started["resumed_step"] > 0
+    assert len(outputs["epoch_accuracies"]) == 60
+
+
+def test_an_aborted_execution_takes_its_dask_cluster_with_it(
+    checkout: Checkout, unique: str, aborted: list[Execution]
+) -> None:
+    config = json.dumps({"epochs": 2000, "seed": int(unique, 16)})
+    execution = checkout.train_on_cluster("--recipe", "digits", "--config", config)
+    aborted.append(execution)
+    pod = execution.pod_of("train-on-cluster")
+    eventually(lambda: "epoch 2/" in execution.log(pod), 300, f"epoch 2 in the log of {pod}")
+    owned = f"dask.org/cluster-name={next(iter(clusters_of(pod)))}"
+    checkout.remote.terminate(checkout.remote.fetch_execution(name=execution.name), "somebody changed their mind")
+    start = time.monotonic()
+    eventually(lambda: not clusters_of(pod), 30, "an end to the Dask cluster")
+    eventually(lambda: not items("pods", owned), 60, "an end to the pods of the Dask cluster")
+    print(f"the Dask cluster and its pods were gone after {time.monotonic() - start:.0f} s")
+    assert execution.wait().closure.phase == Phase.ABORTED
+
+
+def clusters_of(pod: str) -> list[str]:
+    """Return the names of the Dask clusters that a task's pod owns and nobody has deleted."""
+    return [
+        each["metadata"]["name"]
+        for each in items("daskclusters")
+        if "deletionTimestamp" not in each["metadata"]
+        and any(owner["name"] == pod for owner in each["metadata"].get("ownerReferences", []))
+    ]
+
+
+@pytest.mark.parametrize("settings", [{"GPUS": "4", "SANDBOX": "0"}, {"WANDB_MODE": "disabled"}])
+def test_the_same_code_with_other_settings_is_another_version(
+    checkout: Checkout, trained: Execution, aborted: list[Execution], settings: dict[str, str]
+) -> None:
+    other = checkout.train("--recipe", "digits", **settings)
+    aborted.append(other)
+    versions = [each.sync().spec.launch_plan.version for each in (trained, other)]
+    assert versions[0] != versions[1]
+
+
+def test_a_launch_plan_is_started_by_hand_as_the_readme_says(
+    checkout: Checkout, version: str, aborted: list[Execution]
+) -> None:
+    plan = (
+        "pyflyte",
+        "run",
+        "--project",
+        PROJECT,
+        "--domain",
+        DOMAIN,
+        "remote-launchplan",
+        f"retrain_by_hand:{version}",
+    )
+    shown = checkout.call(*plan, "--help")
+    assert shown.returncode == 0, shown.stderr
+    assert "--kickoff_time" in shown.stdout
+    execution = checkout.started(checkout.call(*plan, "--kickoff_time", "now"))
+    aborted.append(execution)
+    outputs = execution.outputs(600)
+    assert outputs["outcome"] in ("promoted_first", "promoted", "not_better", "unchanged")
+
+
+def test_a_cron_of_a_minute_retrains_and_promotes(checkout: Checkout, unique: str, aborted: list[Execution]) -> None:
+    plans = checkout.directory / "workflows/retrain.py"
+    written = plans.read_text()
+    assert '"0 2 * * *"' in written
+    version, since = f"cron-{unique}", time.time()
+    plans.write_text(written.replace('"0 2 * * *"', '"* * * * *"'))
+    try:
+        inputs = {"config": {"epochs": 2, "seed": int(unique, 16)}, "min_samples": 10}
+        checkout.register(version, ACTIVATE="retrain_nightly", RETRAIN_INPUTS=json.dumps(inputs))
+    finally:
+        plans.write_text(written)
+
+    def scheduled() -> list[Execution]:
+        recent = checkout.remote.recent_executions(limit=50)
+        return [
+            Execution(checkout.remote, each.id.name)
+            for each in recent
+            if each.spec.launch_plan.name == "retrain_nightly" and each.spec.launch_plan.version == version
+        ]
+
+    try:
+        (first, *_) = eventually(scheduled, 180, "a scheduled execution")
+        assert first.outputs(600)["outcome"] in ("promoted_first", "promoted", "not_better", "unchanged")
+    finally:
+        checkout.call(
+            *("pyflyte", "launchplan", "--project", PROJECT, "--domain", DOMAIN, "--deactivate"),
+            *("retrain_nightly", version),
+        )
+        aborted.extend(scheduled())
+    print(f"the first scheduled execution was over after {time.time() - since:.0f} s")
