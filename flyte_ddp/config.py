@@ -57,6 +57,7 @@ class TrainingConfig:
     checkpoints_to_keep: int = 2  # newest checkpoints kept, >= 1; the one of the best epoch is kept besides
     collective_timeout: float = 600.0  # seconds a collective waits for the other ranks, > 0
     stall_timeout: float = 300.0  # seconds without any rank getting on before the run is ended, > 0
+    store_timeout: float = 600.0  # seconds without the checkpoints' store before the attempt ends recoverably, > 0
     recipe_options: dict[str, Any] = field(default_factory=dict)  # what the recipe itself is told: fields of its class
 
     def __post_init__(self) -> None:
@@ -75,7 +76,7 @@ class TrainingConfig:
             _require(self, name, getattr(self, name) >= 1, "a whole number of at least 1")
         for name in ("warmup_steps", "seed", "data_workers", "checkpoint_interval"):
             _require(self, name, getattr(self, name) >= 0, "a whole number of at least 0")
-        for name in ("learning_rate", "collective_timeout", "stall_timeout"):
+        for name in ("learning_rate", "collective_timeout", "stall_timeout", "store_timeout"):
             _require(self, name, 0 < getattr(self, name) < math.inf, "a finite number above 0")
         for name in ("weight_decay", "gradient_clip_norm"):
             _require(self, name, 0 <= getattr(self, name) < math.inf, "a finite number of at least 0")

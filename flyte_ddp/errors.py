@@ -13,6 +13,18 @@ class DataError(ValueError):
     """The data given cannot be used. The message names the file or URL, what is wrong and what would be accepted."""
 
 
+class StorageDenied(ConfigError):
+    """The store refuses: no credentials, wrong ones, no permission, or no such bucket. Another attempt would not help."""
+
+
+class StorageUnavailable(RuntimeError):
+    """The store cannot be reached for now. The same work may succeed later."""
+
+
+class FileChanged(RuntimeError):
+    """A file was replaced by another process since it was read. Nothing was written."""
+
+
 class NonFiniteLoss(RuntimeError):
     """The loss became NaN or infinite: nothing that follows could be of use."""
 
@@ -22,7 +34,7 @@ class StopRequested(Exception):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written."""
+    """A checkpoint could not be written, or is damaged."""
 
 
 class RankFailure(RuntimeError):

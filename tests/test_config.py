@@ -16,10 +16,10 @@ OUT_OF_RANGE = [
     *((name, -3) for name in ("epochs", "global_batch_size", "log_interval", "checkpoints_to_keep")),
     *((name, 0) for name in ("log_interval", "checkpoints_to_keep")),
     *((name, -1) for name in ("warmup_steps", "seed", "data_workers", "checkpoint_interval")),
-    *((name, 0.0) for name in ("learning_rate", "collective_timeout", "stall_timeout")),
+    *((name, 0.0) for name in ("learning_rate", "collective_timeout", "stall_timeout", "store_timeout")),
     *((name, -0.5) for name in ("learning_rate", "weight_decay", "gradient_clip_norm", "momentum")),
     *((name, math.nan) for name in ("learning_rate", "weight_decay", "gradient_clip_norm", "momentum")),
-    *((name, math.inf) for name in ("learning_rate", "weight_decay", "stall_timeout")),
+    *((name, math.inf) for name in ("learning_rate", "weight_decay", "stall_timeout", "store_timeout")),
     ("momentum", 1.0),
     ("seed", 1 << 64),  # torch takes seeds of 64 bits
     ("optimizer", "lbfgs"),
