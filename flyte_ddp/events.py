@@ -1,14 +1,22 @@
-"""What a run says while it runs: one small dataclass per kind of event.
+"""The events of a run, the state folded from them, and their form as JSON lines. Imports no torch.
 
-Rank 0 emits them, its supervisor passes them up, and everything a person sees listens to them in the parent. They hold
-plain numbers, strings, bytes, lists and dicts only, so that they cross a pipe or a network as JSON-like values and the
-parent needs no torch to read them. `to_dict` and `from_dict` are that form.
+Rank 0 emits events, its supervisor forwards them, and everything a person sees is made from them in the parent process.
+They hold plain numbers, strings, bytes, lists and dicts only, so that they can cross a pipe or a network (`to_dict`,
+`from_dict`) and be kept in a file (`to_line`, `read_history`).
+
+`RunState` is the only place that knows what a restart from a checkpoint undoes. Whoever needs a run's epochs, steps or
+result folds its events with it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import time
+import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 
@@ -24,31 +32,31 @@ class LayerDescribed:
 
 @dataclass(frozen=True)
 class EpochFinished:
-    """An epoch's results, over all ranks."""
+    """The results of an epoch, over all ranks."""
 
     epoch: int  # from 1
     step: int  # optimizer steps since the start of the run
     train_loss: float  # mean over every target of the epoch, as seen while training
     test_loss: float  # mean over every target of the held-out data
-    accuracy: float  # share of held-out targets predicted right, in [0, 1]
+    accuracy: float  # share of held-out targets predicted correctly, in [0, 1]
     learning_rate: float  # at the epoch's last step
-    seconds: float  # wall-clock of the epoch's training, all attempts that contributed to it, without the evaluation
+    seconds: float  # wall-clock of the epoch's training in all attempts that contributed to it, without the evaluation
     samples_per_second: float  # training samples, over all ranks
     evaluation_seconds: float
-    rank_losses: list[float] = field(default_factory=list)  # mean training loss of each rank's own share
-    rank_step_seconds: list[float] = field(default_factory=list)  # mean time each rank spent in its own part of a step
-    num_replaced: int = 0  # training and held-out samples that could not be read, for which others stood in
-    # Of this attempt's steps so far, by DDP's own timers (a sample of the steps); empty where one rank trains alone:
-    rank_wait_seconds: list[float] = field(default_factory=list)  # mean wait per step for gradients, after own backward
-    rank_overlap_seconds: list[float] = field(default_factory=list)  # mean time per step of exchange during backward
+    rank_losses: list[float] = field(default_factory=list)  # mean training loss over each rank's own samples
+    rank_step_seconds: list[float] = field(default_factory=list)  # mean time per step that each rank computed
+    num_replaced: int = 0  # training and held-out samples that could not be read and were replaced by others
+    # Of this attempt's steps so far, from DDP's own timers (a sample of the steps); empty for a single rank:
+    rank_wait_seconds: list[float] = field(default_factory=list)  # mean wait for gradients after the backward pass
+    rank_overlap_seconds: list[float] = field(default_factory=list)  # mean all-reduce time during the backward pass
 
 
 @dataclass(frozen=True)
 class RunStarted:
-    """All ranks are up, the model is built, and training begins (or goes on)."""
+    """All ranks are up, the model is built, and training starts or resumes."""
 
     recipe: str
-    data: str  # which data was used, in words
+    data: str  # one line that describes the data
     config: dict[str, Any]
     world_size: int
     device: str  # "cpu" or the GPU's name
@@ -61,21 +69,21 @@ class RunStarted:
     layers: list[LayerDescribed]
     versions: dict[str, str]
     resumed_step: int = 0  # optimizer steps done by earlier attempts
-    resumed_from: str = ""  # the checkpoint that was loaded
-    previous_epochs: list[EpochFinished] = field(default_factory=list)  # what earlier attempts finished
-    skipped_checkpoints: list[str] = field(default_factory=list)  # why each unusable checkpoint was passed over
+    resumed_from: str = ""  # URL of the checkpoint that was loaded
+    previous_epochs: list[EpochFinished] = field(default_factory=list)  # finished by earlier attempts
+    skipped_checkpoints: list[str] = field(default_factory=list)  # one line for each checkpoint that is unusable
 
 
 @dataclass(frozen=True)
 class StepFinished:
-    """Where the run stands, every `log_interval` optimizer steps."""
+    """The progress of the run, every `log_interval` optimizer steps."""
 
     step: int  # optimizer steps since the start of the run
     epoch: int  # from 1
-    loss: float  # mean over the targets of all ranks since the event before
+    loss: float  # mean over the targets of all ranks since the previous event
     learning_rate: float
     gradient_norm: float  # L2 norm of this step's whole gradient, before clipping
-    samples_per_second: float  # over all ranks, since the event before
+    samples_per_second: float  # over all ranks, since the previous event
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class HistogramsTaken:
-    """How parameters and their last gradients are distributed, once an epoch, by parameter name."""
+    """Histograms of the parameters and of their last gradients, by parameter name, once per epoch."""
 
     step: int
     parameters: dict[str, Histogram]
@@ -97,18 +105,18 @@ class HistogramsTaken:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One held-out sample and what the model makes of it."""
+    """One held-out sample and the model's prediction for it."""
 
     truth: str
     guess: str
     scores: dict[str, float]  # probability by class name
-    image: bytes = b""  # a PNG, where the sample is an image
-    text: str = ""  # where it is text
+    image: bytes = b""  # a PNG if the sample is an image
+    text: str = ""  # the sample if it is text
 
 
 @dataclass(frozen=True)
 class PredictionsMade:
-    """A sample of the held-out data after the last epoch, in the data's own order."""
+    """Predictions for some of the held-out samples after the last epoch, in the data's own order."""
 
     epoch: int
     predictions: list[Prediction]
@@ -116,33 +124,35 @@ class PredictionsMade:
 
 @dataclass(frozen=True)
 class CheckpointSaved:
+    """A checkpoint was written."""
+
     step: int
     url: str
-    best: bool  # the best accuracy so far
-    seconds: float  # rank 0 spent on it in the foreground
+    best: bool  # it has the best accuracy so far
+    seconds: float  # for which rank 0 interrupted the training
 
 
 @dataclass(frozen=True)
 class CostsTimed:
-    """What a step's parts cost, each timed by itself after the training of a run that was asked for it."""
+    """The time that each part of a step takes, measured separately after the training if the job asks for it."""
 
     batch_sizes: list[int]  # samples per rank and optimizer step
-    compute_seconds: list[float]  # of a step without exchange at each of these; all ranks at once, the slowest one's
+    compute_seconds: list[float]  # a step without all-reduce at each batch size: all ranks at once, the slowest counts
     gradient_bytes: int
-    all_reduce_seconds: float  # of so many bytes, over all ranks; 0 where there is one
-    latency_seconds: float  # of the all-reduce of a single number
+    all_reduce_seconds: float  # an all-reduce of `gradient_bytes` over all ranks; 0 for a single rank
+    latency_seconds: float  # an all-reduce of a single number
 
 
 @dataclass(frozen=True)
 class RunFinished:
-    """The last event of a run that ended well."""
+    """The last event of a run that succeeded."""
 
     step: int
     model_state_url: str
     seconds: float  # of this attempt, from the launch of its ranks
     best_epoch: int
     best_accuracy: float
-    peak_memory_bytes: int  # of rank 0: of its GPU, else of its process
+    peak_memory_bytes: int  # of rank 0: its GPU's memory, or its process's without a GPU
     first_step_seconds: float  # from the launch of the ranks to the end of the first optimizer step
 
 
@@ -156,38 +166,113 @@ Event = (
     | CostsTimed
     | RunFinished
 )
-KINDS: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (
-        RunStarted,
-        StepFinished,
-        EpochFinished,
-        HistogramsTaken,
-        PredictionsMade,
-        CheckpointSaved,
-        CostsTimed,
-        RunFinished,
-    )
-}
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in typing.get_args(Event)}
+NOT_IN_HISTORY = (HistogramsTaken, PredictionsMade)  # too large; the report and W&B have them
 
 
 class Listener(Protocol):
-    """Whoever wants to know. `close` is called once, with the error that ended the run, if one did."""
+    """An observer of a run. `close` is called at the end, with the error if the run failed."""
 
     def handle(self, event: Event) -> None: ...
 
     def close(self, error: BaseException | None) -> None: ...
 
 
+@dataclass
+class RunState:
+    """The state of a run, folded from its events. A listener: give it each event in order.
+
+    When the ranks are started again from a checkpoint, the steps and epochs after that checkpoint are removed.
+
+    Args:
+        keep_steps: keep every `StepFinished`. Turn it off where there are many runs and only the epochs matter.
+    """
+
+    keep_steps: bool = True
+    started: RunStarted | None = None  # the latest
+    steps: list[StepFinished] = field(default_factory=list)
+    epochs: list[EpochFinished] = field(default_factory=list)  # those of earlier attempts included
+    checkpoints: list[CheckpointSaved] = field(default_factory=list)  # those that still exist: the newest and the best
+    predictions: PredictionsMade | None = None
+    costs: CostsTimed | None = None
+    finished: RunFinished | None = None
+    num_starts: int = 0
+    num_checkpoints: int = 0  # written by this attempt, removed ones included
+
+    @classmethod
+    def of(cls, events: Iterable[Event], keep_steps: bool = True) -> RunState:
+        """Fold `events`, in their order."""
+        state = cls(keep_steps)
+        for event in events:
+            state.handle(event)
+        return state
+
+    def handle(self, event: Event) -> None:
+        """Update the state with the next event of the run."""
+        if isinstance(event, RunStarted):
+            self.num_starts += 1
+            self.started = event
+            self.steps = [step for step in self.steps if step.step <= event.resumed_step]
+            self.epochs = list(event.previous_epochs)
+        elif isinstance(event, StepFinished):
+            if self.keep_steps:
+                self.steps.append(event)
+        elif isinstance(event, EpochFinished):
+            self._add_epoch(event)
+        elif isinstance(event, CheckpointSaved):
+            self._add_checkpoint(event)
+        elif isinstance(event, PredictionsMade):
+            self.predictions = event
+        elif isinstance(event, CostsTimed):
+            self.costs = event
+        elif isinstance(event, RunFinished):
+            self.finished = event
+
+    def close(self, error: BaseException | None) -> None:
+        """Do nothing: the state holds no resources."""
+
+    @property
+    def best(self) -> EpochFinished | None:
+        """The finished epoch with the best accuracy; of equal ones, the one with the lowest held-out loss."""
+        return max(self.epochs, key=lambda epoch: (epoch.accuracy, -epoch.test_loss), default=None)
+
+    @property
+    def last_step(self) -> int:
+        """The last optimizer step that is known to be done."""
+        resumed = self.started.resumed_step if self.started else 0
+        return max([resumed, *(event.step for event in (self.steps[-1:] + self.epochs[-1:]))])
+
+    def position(self, step: int) -> float:
+        """Convert an optimizer step to epochs, such as 1.5 for the middle of the second."""
+        if self.started is None:
+            return 0.0
+        return step * int(self.started.config["epochs"]) / max(1, self.started.num_steps)
+
+    def _add_epoch(self, event: EpochFinished) -> None:
+        # A history file repeats the epochs of earlier attempts that `RunStarted` has brought already.
+        known = [epoch.epoch for epoch in self.epochs]
+        if event.epoch in known:
+            self.epochs[known.index(event.epoch)] = event
+        else:
+            self.epochs.append(event)
+
+    def _add_checkpoint(self, event: CheckpointSaved) -> None:
+        self.num_checkpoints += 1
+        known = [*self.checkpoints, event]
+        newest = known[-(self.started.config.get("checkpoints_to_keep", 1) if self.started else 1) :]
+        best = [checkpoint for checkpoint in known if checkpoint.best][-1:]
+        self.checkpoints = [*(checkpoint for checkpoint in best if checkpoint not in newest), *newest]
+
+
 def to_dict(event: Event) -> dict[str, Any]:
-    """`event` as plain values, its kind under "event"."""
+    """Return `event` as plain values, with its kind under "event"."""
     return {"event": type(event).__name__, **dataclasses.asdict(event)}
 
 
 def from_dict(values: dict[str, Any]) -> Event:
-    """The event that `to_dict` made `values` from."""
+    """Return the event that `to_dict` made `values` from."""
     values = dict(values)
-    kind = KINDS[values.pop("event")]
+    kind: Any = KINDS[values.pop("event")]
     if kind is RunStarted:
         values["layers"] = [LayerDescribed(**layer) for layer in values["layers"]]
         values["previous_epochs"] = [EpochFinished(**epoch) for epoch in values["previous_epochs"]]
@@ -198,3 +283,40 @@ def from_dict(values: dict[str, Any]) -> Event:
         values["predictions"] = [Prediction(**prediction) for prediction in values["predictions"]]
     event: Event = kind(**values)
     return event
+
+
+def to_line(event: Event) -> str:
+    """Return `event` as one line of a history: a JSON object in `to_dict`'s form with the current "time"."""
+    # A user's configuration may hold values that JSON does not know. Their repr is enough for a record.
+    return json.dumps({"time": time.time(), **to_dict(event)}, default=repr) + "\n"
+
+
+def parse_history(contents: bytes, name: str) -> list[Event]:
+    """Return the events in the lines of a history. An incomplete last line, left by a killed writer, is ignored.
+
+    Raises:
+        ValueError: any other line is not an event; names the line and `name`.
+    """
+    events: list[Event] = []
+    for number, line in enumerate(contents[: len_of_whole_lines(contents)].splitlines(), start=1):
+        try:
+            values = json.loads(line)
+            del values["time"]
+            events.append(from_dict(values))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{name}, line {number}: expected an event of a run: {error!r}") from error
+    return events
+
+
+def read_history(path: str | Path) -> list[Event]:
+    """Return the events in a history file, as `parse_history`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    return parse_history(Path(path).read_bytes(), str(path))
+
+
+def len_of_whole_lines(contents: bytes) -> int:
+    """Return the number of bytes that belong to complete lines."""
+    return contents.rfind(b"\n") + 1

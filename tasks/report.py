@@ -32,9 +32,10 @@ from flyte_ddp.events import (
     PredictionsMade,
     RunFinished,
     RunStarted,
+    RunState,
     StepFinished,
 )
-from flyte_ddp.observers import plots
+from flyte_ddp.observers import figures, plots
 from tasks.report_template import FRAGMENT, PAGE, STYLE
 
 DECK_NAME = "Training"
@@ -60,7 +61,7 @@ class Report:
     def __init__(self, title: str = "", links: Mapping[str, str] | None = None) -> None:
         self.title = title
         self.links = dict(links or {})
-        self._history = plots.History()
+        self._history = RunState()
         self._panels: list[Markup] | None = None  # drawn from the history as it is; it takes half a second
         self._checkpoints: list[CheckpointSaved] = []  # those that are still there
         self._num_checkpoints = 0
@@ -73,7 +74,7 @@ class Report:
         self._closed_at = 0.0
 
     def handle(self, event: Event) -> None:
-        self._history.add(event)
+        self._history.handle(event)
         if isinstance(event, (RunStarted, StepFinished, EpochFinished)):
             self._panels = None
         if isinstance(event, RunStarted):
@@ -135,7 +136,7 @@ class Report:
 
     def _drawn_panels(self) -> list[Markup]:
         if self._panels is None:
-            self._panels = [Markup(plots.to_svg(panel)) for panel in plots.training_panels(self._history)]
+            self._panels = [Markup(figures.to_svg(panel)) for panel in plots.training_panels(self._history)]
         return self._panels
 
     def _title(self) -> str:
@@ -174,7 +175,7 @@ class Report:
         tiles = []
         best = history.best
         note = f"in epoch {best.epoch}" if best else "no epoch finished yet"
-        tiles.append(_tile("Best test accuracy", plots.percent(best.accuracy) if best else NOTHING_YET, note))
+        tiles.append(_tile("Best test accuracy", figures.percent(best.accuracy) if best else NOTHING_YET, note))
         note = f"{self._percent_done()} % of {started.num_steps:,} steps"
         tiles.append(_tile("Epochs", f"{len(history.epochs)} / {started.config['epochs']}", note))
         if history.epochs:
@@ -211,7 +212,7 @@ class Report:
                     str(epoch.epoch),
                     f"{epoch.train_loss:.4g}",
                     f"{epoch.test_loss:.4g}",
-                    plots.percent(epoch.accuracy),
+                    figures.percent(epoch.accuracy),
                     f"{epoch.learning_rate:.3g}",
                     _duration(epoch.seconds),
                     _duration(epoch.evaluation_seconds),

@@ -16,7 +16,8 @@ from flytekit.types.structured import StructuredDataset
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import Event, Listener, RunFinished
-from flyte_ddp.observers.tracking import ProgressBar, Wandb
+from flyte_ddp.observers.progress_bar import ProgressBar
+from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.rank.main import Job
 from flyte_ddp.recipes import config_of
 from flyte_ddp.scaling.plots import ranks

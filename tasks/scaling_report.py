@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from flyte_ddp.errors import TrainingStopped
 from flyte_ddp.events import Event, RunStarted
-from flyte_ddp.observers import plots
+from flyte_ddp.observers import figures
 from flyte_ddp.scaling.plots import scaling_panels
 from flyte_ddp.scaling.study import Row, SizedRun, Study
 from tasks.report_template import PAGE, STYLE
@@ -79,7 +79,7 @@ class ScalingReport:
                 percent_done=100 * len(self.runs) // max(1, self.num_runs),
                 error=str(self._error)[:MOST_ERROR] if self._error else "",
                 tiles=_tiles(study, rows),
-                panels=[Markup(plots.to_svg(panel)) for panel in scaling_panels(study)],
+                panels=[Markup(figures.to_svg(panel)) for panel in scaling_panels(study)],
                 heads=_heads(study),
                 rows=[{"projected": row.is_projected, "cells": _cells(row)} for row in rows],
                 checks=_checks(study),
@@ -199,7 +199,7 @@ def _cells(row: Row) -> list[str]:
         f"{row.batch_size_per_rank:,}",
         f"{row.epochs}",
         NOTHING if row.final_test_loss is None else f"{row.final_test_loss:.4g}",
-        NOTHING if row.best_accuracy is None else plots.percent(row.best_accuracy),
+        NOTHING if row.best_accuracy is None else figures.percent(row.best_accuracy),
         _milliseconds(row.step_seconds),
         f"{row.samples_per_second:,.0f}",
         f"{row.speed_up:.2f}",

@@ -20,8 +20,8 @@ from flytekit.types.structured import StructuredDataset
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished, Event, RunStarted
 from flyte_ddp.launch.spawn import print_line
-from flyte_ddp.observers import plots
-from flyte_ddp.observers.tracking import Wandb
+from flyte_ddp.observers import figures
+from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.storage import Storage
 from flyte_ddp.sweep.results import FINISHED, STOPPED_EARLY, ModelRun, best_of, table_of
 from flyte_ddp.sweep.search import EarlyStopping, Model, models_of
@@ -240,7 +240,7 @@ class _ModelWandb(Wandb):
 
 def _result(run: ModelRun) -> str:
     last = run.epochs[-1]
-    return f"test loss {last.test_loss:.4f}, accuracy {plots.percent(last.accuracy)}, {run.elapsed[-1]:.1f} s"
+    return f"test loss {last.test_loss:.4f}, accuracy {figures.percent(last.accuracy)}, {run.elapsed[-1]:.1f} s"
 
 
 def _models_logs() -> contextlib.AbstractContextManager[None]:

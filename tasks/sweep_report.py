@@ -17,7 +17,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from flyte_ddp.errors import TrainingStopped
-from flyte_ddp.observers import plots
+from flyte_ddp.observers import figures
 from flyte_ddp.sweep.plots import sweep_panels
 from flyte_ddp.sweep.results import (
     FAILED,
@@ -121,7 +121,7 @@ class SweepReport:
                 f"{best.last_loss:.4g}" if best else "-",
                 f"model {best.model.number}" if best else "",
             ),
-            ("Its accuracy", plots.percent(best.epochs[-1].accuracy) if best else "-", "after its last epoch"),
+            ("Its accuracy", figures.percent(best.epochs[-1].accuracy) if best else "-", "after its last epoch"),
             ("Wall time", _duration(seconds), "so far" if self._status() == "running" else "of this attempt"),
             ("Time of the models", _duration(spent), "training and evaluation, summed up"),
         ]
@@ -132,13 +132,13 @@ class SweepReport:
 
 
 def _charts(
-    meaning: str, over_epochs: list[plots.Panel], over_time: list[plots.Panel]
+    meaning: str, over_epochs: list[figures.Panel], over_time: list[figures.Panel]
 ) -> list[tuple[str, str, list[Markup]]]:
     """Headings, what the colours below them mean, and the pictures."""
     sections = [("Test loss over epochs", over_epochs), ("Test loss over elapsed time", over_time)]
     if len(over_epochs) == 1:
         sections = [("Test loss over epochs and over elapsed time", over_epochs + over_time)]
-    return [(head, meaning, [Markup(plots.to_svg(panel)) for panel in panels]) for head, panels in sections if panels]
+    return [(head, meaning, [Markup(figures.to_svg(panel)) for panel in panels]) for head, panels in sections if panels]
 
 
 def _best(best: ModelRun) -> dict[str, str]:
@@ -165,7 +165,7 @@ def _table(runs: Sequence[ModelRun], best: ModelRun | None) -> dict[str, Any]:
             _cell(len(run.epochs), f"{len(run.epochs)} / {run.model.config.epochs}"),
             _cell(last and last.train_loss),
             _cell(last and last.test_loss),
-            _cell(last and last.accuracy, plots.percent(last.accuracy) if last else ""),
+            _cell(last and last.accuracy, figures.percent(last.accuracy) if last else ""),
             _cell(run.elapsed[-1] if run.elapsed else None, _duration(run.elapsed[-1]) if run.elapsed else ""),
         ]
         rows.append({"best": run is best, "cells": cells, "note": note})

@@ -14,7 +14,9 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp import events
 from flyte_ddp.launch.spawn import Result
-from flyte_ddp.observers.tracking import History, ProgressBar, Wandb
+from flyte_ddp.observers.history import HistoryFile
+from flyte_ddp.observers.progress_bar import ProgressBar
+from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.rank.main import Job
 from flyte_ddp.storage import Storage
 from tasks.execution import Execution
@@ -45,7 +47,7 @@ class Watchers:
         self.history_file = directory / "history.jsonl"
         self.listeners: list[events.Listener] = [
             self.bar,
-            History(self.history_file),
+            HistoryFile(self.history_file),
             self.wandb,
             self.report,
             _Link(self.wandb, self.report),

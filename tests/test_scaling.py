@@ -334,7 +334,7 @@ def test_an_equal_global_batch_gives_an_equal_model(outputs, checkpoints, finish
 
 def runs_of(outputs):
     """The events of each run, by its world size."""
-    from flyte_ddp.observers.tracking import read_history
+    from flyte_ddp.events import read_history
 
     runs, size = {}, 0
     for event in read_history(outputs.history.path):

@@ -20,7 +20,7 @@ from flyte_ddp.errors import ClusterError, ConfigError, SweepFailed, TrainingSto
 from flyte_ddp.launch.dask import launcher as dask
 from flyte_ddp.launch.dask.gang import Worker
 from flyte_ddp.launch.dask.pool import Pool
-from flyte_ddp.observers import plots
+from flyte_ddp.observers import figures
 from flyte_ddp.prepare import prepare_data
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.sweep import plots as sweep_plots
@@ -33,8 +33,8 @@ from tasks.report import DeckPublisher
 from tasks.sweep import check_sweep
 from tasks.sweep_report import SweepReport
 from tests.support import browser
+from tests.support.wandb_log import told
 from tests.test_dask import start_scheduler, start_worker  # noqa: F401 - the latter is a fixture
-from tests.test_tracking import told
 
 SWEPT = "tests.support.sweep_recipes.Swept"
 LOCAL = ClusterConfig(kind="local", node_timeout=30)  # a busy machine's workers are slow to answer, not lost
@@ -471,7 +471,7 @@ def test_a_picture_of_the_csv_file_is_that_of_the_sweep(tmp_path, monkeypatch, g
     sweep_plots.main()
     _, over_epochs, over_time = sweep_panels(runs)
     (own := tmp_path / "own").mkdir()
-    plots.save_panels([*over_epochs, *over_time], own / "picture.svg", columns=len(over_epochs))
+    figures.save_panels([*over_epochs, *over_time], own / "picture.svg", columns=len(over_epochs))
     assert (tmp_path / "picture.svg").read_text() == (own / "picture.svg").read_text()
 
 

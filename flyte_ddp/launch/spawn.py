@@ -52,6 +52,13 @@ class Result:
     finished: events.RunFinished
     epochs: list[events.EpochFinished] = field(default_factory=list)  # those of earlier attempts included
 
+    @classmethod
+    def of(cls, state: events.RunState) -> Result:
+        """Return the result of the finished run that `state` was folded from."""
+        if state.finished is None:
+            raise RuntimeError("the ranks exited without an error and without a result; please report this bug")
+        return cls(state.finished, state.epochs)
+
 
 @dataclass
 class _Rank:
@@ -130,10 +137,10 @@ def train(
     num_processes = num_processes or default_num_processes()
     check(job, num_processes)
     gpus = num_gpus()
-    collector = Collector()
+    state = events.RunState(keep_steps=False)
     with (
         listening_socket("127.0.0.1") as listener,
-        Dispatcher([collector, *listeners]) as dispatcher,
+        Dispatcher([state, *listeners]) as dispatcher,
         stop_on_signals() as stop,
     ):
         place = Place(
@@ -147,7 +154,7 @@ def train(
             num_threads=max(1, num_cores() // num_processes),
         )
         supervise(job, place, listener, data, dispatcher.emit, stop, relay)
-    return collector.result()
+    return Result.of(state)
 
 
 def supervise(
@@ -479,30 +486,6 @@ class _LogTail:
             return "\n".join(self.path.read_text(errors="replace").splitlines()[-count:])
         except FileNotFoundError:
             return ""
-
-
-class Collector:
-    """The listener that keeps what `train` returns."""
-
-    def __init__(self) -> None:
-        self.epochs: list[events.EpochFinished] = []
-        self.finished: events.RunFinished | None = None
-
-    def handle(self, event: events.Event) -> None:
-        if isinstance(event, events.RunStarted):
-            self.epochs = list(event.previous_epochs)
-        elif isinstance(event, events.EpochFinished):
-            self.epochs.append(event)
-        elif isinstance(event, events.RunFinished):
-            self.finished = event
-
-    def close(self, error: BaseException | None) -> None:
-        pass
-
-    def result(self) -> Result:
-        if self.finished is None:
-            raise RuntimeError("the ranks ended well without a word of it; please report this")
-        return Result(self.finished, self.epochs)
 
 
 def _tell(rank: _Rank, *message: Any) -> None:

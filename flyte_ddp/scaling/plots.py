@@ -1,4 +1,8 @@
-"""Figures of a scaling study. What is projected is hollow and dashed everywhere, what is measured is filled."""
+"""Figures of a scaling study. Projected values are hollow and dashed everywhere, measured ones are filled.
+
+From the command line: `python -m flyte_ddp.scaling.plots history.jsonl picture.svg 4 8 16`. The numbers are world sizes
+to project, of those that the study was asked for.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from flyte_ddp.observers.plots import FAINT, PALETTE, Panel, log_scale, save_panels, style, thinned
+from flyte_ddp.observers.figures import FAINT, PALETTE, Panel, log_scale, save_panels, style, thinned
 from flyte_ddp.scaling.study import Row, SizedRun, Study
 
 if TYPE_CHECKING:
@@ -16,14 +20,14 @@ LINE_STYLES = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)))  # of lea
 
 
 def scaling_panels(study: Study) -> list[Panel]:
-    """What there is to draw of a study; nothing before its first run has finished."""
+    """Return the panels for which there is data; none before the first run has finished."""
     if not study.runs:
         return []
     rows = study.rows()
     ends = ", ".join(f"{run.world_size} ranks {run.epochs[-1].test_loss:.4g}" for run in study.runs)
     panels = [
         Panel("loss-epochs", "Test loss over epochs", f"Test loss after the last epoch: {ends}", _loss(study, False)),
-        Panel("loss-time", "Test loss over training time", f"Test loss in the end: {ends}", _loss(study, True)),
+        Panel("loss-time", "Test loss over training time", f"Test loss at the end: {ends}", _loss(study, True)),
     ]
     for name, title, value, ideal, note in (
         ("speed-up", "Speed-up", lambda row: row.speed_up, _ideal_speed_up, ""),
@@ -40,12 +44,12 @@ def scaling_panels(study: Study) -> list[Panel]:
         if any(value(row) is not None for row in rows):
             panels.append(_by_size(name, title, rows, value, ideal, note))
     if any(row.wait_share for row in rows):
-        told = ", ".join(f"{row.world_size} ranks {100 * (row.wait_share or 0):.0f} %" for row in _one_rate(rows))
+        shares = ", ".join(f"{row.world_size} ranks {100 * (row.wait_share or 0):.0f} %" for row in _one_rate(rows))
         panels.append(
             Panel(
                 "communication",
                 "Communication (% of a step)",
-                f"Share of a step that waits for gradients: {told}",
+                f"Share of a step spent waiting for gradients: {shares}",
                 lambda axes: _draw_communication(axes, _one_rate(rows)),
             )
         )
@@ -67,7 +71,7 @@ def _loss(study: Study, over_time: bool) -> Callable[[Axes], None]:
                 *zip(*line, strict=True),
                 color=PALETTE[sizes.index(run.world_size) % len(PALETTE)],
                 linestyle=LINE_STYLES[rates.index(run.learning_rate) % len(LINE_STYLES)],
-                # Equal global batches give nearly equal lines, so that the later ones must let the earlier ones show.
+                # Equal global batches give almost equal lines: later ones are thinner, so earlier ones stay visible.
                 linewidth=4 - 2.4 * sizes.index(run.world_size) / max(1, len(sizes) - 1),
                 marker="o" if len(line) <= 30 else "",
                 markersize=3.5,
@@ -94,8 +98,8 @@ def _by_size(
     ideal: Callable[[Sequence[Row], int], float] | None,
     note: str,
 ) -> Panel:
-    """A line per learning rate over world sizes."""
-    told = ", ".join(
+    """Return a panel with a line per learning rate over world sizes."""
+    values = ", ".join(
         f"{ranks(row.world_size)} {found:,.4g}{' (projected)' if row.is_projected else ''}"
         for row in rows
         if (found := value(row)) is not None
@@ -149,16 +153,16 @@ def _by_size(
                 label="ideal",
             )
         _size_axis(axes, sizes)
-        if name == "speed-up":  # on two like axes the ideal is a straight line, and small sizes show beside large ones
+        if name == "speed-up":  # with two equal axes the ideal is a straight line, and small sizes stay visible
             axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda found, _: f"{found:,.0f}" if found >= 10 else f"{found:g}"))
         style(axes, title, note, from_zero=name != "speed-up")
 
-    return Panel(name, title, f"{title} by world size: {told}", draw)
+    return Panel(name, title, f"{title} by world size: {values}", draw)
 
 
 def _draw_communication(axes: Axes, rows: Sequence[Row]) -> None:
-    """Bars: what waits, and on top of it what the backward pass hides."""
+    """Draw a bar per world size: the waiting time, and on top of it what the backward pass hides."""
     for index, row in enumerate(rows):
         wait, overlap = 100 * (row.wait_share or 0.0), 100 * (row.overlap_share or 0.0)
         if wait:
@@ -192,7 +196,7 @@ def _ideal_speed_up(rows: Sequence[Row], world_size: int) -> float:
 
 
 def _one_rate(rows: Sequence[Row]) -> list[Row]:
-    """Those of the first learning rate, by size: what a step's exchange takes does not depend on it."""
+    """Return the rows of one learning rate by world size. Communication does not depend on the learning rate."""
     return sorted((row for row in rows if row.learning_rate == rows[0].learning_rate), key=lambda row: row.world_size)
 
 
@@ -201,19 +205,15 @@ def _distinct(runs: Sequence[SizedRun]) -> tuple[list[int], list[float]]:
 
 
 def ranks(world_size: int) -> str:
-    """`world_size` in words."""
+    """Format a number of ranks."""
     return "1 rank" if world_size == 1 else f"{world_size} ranks"
 
 
 def main() -> None:
-    """Draw the history of a study: `python -m flyte_ddp.scaling.plots history.jsonl picture.svg 4 8 16`.
-
-    The numbers are world sizes to project, of those that the study was asked for.
-    """
+    """Draw the figures of a study's history; see the module's docstring."""
     import sys
 
-    from flyte_ddp.events import Event, RunStarted
-    from flyte_ddp.observers.tracking import read_history
+    from flyte_ddp.events import Event, RunStarted, read_history
 
     history_file, picture, *projected = sys.argv[1:]
     runs: list[list[Event]] = []

@@ -17,7 +17,7 @@ from distributed import Client
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.events import Event, HistogramsTaken, Listener, PredictionsMade, from_dict, to_dict
+from flyte_ddp.events import NOT_IN_HISTORY, Event, Listener, parse_history, to_line
 from flyte_ddp.launch.dask.launcher import check, train_on_dask
 from flyte_ddp.launch.spawn import print_line
 from flyte_ddp.prepare import describe_data
@@ -82,7 +82,7 @@ def train_at_sizes(
         listeners_of: those of the run of a job at a world size, besides the study's own.
 
     Returns:
-        The history of each run, in the form of `tracking.History`'s files.
+        The history of each run, in the form of `events.to_line`'s files.
 
     Raises:
         As `dask.train_on_dask`; the runs before the one that failed need not be done again.
@@ -132,9 +132,9 @@ class _Record:
         self.text = ""
 
     def handle(self, event: Event) -> None:
-        if not isinstance(event, (PredictionsMade, HistogramsTaken)):  # the one has images, the other is long
+        if not isinstance(event, NOT_IN_HISTORY):
             self.events.append(event)
-            self.text += json.dumps({"time": time.time(), **to_dict(event)}) + "\n"
+            self.text += to_line(event)
 
     def close(self, error: BaseException | None) -> None:
         pass
@@ -150,13 +150,10 @@ def _recorded(place: Storage, timed: tuple[int, ...]) -> _Record | None:
     """What is known of the run that finished there; None where none has, or other costs of it were timed."""
     record = _Record()
     try:
-        record.text = place.read(RECORD).decode()
+        contents = place.read(RECORD)
     except FileNotFoundError:
         return None
-    for line in record.text.splitlines():
-        values = json.loads(line)
-        del values["time"]
-        record.events.append(from_dict(values))
+    record.text, record.events = contents.decode(), parse_history(contents, place.join(RECORD))
     run = SizedRun.of(record.events)
     if run is None or (timed and (run.costs is None or tuple(run.costs.batch_sizes) != timed)):
         return None

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.events import CostsTimed, EpochFinished, Event, RunFinished, RunStarted
+from flyte_ddp.events import CostsTimed, EpochFinished, Event, RunFinished, RunStarted, RunState
 
 
 @dataclass
@@ -38,23 +38,10 @@ class SizedRun:
     @classmethod
     def of(cls, events: Sequence[Event]) -> SizedRun | None:
         """The run that `events` tell of; None where it has not finished. What a restart has undone is left out."""
-        started: RunStarted | None = None
-        finished: RunFinished | None = None
-        costs: CostsTimed | None = None
-        epochs: dict[int, EpochFinished] = {}
-        for event in events:
-            if isinstance(event, RunStarted):
-                started = event
-                epochs = {epoch.epoch: epoch for epoch in event.previous_epochs}
-            elif isinstance(event, EpochFinished):
-                epochs[event.epoch] = event
-            elif isinstance(event, CostsTimed):
-                costs = event
-            elif isinstance(event, RunFinished):
-                finished = event
-        if started is None or finished is None or not epochs:
+        state = RunState.of(events, keep_steps=False)
+        if state.started is None or state.finished is None or not state.epochs:
             return None
-        return cls(started, list(epochs.values()), finished, costs)
+        return cls(state.started, state.epochs, state.finished, state.costs)
 
     @property
     def world_size(self) -> int:

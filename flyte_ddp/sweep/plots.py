@@ -1,7 +1,9 @@
-"""Figures of a sweep: the held-out loss of its models over epochs and over time, in facets by experiment.
+"""Figures of a sweep: the held-out loss of its models over epochs and over time, grouped in facets.
 
-A facet has the models that share all hyperparameters but one, and that one is told by colour. A random search has no
-two such models: there all of them share one facet, in which the best have colours and the others are faint.
+A facet contains the models that differ in one hyperparameter only; the color shows its value. In a random search no two
+models are like that: there all models share one facet, in which the best have colors and the others are faint.
+
+From the command line: `python -m flyte_ddp.sweep.plots results.csv picture.svg` (or .png, .pdf).
 """
 
 from __future__ import annotations
@@ -12,33 +14,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flyte_ddp.observers.plots import FAINT, MOST_LINES, PALETTE, Panel, log_scale, save_panels, style, thinned
+from flyte_ddp.observers.figures import FAINT, PALETTE, Panel, log_scale, save_panels, style, thinned
 from flyte_ddp.sweep.results import FAILED, STOPPED_EARLY, ModelRun, best_of, runs_of
 from flyte_ddp.sweep.search import shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_FACETS = 6
-NUM_COLOURED = 5  # of the best models, where all share one facet
-MOST_FAINT = 100  # models beside them; more are one grey area
-MOST_POINTS = 60  # of one line, where there are many lines
-MOST_NAMED = 4  # colours beside which the legend has room for what they mean
-SEED = "seed"  # models that differ in this alone are one experiment, and have one colour
+MAX_FACETS = 6
+NUM_COLORED = 5  # of the best models, if all models share one facet
+MAX_FAINT = 100  # models beside those; more lines would become one grey area
+MAX_POINTS = 60  # of one line, because there are many lines
+MAX_NAMED = 4  # colors for which the legend has room for the hyperparameter's name
+SEED = "seed"  # models that differ only in this are one experiment, with one color
 
 
 @dataclass(frozen=True)
 class Facet:
-    """The models of one small picture."""
+    """The models of one panel."""
 
     title: str
-    lines: Sequence[tuple[ModelRun, str, str]]  # each with its colour and its label in the legend; "" for none
+    lines: Sequence[tuple[ModelRun, str, str]]  # run, color, label in the legend; "" for none
 
 
 def sweep_panels(runs: Sequence[ModelRun]) -> tuple[str, list[Panel], list[Panel]]:
-    """What the colours mean, the panels of the loss over epochs, and those of the loss over time; none without epochs.
+    """Return a description of the colors, the panels of the loss over epochs, and those of the loss over time.
 
-    All panels of a kind have the same axes.
+    All panels of a kind have the same axes. Without a finished epoch there are no panels.
     """
     drawn = [run for run in runs if run.epochs]
     meaning, facets = _facets(drawn)
@@ -51,8 +53,8 @@ def sweep_panels(runs: Sequence[ModelRun]) -> tuple[str, list[Panel], list[Panel
     over_epochs: list[Panel] = []
     over_time: list[Panel] = []
     for index, facet in enumerate(facets):
-        ends = [f"{run.model} {run.epochs[-1].test_loss:.4g}" for run, _, _ in facet.lines[:MOST_LINES]]
-        told = f"{facet.title}: the last are {', '.join(ends)}"
+        ends = [f"{run.model} {run.epochs[-1].test_loss:.4g}" for run, _, _ in facet.lines[: len(PALETTE)]]
+        summary = f"{facet.title}: the last values are {', '.join(ends)}"
         by_epoch = {id(run): [float(epoch.epoch) for epoch in run.epochs] for run in drawn}
         by_time = {id(run): [elapsed / seconds for elapsed in run.elapsed] for run in drawn}
         for panels, name, xs, label in (
@@ -63,8 +65,8 @@ def sweep_panels(runs: Sequence[ModelRun]) -> tuple[str, list[Panel], list[Panel
                 Panel(
                     f"loss-over-{name}-{index}",
                     facet.title,
-                    f"Test loss over {name}, {told}",
-                    # As defaults: a loop's variables change before anything is drawn.
+                    f"Test loss over {name}, {summary}",
+                    # Default arguments, because the loop's variables change before anything is drawn.
                     lambda axes, facet=facet, xs=xs, label=label: _draw(axes, facet, xs, label, losses, best),  # type: ignore[misc]
                 )
             )
@@ -72,44 +74,44 @@ def sweep_panels(runs: Sequence[ModelRun]) -> tuple[str, list[Panel], list[Panel
 
 
 def _facets(runs: Sequence[ModelRun]) -> tuple[str, list[Facet]]:
-    """What the colours mean, and the facets."""
-    values: dict[str, dict[str, None]] = {}  # the different ones of each hyperparameter, in their order
+    """Return a description of the colors, and the facets."""
+    values: dict[str, dict[str, None]] = {}  # the distinct values of each hyperparameter, in order
     for run in runs:
         for name, value in run.model.values.items():
             values.setdefault(name, {})[json.dumps(value)] = None
     names = [name for name, different in values.items() if len(different) > 1 and name != SEED]
-    for colour_name in reversed(names):
-        others = [name for name in names if name != colour_name]
+    for swept_name in reversed(names):
+        others = [name for name in names if name != swept_name]
         by_facet: dict[str, list[ModelRun]] = {}
         for run in runs:
             title = ", ".join(f"{name} {shown(run.model.values[name])}" for name in others)
             by_facet.setdefault(title, []).append(run)
-        colours = {value: PALETTE[index % len(PALETTE)] for index, value in enumerate(values[colour_name])}
-        if len(colours) <= MOST_LINES and len(by_facet) <= MOST_FACETS:
+        colors = {value: PALETTE[index % len(PALETTE)] for index, value in enumerate(values[swept_name])}
+        if len(colors) <= len(PALETTE) and len(by_facet) <= MAX_FACETS:
             facets = [
-                Facet(title or f"By {colour_name}", _coloured(members, colour_name, colours))
+                Facet(title or f"By {swept_name}", _colored(members, swept_name, colors))
                 for title, members in by_facet.items()
             ]
-            return f"coloured by {colour_name}", facets
+            return f"colored by {swept_name}", facets
     ranked = sorted(runs, key=lambda run: (run.last_loss, run.model.number))
     lines = [
-        (run, PALETTE[place] if place < NUM_COLOURED else "", f"{run.model.number}" if place < NUM_COLOURED else "")
-        for place, run in enumerate(ranked[: NUM_COLOURED + MOST_FAINT])
+        (run, PALETTE[place] if place < NUM_COLORED else "", f"{run.model.number}" if place < NUM_COLORED else "")
+        for place, run in enumerate(ranked[: NUM_COLORED + MAX_FAINT])
     ]
     title = "All models" if len(lines) == len(runs) else f"The best {len(lines)} of {len(runs)} models so far"
-    return "with the numbers of those that are best so far", [Facet(title, lines)]
+    return "the best models so far have colors and numbers", [Facet(title, lines)]
 
 
-def _coloured(runs: Sequence[ModelRun], name: str, colours: Mapping[str, str]) -> list[tuple[ModelRun, str, str]]:
-    """The lines with their colours. The first label says which hyperparameter it is, where there is room for that."""
+def _colored(runs: Sequence[ModelRun], name: str, colors: Mapping[str, str]) -> list[tuple[ModelRun, str, str]]:
+    """Return the lines with their colors. The first label names the hyperparameter if there is room."""
     lines: list[tuple[ModelRun, str, str]] = []
     labelled: set[str] = set()
     for run in runs:
         value = json.dumps(run.model.values[name])
         label = "" if value in labelled else shown(run.model.values[name])[:14]
-        if not labelled and len(colours) <= MOST_NAMED:
+        if not labelled and len(colors) <= MAX_NAMED:
             label = f"{name} {label}"
-        lines.append((run, colours[value], label))
+        lines.append((run, colors[value], label))
         labelled.add(value)
     return lines
 
@@ -125,25 +127,25 @@ def _draw(
     from matplotlib.ticker import MaxNLocator
 
     ink = axes.title.get_color()
-    for run, colour, name in facet.lines:
+    for run, color, name in facet.lines:
         points = [(x, epoch.test_loss) for x, epoch in zip(xs[id(run)], run.epochs, strict=True)]
-        points = thinned(points, MOST_POINTS)
+        points = thinned(points, MAX_POINTS)
         if not points:
             continue
         axes.plot(
             *zip(*points, strict=True),
-            color=colour or ink,
-            alpha=1 if colour else FAINT / 3,
-            zorder=3 if colour else 2,
-            linewidth=2.6 if run is best else 1.6 if colour else 0.8,
+            color=color or ink,
+            alpha=1 if color else FAINT / 3,
+            zorder=3 if color else 2,
+            linewidth=2.6 if run is best else 1.6 if color else 0.8,
             marker="o" if len(points) <= 15 else "",
-            markersize=3.5 if colour else 2,
+            markersize=3.5 if color else 2,
             label=name or None,
         )
-        if colour and run.status in (FAILED, STOPPED_EARLY):
-            axes.plot(*points[-1], "x", color=colour, markersize=8, markeredgewidth=2)
+        if color and run.status in (FAILED, STOPPED_EARLY):
+            axes.plot(*points[-1], "x", color=color, markersize=8, markeredgewidth=2)
         if run is best:
-            axes.plot(*points[-1], "*", color=colour, zorder=4, markersize=13, markeredgecolor=ink, markeredgewidth=0.6)
+            axes.plot(*points[-1], "*", color=color, zorder=4, markersize=13, markeredgecolor=ink, markeredgewidth=0.6)
     axes.set_xlim(0, 1.04 * max(max(each) for each in xs.values()))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=label == "epoch"))
     axes.set_xlabel(label, loc="right", alpha=0.7, fontsize=9.5, labelpad=1)
@@ -158,7 +160,7 @@ def _draw(
 
 
 def main() -> None:
-    """Draw the results of a sweep: `python -m flyte_ddp.sweep.plots results.csv picture.svg` (or .png, .pdf)."""
+    """Draw the figures of a sweep's results; see the module's docstring."""
     import sys
 
     import pandas  # type: ignore[import-untyped]

@@ -22,8 +22,7 @@ from flyteidl.core.literals_pb2 import LiteralMap
 from flytekit import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 
-from flyte_ddp.events import RunStarted
-from flyte_ddp.observers.tracking import read_history
+from flyte_ddp.events import RunStarted, read_history
 from tests.kubernetes.conftest import IMAGE, ROOT, SMALL, Namespace, Store, apply, eventually
 
 PROJECT, DOMAIN = "flytesnacks", "development"

@@ -40,7 +40,7 @@ from flyte_ddp.launch.dask.code import packed_code, packed_directory
 from flyte_ddp.launch.dask.gang import POLL, Attempt, Node, Run, Worker, ask, ask_scheduler, assigned
 from flyte_ddp.launch.dask.pool import Pool
 from flyte_ddp.launch.dispatch import Dispatcher
-from flyte_ddp.launch.spawn import Collector, Result, StopRequest, print_line, stop_on_signals
+from flyte_ddp.launch.spawn import Result, StopRequest, print_line, stop_on_signals
 from flyte_ddp.prepare import NOTE, describe_data
 from flyte_ddp.rank.main import Job
 from flyte_ddp.recipes import get_recipe
@@ -92,9 +92,9 @@ def train_on_dask(
     storage = Storage(job.checkpoints)
     storage.check_writable("checkpoints")
     job = dataclasses.replace(job, checkpoints=storage.url)
-    collector = Collector()
+    state = events.RunState(keep_steps=False)
     stopping = contextlib.nullcontext(stop) if stop else stop_on_signals()
-    with Dispatcher([collector, *listeners]) as dispatcher, stopping as stop:
+    with Dispatcher([state, *listeners]) as dispatcher, stopping as stop:
         run = Run(
             name=f"training-{uuid.uuid4().hex[:12]}",
             client=client,
@@ -110,7 +110,7 @@ def train_on_dask(
             launcher.launch()
         finally:
             launcher.close()
-    return collector.result()
+    return Result.of(state)
 
 
 def check(job: Job, config: ClusterConfig) -> None:

@@ -1,28 +1,25 @@
-"""Who listens to a run: a progress bar, a history file, Weights & Biases. Imports no torch.
+"""The observer that shows a run in Weights & Biases.
 
-All of them run in the parent process, which is told of everything by events and knows none of the ranks. A listener may
-be told that the run started more than once: each time the ranks were started again from a checkpoint.
+It runs in the parent process, which has the API key; no rank ever sees it. Imports wandb when a run starts, which takes
+1.5 s.
 
-`flytekitplugins.wandb.wandb_init` is not used. Outside a local run it insists on a key, where `Wandb` goes offline; an
-error of W&B's in it fails the task; and it takes the run's id from the attempt's host name, so that every retry begins
-another run, where `Wandb` continues the one it has.
+`flytekitplugins.wandb.wandb_init` is not used for three reasons. Outside a local run it requires a key, while `Wandb`
+then records the run offline. An error in it fails the task. It takes the run's id from the attempt's host name, so
+every retry starts another run, while `Wandb` continues the existing one.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import queue
 import re
 import shlex
 import shutil
-import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import fsspec
 
@@ -35,11 +32,7 @@ from flyte_ddp.events import (
     RunFinished,
     RunStarted,
     StepFinished,
-    from_dict,
-    to_dict,
 )
-
-PLAIN_STEP_INTERVAL = 10.0  # seconds between lines about steps where there is no terminal to redraw
 
 # Seconds that W&B gets, together less than the launcher's listeners get to finish in.
 INIT_TIMEOUT = 30.0
@@ -62,175 +55,6 @@ SHOWN_IN_CONFIG = (
 )
 
 logger = logging.getLogger(__name__)
-
-
-class ProgressBar:
-    """Shows people how the run gets on: a live bar on a terminal, a line now and then elsewhere.
-
-    Args:
-        stream: where to; standard error by default.
-    """
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
-        self._is_live = self._stream.isatty()
-        self._bar: Any = None
-        self._run: RunStarted | None = None
-        self._next_step_line = 0.0
-        self._lock = threading.Lock()  # `write` is called from other threads than `handle`
-
-    def handle(self, event: Event) -> None:
-        """Show what is news to people: start, steps, epochs, end."""
-        with self._lock:
-            if isinstance(event, RunStarted):
-                self._start(event)
-            elif isinstance(event, StepFinished):
-                self._show_step(event)
-            elif isinstance(event, EpochFinished):
-                self._show_epoch(event)
-            elif isinstance(event, RunFinished):
-                self._print(f"best accuracy {event.best_accuracy:.2%} after epoch {event.best_epoch}")
-
-    def write(self, line: str) -> None:
-        """Print `line`, given without a line break, above the bar. Any thread may call this."""
-        with self._lock:
-            self._print(line)
-
-    def close(self, error: BaseException | None) -> None:
-        """Take the bar away; after an error it stays, to show how far the run came."""
-        with self._lock:
-            if self._bar is not None:
-                self._bar.leave = error is not None
-                self._bar.close()
-                self._bar = None
-
-    def _start(self, event: RunStarted) -> None:
-        self._run = event
-        ranks = "1 rank" if event.world_size == 1 else f"{event.world_size} ranks"
-        threads = "1 thread" if event.num_threads == 1 else f"{event.num_threads} threads"
-        self._print(
-            f"recipe {event.recipe}, {ranks} on {event.device} ({event.backend}, {threads} each), "
-            f"{event.num_parameters:,} parameters; data: {event.data}"
-        )
-        for skipped in event.skipped_checkpoints:
-            self._print(f"warning: {skipped}")
-        if event.resumed_step:
-            self._print(f"resumed at step {event.resumed_step:,} of {event.num_steps:,} from {event.resumed_from}")
-        if not self._is_live:
-            return
-        from tqdm import tqdm
-
-        if self._bar is not None:
-            self._bar.close()
-        self._bar = tqdm(
-            total=event.num_steps,
-            initial=event.resumed_step,
-            file=self._stream,
-            dynamic_ncols=True,
-            leave=False,
-            miniters=0,
-            unit="step",
-            desc=f"epoch {len(event.previous_epochs) + 1}/{event.config.get('epochs', '?')}",
-        )
-
-    def _show_step(self, event: StepFinished) -> None:
-        news = f"loss {event.loss:.4f}, {event.samples_per_second:,.0f} samples/s"
-        if self._bar is not None:
-            self._bar.set_description(self._epoch_label(event.epoch), refresh=False)
-            self._bar.set_postfix_str(news, refresh=False)
-            self._bar.update(event.step - self._bar.n)
-        elif (now := time.monotonic()) >= self._next_step_line:
-            self._next_step_line = now + PLAIN_STEP_INTERVAL
-            total = f" of {self._run.num_steps:,}" if self._run else ""
-            self._print(f"{self._epoch_label(event.epoch)}, step {event.step:,}{total}: {news}")
-
-    def _show_epoch(self, event: EpochFinished) -> None:
-        self._print(
-            f"{self._epoch_label(event.epoch)}: train loss {event.train_loss:.4f}, test loss {event.test_loss:.4f}, "
-            f"accuracy {event.accuracy:.2%}, {event.samples_per_second:,.0f} samples/s"
-            + (f", {event.num_replaced:,} samples could not be read" if event.num_replaced else "")
-        )
-        if self._bar is not None:
-            self._bar.update(event.step - self._bar.n)
-
-    def _epoch_label(self, epoch: int) -> str:
-        return f"epoch {epoch}/{self._run.config.get('epochs', '?') if self._run else '?'}"
-
-    def _print(self, line: str) -> None:
-        if self._bar is None:
-            print(line, file=self._stream, flush=True)
-        else:
-            self._bar.write(line, file=self._stream)  # takes the bar away, prints, and draws it again
-
-
-class History:
-    """Writes what happened to a file, one JSON object per line: an event in `to_dict`'s form and its "time".
-
-    Each line is written out at once, so another process can follow. The sample of predictions and the histograms are
-    left out, for their size: the report and W&B have them. The epochs that a resumed run brings along are added where
-    the file lacks them, so all are in it even if an earlier attempt's file went with its pod. One that had to be done
-    again is in it again; the later counts.
-
-    Args:
-        path: of the file. One that exists is continued.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        earlier = read_history(path) if path.exists() else []
-        self._epochs = {event.epoch for event in earlier if isinstance(event, EpochFinished)}
-        self._file = open(path, "ab")  # noqa: SIM115 - open for as long as the run
-        self._file.truncate(_whole_lines(path.read_bytes()))
-
-    def handle(self, event: Event) -> None:
-        """Add the event to the file."""
-        if isinstance(event, (PredictionsMade, HistogramsTaken)):
-            return
-        self._write(event)
-        if isinstance(event, RunStarted):
-            for epoch in event.previous_epochs:
-                if epoch.epoch not in self._epochs:
-                    self._write(epoch)
-
-    def close(self, error: BaseException | None) -> None:
-        """Close the file. How the run ended is for others to say."""
-        self._file.close()
-
-    def _write(self, event: Event) -> None:
-        # repr for what a config of the user's may hold and JSON does not know: a record, not a reason to fail.
-        line = json.dumps({"time": time.time(), **to_dict(event)}, default=repr)
-        self._file.write(line.encode() + b"\n")
-        self._file.flush()
-        if isinstance(event, EpochFinished):
-            self._epochs.add(event.epoch)
-
-
-def read_history(path: str | Path) -> list[Event]:
-    """The events in a `History` file. A last line that is not whole, because its writer was killed, is left out.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: any other line is not an event; names the file and the line.
-    """
-    contents = Path(path).read_bytes()
-    found = []
-    for number, line in enumerate(contents[: _whole_lines(contents)].splitlines(), start=1):
-        try:
-            values = json.loads(line)
-            del values["time"]
-            found.append(from_dict(values))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number} is not an event of a run: {error!r}") from error
-    return found
-
-
-def _whole_lines(contents: bytes) -> int:
-    """How many of the bytes belong to lines that are whole."""
-    return contents.rfind(b"\n") + 1
 
 
 class Wandb:

@@ -1,236 +1,27 @@
-"""The listeners, told of a made-up run. W&B is the real package, offline or before a server of the test's own."""
+"""W&B's observer. W&B is the real package, offline or in front of a server of the test's own."""
 
 from __future__ import annotations
 
-import fcntl
-import io
 import json
 import os
-import pty
-import re
-import select
 import socket
-import struct
 import subprocess
 import sys
-import termios
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flyte_ddp.events import (
-    CheckpointSaved,
-    EpochFinished,
-    Event,
-    Histogram,
-    HistogramsTaken,
-    LayerDescribed,
-    Prediction,
-    PredictionsMade,
-    RunFinished,
-    RunStarted,
-    StepFinished,
-)
-from flyte_ddp.observers import tracking
-from flyte_ddp.observers.tracking import History, ProgressBar, Wandb, read_history
+from flyte_ddp.events import Event, Prediction, PredictionsMade
+from flyte_ddp.observers import weights_and_biases
+from flyte_ddp.observers.weights_and_biases import Wandb
+from tests.support.short_run import epoch_finished, epoch_of_events, run_finished, started, step_finished, whole_run
+from tests.support.wandb_log import config_of, rows_of, summary_of, told
 
 KEY = "0123456789abcdef" * 3
-STEPS_PER_EPOCH = 4
-
-
-def started(**changes: Any) -> RunStarted:
-    event = RunStarted(
-        recipe="digits",
-        data="scikit-learn's digits (1,797 images)",
-        config={"epochs": 3, "learning_rate": 0.1},
-        world_size=2,
-        device="cpu",
-        backend="gloo",
-        num_threads=1,
-        num_parameters=431080,
-        num_train_samples=1437,
-        num_test_samples=360,
-        num_steps=3 * STEPS_PER_EPOCH,
-        layers=[LayerDescribed("conv", "Conv2d", [1, 20, 8, 8], 520), LayerDescribed("fc", "Linear", [1, 10], 650)],
-        versions={"torch": "2.15.0"},
-    )
-    return replace(event, **changes)
-
-
-def step_finished(step: int) -> StepFinished:
-    return StepFinished(step, (step - 1) // STEPS_PER_EPOCH + 1, 1 / step, 0.1, 2.5, 1234.5)
-
-
-def epoch_finished(epoch: int) -> EpochFinished:
-    return EpochFinished(
-        epoch=epoch,
-        step=epoch * STEPS_PER_EPOCH,
-        train_loss=1 / epoch,
-        test_loss=2 / epoch,
-        accuracy=1 - 0.1 / epoch,
-        learning_rate=0.1,
-        seconds=1.5,
-        samples_per_second=1000.0,
-        evaluation_seconds=0.5,
-        rank_losses=[0.1, 0.2],
-        rank_step_seconds=[0.01, 0.02],
-    )
-
-
-def epoch_of_events(epoch: int) -> list[Event]:
-    last = epoch * STEPS_PER_EPOCH
-    histogram = Histogram([3, 1], [-1.0, 0.0, 1.0])
-    return [
-        *(step_finished(step) for step in range(last - STEPS_PER_EPOCH + 1, last + 1)),
-        epoch_finished(epoch),
-        HistogramsTaken(last, {"fc.weight": histogram}, {"fc.weight": histogram}),
-        CheckpointSaved(last, f"/checkpoints/{last}.pt", True, 0.1),
-    ]
-
-
-def predictions_made() -> PredictionsMade:
-    from PIL import Image
-
-    png = io.BytesIO()
-    Image.new("L", (8, 8), 200).save(png, "PNG")
-    prediction = Prediction(truth="3", guess="8", scores={"3": 0.25, "8": 0.75}, image=png.getvalue())
-    return PredictionsMade(3, [prediction, replace(prediction, guess="3")])
-
-
-def run_finished(model_state_url: str = "/state/model.pt") -> RunFinished:
-    return RunFinished(12, model_state_url, 4.5, 3, 0.9667, 10**8, 2.5)
-
-
-def whole_run() -> list[Event]:
-    return [started(), *epoch_of_events(1), *epoch_of_events(2), *epoch_of_events(3), predictions_made()]
-
-
-# --- progress bar -----------------------------------------------------------------------------------------------------
-
-
-def test_without_a_terminal_the_run_is_told_in_plain_lines() -> None:
-    stream = io.StringIO()
-    bar = ProgressBar(stream)
-    for event in [*whole_run(), run_finished()]:
-        bar.handle(event)
-    bar.write("rank 1: a line of its own")
-    bar.close(None)
-    lines = stream.getvalue().splitlines()
-    assert not set("\r\x1b") & set(stream.getvalue())
-    for said in ("recipe digits", "scikit-learn's digits (1,797 images)", "2 ranks", "cpu", "431,080 parameters"):
-        assert said in lines[0]
-    assert lines[1] == "epoch 1/3, step 1 of 12: loss 1.0000, 1,234 samples/s"
-    assert [line for line in lines if "step " in line] == [lines[1]], "steps of the next ten seconds are left out"
-    assert [line for line in lines if line.startswith("epoch 2/3")] == [
-        "epoch 2/3: train loss 0.5000, test loss 1.0000, accuracy 95.00%, 1,000 samples/s"
-    ]
-    assert lines[-2:] == [
-        "best accuracy 96.67% after epoch 3",
-        "rank 1: a line of its own",
-    ]
-
-
-def test_a_resumed_run_says_from_where_and_what_was_skipped() -> None:
-    stream = io.StringIO()
-    ProgressBar(stream).handle(
-        started(resumed_step=4, resumed_from="/c/step-4.pt", skipped_checkpoints=["/c/step-8.pt is unusable"])
-    )
-    assert "warning: /c/step-8.pt is unusable\n" in stream.getvalue()
-    assert "resumed at step 4 of 12 from /c/step-4.pt\n" in stream.getvalue()
-
-
-def test_on_a_terminal_a_bar_moves_and_lines_stay_above_it() -> None:
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-    with os.fdopen(slave, "w") as stream:
-        bar = ProgressBar(stream)
-        for event in [started(), *epoch_of_events(1)]:
-            bar.handle(event)
-        bar.write("rank 1: a line of its own")
-        bar.handle(started(resumed_step=4, previous_epochs=[epoch_finished(1)]))  # the ranks were started again
-        for event in epoch_of_events(2):
-            bar.handle(event)
-        bar.close(None)
-        contents = b""
-        while select.select([master], [], [], 0.5)[0]:  # a terminal passes on what it has, not all there is
-            contents += os.read(master, 1 << 16)
-    shown = contents.decode()
-    os.close(master)
-    assert re.search(r"epoch 1/3: .*4/12 .*loss 0\.2500, 1,234 samples/s", shown)
-    assert re.search(r"epoch 2/3: .*8/12", shown)
-    # What is left when every line is redrawn: the part after its last carriage return.
-    left = [re.sub(r"\x1b\[A", "", line).split("\r")[-1].strip() for line in shown.replace("\r\n", "\n").split("\n")]
-    assert [line for line in left if line and not line.startswith(("recipe", "resumed"))] == [
-        "epoch 1/3: train loss 1.0000, test loss 2.0000, accuracy 90.00%, 1,000 samples/s",
-        "rank 1: a line of its own",
-        "epoch 2/3: train loss 0.5000, test loss 1.0000, accuracy 95.00%, 1,000 samples/s",
-    ]
-
-
-# --- history ----------------------------------------------------------------------------------------------------------
-
-
-def test_history_reads_back_what_was_told_and_leaves_images_out(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "history.jsonl"
-    history = History(path)
-    events = [*whole_run(), run_finished()]
-    for event in events:
-        history.handle(event)
-    followed = read_history(path)  # while it is still open
-    history.close(None)
-    assert followed == [event for event in events if not isinstance(event, (PredictionsMade, HistogramsTaken))]
-    assert all(json.loads(line)["time"] > 1.7e9 for line in path.read_text().splitlines())
-
-
-def test_a_torn_last_line_is_left_out_and_written_over(tmp_path: Path) -> None:
-    path = tmp_path / "history.jsonl"
-    history = History(path)
-    history.handle(step_finished(1))
-    history.handle(step_finished(2))
-    history.close(None)
-    path.write_bytes(path.read_bytes()[:-9])
-    assert read_history(path) == [step_finished(1)]
-    continued = History(path)
-    continued.handle(step_finished(3))
-    continued.close(None)
-    assert read_history(path) == [step_finished(1), step_finished(3)]
-
-
-def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "history.jsonl"
-    path.write_text('{"time": 1.0, "event": "Nonsense"}\n')
-    with pytest.raises(ValueError, match=r"history\.jsonl, line 1"):
-        read_history(path)
-
-
-def test_history_of_a_resumed_run_has_every_epoch_once(tmp_path: Path) -> None:
-    resumed = started(resumed_step=8, previous_epochs=[epoch_finished(1), epoch_finished(2)])
-
-    def epochs(path: Path, events: list[Event]) -> list[int]:
-        history = History(path)
-        for event in events:
-            history.handle(event)
-        history.close(None)
-        return [event.epoch for event in read_history(path) if isinstance(event, EpochFinished)]
-
-    assert epochs(tmp_path / "in another pod", [resumed, epoch_finished(3)]) == [1, 2, 3]
-    assert epochs(tmp_path / "same", [started(), epoch_finished(1), epoch_finished(2)]) == [1, 2]
-    assert epochs(tmp_path / "same", [resumed, epoch_finished(3)]) == [1, 2, 3]
-
-
-def test_history_survives_values_that_json_does_not_know(tmp_path: Path) -> None:
-    history = History(tmp_path / "history.jsonl")
-    history.handle(started(config={"epochs": 3, "mask": b"\x00\xff"}))
-    history.close(None)
-    assert isinstance(read_history(tmp_path / "history.jsonl")[0], RunStarted)
-
-
-# --- W&B --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -253,58 +44,6 @@ def tell(listener: Wandb, events: list[Event], error: BaseException | None = Non
     for event in events:
         listener.handle(event)
     listener.close(error)
-
-
-def records(directory: Path) -> list[Any]:
-    """What W&B recorded in its one transaction log below `directory`: LevelDB's log format, of protocol buffers."""
-    import wandb
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    wandb.teardown()  # W&B's own process writes the last of it after `finish`
-    (path,) = directory.rglob("*.wandb")
-    contents = path.read_bytes()
-    found, record, at = [], b"", 7
-    while at + 7 <= len(contents):
-        if 32768 - at % 32768 < 7:  # the rest of a block that is too small for a header
-            at += 32768 - at % 32768
-            continue
-        _, size, kind = struct.unpack_from("<IHB", contents, at)
-        record += contents[at + 7 : at + 7 + size]
-        at += 7 + size
-        if kind in (1, 4):  # a whole record, or the last part of one
-            found.append(Record.FromString(record))
-            record = b""
-    return found
-
-
-def values_of(items: Any) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for item in items:
-        *parents, key = item.nested_key or [item.key]
-        inner = values
-        for parent in parents:
-            inner = inner.setdefault(parent, {})
-        inner[key] = json.loads(item.value_json)
-    return values
-
-
-def told(directory: Path, kind: str) -> list[Any]:
-    """The parts of the record that are of this kind."""
-    return [getattr(record, kind) for record in records(directory) if record.WhichOneof("record_type") == kind]
-
-
-def rows_of(directory: Path) -> list[dict[str, Any]]:
-    """The rows logged, without W&B's own columns."""
-    rows = [values_of(history.item) for history in told(directory, "history")]
-    return [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows]
-
-
-def config_of(directory: Path) -> dict[str, Any]:
-    return values_of([item for config in told(directory, "config") for item in config.update])
-
-
-def summary_of(directory: Path) -> dict[str, Any]:
-    return values_of([item for summary in told(directory, "summary") for item in summary.update])
 
 
 def assert_nowhere(secret: str, directory: Path) -> None:
@@ -553,7 +292,7 @@ def test_online_run_is_continued_by_the_next_attempt(tmp_path: Path, server: Wan
 def test_server_that_refuses_or_never_answers_is_said_once(
     tmp_path: Path, server: WandbServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracking, "INIT_TIMEOUT", 1.0)
+    monkeypatch.setattr(weights_and_biases, "INIT_TIMEOUT", 1.0)
     server.is_mute.set()
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -574,7 +313,7 @@ def test_server_that_refuses_or_never_answers_is_said_once(
 
 def test_unusable_key_is_said_without_showing_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tell(Wandb("project", "run-1", tmp_path, api_key="much-too-short"), [started(), step_finished(1)])
-    (record,) = [record for record in caplog.records if record.name == "flyte_ddp.observers.tracking"]
+    (record,) = [record for record in caplog.records if record.name == "flyte_ddp.observers.weights_and_biases"]
     assert record.levelname == "WARNING"
     assert "AuthenticationError: API key must have 40+ characters" in record.getMessage()
     assert "much-too-short" not in caplog.text
@@ -595,11 +334,13 @@ def test_model_state_that_cannot_be_read_ends_the_reporting_not_the_run(
 
 MUTE_AFTER_START = """
 import sys
-from tests.test_tracking import KEY, epoch_of_events, started, tell
-from flyte_ddp.observers import tracking
+from flyte_ddp.observers import weights_and_biases
+from tests.support.short_run import epoch_of_events, started
+from tests.test_weights_and_biases import KEY, tell
 
-tracking.FINISH_TIMEOUT = 1.0
-listener = tracking.Wandb("project", "run-1", sys.argv[1], api_key=KEY, say=lambda line: print(line, flush=True))
+weights_and_biases.FINISH_TIMEOUT = 1.0
+say = lambda line: print(line, flush=True)
+listener = weights_and_biases.Wandb("project", "run-1", sys.argv[1], api_key=KEY, say=say)
 listener.handle(started())
 sys.stdin.readline()
 tell(listener, epoch_of_events(1))

@@ -1,0 +1,233 @@
+"""The look of all figures: panels, colors, axes, and their output as SVG, PNG or PDF.
+
+A `Panel` is a title and a function that draws it. `to_svg` makes an element for a page of any color and width from it,
+`save_panels` a file from several. Imports matplotlib, which takes 1.4 s, when the first panel is drawn.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Each color has a contrast of at least 3:1 on a white and on a near-black page (WCAG 2.1, 1.4.11). Neighbors differ in
+# brightness or in the blue-yellow direction, which almost everyone can see.
+PALETTE = ("#3b82f6", "#ea580c", "#0d9488", "#a855f7", "#db2777", "#65810d", "#0e8fb8", "#b7791f")
+
+MAX_POINTS = 500  # of one line; more cannot be distinguished at the width of a page
+
+INK = "#010203"  # replaced with the page's own text color when the SVG is written
+WIDTH, HEIGHT = 4.2, 2.6  # inches of a panel with text of 10 points, which is about 10 pixels on a phone
+FAINT = 0.55  # opacity of minor lines, such as the loss of every step
+
+_SVG = "http://www.w3.org/2000/svg"
+_XLINK = "http://www.w3.org/1999/xlink"
+_LIGHT = {"ink": "#1f2328", "page": "#ffffff"}
+_DARK = {"ink": "#e6edf3", "page": "#0d1117"}
+_drawing = threading.Lock()  # matplotlib's settings belong to the whole process
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One small picture with a title of its own."""
+
+    name: str  # of letters and hyphens, unique on a page
+    title: str
+    summary: str  # a description for people who cannot see it
+    draw: Callable[[Axes], None]
+
+
+def to_svg(panel: Panel) -> str:
+    """Draw `panel` as an `<svg>` element for an HTML page.
+
+    It takes the page's text color and background and its container's width. Its ids are unique among panels.
+    """
+    from matplotlib.figure import Figure
+
+    with _settings(INK, salt=panel.name):
+        figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+        panel.draw(figure.add_subplot())
+        root = _tree(figure)
+    root.set("class", "panel")
+    root.set("role", "img")
+    root.set("aria-label", panel.summary)
+    return _serialized(root)
+
+
+def save_panels(panels: Sequence[Panel], path: str | Path, columns: int = 2) -> None:
+    """Draw `panels` side by side into one file: SVG, PNG or PDF, by the suffix of `path`.
+
+    An SVG follows the reader's choice of light or dark. The other formats are light.
+
+    Raises:
+        ValueError: `panels` is empty.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    if not panels:
+        raise ValueError("panels: expected at least one, got none")
+    path = Path(path)
+    rows = math.ceil(len(panels) / columns)
+    is_svg = path.suffix == ".svg"
+    with _settings(INK if is_svg else _LIGHT["ink"], salt=path.stem):
+        spacing = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)  # inches
+        figure = Figure(figsize=(WIDTH * min(columns, len(panels)), HEIGHT * rows), layout=spacing)
+        for index, panel in enumerate(panels):
+            panel.draw(figure.add_subplot(rows, min(columns, len(panels)), index + 1))
+        if not is_svg:
+            figure.savefig(path, dpi=160, facecolor=_LIGHT["page"])
+            return
+        root = _tree(figure)
+    _, _, width, height = root.get("viewBox", "").split()
+    sheet = (
+        f"svg {{ color: {_LIGHT['ink']}; background: {_LIGHT['page']} }} "
+        f"@media (prefers-color-scheme: dark) {{ svg {{ color: {_DARK['ink']}; background: {_DARK['page']} }} }}"
+    )
+    root.set("width", width)
+    root.set("height", height)
+    ElementTree.SubElement(root, f"{{{_SVG}}}style").text = sheet
+    path.write_text(_serialized(root))
+
+
+def style(axes: Axes, title: str, subtitle: str = "", from_zero: bool = False) -> None:
+    """Apply the common look to `axes` after its lines were drawn: no frame, faint horizontal rules.
+
+    Below the title is the legend if more than one line has a label, and `subtitle` otherwise.
+    """
+    axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold", pad=24)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_alpha(0.4)
+    axes.tick_params(which="both", length=0, pad=5)
+    axes.grid(axis="y", alpha=0.16, linewidth=0.8)
+    axes.set_axisbelow(True)
+    if from_zero:
+        top = axes.dataLim.y1  # minus infinity if nothing is drawn
+        axes.set_ylim(0, 1.08 * top if 0 < top < math.inf else 1)
+    num_labels = len(axes.get_legend_handles_labels()[1])
+    if num_labels > 1:
+        axes.legend(
+            loc="lower left",
+            bbox_to_anchor=(-0.01, 1.01),
+            ncols=num_labels,
+            frameon=False,
+            fontsize=9.5,
+            handlelength=1.1,
+            handletextpad=0.5,
+            columnspacing=1.2,
+            borderaxespad=0.1,
+            borderpad=0.2,
+        )
+    else:
+        axes.annotate(
+            subtitle,
+            (0, 1),
+            xycoords="axes fraction",
+            xytext=(0, 8),
+            textcoords="offset points",
+            fontsize=9.5,
+            alpha=0.7,
+        )
+
+
+def log_scale(axes: Axes, values: Sequence[float], ratio: float = 20.0) -> None:
+    """Use a logarithmic y axis with plain numbers if `values` are positive and their range exceeds `ratio`."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    if not values or min(values) <= 0 or max(values) / min(values) < ratio:
+        return
+    axes.set_yscale("log")
+    decades = math.log10(max(values) / min(values))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 1.6 else (1, 3) if decades < 3 else (1,)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def thinned(points: Sequence[tuple[float, float | None]], max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
+    """Return at most `max_points` of the finite `points`, ordered by x, that look the same.
+
+    Of each stretch of the line its lowest and its highest point are kept.
+    """
+    points = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
+    if len(points) <= max_points:
+        return points
+    stretches = max_points // 2
+    kept = []
+    for index in range(stretches):
+        stretch = points[index * len(points) // stretches : (index + 1) * len(points) // stretches]
+        extremes = {min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])}
+        kept += sorted(extremes)
+    return kept
+
+
+def finite(values: Sequence[float | None]) -> list[float]:
+    """Return the values that are neither None nor NaN nor infinite."""
+    return [value for value in values if value is not None and math.isfinite(value)]
+
+
+def number(value: float | None, form: str) -> str:
+    """Format `value` as f"{value:form}", and None as "-"."""
+    return "-" if value is None else format(value, form)
+
+
+def percent(share: float | None) -> str:
+    """Format a share in [0, 1], with enough decimals to distinguish 99.95 % from 100 %."""
+    return "-" if share is None else f"{100 * share:.2f} %"
+
+
+@contextmanager
+def _settings(ink: str, salt: str) -> Iterator[None]:
+    """Give matplotlib our settings inside the block: text and axes in `ink`, ids made from `salt`."""
+    import matplotlib
+
+    settings = {
+        "svg.fonttype": "none",  # text stays text: small, searchable, in the reader's font
+        "svg.hashsalt": salt,
+        "font.family": "DejaVu Sans",  # ships with matplotlib; wider than browsers' fonts, so the text fits
+        "font.size": 10,
+        "savefig.transparent": True,
+        **{f"{what}.color": ink for what in ("text", "xtick", "ytick")},
+        **{f"axes.{what}": ink for what in ("edgecolor", "labelcolor", "titlecolor")},
+        "grid.color": ink,
+    }
+    with _drawing, matplotlib.rc_context(settings):
+        yield
+
+
+def _tree(figure: Any) -> ElementTree.Element:
+    """Return `figure` as an SVG tree without what a page does not need: size, metadata, unused ids."""
+    file = io.BytesIO()
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    root = ElementTree.fromstring(file.getvalue())
+    for name in ("width", "height", "version"):
+        root.attrib.pop(name, None)
+    # matplotlib's only style rule would apply to every element of the page. Apply it to this picture alone.
+    root.set("style", "stroke-linejoin: round; stroke-linecap: butt")
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
+                parent.remove(child)
+        if parent.tag == f"{{{_SVG}}}g":
+            parent.attrib.pop("id", None)
+        for name in ("d", "x", "y", "transform"):
+            if name in parent.attrib:  # a hundredth of a point is finer than any screen
+                parent.set(name, re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", parent.attrib[name]))
+    return root
+
+
+def _serialized(root: ElementTree.Element) -> str:
+    ElementTree.register_namespace("", _SVG)
+    ElementTree.register_namespace("xlink", _XLINK)
+    text = ElementTree.tostring(root, encoding="unicode").replace("'DejaVu Sans'", "system-ui, sans-serif")
+    return text.replace(INK, "currentColor")

@@ -1,0 +1,58 @@
+"""The observer that writes a run's events to a file. `flyte_ddp.events.read_history` reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flyte_ddp.events import (
+    NOT_IN_HISTORY,
+    EpochFinished,
+    Event,
+    RunStarted,
+    len_of_whole_lines,
+    read_history,
+    to_line,
+)
+
+
+class HistoryFile:
+    """Writes events to a file, one JSON object per line.
+
+    Each line is flushed at once, so another process can follow the file. Predictions and histograms are left out
+    because they are large: the report and W&B have them. When a resumed run starts, the epochs of earlier attempts that
+    the file lacks are added, because those attempts' files may have been lost with their pods.
+
+    Args:
+        path: of the file. An existing file is continued.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        earlier = read_history(path) if path.exists() else []
+        self._epochs = {event.epoch for event in earlier if isinstance(event, EpochFinished)}
+        self._file = open(path, "ab")  # noqa: SIM115 - open for as long as the run
+        self._file.truncate(len_of_whole_lines(path.read_bytes()))
+
+    def handle(self, event: Event) -> None:
+        """Add the event to the file."""
+        if isinstance(event, NOT_IN_HISTORY):
+            return
+        self._write(event)
+        if isinstance(event, RunStarted):
+            for epoch in event.previous_epochs:
+                if epoch.epoch not in self._epochs:
+                    self._write(epoch)
+
+    def close(self, error: BaseException | None) -> None:
+        """Close the file. It does not record how the run ended."""
+        self._file.close()
+
+    def _write(self, event: Event) -> None:
+        self._file.write(to_line(event).encode())
+        self._file.flush()
+        if isinstance(event, EpochFinished):
+            self._epochs.add(event.epoch)

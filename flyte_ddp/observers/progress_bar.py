@@ -1,0 +1,111 @@
+"""The observer that shows a run on the terminal. Imports tqdm when a terminal is there to redraw."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import Any, TextIO
+
+from flyte_ddp.events import EpochFinished, Event, RunFinished, RunStarted, StepFinished
+
+PLAIN_STEP_INTERVAL = 10.0  # seconds between lines about steps if the output is not a terminal
+
+
+class ProgressBar:
+    """Shows people how the run gets on: a live bar on a terminal, a line now and then elsewhere.
+
+    Args:
+        stream: where to; standard error by default.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._is_live = self._stream.isatty()
+        self._bar: Any = None
+        self._run: RunStarted | None = None
+        self._next_step_line = 0.0
+        self._lock = threading.Lock()  # `write` is called from other threads than `handle`
+
+    def handle(self, event: Event) -> None:
+        """Show what is news to people: start, steps, epochs, end."""
+        with self._lock:
+            if isinstance(event, RunStarted):
+                self._start(event)
+            elif isinstance(event, StepFinished):
+                self._show_step(event)
+            elif isinstance(event, EpochFinished):
+                self._show_epoch(event)
+            elif isinstance(event, RunFinished):
+                self._print(f"best accuracy {event.best_accuracy:.2%} after epoch {event.best_epoch}")
+
+    def write(self, line: str) -> None:
+        """Print `line`, given without a line break, above the bar. Any thread may call this."""
+        with self._lock:
+            self._print(line)
+
+    def close(self, error: BaseException | None) -> None:
+        """Take the bar away; after an error it stays, to show how far the run came."""
+        with self._lock:
+            if self._bar is not None:
+                self._bar.leave = error is not None
+                self._bar.close()
+                self._bar = None
+
+    def _start(self, event: RunStarted) -> None:
+        self._run = event
+        ranks = "1 rank" if event.world_size == 1 else f"{event.world_size} ranks"
+        threads = "1 thread" if event.num_threads == 1 else f"{event.num_threads} threads"
+        self._print(
+            f"recipe {event.recipe}, {ranks} on {event.device} ({event.backend}, {threads} each), "
+            f"{event.num_parameters:,} parameters; data: {event.data}"
+        )
+        for skipped in event.skipped_checkpoints:
+            self._print(f"warning: {skipped}")
+        if event.resumed_step:
+            self._print(f"resumed at step {event.resumed_step:,} of {event.num_steps:,} from {event.resumed_from}")
+        if not self._is_live:
+            return
+        from tqdm import tqdm
+
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = tqdm(
+            total=event.num_steps,
+            initial=event.resumed_step,
+            file=self._stream,
+            dynamic_ncols=True,
+            leave=False,
+            miniters=0,
+            unit="step",
+            desc=f"epoch {len(event.previous_epochs) + 1}/{event.config.get('epochs', '?')}",
+        )
+
+    def _show_step(self, event: StepFinished) -> None:
+        news = f"loss {event.loss:.4f}, {event.samples_per_second:,.0f} samples/s"
+        if self._bar is not None:
+            self._bar.set_description(self._epoch_label(event.epoch), refresh=False)
+            self._bar.set_postfix_str(news, refresh=False)
+            self._bar.update(event.step - self._bar.n)
+        elif (now := time.monotonic()) >= self._next_step_line:
+            self._next_step_line = now + PLAIN_STEP_INTERVAL
+            total = f" of {self._run.num_steps:,}" if self._run else ""
+            self._print(f"{self._epoch_label(event.epoch)}, step {event.step:,}{total}: {news}")
+
+    def _show_epoch(self, event: EpochFinished) -> None:
+        self._print(
+            f"{self._epoch_label(event.epoch)}: train loss {event.train_loss:.4f}, test loss {event.test_loss:.4f}, "
+            f"accuracy {event.accuracy:.2%}, {event.samples_per_second:,.0f} samples/s"
+            + (f", {event.num_replaced:,} samples could not be read" if event.num_replaced else "")
+        )
+        if self._bar is not None:
+            self._bar.update(event.step - self._bar.n)
+
+    def _epoch_label(self, epoch: int) -> str:
+        return f"epoch {epoch}/{self._run.config.get('epochs', '?') if self._run else '?'}"
+
+    def _print(self, line: str) -> None:
+        if self._bar is None:
+            print(line, file=self._stream, flush=True)
+        else:
+            self._bar.write(line, file=self._stream)  # takes the bar away, prints, and draws it again

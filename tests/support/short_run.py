@@ -1,0 +1,90 @@
+"""The events of a made-up run of three epochs with four steps each."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from typing import Any
+
+from flyte_ddp.events import (
+    CheckpointSaved,
+    EpochFinished,
+    Event,
+    Histogram,
+    HistogramsTaken,
+    LayerDescribed,
+    Prediction,
+    PredictionsMade,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+)
+
+STEPS_PER_EPOCH = 4
+
+
+def started(**changes: Any) -> RunStarted:
+    event = RunStarted(
+        recipe="digits",
+        data="scikit-learn's digits (1,797 images)",
+        config={"epochs": 3, "learning_rate": 0.1},
+        world_size=2,
+        device="cpu",
+        backend="gloo",
+        num_threads=1,
+        num_parameters=431080,
+        num_train_samples=1437,
+        num_test_samples=360,
+        num_steps=3 * STEPS_PER_EPOCH,
+        layers=[LayerDescribed("conv", "Conv2d", [1, 20, 8, 8], 520), LayerDescribed("fc", "Linear", [1, 10], 650)],
+        versions={"torch": "2.15.0"},
+    )
+    return replace(event, **changes)
+
+
+def step_finished(step: int) -> StepFinished:
+    return StepFinished(step, (step - 1) // STEPS_PER_EPOCH + 1, 1 / step, 0.1, 2.5, 1234.5)
+
+
+def epoch_finished(epoch: int) -> EpochFinished:
+    return EpochFinished(
+        epoch=epoch,
+        step=epoch * STEPS_PER_EPOCH,
+        train_loss=1 / epoch,
+        test_loss=2 / epoch,
+        accuracy=1 - 0.1 / epoch,
+        learning_rate=0.1,
+        seconds=1.5,
+        samples_per_second=1000.0,
+        evaluation_seconds=0.5,
+        rank_losses=[0.1, 0.2],
+        rank_step_seconds=[0.01, 0.02],
+    )
+
+
+def epoch_of_events(epoch: int) -> list[Event]:
+    last = epoch * STEPS_PER_EPOCH
+    histogram = Histogram([3, 1], [-1.0, 0.0, 1.0])
+    return [
+        *(step_finished(step) for step in range(last - STEPS_PER_EPOCH + 1, last + 1)),
+        epoch_finished(epoch),
+        HistogramsTaken(last, {"fc.weight": histogram}, {"fc.weight": histogram}),
+        CheckpointSaved(last, f"/checkpoints/{last}.pt", True, 0.1),
+    ]
+
+
+def predictions_made() -> PredictionsMade:
+    from PIL import Image
+
+    png = io.BytesIO()
+    Image.new("L", (8, 8), 200).save(png, "PNG")
+    prediction = Prediction(truth="3", guess="8", scores={"3": 0.25, "8": 0.75}, image=png.getvalue())
+    return PredictionsMade(3, [prediction, replace(prediction, guess="3")])
+
+
+def run_finished(model_state_url: str = "/state/model.pt") -> RunFinished:
+    return RunFinished(12, model_state_url, 4.5, 3, 0.9667, 10**8, 2.5)
+
+
+def whole_run() -> list[Event]:
+    return [started(), *epoch_of_events(1), *epoch_of_events(2), *epoch_of_events(3), predictions_made()]

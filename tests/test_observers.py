@@ -1,0 +1,156 @@
+"""The progress bar, the history file and the run state, given the events of a made-up run."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import select
+import struct
+import termios
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flyte_ddp.events import EpochFinished, Event, HistogramsTaken, PredictionsMade, RunStarted, RunState, read_history
+from flyte_ddp.observers.history import HistoryFile
+from flyte_ddp.observers.progress_bar import ProgressBar
+from tests.support.short_run import epoch_finished, epoch_of_events, run_finished, started, step_finished, whole_run
+
+# --- progress bar -----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_terminal_the_run_is_told_in_plain_lines() -> None:
+    stream = io.StringIO()
+    bar = ProgressBar(stream)
+    for event in [*whole_run(), run_finished()]:
+        bar.handle(event)
+    bar.write("rank 1: a line of its own")
+    bar.close(None)
+    lines = stream.getvalue().splitlines()
+    assert not set("\r\x1b") & set(stream.getvalue())
+    for said in ("recipe digits", "scikit-learn's digits (1,797 images)", "2 ranks", "cpu", "431,080 parameters"):
+        assert said in lines[0]
+    assert lines[1] == "epoch 1/3, step 1 of 12: loss 1.0000, 1,234 samples/s"
+    assert [line for line in lines if "step " in line] == [lines[1]], "steps of the next ten seconds are left out"
+    assert [line for line in lines if line.startswith("epoch 2/3")] == [
+        "epoch 2/3: train loss 0.5000, test loss 1.0000, accuracy 95.00%, 1,000 samples/s"
+    ]
+    assert lines[-2:] == [
+        "best accuracy 96.67% after epoch 3",
+        "rank 1: a line of its own",
+    ]
+
+
+def test_a_resumed_run_says_from_where_and_what_was_skipped() -> None:
+    stream = io.StringIO()
+    ProgressBar(stream).handle(
+        started(resumed_step=4, resumed_from="/c/step-4.pt", skipped_checkpoints=["/c/step-8.pt is unusable"])
+    )
+    assert "warning: /c/step-8.pt is unusable\n" in stream.getvalue()
+    assert "resumed at step 4 of 12 from /c/step-4.pt\n" in stream.getvalue()
+
+
+def test_on_a_terminal_a_bar_moves_and_lines_stay_above_it() -> None:
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    with os.fdopen(slave, "w") as stream:
+        bar = ProgressBar(stream)
+        for event in [started(), *epoch_of_events(1)]:
+            bar.handle(event)
+        bar.write("rank 1: a line of its own")
+        bar.handle(started(resumed_step=4, previous_epochs=[epoch_finished(1)]))  # the ranks were started again
+        for event in epoch_of_events(2):
+            bar.handle(event)
+        bar.close(None)
+        contents = b""
+        while select.select([master], [], [], 0.5)[0]:  # a terminal passes on what it has, not all there is
+            contents += os.read(master, 1 << 16)
+    shown = contents.decode()
+    os.close(master)
+    assert re.search(r"epoch 1/3: .*4/12 .*loss 0\.2500, 1,234 samples/s", shown)
+    assert re.search(r"epoch 2/3: .*8/12", shown)
+    # What is left when every line is redrawn: the part after its last carriage return.
+    left = [re.sub(r"\x1b\[A", "", line).split("\r")[-1].strip() for line in shown.replace("\r\n", "\n").split("\n")]
+    assert [line for line in left if line and not line.startswith(("recipe", "resumed"))] == [
+        "epoch 1/3: train loss 1.0000, test loss 2.0000, accuracy 90.00%, 1,000 samples/s",
+        "rank 1: a line of its own",
+        "epoch 2/3: train loss 0.5000, test loss 1.0000, accuracy 95.00%, 1,000 samples/s",
+    ]
+
+
+# --- history ----------------------------------------------------------------------------------------------------------
+
+
+def test_history_reads_back_what_was_told_and_leaves_images_out(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "history.jsonl"
+    history = HistoryFile(path)
+    events = [*whole_run(), run_finished()]
+    for event in events:
+        history.handle(event)
+    followed = read_history(path)  # while it is still open
+    history.close(None)
+    assert followed == [event for event in events if not isinstance(event, (PredictionsMade, HistogramsTaken))]
+    assert all(json.loads(line)["time"] > 1.7e9 for line in path.read_text().splitlines())
+
+
+def test_a_torn_last_line_is_left_out_and_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    history = HistoryFile(path)
+    history.handle(step_finished(1))
+    history.handle(step_finished(2))
+    history.close(None)
+    path.write_bytes(path.read_bytes()[:-9])
+    assert read_history(path) == [step_finished(1)]
+    continued = HistoryFile(path)
+    continued.handle(step_finished(3))
+    continued.close(None)
+    assert read_history(path) == [step_finished(1), step_finished(3)]
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_text('{"time": 1.0, "event": "Nonsense"}\n')
+    with pytest.raises(ValueError, match=r"history\.jsonl, line 1"):
+        read_history(path)
+
+
+def test_history_of_a_resumed_run_has_every_epoch_once(tmp_path: Path) -> None:
+    resumed = started(resumed_step=8, previous_epochs=[epoch_finished(1), epoch_finished(2)])
+
+    def epochs(path: Path, events: list[Event]) -> list[int]:
+        history = HistoryFile(path)
+        for event in events:
+            history.handle(event)
+        history.close(None)
+        return [event.epoch for event in read_history(path) if isinstance(event, EpochFinished)]
+
+    assert epochs(tmp_path / "in another pod", [resumed, epoch_finished(3)]) == [1, 2, 3]
+    assert epochs(tmp_path / "same", [started(), epoch_finished(1), epoch_finished(2)]) == [1, 2]
+    assert epochs(tmp_path / "same", [resumed, epoch_finished(3)]) == [1, 2, 3]
+
+
+def test_a_history_file_that_repeats_earlier_epochs_folds_to_every_epoch_once(tmp_path: Path) -> None:
+    history = HistoryFile(tmp_path / "history.jsonl")
+    for event in [started(resumed_step=8, previous_epochs=[epoch_finished(1), epoch_finished(2)]), epoch_finished(3)]:
+        history.handle(event)
+    history.close(None)
+    state = RunState.of(read_history(tmp_path / "history.jsonl"))
+    assert [epoch.epoch for epoch in state.epochs] == [1, 2, 3]
+
+
+def test_of_epochs_with_equal_accuracy_the_one_with_the_lower_test_loss_is_the_best() -> None:
+    worse, better = epoch_finished(1), replace(epoch_finished(2), accuracy=epoch_finished(1).accuracy)
+    assert RunState.of([started(), worse, better]).best is better
+    assert RunState.of([started(), replace(worse, test_loss=0.1), better]).best != better
+
+
+def test_history_survives_values_that_json_does_not_know(tmp_path: Path) -> None:
+    history = HistoryFile(tmp_path / "history.jsonl")
+    history.handle(started(config={"epochs": 3, "mask": b"\x00\xff"}))
+    history.close(None)
+    assert isinstance(read_history(tmp_path / "history.jsonl")[0], RunStarted)
