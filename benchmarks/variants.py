@@ -58,7 +58,7 @@ def ours(data: Path, precision: str, num_ranks: int) -> None:
 
 def dask(data: Path, precision: str, num_ranks: int) -> None:
     """Ours on a Dask cluster, a node to a rank. The first step is counted from when the workers are there."""
-    from flyte_ddp.cluster.config import open_cluster
+    from flyte_ddp.cluster.connect import open_cluster
 
     cluster = _local_nodes(num_ranks)
     with open_cluster(cluster, "benchmark") as client, tempfile.TemporaryDirectory() as checkpoints:
@@ -70,7 +70,7 @@ def dask(data: Path, precision: str, num_ranks: int) -> None:
 def dask_killed(data: Path, precision: str, num_ranks: int) -> None:
     """As `dask`, and the second rank is killed."""
     from benchmarks.mnist_like import Death, MortalMnistLike
-    from flyte_ddp.cluster.config import open_cluster
+    from flyte_ddp.cluster.connect import open_cluster
 
     cluster = _local_nodes(num_ranks)
     with tempfile.TemporaryDirectory() as directory:

@@ -15,7 +15,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 from mashumaro.config import BaseConfig
 
-from flyte_ddp.cluster.config import ClusterConfig, cluster_config
+from flyte_ddp.cluster.config import ClusterConfig, known_fields
 from flyte_ddp.config import TrainingConfig, reject_unknown_fields, resolve
 from flyte_ddp.errors import ConfigError
 
@@ -71,9 +71,14 @@ class ClusterInput(ClusterConfig):
         """What `pyflyte run --cluster` calls."""
         values = _json_object("cluster", text)
         try:
-            return cls(**dataclasses.asdict(cluster_config(values)))
+            return cls(**known_fields(values))
         except ConfigError as error:
             raise InputError(str(error)) from None
+
+    @classmethod
+    def __pre_deserialize__(cls, values: dict[Any, Any]) -> dict[Any, Any]:
+        """Refuse unknown fields that come some other way, such as from Flyte's console."""
+        return known_fields(values)
 
 
 class _PlainTransformer(DataclassTransformer):

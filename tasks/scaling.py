@@ -79,7 +79,7 @@ def train_at_world_sizes(
 
     A retry of this task goes on with the run that was under way; those before it are not repeated.
     """
-    from flyte_ddp.cluster.config import open_cluster
+    from flyte_ddp.cluster.connect import open_cluster
     from flyte_ddp.errors import ClusterError, GangLost
     from flyte_ddp.scaling.runner import sized, train_at_sizes
 

@@ -84,7 +84,7 @@ def train_sweep(
     A retry of this task trains neither the models that are done already, nor again what the checkpoints of the others
     have.
     """
-    from flyte_ddp.cluster.config import open_cluster
+    from flyte_ddp.cluster.connect import open_cluster
     from flyte_ddp.errors import ClusterError, SweepFailed
     from flyte_ddp.sweep.runner import train_models
 

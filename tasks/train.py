@@ -87,7 +87,7 @@ def train_on_cluster(
     This task is the driver: it asks for no GPU, and the ranks run in the cluster's worker pods. `initial_state` is the
     URL of a state dict to start from, which every rank reads; by default the weights are fresh.
     """
-    from flyte_ddp.cluster.config import open_cluster
+    from flyte_ddp.cluster.connect import open_cluster
     from flyte_ddp.errors import ClusterError, GangLost
     from flyte_ddp.launch.dask.launcher import train_on_dask
 

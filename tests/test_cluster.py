@@ -9,7 +9,8 @@ import sys
 import pytest
 from distributed import LocalCluster
 
-from flyte_ddp.cluster.config import ADDRESS_VARIABLE, ClusterConfig, open_cluster
+from flyte_ddp.cluster.config import ADDRESS_VARIABLE, ClusterConfig
+from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.errors import ClusterError, ConfigError
 
 
@@ -101,7 +102,9 @@ def test_auto_takes_what_is_there(
 def test_a_second_cluster_in_the_same_process_finds_dasks_settings_intact() -> None:
     # In a process of its own, where open_cluster is the first to import Dask.
     script = """
-from flyte_ddp.cluster.config import ClusterConfig, ClusterError, open_cluster
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.cluster.connect import open_cluster
+from flyte_ddp.errors import ClusterError
 for _ in range(2):
     try:
         with open_cluster(ClusterConfig(scheduler_address="tcp://127.0.0.1:9", start_timeout=1), "run"):

@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from flyte_ddp import events
-from flyte_ddp.cluster.config import ADDRESS_VARIABLE, ClusterConfig, open_cluster
+from flyte_ddp.cluster.config import ADDRESS_VARIABLE, ClusterConfig
+from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.errors import ClusterError, ConfigError, GangLost, RankFailure
 from flyte_ddp.launch.dask import launcher as dask
 from flyte_ddp.launch.dask.code import packed_code
@@ -343,7 +344,7 @@ def dask_config(**values):
 
 def test_bad_input_is_refused_before_any_cluster_is_asked(tmp_path):
     job = dask.Job("digits", dask_config(global_batch_size=32), str(tmp_path), 0.0)
-    with pytest.raises(ConfigError, match="global_batch_size: 32 cannot be split evenly over 3 ranks"):
+    with pytest.raises(ConfigError, match="global_batch_size: expected a multiple of 3, got 32"):
         train_on_dask(job, str, None, ClusterConfig(num_nodes=3))
     nccl = dataclasses.replace(job, config=dask_config(backend="nccl"))
     with pytest.raises(ConfigError, match="backend: 'nccl' needs GPUs"):

@@ -27,6 +27,7 @@ LAYERS = {
     "flyte_ddp.cluster": 1,
     "flyte_ddp.storage": 1,
     "flyte_ddp.config": 0,
+    "flyte_ddp.fields": 0,
     "flyte_ddp.events": 0,
     "flyte_ddp.errors": -1,
 }

@@ -1,6 +1,7 @@
 """What is asked of Kubernetes, to the letter, without a cluster. Its life on a real one is in tests/kubernetes."""
 
 import dataclasses
+import json
 import re
 from decimal import Decimal
 from pathlib import Path
@@ -12,7 +13,7 @@ import distributed  # noqa: F401 - adds its defaults to the configuration
 import pytest
 import yaml
 
-from flyte_ddp.cluster.config import ClusterConfig, cluster_config, dask_config, parse_quantity
+from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig, cluster_config, dask_config
 from flyte_ddp.cluster.kubernetes.lifecycle import duration
 from flyte_ddp.cluster.kubernetes.manifest import (
     Driver,
@@ -53,10 +54,12 @@ ROUTES = (
 )
 
 
+def kubernetes(**fields: Any) -> ClusterConfig:
+    return ClusterConfig(kubernetes=KubernetesConfig(**fields))
+
+
 def test_the_whole_specification_of_a_gpu_cluster() -> None:
-    config = ClusterConfig(
-        num_nodes=4,
-        gpus_per_node=2,
+    pods = KubernetesConfig(
         image="registry.example.com/flyte-ddp:1",
         worker_cpus=7.5,
         worker_memory="56Gi",
@@ -75,6 +78,7 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
         pod_template={"priorityClassName": "batch"},
         idle_timeout=120,
     )
+    config = ClusterConfig(num_nodes=4, gpus_per_node=2, kubernetes=pods)
     owner = Driver("task-pod", "0a1b", "flytesnacks-development", "registry.example.com/flyte-ddp:1")
     worker_resources = {"cpu": "7500m", "memory": "56Gi", "nvidia.com/gpu": "2"}
     scheduler_resources = {"cpu": "250m", "memory": "512Mi"}
@@ -193,7 +197,7 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
 
 
 def test_a_plain_cluster_asks_for_nothing_that_was_not_set() -> None:
-    spec = cluster_spec(ClusterConfig(image="image"), "ddp-x-00000000-0")
+    spec = cluster_spec(kubernetes(image="image"), "ddp-x-00000000-0")
     assert "ownerReferences" not in spec["metadata"]
     worker = spec["spec"]["worker"]["spec"]
     container = worker["containers"][0]
@@ -223,7 +227,7 @@ def test_only_a_runs_own_pods_its_driver_and_the_operator_reach_its_cluster() ->
 
 
 def test_users_cannot_take_the_labels_by_which_orphans_are_found() -> None:
-    spec = cluster_spec(ClusterConfig(labels={"app.kubernetes.io/managed-by": "me"}), "ddp-x-00000000-0")
+    spec = cluster_spec(kubernetes(labels={"app.kubernetes.io/managed-by": "me"}), "ddp-x-00000000-0")
     assert spec["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "flyte-ddp"
 
 
@@ -240,7 +244,7 @@ def test_dask_reads_the_variables_as_what_they_were() -> None:
 
 
 def test_a_pod_template_is_merged_by_name() -> None:
-    config = ClusterConfig(
+    config = kubernetes(
         pod_template={
             "topologySpreadConstraints": None,
             "securityContext": {"fsGroup": 1000},
@@ -292,43 +296,85 @@ def test_cluster_names_differ_where_anything_differs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "accepted"),
+    ("field", "value", "expected"),
     [
-        ("kind", "k8s", "one of auto, local, kubernetes, existing"),
-        ("num_nodes", 0, "at least 1"),
-        ("num_nodes", "2", "a whole number"),
-        ("gpus_per_node", -1, "at least 0"),
-        ("min_nodes", 3, r"from 0 to num_nodes \(2\)"),
-        ("worker_memory", "8 GB", "a Kubernetes quantity such as 8Gi"),
-        ("worker_memory", "1Gi", "at most worker_memory"),
-        ("shared_memory", "9Gi", r"at most worker_memory \(8Gi\)"),
-        ("worker_cpus", 0, "above 0"),
-        ("worker_cpus", float("nan"), "above 0"),
-        ("start_timeout", float("inf"), "finite"),
-        ("idle_timeout", 5, "at least 60"),
-        ("image_pull_policy", "Sometimes", "one of IfNotPresent, Always, Never"),
-        ("node_selector", ["gpu"], "a mapping from strings"),
-        ("env", {"DEBUG": 1}, "a string"),
-        ("env_from_secrets", "storage", "a list"),
-        ("tolerations", [{"key": True}], "a string"),
-        ("pod_template", {1: "x"}, "a mapping from strings"),
-        ("autoscaled_nodes", "yes", "true or false"),
+        ("kind", "k8s", "kind: expected one of auto, local, kubernetes, existing, got 'k8s'"),
+        ("num_nodes", 0, "num_nodes: expected a whole number of at least 1, got 0"),
+        ("num_nodes", "2", "num_nodes: expected a whole number of at least 1, got '2'"),
+        ("gpus_per_node", -1, "gpus_per_node: expected a whole number of at least 0, got -1"),
+        ("min_nodes", 3, "min_nodes: expected at most num_nodes (2), got 3"),
+        ("start_timeout", float("inf"), "start_timeout: expected a finite number above 0 (seconds), got inf"),
+        ("kubernetes", "small", "kubernetes: expected an object with fields, got 'small'"),
     ],
 )
-def test_what_cannot_be_run_is_named_with_what_is_accepted(field: str, value: object, accepted: str) -> None:
-    with pytest.raises(ConfigError, match=accepted) as caught:
+def test_a_value_that_cannot_be_used_is_named_with_what_is_expected(field: str, value: object, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         cluster_config({field: value})
-    assert re.match(rf"{field}\b|shared_memory", str(caught.value))
+    assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("worker_memory", "8 GB", "a Kubernetes quantity such as 8Gi or 500M, got '8 GB'"),
+        ("scheduler_memory", "-1", "a Kubernetes quantity such as 8Gi or 500M, got '-1'"),
+        ("worker_cpus", 0, "a finite number above 0 (cores), got 0"),
+        ("worker_cpus", float("nan"), "a finite number above 0 (cores), got nan"),
+        ("idle_timeout", 5, "a finite number of at least 60 (seconds), got 5"),
+        ("image_pull_policy", "Sometimes", "one of IfNotPresent, Always, Never, got 'Sometimes'"),
+        ("gpu_resource", "", "a resource name such as nvidia.com/gpu, got ''"),
+        ("node_selector", ["gpu"], "an object with strings as keys, got ['gpu']"),
+        ("env_from_secrets", "storage", "a list, got 'storage'"),
+        ("pod_template", {1: "x"}, "a JSON object, got {1: 'x'}"),
+        ("autoscaled_nodes", "yes", "true or false, got 'yes'"),
+    ],
+)
+def test_so_is_one_of_the_pods(field: str, value: object, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        cluster_config({"kubernetes": {field: value}})
+    assert str(caught.value) == f"kubernetes.{field}: expected {expected}"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("env", {"DEBUG": 1}, "kubernetes.env['DEBUG']: expected a string, got 1"),
+        ("tolerations", [{"key": True}], "kubernetes.tolerations[0]['key']: expected a string, got True"),
+    ],
+)
+def test_a_value_inside_a_field_is_named_by_its_place(field: str, value: object, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        cluster_config({"kubernetes": {field: value}})
+    assert str(caught.value) == expected
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"processes_per_node: 3 .* at most gpus_per_node \(2\)"):
+    with pytest.raises(ConfigError, match=r"^processes_per_node: expected at most gpus_per_node \(2\), got 3$"):
         ClusterConfig(gpus_per_node=2, processes_per_node=3)
 
 
-def test_an_unknown_field_is_named_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"unknown field 'gpus'; accepted are kind, num_nodes, gpus_per_node"):
-        cluster_config({"gpus": 1})
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"gpus": 1}, r"^cluster: expected one of the fields kind, num_nodes, .*kubernetes, got 'gpus'$"),
+        ({"kubernetes": {"gpus": 1}}, r"^cluster.kubernetes: expected one of the fields image, .*, got 'gpus'$"),
+        ({"kubernetes": {"kind": "local"}}, r"^cluster.kubernetes: .*, got 'kind'$"),
+        ({"image": "a", "kubernetes": {"image": "b"}}, r"^cluster.image: expected under `kubernetes` alone"),
+    ],
+)
+def test_an_unknown_field_is_named_with_the_known_ones(values: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        cluster_config(values)
+
+
+def test_the_flat_names_of_older_versions_are_accepted_with_a_line_that_says_where_they_are_now(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    flat = {"num_nodes": 3, "image": "image", "worker_cpus": 1, "kubernetes": {"labels": {"a": "b"}}}
+    nested = {"num_nodes": 3, "kubernetes": {"image": "image", "worker_cpus": 1, "labels": {"a": "b"}}}
+    assert cluster_config(flat) == cluster_config(nested)
+    (line,) = caplog.messages
+    assert line == "cluster: the fields image, worker_cpus are now under `kubernetes`; they were moved there"
 
 
 @pytest.mark.parametrize(
@@ -342,38 +388,62 @@ def test_a_config_is_a_flyte_input() -> None:
     from flytekit import FlyteContextManager
     from flytekit.core.type_engine import TypeEngine
 
-    config = ClusterConfig(
-        kind="kubernetes",
+    from tasks.inputs import ClusterInput
+
+    pods = KubernetesConfig(
         node_selector={"a": "b"},
         tolerations=[{"key": "k"}],
         env_from_secrets=["s"],
         pod_template={"containers": [{"name": "worker", "stdin": True}], "hostNetwork": None},
     )
+    config = ClusterInput(kind="kubernetes", kubernetes=pods)
     context = FlyteContextManager.current_context()
-    literal = TypeEngine.to_literal(context, config, ClusterConfig, TypeEngine.to_literal_type(ClusterConfig))
-    assert TypeEngine.to_python_value(context, literal, ClusterConfig) == config
+    literal = TypeEngine.to_literal(context, config, ClusterInput, TypeEngine.to_literal_type(ClusterInput))
+    assert TypeEngine.to_python_value(context, literal, ClusterInput) == config
+
+
+def from_console(values: dict[str, Any]) -> ClusterConfig:
+    """The task's input, as Flyte's console gives it: a protobuf Struct, whose numbers are all floats."""
+    from flytekit import FlyteContextManager
+    from flytekit.core.type_engine import TypeEngine
+    from flytekit.models.literals import Literal, Scalar
+    from google.protobuf.json_format import ParseDict
+    from google.protobuf.struct_pb2 import Struct
+
+    from tasks.inputs import ClusterInput
+
+    literal = Literal(scalar=Scalar(generic=ParseDict(values, Struct())))
+    config = TypeEngine.to_python_value(FlyteContextManager.current_context(), literal, ClusterInput)
+    assert isinstance(config, ClusterInput)
+    return config
+
+
+def test_whole_numbers_from_flytes_console_stay_whole_everywhere() -> None:
+    template = {
+        "terminationGracePeriodSeconds": 60,
+        "tolerations": [{"key": "k", "operator": "Exists", "tolerationSeconds": 30}],
+        "containers": [{"name": "worker", "ports": [{"containerPort": 9000}], "resources": {"limits": {"x/y": 1}}}],
+    }
+    config = from_console({"num_nodes": 3, "kubernetes": {"worker_cpus": 1.5, "pod_template": template}})
+    assert json.dumps(config.kubernetes.pod_template, sort_keys=True) == json.dumps(template, sort_keys=True)
+    assert repr((config.num_nodes, config.kubernetes.worker_cpus)) == "(3, 1.5)"
+
+
+@pytest.mark.parametrize("values", [{"gpus": 1}, {"kubernetes": {"gpus": 1}}])
+def test_an_unknown_field_from_flytes_console_is_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="expected one of the fields .*, got 'gpus'"):
+        from_console(values)
+
+
+def test_a_flat_name_from_flytes_console_is_accepted() -> None:
+    assert from_console({"image": "image"}).kubernetes.image == "image"
 
 
 def test_every_field_is_read_by_something() -> None:
     code = "".join(path.read_text() for path in (Path(__file__).parents[1] / "flyte_ddp").rglob("*.py"))
-    unread = [
-        each.name for each in dataclasses.fields(ClusterConfig) if not re.search(rf"(config|self)\.{each.name}\b", code)
-    ]
-    assert not {*unread} - {"max_restarts"}  # the gang launcher's
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("500m", "0.5"), ("2", "2"), ("1.5", "1.5"), ("8Gi", str(8 << 30)), ("3k", "3000"), ("1M", "1e6")],
-)
-def test_quantities(text: str, value: str) -> None:
-    assert parse_quantity(text) == Decimal(value)
-
-
-@pytest.mark.parametrize("text", ["", "8GB", "-1", "1e3x", "Gi"])
-def test_what_is_no_quantity_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="no Kubernetes quantity"):
-        parse_quantity(text)
+    for kind, owners in ((ClusterConfig, "config|self"), (KubernetesConfig, "kubernetes|pods")):
+        names = [each.name for each in dataclasses.fields(kind)]
+        assert [name for name in names if not re.search(rf"({owners})\.{name}\b", code)] == []
 
 
 @pytest.mark.parametrize(

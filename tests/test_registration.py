@@ -300,7 +300,7 @@ def test_launch_plans_run_as_the_service_account_of_their_registration():
         ("RETRAIN_INPUTS", '{"kickoff_time": "now"}', "accepted is a JSON object of champion, recipe"),
         ("RETRAIN_INPUTS", '{"recipe": 3}', "RETRAIN_INPUTS: recipe: 3 is of the wrong type; accepted is a str"),
         ("RETRAIN_INPUTS", '{"data": "here"}', "RETRAIN_INPUTS: data: 'here' cannot be used; accepted is a URL"),
-        ("RETRAIN_INPUTS", '{"config": {"epochs": 0}}', "epochs: 0 is out of range"),
+        ("RETRAIN_INPUTS", '{"config": {"epochs": 0}}', "epochs: expected a whole number of at least 1, got 0"),
     ],
 )
 def test_bad_settings_are_refused_at_registration(name, value, said, monkeypatch):

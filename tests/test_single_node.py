@@ -81,11 +81,11 @@ def test_the_help_explains_every_flag():
     ("arguments", "said"),
     [
         (["--recipe", "nope"], "recipe: 'nope' is unknown; accepted are digits, image_folder, mnist"),
-        (["--config", '{"epochs": 0}'], "epochs: 0 is out of range; accepted is a whole number of at least 1"),
-        (["--config", '{"epochs": "ten"}'], "epochs: 'ten' is of the wrong type; accepted is a whole number"),
+        (["--config", '{"epochs": 0}'], "epochs: expected a whole number of at least 1, got 0"),
+        (["--config", '{"epochs": "ten"}'], "epochs: expected a whole number of at least 1, got 'ten'"),
         (["--config", '{"recipe_options": {"size": 1}}'], "recipe 'digits' has no option 'size'; it has none"),
-        (["--config", '{"epoch": 3}'], "unknown field 'epoch'; accepted are epochs"),
-        (["--config", '{"global_batch_size": 33}', "--num_processes", "2"], "33 cannot be split evenly over 2 ranks"),
+        (["--config", '{"epoch": 3}'], "config: expected one of the fields epochs"),
+        (["--config", '{"global_batch_size": 33}', "--num_processes", "2"], "expected a multiple of 2, got 33"),
         (["--checkpoints", "/proc/none"], "checkpoints: '/proc/none' cannot be written to"),
         (["--data", "tests"], "cannot be used: recipe digits trains on scikit-learn's own images only"),
         (["--recipe", "mnist", "--data", "tests"], "tests holds no train-images-idx3-ubyte"),
@@ -103,7 +103,7 @@ def test_bad_input_is_refused_in_words_and_without_a_traceback(arguments, said):
 def test_the_configuration_may_come_from_a_yaml_file(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("epochs: -1\n")
-    assert "epochs: -1 is out of range" in pyflyte_run("--config", str(file)).stderr
+    assert "epochs: expected a whole number of at least 1, got -1" in pyflyte_run("--config", str(file)).stderr
 
 
 @pytest.mark.parametrize("sender", ["pyflyte", "console"])

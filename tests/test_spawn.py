@@ -302,8 +302,8 @@ def test_an_unknown_recipe_is_refused_before_any_process_starts(tmp_path, no_pro
 @pytest.mark.parametrize(
     ("num_processes", "config", "message"),
     [
-        (5, {}, "global_batch_size: 12 cannot be split evenly over 5 ranks"),
-        (2, {"gradient_accumulation": 5}, "global_batch_size: 12 cannot be split"),
+        (5, {}, "global_batch_size: expected a multiple of 5, got 12"),
+        (2, {"gradient_accumulation": 5}, "global_batch_size: expected a multiple of 10, got 12"),
         (-1, {}, "num_processes: -1 is out of range; accepted is"),
         (2, {"backend": "nccl"}, "backend: 'nccl' needs GPUs"),
     ],

@@ -14,8 +14,9 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from flyte_ddp.config import TrainingConfig, checked_type, resolve
+from flyte_ddp.config import TrainingConfig, resolve
 from flyte_ddp.errors import ConfigError, DataError
+from flyte_ddp.fields import check
 from flyte_ddp.recipes.base import Recipe
 
 BUILTIN = {
@@ -51,14 +52,14 @@ def get_recipe(name: str, options: Mapping[str, Any] | None = None) -> Recipe:
 
 
 def _told(recipe: Recipe | type[Recipe], name: str, options: Mapping[str, Any]) -> Recipe:
-    given = typing.cast(dict[str, Any], checked_type("recipe_options", options, dict[str, Any]))
+    given: dict[str, Any] = check("recipe_options", options, dict[str, Any])
     types = _option_types(recipe)
     for option, value in given.items():
         if option not in types:
             accepted = f"accepted are {', '.join(types)}" if types else "it has none"
             raise ConfigError(f"recipe_options: recipe {name!r} has no option {option!r}; {accepted}")
         if types[option] in (int, float, bool, str):  # what else a recipe may want, it checks itself
-            given[option] = checked_type(f"recipe_options.{option}", value, types[option])
+            given[option] = check(f"recipe_options.{option}", value, types[option])
     try:
         if isinstance(recipe, Recipe):
             return dataclasses.replace(recipe, **given) if given else recipe  # type: ignore[type-var]

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 from distributed import Client
 
-from flyte_ddp.cluster.config import CLIENT_CLOSE_TIMEOUT, ClusterConfig
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.cluster.connect import CLIENT_CLOSE_TIMEOUT
 from flyte_ddp.errors import ClusterError, GangLost, RankFailure, SweepFailed, TrainingStopped, WorkersLost
 from flyte_ddp.events import EpochFinished, Event, Listener, RunStarted
 from flyte_ddp.launch.dask.gang import POLL, ask_scheduler

@@ -1,5 +1,6 @@
 """A namespace on whatever cluster KUBECONFIG names, with the Dask operator and exactly the RBAC of deploy/."""
 
+import dataclasses
 import io
 import json
 import os
@@ -22,23 +23,29 @@ import pytest
 import torch
 from moto.server import ThreadedMotoServer
 
-from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig, cluster_config
 
 ROOT = Path(__file__).parents[2]
 IMAGE = os.environ.get("FLYTE_DDP_TEST_IMAGE", "flyte-ddp:dev")
 
 # Small enough for two nodes of two cores that other pods share.
-SMALL = {
-    "kind": "kubernetes",
-    "num_nodes": 2,
+SMALL = {"kind": "kubernetes", "num_nodes": 2, "start_timeout": 180}
+SMALL_PODS = {
     "image": IMAGE,
     "worker_cpus": 0.25,
     "worker_memory": "1Gi",
     "shared_memory": "128Mi",
     "scheduler_cpus": 0.25,
     "scheduler_memory": "512Mi",
-    "start_timeout": 180,
 }
+
+
+def small_cluster(**changes: Any) -> dict[str, Any]:
+    """A small cluster as `--cluster` takes it, with `changes` of fields of either level."""
+    pod_fields = {each.name for each in dataclasses.fields(KubernetesConfig)}
+    pods = {name: value for name, value in changes.items() if name in pod_fields}
+    rest = {name: value for name, value in changes.items() if name not in pod_fields}
+    return {**SMALL, **rest, "kubernetes": {**SMALL_PODS, **pods}}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -75,7 +82,7 @@ class Namespace:
     name: str
 
     def config(self, **changes: Any) -> ClusterConfig:
-        return ClusterConfig(**{**SMALL, "namespace": self.name, **changes})
+        return cluster_config(small_cluster(**{"namespace": self.name, **changes}))
 
     def kubectl(self, *arguments: str, check: bool = True) -> str:
         return kubectl("--namespace", self.name, *arguments, check=check)
@@ -111,7 +118,6 @@ class Namespace:
                             "image": IMAGE,
                             "imagePullPolicy": "IfNotPresent",
                             "args": ["bash", "-c", start, textwrap.dedent(script)],
-                            "env": [{"name": "SMALL", "value": json.dumps({**SMALL, "image": ""})}],
                             "volumeMounts": [{"name": "code", "mountPath": "/code"}],
                         }
                     ],

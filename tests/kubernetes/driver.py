@@ -16,7 +16,8 @@ import time
 from typing import Any
 
 from flyte_ddp import events
-from flyte_ddp.cluster.config import cluster_config, open_cluster
+from flyte_ddp.cluster.config import cluster_config
+from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.config import resolve
 from flyte_ddp.launch.dask.launcher import train_on_dask
 from flyte_ddp.rank.main import Job

@@ -11,19 +11,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from flyte_ddp.cluster.config import open_cluster, worker_log
+from flyte_ddp.cluster.connect import open_cluster, worker_log
 from flyte_ddp.cluster.kubernetes import api as kube_api
 from flyte_ddp.cluster.kubernetes import lifecycle as kube
 from flyte_ddp.cluster.kubernetes import preflight
 from flyte_ddp.cluster.kubernetes.manifest import cluster_name
 from flyte_ddp.errors import ClusterError, PreflightError
-from tests.kubernetes.conftest import IMAGE, ROOT, Namespace, apply, eventually, kubectl
+from tests.kubernetes.conftest import IMAGE, ROOT, Namespace, apply, eventually, kubectl, small_cluster
 
 DRIVER = """
-    import json, os, socket, time
-    from flyte_ddp.cluster.config import cluster_config, open_cluster
+    import socket, time
+    from flyte_ddp.cluster.config import cluster_config
+    from flyte_ddp.cluster.connect import open_cluster
 
-    config = cluster_config({**json.loads(os.environ["SMALL"]), **%r})
+    config = cluster_config(%r)
     with open_cluster(config, socket.gethostname()) as client:
         print(sorted(client.run(socket.gethostname).values()), flush=True)
         print("the cluster is up", flush=True)
@@ -80,7 +81,7 @@ def test_from_outside_workers_sit_on_two_nodes_run_one_task_each_and_go(namespac
 
 
 def test_a_driver_pod_needs_no_more_than_the_rbac_of_deploy(namespace: Namespace) -> None:
-    namespace.start_driver("driver", DRIVER % ({}, "time.sleep(3)"))
+    namespace.start_driver("driver", DRIVER % (small_cluster(image=""), "time.sleep(3)"))
     namespace.wait_for_line("driver", "the cluster is up")
     (cluster,) = namespace.items("daskclusters")
     policy = next(each for each in namespace.items("networkpolicies") if each["metadata"]["name"] != "flyte-ddp")
@@ -123,7 +124,7 @@ def test_the_service_account_of_deploy_may_do_no_more(namespace: Namespace, righ
 
 
 def test_a_driver_pod_without_rights_learns_each_missing_one(namespace: Namespace) -> None:
-    namespace.start_driver("powerless", DRIVER % ({"image": IMAGE}, "pass"), service_account="default")
+    namespace.start_driver("powerless", DRIVER % (small_cluster(), "pass"), service_account="default")
     assert namespace.wait_for_end("powerless") != 0
     log = namespace.log("powerless")
     assert "PreflightError" in log
@@ -139,7 +140,7 @@ def test_a_driver_pod_without_rights_learns_each_missing_one(namespace: Namespac
 
 
 def test_sigterm_to_the_driver_deletes_the_cluster_before_the_driver_ends(namespace: Namespace) -> None:
-    namespace.start_driver("terminated", DRIVER % ({}, "time.sleep(600)"))
+    namespace.start_driver("terminated", DRIVER % (small_cluster(image=""), "time.sleep(600)"))
     namespace.wait_for_line("terminated", "the cluster is up")
     namespace.kubectl("exec", "terminated", "--", "bash", "-c", "kill -TERM 1")
     assert namespace.wait_for_end("terminated", timeout=90) == 128 + signal.SIGTERM
@@ -148,7 +149,7 @@ def test_sigterm_to_the_driver_deletes_the_cluster_before_the_driver_ends(namesp
 
 def test_a_driver_that_was_killed_takes_its_cluster_along_when_its_pod_goes(namespace: Namespace) -> None:
     # Killed first: every deletion of a pod begins with a SIGTERM, on which the driver deletes the cluster itself.
-    namespace.start_driver("removed", DRIVER % ({}, "time.sleep(600)"))
+    namespace.start_driver("removed", DRIVER % (small_cluster(image=""), "time.sleep(600)"))
     namespace.wait_for_line("removed", "the cluster is up")
     namespace.kubectl("exec", "removed", "--", "bash", "-c", "kill -KILL $(cat /proc/1/task/1/children)")
     namespace.wait_for_end("removed", timeout=20)
@@ -159,7 +160,7 @@ def test_a_driver_that_was_killed_takes_its_cluster_along_when_its_pod_goes(name
 
 def test_an_idle_driver_keeps_its_cluster_and_a_killed_one_loses_it(namespace: Namespace) -> None:
     # The killed driver's pod stays, failed: Kubernetes sees no reason to delete what it owns, only the operator does.
-    namespace.start_driver("killed", DRIVER % ({"idle_timeout": 60}, "time.sleep(600)"))
+    namespace.start_driver("killed", DRIVER % (small_cluster(image="", idle_timeout=60), "time.sleep(600)"))
     namespace.wait_for_line("killed", "the cluster is up")
     up_at = time.monotonic()
     time.sleep(80)
@@ -173,7 +174,8 @@ def test_an_idle_driver_keeps_its_cluster_and_a_killed_one_loses_it(namespace: N
 def test_ctrl_c_outside_deletes_the_cluster(namespace: Namespace, run_name: str) -> None:
     script = (
         "import signal, time\n"
-        "from flyte_ddp.cluster.config import ClusterConfig, open_cluster\n"
+        "from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig\n"
+        "from flyte_ddp.cluster.connect import open_cluster\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below a background job of a shell\n"
         f"with open_cluster({namespace.config()!r}, {run_name!r}):\n"
         "    print('up', flush=True)\n"

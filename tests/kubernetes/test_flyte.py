@@ -23,7 +23,7 @@ from flytekit import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 
 from flyte_ddp.events import RunStarted, read_history
-from tests.kubernetes.conftest import IMAGE, ROOT, SMALL, Namespace, Store, apply, eventually
+from tests.kubernetes.conftest import IMAGE, ROOT, Namespace, Store, apply, eventually, small_cluster
 
 PROJECT, DOMAIN = "flytesnacks", "development"
 NEWER = "code that is newer than the image"
@@ -210,10 +210,11 @@ def digits(start_flyte: Callable[[str], Flyte], package: Package, tasks: Any) ->
     return prepared(start_flyte("data"), package, tasks, "digits")
 
 
-def small_cluster(tasks: Any, **fields: Any) -> Any:
+def cluster_input(tasks: Any, **fields: Any) -> Any:
     """A cluster of two small nodes, of the image that the task's own pod has."""
-    small = {name: value for name, value in SMALL.items() if name != "image"}
-    return tasks.inputs.ClusterInput.from_json(json.dumps({**small, "env_from_secrets": ["storage"], **fields}))
+    return tasks.inputs.ClusterInput.from_json(
+        json.dumps(small_cluster(**{"image": "", "env_from_secrets": ["storage"], **fields}))
+    )
 
 
 def prepared(flyte: Flyte, package: Package, tasks: Any, recipe: str) -> Any:
@@ -326,7 +327,7 @@ def test_a_multi_node_task_starts_its_cluster_and_its_workers_run_code_that_is_n
         recipe="digits",
         config=tasks.inputs.TrainingOverrides(epochs=3),
         data=prepared(flyte, newer, tasks, "digits"),
-        cluster=small_cluster(tasks),
+        cluster=cluster_input(tasks),
     )
     assert NEWER in flyte.namespace.log("wide-n0-0")
     pod = flyte.start(newer, "tasks.train.train_on_cluster", "n1", inputs)
@@ -363,7 +364,7 @@ def test_a_sweep_trains_its_models_side_by_side_on_a_cluster_of_its_own(
         config=tasks.inputs.TrainingOverrides(epochs=2),
         grid={"learning_rate": [0.0001, 0.005], "global_batch_size": [64, 128]},
         data=digits,
-        cluster=small_cluster(tasks),
+        cluster=cluster_input(tasks),
     )
     outputs = flyte.run(package, "tasks.sweep.train_sweep", "n1", inputs)
     table = rows(flyte, outputs)
@@ -389,7 +390,7 @@ def test_a_scaling_study_measures_one_and_two_nodes_of_one_cluster(
         learning_rates=[],
         target_loss=0.0,
         projected_world_sizes=[4],
-        cluster=small_cluster(tasks),
+        cluster=cluster_input(tasks),
     )
     outputs = flyte.run(package, "tasks.scaling.train_at_world_sizes", "n1", inputs)
     kinds = [(int(row["world_size"]), row["kind"]) for row in rows(flyte, outputs)]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kubernetes.conftest import IMAGE, ROOT, SMALL, Namespace, Store, apply, eventually, kubectl
+from tests.kubernetes.conftest import IMAGE, ROOT, Namespace, Store, apply, eventually, kubectl, small_cluster
 
 RECIPE = "tests.support.recipes.Dropping"
 STEPS_PER_EPOCH = 25
@@ -90,13 +90,12 @@ def start(namespace: Namespace, store: Store, code: None) -> Callable[..., Drive
 
     def start(pod: str, *runs: str, **cluster: Any) -> Driver:
         orders = {
-            "cluster": {
-                **SMALL,
-                "image": "",  # as of the driver's own pod
-                "env": {"STEP_SECONDS": STEP_SECONDS},
-                "env_from_secrets": ["storage"],
+            "cluster": small_cluster(
+                image="",  # as of the driver's own pod
+                env={"STEP_SECONDS": STEP_SECONDS},
+                env_from_secrets=["storage"],
                 **cluster,
-            },
+            ),
             "runs": [
                 {"name": run, "recipe": RECIPE, "checkpoints": f"s3://runs/{run}", "config": CONFIG} for run in runs
             ],

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import psutil
 
-from flyte_ddp.cluster.config import ClusterConfig, open_cluster
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.config import resolve
 from flyte_ddp.events import StepFinished
 from flyte_ddp.launch.dask.launcher import train_on_dask

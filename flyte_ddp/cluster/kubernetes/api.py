@@ -81,8 +81,8 @@ def is_in_pod() -> bool:
 
 def target_namespace(config: ClusterConfig) -> str:
     """Where the cluster is, or would be, made."""
-    if config.namespace:
-        return config.namespace
+    if config.kubernetes.namespace:
+        return config.kubernetes.namespace
     if is_in_pod():
         return (POD_IDENTITY / "namespace").read_text().strip()
     from kubernetes.config import ConfigException, list_kube_config_contexts

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flyte_ddp.cluster.config import POLL_INTERVAL, REPORT_INTERVAL, ClusterConfig
+from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.api import (
     api_message,
     call,
@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from distributed import Client
 
 TOKEN_ANNOTATION = "flyte-ddp/token"  # tells the cluster that this process made from another of the same name
+POLL_INTERVAL = 0.25  # seconds
+REPORT_INTERVAL = 15.0  # seconds between two log lines about what a start waits for
 OPERATOR_TIMEOUT = 60.0  # seconds until the operator must have taken up what was created
 
 logger = logging.getLogger(__name__)
@@ -82,8 +84,9 @@ def kube_cluster(config: ClusterConfig, run_name: str, deadline: float) -> Itera
     name = as_cluster_name(run_name)
     namespace = target_namespace(config)
     driver = driver_pod()
-    if not config.image and driver is not None:
-        config = dataclasses.replace(config, image=driver.image)
+    if not config.kubernetes.image and driver is not None:
+        pods = dataclasses.replace(config.kubernetes, image=driver.image)
+        config = dataclasses.replace(config, kubernetes=pods)
     owner = driver if driver is not None and driver.namespace == namespace else None
     spec = cluster_spec(config, name, owner)
     preflight(config, spec, namespace)

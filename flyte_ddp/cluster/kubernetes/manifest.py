@@ -74,8 +74,8 @@ def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) 
     metadata: dict[str, Any] = {
         "name": name,
         # The operator copies both to everything it makes of this, and selects pods by the labels.
-        "labels": {**config.labels, "app.kubernetes.io/name": "flyte-ddp", **MANAGED_BY},
-        "annotations": dict(config.annotations),
+        "labels": {**config.kubernetes.labels, "app.kubernetes.io/name": "flyte-ddp", **MANAGED_BY},
+        "annotations": dict(config.kubernetes.annotations),
     }
     if owner is not None:
         metadata["ownerReferences"] = [{"apiVersion": "v1", "kind": "Pod", "name": owner.name, "uid": owner.uid}]
@@ -84,11 +84,11 @@ def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) 
         "kind": "DaskCluster",
         "metadata": metadata,
         "spec": {
-            "idleTimeout": round(config.idle_timeout),
+            "idleTimeout": round(config.kubernetes.idle_timeout),
             "scheduler": {"spec": _scheduler_pod(config), "service": _scheduler_service(name)},
             "worker": {
                 "replicas": config.num_nodes,
-                "spec": merge_pod(_worker_pod(config, name), config.pod_template),
+                "spec": merge_pod(_worker_pod(config, name), config.kubernetes.pod_template),
             },
         },
     }
@@ -162,14 +162,14 @@ def _merge_list(base: list[Any], override: list[Any], key: str) -> list[Any]:
 
 
 def _worker_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
-    resources = _resources(config.worker_cpus, config.worker_memory)
+    resources = _resources(config.kubernetes.worker_cpus, config.kubernetes.worker_memory)
     if config.gpus_per_node:
-        resources[config.gpu_resource] = str(config.gpus_per_node)
-    variables = {**WRITABLE_HOME, **_variables(dask_config(config)), **config.env}
+        resources[config.kubernetes.gpu_resource] = str(config.gpus_per_node)
+    variables = {**WRITABLE_HOME, **_variables(dask_config(config)), **config.kubernetes.env}
     container: dict[str, Any] = {
         "name": "worker",
-        "image": config.image,
-        "imagePullPolicy": config.image_pull_policy,
+        "image": config.kubernetes.image,
+        "imagePullPolicy": config.kubernetes.image_pull_policy,
         # No memory limit of Dask's: it would pause or kill a supervisor for what its ranks need.
         "args": ["dask", "worker", "--name", "$(DASK_WORKER_NAME)", "--nthreads", "1", "--memory-limit", "0"],
         "env": _environment(variables),
@@ -177,14 +177,14 @@ def _worker_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
         "securityContext": _container_security(),
         "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}, dict(TEMPORARY_MOUNT)],
     }
-    if config.env_from_secrets:
-        container["envFrom"] = [{"secretRef": {"name": secret}} for secret in config.env_from_secrets]
+    if config.kubernetes.env_from_secrets:
+        container["envFrom"] = [{"secretRef": {"name": secret}} for secret in config.kubernetes.env_from_secrets]
     labels = {"dask.org/cluster-name": name, "dask.org/component": "worker"}
     pod: dict[str, Any] = {
         **_pod_basics(config),
         "containers": [container],
         "volumes": [
-            {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": config.shared_memory}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": config.kubernetes.shared_memory}},
             dict(TEMPORARY_VOLUME),
         ],
         # A node's loss should cost one worker. Spread where possible only: two workers may share a node that has room.
@@ -197,23 +197,23 @@ def _worker_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
             }
         ],
     }
-    if config.node_selector:
-        pod["nodeSelector"] = dict(config.node_selector)
-    if config.tolerations:
-        pod["tolerations"] = [dict(toleration) for toleration in config.tolerations]
+    if config.kubernetes.node_selector:
+        pod["nodeSelector"] = dict(config.kubernetes.node_selector)
+    if config.kubernetes.tolerations:
+        pod["tolerations"] = [dict(toleration) for toleration in config.kubernetes.tolerations]
     return pod
 
 
 def _scheduler_pod(config: ClusterConfig) -> dict[str, Any]:
     """Small, without GPU, and free of the workers' node selector and tolerations, which tend to name GPU nodes."""
-    resources = _resources(config.scheduler_cpus, config.scheduler_memory)
+    resources = _resources(config.kubernetes.scheduler_cpus, config.kubernetes.scheduler_memory)
     settings = {**dask_config(config), "distributed.scheduler.http.routes": SCHEDULER_ROUTES}
     variables = {**WRITABLE_HOME, **_variables(settings)}
     health = {"httpGet": {"port": "http-dashboard", "path": "/health"}}
     container = {
         "name": "scheduler",
-        "image": config.image,
-        "imagePullPolicy": config.image_pull_policy,
+        "image": config.kubernetes.image,
+        "imagePullPolicy": config.kubernetes.image_pull_policy,
         "args": ["dask", "scheduler", "--host", "0.0.0.0"],
         "env": _environment(variables),
         "resources": {"requests": resources, "limits": dict(resources)},
@@ -245,10 +245,10 @@ def _pod_basics(config: ClusterConfig) -> dict[str, Any]:
         "automountServiceAccountToken": False,  # neither scheduler nor worker talks to Kubernetes
         "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
     }
-    if config.service_account:
-        pod["serviceAccountName"] = config.service_account
-    if config.image_pull_secrets:
-        pod["imagePullSecrets"] = [{"name": secret} for secret in config.image_pull_secrets]
+    if config.kubernetes.service_account:
+        pod["serviceAccountName"] = config.kubernetes.service_account
+    if config.kubernetes.image_pull_secrets:
+        pod["imagePullSecrets"] = [{"name": secret} for secret in config.kubernetes.image_pull_secrets]
     return pod
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
-from flyte_ddp.cluster.config import ClusterConfig, parse_quantity
+from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.api import api_message, call, is_in_pod
 from flyte_ddp.cluster.kubernetes.manifest import GROUP, PLURAL, POLICY_GROUP, POLICY_PLURAL, VERSION
 from flyte_ddp.errors import PreflightError
@@ -162,7 +162,7 @@ def _check_quotas(spec: Mapping[str, Any], namespace: str) -> Iterator[str]:
 
 
 def _check_nodes(config: ClusterConfig, spec: Mapping[str, Any]) -> Iterator[str]:
-    if config.autoscaled_nodes:
+    if config.kubernetes.autoscaled_nodes:
         return
     with _as_far_as_visible("the nodes"):
         nodes = call("CoreV1Api", "list_node").items
@@ -216,6 +216,13 @@ def requests_of(pod: Mapping[str, Any]) -> dict[str, Decimal]:
         for resource, amount in {**resources.get("limits", {}), **resources.get("requests", {})}.items():
             total[resource] = total.get(resource, Decimal(0)) + parse_quantity(str(amount))
     return total
+
+
+def parse_quantity(text: str) -> Decimal:
+    """Return a Kubernetes quantity, such as 500m, 2 or 8Gi, as a number of cores, bytes or things."""
+    from kubernetes.utils import parse_quantity
+
+    return Decimal(parse_quantity(text))
 
 
 def _needs(spec: Mapping[str, Any]) -> dict[str, Decimal]:

@@ -21,7 +21,8 @@ from distributed import Client, Future
 from distributed.client import ClosedClientError
 
 from flyte_ddp import events
-from flyte_ddp.cluster.config import ClusterConfig, worker_log
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.cluster.connect import worker_log
 from flyte_ddp.errors import ConfigError, NodeLost, RankFailure, TrainingStopped
 from flyte_ddp.launch.dask import node, worker
 from flyte_ddp.launch.spawn import STOP_GRACE, StopRequest

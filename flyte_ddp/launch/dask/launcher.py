@@ -33,7 +33,8 @@ from pathlib import Path
 from distributed import Client
 
 from flyte_ddp import events
-from flyte_ddp.cluster.config import ClusterConfig, explain_missing_workers
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.cluster.connect import explain_missing_workers
 from flyte_ddp.errors import ClusterError, ConfigError, GangLost, NodeLost, RankFailure, TrainingStopped, WorkersLost
 from flyte_ddp.launch.dask import node, worker
 from flyte_ddp.launch.dask.code import packed_code, packed_directory

@@ -1,0 +1,184 @@
+"""The life of a run's Dask cluster as a `with` block. Knows neither recipes nor ranks.
+
+A worker is one node's supervisor: one thread, and child processes of its own. The three kinds of cluster differ in who
+starts the workers; whoever holds the client cannot tell them apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import os
+import time
+import typing
+from collections.abc import Iterator
+
+from flyte_ddp.cluster.config import ADDRESS_VARIABLE, ClusterConfig, dask_config
+from flyte_ddp.cluster.kubernetes import api, lifecycle
+from flyte_ddp.cluster.kubernetes.lifecycle import POLL_INTERVAL, REPORT_INTERVAL
+from flyte_ddp.errors import ClusterError, ConfigError
+
+if typing.TYPE_CHECKING:
+    from distributed import Client
+
+CLIENT_CLOSE_TIMEOUT = 3.0  # seconds; of the 30 that Kubernetes gives a pod to end, most belong to a last checkpoint
+FOREIGN_SERVER_TIMEOUT = 30.0  # seconds in which a server other than Dask may still answer at a scheduler's address
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def open_cluster(config: ClusterConfig, run_name: str) -> Iterator[Client]:
+    """A client of a cluster whose workers are there, each with one thread.
+
+    All of `num_nodes` are, or, where the time ran out, at least `min_nodes`. A cluster that was made for the run is
+    deleted after the block, however that is left; SIGTERM leaves it with SystemExit. An existing one stays as it was.
+
+    Args:
+        run_name: unique in a namespace, as of `kube_spec.cluster_name`; used by the kind "kubernetes" alone.
+
+    Raises:
+        ConfigError: kind "existing" without an address; as PreflightError: what a Kubernetes cluster lacks.
+        ClusterError: not enough workers within `start_timeout` seconds; says what they wait for.
+    """
+    import dask
+    import distributed  # noqa: F401 - before its settings are changed: it adds its defaults to them, which must stay
+
+    deadline = time.monotonic() + config.start_timeout
+    with contextlib.ExitStack() as stack:
+        kind = config.resolved_kind
+        stack.enter_context(dask.config.set(dask_config(config)))
+        stack.enter_context(_warnings_only(logging.getLogger("distributed")))
+        if kind == "kubernetes":
+            address = stack.enter_context(lifecycle.kube_cluster(config, run_name, deadline))
+        elif kind == "local":
+            address = stack.enter_context(_local_cluster(config))
+        else:
+            address = _existing_address(config)
+        client = stack.enter_context(_connected(address, deadline))
+        if kind == "kubernetes":
+            stack.enter_context(lifecycle.keep_alive(client, config.kubernetes.idle_timeout))
+        _wait_for_workers(client, config, run_name, deadline)
+        yield client
+
+
+def explain_missing_workers(config: ClusterConfig, run_name: str) -> str:
+    """Why workers are not there, in a sentence; "" where nothing is known beyond that."""
+    if config.resolved_kind != "kubernetes":
+        return ""
+    return api.explain(config, run_name)
+
+
+def worker_log(config: ClusterConfig, worker_name: str, num_lines: int = 20) -> str:
+    """The last lines that a worker's pod wrote, also of a container that has died; "" where there is no pod."""
+    if config.resolved_kind != "kubernetes":
+        return ""
+    return api.worker_log(config, worker_name, num_lines)
+
+
+@contextlib.contextmanager
+def _warnings_only(logger: logging.Logger) -> Iterator[None]:
+    """Keep what is merely informative from people, who under `pyflyte run` would read it between the epochs."""
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _existing_address(config: ClusterConfig) -> str:
+    address = config.scheduler_address or os.environ.get(ADDRESS_VARIABLE, "")
+    if not address:
+        raise ConfigError(
+            "scheduler_address: '' names no scheduler; accepted is an address such as tcp://10.0.0.7:8786, here or in "
+            f"the environment variable {ADDRESS_VARIABLE}"
+        )
+    return address
+
+
+@contextlib.contextmanager
+def _local_cluster(config: ClusterConfig) -> Iterator[str]:
+    from distributed import LocalCluster
+
+    with LocalCluster(
+        n_workers=config.num_nodes,
+        threads_per_worker=1,
+        processes=True,
+        memory_limit=0,  # a worker is only its ranks' supervisor, and must not be paused or killed for their sake
+        dashboard_address=None,
+        silence_logs=logging.WARNING,
+    ) as cluster:
+        yield cluster.scheduler_address
+
+
+@contextlib.contextmanager
+def _connected(address: str, deadline: float) -> Iterator[Client]:
+    from distributed import Client
+
+    _wait_for_dask(address, deadline)
+    try:
+        client = Client(address, timeout=max(1.0, deadline - time.monotonic()), set_as_default=False)
+    except OSError as error:  # Dask's TimeoutError is one as well
+        raise ClusterError(f"the Dask scheduler at {address} cannot be reached: {error}") from error
+    try:
+        yield client
+    finally:
+        # A scheduler that has died must neither hold up nor replace what ended the block.
+        with contextlib.suppress(OSError, TimeoutError):
+            client.close(timeout=CLIENT_CLOSE_TIMEOUT)
+
+
+def _wait_for_dask(address: str, deadline: float) -> None:
+    """Wait until a Dask server answers at `address`.
+
+    A Client that is answered by anything else, such as the dashboard's port, fails in a way that keeps this process
+    from ending. And what lies beyond the cluster may answer at a Service's address, until every node has learnt of it.
+
+    Raises:
+        ClusterError: nothing answers until `deadline`, or what answers is not Dask.
+    """
+    from distributed.comm import connect
+
+    async def knock() -> None:
+        comm = await connect(address, timeout=max(1.0, deadline - time.monotonic()))
+        await comm.close()
+
+    give_up_at = min(deadline, time.monotonic() + FOREIGN_SERVER_TIMEOUT)
+    # In a thread of its own, because the caller's may have an event loop that runs.
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        while True:
+            try:
+                return executor.submit(asyncio.run, knock()).result()
+            except OSError as error:  # Dask's TimeoutError is one as well
+                raise ClusterError(f"the Dask scheduler at {address} cannot be reached: {error}") from error
+            except (MemoryError, ValueError) as error:  # its first bytes, read as a length or a protocol's version
+                if time.monotonic() > give_up_at:
+                    raise ClusterError(f"what answers at {address} is no Dask scheduler: {error}") from error
+            time.sleep(POLL_INTERVAL)
+
+
+def _wait_for_workers(client: Client, config: ClusterConfig, run_name: str, deadline: float) -> None:
+    report_at = time.monotonic() + REPORT_INTERVAL
+    while (num_workers := len(client.scheduler_info(n_workers=-1)["workers"])) < config.num_nodes:
+        now = time.monotonic()
+        if now > deadline:
+            break
+        if now > report_at:
+            report_at = now + REPORT_INTERVAL
+            logger.info(
+                "%d of %d workers are there. %s",
+                num_workers,
+                config.num_nodes,
+                explain_missing_workers(config, run_name),
+            )
+        time.sleep(POLL_INTERVAL)
+    if num_workers >= config.num_nodes:
+        return
+    reason = explain_missing_workers(config, run_name)
+    message = f"{num_workers} of {config.num_nodes} workers came within {config.start_timeout:g} s. {reason}".rstrip()
+    if num_workers < config.enough_nodes:
+        raise ClusterError(message)
+    logger.warning("%s The run starts with these, as min_nodes allows.", message)
