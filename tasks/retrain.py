@@ -18,7 +18,7 @@ from flyte_ddp.errors import ChampionError, ConfigError, DataError
 from flyte_ddp.promotion.champion import ChampionStore
 from flyte_ddp.promotion.policy import Challenge, Outcome, Terms, Verdict, judge, plan
 from flyte_ddp.recipes import config_of
-from tasks.execution import Execution, current_execution, share_storage_credentials
+from tasks.flyte_context import Execution, current_execution, share_storage_credentials
 from tasks.inputs import InputError, TrainingOverrides, given
 from tasks.outputs import RetrainingOutputs
 from tasks.prepare import PreparedData

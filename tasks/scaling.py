@@ -23,7 +23,7 @@ from flyte_ddp.recipes import config_of
 from flyte_ddp.scaling.plots import ranks
 from flyte_ddp.scaling.study import SizedRun, Study, check_study
 from flyte_ddp.storage import Storage
-from tasks.execution import Execution, current_execution, share_storage_credentials
+from tasks.flyte_context import Execution, current_execution, share_storage_credentials
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides, given
 from tasks.prepare import PreparedData
 from tasks.report import DeckPublisher

@@ -25,7 +25,7 @@ from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.storage import Storage
 from flyte_ddp.sweep.results import FINISHED, STOPPED_EARLY, ModelRun, best_of, table_of
 from flyte_ddp.sweep.search import EarlyStopping, Model, models_of
-from tasks.execution import Execution, current_execution, share_storage_credentials
+from tasks.flyte_context import Execution, current_execution, share_storage_credentials
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides, given
 from tasks.prepare import PreparedData
 from tasks.report import DeckPublisher

@@ -17,7 +17,7 @@ from flyte_ddp.launch import spawn
 from flyte_ddp.rank.main import Job
 from flyte_ddp.recipes import config_of
 from flyte_ddp.storage import Storage
-from tasks.execution import Execution, current_execution, share_storage_credentials, wandb_link
+from tasks.flyte_context import Execution, current_execution, share_storage_credentials, wandb_link
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides, given
 from tasks.outputs import TrainingOutputs
 from tasks.prepare import PreparedData

@@ -19,7 +19,7 @@ from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.rank.main import Job
 from flyte_ddp.storage import Storage
-from tasks.execution import Execution
+from tasks.flyte_context import Execution
 from tasks.outputs import TrainingOutputs
 from tasks.report import DeckPublisher, Report
 from tasks.resources import WANDB_ENVIRONMENT, WANDB_SECRET

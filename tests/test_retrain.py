@@ -425,7 +425,7 @@ def test_bad_input_is_refused_before_anything_is_trained(retrain, inputs, said, 
 
 
 def test_by_default_the_champion_lies_where_all_executions_of_the_project_find_it():
-    from tasks.execution import Execution
+    from tasks.flyte_context import Execution
     from tasks.retrain import _default_champion
 
     checkpoints = "s3://bucket/data/checkpoints/project/production/f1/n2-n0-n0"

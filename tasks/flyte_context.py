@@ -1,8 +1,9 @@
-"""Where a task stands in its Flyte execution, in the form that outlives an attempt."""
+"""The place of a task in its Flyte execution: names and URLs, those that outlive an attempt and those that do not."""
 
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from dataclasses import dataclass
 
@@ -24,17 +25,17 @@ class Execution:
 
 
 def current_execution(parameters: ExecutionParameters) -> Execution:
-    """The execution that `parameters`, a task's `flytekit.current_context()`, belong to.
+    """Return the execution that `parameters`, a task's `flytekit.current_context()`, belong to.
 
-    Flyte's own checkpoint path is not used: it belongs to one attempt, and the next attempt is told of the one before
-    only, which may have died before it wrote anything (flyteorg/flyte#2894).
+    Flyte's own checkpoint path is not used: it belongs to one attempt, and the next attempt knows the one before only,
+    which may have died before it wrote anything (flyteorg/flyte#2894).
     """
     state = FlyteContextManager.current_context().execution_state
     if state is None or state.is_local_execution():
         return Execution(tempfile.mkdtemp(prefix="checkpoints-"), "", "", "")
     execution = parameters.execution_id
-    node, attempt = _node_and_attempt(parameters.output_metadata_prefix)
-    # .../SHARD/EXECUTION-NODE-ATTEMPT: what lies above is the same for all attempts.
+    node, attempt = node_and_attempt(execution.name, parameters.raw_output_prefix, parameters.output_metadata_prefix)
+    # .../SHARD/EXECUTION-NODE-ATTEMPT: the part above is the same for all attempts.
     root = parameters.raw_output_prefix.rstrip("/").rsplit("/", 2)[0]
     return Execution(
         checkpoints="/".join([root, "checkpoints", execution.project, execution.domain, execution.name, node]),
@@ -44,10 +45,19 @@ def current_execution(parameters: ExecutionParameters) -> Execution:
     )
 
 
-def _node_and_attempt(output_metadata_prefix: str) -> tuple[str, str]:
-    """What stands in .../EXECUTION/NODE/data/ATTEMPT, the form of Flyte's metadata prefixes."""
-    parts = output_metadata_prefix.rstrip("/").split("/")
-    return (parts[-3], parts[-1]) if len(parts) >= 3 and parts[-2] == "data" else ("node", "0")
+def node_and_attempt(execution: str, raw_output_prefix: str, output_metadata_prefix: str) -> tuple[str, str]:
+    """Return the id of a task's node, unique in its execution at any depth, and the number of the attempt.
+
+    The raw output prefix ends in EXECUTION-NODE-ATTEMPT, which is also the pod's name. Flyte replaces that by a hash
+    where it would grow too long. The path of the metadata prefix below .../PROJECT-DOMAIN-EXECUTION/ has the same parts
+    then, such as n2/data/0/n2-n1/0/n0/1 for the second attempt of a node two levels down.
+    """
+    name = raw_output_prefix.rstrip("/").rpartition("/")[2]
+    if match := re.fullmatch(rf"{re.escape(execution)}-(.+)-(\d+)", name):
+        return match[1], match[2]
+    *_, path = re.split(rf"/[^/]*-{re.escape(execution)}/", output_metadata_prefix.rstrip("/"), maxsplit=1)
+    node, _, attempt = path.rpartition("/")
+    return (node.replace("/", "-"), attempt) if node and attempt.isdigit() else (name, "0")
 
 
 def share_storage_credentials() -> None:
