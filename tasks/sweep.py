@@ -23,8 +23,8 @@ from flyte_ddp.launch.spawn import print_line
 from flyte_ddp.observers import figures
 from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.storage import Storage
-from flyte_ddp.sweep.results import FINISHED, STOPPED_EARLY, ModelRun, best_of, table_of
-from flyte_ddp.sweep.search import EarlyStopping, Model, models_of
+from flyte_ddp.sweep.results import FINISHED, STOPPED_EARLY, TrialRun, build_table, find_best
+from flyte_ddp.sweep.search import EarlyStopping, Trial, build_trials
 from tasks.flyte_context import Execution, current_execution, share_storage_credentials
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides, given
 from tasks.prepare import PreparedData
@@ -36,12 +36,12 @@ from tasks.watchers import launchers_logs, wandb_key, wandb_run_id
 
 
 class SweepOutputs(NamedTuple):
-    """What a sweep hands back. The best model has the lowest loss on the held-out data after its last epoch."""
+    """Outputs of a sweep. The best trial has the lowest loss on the held-out data after its last epoch."""
 
-    results: StructuredDataset  # a row for every epoch of every model, see `flyte_ddp.sweep.results.table_of`
+    results: StructuredDataset  # a row for every epoch of every trial, see `flyte_ddp.sweep.results.build_table`
     csv: FlyteFile  # the same as a CSV file
-    best_config: TrainingOverrides  # of the best model, as the training workflows take it
-    best_accuracies: list[float]  # of the best model after each epoch, in [0, 1]
+    best_config: TrainingOverrides  # of the best trial, in the form of --config
+    best_accuracies: list[float]  # of the best trial after each epoch, in [0, 1]
     best_model_state: PythonPickledFile  # its state dict after the last epoch, on the CPU
     report: FlyteFile  # the HTML page that the Deck shows too
 
@@ -57,11 +57,11 @@ def check_sweep(
     cluster: ClusterInput,
 ) -> TrainingOverrides:
     """Check every model of the sweep before anything is prepared or started for the first; returns `config`."""
-    from flyte_ddp.sweep.runner import check_models
+    from flyte_ddp.sweep.runner import check_trials
 
     try:
         EarlyStopping(stop_early)
-        check_models(recipe, models_of(recipe, given(config), grid, num_models, seed), cluster)
+        check_trials(recipe, build_trials(recipe, given(config), grid, num_models, seed), cluster)
     except ConfigError as error:
         raise InputError(str(error)) from error
     return config
@@ -86,7 +86,7 @@ def train_sweep(
     """
     from flyte_ddp.cluster.connect import open_cluster
     from flyte_ddp.errors import ClusterError, SweepFailed
-    from flyte_ddp.sweep.runner import train_models
+    from flyte_ddp.sweep.runner import train_trials
 
     context = flytekit.current_context()
     share_storage_credentials()
@@ -95,22 +95,22 @@ def train_sweep(
     directory.mkdir(parents=True, exist_ok=True)
     name = execution.attempt_id or f"{recipe.rpartition('.')[2]}-sweep-{os.urandom(4).hex()}"
     try:
-        models = models_of(recipe, given(config), grid, num_models, seed)
+        trials = build_trials(recipe, given(config), grid, num_models, seed)
         storage = Storage(checkpoints or execution.checkpoints)
         storage.check_writable("checkpoints")
         data.download()
-        with flyte_errors(), _Watchers(recipe, models, storage, execution, directory) as watchers:
+        with flyte_errors(), _Watchers(recipe, trials, storage, execution, directory) as watchers:
             with open_cluster(cluster, name) as client:
-                train_models(
+                train_trials(
                     recipe,
-                    models,
+                    trials,
                     storage.url,
                     data.path,
                     client,
                     cluster,
                     stop_early=stop_early,
                     observers=[watchers.observe],
-                    listeners_of=watchers.listeners_of,
+                    make_listeners=watchers.make_listeners,
                     run_name=name,
                 )
     except ConfigError as error:
@@ -126,9 +126,9 @@ class _Watchers:
     """What people see of a sweep: a line on the terminal for what happens to a model, the report, a group in W&B."""
 
     def __init__(
-        self, recipe: str, models: list[Model], storage: Storage, execution: Execution, directory: Path
+        self, recipe: str, trials: list[Trial], storage: Storage, execution: Execution, directory: Path
     ) -> None:
-        self.num_models = len(models)
+        self.num_models = len(trials)
         self.execution = execution
         self.directory = directory
         self.group = wandb_run_id(storage.url, execution)
@@ -139,9 +139,9 @@ class _Watchers:
         self._said: set[bool] = set()
         self._saying = threading.Lock()
 
-    def observe(self, run: ModelRun, event: Event | None) -> None:
-        """Take note of what happened to a model; see `flyte_ddp.sweep.runner.train_models`."""
-        number = run.model.number
+    def observe(self, run: TrialRun, event: Event | None) -> None:
+        """Observer of the trials; see `flyte_ddp.sweep.runner.train_trials`."""
+        number = run.trial.number
         if len(self.report.runs) < self.num_models:  # before it starts the first, a sweep tells of all
             self.report.runs.append(run)
         if isinstance(event, RunStarted):
@@ -153,26 +153,26 @@ class _Watchers:
         if isinstance(event, EpochFinished):
             self.publisher.handle(event)
 
-    def listeners_of(self, run: ModelRun) -> list[Wandb]:
+    def make_listeners(self, run: TrialRun) -> list[Wandb]:
         return [
             _ModelWandb(
                 run,
                 project=os.environ.get("WANDB_PROJECT", WANDB_ENVIRONMENT["WANDB_PROJECT"]),
                 entity=os.environ.get("WANDB_ENTITY"),
                 run_id=f"{self.group}-{run.key}",
-                name=str(run.model),
+                name=str(run.trial),
                 group=self.group,
                 notes=self.execution.url,
                 directory=str(self.directory),
                 api_key=self.api_key,
-                config={"sweep": dict(run.model.values)},
+                config={"sweep": dict(run.trial.values)},
                 say=self._say_of_wandb,
             )
         ]
 
     def outputs(self) -> SweepOutputs:
         """The task's outputs, with the way to them on the terminal."""
-        best = best_of(self.report.runs)
+        best = find_best(self.report.runs)
         assert best is not None  # a sweep without one has failed
         state_file = self.directory / "best_model_state.pt"
         with fsspec.open(best.model_state_url, "rb") as source:
@@ -180,15 +180,15 @@ class _Watchers:
         report_file = self.directory / "report.html"
         report_file.write_text(self.report.render(), encoding="utf-8")
         csv_file = self.directory / "results.csv"
-        table = table_of(self.report.runs)
+        table = build_table(self.report.runs)
         table.to_csv(csv_file, index=False)
-        print_line(f"the best is {best.model}: {_result(best)}")
+        print_line(f"the best is {best.trial}: {_result(best)}")
         for name, file in (("its model state", state_file), ("results", csv_file), ("report", report_file)):
             print_line(f"{name:<16} {file}")
         return SweepOutputs(
             results=StructuredDataset(dataframe=table),
             csv=FlyteFile(str(csv_file)),
-            best_config=TrainingOverrides(**best.model.overrides),
+            best_config=TrainingOverrides(**best.trial.overrides),
             best_accuracies=[epoch.accuracy for epoch in best.epochs],
             best_model_state=PythonPickledFile(str(state_file)),
             report=FlyteFile(str(report_file)),
@@ -204,12 +204,12 @@ class _Watchers:
         self.report.close(error)
         self.publisher.close(error)
 
-    def _say(self, run: ModelRun, what: str) -> None:
-        model = str(run.model).replace(f"model {run.model.number}", f"model {run.model.number}/{self.num_models}", 1)
-        print_line(f"{model} {what}")
+    def _say(self, run: TrialRun, what: str) -> None:
+        trial = str(run.trial).replace(f"trial {run.trial.number}", f"trial {run.trial.number}/{self.num_models}", 1)
+        print_line(f"{trial} {what}")
 
-    def _say_end(self, run: ModelRun) -> None:
-        earlier = "" if run.model.number in self.started else " in an earlier attempt"
+    def _say_end(self, run: TrialRun) -> None:
+        earlier = "" if run.trial.number in self.started else " in an earlier attempt"
         if run.status == FINISHED:
             self._say(run, f"finished{earlier}: {_result(run)}")
         elif run.status == STOPPED_EARLY:
@@ -223,14 +223,14 @@ class _Watchers:
             is_failure = line.startswith("W&B failed")
             if is_failure not in self._said:
                 self._said.add(is_failure)
-                print_line(f"{line} (and so for all models of group {self.group})")
+                print_line(f"{line} (and so for all trials of group {self.group})")
                 self.report.notes.append(f"W&B group {self.group}. Of its first run: {line}")
 
 
 class _ModelWandb(Wandb):
     """Shows one model in W&B, where one that is stopped early has not failed."""
 
-    def __init__(self, run: ModelRun, **identity: Any) -> None:
+    def __init__(self, run: TrialRun, **identity: Any) -> None:
         super().__init__(**identity)
         self._model_run = run
 
@@ -238,7 +238,7 @@ class _ModelWandb(Wandb):
         super().close(None if self._model_run.status == STOPPED_EARLY else error)
 
 
-def _result(run: ModelRun) -> str:
+def _result(run: TrialRun) -> str:
     last = run.epochs[-1]
     return f"test loss {last.test_loss:.4f}, accuracy {figures.percent(last.accuracy)}, {run.elapsed[-1]:.1f} s"
 
@@ -252,5 +252,5 @@ def _models_logs() -> contextlib.AbstractContextManager[None]:
 
 class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        thread = record.threadName or ""  # `train_models` names a model's thread after it
-        return f"[{thread}] {record.getMessage()}" if thread.startswith("model ") else record.getMessage()
+        thread = record.threadName or ""  # `train_trials` names the thread of a trial
+        return f"[{thread}] {record.getMessage()}" if thread.startswith("trial ") else record.getMessage()

@@ -26,10 +26,10 @@ from flyte_ddp.sweep.results import (
     RUNNING,
     STOPPED_EARLY,
     WAITING,
-    ModelRun,
-    best_of,
+    TrialRun,
+    find_best,
 )
-from flyte_ddp.sweep.search import shown
+from flyte_ddp.sweep.search import format_value
 from tasks.report_template import PAGE, STYLE
 
 MOST_ERROR = 300  # characters of a model's in the table
@@ -54,7 +54,7 @@ class SweepReport:
         error: what ended the sweep, if something did.
     """
 
-    def __init__(self, recipe: str, runs: Sequence[ModelRun] = ()) -> None:
+    def __init__(self, recipe: str, runs: Sequence[TrialRun] = ()) -> None:
         self.recipe = recipe
         self.runs = list(runs)
         self.notes: list[str] = []
@@ -73,7 +73,7 @@ class SweepReport:
     def render_fragment(self) -> str:
         """The report as a piece of HTML with its own style, to put into somebody else's page."""
         runs = [run.snapshot() for run in self.runs]
-        best = best_of(runs)
+        best = find_best(runs)
         num_done = sum(run.status in (FINISHED, STOPPED_EARLY, FAILED) for run in runs)
         return (
             Environment(autoescape=True)
@@ -83,7 +83,7 @@ class SweepReport:
                 script=Markup(SCRIPT),
                 title=f"Sweep of {self.recipe}",
                 status=self._status(),
-                lead=f"{len(runs)} models over {', '.join(runs[0].model.values)}"
+                lead=f"{len(runs)} models over {', '.join(runs[0].trial.values)}"
                 if runs
                 else "Waiting for the cluster.",
                 notes=self.notes,
@@ -93,7 +93,7 @@ class SweepReport:
                 best=_best(best) if best else None,
                 charts=_charts(*sweep_panels(runs)),
                 table=_table(runs, best),
-                failures=[(str(run.model), _shortened(run.details, MOST_DETAILS)) for run in runs if run.details][
+                failures=[(str(run.trial), _shortened(run.details, MOST_DETAILS)) for run in runs if run.details][
                     :MOST_FAILURES
                 ],
                 footer=self._footer(),
@@ -107,7 +107,7 @@ class SweepReport:
             return "failed"
         return "finished" if self._closed_at else "running"
 
-    def _tiles(self, runs: Sequence[ModelRun], best: ModelRun | None, num_done: int) -> list[tuple[str, str, str]]:
+    def _tiles(self, runs: Sequence[TrialRun], best: TrialRun | None, num_done: int) -> list[tuple[str, str, str]]:
         seconds = (self._closed_at or time.time()) - self._opened_at
         counts = {
             status: sum(run.status == status for run in runs) for status in (RUNNING, WAITING, STOPPED_EARLY, FAILED)
@@ -119,7 +119,7 @@ class SweepReport:
             (
                 "Lowest test loss",
                 f"{best.last_loss:.4g}" if best else "-",
-                f"model {best.model.number}" if best else "",
+                f"model {best.trial.number}" if best else "",
             ),
             ("Its accuracy", figures.percent(best.epochs[-1].accuracy) if best else "-", "after its last epoch"),
             ("Wall time", _duration(seconds), "so far" if self._status() == "running" else "of this attempt"),
@@ -141,28 +141,28 @@ def _charts(
     return [(head, meaning, [Markup(figures.to_svg(panel)) for panel in panels]) for head, panels in sections if panels]
 
 
-def _best(best: ModelRun) -> dict[str, str]:
+def _best(best: TrialRun) -> dict[str, str]:
     return {
-        "name": str(best.model),
-        "config": json.dumps(best.model.overrides),
+        "name": str(best.trial),
+        "config": json.dumps(best.trial.overrides),
         "note": "lowest test loss after the last epoch, of the models that were trained to their end; as --config",
     }
 
 
-def _table(runs: Sequence[ModelRun], best: ModelRun | None) -> dict[str, Any]:
+def _table(runs: Sequence[TrialRun], best: TrialRun | None) -> dict[str, Any]:
     """A row per model; each cell has its text and what to sort by."""
     if not runs:
         return {}
-    names = list(runs[0].model.values)
+    names = list(runs[0].trial.values)
     rows = []
     for run in runs:
         last = run.epochs[-1] if run.epochs else None
         note = _shortened(run.error, MOST_ERROR)
         cells = [
-            _cell(run.model.number),
+            _cell(run.trial.number),
             {"text": run.status, "key": run.status, "class": CLASSES.get(run.status, "")},
-            *(_cell(run.model.values[name]) for name in names),
-            _cell(len(run.epochs), f"{len(run.epochs)} / {run.model.config.epochs}"),
+            *(_cell(run.trial.values[name]) for name in names),
+            _cell(len(run.epochs), f"{len(run.epochs)} / {run.trial.config.epochs}"),
             _cell(last and last.train_loss),
             _cell(last and last.test_loss),
             _cell(last and last.accuracy, figures.percent(last.accuracy) if last else ""),
@@ -176,7 +176,7 @@ def _table(runs: Sequence[ModelRun], best: ModelRun | None) -> dict[str, Any]:
 def _cell(value: Any, text: str | None = None) -> dict[str, Any]:
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return {"text": "" if value is None else str(value), "key": "", "class": ""}
-    return {"text": shown(value) if text is None else text, "key": value, "class": ""}
+    return {"text": format_value(value) if text is None else text, "key": value, "class": ""}
 
 
 def _duration(seconds: float) -> str:

@@ -26,9 +26,18 @@ from flyte_ddp.prepare import prepare_data
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.sweep import plots as sweep_plots
 from flyte_ddp.sweep.plots import sweep_panels
-from flyte_ddp.sweep.results import FAILED, FINISHED, INTERRUPTED, RUNNING, STOPPED_EARLY, ModelRun, best_of, table_of
-from flyte_ddp.sweep.runner import train_models
-from flyte_ddp.sweep.search import EarlyStopping, models_of
+from flyte_ddp.sweep.results import (
+    FAILED,
+    FINISHED,
+    INTERRUPTED,
+    RUNNING,
+    STOPPED_EARLY,
+    TrialRun,
+    build_table,
+    find_best,
+)
+from flyte_ddp.sweep.runner import train_trials
+from flyte_ddp.sweep.search import EarlyStopping, build_trials
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides, given
 from tasks.report import DeckPublisher
 from tasks.sweep import check_sweep
@@ -44,7 +53,7 @@ RANGE = {"low": 0.0001, "high": 0.1, "log": True}
 
 def models(*grids):
     """The models of several grids of the recipe for sweeps, one after the other."""
-    found = [model for grid in grids for model in models_of(SWEPT, {"checkpoint_interval": 2}, grid)]
+    found = [model for grid in grids for model in build_trials(SWEPT, {"checkpoint_interval": 2}, grid)]
     return [dataclasses.replace(model, number=index) for index, model in enumerate(found, start=1)]
 
 
@@ -52,7 +61,7 @@ def models(*grids):
 
 
 def test_a_grid_stands_for_every_combination_once():
-    found = models_of("digits", {"epochs": 2}, {"learning_rate": [0.1, 0.01], "global_batch_size": [32, 64.0, 64]})
+    found = build_trials("digits", {"epochs": 2}, {"learning_rate": [0.1, 0.01], "global_batch_size": [32, 64.0, 64]})
 
     assert [model.values for model in found] == [
         {"learning_rate": rate, "global_batch_size": size} for rate in (0.1, 0.01) for size in (32, 64)
@@ -64,7 +73,7 @@ def test_a_grid_stands_for_every_combination_once():
 
 
 def test_a_grid_may_vary_a_recipes_options_beside_those_that_all_models_share():
-    found = models_of(SWEPT, {"recipe_options": {"label": "x"}}, {"recipe_options.fault": ["none", "nan"]})
+    found = build_trials(SWEPT, {"recipe_options": {"label": "x"}}, {"recipe_options.fault": ["none", "nan"]})
 
     assert [model.config.recipe_options["fault"] for model in found] == ["none", "nan"]
     assert {model.config.recipe_options["label"] for model in found} == {"x"}
@@ -77,9 +86,9 @@ def test_the_same_seed_draws_the_same_models_and_another_seed_others():
         "global_batch_size": {"low": 32, "high": 128, "step": 32},
         "optimizer": ["sgd", "adam"],
     }
-    drawn = models_of("digits", {}, grid, num_models=12, seed=3)
-    again = models_of("digits", {}, dict(reversed(grid.items())), num_models=12, seed=3)
-    others = models_of("digits", {}, grid, num_models=12, seed=4)
+    drawn = build_trials("digits", {}, grid, num_models=12, seed=3)
+    again = build_trials("digits", {}, dict(reversed(grid.items())), num_models=12, seed=3)
+    others = build_trials("digits", {}, grid, num_models=12, seed=4)
 
     assert [model.config for model in drawn] == [model.config for model in again]
     assert [model.config for model in drawn] != [model.config for model in others]
@@ -91,31 +100,35 @@ def test_the_same_seed_draws_the_same_models_and_another_seed_others():
 
 
 def test_no_more_models_are_drawn_than_there_are_different_ones():
-    found = models_of("digits", {}, {"optimizer": ["sgd", "adam"], "epochs": {"low": 1, "high": 2}}, num_models=50)
+    found = build_trials("digits", {}, {"optimizer": ["sgd", "adam"], "epochs": {"low": 1, "high": 2}}, num_models=50)
     assert len(found) == 4
 
 
 @pytest.mark.parametrize(
     ("grid", "num_models", "said"),
     [
-        ({}, 0, "grid: {} has nothing to sweep over; accepted is a JSON object such as"),
-        ({"lr": [0.1]}, 0, "grid: unknown field 'lr'; accepted are epochs, .*recipe_options.NAME"),
-        ({"learning_rate": []}, 0, r"grid.learning_rate: \[\] is no choice; accepted is a list"),
-        ({"learning_rate": 0.1}, 0, "grid.learning_rate: 0.1 is no choice; accepted is a list"),
-        ({"learning_rate": RANGE}, 0, "grid.learning_rate: .* is a range; accepted is a list, or a range with num_mo"),
-        ({"learning_rate": {"low": 0, "high": 1, "log": True}}, 3, "grid.learning_rate: .* is no range: .*low > 0"),
-        ({"learning_rate": {"low": 2, "high": 1}}, 3, "grid.learning_rate: .* is no range: .*low <= high"),
-        ({"learning_rate": {"low": 0, "hi": 1}}, 3, "grid.learning_rate: .* is no range: unknown hi"),
+        ({}, 0, "grid: expected a JSON object such as .*, got {}"),
+        ({"lr": [0.1]}, 0, "grid: expected one of epochs, .*recipe_options.NAME .*, got 'lr'"),
+        ({"learning_rate": []}, 0, r"grid.learning_rate: expected a list of choices.*, got \[\]"),
+        ({"learning_rate": 0.1}, 0, "grid.learning_rate: expected a list of choices.*, got 0.1"),
+        (
+            {"learning_rate": RANGE},
+            0,
+            "grid.learning_rate: expected a list of choices .a range needs num_models., got ",
+        ),
+        ({"learning_rate": {"low": 0, "high": 1, "log": True}}, 3, "grid.learning_rate: expected a range .*.*low > 0"),
+        ({"learning_rate": {"low": 2, "high": 1}}, 3, "grid.learning_rate: expected a range .*.*low <= high"),
+        ({"learning_rate": {"low": 0, "hi": 1}}, 3, "grid.learning_rate: expected a range .*unknown hi"),
         ({"learning_rate": {"low": 0, "high": "1"}}, 3, "grid.learning_rate: .* finite numbers"),
         ({"learning_rate": {"low": 0, "high": math.inf}}, 3, "grid.learning_rate: .* finite numbers"),
-        ({"epochs": {"low": 1, "high": 2.5}}, 3, "grid.epochs: .* is no range: the field is a whole number"),
-        ({"optimizer": {"low": 1, "high": 2}}, 3, "grid.optimizer: .* is no range: the field is not a number"),
+        ({"epochs": {"low": 1, "high": 2.5}}, 3, "grid.epochs: expected a range .* this field is an integer"),
+        ({"optimizer": {"low": 1, "high": 2}}, 3, "grid.optimizer: expected a range .* this field is not a number"),
         (
             {"seed": list(range(40)), "epochs": list(range(1, 41))},
             0,
-            "grid: it has 1,600 combinations; accepted are at",
+            "grid: expected at most 1,000 combinations, got 1,600; num_models",
         ),
-        ({"epochs": [1]}, -1, "num_models: -1 is out of range"),
+        ({"epochs": [1]}, -1, "num_models: expected an integer from 0 to 1000, got -1"),
         ({"learning_rate": [0.1, -1]}, 0, "learning_rate: expected a finite number above 0, got -1.0"),
         ({"learning_rate": [0.1, "fast"]}, 0, "learning_rate: expected a finite number above 0, got 'fast'"),
         ({"recipe_options.size": [1]}, 0, "recipe_options: recipe 'digits' has no option 'size'"),
@@ -130,7 +143,7 @@ def test_a_bad_grid_is_refused_in_one_line_before_anything_starts(grid, num_mode
 
 
 def test_an_unknown_rule_for_stopping_early_is_refused():
-    with pytest.raises(ConfigError, match="stop_early: 'soon' is unknown; accepted are none, median, halving"):
+    with pytest.raises(ConfigError, match="stop_early: expected one of none, median, halving, got 'soon'"):
         EarlyStopping("soon")
 
 
@@ -252,7 +265,7 @@ class Watch:
         self.reaction = reaction
 
     def __call__(self, run, event):
-        self.seen.append((run.model.number, event))
+        self.seen.append((run.trial.number, event))
         if self.reaction:
             self.reaction(run, event)
 
@@ -264,7 +277,7 @@ class Watch:
 
 
 def sweep(found, checkpoints, data, client, watch=None, **options):
-    return train_models(
+    return train_trials(
         *(SWEPT, found, str(checkpoints), str(data), client, LOCAL),
         observers=[watch or Watch()],
         relay=lambda line: None,
@@ -299,10 +312,10 @@ def test_a_model_that_fails_is_a_row_with_its_error_and_stops_no_other(four):
 def test_every_epoch_of_every_model_is_in_the_table(four):
     runs, _, _ = four
     runs = [
-        dataclasses.replace(run, model=dataclasses.replace(run.model, values={"rate": index}))
+        dataclasses.replace(run, trial=dataclasses.replace(run.trial, values={"rate": index}))
         for index, run in enumerate(runs)
     ]
-    table = table_of(runs)
+    table = build_table(runs)
     assert list(table["model"]) == [1, 1, 1, 2, 2, 2, 3, 4]
     assert list(table["epoch"].fillna(0)) == [1, 2, 3, 1, 2, 3, 0, 0]
     assert list(table["rate"]) == [0, 0, 0, 1, 1, 1, 2, 3]
@@ -316,7 +329,7 @@ def test_every_epoch_of_every_model_is_in_the_table(four):
 
 def test_the_best_has_the_lowest_loss_after_its_last_epoch(four):
     runs, _, _ = four
-    best = best_of(runs)
+    best = find_best(runs)
     assert best is runs[0]
     assert best.last_loss < runs[1].last_loss
     get_recipe(SWEPT).model().load_state_dict(torch.load(best.model_state_url, weights_only=True))
@@ -341,17 +354,17 @@ def test_a_lost_worker_a_sigterm_and_a_retry_cost_nothing_but_time(tmp_path, dat
     done = []
 
     def react(run, event):
-        if run.model.number == 1 and run.status == FINISHED and not done:
+        if run.trial.number == 1 and run.status == FINISHED and not done:
             done.append("quick")
-        elif run.model.number == 2 and done == ["quick"] and isinstance(event, events.EpochFinished):
+        elif run.trial.number == 2 and done == ["quick"] and isinstance(event, events.EpochFinished):
             done.append("killed")
             os.kill(pid_of_worker_with(record, "slow"), signal.SIGKILL)
-        elif run.model.number == 2 and done == ["quick", "killed"] and isinstance(event, events.RunStarted):
+        elif run.trial.number == 2 and done == ["quick", "killed"] and isinstance(event, events.RunStarted):
             done.append("stopped")
             os.kill(os.getpid(), signal.SIGTERM)
 
     watch = Watch(react)
-    with pytest.raises(TrainingStopped, match=r"SIGTERM: the sweep was stopped with 1 of 2 models done.*goes on"):
+    with pytest.raises(TrainingStopped, match=r"SIGTERM: the sweep was stopped with 1 of 2 trials done. To resume"):
         sweep(found, tmp_path / "checkpoints", data, client, watch)
     assert done == ["quick", "killed", "stopped"]
     assert watch.starts(1) == [0]  # the others hear nothing of it
@@ -382,8 +395,8 @@ def test_a_bad_model_is_stopped_early_and_stays_so(tmp_path, data, client, four,
     assert [run.status for run in runs] == [FINISHED, FINISHED, STOPPED_EARLY]
     assert [watch.starts(number) for number in (1, 2, 3)] == [[], [], [0]]
     assert 2 <= len(runs[2].epochs) < 60
-    assert best_of(runs) is runs[0]
-    assert [entry.name for entry in checkpoints.iterdir()] == ["models"]
+    assert find_best(runs) is runs[0]
+    assert [entry.name for entry in checkpoints.iterdir()] == ["trials"]
 
     watch = Watch()
     assert [run.status for run in sweep(found, checkpoints, data, client, watch)] == [run.status for run in runs]
@@ -394,9 +407,7 @@ def test_a_bad_model_is_stopped_early_and_stays_so(tmp_path, data, client, four,
 def test_a_sweep_without_any_good_model_fails_with_the_errors_of_all(tmp_path, data, client):
     with pytest.raises(SweepFailed) as caught:
         sweep(models(*FOUR[1:]), tmp_path, data, client)
-    assert str(caught.value).startswith(
-        "none of the 2 models was trained to its end\nmodel 1 (recipe_options.fault raise"
-    )
+    assert str(caught.value).startswith("none of the 2 trials finished\ntrial 1 (recipe_options.fault raise")
     assert "ValueError: broken on purpose" in str(caught.value)
     assert "NonFiniteLoss: the loss is nan" in str(caught.value)
     assert not caught.value.may_succeed
@@ -410,7 +421,7 @@ def test_a_lost_cluster_ends_the_sweep(tmp_path, data, record, start_worker):  #
     config = ClusterConfig(kind="existing", scheduler_address=address, start_timeout=60)
 
     def react(run, event):
-        if run.model.number == 1 and isinstance(event, events.EpochFinished):
+        if run.trial.number == 1 and isinstance(event, events.EpochFinished):
             scheduler.kill()
 
     slow = {"recipe_options.slow_until": [str(tmp_path / "never")], "learning_rate": [0.1, 0.01, 0.001], "epochs": [99]}
@@ -425,7 +436,7 @@ def test_a_lost_cluster_ends_the_sweep(tmp_path, data, record, start_worker):  #
 def made_up_runs(grid, num_models=0, **statuses):
     """Runs of eight epochs, each better than the one before; `statuses` by number, as in m2="failed"."""
     runs = []
-    for model in models_of("digits", {"epochs": 8}, grid, num_models):
+    for model in build_trials("digits", {"epochs": 8}, grid, num_models):
         status = statuses.get(f"m{model.number}", FINISHED)
         num_epochs = {FINISHED: 8, FAILED: 0}.get(status, 3)
         epochs = [
@@ -434,7 +445,7 @@ def made_up_runs(grid, num_models=0, **statuses):
             )
             for epoch in range(1, num_epochs + 1)
         ]
-        runs.append(ModelRun(model, "key", status, epochs, "ValueError: <b>bad</b>" if status == FAILED else ""))
+        runs.append(TrialRun(model, "key", status, epochs, "ValueError: <b>bad</b>" if status == FAILED else ""))
     return runs
 
 
@@ -467,7 +478,7 @@ def test_a_random_search_is_drawn_in_one_facet_with_the_best_in_colour():
 @pytest.mark.parametrize("grid", [GRID, {"optimizer": ["sgd", "adam"], "weight_decay": [0, 0.1]}])
 def test_a_picture_of_the_csv_file_is_that_of_the_sweep(tmp_path, monkeypatch, grid):
     runs = made_up_runs(grid, m2=FAILED, m3=STOPPED_EARLY)
-    table_of(runs).to_csv(tmp_path / "results.csv", index=False)
+    build_table(runs).to_csv(tmp_path / "results.csv", index=False)
     monkeypatch.setattr("sys.argv", ["", str(tmp_path / "results.csv"), str(tmp_path / "picture.svg")])
     sweep_plots.main()
     _, over_epochs, over_time = sweep_panels(runs)
@@ -479,8 +490,8 @@ def test_a_picture_of_the_csv_file_is_that_of_the_sweep(tmp_path, monkeypatch, g
 def test_a_column_of_several_types_can_be_stored(tmp_path):
     runs = made_up_runs({"learning_rate": [0.1, 0.01]})
     for run, value in zip(runs, ([1, 2], "deep"), strict=True):
-        object.__setattr__(run.model, "values", {"recipe_options.sizes": value})
-    table = table_of(runs)
+        object.__setattr__(run.trial, "values", {"recipe_options.sizes": value})
+    table = build_table(runs)
     table.to_parquet(tmp_path / "table.parquet")
     assert set(table["recipe_options.sizes"]) == {"[1, 2]", "deep"}
 
@@ -584,9 +595,9 @@ def test_the_workflow_returns_the_table_and_the_best_model(outputs):
 def test_the_workflow_says_in_a_line_what_becomes_of_each_model(outputs):
     _, said, _ = outputs
     for number, rate in ((1, "0.0001"), (2, "0.01")):
-        assert f"model {number}/2 (learning_rate {rate}) started" in said
-        assert re.search(rf"model {number}/2 \(learning_rate {rate}\) finished: test loss \d\.\d+, accuracy \d+", said)
-    assert "the best is model 2 (learning_rate 0.01)" in said
+        assert f"trial {number}/2 (learning_rate {rate}) started" in said
+        assert re.search(rf"trial {number}/2 \(learning_rate {rate}\) finished: test loss \d\.\d+, accuracy \d+", said)
+    assert "the best is trial 2 (learning_rate 0.01)" in said
 
 
 def test_the_workflows_report_has_the_models_and_their_curves(outputs, chromium, tmp_path):
@@ -608,6 +619,6 @@ def test_the_models_are_one_group_in_wandb(outputs):
     runs = [run for each in Path(returned.report.path).parent.glob("wandb/offline-run-*") for run in told(each, "run")]
     assert len(runs) == 2
     assert len({run.run_group for run in runs}) == 1
-    assert {run.display_name for run in runs} == {"model 1 (learning_rate 0.0001)", "model 2 (learning_rate 0.01)"}
+    assert {run.display_name for run in runs} == {"trial 1 (learning_rate 0.0001)", "trial 2 (learning_rate 0.01)"}
     assert said.count("W&B: ") == 1
     assert f"for all models of group {runs[0].run_group}" in said

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flyte_ddp.observers.figures import FAINT, PALETTE, Panel, log_scale, save_panels, style, thinned
-from flyte_ddp.sweep.results import FAILED, STOPPED_EARLY, ModelRun, best_of, runs_of
-from flyte_ddp.sweep.search import shown
+from flyte_ddp.sweep.results import FAILED, STOPPED_EARLY, TrialRun, find_best, read_table
+from flyte_ddp.sweep.search import format_value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,10 +34,10 @@ class Facet:
     """The models of one panel."""
 
     title: str
-    lines: Sequence[tuple[ModelRun, str, str]]  # run, color, label in the legend; "" for none
+    lines: Sequence[tuple[TrialRun, str, str]]  # run, color, label in the legend; "" for none
 
 
-def sweep_panels(runs: Sequence[ModelRun]) -> tuple[str, list[Panel], list[Panel]]:
+def sweep_panels(runs: Sequence[TrialRun]) -> tuple[str, list[Panel], list[Panel]]:
     """Return a description of the colors, the panels of the loss over epochs, and those of the loss over time.
 
     All panels of a kind have the same axes. Without a finished epoch there are no panels.
@@ -47,13 +47,13 @@ def sweep_panels(runs: Sequence[ModelRun]) -> tuple[str, list[Panel], list[Panel
     losses = [epoch.test_loss for run in drawn for epoch in run.epochs if math.isfinite(epoch.test_loss)]
     if not losses:
         return meaning, [], []
-    best = best_of(runs)
+    best = find_best(runs)
     slowest = max(run.elapsed[-1] for run in drawn)
     unit, seconds = ("h", 3600) if slowest > 2 * 3600 else ("min", 60) if slowest > 120 else ("s", 1)
     over_epochs: list[Panel] = []
     over_time: list[Panel] = []
     for index, facet in enumerate(facets):
-        ends = [f"{run.model} {run.epochs[-1].test_loss:.4g}" for run, _, _ in facet.lines[: len(PALETTE)]]
+        ends = [f"{run.trial} {run.epochs[-1].test_loss:.4g}" for run, _, _ in facet.lines[: len(PALETTE)]]
         summary = f"{facet.title}: the last values are {', '.join(ends)}"
         by_epoch = {id(run): [float(epoch.epoch) for epoch in run.epochs] for run in drawn}
         by_time = {id(run): [elapsed / seconds for elapsed in run.elapsed] for run in drawn}
@@ -73,18 +73,18 @@ def sweep_panels(runs: Sequence[ModelRun]) -> tuple[str, list[Panel], list[Panel
     return meaning, over_epochs, over_time
 
 
-def _facets(runs: Sequence[ModelRun]) -> tuple[str, list[Facet]]:
+def _facets(runs: Sequence[TrialRun]) -> tuple[str, list[Facet]]:
     """Return a description of the colors, and the facets."""
     values: dict[str, dict[str, None]] = {}  # the distinct values of each hyperparameter, in order
     for run in runs:
-        for name, value in run.model.values.items():
+        for name, value in run.trial.values.items():
             values.setdefault(name, {})[json.dumps(value)] = None
     names = [name for name, different in values.items() if len(different) > 1 and name != SEED]
     for swept_name in reversed(names):
         others = [name for name in names if name != swept_name]
-        by_facet: dict[str, list[ModelRun]] = {}
+        by_facet: dict[str, list[TrialRun]] = {}
         for run in runs:
-            title = ", ".join(f"{name} {shown(run.model.values[name])}" for name in others)
+            title = ", ".join(f"{name} {format_value(run.trial.values[name])}" for name in others)
             by_facet.setdefault(title, []).append(run)
         colors = {value: PALETTE[index % len(PALETTE)] for index, value in enumerate(values[swept_name])}
         if len(colors) <= len(PALETTE) and len(by_facet) <= MAX_FACETS:
@@ -93,22 +93,22 @@ def _facets(runs: Sequence[ModelRun]) -> tuple[str, list[Facet]]:
                 for title, members in by_facet.items()
             ]
             return f"colored by {swept_name}", facets
-    ranked = sorted(runs, key=lambda run: (run.last_loss, run.model.number))
+    ranked = sorted(runs, key=lambda run: (run.last_loss, run.trial.number))
     lines = [
-        (run, PALETTE[place] if place < NUM_COLORED else "", f"{run.model.number}" if place < NUM_COLORED else "")
+        (run, PALETTE[place] if place < NUM_COLORED else "", f"{run.trial.number}" if place < NUM_COLORED else "")
         for place, run in enumerate(ranked[: NUM_COLORED + MAX_FAINT])
     ]
     title = "All models" if len(lines) == len(runs) else f"The best {len(lines)} of {len(runs)} models so far"
     return "the best models so far have colors and numbers", [Facet(title, lines)]
 
 
-def _colored(runs: Sequence[ModelRun], name: str, colors: Mapping[str, str]) -> list[tuple[ModelRun, str, str]]:
+def _colored(runs: Sequence[TrialRun], name: str, colors: Mapping[str, str]) -> list[tuple[TrialRun, str, str]]:
     """Return the lines with their colors. The first label names the hyperparameter if there is room."""
-    lines: list[tuple[ModelRun, str, str]] = []
+    lines: list[tuple[TrialRun, str, str]] = []
     labelled: set[str] = set()
     for run in runs:
-        value = json.dumps(run.model.values[name])
-        label = "" if value in labelled else shown(run.model.values[name])[:14]
+        value = json.dumps(run.trial.values[name])
+        label = "" if value in labelled else format_value(run.trial.values[name])[:14]
         if not labelled and len(colors) <= MAX_NAMED:
             label = f"{name} {label}"
         lines.append((run, colors[value], label))
@@ -122,7 +122,7 @@ def _draw(
     xs: Mapping[int, Sequence[float]],
     label: str,
     losses: Sequence[float],
-    best: ModelRun | None,
+    best: TrialRun | None,
 ) -> None:
     from matplotlib.ticker import MaxNLocator
 
@@ -166,7 +166,7 @@ def main() -> None:
     import pandas  # type: ignore[import-untyped]
 
     results, picture = sys.argv[1:]
-    _, over_epochs, over_time = sweep_panels(runs_of(pandas.read_csv(results)))
+    _, over_epochs, over_time = sweep_panels(read_table(pandas.read_csv(results)))
     save_panels([*over_epochs, *over_time], picture, columns=len(over_epochs))
 
 

@@ -1,6 +1,6 @@
-"""What is known of a sweep's models: how far each of them is, the table of all their epochs, and which is the best.
+"""Results of a sweep: the state of each trial, the table of all epochs, and the best trial.
 
-Knows neither the cluster that trains them nor who looks at them. Imports pandas inside the function that needs it.
+Knows neither the cluster nor the observers. Imports pandas inside the function that needs it.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import EpochFinished, Event, RunFinished, RunStarted
-from flyte_ddp.sweep.search import Model, shown
+from flyte_ddp.sweep.search import Trial, format_value
 
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]
 
 WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
-STOPPED_EARLY = "stopped early"  # because other models are better
+STOPPED_EARLY = "stopped early"  # because other trials are better
 FAILED = "failed"
-INTERRUPTED = "interrupted"  # with the whole sweep; goes on when that does
+INTERRUPTED = "interrupted"  # with the whole sweep; resumes with it
 
 
 @dataclass
-class ModelRun:
-    """One model of a sweep, and a listener of its run."""
+class TrialRun:
+    """The state of one trial, updated by its events."""
 
-    model: Model
-    key: str  # names it wherever it is trained: by its recipe, its configuration and its data
+    trial: Trial
+    key: str  # hash of recipe, configuration and data: the trial's directory name
     status: str = WAITING
     epochs: list[EpochFinished] = field(default_factory=list)
-    error: str = ""  # why it failed, in one line
-    details: str = ""  # and in many
+    error: str = ""  # why the trial failed, one line
+    details: str = ""  # the full error text
     model_state_url: str = ""
 
     @property
     def elapsed(self) -> list[float]:
-        """Seconds that the model was trained and evaluated for until the end of each epoch, whoever trained it.
+        """Seconds of training and evaluation up to the end of each epoch, over all attempts.
 
-        As its ranks measured them: without their starts and restarts, and without the driver's delays.
+        Measured by the ranks: excludes start-up, restarts and waiting.
         """
         return list(itertools.accumulate(epoch.seconds + epoch.evaluation_seconds for epoch in self.epochs))
 
     @property
     def last_loss(self) -> float:
-        """On the held-out data, after the last epoch so far; infinite where there is none, or it is no number."""
+        """Held-out loss after the latest epoch; infinite before the first epoch or if it is NaN."""
         loss = self.epochs[-1].test_loss if self.epochs else math.inf
         return math.inf if math.isnan(loss) else loss
 
@@ -64,36 +64,37 @@ class ModelRun:
     def close(self, error: BaseException | None) -> None:
         pass
 
-    def snapshot(self) -> ModelRun:
-        """A copy of how it is now, for another thread than the one that tells it events."""
+    def snapshot(self) -> TrialRun:
+        """Return a copy for use in another thread than the one that delivers events."""
         return dataclasses.replace(self, epochs=list(self.epochs))
 
     def to_json(self) -> str:
-        """What of it outlives this process."""
+        """Return the part that is stored beside the trial's checkpoints."""
         epochs = [dataclasses.asdict(epoch) for epoch in self.epochs]
         return json.dumps({"status": self.status, "epochs": epochs, "model_state_url": self.model_state_url})
 
     @classmethod
-    def from_json(cls, model: Model, key: str, text: bytes) -> ModelRun:
+    def from_json(cls, trial: Trial, key: str, text: bytes) -> TrialRun:
         values = json.loads(text)
         epochs = [EpochFinished(**epoch) for epoch in values.pop("epochs")]
-        return cls(model, key, epochs=epochs, **values)
+        return cls(trial, key, epochs=epochs, **values)
 
 
-def best_of(runs: Sequence[ModelRun]) -> ModelRun | None:
-    """Of the models that were trained to their end, the one with the lowest loss on the held-out data after its last
-    epoch, whose weights are those that are kept; the first of equals. None where there is none.
+def find_best(runs: Sequence[TrialRun]) -> TrialRun | None:
+    """Return the finished trial with the lowest held-out loss after its last epoch, the first of equals.
+
+    The last epoch counts because its weights are the ones kept. None if no trial finished.
     """
     finished = [run for run in runs if run.status == FINISHED]
-    return min(finished, key=lambda run: (run.last_loss, run.model.number), default=None)
+    return min(finished, key=lambda run: (run.last_loss, run.trial.number), default=None)
 
 
-def table_of(runs: Sequence[ModelRun]) -> pandas.DataFrame:
-    """A row for every epoch of every model; one without an epoch for a model that has none.
+def build_table(runs: Sequence[TrialRun]) -> pandas.DataFrame:
+    """Build the table with a row for every epoch of every trial; a trial without epochs has one row.
 
-    Columns: model (its number), status, epoch, a column for each swept hyperparameter, train_loss, test_loss, accuracy,
-    last_learning_rate (at the epoch's last step), seconds (of the epoch's training), elapsed_seconds (of the model's
-    training and evaluation up to the end of the epoch), error. Missing values are NA.
+    Columns: model (the trial's number), status, epoch, one per swept hyperparameter, train_loss, test_loss, accuracy,
+    last_learning_rate (at the epoch's last step), seconds (training time of the epoch), elapsed_seconds (training
+    and evaluation time up to the end of the epoch), error. Missing values are NA.
     """
     import pandas
 
@@ -102,10 +103,10 @@ def table_of(runs: Sequence[ModelRun]) -> pandas.DataFrame:
         for index in range(max(1, len(run.epochs))):
             epoch = run.epochs[index] if run.epochs else None
             row = {
-                "model": run.model.number,
+                "model": run.trial.number,
                 "status": run.status,
                 "epoch": epoch and epoch.epoch,
-                **run.model.values,
+                **run.trial.values,
                 "train_loss": epoch and epoch.train_loss,
                 "test_loss": epoch and epoch.test_loss,
                 "accuracy": epoch and epoch.accuracy,
@@ -116,21 +117,21 @@ def table_of(runs: Sequence[ModelRun]) -> pandas.DataFrame:
             }
             for name, value in row.items():
                 columns.setdefault(name, []).append(value)
-    for name in runs[0].model.values:
-        # A column has one type: what mixes several, such as an option that is a number or a list, becomes text.
+    for name in runs[0].trial.values:
+        # A column has one type. Mixed values, such as an option that is a number or a list, become text.
         if len({type(value) for value in columns[name]}) > 1 or isinstance(columns[name][0], (list, dict)):
-            columns[name] = [shown(value) for value in columns[name]]
+            columns[name] = [format_value(value) for value in columns[name]]
     table = pandas.DataFrame(columns)
     numbers = ("train_loss", "test_loss", "accuracy", "last_learning_rate", "seconds", "elapsed_seconds")
     return table.astype({"epoch": "Int64", **dict.fromkeys(numbers, "float64"), "error": "string"})
 
 
-def runs_of(table: pandas.DataFrame) -> list[ModelRun]:
-    """The models whose table this is, as far as it tells, such as one that was read from a CSV file."""
+def read_table(table: pandas.DataFrame) -> list[TrialRun]:
+    """Rebuild the trials from a table, such as one read from a CSV file."""
     names = list(table.columns[3 : table.columns.get_loc("train_loss")])
     runs = []
     for number, rows in table.groupby("model", sort=False):
-        model = Model(int(number), {name: rows[name].tolist()[0] for name in names}, {}, TrainingConfig())
+        trial = Trial(int(number), {name: rows[name].tolist()[0] for name in names}, {}, TrainingConfig())
         epochs = [
             EpochFinished(
                 epoch=int(row.epoch),
@@ -149,5 +150,5 @@ def runs_of(table: pandas.DataFrame) -> list[ModelRun]:
                 strict=False,
             )
         ]
-        runs.append(ModelRun(model, "", str(rows["status"].iloc[0]), epochs))
+        runs.append(TrialRun(trial, "", str(rows["status"].iloc[0]), epochs))
     return runs

@@ -1,8 +1,7 @@
-"""Train many models on one Dask cluster, each on a worker of its own, as many at a time as there are workers.
+"""Run the trials of a sweep on one Dask cluster, one trial per worker at a time.
 
-Each model is a run of `train_on_dask` on one node, in a thread of this process: it has its own checkpoints, restarts
-from them on whichever worker is free, and its end, whatever that is, is no concern of the others. What ends all of them
-is a wish to stop, or the loss of the whole cluster.
+A trial is a one-node run of `train_on_dask` in a thread of this process. It has its own checkpoints and restarts from
+them on any free worker. A failed trial does not affect the others. A stop request or the loss of the cluster ends all.
 """
 
 from __future__ import annotations
@@ -31,29 +30,29 @@ from flyte_ddp.launch.spawn import StopRequest, print_line, stop_on_signals
 from flyte_ddp.prepare import describe_data
 from flyte_ddp.rank.main import Job
 from flyte_ddp.storage import Storage
-from flyte_ddp.sweep.results import FAILED, FINISHED, INTERRUPTED, STOPPED_EARLY, WAITING, ModelRun
-from flyte_ddp.sweep.search import EarlyStopping, Model
+from flyte_ddp.sweep.results import FAILED, FINISHED, INTERRUPTED, STOPPED_EARLY, WAITING, TrialRun
+from flyte_ddp.sweep.search import EarlyStopping, Trial
 
-OUTCOME = "outcome.json"  # beside the checkpoints of a model that needs no more training
+OUTCOME = "outcome.json"  # beside the checkpoints of a trial that needs no more training
 
-Observer = Callable[[ModelRun, Event | None], None]
+Observer = Callable[[TrialRun, Event | None], None]
 
 logger = logging.getLogger(__name__)
 
 
-def check_models(recipe: str, models: Sequence[Model], cluster: ClusterConfig) -> None:
-    """Find what is wrong with any of the models before anything is started for the first.
+def check_trials(recipe: str, trials: Sequence[Trial], cluster: ClusterConfig) -> None:
+    """Validate all trials before the first one starts.
 
     Raises:
-        ConfigError: as `dask.check`, for one worker's ranks.
+        ConfigError: as `launcher.check`, for the ranks of one worker.
     """
-    for model in models:
-        check(Job(recipe, model.config, "", 0.0), one_node(cluster))
+    for trial in trials:
+        check(Job(recipe, trial.config, "", 0.0), one_node_config(cluster))
 
 
-def train_models(
+def train_trials(
     recipe: str,
-    models: Sequence[Model],
+    trials: Sequence[Trial],
     checkpoints: str,
     data: str,
     client: Client,
@@ -61,33 +60,33 @@ def train_models(
     *,
     stop_early: str = "none",
     observers: Sequence[Observer] = (),
-    listeners_of: Callable[[ModelRun], Sequence[Listener]] = lambda run: (),
+    make_listeners: Callable[[TrialRun], Sequence[Listener]] = lambda run: (),
     relay: Callable[[str], None] = print_line,
     run_name: str = "",
-) -> list[ModelRun]:
-    """Train `models`, start to end, those left out that `checkpoints` know to be trained already.
+) -> list[TrialRun]:
+    """Run `trials` to their end. Trials already done according to `checkpoints` are not trained again.
 
     Args:
-        checkpoints: URL of a directory that every worker reaches; each model has a directory in it, by what it is.
+        checkpoints: URL of a directory that every worker reaches; each trial has a subdirectory named by its hash.
         data: the directory of the prepared data.
         client: from `cluster.open_cluster`.
-        stop_early: which models are not worth going on with, see `EarlyStopping`.
-        observers: called with a model and the event that it has heard, or with None: once with every model, in their
-            order, before the first starts, and when one of them has ended. One call at a time, in any thread.
-        listeners_of: those of one model's run alone.
-        relay: called with every line that a rank prints, with its model.
+        stop_early: the stopping rule, see `EarlyStopping`.
+        observers: called with a trial and its event. The event is None before the first trial starts (once for every
+            trial, in order) and when a trial has ended. One call at a time, in any thread.
+        make_listeners: returns the listeners of one trial's run.
+        relay: called with every line a rank prints, prefixed with its trial.
         run_name: as given to `open_cluster`.
 
     Returns:
-        All models, in their order; at least one of them was trained to its end.
+        All trials, in order. At least one of them finished.
 
     Raises:
         ConfigError: before anything is started.
-        ClusterError: the cluster is lost, or its workers did not come.
-        TrainingStopped: SIGINT or SIGTERM ended the sweep, after a last checkpoint of each model that was running.
-        SweepFailed: no model was trained to its end.
+        ClusterError: the cluster was lost, or its workers did not start.
+        TrainingStopped: SIGINT or SIGTERM ended the sweep, after a last checkpoint of each running trial.
+        SweepFailed: no trial finished.
     """
-    check_models(recipe, models, cluster)
+    check_trials(recipe, trials, cluster)
     storage = Storage(checkpoints)
     storage.check_writable("checkpoints")
     sweep = _Sweep(
@@ -95,14 +94,14 @@ def train_models(
         storage=storage,
         data=data,
         client=client,
-        cluster=one_node(cluster),
+        cluster=one_node_config(cluster),
         early_stopping=EarlyStopping(stop_early),
         observers=observers,
-        listeners_of=listeners_of,
+        make_listeners=make_listeners,
         relay=relay,
         run_name=run_name,
     )
-    runs = [sweep.known(model) for model in models]
+    runs = [sweep.load(trial) for trial in trials]
     try:
         sweep.train(runs, cluster.num_nodes)
     finally:
@@ -110,57 +109,57 @@ def train_models(
     return runs
 
 
-def one_node(cluster: ClusterConfig) -> ClusterConfig:
-    """What one model uses of `cluster`."""
+def one_node_config(cluster: ClusterConfig) -> ClusterConfig:
+    """Return the configuration of the one node that a trial uses."""
     return dataclasses.replace(cluster, num_nodes=1, min_nodes=0)
 
 
 @dataclass
 class _Sweep:
-    """The models on their way."""
+    """The trials in progress."""
 
     recipe: str
     storage: Storage
     data: str
     client: Client
-    cluster: ClusterConfig  # one model's
+    cluster: ClusterConfig  # of one trial
     early_stopping: EarlyStopping
     observers: Sequence[Observer]
-    listeners_of: Callable[[ModelRun], Sequence[Listener]]
+    make_listeners: Callable[[TrialRun], Sequence[Listener]]
     relay: Callable[[str], None]
     run_name: str
 
     def __post_init__(self) -> None:
         self.pool = Pool(self.storage.url)
         self.stop = StopRequest()
-        self.stops: dict[int, StopRequest] = {}  # of the models that are running, by their number
+        self.stops: dict[int, StopRequest] = {}  # of running trials, by number
         self.failures: dict[int, Exception] = {}
-        self.telling = threading.Lock()
-        self.starting = threading.Lock()  # a model that starts hears of the wish to stop, or does not start
+        self.notifying = threading.Lock()
+        self.starting = threading.Lock()  # a starting trial either sees the stop request or does not start
         note = describe_data(self.data)
         self.data_version = [note["fingerprint"], note["recipe_version"]]
 
-    def known(self, model: Model) -> ModelRun:
-        """What an earlier attempt of the sweep has left of the model: all, if it needs no more training."""
-        values = [self.recipe, dataclasses.asdict(model.config), self.data_version]
+    def load(self, trial: Trial) -> TrialRun:
+        """Return the stored result of the trial from an earlier attempt, else a waiting trial."""
+        values = [self.recipe, dataclasses.asdict(trial.config), self.data_version]
         key = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
         try:
-            return ModelRun.from_json(model, key, self._storage_of(key).read(OUTCOME))
+            return TrialRun.from_json(trial, key, self._storage_of(key).read(OUTCOME))
         except FileNotFoundError:
-            return ModelRun(model, key)
+            return TrialRun(trial, key)
 
-    def train(self, runs: Sequence[ModelRun], num_slots: int) -> None:
-        """Train those that wait for it, so many at a time. Raises as `train_models`."""
+    def train(self, runs: Sequence[TrialRun], num_slots: int) -> None:
+        """Run the waiting trials, `num_slots` at a time. Raises as `train_trials`."""
         for run in runs:
             if run.status != WAITING:
                 for epoch in run.epochs:
-                    self.early_stopping.should_stop(run.model.number, epoch.epoch, epoch.test_loss)
+                    self.early_stopping.should_stop(run.trial.number, epoch.epoch, epoch.test_loss)
                 if run.status == FINISHED:
-                    self.early_stopping.finish(run.model.number, run.last_loss)
-            self.tell(run, None)
+                    self.early_stopping.finish(run.trial.number, run.last_loss)
+            self.notify(run, None)
         waiting = [run for run in runs if run.status == WAITING]
         with stop_on_signals() as signals, ThreadPoolExecutor(num_slots) as executor:
-            pending = {executor.submit(self._see_through, run) for run in waiting}
+            pending = {executor.submit(self._run_trial, run) for run in waiting}
             try:
                 while pending:
                     done, pending = wait(pending, timeout=POLL, return_when=FIRST_COMPLETED)
@@ -175,23 +174,23 @@ class _Sweep:
         num_done = sum(run.status in (FINISHED, STOPPED_EARLY, FAILED) for run in runs)
         if num_done < len(runs):
             raise TrainingStopped(
-                f"{self.stop.reason}: the sweep was stopped with {num_done} of {len(runs)} models done. Their "
-                f"checkpoints are in {self.storage.url}: the same sweep with the same checkpoints goes on from there"
+                f"{self.stop.reason}: the sweep was stopped with {num_done} of {len(runs)} trials done. To resume, "
+                f"start the same sweep with the same checkpoints: {self.storage.url}"
             )
         if not any(run.status == FINISHED for run in runs):
-            lines = [f"{run.model}: {run.error}" for run in runs if run.status == FAILED]
+            lines = [f"{run.trial}: {run.error}" for run in runs if run.status == FAILED]
             raise SweepFailed(
-                "\n".join([f"none of the {len(runs)} models was trained to its end", *lines]),
+                "\n".join([f"none of the {len(runs)} trials finished", *lines]),
                 may_succeed=any(isinstance(error, GangLost) for error in self.failures.values()),
             )
 
-    def tell(self, run: ModelRun, event: Event | None) -> None:
-        with self.telling:
+    def notify(self, run: TrialRun, event: Event | None) -> None:
+        with self.notifying:
             for observer in self.observers:
                 try:
                     observer(run, event)
                 except Exception:
-                    logger.exception("%s could not take note of %s", observer, run.model)
+                    logger.exception("observer %s failed on an event of %s", observer, run.trial)
 
     def _stop_all(self, reason: str) -> None:
         with self.starting:
@@ -199,14 +198,14 @@ class _Sweep:
             for stop in self.stops.values():
                 stop.set(reason)
 
-    def _see_through(self, run: ModelRun) -> None:
-        """Train a model, and note how that ended.
+    def _run_trial(self, run: TrialRun) -> None:
+        """Run a trial and record how it ended.
 
         Raises:
-            ClusterError: there is no cluster any more on which to train another.
+            ClusterError: the cluster is lost, so no other trial can run.
         """
-        number = run.model.number
-        threading.current_thread().name = f"model {number}"  # which log records have with them
+        number = run.trial.number
+        threading.current_thread().name = f"trial {number}"  # appears in log records
         stop = StopRequest()
         with self.starting:
             if self.stop.is_set():
@@ -219,7 +218,7 @@ class _Sweep:
         except TrainingStopped:
             if run.status != STOPPED_EARLY:
                 run.status = INTERRUPTED
-        except Exception as error:  # of any kind: it is this model's, and the others go on
+        except Exception as error:  # any kind: it concerns this trial only
             if self._is_loss_of_cluster(error):
                 run.status = INTERRUPTED
                 raise ClusterError(f"the cluster was lost: {error}") from error
@@ -229,20 +228,20 @@ class _Sweep:
         finally:
             with self.starting:
                 del self.stops[number]
-            self.tell(run, None)
+            self.notify(run, None)
 
-    def _train(self, run: ModelRun, stop: StopRequest) -> None:
-        """Train a model to its end, or to the error, which is raised."""
+    def _train(self, run: TrialRun, stop: StopRequest) -> None:
+        """Train one trial. Any error is raised."""
         storage = self._storage_of(run.key)
         with self._own_client() as client:
             try:
                 train_on_dask(
-                    Job(self.recipe, run.model.config, storage.url, time.time()),
+                    Job(self.recipe, run.trial.config, storage.url, time.time()),
                     lambda: self.data,
                     client,
                     self.cluster,
-                    [run, _Watch(self, run, stop), *self.listeners_of(run)],
-                    relay=lambda line: self.relay(f"[model {run.model.number}] {line.removeprefix('[node 0] ')}"),
+                    [run, _TrialListener(self, run, stop), *self.make_listeners(run)],
+                    relay=lambda line: self.relay(f"[trial {run.trial.number}] {line.removeprefix('[node 0] ')}"),
                     run_name=self.run_name,
                     stop=stop,
                     pool=self.pool,
@@ -255,10 +254,10 @@ class _Sweep:
 
     @contextlib.contextmanager
     def _own_client(self) -> Iterator[Client]:
-        """A client for one run, because a client has one handler for each kind of Dask's events."""
+        """A Dask client for one run: a client has only one handler per event topic."""
         try:
             client = Client(self.client.scheduler.address, security=self.client.security, set_as_default=False)
-        except (OSError, AttributeError) as error:  # the latter where our own client has lost its scheduler
+        except (OSError, AttributeError) as error:  # AttributeError: our own client has lost its scheduler
             raise ClusterError(f"the Dask scheduler is gone: {error}") from error
         try:
             yield client
@@ -272,13 +271,13 @@ class _Sweep:
         return isinstance(error, GangLost) and ask_scheduler(self.client, "identity") is None
 
     def _storage_of(self, key: str) -> Storage:
-        return Storage(self.storage.join(f"models/{key}"))
+        return Storage(self.storage.join(f"trials/{key}"))
 
 
-class _Watch:
-    """Listens to one model's run after the model itself, for the observers and for what is to stop early."""
+class _TrialListener:
+    """Listener of one trial that notifies the observers and applies early stopping."""
 
-    def __init__(self, sweep: _Sweep, run: ModelRun, stop: StopRequest) -> None:
+    def __init__(self, sweep: _Sweep, run: TrialRun, stop: StopRequest) -> None:
         self.sweep = sweep
         self.run = run
         self.stop = stop
@@ -287,22 +286,22 @@ class _Watch:
         epochs = event.previous_epochs if isinstance(event, RunStarted) else [event]
         for epoch in epochs:
             if isinstance(epoch, EpochFinished):
-                self._judge(epoch)
-        self.sweep.tell(self.run, event)
+                self._stop_if_behind(epoch)
+        self.sweep.notify(self.run, event)
 
     def close(self, error: BaseException | None) -> None:
         pass
 
-    def _judge(self, epoch: EpochFinished) -> None:
-        model = self.run.model
-        should_stop = self.sweep.early_stopping.should_stop(model.number, epoch.epoch, epoch.test_loss)
-        if should_stop and epoch.epoch < model.config.epochs and not self.stop.is_set():
+    def _stop_if_behind(self, epoch: EpochFinished) -> None:
+        trial = self.run.trial
+        should_stop = self.sweep.early_stopping.should_stop(trial.number, epoch.epoch, epoch.test_loss)
+        if should_stop and epoch.epoch < trial.config.epochs and not self.stop.is_set():
             self.run.status = STOPPED_EARLY
-            self.stop.set("others are better")
+            self.stop.set("other trials are better")
 
 
 def _one_line(error: Exception) -> str:
-    """The error as a row of a table has it."""
+    """Format an error as one line for the table."""
     if isinstance(error, RankFailure) and error.kind == "exception":
         return error.cause.partition("\n")[0]
     return f"{type(error).__name__}: {error}".partition("\n")[0]

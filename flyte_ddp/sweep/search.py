@@ -1,8 +1,8 @@
-"""Which configurations a sweep trains, and which of its models are not worth going on with. Knows no cluster.
+"""The search space of a sweep: which trials it trains, and which of them to stop early. Knows no cluster.
 
-Random sampling and the rules for stopping early are Optuna's, by its ask-and-tell interface and in memory: what it
-draws is decided by the seed alone, and what has happened is in the models' own records, not in a study of its. A grid
-needs no library. Imports optuna, which takes half a second, inside functions.
+Optuna samples and prunes, through its ask-and-tell interface and in memory. The seed alone decides what is sampled, and
+the trials' own records hold the results, so no study is stored. A full grid needs no library. Optuna takes half a
+second to import: only functions import it.
 """
 
 from __future__ import annotations
@@ -25,89 +25,90 @@ if TYPE_CHECKING:
     import optuna
 
 STOP_EARLY = ("none", "median", "halving")
-MOST_MODELS = 1000
-OPTION = "recipe_options."  # begins the name of a recipe's option in a grid
+MAX_TRIALS = 1000
+OPTION_PREFIX = "recipe_options."  # begins the name of a recipe's option in a grid
 
-# A median of fewer models that were trained to their end, or of a first epoch, says little.
-MEDIAN_OF = 2
-MEDIAN_FROM_EPOCH = 2
-KEPT_SHARE = 2  # successive halving keeps one of this many, at epochs 1, 2, 4, 8, ...
+# The median of fewer finished trials, or of a first epoch, is mostly noise.
+MIN_MEDIAN_TRIALS = 2
+MIN_MEDIAN_EPOCH = 2
+REDUCTION_FACTOR = 2  # successive halving keeps one trial in this many, at epochs 1, 2, 4, 8, ...
 
 
 @dataclass(frozen=True)
-class Model:
-    """One of a sweep's models."""
+class Trial:
+    """One model of a sweep: a configuration to train."""
 
-    number: int  # from 1, in the order in which they are started
-    values: Mapping[str, Any]  # of the swept hyperparameters, by their name in the grid
-    overrides: Mapping[str, Any]  # all that distinguishes it from the recipe's defaults, as a user gives it for one run
+    number: int  # from 1, in starting order
+    values: Mapping[str, Any]  # of the swept hyperparameters, by name in the grid
+    overrides: Mapping[str, Any]  # what differs from the recipe's defaults, in the form of `--config`
     config: TrainingConfig
 
     def __str__(self) -> str:
-        return f"model {self.number} ({', '.join(f'{name} {shown(value)}' for name, value in self.values.items())})"
+        return (
+            f"trial {self.number} ({', '.join(f'{name} {format_value(value)}' for name, value in self.values.items())})"
+        )
 
 
-def models_of(
+def build_trials(
     recipe: str, base: Mapping[str, Any], grid: Mapping[str, Any], num_models: int = 0, seed: int = 0
-) -> list[Model]:
-    """The models that a grid stands for, all of them checked, without duplicates.
+) -> list[Trial]:
+    """Expand a grid into validated trials without duplicates.
 
     Args:
-        base: fields of `TrainingConfig` that all models share, where they differ from the recipe's defaults.
+        base: `TrainingConfig` fields shared by all trials, where they differ from the recipe's defaults.
         grid: by the name of a field, or by "recipe_options." and the name of a recipe's option: a list of choices, or
-            where models are sampled also a range {"low": ..., "high": ...}, both ends included, with "log": true for a
+            where trials are sampled also a range {"low": ..., "high": ...}, both ends included, with "log": true for a
             logarithmic one or "step" for a stepped one. What is drawn for a field that is a whole number is one; for an
             option, if the bounds are.
         num_models: 0 for every combination of choices; otherwise so many are drawn at random, or fewer where there
             are not as many different ones.
-        seed: of the drawing. The same seed draws the same models.
+        seed: of the sampling. The same seed samples the same trials.
 
     Raises:
-        ConfigError: what is no grid, an unknown recipe, field or option, or a value that some model cannot have.
+        ConfigError: the grid is malformed, or names an unknown recipe, field, option or an invalid value.
     """
     _check(grid, num_models, seed)
-    candidates = _drawn(grid, num_models, seed) if num_models else _combinations(grid)
-    models: list[Model] = []
+    candidates = _draw(grid, num_models, seed) if num_models else _combinations(grid)
+    trials: list[Trial] = []
     seen = set()
     for candidate in candidates:
-        config = config_of(recipe, _overrides(base, candidate))
+        config = config_of(recipe, _merge_overrides(base, candidate))
         key = json.dumps(dataclasses.asdict(config), sort_keys=True)
         if key not in seen:
             seen.add(key)
-            # As the config has them: 64 and 64.0 are one batch size.
-            values = {name: _value_in(config, name) for name in grid}
-            models.append(Model(len(models) + 1, values, _overrides(base, values), config))
-        if num_models and len(models) == num_models:
+            # The config's own values: 64 and 64.0 are the same batch size.
+            values = {name: _read_value(config, name) for name in grid}
+            trials.append(Trial(len(trials) + 1, values, _merge_overrides(base, values), config))
+        if num_models and len(trials) == num_models:
             break
-    return models
+    return trials
 
 
-def shown(value: Any) -> str:
-    """`value` as a user would write it, short enough for a label."""
+def format_value(value: Any) -> str:
+    """Format `value` as a user would write it, short enough for a label."""
     return f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
 
 
 class EarlyStopping:
-    """Decides, by the held-out loss after each of its epochs, whether a model is worth going on with.
+    """Stopping rule on the held-out loss after each epoch. Thread-safe.
 
-    "median" stops a model whose best loss so far is worse than the median of those that were trained to their end were
-    at that epoch. "halving" is asynchronous successive halving (Li et al., "A System for Massively Parallel
-    Hyperparameter Tuning", 2020): after epochs 1, 2, 4, ... a model goes on if it is among the better half of those
-    that have come as far. Nobody waits for others, so with several workers it depends on their pace who is stopped.
-    Any thread may call this.
+    "median" stops a trial whose best loss so far is worse than the median of the finished trials at the same epoch.
+    "halving" is asynchronous successive halving (Li et al., "A System for Massively Parallel
+    Hyperparameter Tuning", 2020): after epochs 1, 2, 4, ... a trial continues if it is in the better half of those
+    that reached the same epoch. No trial waits for another, so with several workers the outcome depends on their speed.
 
     Args:
         rule: one of `STOP_EARLY`.
 
     Raises:
-        ConfigError: it is none of them.
+        ConfigError: an unknown rule.
     """
 
     def __init__(self, rule: str) -> None:
         if rule not in STOP_EARLY:
-            raise ConfigError(f"stop_early: {rule!r} is unknown; accepted are {', '.join(STOP_EARLY)}")
+            raise ConfigError(f"stop_early: expected one of {', '.join(STOP_EARLY)}, got {rule!r}")
         self._study: optuna.Study | None = None
-        self._trials: dict[int, optuna.Trial] = {}  # by the number of the model
+        self._trials: dict[int, optuna.Trial] = {}  # by trial number
         self._last_epochs: dict[int, int] = {}
         self._lock = threading.Lock()
         if rule != "none":
@@ -115,14 +116,14 @@ class EarlyStopping:
 
             optuna.logging.set_verbosity(optuna.logging.ERROR)
             pruner = (
-                optuna.pruners.MedianPruner(n_startup_trials=MEDIAN_OF, n_warmup_steps=MEDIAN_FROM_EPOCH)
+                optuna.pruners.MedianPruner(n_startup_trials=MIN_MEDIAN_TRIALS, n_warmup_steps=MIN_MEDIAN_EPOCH)
                 if rule == "median"
-                else optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=KEPT_SHARE)
+                else optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=REDUCTION_FACTOR)
             )
             self._study = optuna.create_study(pruner=pruner)
 
     def should_stop(self, number: int, epoch: int, loss: float) -> bool:
-        """Take note of the loss of model `number` after `epoch`, unless that is known, and say whether to stop it."""
+        """Record the loss of trial `number` after `epoch`, once, and return True if the trial should stop."""
         if self._study is None:
             return False
         with self._lock:
@@ -136,7 +137,7 @@ class EarlyStopping:
             return self._trials[number].should_prune()
 
     def finish(self, number: int, loss: float) -> None:
-        """Take note that model `number` was trained to its end, so that others are compared with it."""
+        """Record that trial `number` finished, so that later trials are compared with it."""
         if self._study is not None:
             with self._lock:
                 self._study.tell(self._trials.pop(number), loss)
@@ -145,25 +146,25 @@ class EarlyStopping:
 def _check(grid: Any, num_models: int, seed: int) -> None:
     example = '{"learning_rate": [0.001, 0.01]}'
     if not isinstance(grid, Mapping) or not grid:
-        raise ConfigError(f"grid: {grid!r} has nothing to sweep over; accepted is a JSON object such as {example}")
-    if not 0 <= num_models <= MOST_MODELS:
-        raise ConfigError(f"num_models: {num_models} is out of range; accepted is a whole number up to {MOST_MODELS}")
+        raise ConfigError(f"grid: expected a JSON object such as {example}, got {grid!r}")
+    if not 0 <= num_models <= MAX_TRIALS:
+        raise ConfigError(f"num_models: expected an integer from 0 to {MAX_TRIALS}, got {num_models}")
     if not 0 <= seed < 1 << 32:
-        raise ConfigError(f"seed: {seed} is out of range; accepted is a whole number from 0 to {(1 << 32) - 1}")
+        raise ConfigError(f"seed: expected an integer from 0 to {(1 << 32) - 1}, got {seed}")
     known = [field.name for field in dataclasses.fields(TrainingConfig)]
     for name, values in grid.items():
-        if name not in known and not name.startswith(OPTION):
-            accepted = f"{', '.join(known)}, and {OPTION}NAME for an option of the recipe"
-            raise ConfigError(f"grid: unknown field {name!r}; accepted are {accepted}")
+        if name not in known and not name.startswith(OPTION_PREFIX):
+            expected = f"one of {', '.join(known)}, or {OPTION_PREFIX}NAME for a recipe option"
+            raise ConfigError(f"grid: expected {expected}, got {name!r}")
         if isinstance(values, Mapping) and not num_models:
-            raise ConfigError(f"grid.{name}: {values!r} is a range; accepted is a list, or a range with num_models")
+            raise ConfigError(f"grid.{name}: expected a list of choices (a range needs num_models), got {values!r}")
         if not isinstance(values, Mapping) and not (isinstance(values, (list, tuple)) and values):
-            accepted = 'a list of choices, or with num_models a range such as {"low": 0.001, "high": 0.1, "log": true}'
-            raise ConfigError(f"grid.{name}: {values!r} is no choice; accepted is {accepted}")
+            expected = 'a list of choices, or with num_models a range such as {"low": 0.001, "high": 0.1, "log": true}'
+            raise ConfigError(f"grid.{name}: expected {expected}, got {values!r}")
     num_combinations = math.prod(len(values) for values in grid.values())
-    if not num_models and num_combinations > MOST_MODELS:
+    if not num_models and num_combinations > MAX_TRIALS:
         raise ConfigError(
-            f"grid: it has {num_combinations:,} combinations; accepted are at most {MOST_MODELS:,}, or num_models"
+            f"grid: expected at most {MAX_TRIALS:,} combinations, got {num_combinations:,}; num_models samples from it"
         )
 
 
@@ -172,12 +173,12 @@ def _combinations(grid: Mapping[str, Sequence[Any]]) -> Iterable[dict[str, Any]]
         yield dict(zip(grid, values, strict=True))
 
 
-def _drawn(grid: Mapping[str, Any], num_models: int, seed: int) -> Iterable[dict[str, Any]]:
-    """Draws from the grid, more than are wanted, because some may be equal."""
+def _draw(grid: Mapping[str, Any], num_models: int, seed: int) -> Iterable[dict[str, Any]]:
+    """Yield random samples from the grid, more than requested because some may be equal."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    # In the order of their names: a grid's own order may get lost on the way here.
+    # Sorted by name: a grid's own order may be lost on the way here.
     distributions = {name: _distribution(name, grid[name]) for name in sorted(grid)}
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed))
     for _ in range(10 * num_models):
@@ -186,7 +187,7 @@ def _drawn(grid: Mapping[str, Any], num_models: int, seed: int) -> Iterable[dict
 
 
 def _distribution(name: str, values: Any) -> optuna.distributions.BaseDistribution:
-    """What to draw from: a number in a range, or the index of a choice."""
+    """Return the distribution to sample: a number in a range, or the index of a choice."""
     from optuna.distributions import FloatDistribution, IntDistribution
 
     if not isinstance(values, Mapping):
@@ -198,34 +199,36 @@ def _distribution(name: str, values: Any) -> optuna.distributions.BaseDistributi
     if unknown := set(values) - {"low", "high", "step", "log"}:
         problem = f"unknown {', '.join(sorted(unknown))}"
     elif not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
-        problem = "low, high and step are finite numbers"
+        problem = "low, high and step must be finite numbers"
     elif log not in (None, False, True):
-        problem = "log is true or false"
+        problem = "log must be true or false"
     elif kind in (bool, str):
-        problem = "the field is not a number"
+        problem = "this field is not a number"
     else:
         is_whole = all(float(number).is_integer() for number in numbers)
         try:
             if kind is int and not is_whole:
-                raise ValueError("the field is a whole number")
+                raise ValueError("this field is an integer")
             if kind is int or (kind is None and all(isinstance(number, int) for number in numbers)):
                 return IntDistribution(int(low), int(high), log=bool(log), step=int(step or 1))
             return FloatDistribution(float(low), float(high), log=bool(log), step=step)
         except (ValueError, OverflowError) as error:
             problem = str(error).rstrip(".")
-    accepted = '{"low": 0.001, "high": 0.1} with "log": true or "step", and low below high'
-    raise ConfigError(f"grid.{name}: {dict(values)!r} is no range: {problem}; accepted is one such as {accepted}")
+    expected = 'a range such as {"low": 0.001, "high": 0.1} with low below high and optional "log": true or "step"'
+    raise ConfigError(f"grid.{name}: expected {expected}, got {dict(values)!r}: {problem}")
 
 
-def _overrides(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    overrides = {**base, **{name: value for name, value in values.items() if not name.startswith(OPTION)}}
-    options = {name.removeprefix(OPTION): value for name, value in values.items() if name.startswith(OPTION)}
+def _merge_overrides(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    overrides = {**base, **{name: value for name, value in values.items() if not name.startswith(OPTION_PREFIX)}}
+    options = {
+        name.removeprefix(OPTION_PREFIX): value for name, value in values.items() if name.startswith(OPTION_PREFIX)
+    }
     if options:
         overrides["recipe_options"] = {**overrides.get("recipe_options", {}), **options}
     return overrides
 
 
-def _value_in(config: TrainingConfig, name: str) -> Any:
-    if name.startswith(OPTION):
-        return config.recipe_options[name.removeprefix(OPTION)]
+def _read_value(config: TrainingConfig, name: str) -> Any:
+    if name.startswith(OPTION_PREFIX):
+        return config.recipe_options[name.removeprefix(OPTION_PREFIX)]
     return getattr(config, name)
