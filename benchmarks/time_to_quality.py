@@ -29,7 +29,7 @@ def ours(names: str, num_epochs: int, started: float) -> None:
     from flyte_ddp.events import EpochFinished, Event
     from flyte_ddp.launch import spawn
     from flyte_ddp.prepare import prepare_data
-    from flyte_ddp.rank.main import Job
+    from flyte_ddp.rank.job import Job
     from flyte_ddp.recipes import get_recipe
 
     curve: list[tuple[float, float]] = []

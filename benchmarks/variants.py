@@ -36,7 +36,7 @@ PREPARED = "prepared"  # below the data directory, what the recipe prepared; bes
 def ours(data: Path, precision: str, num_ranks: int) -> None:
     from flyte_ddp.config import resolve
     from flyte_ddp.launch import spawn
-    from flyte_ddp.rank.main import Job
+    from flyte_ddp.rank.job import Job
     from flyte_ddp.recipes import get_recipe
 
     name = "benchmarks.mnist_like.MnistLike"
@@ -106,7 +106,7 @@ def _on_dask(
     from flyte_ddp import events
     from flyte_ddp.config import resolve
     from flyte_ddp.launch.dask.launcher import train_on_dask
-    from flyte_ddp.rank.main import Job
+    from flyte_ddp.rank.job import Job
     from flyte_ddp.recipes import get_recipe
 
     class Clock:
@@ -135,7 +135,7 @@ def floor(data: Path, precision: str, num_ranks: int) -> None:
 
     from benchmarks.mnist_like import MnistLike
     from flyte_ddp.config import TrainingConfig
-    from flyte_ddp.rank.trainer import build_optimizer
+    from flyte_ddp.rank.optim import build_optimizer
 
     recipe = MnistLike()
     inputs, targets = _normalized(recipe.datasets(data / PREPARED)[0], BATCH_SIZE)

@@ -18,7 +18,7 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import Event, Listener, RunFinished
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.weights_and_biases import Wandb
-from flyte_ddp.rank.main import Job
+from flyte_ddp.rank.job import Job
 from flyte_ddp.recipes import config_of
 from flyte_ddp.scaling.plots import ranks
 from flyte_ddp.scaling.study import SizedRun, Study, check_study

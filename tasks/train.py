@@ -14,7 +14,7 @@ from flytekit.exceptions.user import FlyteRecoverableException
 
 from flyte_ddp.errors import ConfigError, RankFailure, TrainingStopped
 from flyte_ddp.launch import spawn
-from flyte_ddp.rank.main import Job
+from flyte_ddp.rank.job import Job
 from flyte_ddp.recipes import config_of
 from flyte_ddp.storage import Storage
 from tasks.flyte_context import Execution, current_execution, share_storage_credentials, wandb_link

@@ -17,7 +17,7 @@ from flyte_ddp.launch.spawn import Result
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.weights_and_biases import Wandb
-from flyte_ddp.rank.main import Job
+from flyte_ddp.rank.job import Job
 from flyte_ddp.storage import Storage
 from tasks.flyte_context import Execution
 from tasks.outputs import TrainingOutputs

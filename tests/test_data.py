@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import DataError
-from flyte_ddp.rank.data import LoadedSamples, epoch_order, epoch_shares, evaluation_share, open_samples
+from flyte_ddp.rank.data import LoadedSamples, epoch_order, epoch_shards, evaluation_shard, open_samples
 from flyte_ddp.rank.world import World
 from tests.support.recipes import Augmented, Tiny
 from tests.support.runs import new_run
@@ -79,7 +79,7 @@ def test_evaluation_counts_each_held_out_sample_once(finished_run, num_processes
 def test_shares_of_any_size_cover_an_epoch_once_in_batches_of_the_global_size(size, world_size):
     config = TrainingConfig(global_batch_size=24, gradient_accumulation=2)
     samples = LoadedSamples(TensorDataset(torch.arange(size), torch.arange(size)), config, _world(0, 1))
-    ranks = [epoch_shares(samples, config, _world(rank, world_size), epoch=1) for rank in range(world_size)]
+    ranks = [epoch_shards(samples, config, _world(rank, world_size), epoch=1) for rank in range(world_size)]
 
     seen = []
     for shares in zip(*ranks, strict=True):
@@ -97,9 +97,9 @@ def test_shares_of_any_size_cover_an_epoch_once_in_batches_of_the_global_size(si
 def test_an_epoch_that_goes_on_in_the_middle_has_the_batches_that_were_left():
     config = TrainingConfig(global_batch_size=24)
     samples = LoadedSamples(TensorDataset(torch.arange(97), torch.arange(97)), config, _world(0, 1))
-    whole = epoch_shares(samples, config, _world(1, 2), epoch=2)
+    whole = epoch_shards(samples, config, _world(1, 2), epoch=2)
 
-    rest = epoch_shares(samples, config, _world(1, 2), epoch=2, first_batch=3)
+    rest = epoch_shards(samples, config, _world(1, 2), epoch=2, first_batch=3)
 
     assert [share.micro_batches[0].tolist() for share in rest] == [
         share.micro_batches[0].tolist() for share in whole[3:]
@@ -118,7 +118,7 @@ def test_evaluation_shares_have_no_repeats(size, world_size):
     seen = []
     for rank in range(world_size):
         seen += [
-            index for part in evaluation_share(samples, config, _world(rank, world_size)) for index in part.tolist()
+            index for part in evaluation_shard(samples, config, _world(rank, world_size)) for index in part.tolist()
         ]
 
     assert sorted(seen) == list(range(size))

@@ -21,9 +21,9 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.launch.spawn import check
 from flyte_ddp.prepare import describe_data, prepare_data
+from flyte_ddp.rank.batch_norm import keep_frozen_statistics
 from flyte_ddp.rank.data import _SeededDataset, open_samples
-from flyte_ddp.rank.inspection import keep_frozen_statistics
-from flyte_ddp.rank.main import Job
+from flyte_ddp.rank.job import Job
 from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.image_folder.files import (

@@ -13,8 +13,9 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.spawn import train
 from flyte_ddp.rank.checkpoint import CheckpointStore, save_state
 from flyte_ddp.rank.data import open_samples
-from flyte_ddp.rank.main import Job
-from flyte_ddp.rank.trainer import Trainer, load_initial_state
+from flyte_ddp.rank.initial_state import load_initial_state
+from flyte_ddp.rank.job import Job
+from flyte_ddp.rank.trainer import Trainer
 from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import config_of, get_recipe
 from tests.support.runs import new_run
@@ -59,7 +60,7 @@ def trainer_of(run, initial_state):
 
 
 def weights_equal(trainer, state):
-    return all(torch.equal(value, state[name]) for name, value in trainer.model_state().items())
+    return all(torch.equal(value, state[name]) for name, value in trainer.model.state_dict().items())
 
 
 def test_a_checkpoint_goes_before_the_initial_state_and_fixes_it(tmp_path):

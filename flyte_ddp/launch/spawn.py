@@ -32,7 +32,8 @@ from typing import Any
 from flyte_ddp import events
 from flyte_ddp.errors import ConfigError, RankFailure, TrainingStopped
 from flyte_ddp.launch.dispatch import Dispatcher
-from flyte_ddp.rank.main import Job, Place, main, rank_log, rank_stacks
+from flyte_ddp.rank.job import Job, NodeRanks, rank_log, rank_stacks
+from flyte_ddp.rank.process import run_rank
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.storage import Storage
 
@@ -143,7 +144,7 @@ def train(
         Dispatcher([state, *listeners]) as dispatcher,
         stop_on_signals() as stop,
     ):
-        place = Place(
+        place = NodeRanks(
             first_rank=0,
             num_ranks=num_processes,
             world_size=num_processes,
@@ -159,7 +160,7 @@ def train(
 
 def supervise(
     job: Job,
-    place: Place,
+    place: NodeRanks,
     listener: socket.socket | None,
     data: Callable[[], str],
     emit: Callable[[events.Event], None],
@@ -192,7 +193,7 @@ class _Gang:
     """The rank processes of this node. Starting them is making it."""
 
     def __init__(
-        self, job: Job, place: Place, listener: socket.socket | None, logs: str, relay: Callable[[str], None]
+        self, job: Job, place: NodeRanks, listener: socket.socket | None, logs: str, relay: Callable[[str], None]
     ) -> None:
         self.job = job
         self.place = place
@@ -218,7 +219,7 @@ class _Gang:
         up, rank_up = context.Pipe(duplex=False)
         rank_down, down = context.Pipe(duplex=False)
         process = context.Process(
-            target=main,
+            target=run_rank,
             args=(self.job, self.place, local_rank, listener, rank_up, rank_down, self.beats, self.logs),
             name=f"rank-{number}",
         )

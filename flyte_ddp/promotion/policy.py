@@ -250,7 +250,7 @@ def _incompatibility(challenge: Challenge, holder: _Holder) -> str:
 
     Such a champion is not replaced: whoever serves it expects a model of its kind. That is for a person to decide.
     """
-    from flyte_ddp.rank.trainer import mismatch
+    from flyte_ddp.rank.initial_state import mismatch
 
     assert holder.state is not None
     assert holder.manifest is not None
@@ -276,7 +276,7 @@ def _was_promoted(challenge: Challenge, held: Manifest, state: bytes) -> bool:
 def _metrics(challenge: Challenge, state: Mapping[str, Any]) -> dict[str, float]:
     """Loss and accuracy of `state` on the held-out data; empty where the loss is not finite."""
     from flyte_ddp.errors import NonFiniteLoss
-    from flyte_ddp.rank.trainer import evaluate_state
+    from flyte_ddp.rank.evaluation import evaluate_state
 
     recipe = get_recipe(challenge.recipe, challenge.config.recipe_options)
     try:

@@ -21,13 +21,13 @@ from flyte_ddp.errors import DataError
 from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import Recipe
 
-MOST_OF_GPU_MEMORY = 0.4  # a data set that takes more of what is free stays in the host's memory
+MAX_GPU_MEMORY_FRACTION = 0.4  # a data set that takes more of what is free stays in the host's memory
 
 Batch = tuple[Tensor, Tensor]  # inputs as the data set holds them, and targets; first dimensions equal
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchShard:
     """One rank's part of one global batch."""
 
     micro_batches: Sequence[Tensor]  # indices, one tensor per forward pass; never empty
@@ -77,7 +77,7 @@ class TensorSamples:
         counts = recipe.num_targets(targets)
         if world.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(world.device)
-            if inputs.nbytes + targets.nbytes <= MOST_OF_GPU_MEMORY * free:
+            if inputs.nbytes + targets.nbytes <= MAX_GPU_MEMORY_FRACTION * free:
                 inputs, targets = inputs.to(world.device), targets.to(world.device)
         self.inputs, self.targets = inputs, targets
         self.counts = None if counts is None else counts.to(inputs.device, torch.float64)  # whose sums stay exact
@@ -177,20 +177,20 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(num_samples, generator=generator)
 
 
-def epoch_shares(
+def epoch_shards(
     samples: Samples, config: TrainingConfig, world: World, epoch: int, first_batch: int = 0
-) -> list[Share]:
+) -> list[BatchShard]:
     """The shares of this rank in the epoch's global batches from `first_batch` on, the last and smaller batch included.
 
     A batch that does not divide evenly gives the first ranks one sample more.
     """
     order = epoch_order(len(samples), config.seed, epoch).to(world.device)
     size = config.batch_size_per_rank(world.world_size)
-    shares = []
+    shards = []
     for batch in order.split(config.global_batch_size)[first_batch:]:
         mine = batch.tensor_split(world.world_size)[world.rank]
-        shares.append(
-            Share(
+        shards.append(
+            BatchShard(
                 micro_batches=(mine if len(mine) else batch[:1]).split(size),
                 weight=1.0 if len(mine) else 0.0,
                 own_targets=samples.num_targets(mine),
@@ -198,7 +198,7 @@ def epoch_shares(
                 num_samples=len(batch),
             )
         )
-    return shares
+    return shards
 
 
 def num_batches(samples: Samples, config: TrainingConfig) -> int:
@@ -206,7 +206,7 @@ def num_batches(samples: Samples, config: TrainingConfig) -> int:
     return -(-len(samples) // config.global_batch_size)
 
 
-def evaluation_share(samples: Samples, config: TrainingConfig, world: World) -> Sequence[Tensor]:
+def evaluation_shard(samples: Samples, config: TrainingConfig, world: World) -> Sequence[Tensor]:
     """The held-out samples of this rank, cut into evaluation batches; without repeats, so possibly empty."""
     mine = torch.arange(len(samples), device=world.device)[world.rank :: world.world_size]
     return mine.split(config.evaluation_batch_size) if len(mine) else []

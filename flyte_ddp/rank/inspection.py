@@ -1,22 +1,29 @@
-"""What a model looks like from outside: its layers, the spread of its weights, its guesses. For people to look at."""
+"""Views of a model for people to look at: its layers, the distribution of its weights, its predictions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import Histogram, LayerDescribed, Prediction
+from flyte_ddp.rank.data import Samples
+from flyte_ddp.rank.forward import evaluating, model_inputs
+from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import Recipe
 
 NUM_BINS = 64
+PREDICTION_BATCH, MAX_PREDICTIONS = 32, 320  # samples
 
 
 def layers_of(model: nn.Module, sample: Tensor) -> list[LayerDescribed]:
-    """The leaf modules that a forward pass over `sample`, a batch of one as the model takes it, visits."""
+    """Return the leaf modules that a forward pass visits, in this order.
+
+    Args:
+        sample: a batch of one, as the model takes it.
+    """
     layers: list[LayerDescribed] = []
     handles = []
 
@@ -41,7 +48,7 @@ def layers_of(model: nn.Module, sample: Tensor) -> list[LayerDescribed]:
 
 
 def histograms_of(model: nn.Module) -> tuple[dict[str, Histogram], dict[str, Histogram]]:
-    """How each parameter and its last gradient are distributed, by name. Waits for the device."""
+    """Return the histograms of each parameter and of its last gradient, by name. Waits for the device."""
     parameters, gradients = {}, {}
     for name, parameter in model.named_parameters():
         parameters[name] = _histogram(parameter.detach())
@@ -51,42 +58,16 @@ def histograms_of(model: nn.Module) -> tuple[dict[str, Histogram], dict[str, His
 
 
 def predictions_of(
-    recipe: Recipe,
-    model: nn.Module,
-    inputs: Callable[[Tensor], Tensor],
-    batches: Iterator[tuple[Tensor, Tensor]],
+    model: nn.Module, recipe: Recipe, samples: Samples, config: TrainingConfig, world: World
 ) -> list[Prediction]:
-    """The model's guesses for `batches`, as the recipe shows them; `inputs` makes of a batch what the model takes."""
-    shown: list[Prediction] = []
+    """Return the predictions of `model` for the first of `samples`, as the recipe shows them."""
+    indices = torch.arange(min(len(samples), MAX_PREDICTIONS), device=world.device).split(PREDICTION_BATCH)
+    predictions: list[Prediction] = []
     with evaluating(model):
-        for batch, targets in batches:
-            outputs = model(inputs(batch))
-            shown += recipe.predictions(batch.cpu(), outputs.float().cpu(), targets.cpu())
-    return shown
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """`model` in evaluation mode and without gradients, for the length of the block."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
-
-
-def keep_frozen_statistics(model: nn.Module) -> None:
-    """Leave each BatchNorm of `model` whose parameters are not trained with the statistics that it has.
-
-    Statistics that moved on beneath frozen weights would make the layers another function than the one that was kept.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            parameters = list(module.parameters())
-            if parameters and not any(parameter.requires_grad for parameter in parameters):
-                module.eval()
+        for batch, targets in samples.batches(indices, epoch=0):
+            outputs = model(model_inputs(recipe, config, batch))
+            predictions += recipe.predictions(batch.cpu(), outputs.float().cpu(), targets.cpu())
+    return predictions
 
 
 def _histogram(values: Tensor) -> Histogram:

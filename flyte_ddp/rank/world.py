@@ -1,4 +1,4 @@
-"""Where a rank stands among the others, and the process group it talks through.
+"""A rank's position among the others, and their process group.
 
 Knows nothing of who started the rank. One `World` is made per process and passed in; nothing here is global.
 """
@@ -9,18 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Store
 
 
 @dataclass(frozen=True)
 class World:
-    """A rank's place: `rank` of `world_size` in all, `local_rank` on its own node, and the device it computes on."""
+    """A rank's position: `rank` of `world_size` in all, `local_rank` on its own node, and the device it computes on."""
 
     rank: int
     local_rank: int
@@ -29,11 +26,11 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, the one that speaks for all."""
+        """Whether this is rank 0, which reports and saves for all."""
         return self.rank == 0
 
     def sum(self, *values: torch.Tensor | float) -> list[float]:
-        """The sums of `values` over all ranks, as floats. One collective, in float64, so counts stay exact.
+        """Return the sums of `values` over all ranks, as floats. One collective, in float64, so counts stay exact.
 
         On GPUs this waits for everything queued before it.
         """
@@ -46,11 +43,16 @@ class World:
         return result
 
     def gather(self, value: float) -> list[float]:
-        """Every rank's `value`, in the order of the ranks. One collective."""
+        """Return every rank's `value`, in the order of the ranks. One collective."""
         return self.sum(*(value if rank == self.rank else 0.0 for rank in range(self.world_size)))
 
     def __repr__(self) -> str:
         return f"rank {self.rank} of {self.world_size} on {self.device}"
+
+
+def single_process_world() -> World:
+    """Return the world of a process without peers, on its GPU if it has one."""
+    return World(0, 0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 @contextmanager
@@ -59,11 +61,11 @@ def process_group(world: World, backend: str, store: Store, timeout: float) -> I
 
     Args:
         backend: auto, nccl or gloo; auto is nccl where `world.device` is a GPU.
-        store: where the ranks meet, the same one for all of them.
+        store: the rendezvous, the same one for all ranks.
         timeout: seconds a collective waits for the other ranks.
 
-    The group is destroyed only on the way out of a block that ended well. After an error the process is about to be
-    ended, and `destroy_process_group` would wait for peers that may be dead, hiding the error behind a time-out.
+    The group is destroyed only after a block that ended well. After an error the process is about to exit, and
+    `destroy_process_group` would wait for peers that may be dead, hiding the error behind a timeout.
     """
     if backend == "auto":
         backend = "nccl" if world.device.type == "cuda" else "gloo"

@@ -21,7 +21,7 @@ from flyte_ddp.events import NOT_IN_HISTORY, Event, Listener, parse_history, to_
 from flyte_ddp.launch.dask.launcher import check, train_on_dask
 from flyte_ddp.launch.spawn import print_line
 from flyte_ddp.prepare import describe_data
-from flyte_ddp.rank.main import Job
+from flyte_ddp.rank.job import Job
 from flyte_ddp.scaling.study import SizedRun, timed_batch_sizes
 from flyte_ddp.storage import Storage
 

@@ -28,7 +28,7 @@ from flyte_ddp.launch.dask.launcher import check, train_on_dask
 from flyte_ddp.launch.dask.pool import Pool
 from flyte_ddp.launch.spawn import StopRequest, print_line, stop_on_signals
 from flyte_ddp.prepare import describe_data
-from flyte_ddp.rank.main import Job
+from flyte_ddp.rank.job import Job
 from flyte_ddp.storage import Storage
 from flyte_ddp.sweep.results import FAILED, FINISHED, INTERRUPTED, STOPPED_EARLY, WAITING, TrialRun
 from flyte_ddp.sweep.search import EarlyStopping, Trial

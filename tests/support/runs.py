@@ -17,7 +17,7 @@ from pathlib import Path
 from flyte_ddp import events
 from flyte_ddp.launch.spawn import Result, train
 from flyte_ddp.prepare import prepare_data
-from flyte_ddp.rank.main import Job
+from flyte_ddp.rank.job import Job
 from flyte_ddp.recipes import config_of, get_recipe
 
 REPOSITORY = Path(__file__).parents[2]

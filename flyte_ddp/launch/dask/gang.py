@@ -26,7 +26,7 @@ from flyte_ddp.cluster.connect import worker_log
 from flyte_ddp.errors import ConfigError, NodeLost, RankFailure, TrainingStopped
 from flyte_ddp.launch.dask import node, worker
 from flyte_ddp.launch.spawn import STOP_GRACE, StopRequest
-from flyte_ddp.rank.main import Place
+from flyte_ddp.rank.job import NodeRanks
 
 POLL = 0.1  # seconds between looks at silence and the wish to stop
 ANSWER_TIMEOUT = 5.0  # seconds for a worker to answer a question before it counts as absent
@@ -65,7 +65,7 @@ class Node:
     address: str
     name: str  # the same when a node comes back, unlike its address
     host: str
-    place: Place
+    place: NodeRanks
     environment: dict[str, str]
     has_plugin: bool
     last_sign: float = 0.0  # monotonic
@@ -126,7 +126,7 @@ def assigned(workers: Sequence[Worker], num_nodes: int, config: ClusterConfig) -
     nodes: list[Node] = []
     for index, each in enumerate(chosen):
         neighbours = [other for other in chosen if other.host == each.host]
-        place = Place(
+        place = NodeRanks(
             first_rank=index * config.ranks_per_node,
             num_ranks=config.ranks_per_node,
             world_size=num_nodes * config.ranks_per_node,

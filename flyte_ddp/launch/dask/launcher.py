@@ -43,7 +43,7 @@ from flyte_ddp.launch.dask.pool import Pool
 from flyte_ddp.launch.dispatch import Dispatcher
 from flyte_ddp.launch.spawn import Result, StopRequest, print_line, stop_on_signals
 from flyte_ddp.prepare import NOTE, describe_data
-from flyte_ddp.rank.main import Job
+from flyte_ddp.rank.job import Job
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.storage import Storage
 

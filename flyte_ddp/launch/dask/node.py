@@ -28,7 +28,7 @@ import fsspec
 from flyte_ddp import events
 from flyte_ddp.errors import RankFailure, TrainingStopped
 from flyte_ddp.launch.spawn import StopRequest, supervise
-from flyte_ddp.rank.main import Job, Place
+from flyte_ddp.rank.job import Job, NodeRanks
 
 BEAT_SECONDS = 1.0  # between two signs of life, in either direction
 KILL_GRACE = 5.0  # seconds in which the ranks must be gone after an order to kill them
@@ -42,7 +42,7 @@ class Order:
     """What a node's supervisor has to know, pickled: it unpickles in the driver's own code."""
 
     job: Job
-    place: Place  # its interface is chosen here
+    place: NodeRanks  # its interface is chosen here
     lease: float  # seconds without a word from the driver after which the ranks are ended
     environment: dict[str, str]  # of the supervisor and its ranks, beside the worker's own
     data: str  # the directory of the prepared data, where this machine has it

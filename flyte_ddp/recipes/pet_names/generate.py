@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.rank.inspection import evaluating
+from flyte_ddp.rank.forward import evaluating
 from flyte_ddp.recipes.pet_names.model import NameModel, State
 from flyte_ddp.recipes.pet_names.recipe import ALPHABET, BLANK, END
 

@@ -21,7 +21,7 @@ from flyte_ddp.events import (
     StepFinished,
 )
 from flyte_ddp.rank.data import epoch_order
-from flyte_ddp.rank.trainer import learning_rate_factor
+from flyte_ddp.rank.optim import learning_rate_factor
 from flyte_ddp.recipes import get_recipe
 from tests.support import recipes
 from tests.support.runs import new_run

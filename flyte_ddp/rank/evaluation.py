@@ -1,0 +1,102 @@
+"""The measurement of a model on held-out samples, by all ranks together or by one process alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.errors import ConfigError, NonFiniteLoss
+from flyte_ddp.rank.data import Samples, evaluation_shard, open_samples
+from flyte_ddp.rank.forward import autocast, evaluating, model_inputs
+from flyte_ddp.rank.initial_state import mismatch
+from flyte_ddp.rank.parallel import place_model
+from flyte_ddp.rank.world import World, single_process_world
+from flyte_ddp.recipes import Recipe
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A model's results on the held-out data."""
+
+    loss: float  # mean per target
+    accuracy: float  # share of targets predicted right, in [0, 1]
+    seconds: float  # wall-clock
+
+
+def evaluate(
+    model: nn.Module,
+    recipe: Recipe,
+    samples: Samples,
+    config: TrainingConfig,
+    world: World,
+    on_batch: Callable[[], None] = lambda: None,
+) -> Evaluation:
+    """Measure `model` on `samples`, each counted once. Every rank calls it, and gets the same result.
+
+    Every rank sums over its share, then the sums are all-reduced. `model` must not be wrapped: a forward pass of DDP is
+    a collective, and the ranks' shares may differ in length.
+
+    Args:
+        on_batch: called after each batch.
+    """
+    started = time.perf_counter()
+    _share_buffers(model, world)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+    num_correct = torch.zeros((), dtype=torch.float64, device=world.device)
+    num_targets: float | Tensor = 0.0
+    shard = evaluation_shard(samples, config, world)
+    with evaluating(model):
+        for index, (inputs, targets) in zip(shard, samples.batches(shard, epoch=0), strict=True):
+            with autocast(config, world.device):
+                outputs = model(model_inputs(recipe, config, inputs))
+            loss_sum += recipe.losses(outputs, targets).sum()
+            num_correct += recipe.num_correct(outputs, targets).sum()
+            num_targets += samples.num_targets(index)
+            on_batch()
+    total_loss, total_correct, total = world.sum(loss_sum, num_correct, num_targets)
+    return Evaluation(total_loss / total, total_correct / total, time.perf_counter() - started)
+
+
+def evaluate_state(
+    recipe: Recipe, config: TrainingConfig, state: Mapping[str, Any], directory: Path
+) -> tuple[float, float]:
+    """Measure `state` on the held-out data of `recipe` in `directory`, in this process, on its GPU if it has one.
+
+    By `evaluate`, so the figures compare with those of a run's epochs.
+
+    Returns:
+        (mean loss per target, share of targets predicted right).
+
+    Raises:
+        ConfigError: the state is not one of the recipe's model; names the keys that do not fit.
+        NonFiniteLoss: the loss is NaN or infinite.
+    """
+    world = single_process_world()
+    config = dataclasses.replace(config, compile=False)  # which takes longer than one pass over the data
+    _, test = recipe.datasets(directory)
+    samples = open_samples(test, recipe, config, world)
+    model = recipe.model()
+    if problem := mismatch(model.state_dict(), state):
+        raise ConfigError(f"the state does not fit the model: {problem}")
+    model.load_state_dict(state)
+    result = evaluate(place_model(model, config, world), recipe, samples, config, world)
+    if not math.isfinite(result.loss):
+        raise NonFiniteLoss(f"the loss on the held-out data is {result.loss}")
+    return result.loss, result.accuracy
+
+
+def _share_buffers(model: nn.Module, world: World) -> None:
+    """Give every rank rank 0's buffers, such as BatchNorm's running statistics: those that are saved."""
+    if world.world_size > 1:
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)

@@ -1,0 +1,100 @@
+"""Where a run starts: the weights it was given, and whether a checkpoint is one of this very run."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.rank.checkpoint import load_state
+
+# The fields that must stay as they are in the checkpoint. The others may change: more epochs, other intervals, ranks.
+FIXED_BY_CHECKPOINT = (
+    "seed",
+    "global_batch_size",
+    "optimizer",
+    "learning_rate",
+    "momentum",
+    "weight_decay",
+    "schedule",
+    "warmup_steps",
+    "gradient_clip_norm",
+    "precision",
+    "sync_batch_norm",
+    "recipe_options",
+)
+
+
+def check_same_run(
+    checkpoint: Mapping[str, Any], url: str, config: TrainingConfig, data_fingerprint: str, initial_state: str
+) -> None:
+    """Check that a run of these hyperparameters, data and initial state may go on from `checkpoint`, which is at `url`.
+
+    Raises:
+        ConfigError: it belongs to another run; names the field.
+    """
+    ours = dataclasses.asdict(config)
+    for name in FIXED_BY_CHECKPOINT:
+        theirs = checkpoint["config"].get(name)
+        if theirs != ours[name]:
+            raise ConfigError(
+                f"{name}: {ours[name]!r} does not continue {url}, which was written with "
+                f"{theirs!r}; give that value or another place for the checkpoints"
+            )
+    if checkpoint["data_fingerprint"] != data_fingerprint:
+        raise ConfigError(f"data: {url} was written by a run on other data; give another place for the checkpoints")
+    started_from = checkpoint.get("initial_state", "")
+    if started_from != initial_state:
+        raise ConfigError(
+            f"initial_state: {initial_state!r} does not continue {url}, whose run started from "
+            f"{started_from!r}; give that or another place for the checkpoints"
+        )
+
+
+def load_initial_state(model: nn.Module, url: str) -> None:
+    """Load the weights and buffers of the state dict at `url` into `model`, all of them or none.
+
+    Raises:
+        ConfigError: there is no state dict, or not one of this very model; names the keys that do not fit.
+    """
+    accepted = "accepted is a state dict with exactly the model's keys and shapes"
+    try:
+        state = load_state(url)
+    except (FileNotFoundError, pickle.UnpicklingError, RuntimeError, EOFError) as error:  # the middle two are torch's
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"initial_state: {url!r} cannot be read: {type(error).__name__}: {reason}; {accepted}"
+        ) from error
+    if problem := mismatch(model.state_dict(), state):
+        raise ConfigError(f"initial_state: {url!r} does not fit the model: {problem}; {accepted}")
+    model.load_state_dict(state)
+
+
+def mismatch(expected: Mapping[str, Any], state: Any) -> str:
+    """Describe why `state` cannot be loaded into a model with the state dict `expected`; "" if it can."""
+    if not isinstance(state, Mapping):
+        return f"it is a {type(state).__name__}"
+    problems = {
+        "it lacks": [key for key in expected if key not in state],
+        "the model has no": [str(key) for key in state if key not in expected],
+        "other shapes at": [
+            f"{key} {_shape(state[key])} instead of {_shape(value)}"
+            for key, value in expected.items()
+            if key in state and _shape(state[key]) != _shape(value)
+        ],
+    }
+    return "; ".join(f"{name} {_abbreviated(keys)}" for name, keys in problems.items() if keys)
+
+
+def _shape(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+
+
+def _abbreviated(names: list[str], max_names: int = 5) -> str:
+    rest = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+    return ", ".join(names[:max_names]) + rest

@@ -1,0 +1,46 @@
+"""What a rank is started from: plain values that any process on any machine can read. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from flyte_ddp.config import TrainingConfig
+
+MODEL_STATE = "model_state.pt"  # the trained model's file, beside the checkpoints
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: the same for all of its ranks."""
+
+    recipe: str
+    config: TrainingConfig
+    checkpoints: str  # fsspec URL of a directory; `MODEL_STATE` is written there too
+    launched_at: float  # seconds since the epoch
+    initial_state: str = ""  # fsspec URL of the state dict that a new run starts from; "" for fresh weights
+    timed_batch_sizes: tuple[int, ...] = ()  # samples per rank and step whose costs are timed after the training
+
+
+@dataclass(frozen=True)
+class NodeRanks:
+    """The ranks of one node, and where they meet the ranks of the other nodes."""
+
+    first_rank: int
+    num_ranks: int  # on this node
+    world_size: int
+    host: str  # of the rendezvous, as this node reaches it
+    port: int
+    interface: str  # network interface for the collectives
+    use_gpus: bool
+    num_threads: int  # CPU threads of each rank
+
+
+def rank_log(directory: str, rank: int) -> str:
+    """Return the path of the file with everything that `rank` prints."""
+    return os.path.join(directory, f"rank-{rank}.log")
+
+
+def rank_stacks(directory: str, rank: int) -> str:
+    """Return the path of the file where `rank` writes its Python stacks on SIGUSR1."""
+    return os.path.join(directory, f"rank-{rank}.stacks")

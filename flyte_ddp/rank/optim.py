@@ -1,0 +1,49 @@
+"""The optimizer and its learning rate. Knows nothing of ranks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from flyte_ddp.config import TrainingConfig
+
+
+def build_optimizer(model: nn.Module, config: TrainingConfig) -> Optimizer:
+    """Return the configured optimizer of the trained parameters of `model`, fused into one kernel per step."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rate, decay = config.learning_rate, config.weight_decay
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=rate, momentum=config.momentum, weight_decay=decay, fused=True)
+    optimizer = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
+    return optimizer(parameters, lr=rate, weight_decay=decay, fused=True)
+
+
+def learning_rate_factor(config: TrainingConfig, step: int, num_steps: int) -> float:
+    """Return the factor, in [0, 1], of the peak learning rate at optimizer step `step` (from 0) of `num_steps`.
+
+    A function of the step alone, so that a schedule has nothing to restore and fits any change of the run's length.
+    one_cycle takes its shape from Smith, "Super-Convergence" (2018), with torch's defaults: from 1/25 up over the first
+    30 %, then down to 1/250,000, both along a cosine.
+    """
+    if config.schedule == "one_cycle":
+        rise = max(1.0, 0.3 * num_steps)
+        if step < rise:
+            return _cosine(1 / 25, 1.0, step / rise)
+        return _cosine(1.0, 1 / 250_000, (step - rise) / max(1.0, num_steps - rise))
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    if config.schedule == "constant":
+        return 1.0
+    return _cosine(1.0, 0.0, (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps))
+
+
+def learning_rate(config: TrainingConfig, step: int, num_steps: int) -> float:
+    """Return the learning rate of optimizer step `step` (from 0) of `num_steps`."""
+    return config.learning_rate * learning_rate_factor(config, step, num_steps)
+
+
+def _cosine(start: float, end: float, fraction: float) -> float:
+    return end + (start - end) * (1 + math.cos(math.pi * min(1.0, fraction))) / 2

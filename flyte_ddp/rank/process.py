@@ -1,0 +1,147 @@
+"""The process of a rank: its links to the supervisor, its log, and how it ends. Knows nothing of training.
+
+Imports nothing heavy: a rank must be killable, and must notice its parent's death, before the seconds that torch takes
+to import.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import io
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+import typing
+from multiprocessing.connection import Connection
+from pathlib import Path
+from socket import socket
+from typing import Any
+
+from flyte_ddp import events
+from flyte_ddp.errors import StopRequested
+from flyte_ddp.rank.fast_start import keep_freed_memory
+from flyte_ddp.rank.job import Job, NodeRanks, rank_log, rank_stacks
+
+# Errors of gloo, NCCL and the store on a rank whose peer has died: a consequence, never the cause.
+PEER_FAILURE = re.compile(
+    r"gloo|NCCL|[Cc]onnection (was )?(closed|reset|refused)|Broken pipe|recvValue|sendBytes|failed to recv"
+)
+
+
+class SupervisorLink:
+    """The rank's ends of the two pipes to its supervisor, and its slot in the memory that they share.
+
+    A thread receives the supervisor's messages. If the pipe ends, the supervisor is dead: the thread then kills this
+    process and everything it started, because nobody else can.
+    """
+
+    def __init__(self, up: Connection, down: Connection, beats: Any, local_rank: int) -> None:
+        self._up = up
+        self._down = down
+        self._beats = beats
+        self._local_rank = local_rank
+        self._stop = threading.Event()
+        self._has_data = threading.Event()
+        self._data = ""
+        threading.Thread(target=self._listen, name="supervisor-link", daemon=True).start()
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this rank was asked to end the run. The other ranks may not have been, or not yet."""
+        return self._stop.is_set()
+
+    def beat(self, step: int) -> None:
+        """Report progress; `step` counts optimizer steps from the start of the run."""
+        self._beats[2 * self._local_rank] = time.monotonic()  # one clock for all processes of a machine
+        self._beats[2 * self._local_rank + 1] = step
+
+    def emit(self, event: events.Event) -> None:
+        """Send `event` to the listeners of the run."""
+        self.send("event", events.to_dict(event))
+
+    def send(self, kind: str, *values: Any) -> None:
+        self._up.send((kind, *values))
+
+    def wait_for_data(self) -> Path:
+        """Return the directory of the prepared data, as soon as the supervisor has it."""
+        self._has_data.wait()
+        return Path(self._data)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                kind, *values = self._down.recv()
+            except (EOFError, OSError):
+                os.killpg(0, signal.SIGKILL)
+            if kind == "data":
+                self._data = values[0]
+                self._has_data.set()
+            elif kind == "stop":
+                self._stop.set()
+
+
+def run_rank(
+    job: Job,
+    node: NodeRanks,
+    local_rank: int,
+    listener: socket | None,
+    up: Connection,
+    down: Connection,
+    beats: Any,
+    logs: str,
+) -> None:
+    """Run rank `node.first_rank + local_rank` and send over `up` how it ended: "done", "stopped" or "error".
+
+    Args:
+        listener: the listening socket of the rendezvous, on rank 0; None elsewhere.
+        up, down: pipes to and from the supervisor.
+        beats: shared memory, two numbers per local rank: the time of its last progress, and its step.
+        logs: directory of the files that `rank_log` and `rank_stacks` name.
+    """
+    os.setpgid(0, 0)  # so that the supervisor can kill this process with all that it starts, such as loader workers
+    rank = node.first_rank + local_rank
+    output = os.open(rank_log(logs, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    # Lines appear while the rank runs, and before it is killed.
+    typing.cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
+    # Written in C, so that it also works while the rank hangs in a collective.
+    stacks = open(rank_stacks(logs, rank), "w")  # noqa: SIM115 - open for the life of the process
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.enable()
+    link = SupervisorLink(up, down, beats, local_rank)
+    try:
+        keep_freed_memory()
+        _set_environment(job, node)
+        from flyte_ddp.rank.main import main
+
+        main(job, node, local_rank, listener, link)
+    except BaseException as error:
+        if isinstance(error, StopRequested):
+            link.send("stopped")
+        else:
+            text = traceback.format_exc()
+            print(text, file=sys.stderr)  # noqa: T201 - the rank's own log
+            is_consequence = isinstance(error, (RuntimeError, OSError)) and bool(PEER_FAILURE.search(str(error)))
+            link.send("error", type(error).__name__, str(error), text, is_consequence)
+    else:
+        gc.collect()  # ends loader processes, which would else leave their semaphores to the resource tracker
+        link.send("done")
+    # Not a normal exit: after an error it would wait for threads that wait for dead peers, and after a good run gloo's
+    # threads now and then abort the interpreter on its way out. The supervisor kills what is left of the group.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _set_environment(job: Job, node: NodeRanks) -> None:
+    """Set what torch and its libraries read when they are imported."""
+    os.environ["OMP_NUM_THREADS"] = str(node.num_threads)
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = node.interface
+    if job.config.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"

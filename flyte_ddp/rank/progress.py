@@ -1,0 +1,71 @@
+"""The position of a run, and sums over a stretch of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from flyte_ddp.events import EpochFinished
+from flyte_ddp.rank.data import BatchShard
+
+
+@dataclass
+class Progress:
+    """The position of a run. With the weights and the optimizer's state, it is all that a checkpoint holds.
+
+    It has no random state. Every draw is seeded by its purpose (epoch, step, rank, sample), so a resumed run repeats
+    the draws of an uninterrupted one.
+    """
+
+    step: int = 0  # optimizer steps since the start of the run
+    epoch: int = 1  # the current one, from 1
+    batch: int = 0  # global batches of it that are done
+    loss_sum: float = 0.0  # of the current epoch, over the targets of all ranks, up to the last checkpoint
+    num_targets: float = 0.0  # likewise
+    seconds: float = 0.0  # likewise, wall-clock
+    epochs: list[EpochFinished] = field(default_factory=list)
+
+    @property
+    def best(self) -> EpochFinished | None:
+        """The finished epoch with the best accuracy; the first of several."""
+        return max(self.epochs, key=lambda finished: finished.accuracy, default=None)
+
+    def finish_epoch(self, finished: EpochFinished) -> None:
+        """Note the current epoch's results and advance to the next epoch."""
+        self.epochs.append(finished)
+        self.epoch += 1
+        self.batch = 0
+        self.loss_sum = self.num_targets = self.seconds = 0.0
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Progress:
+        """Return what `dataclasses.asdict` made `values` from."""
+        return cls(**{**values, "epochs": [EpochFinished(**finished) for finished in values["epochs"]]})
+
+
+@dataclass
+class MetricSums:
+    """Sums over the samples of a stretch of training. The loss stays on the device: reading it would wait for it."""
+
+    loss_sum: Tensor
+    own_targets: float | Tensor = 0.0  # of this rank
+    num_targets: float | Tensor = 0.0  # of all ranks
+    num_samples: int = 0  # of all ranks
+    num_steps: int = 0
+    started: float = field(default_factory=time.perf_counter)
+
+    def add(self, loss_sum: Tensor, shard: BatchShard) -> None:
+        """Add one optimizer step."""
+        self.loss_sum += loss_sum
+        self.own_targets += shard.own_targets
+        self.num_targets += shard.num_targets
+        self.num_samples += shard.num_samples
+        self.num_steps += 1
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started
