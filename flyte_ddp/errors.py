@@ -14,7 +14,7 @@ class DataError(ValueError):
 
 
 class StorageDenied(ConfigError):
-    """The store refuses: no credentials, wrong ones, no permission, or no such bucket. Another attempt would not help."""
+    """The store refuses: no credentials, wrong ones, no permission, or no such bucket. A retry would not help."""
 
 
 class StorageUnavailable(RuntimeError):
