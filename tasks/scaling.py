@@ -21,7 +21,7 @@ from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.rank.job import Job
 from flyte_ddp.recipes import config_of
 from flyte_ddp.scaling.plots import ranks
-from flyte_ddp.scaling.study import SizedRun, Study, check_study
+from flyte_ddp.scaling.study import ScalingRun, Study, validate_study
 from flyte_ddp.storage import Storage
 from tasks.flyte_context import Execution, current_execution, share_storage_credentials
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides, given
@@ -39,7 +39,7 @@ UNCACHED = {name: value for name, value in WATCHED.items() if name != "cache"}
 class ScalingOutputs(NamedTuple):
     """What a scaling study hands back."""
 
-    table: StructuredDataset  # a row for every world size and learning rate, measured or projected: `table_of`
+    table: StructuredDataset  # a row for every world size and learning rate, measured or projected: `build_table`
     csv: FlyteFile  # the same as a CSV file
     history: FlyteFile  # every event of every run, as JSON lines; each run begins with its RunStarted
     report: FlyteFile  # the HTML page that the Deck shows too
@@ -55,7 +55,7 @@ def check_scaling(
     projected_world_sizes: list[int],
     cluster: ClusterInput,
 ) -> TrainingOverrides:
-    """Check every run of the study before anything is prepared or started for the first; returns `config`."""
+    """ModelCheck every run of the study before anything is prepared or started for the first; returns `config`."""
     try:
         _checked(recipe, config, world_sizes, learning_rates, target_loss, projected_world_sizes, cluster)
     except ConfigError as error:
@@ -81,7 +81,7 @@ def train_at_world_sizes(
     """
     from flyte_ddp.cluster.connect import open_cluster
     from flyte_ddp.errors import ClusterError, GangLost
-    from flyte_ddp.scaling.runner import sized, train_at_sizes
+    from flyte_ddp.scaling.runner import resize_cluster, train_at_sizes
 
     context = flytekit.current_context()
     share_storage_credentials()
@@ -100,7 +100,7 @@ def train_at_world_sizes(
         )
         watchers = _Watchers(report, storage, execution, directory)
         with flyte_errors(), watchers, launchers_logs(LineHandler(watchers.bar.write)):
-            with open_cluster(sized(cluster, max(world_sizes)), name) as client:
+            with open_cluster(resize_cluster(cluster, max(world_sizes)), name) as client:
                 histories = train_at_sizes(
                     recipe,
                     resolved,
@@ -111,7 +111,7 @@ def train_at_world_sizes(
                     data.path,
                     client,
                     cluster,
-                    listeners_of=watchers.listeners_of,
+                    make_listeners=watchers.make_listeners,
                     relay=watchers.bar.write,
                     run_name=name,
                 )
@@ -122,7 +122,7 @@ def train_at_world_sizes(
     return watchers.outputs(histories)
 
 
-def table_of(study: Study) -> list[dict[str, object]]:
+def build_table(study: Study) -> list[dict[str, object]]:
     """The study's rows as a table has them: the fields of `flyte_ddp.scaling.study.Row`, with the device in a name."""
     rows = []
     for row in study.rows():
@@ -143,11 +143,11 @@ def _checked(
     cluster: ClusterInput,
 ) -> TrainingConfig:
     """The config that all runs share, but for their learning rates; ConfigError where one of them cannot be run."""
-    from flyte_ddp.scaling.runner import check_runs
+    from flyte_ddp.scaling.runner import validate_runs
 
     resolved = config_of(recipe, given(config))
-    check_study(resolved, world_sizes, projected_world_sizes, learning_rates, target_loss)
-    check_runs(recipe, resolved, world_sizes, cluster)
+    validate_study(resolved, world_sizes, projected_world_sizes, learning_rates, target_loss)
+    validate_runs(recipe, resolved, world_sizes, cluster)
     return resolved
 
 
@@ -163,7 +163,7 @@ class _Watchers:
         self.bar = ProgressBar()
         self.publisher = DeckPublisher(report)
 
-    def listeners_of(self, job: Job, world_size: int) -> list[Listener]:
+    def make_listeners(self, job: Job, world_size: int) -> list[Listener]:
         name = f"{ranks(world_size)}, rate {job.config.learning_rate:g}"
         wandb = Wandb(
             project=os.environ.get("WANDB_PROJECT", WANDB_ENVIRONMENT["WANDB_PROJECT"]),
@@ -184,7 +184,7 @@ class _Watchers:
         import pandas
 
         study = self.report.study
-        rows = table_of(study)
+        rows = build_table(study)
         table = pandas.DataFrame(rows)
         files = {name: self.directory / name for name in ("scaling.csv", "history.jsonl", "report.html")}
         table.to_csv(files["scaling.csv"], index=False)
@@ -228,7 +228,7 @@ class _IntoReport:
     def handle(self, event: Event) -> None:
         self.events.append(event)
         self.report.handle(event)
-        if isinstance(event, RunFinished) and (run := SizedRun.of(self.events)):
+        if isinstance(event, RunFinished) and (run := ScalingRun.of(self.events)):
             self.report.runs.append(run)
 
     def close(self, error: BaseException | None) -> None:

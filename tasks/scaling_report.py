@@ -17,7 +17,7 @@ from flyte_ddp.errors import TrainingStopped
 from flyte_ddp.events import Event, RunStarted
 from flyte_ddp.observers import figures
 from flyte_ddp.scaling.plots import scaling_panels
-from flyte_ddp.scaling.study import Row, SizedRun, Study
+from flyte_ddp.scaling.study import Row, ScalingRun, Study
 from tasks.report_template import PAGE, STYLE
 
 MOST_ERROR = 6_000  # characters
@@ -40,7 +40,7 @@ class ScalingReport:
         self.projected_world_sizes = projected_world_sizes
         self.target_loss = target_loss
         self.kind = kind  # of the cluster
-        self.runs: list[SizedRun] = []
+        self.runs: list[ScalingRun] = []
         self.notes: list[str] = []
         self._started: RunStarted | None = None  # the latest
         self._error: BaseException | None = None
@@ -131,8 +131,8 @@ class ScalingReport:
         facts += [
             ("Time model", "step(n) = compute(B / n) + 2 (n - 1) latency + 2 (n - 1) / n * bytes / bandwidth"),
             ("Source", "ring all-reduce: Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009)"),
-            ("Latency, fitted", f"{1e6 * study.model.latency:,.1f} µs per message"),
-            ("Bandwidth, fitted", _bandwidth(study.model.seconds_per_byte)),
+            ("Latency, fit_time_model", f"{1e6 * study.model.latency:,.1f} µs per message"),
+            ("Bandwidth, fit_time_model", _bandwidth(study.model.seconds_per_byte)),
             ("Gradients", f"{study.model.num_bytes / 2**20:,.2f} MiB"),
             (
                 "Left out of the model",
@@ -277,7 +277,7 @@ FRAGMENT = """
 {%- endif %}
 {%- if checks %}
 <div class="grid"><section class="card"><h2>The time model, checked <small>against steps of the trainings, which it was
-not fitted to</small></h2>
+not fit_time_model to</small></h2>
 <div class="scroll"><table class="numbers"><thead><tr><th scope="col">ranks</th>
 <th scope="col">computation, timed alone</th><th scope="col">all-reduce, by the model</th>
 <th scope="col">predicted step</th><th scope="col">measured step</th><th scope="col">error</th></tr></thead><tbody>

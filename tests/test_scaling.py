@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 
@@ -13,12 +14,12 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import CostsTimed, EpochFinished, RunStarted
 from flyte_ddp.launch.dask.gang import Worker, assigned
-from flyte_ddp.observers.plots import to_svg
+from flyte_ddp.observers.figures import to_svg
 from flyte_ddp.scaling.plots import scaling_panels
-from flyte_ddp.scaling.runner import check_runs, sized
-from flyte_ddp.scaling.study import SizedRun, Study, check_study, fitted, timed_batch_sizes
+from flyte_ddp.scaling.runner import resize_cluster, validate_runs
+from flyte_ddp.scaling.study import ScalingRun, Study, choose_timed_batch_sizes, fit_time_model, validate_study
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides
-from tasks.scaling import table_of
+from tasks.scaling import build_table
 from tasks.scaling_report import ScalingReport
 from tests.support import browser, sample_run
 
@@ -52,7 +53,7 @@ def run_of(world_size, step_seconds, losses=(2.0, 1.0, 0.5), timed=None, rate=2e
         )
         for number, loss in enumerate(losses, start=1)
     ]
-    return SizedRun(started, epochs, sample_run.finished(len(losses)), timed)
+    return ScalingRun(started, epochs, sample_run.finished(len(losses)), timed)
 
 
 def test_speed_up_and_efficiency_are_over_the_smallest_world_size():
@@ -96,12 +97,12 @@ def test_waiting_and_hours_are_those_of_all_ranks():
     assert row.device_hours == pytest.approx(2 * 3 * 3 * STEPS * 0.1 / 3600)
     study = Study([run_of(2, 0.1, num_threads=3, device="NVIDIA H200")])
     assert study.rows()[0].device_hours == pytest.approx(2 * 3 * STEPS * 0.1 / 3600)
-    assert "gpu_hours" in table_of(study)[0]
+    assert "gpu_hours" in build_table(study)[0]
 
 
 def test_the_time_model_finds_the_latency_and_the_bandwidth_it_was_given():
     for sizes in ([2], [2, 4], [3, 5, 8]):
-        model = fitted({size: costs(size, {}) for size in sizes})
+        model = fit_time_model({size: costs(size, {}) for size in sizes})
         assert model.latency == pytest.approx(LATENCY)
         assert model.seconds_per_byte == pytest.approx(SECONDS_PER_BYTE)
         assert model.all_reduce_seconds(16) == pytest.approx(ring(16, NUM_BYTES))
@@ -109,7 +110,7 @@ def test_the_time_model_finds_the_latency_and_the_bandwidth_it_was_given():
 
 def test_noise_makes_neither_latency_nor_bandwidth_negative():
     noisy = dataclasses.replace(costs(2, {}), latency_seconds=0.02, all_reduce_seconds=0.01)
-    model = fitted({2: noisy})
+    model = fit_time_model({2: noisy})
     assert model.seconds_per_byte == 0
     assert 0.01 < 2 * model.latency < 0.02
 
@@ -154,45 +155,57 @@ def test_nothing_is_projected_before_an_all_reduce_was_timed():
 
 def test_each_run_times_its_own_batch_and_the_largest_also_those_of_the_projections():
     config = TrainingConfig(global_batch_size=64)
-    assert timed_batch_sizes(config, 1, 4, [8, 16]) == ()
-    assert timed_batch_sizes(config, 2, 4, [8, 16]) == (32,)
-    assert timed_batch_sizes(config, 4, 4, [8, 16]) == (16, 8, 4)
+    assert choose_timed_batch_sizes(config, 1, 4, [8, 16]) == ()
+    assert choose_timed_batch_sizes(config, 2, 4, [8, 16]) == (32,)
+    assert choose_timed_batch_sizes(config, 4, 4, [8, 16]) == (16, 8, 4)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"world_sizes": [2]}, "world_sizes: [2] cannot be compared; accepted are two or more different"),
-        ({"world_sizes": [1, 1]}, "world_sizes: [1, 1] cannot be compared"),
-        ({"world_sizes": [0, 1]}, "world_sizes: [0, 1] cannot be compared"),
-        ({"world_sizes": [1, 3]}, "world_sizes: 3 does not fit: global_batch_size: expected a multiple of 3, got 64"),
-        ({"projected_world_sizes": [5]}, "projected_world_sizes: 5 does not fit: global_batch_size: expected a"),
-        ({"projected_world_sizes": [2]}, "projected_world_sizes: 2 is not to be projected"),
-        ({"projected_world_sizes": [4, 4]}, "projected_world_sizes: 4 is not to be projected"),
-        ({"projected_world_sizes": [0]}, "projected_world_sizes: 0 is not to be projected"),
-        ({"learning_rates": [0.1, 0.0]}, "learning_rates: 0.0 is not accepted; accepted are different finite"),
-        ({"learning_rates": [0.1, 0.1]}, "learning_rates: 0.1 is not accepted"),
-        ({"target_loss": -1.0}, "target_loss: -1.0 is out of range; accepted is a finite number of at least 0"),
-        ({"target_loss": float("nan")}, "target_loss: nan is out of range"),
+        ({"world_sizes": [2]}, "world_sizes: expected two or more different integers >= 1, got [2]"),
+        ({"world_sizes": [1, 1]}, "world_sizes: expected two or more different integers >= 1, got [1, 1]"),
+        ({"world_sizes": [0, 1]}, "world_sizes: expected two or more different integers >= 1, got [0, 1]"),
+        ({"world_sizes": [1, 3]}, "world_sizes: 3 ranks: global_batch_size: expected a multiple of 3, got 64"),
+        ({"projected_world_sizes": [5]}, "projected_world_sizes: 5 ranks: global_batch_size: expected a"),
+        (
+            {"projected_world_sizes": [2]},
+            "projected_world_sizes: expected different integers >= 1 that are not measured (1, 2), got 2",
+        ),
+        (
+            {"projected_world_sizes": [4, 4]},
+            "projected_world_sizes: expected different integers >= 1 that are not measured (1, 2), got 4",
+        ),
+        (
+            {"projected_world_sizes": [0]},
+            "projected_world_sizes: expected different integers >= 1 that are not measured (1, 2), got 0",
+        ),
+        ({"learning_rates": [0.1, 0.0]}, "learning_rates: expected different finite numbers above 0, got 0.0"),
+        ({"learning_rates": [0.1, 0.1]}, "learning_rates: expected different finite numbers above 0, got 0.1"),
+        ({"target_loss": -1.0}, "target_loss: expected a finite number >= 0, got -1.0"),
+        ({"target_loss": float("nan")}, "target_loss: expected a finite number >= 0, got nan"),
     ],
 )
 def test_an_impossible_study_is_refused_before_anything_starts(changes, said):
     arguments = {"world_sizes": [1, 2], "projected_world_sizes": [4], "learning_rates": [], "target_loss": 0.0}
     with pytest.raises(ConfigError, match="^" + re.escape(said)):
-        check_study(TrainingConfig(), **{**arguments, **changes})
+        validate_study(TrainingConfig(), **{**arguments, **changes})
 
 
 def test_a_world_size_takes_one_node_or_as_many_as_it_fills():
     cluster = ClusterConfig(kind="local", num_nodes=9, processes_per_node=4, min_nodes=2)
-    found = [(each.num_nodes, each.processes_per_node, each.min_nodes) for each in (sized(cluster, n) for n in (1, 3))]
+    resize = functools.partial(resize_cluster, cluster)
+    found = [(each.num_nodes, each.processes_per_node, each.min_nodes) for each in map(resize, (1, 3))]
     assert found == [(1, 1, 0), (1, 3, 0)]
-    assert [(each.num_nodes, each.ranks_per_node) for each in (sized(cluster, n) for n in (4, 12))] == [(1, 4), (3, 4)]
-    with pytest.raises(ConfigError, match="^world_sizes: 6 ranks do not fill nodes of 4; accepted is at most 4, or a"):
-        sized(cluster, 6)
-    gpus = sized(ClusterInput(kind="kubernetes", gpus_per_node=8), 2)
+    assert [(each.num_nodes, each.ranks_per_node) for each in map(resize, (4, 12))] == [(1, 4), (3, 4)]
+    with pytest.raises(
+        ConfigError, match="^world_sizes: expected at most 4 .ranks per node. or a multiple of it, such as 4, got 6"
+    ):
+        resize_cluster(cluster, 6)
+    gpus = resize_cluster(ClusterInput(kind="kubernetes", gpus_per_node=8), 2)
     assert (gpus.num_nodes, gpus.ranks_per_node, gpus.gpus_per_node) == (1, 2, 8)
     with pytest.raises(ConfigError, match="^backend: 'nccl' needs GPUs"):
-        check_runs("digits", TrainingConfig(backend="nccl"), [1, 2], cluster)
+        validate_runs("digits", TrainingConfig(backend="nccl"), [1, 2], cluster)
 
 
 def test_threads_of_a_rank_are_its_share_of_the_cores_or_as_many_as_configured():
@@ -376,7 +389,7 @@ def test_the_report_tells_what_was_measured_how_and_how_well_the_model_fits(outp
         "core-hours",
         "ring all-reduce: Patarasuk and Yuan",
         "predicted step",
-        "which it was\nnot fitted to",
+        "which it was\nnot fit_time_model to",
         "that of one machine with itself",
     ):
         assert words in page
@@ -397,12 +410,12 @@ def test_a_study_repeats_no_run_that_its_checkpoints_have(outputs, checkpoints, 
 
 
 def test_a_run_that_differs_in_anything_is_another_one(outputs, checkpoints):
-    from flyte_ddp.scaling.runner import _directory, _recorded
+    from flyte_ddp.scaling.runner import _load_record, _name_directory
     from flyte_ddp.storage import Storage
 
     config = TrainingConfig()
     names = {
-        _directory(recipe, dataclasses.replace(config, **changes), size, data)
+        _name_directory(recipe, dataclasses.replace(config, **changes), size, data)
         for recipe, changes, size, data in (
             (TINY, {}, 2, "one"),
             (TINY, {}, 1, "one"),
@@ -413,14 +426,14 @@ def test_a_run_that_differs_in_anything_is_another_one(outputs, checkpoints):
     }
     assert len(names) == 5
     (place,) = (Storage(str(directory)) for directory in checkpoints.glob("2-ranks-*"))
-    assert _recorded(place, (6, 3))
-    assert _recorded(place, ())
-    assert _recorded(place, (6, 2)) is None  # another projection's costs were not timed
-    assert _recorded(Storage(f"{place.url}-not"), ()) is None
+    assert _load_record(place, (6, 3))
+    assert _load_record(place, ())
+    assert _load_record(place, (6, 2)) is None  # another projection's costs were not timed
+    assert _load_record(Storage(f"{place.url}-not"), ()) is None
 
 
 def test_a_mistake_is_one_line_before_a_cluster_is_started(tmp_path):
-    with pytest.raises(InputError, match="^world_sizes: 5 does not fit: .* expected a multiple of 5, got 12"):
+    with pytest.raises(InputError, match="^world_sizes: 5 ranks: .* expected a multiple of 5, got 12"):
         study(tmp_path, world_sizes=[1, 5])
     with pytest.raises(InputError, match="^recipe: 'nope' is unknown"):
         study(tmp_path, recipe="nope")

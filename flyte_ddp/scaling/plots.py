@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from flyte_ddp.observers.figures import FAINT, PALETTE, Panel, log_scale, save_panels, style, thinned
-from flyte_ddp.scaling.study import Row, SizedRun, Study
+from flyte_ddp.scaling.study import Row, ScalingRun, Study
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -200,7 +200,7 @@ def _one_rate(rows: Sequence[Row]) -> list[Row]:
     return sorted((row for row in rows if row.learning_rate == rows[0].learning_rate), key=lambda row: row.world_size)
 
 
-def _distinct(runs: Sequence[SizedRun]) -> tuple[list[int], list[float]]:
+def _distinct(runs: Sequence[ScalingRun]) -> tuple[list[int], list[float]]:
     return sorted({run.world_size for run in runs}), sorted({run.learning_rate for run in runs})
 
 
@@ -221,7 +221,7 @@ def main() -> None:
         if isinstance(event, RunStarted):
             runs.append([])
         runs[-1].append(event)
-    finished = [run for events in runs if (run := SizedRun.of(events))]
+    finished = [run for events in runs if (run := ScalingRun.of(events))]
     save_panels(scaling_panels(Study(finished, [int(size) for size in projected])), picture)
 
 

@@ -1,7 +1,7 @@
-"""The runs of a scaling study: the same training at several world sizes on one cluster, one after the other.
+"""Run a scaling study: the same training at several world sizes on one cluster, one after the other.
 
-Never two at once, because they are timed. Every rank of every run has the same number of CPU threads: one rank with a
-machine to itself, compared with two that share it, would tell of the cores and not of the ranks.
+Runs never overlap, because they are timed. Every rank of every run has the same number of CPU threads: otherwise one
+rank with a whole machine, compared with two that share it, would measure the cores and not the ranks.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from flyte_ddp.launch.dask.launcher import check, train_on_dask
 from flyte_ddp.launch.spawn import print_line
 from flyte_ddp.prepare import describe_data
 from flyte_ddp.rank.job import Job
-from flyte_ddp.scaling.study import SizedRun, timed_batch_sizes
+from flyte_ddp.scaling.study import ScalingRun, choose_timed_batch_sizes
 from flyte_ddp.storage import Storage
 
-RECORD = "study.jsonl"  # beside the checkpoints of a run that has finished: its events
+HISTORY_FILE = "study.jsonl"  # the events of a finished run, beside its checkpoints
 
 
-def sized(cluster: ClusterConfig, world_size: int) -> ClusterConfig:
-    """The part of `cluster` that `world_size` ranks take: one node, or as many full ones as they need.
+def resize_cluster(cluster: ClusterConfig, world_size: int) -> ClusterConfig:
+    """Return the part of `cluster` that `world_size` ranks use: one node, or as many full nodes as needed.
 
     Raises:
-        ConfigError: they fill no whole number of nodes.
+        ConfigError: the ranks do not fill whole nodes.
     """
     per_node = cluster.ranks_per_node
     if world_size > per_node and world_size % per_node:
         raise ConfigError(
-            f"world_sizes: {world_size} ranks do not fill nodes of {per_node}; accepted is at most {per_node}, or a "
-            f"multiple of it, such as {world_size // per_node * per_node}"
+            f"world_sizes: expected at most {per_node} (ranks per node) or a multiple of it, such as "
+            f"{world_size // per_node * per_node}, got {world_size}"
         )
     return dataclasses.replace(
         cluster,
         num_nodes=max(1, world_size // per_node),
         processes_per_node=min(world_size, per_node),
-        min_nodes=0,  # a gang that went on with fewer nodes would be another world size
+        min_nodes=0,  # continuing with fewer nodes would change the world size
     )
 
 
-def check_runs(recipe: str, config: TrainingConfig, world_sizes: Sequence[int], cluster: ClusterConfig) -> None:
-    """Find what is wrong with any of the runs before the cluster is asked for.
+def validate_runs(recipe: str, config: TrainingConfig, world_sizes: Sequence[int], cluster: ClusterConfig) -> None:
+    """Validate all runs before the cluster starts.
 
     Raises:
-        ConfigError: as `sized` and `dask.check`.
+        ConfigError: as `resize_cluster` and `launcher.check`.
     """
     for world_size in world_sizes:
-        check(Job(recipe, config, "", 0.0), sized(cluster, world_size))
+        check(Job(recipe, config, "", 0.0), resize_cluster(cluster, world_size))
 
 
 def train_at_sizes(
@@ -69,63 +69,65 @@ def train_at_sizes(
     client: Client,
     cluster: ClusterConfig,
     *,
-    listeners_of: Callable[[Job, int], Sequence[Listener]] = lambda job, world_size: (),
+    make_listeners: Callable[[Job, int], Sequence[Listener]] = lambda job, world_size: (),
     relay: Callable[[str], None] = print_line,
     run_name: str = "",
 ) -> list[str]:
-    """Train at every world size with every learning rate; those are left out that `checkpoints` know to be finished.
+    """Train at every world size with every learning rate. Runs already finished in `checkpoints` are not repeated.
 
     Args:
-        checkpoints: URL of a directory that every worker reaches; each run has a directory in it, by what it is.
+        checkpoints: URL of a directory that every worker reaches; each run has a subdirectory.
         data: the directory of the prepared data.
-        client: from `cluster.open_cluster`, of a cluster as large as the largest of the `sized` ones.
-        listeners_of: those of the run of a job at a world size, besides the study's own.
+        client: from `cluster.open_cluster`, for the largest world size.
+        make_listeners: returns the listeners of the run of a job at a world size.
 
     Returns:
-        The history of each run, in the form of `events.to_line`'s files.
+        The history of each run as JSON lines, see `events.to_line`.
 
     Raises:
-        As `dask.train_on_dask`; the runs before the one that failed need not be done again.
+        As `train_on_dask`. Runs that finished before the failure are not repeated by a retry.
     """
     fingerprint = describe_data(data)["fingerprint"]
     histories: list[str] = []
     threads = cluster.threads_per_rank
     for learning_rate in learning_rates:
-        # The largest first: its ranks' share of the cores is what those of the others get too.
+        # The largest first: all other runs get the same number of threads per rank.
         for world_size in sorted(world_sizes, reverse=True):
             timed: tuple[int, ...] = ()
-            if learning_rate == learning_rates[0]:  # what a step costs does not depend on it
-                timed = timed_batch_sizes(config, world_size, max(world_sizes), projected_world_sizes)
-            own = dataclasses.replace(config, learning_rate=learning_rate)
-            place = Storage(f"{checkpoints.rstrip('/')}/{_directory(recipe, own, world_size, fingerprint)}")
-            job = Job(recipe, own, place.url, time.time(), timed_batch_sizes=timed)
-            record = _recorded(place, timed)
+            if learning_rate == learning_rates[0]:  # the cost of a step does not depend on the rate
+                timed = choose_timed_batch_sizes(config, world_size, max(world_sizes), projected_world_sizes)
+            run_config = dataclasses.replace(config, learning_rate=learning_rate)
+            storage = Storage(
+                f"{checkpoints.rstrip('/')}/{_name_directory(recipe, run_config, world_size, fingerprint)}"
+            )
+            job = Job(recipe, run_config, storage.url, time.time(), timed_batch_sizes=timed)
+            record = _load_record(storage, timed)
             if record is None:
-                record = _Record()
+                record = _Recorder()
                 train_on_dask(
                     job,
                     lambda: data,
                     client,
-                    dataclasses.replace(sized(cluster, world_size), threads_per_rank=threads),
-                    [record, *listeners_of(job, world_size)],
+                    dataclasses.replace(resize_cluster(cluster, world_size), threads_per_rank=threads),
+                    [record, *make_listeners(job, world_size)],
                     relay,
                     run_name,
                 )
-                place.write(RECORD, record.text.encode())
+                storage.write(HISTORY_FILE, record.text.encode())
             else:
-                for listener in listeners_of(job, world_size):
+                for listener in make_listeners(job, world_size):
                     for event in record.events:
                         listener.handle(event)
                     listener.close(None)
-            run = SizedRun.of(record.events)
-            assert run is not None  # it has finished
+            run = ScalingRun.of(record.events)
+            assert run is not None  # the run has finished
             threads = threads or run.started.num_threads
             histories.append(record.text)
     return histories
 
 
-class _Record:
-    """The listener that keeps what a study needs of a run."""
+class _Recorder:
+    """Listener that records the events a study needs."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -140,21 +142,21 @@ class _Record:
         pass
 
 
-def _directory(recipe: str, config: TrainingConfig, world_size: int, fingerprint: str) -> str:
-    """The same for the same run alone: another one must not go on from its checkpoints."""
+def _name_directory(recipe: str, config: TrainingConfig, world_size: int, fingerprint: str) -> str:
+    """Return a directory name unique to the run, so that no other run resumes from its checkpoints."""
     whole = json.dumps([recipe, dataclasses.asdict(config), fingerprint], sort_keys=True)
     return f"{world_size}-ranks-rate-{config.learning_rate:g}-{hashlib.sha256(whole.encode()).hexdigest()[:12]}"
 
 
-def _recorded(place: Storage, timed: tuple[int, ...]) -> _Record | None:
-    """What is known of the run that finished there; None where none has, or other costs of it were timed."""
-    record = _Record()
+def _load_record(storage: Storage, timed: tuple[int, ...]) -> _Recorder | None:
+    """Load the finished run stored there; None if there is none or it timed other batch sizes."""
+    record = _Recorder()
     try:
-        contents = place.read(RECORD)
+        contents = storage.read(HISTORY_FILE)
     except FileNotFoundError:
         return None
-    record.text, record.events = contents.decode(), parse_history(contents, place.join(RECORD))
-    run = SizedRun.of(record.events)
+    record.text, record.events = contents.decode(), parse_history(contents, storage.join(HISTORY_FILE))
+    run = ScalingRun.of(record.events)
     if run is None or (timed and (run.costs is None or tuple(run.costs.batch_sizes) != timed)):
         return None
     return record

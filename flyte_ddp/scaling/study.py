@@ -1,16 +1,16 @@
-"""The arithmetic of a scaling study: what runs at several world sizes say together, and what a larger gang would do.
+"""Analysis of a scaling study: compare runs at several world sizes and project larger ones.
 
-All runs of a study train with the same global batch, so an epoch has the same optimizer steps at every world size, and
-only the time that they take differs. Knows neither clusters nor Flyte, and starts nothing. Imports no torch.
+All runs of a study use the same global batch, so an epoch has the same optimizer steps at every world size and only
+their duration differs. Knows neither clusters nor Flyte. Imports no torch.
 
-The time model is that of a ring: a step of n ranks takes
+The time model assumes a ring all-reduce: a step of n ranks takes
 
     step(n) = compute(B / n) + 2 (n - 1) latency + 2 (n - 1) / n * bytes / bandwidth
 
 with the all-reduce of Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", J.
-Parallel Distrib. Comput. 69 (2009), which gloo and NCCL use for gradients. It is fitted to parts timed by themselves
-(`CostsTimed`) and to no step of a training, so that every run measured at two ranks or more is a check of it. It lets
-nothing of the exchange hide behind the backward pass, and takes a larger gang's network for the measured one.
+Parallel Distrib. Comput. 69 (2009), which gloo and NCCL use for gradients. It is fitted to separately timed parts
+(`CostsTimed`), not to training steps, so every run with two or more ranks checks it. It assumes no overlap of
+communication with the backward pass, and the same network at every world size.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from flyte_ddp.events import CostsTimed, EpochFinished, Event, RunFinished, RunS
 
 
 @dataclass
-class SizedRun:
-    """One finished run of the study: its events, in the form of figures."""
+class ScalingRun:
+    """A finished run of the study."""
 
     started: RunStarted
     epochs: list[EpochFinished]
     finished: RunFinished
-    costs: CostsTimed | None = None  # where it was asked for them
+    costs: CostsTimed | None = None  # None if the run did not time them
 
     @classmethod
-    def of(cls, events: Sequence[Event]) -> SizedRun | None:
-        """The run that `events` tell of; None where it has not finished. What a restart has undone is left out."""
+    def of(cls, events: Sequence[Event]) -> ScalingRun | None:
+        """Build the run from its events; None if it has not finished. Epochs undone by a restart are dropped."""
         state = RunState.of(events, keep_steps=False)
         if state.started is None or state.finished is None or not state.epochs:
             return None
@@ -57,12 +57,12 @@ class SizedRun:
 
     @property
     def step_seconds(self) -> float:
-        """Of the epoch in the middle: the first one has what happens once, and any may have been disturbed."""
+        """Seconds per step of the median epoch: robust against the first epoch's one-time costs and against noise."""
         return statistics.median(epoch.seconds for epoch in self.epochs) / self.steps_per_epoch
 
     @property
     def seconds(self) -> float:
-        """Of training, all epochs, without evaluation and start."""
+        """Seconds of training over all epochs, without evaluation and start-up."""
         return sum(epoch.seconds for epoch in self.epochs)
 
     @property
@@ -71,50 +71,50 @@ class SizedRun:
 
     @property
     def wait_seconds(self) -> float:
-        """Of a step: the ranks' mean wait for gradients after the end of their own backward pass."""
+        """Seconds per step that ranks wait for gradients after their own backward pass, mean over ranks."""
         return _mean(self.epochs[-1].rank_wait_seconds)
 
     @property
     def overlap_seconds(self) -> float:
-        """Of a step: the exchange that went on during the backward pass."""
+        """Seconds per step of communication overlapped with the backward pass, mean over ranks."""
         return _mean(self.epochs[-1].rank_overlap_seconds)
 
     def epochs_to(self, target_loss: float) -> int | None:
-        """How many epochs it took until the held-out loss was at most `target_loss`; None where it never was."""
+        """Return the first epoch with a held-out loss of at most `target_loss`; None if there is none."""
         return next((epoch.epoch for epoch in self.epochs if epoch.test_loss <= target_loss), None)
 
     def seconds_to(self, target_loss: float) -> float | None:
-        """Seconds of training, without evaluation, until the held-out loss was at most `target_loss`."""
+        """Return the seconds of training until the held-out loss was at most `target_loss`, without evaluation."""
         needed = self.epochs_to(target_loss)
         return None if needed is None else sum(epoch.seconds for epoch in self.epochs if epoch.epoch <= needed)
 
     def compute_seconds(self, batch_size: int) -> float:
-        """Of a step of one rank with `batch_size` samples and without exchange, as timed in this run."""
+        """Return the timed seconds of one rank's step on `batch_size` samples without communication."""
         assert self.costs is not None
         return self.costs.compute_seconds[self.costs.batch_sizes.index(batch_size)]
 
 
 @dataclass(frozen=True)
 class TimeModel:
-    """How long the ring of n ranks takes for the gradients."""
+    """Duration of a ring all-reduce of the gradients."""
 
     latency: float  # seconds per message between neighbours
     seconds_per_byte: float  # of one connection
     num_bytes: int  # of the gradients
 
     def all_reduce_seconds(self, world_size: int) -> float:
-        messages, shares = _ring(world_size)
+        messages, shares = _count_ring_messages(world_size)
         return messages * self.latency + shares * self.num_bytes * self.seconds_per_byte
 
 
 @dataclass(frozen=True)
-class Check:
-    """The time model against a training that it was not fitted to."""
+class ModelCheck:
+    """Prediction of the time model against a measured run that it was not fitted to."""
 
     world_size: int
-    compute_seconds: float  # timed without exchange
-    all_reduce_seconds: float  # by the model
-    measured_seconds: float  # a step of the training
+    compute_seconds: float  # timed without communication
+    all_reduce_seconds: float  # predicted
+    measured_seconds: float  # per training step
 
     @property
     def predicted_seconds(self) -> float:
@@ -122,7 +122,7 @@ class Check:
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a share of what was measured; above 0 where it was too slow."""
+        """Relative error of the prediction; above 0 if the prediction is too slow."""
         return self.predicted_seconds / self.measured_seconds - 1
 
 
@@ -135,40 +135,40 @@ class Row:
     batch_size_per_rank: int  # samples per optimizer step
     is_projected: bool
     epochs: int
-    final_test_loss: float | None  # None, as all that says something of the model, where projected
+    final_test_loss: float | None  # None if projected, like every quality figure
     best_accuracy: float | None
     step_seconds: float
     samples_per_second: float
-    speed_up: float  # over the smallest world size
-    efficiency: float  # speed_up as a share of the ideal one
-    seconds_to_target: float | None  # of training; None where the target was not reached
-    wait_share: float | None  # of a step, for gradients, after the rank's own backward pass; the model's if projected
-    overlap_share: float | None  # of a step, in which gradients travelled during the backward pass
-    device_hours: float  # GPUs, or on CPUs threads, times hours of training
+    speed_up: float  # relative to the smallest world size
+    efficiency: float  # speed_up / ideal speed_up
+    seconds_to_target: float | None  # of training; None if the target was not reached
+    wait_share: float | None  # share of a step waiting for gradients; predicted if projected
+    overlap_share: float | None  # share of a step with communication during the backward pass
+    device_hours: float  # GPU-hours of training, or core-hours on CPUs
 
 
 @dataclass
 class Study:
-    """What finished runs say together. `runs` are in any order, and there may be more to come."""
+    """Comparison of finished runs, given in any order."""
 
-    runs: list[SizedRun]
+    runs: list[ScalingRun]
     projected_world_sizes: Sequence[int] = ()
-    target_loss: float = 0.0  # the worst of the runs' best held-out losses where 0, so that all reach it
-    model: TimeModel | None = field(init=False)  # None until a run with several ranks was timed
+    target_loss: float = 0.0  # 0: the worst of the runs' best held-out losses, which all runs reach
+    model: TimeModel | None = field(init=False)  # None until a run with several ranks has timings
 
     def __post_init__(self) -> None:
         self.runs.sort(key=lambda run: (run.learning_rate, run.world_size))
         self.target_loss = self.target_loss or max((run.best_loss for run in self.runs), default=0.0)
         timed = {run.world_size: run.costs for run in self.runs if run.costs and run.world_size > 1}
-        self.model = fitted(timed) if timed else None
+        self.model = fit_time_model(timed) if timed else None
 
     @property
-    def checks(self) -> list[Check]:
-        """The model's prediction for every timed run of several ranks, in the order of their numbers."""
+    def checks(self) -> list[ModelCheck]:
+        """Prediction and measurement of every timed run with several ranks, by world size."""
         if self.model is None:
             return []
         return [
-            Check(
+            ModelCheck(
                 run.world_size,
                 run.compute_seconds(_batch_size(run, run.world_size)),
                 self.model.all_reduce_seconds(run.world_size),
@@ -180,11 +180,11 @@ class Study:
 
     @property
     def device_unit(self) -> str:
-        """What `Row.device_hours` counts."""
+        """The unit of `Row.device_hours`."""
         return "core" if not self.runs or self.runs[0].started.device == "cpu" else "GPU"
 
     def rows(self) -> list[Row]:
-        """Measured and then projected world sizes, learning rate by learning rate."""
+        """Return a row per world size, measured then projected, for each learning rate."""
         rows: list[Row] = []
         for _, group in itertools.groupby(self.runs, key=lambda run: run.learning_rate):
             runs = list(group)
@@ -193,7 +193,7 @@ class Study:
                 rows += [self._projected(world_size, runs[0]) for world_size in sorted(self.projected_world_sizes)]
         return rows
 
-    def _measured(self, run: SizedRun, baseline: SizedRun) -> Row:
+    def _measured(self, run: ScalingRun, baseline: ScalingRun) -> Row:
         speed_up = baseline.step_seconds / run.step_seconds
         return Row(
             world_size=run.world_size,
@@ -213,14 +213,14 @@ class Study:
             device_hours=_device_hours(run, run.world_size, run.seconds),
         )
 
-    def _projected(self, world_size: int, baseline: SizedRun) -> Row:
+    def _projected(self, world_size: int, baseline: ScalingRun) -> Row:
         assert self.model is not None
         largest = max((run for run in self.runs if run.costs), key=lambda run: run.world_size)
         all_reduce = self.model.all_reduce_seconds(world_size)
         step_seconds = largest.compute_seconds(_batch_size(baseline, world_size)) + all_reduce
         speed_up = baseline.step_seconds / step_seconds
         epoch_seconds = step_seconds * baseline.steps_per_epoch
-        needed = baseline.epochs_to(self.target_loss)  # at an equal global batch it takes as many at any world size
+        needed = baseline.epochs_to(self.target_loss)  # the same at any world size, because the global batch is
         return Row(
             world_size=world_size,
             learning_rate=baseline.learning_rate,
@@ -240,15 +240,15 @@ class Study:
         )
 
 
-def fitted(costs: Mapping[int, CostsTimed]) -> TimeModel:
-    """The time model that comes nearest to all-reduces timed at world sizes above 1, in relative terms.
+def fit_time_model(costs: Mapping[int, CostsTimed]) -> TimeModel:
+    """Fit the time model to all-reduces timed at world sizes above 1, by relative least squares.
 
-    Neither latency nor time per byte comes out negative: where noise would have it so, it is 0.
+    Latency and time per byte are constrained to be at least 0.
     """
     num_bytes = next(iter(costs.values())).gradient_bytes
     points = []  # (messages, bytes per connection, seconds)
     for world_size, timed in costs.items():
-        messages, shares = _ring(world_size)
+        messages, shares = _count_ring_messages(world_size)
         points.append((messages, shares * num_bytes, timed.all_reduce_seconds))
         points.append((messages, shares * 4, timed.latency_seconds))
 
@@ -256,7 +256,7 @@ def fitted(costs: Mapping[int, CostsTimed]) -> TimeModel:
         latency, per_byte = candidate
         return sum(((m * latency + b * per_byte) / seconds - 1) ** 2 for m, b, seconds in points)
 
-    # Least squares in the two unknowns, every point weighted by its time; at the border one of them is 0.
+    # Closed form in two unknowns, each point weighted by 1 / seconds. On the border one of them is 0.
     mm, mb, bb, m1, b1 = (
         sum(value)
         for value in zip(*(((m / s) ** 2, m * b / s**2, (b / s) ** 2, m / s, b / s) for m, b, s in points), strict=True)
@@ -268,12 +268,12 @@ def fitted(costs: Mapping[int, CostsTimed]) -> TimeModel:
     return TimeModel(latency, per_byte, num_bytes)
 
 
-def timed_batch_sizes(
+def choose_timed_batch_sizes(
     config: TrainingConfig, world_size: int, largest: int, projected_world_sizes: Sequence[int]
 ) -> tuple[int, ...]:
-    """Samples per rank and step that a run of `world_size` ranks is asked to time: its own, and for the projections.
+    """Return the batch sizes per rank that a run of `world_size` ranks times: its own, and those of the projections.
 
-    The `largest` run times for them, because its ranks have the neighbours that those of a larger gang have.
+    The `largest` run times the projections, because its ranks share their machine as those of a larger gang would.
     """
     if world_size == 1 and largest > 1:
         return ()
@@ -281,56 +281,53 @@ def timed_batch_sizes(
     return tuple(config.global_batch_size // size for size in sizes)
 
 
-def check_study(
+def validate_study(
     config: TrainingConfig,
     world_sizes: Sequence[int],
     projected_world_sizes: Sequence[int],
     learning_rates: Sequence[float],
     target_loss: float,
 ) -> None:
-    """Find what is wrong with a study before anything is started for it.
+    """Validate a study before anything starts.
 
     Raises:
-        ConfigError: names the field, its value and what is accepted.
+        ConfigError: names the field, the expected values and the value given.
     """
     if len(world_sizes) < 2 or len(set(world_sizes)) < len(world_sizes) or min(world_sizes) < 1:
-        raise ConfigError(
-            f"world_sizes: {list(world_sizes)} cannot be compared; accepted are two or more different whole numbers of "
-            "at least 1"
-        )
+        raise ConfigError(f"world_sizes: expected two or more different integers >= 1, got {list(world_sizes)}")
     for size in projected_world_sizes:
         if size < 1 or size in world_sizes or list(projected_world_sizes).count(size) > 1:
             raise ConfigError(
-                f"projected_world_sizes: {size} is not to be projected; accepted are different whole numbers of at "
-                f"least 1 that are not measured ({', '.join(map(str, world_sizes))})"
+                f"projected_world_sizes: expected different integers >= 1 that are not measured "
+                f"({', '.join(map(str, world_sizes))}), got {size}"
             )
     for name, sizes in (("world_sizes", world_sizes), ("projected_world_sizes", projected_world_sizes)):
         for size in sizes:
             try:
                 config.batch_size_per_rank(size)
             except ConfigError as error:
-                raise ConfigError(f"{name}: {size} does not fit: {error}") from None
+                raise ConfigError(f"{name}: {size} ranks: {error}") from None
     for rate in learning_rates:
         if not 0 < rate < math.inf or list(learning_rates).count(rate) > 1:
-            raise ConfigError(f"learning_rates: {rate} is not accepted; accepted are different finite numbers above 0")
+            raise ConfigError(f"learning_rates: expected different finite numbers above 0, got {rate}")
     if not 0 <= target_loss < math.inf:
-        raise ConfigError(f"target_loss: {target_loss} is out of range; accepted is a finite number of at least 0")
+        raise ConfigError(f"target_loss: expected a finite number >= 0, got {target_loss}")
 
 
-def _ring(world_size: int) -> tuple[int, float]:
-    """(messages one after the other, data that passes each connection as a share of the whole) of an all-reduce."""
+def _count_ring_messages(world_size: int) -> tuple[int, float]:
+    """Return (sequential messages, share of the data that passes each connection) of a ring all-reduce."""
     return 2 * (world_size - 1), 2 * (world_size - 1) / world_size
 
 
-def _batch_size(run: SizedRun, world_size: int) -> int:
+def _batch_size(run: ScalingRun, world_size: int) -> int:
     return int(run.started.config["global_batch_size"]) // world_size
 
 
-def _samples_per_second(run: SizedRun, step_seconds: float) -> float:
+def _samples_per_second(run: ScalingRun, step_seconds: float) -> float:
     return run.started.num_train_samples / (run.steps_per_epoch * step_seconds)
 
 
-def _device_hours(run: SizedRun, world_size: int, seconds: float) -> float:
+def _device_hours(run: ScalingRun, world_size: int, seconds: float) -> float:
     devices = world_size * (run.started.num_threads if run.started.device == "cpu" else 1)
     return devices * seconds / 3600
 
