@@ -42,14 +42,12 @@ RUN python3 -m venv /tmp/uv && /tmp/uv/bin/pip install --no-cache-dir --quiet uv
     && /tmp/uv/bin/uv pip install --no-cache --no-deps --compile-bytecode -r /pins/all.txt \
     && rm -rf /tmp/uv
 
-# The code, kilobytes, where `pyflyte register` and `package` take it to be: a fast registration unpacks newer code over
-# it, which the user must be allowed to, and appends that directory to PYTHONPATH, where older code elsewhere would win.
+# The code, kilobytes: what .dockerignore lets through. A fast registration unpacks newer code into the working directory,
+# which comes first on the path and has all of it, so that the two are never mixed.
 WORKDIR /root
-ENV PYTHONPATH=/root \
+ENV PYTHONPATH=/root:/opt/flyte-ddp \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
-COPY --chown=flyte:flyte flyte_ddp flyte_ddp
-COPY --chown=flyte:flyte tasks tasks
-COPY --chown=flyte:flyte workflows workflows
+COPY . /opt/flyte-ddp/
 
 # The image's own name: what tasks are registered with and what the Dask pods of a task start from.
 ARG IMAGE=""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import os
 from pathlib import Path
 
 from flyte_ddp.recipes import Recipe
+from flyte_ddp.source_code import digest_of, packages_of
 
 NOTE = "data.json"
 
@@ -26,21 +26,21 @@ def prepare_data(recipe: Recipe, source: str, directory: Path) -> None:
         with open(file, "rb") as contents:
             while block := contents.read(1 << 20):
                 digest.update(block)
-    code = Path(inspect.getfile(type(recipe))).read_bytes()
     note = {
         "description": description,
         "fingerprint": digest.hexdigest(),
-        "recipe_version": hashlib.sha256(code).hexdigest(),
+        "recipe_version": digest_of(packages_of(type(recipe).__module__)),
     }
     (directory / NOTE).write_text(json.dumps(note))
 
 
 def describe_data(directory: str | os.PathLike[str]) -> dict[str, str]:
-    """What `prepare_data` noted.
+    """Return the note of `prepare_data`.
 
     Returns:
         "description": which data it is, in words; "fingerprint": a SHA-256 of all that was prepared;
-        "recipe_version": a SHA-256 of the file that defines the recipe.
+        "recipe_version": a SHA-256 of all code that a run of the recipe ships: the library, the recipe's whole package
+        and the packages of recipes in settings.toml.
     """
     note: dict[str, str] = json.loads((Path(directory) / NOTE).read_text())
     return note

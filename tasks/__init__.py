@@ -8,3 +8,8 @@ from pathlib import Path
 # again. Recipes are imported by name when the task runs, and the ranks get the path as it is then. So it is added once
 # more, and the working directory for recipes of the user's own.
 sys.path += [str(Path(__file__).parent.parent), os.getcwd()]
+
+from tasks.shipping import check_code, prepare_registration
+
+check_code()
+prepare_registration()

@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import os
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
-from flytekit.core.type_engine import DataclassTransformer, TypeEngine
+from flytekit.core.type_engine import DataclassTransformer, TypeEngine, UnionTransformer
+from flytekit.interaction.click_types import JsonParamType
 from flytekit.models.types import LiteralType, SimpleType
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
-from mashumaro.config import BaseConfig
+from mashumaro.jsonschema import build_json_schema
 
 from flyte_ddp.cluster.config import ClusterConfig, known_fields
 from flyte_ddp.config import TrainingConfig, reject_unknown_fields, resolve
 from flyte_ddp.errors import ConfigError
 
 
-class InputError(click.UsageError, ValueError):
+class InputError(click.BadParameter, ValueError):
     """A user's mistake. `pyflyte run` prints its message alone, where another exception comes with a traceback."""
+
+    def format_message(self) -> str:
+        return self.message  # it names the field itself
 
 
 def _json_object(field: str, text: str) -> dict[str, Any]:
     values = json.loads(text)
     if not isinstance(values, dict):
-        raise InputError(f"{field}: {values!r} is of the wrong type; accepted is a JSON object or a file with one")
+        raise InputError(f"{field}: expected a JSON object or the name of a file with one, got {values!r}")
     return values
 
 
 def _from_json(cls: type, text: str) -> Any:
-    """What `pyflyte run --config` calls with the JSON object, or with the contents of the JSON or YAML file."""
+    """Parse the JSON object of `pyflyte run --config`, or the contents of its JSON or YAML file."""
     values = _json_object("config", text)
     values = {name: value for name, value in values.items() if value is not None}  # null: not given
     try:
@@ -48,6 +54,11 @@ def _pre_deserialize(cls: type, values: dict[Any, Any]) -> dict[Any, Any]:
     return values
 
 
+def _post_serialize(self: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what the user did not give. mashumaro's own option for it breaks its JSON schema."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
 TrainingOverrides = dataclasses.make_dataclass(
     "TrainingOverrides",
     [(name, kind | None, None) for name, kind in typing.get_type_hints(TrainingConfig).items()],
@@ -55,9 +66,9 @@ TrainingOverrides = dataclasses.make_dataclass(
     namespace={
         "__doc__": "The fields of `flyte_ddp.config.TrainingConfig` that a user gives; None is the recipe's default.",
         "__module__": __name__,
-        "Config": type("Config", (BaseConfig,), {"omit_none": True}),
         "from_json": classmethod(_from_json),
         "__pre_deserialize__": classmethod(_pre_deserialize),
+        "__post_serialize__": _post_serialize,
     },
 )
 
@@ -81,38 +92,83 @@ class ClusterInput(ClusterConfig):
         return known_fields(values)
 
 
-class _PlainTransformer(DataclassTransformer):
-    """Keeps the JSON schema of all the fields out of `pyflyte run --help`, where it fills the page.
+class _ConfigTransformer(DataclassTransformer):
+    """Carry a config as JSON, with the schema of its fields for the form in Flyte's console.
 
-    A literal from Flyte's console has floats for all numbers. Both classes take 3.0 for 3 themselves; flytekit's own
-    repair fails at a list of any kind, which a recipe's options may hold.
+    flytekit's own transformer describes each field as a Flyte type besides, and warns of those that are none. The
+    console writes 3.0 for 3: both classes convert such numbers themselves, where flytekit's repair fails at a list of
+    any kind, which the options of a recipe may hold.
     """
 
     def __init__(self, kind: type) -> None:
         super().__init__()
         self._t = kind  # the base class serves any dataclass, and its constructor takes no type
+        self._schema = build_json_schema(kind).to_dict()
 
     def get_literal_type(self, t: type) -> LiteralType:
-        return LiteralType(simple=SimpleType.STRUCT)
+        return LiteralType(simple=SimpleType.STRUCT, metadata=self._schema)
 
     def _fix_dataclass_int(self, dc_type: type, dc: Any) -> Any:
         return dc
 
 
-for _kind in (TrainingOverrides, ClusterInput):
-    TypeEngine.register(_PlainTransformer(_kind))
+class _OptionalTransformer(UnionTransformer):
+    """Name the mistake in an optional input.
 
-Source = FlyteDirectory | FlyteFile
-"""Data that the user gives: a local directory or file (uploaded for a remote run) or any URL."""
+    flytekit tries all variants of a union and drops their errors. What none of them accepted arrives here as the text
+    that was typed, and is "Cannot convert from ... to ..." to flytekit.
+    """
+
+    def __init__(self, kind: Any, refuse: Callable[[str], None]) -> None:
+        super().__init__()
+        self._t = kind
+        self._refuse = refuse
+
+    def assert_type(self, t: type, v: Any) -> None:
+        if isinstance(v, str):
+            self._refuse(v)
+        super().assert_type(t, v)
+
+
+def _refuse_text(kind: type, text: str) -> None:
+    try:
+        JsonParamType(kind).convert(text, None, None)
+    except InputError:
+        raise
+    except Exception as error:  # not JSON, or a file that cannot be read
+        field = "config" if kind is TrainingOverrides else "cluster"
+        raise InputError(
+            f"{field}: expected a JSON object or the name of a JSON or YAML file with one, got {text!r}"
+        ) from error
+
+
+def _refuse_source(path: str) -> None:
+    if "://" not in path and not os.path.exists(path):
+        raise InputError(f"data: expected a directory, a file or a URL, got {path!r}, which does not exist")
+
+
+# The inputs of the workflows, None where the user gives none: any other default of a JSON object crashes flytekit's
+# commands for what is registered, such as `pyflyte run remote-launchplan`. In the form `X | None`, flytekit would not
+# find the transformers registered below.
+OptionalOverrides = typing.Optional[TrainingOverrides]  # noqa: UP045
+OptionalCluster = typing.Optional[ClusterInput]  # noqa: UP045
+OptionalSource = typing.Union[FlyteDirectory, FlyteFile, None]  # noqa: UP007 - a local path (uploaded) or any URL
+
+for _kind in (TrainingOverrides, ClusterInput):
+    TypeEngine.register(_ConfigTransformer(_kind))
+    TypeEngine.register(_OptionalTransformer(typing.Optional[_kind], functools.partial(_refuse_text, _kind)))  # noqa: UP045
+TypeEngine.register(_OptionalTransformer(OptionalSource, _refuse_source))
 
 
 def given(overrides: Any) -> Mapping[str, Any]:
-    """The fields of `overrides` that the user gave."""
+    """Return the fields of `overrides` that the user gave."""
+    if overrides is None:
+        return {}
     return {name: value for name, value in dataclasses.asdict(overrides).items() if value is not None}
 
 
-def location(source: Source | None) -> str:
-    """The path or URL that the user gave; "" for none. Nothing is downloaded: that is the recipe's choice."""
+def location(source: OptionalSource) -> str:
+    """Return the path or URL that the user gave, "" for none. Nothing is downloaded: that is the recipe's choice."""
     if source is None:
         return ""
     return str(source.remote_source or source.path)

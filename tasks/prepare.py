@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from flytekit import HashMethod, task
 from flytekit.types.directory import FlyteDirectory
@@ -12,12 +13,21 @@ from flytekit.types.directory import FlyteDirectory
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.prepare import describe_data, prepare_data
 from flyte_ddp.recipes import config_of, get_recipe
-from tasks.inputs import InputError, Source, TrainingOverrides, given, location
+from tasks.inputs import (
+    ClusterInput,
+    InputError,
+    OptionalCluster,
+    OptionalOverrides,
+    OptionalSource,
+    TrainingOverrides,
+    given,
+    location,
+)
 from tasks.resources import SMALL_TASK
 
 
 def _contents_hash(directory: FlyteDirectory) -> str:
-    """What the training task's cache compares: which data it is and which recipe's code, not where it lies."""
+    """Return what the cache of a training task compares: the data and the recipe's code, not where the data lie."""
     note = describe_data(directory.path)
     return f"{note['fingerprint']}-{note['recipe_version']}"
 
@@ -25,14 +35,29 @@ def _contents_hash(directory: FlyteDirectory) -> str:
 PreparedData = Annotated[FlyteDirectory, HashMethod(_contents_hash)]
 
 
-# Not cached: what lies behind a URL may have changed. The training task is, by the contents of what this one returns.
+class Prepared(NamedTuple):
+    """What the tasks that follow train with: nothing in it has to be resolved or checked again."""
+
+    data: PreparedData
+    config: TrainingOverrides  # with a value for every field
+    cluster: ClusterInput
+
+
+# Not cached: the contents of a URL may have changed. The training task is cached, by the contents of this one's output.
 @task(**SMALL_TASK, retries=2)
-def prepare(recipe: str, config: TrainingOverrides, source: Source | None = None) -> PreparedData:
-    """Check the inputs, and prepare the data of `recipe` from `source`, or its own data where there is none."""
+def prepare(
+    recipe: str,
+    config: OptionalOverrides = None,
+    source: OptionalSource = None,
+    cluster: OptionalCluster = None,
+) -> Prepared:
+    """Check and resolve the inputs, and prepare the data of `recipe`, from `source` or the recipe's own."""
     try:
-        found = get_recipe(recipe, config_of(recipe, given(config)).recipe_options)
+        resolved = config_of(recipe, given(config))
         directory = Path(tempfile.mkdtemp(prefix="data-"))
-        prepare_data(found, location(source), directory)
+        prepare_data(get_recipe(recipe, resolved.recipe_options), location(source), directory)
     except (ConfigError, DataError) as error:
         raise InputError(str(error)) from error
-    return FlyteDirectory(str(directory))
+    return Prepared(
+        FlyteDirectory(str(directory)), TrainingOverrides(**dataclasses.asdict(resolved)), cluster or ClusterInput()
+    )

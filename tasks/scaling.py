@@ -24,7 +24,7 @@ from flyte_ddp.scaling.plots import ranks
 from flyte_ddp.scaling.study import ScalingRun, Study, validate_study
 from flyte_ddp.storage import Storage
 from tasks.flyte_context import Execution, current_execution, share_storage_credentials
-from tasks.inputs import ClusterInput, InputError, TrainingOverrides, given
+from tasks.inputs import ClusterInput, InputError, OptionalCluster, OptionalOverrides, TrainingOverrides, given
 from tasks.prepare import PreparedData
 from tasks.report import DeckPublisher
 from tasks.resources import DRIVER_TASK, SMALL_TASK, WANDB_ENVIRONMENT
@@ -48,19 +48,21 @@ class ScalingOutputs(NamedTuple):
 @task(**SMALL_TASK)
 def check_scaling(
     recipe: str,
-    config: TrainingOverrides,
+    config: OptionalOverrides,
     world_sizes: list[int],
     learning_rates: list[float],
     target_loss: float,
     projected_world_sizes: list[int],
-    cluster: ClusterInput,
+    cluster: OptionalCluster,
 ) -> TrainingOverrides:
     """ModelCheck every run of the study before anything is prepared or started for the first; returns `config`."""
     try:
-        _checked(recipe, config, world_sizes, learning_rates, target_loss, projected_world_sizes, cluster)
+        _checked(
+            recipe, config, world_sizes, learning_rates, target_loss, projected_world_sizes, cluster or ClusterInput()
+        )
     except ConfigError as error:
         raise InputError(str(error)) from error
-    return config
+    return config or TrainingOverrides()
 
 
 @task(**DRIVER_TASK, **UNCACHED)
@@ -135,7 +137,7 @@ def build_table(study: Study) -> list[dict[str, object]]:
 
 def _checked(
     recipe: str,
-    config: TrainingOverrides,
+    config: OptionalOverrides,
     world_sizes: list[int],
     learning_rates: list[float],
     target_loss: float,

@@ -26,7 +26,7 @@ from flyte_ddp.storage import Storage
 from flyte_ddp.sweep.results import FINISHED, STOPPED_EARLY, TrialRun, build_table, find_best
 from flyte_ddp.sweep.search import EarlyStopping, Trial, build_trials
 from tasks.flyte_context import Execution, current_execution, share_storage_credentials
-from tasks.inputs import ClusterInput, InputError, TrainingOverrides, given
+from tasks.inputs import ClusterInput, InputError, OptionalCluster, OptionalOverrides, TrainingOverrides, given
 from tasks.prepare import PreparedData
 from tasks.report import DeckPublisher
 from tasks.resources import DRIVER_TASK, SMALL_TASK, WANDB_ENVIRONMENT
@@ -49,22 +49,22 @@ class SweepOutputs(NamedTuple):
 @task(**SMALL_TASK)
 def check_sweep(
     recipe: str,
-    config: TrainingOverrides,
+    config: OptionalOverrides,
     grid: dict,
     num_models: int,
     seed: int,
     stop_early: str,
-    cluster: ClusterInput,
+    cluster: OptionalCluster,
 ) -> TrainingOverrides:
     """Check every model of the sweep before anything is prepared or started for the first; returns `config`."""
     from flyte_ddp.sweep.runner import check_trials
 
     try:
         EarlyStopping(stop_early)
-        check_trials(recipe, build_trials(recipe, given(config), grid, num_models, seed), cluster)
+        check_trials(recipe, build_trials(recipe, given(config), grid, num_models, seed), cluster or ClusterInput())
     except ConfigError as error:
         raise InputError(str(error)) from error
-    return config
+    return config or TrainingOverrides()
 
 
 @task(**DRIVER_TASK, **WATCHED)

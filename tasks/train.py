@@ -26,7 +26,6 @@ from tasks.resources import (
     SECRETS,
     TRAINING_CACHE,
     TRAINING_TASK,
-    WANDB_ENVIRONMENT,
 )
 from tasks.watchers import Watchers
 
@@ -39,7 +38,6 @@ USER_CAUSES = ("ConfigError:", "DataError:", "NonFiniteLoss:")
 WATCHED = {
     "cache": TRAINING_CACHE,
     "secret_requests": SECRETS,
-    "environment": WANDB_ENVIRONMENT,
     "enable_deck": True,
     "deck_fields": (),  # the report alone: flytekit's own tabs repeat the source and the inputs
 }

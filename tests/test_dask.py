@@ -376,7 +376,9 @@ def test_code_is_packed_alike_wherever_it_lies(tmp_path, monkeypatch):
         importlib.invalidate_caches()
     assert packed[0] == packed[1] != packed_code("digits")
     (tmp_path / "there" / "flowers" / "data.bin").write_bytes(bytes(33 << 20))
-    with pytest.raises(ConfigError, match=r"recipe: 'flowers.Flowers' lies in a package of more than 32 MiB"):
+    with pytest.raises(
+        ConfigError, match=r"recipe: 'flowers.Flowers': expected packages without data, got more than 32 MiB"
+    ):
         packed_code("flowers.Flowers")
 
 

@@ -26,6 +26,7 @@ LAYERS = {
     "flyte_ddp.recipes": 1,
     "flyte_ddp.cluster": 1,
     "flyte_ddp.storage": 1,
+    "flyte_ddp.source_code": 0,
     "flyte_ddp.config": 0,
     "flyte_ddp.fields": 0,
     "flyte_ddp.events": 0,

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 import pytest
-from flyteidl.admin import launch_plan_pb2, schedule_pb2, task_pb2, workflow_pb2
+from flyteidl.admin import launch_plan_pb2, task_pb2, workflow_pb2
 from flyteidl.core import tasks_pb2, types_pb2
 from flyteidl.core.execution_pb2 import WorkflowExecution
 
@@ -216,7 +216,7 @@ def test_an_unnecessary_training_is_not_even_scheduled(package):
 SCHEDULES = {
     "retrain_nightly": ("cron", "0 2 * * *"),
     "retrain_weekly": ("cron", "0 4 * * 0"),
-    "retrain_every_6_hours": ("rate", 6),
+    "retrain_every_6_hours": ("cron", "0 */6 * * *"),
     "retrain_by_hand": ("", None),
 }
 
@@ -232,7 +232,13 @@ def test_the_table_has_these_launch_plans_and_nothing_else_is_scheduled(package)
     found = {name: schedule_of(spec) for name, spec in package.launch_plans.items()}
     assert {name: found[name] for name in SCHEDULES} == SCHEDULES
     assert {name for name, schedule in found.items() if schedule[0]} <= set(SCHEDULES)
-    assert package.launch_plans["retrain_every_6_hours"].entity_metadata.schedule.rate.unit == schedule_pb2.HOUR
+
+
+def test_no_launch_plan_has_a_fixed_rate_and_a_kickoff_argument(package):
+    """Flyte's scheduler passes the kickoff time to cron schedules only, and refuses every start of a fixed rate."""
+    for name, spec in package.launch_plans.items():
+        schedule = spec.entity_metadata.schedule
+        assert not (schedule.HasField("rate") and schedule.kickoff_time_input_arg), name
 
 
 def test_a_schedule_fills_in_the_kickoff_time_and_needs_nothing_else(package):
@@ -273,7 +279,7 @@ def test_what_is_retrained_comes_from_the_environment(package):
         assert given["recipe"].default.scalar.primitive.string_value == ("mnist" if is_given else "digits")
         assert given["margin"].default.scalar.primitive.float_value == (0 if is_given else 0.01)
         assert given["data"].default.scalar.union.value.scalar.blob.uri == ("s3://bucket/mnist" if is_given else "")
-        assert (b"epochs" in given["config"].default.scalar.binary.value) == is_given
+        assert ("config" in package.launch_plans[name].fixed_inputs.literals) == is_given
 
 
 def test_launch_plans_run_as_the_service_account_of_their_registration():
@@ -294,22 +300,25 @@ def test_launch_plans_run_as_the_service_account_of_their_registration():
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("NOTIFY_EMAILS", "somebody", "NOTIFY_EMAILS: 'somebody' is no address"),
-        ("RETRAIN_INPUTS", "{", "RETRAIN_INPUTS: '{' is not JSON"),
-        ("RETRAIN_INPUTS", "[]", "accepted is a JSON object of champion, recipe"),
-        ("RETRAIN_INPUTS", '{"kickoff_time": "now"}', "accepted is a JSON object of champion, recipe"),
-        ("RETRAIN_INPUTS", '{"recipe": 3}', "RETRAIN_INPUTS: recipe: 3 is of the wrong type; accepted is a str"),
-        ("RETRAIN_INPUTS", '{"data": "here"}', "RETRAIN_INPUTS: data: 'here' cannot be used; accepted is a URL"),
-        ("RETRAIN_INPUTS", '{"config": {"epochs": 0}}', "epochs: expected a whole number of at least 1, got 0"),
+        ("NOTIFY_EMAILS", "somebody", "notify_emails: expected e-mail addresses, got 'somebody'"),
+        ("RETRAIN_INPUTS", "{", "RETRAIN_INPUTS: expected a JSON object, got '{'"),
+        ("RETRAIN_INPUTS", "[]", "RETRAIN_INPUTS: expected a JSON object, got '[]'"),
+        ("RETRAIN_INPUTS", '{"kickoff_time": "now"}', "retrain_inputs: expected champion, recipe"),
+        ("RETRAIN_INPUTS", '{"recipe": 3}', "retrain_inputs: recipe: expected a str, got 3"),
+        ("RETRAIN_INPUTS", '{"data": "here"}', "retrain_inputs: data: expected a URL, got 'here'"),
+        ("RETRAIN_INPUTS", '{"config": {"epochs": 0}}', "epochs: "),
+        ("GPUS", "0", "GPUS: expected a whole number of at least 1, got '0'"),
+        ("GPUS", "many", "GPUS: expected a whole number of at least 1, got 'many'"),
+        ("SANDBOX", "yes", "SANDBOX: expected 0, 1, false or true, got 'yes'"),
     ],
 )
 def test_bad_settings_are_refused_at_registration(name, value, said, monkeypatch):
-    from tasks.registration import launch_plan
+    from tasks import registration
+    from tasks.settings import load_settings
     from workflows.retrain import retrain_wf
 
-    monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=r"(?s).*") as caught:
-        launch_plan(f"refused_{len(value)}", retrain_wf, None)
+        registration._inputs(retrain_wf, load_settings(environment={name: value}).retrain_inputs)
     assert said in str(caught.value)
 
 

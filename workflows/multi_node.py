@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from flytekit import workflow
 
-from tasks.inputs import ClusterInput, Source, TrainingOverrides
+from tasks.inputs import OptionalCluster, OptionalOverrides, OptionalSource
 from tasks.outputs import TrainingOutputs
 from tasks.prepare import prepare
 from tasks.train import train_on_cluster
@@ -16,9 +16,9 @@ from tasks.train import train_on_cluster
 @workflow
 def multi_node_training_wf(
     recipe: str = "pet_names",
-    config: TrainingOverrides = TrainingOverrides(),  # noqa: B008 - frozen
-    cluster: ClusterInput = ClusterInput(),  # noqa: B008 - frozen
-    data: Source | None = None,
+    config: OptionalOverrides = None,
+    cluster: OptionalCluster = None,
+    data: OptionalSource = None,
     checkpoints: str = "",
     model_artifact: str = "",
 ) -> TrainingOutputs:
@@ -39,12 +39,12 @@ def multi_node_training_wf(
             default a place of the execution's own, which its retries share
         model_artifact: name of the W&B artifact to keep the model state as; none by default
     """
-    prepared = prepare(recipe=recipe, config=config, source=data)
+    prepared = prepare(recipe=recipe, config=config, source=data, cluster=cluster)
     return train_on_cluster(
         recipe=recipe,
-        config=config,
-        data=prepared,
-        cluster=cluster,
+        config=prepared.config,
+        data=prepared.data,
+        cluster=prepared.cluster,
         checkpoints=checkpoints,
         model_artifact=model_artifact,
     )

@@ -10,7 +10,7 @@ from flytekit import workflow
 from flytekit.types.file import PythonPickledFile
 
 from tasks.generate import generate
-from tasks.inputs import Source, TrainingOverrides
+from tasks.inputs import OptionalOverrides, OptionalSource
 from tasks.prepare import prepare
 from tasks.train import train_on_one_node
 
@@ -23,7 +23,7 @@ def generate_names_wf(
     seed: int = 0,
     prefix: str = "",
     max_length: int = 30,
-    data: Source | None = None,
+    data: OptionalSource = None,
 ) -> list[str]:
     """Generate names that no pet of the training list has, all different, from the state of a trained model.
 
@@ -39,10 +39,10 @@ def generate_names_wf(
         data: the list that the model was trained on and that no name may come from, as given to the training; by
             default the recipe's own
     """
-    prepared = prepare(recipe="pet_names", config=TrainingOverrides(), source=data)
+    prepared = prepare(recipe="pet_names", source=data)
     return generate(
         model_state=model_state,
-        data=prepared,
+        data=prepared.data,
         count=count,
         temperature=temperature,
         seed=seed,
@@ -54,9 +54,9 @@ def generate_names_wf(
 @workflow
 def train_and_generate_names_wf(
     recipe: str = "pet_names",
-    config: TrainingOverrides = TrainingOverrides(),  # noqa: B008 - frozen
+    config: OptionalOverrides = None,
     num_processes: int = 0,
-    data: Source | None = None,
+    data: OptionalSource = None,
     count: int = 20,
     temperature: float = 1.0,
     seed: int = 0,
@@ -78,10 +78,10 @@ def train_and_generate_names_wf(
         max_length: characters, at most 30; longer names are dropped, not cut
     """
     prepared = prepare(recipe=recipe, config=config, source=data)
-    trained = train_on_one_node(recipe=recipe, config=config, data=prepared, num_processes=num_processes)
+    trained = train_on_one_node(recipe=recipe, config=prepared.config, data=prepared.data, num_processes=num_processes)
     return generate(
         model_state=trained.model_state,
-        data=prepared,
+        data=prepared.data,
         count=count,
         temperature=temperature,
         seed=seed,

@@ -7,15 +7,14 @@ pyflyte run workflows/retrain.py retrain_wf --kickoff_time now --champion /tmp/c
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from datetime import datetime
 
 from flytekit import conditional, workflow
-from flytekit.core.schedule import CronSchedule, FixedRate
 
-from tasks.inputs import ClusterInput, Source, TrainingOverrides
+from tasks.inputs import ClusterInput, OptionalCluster, OptionalOverrides, OptionalSource, TrainingOverrides
 from tasks.outputs import RetrainingOutputs
 from tasks.prepare import PreparedData, prepare
-from tasks.registration import KICKOFF_TIME, launch_plan
+from tasks.registration import launch_plan
 from tasks.retrain import CLUSTER, ONE_NODE, judge_challenger, keep_champion, plan_retraining
 from tasks.train import train_on_cluster, train_on_one_node
 
@@ -25,11 +24,11 @@ def retrain_wf(
     kickoff_time: datetime,
     champion: str = "",
     recipe: str = "digits",
-    config: TrainingOverrides = TrainingOverrides(),  # noqa: B008 - frozen
-    data: Source | None = None,
+    config: OptionalOverrides = None,
+    data: OptionalSource = None,
     train_on: str = ONE_NODE,
     num_processes: int = 0,
-    cluster: ClusterInput = ClusterInput(),  # noqa: B008 - frozen
+    cluster: OptionalCluster = None,
     start_from: str = "champion",
     margin: float = 0.01,
     min_samples: int = 1,
@@ -60,13 +59,13 @@ def retrain_wf(
         checkpoints: directory or URL for the challenger's checkpoints; by default a place of the execution's own
         model_artifact: name of the W&B artifact to keep the challenger as; none by default
     """
-    prepared = prepare(recipe=recipe, config=config, source=data)
+    prepared = prepare(recipe=recipe, config=config, source=data, cluster=cluster)
     planned = plan_retraining(
         kickoff_time=kickoff_time,
         champion=champion,
         recipe=recipe,
-        config=config,
-        data=prepared,
+        config=prepared.config,
+        data=prepared.data,
         train_on=train_on,
         start_from=start_from,
         margin=margin,
@@ -83,8 +82,8 @@ def retrain_wf(
                 kickoff_time=kickoff_time,
                 champion=planned.champion,
                 recipe=recipe,
-                config=config,
-                data=prepared,
+                config=prepared.config,
+                data=prepared.data,
                 num_processes=num_processes,
                 initial_state=planned.initial_state,
                 start_from=start_from,
@@ -99,9 +98,9 @@ def retrain_wf(
                 kickoff_time=kickoff_time,
                 champion=planned.champion,
                 recipe=recipe,
-                config=config,
-                data=prepared,
-                cluster=cluster,
+                config=prepared.config,
+                data=prepared.data,
+                cluster=prepared.cluster,
                 initial_state=planned.initial_state,
                 start_from=start_from,
                 margin=margin,
@@ -191,14 +190,14 @@ def challenge_on_cluster(
     )
 
 
-# Every LaunchPlan. Cron counts in UTC. None is active until `make register ACTIVATE=1` asks for it, none runs twice at
-# once, and failures are told to NOTIFY_EMAILS. What they train: the defaults above, or RETRAIN_INPUTS at registration.
+# Every LaunchPlan. Cron counts in UTC. None is active until `make register ACTIVATE=NAME` asks for it, and none runs
+# twice at once. Who is told of failures and what they train: settings.toml.
 LAUNCH_PLANS = [
-    launch_plan(name, retrain_wf, schedule)
-    for name, schedule in (
-        ("retrain_nightly", CronSchedule(schedule="0 2 * * *", kickoff_time_input_arg=KICKOFF_TIME)),
-        ("retrain_weekly", CronSchedule(schedule="0 4 * * 0", kickoff_time_input_arg=KICKOFF_TIME)),
-        ("retrain_every_6_hours", FixedRate(timedelta(hours=6), kickoff_time_input_arg=KICKOFF_TIME)),
-        ("retrain_by_hand", None),
+    launch_plan(name, retrain_wf, cron)
+    for name, cron in (
+        ("retrain_nightly", "0 2 * * *"),
+        ("retrain_weekly", "0 4 * * 0"),
+        ("retrain_every_6_hours", "0 */6 * * *"),
+        ("retrain_by_hand", ""),
     )
 ]

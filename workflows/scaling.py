@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from flytekit import workflow
 
-from tasks.inputs import ClusterInput, Source, TrainingOverrides
+from tasks.inputs import OptionalCluster, OptionalOverrides, OptionalSource
 from tasks.prepare import prepare
 from tasks.scaling import ScalingOutputs, check_scaling, train_at_world_sizes
 
@@ -15,13 +15,13 @@ from tasks.scaling import ScalingOutputs, check_scaling, train_at_world_sizes
 @workflow
 def scaling_wf(
     recipe: str = "digits",
-    config: TrainingOverrides = TrainingOverrides(),  # noqa: B008 - frozen
+    config: OptionalOverrides = None,
     world_sizes: list[int] = [1, 2],  # noqa: B006 - Flyte's form of a default
     learning_rates: list[float] = [],  # noqa: B006
     target_loss: float = 0.0,
     projected_world_sizes: list[int] = [4, 8, 16],  # noqa: B006
-    cluster: ClusterInput = ClusterInput(),  # noqa: B008 - frozen
-    data: Source | None = None,
+    cluster: OptionalCluster = None,
+    data: OptionalSource = None,
     checkpoints: str = "",
 ) -> ScalingOutputs:
     """Measure how a training scales: the same global batch at several world sizes, one after the other on one cluster.
@@ -54,15 +54,15 @@ def scaling_wf(
         projected_world_sizes=projected_world_sizes,
         cluster=cluster,
     )
-    prepared = prepare(recipe=recipe, config=checked, source=data)
+    prepared = prepare(recipe=recipe, config=checked, source=data, cluster=cluster)
     return train_at_world_sizes(
         recipe=recipe,
         config=checked,
-        data=prepared,
+        data=prepared.data,
         world_sizes=world_sizes,
         learning_rates=learning_rates,
         target_loss=target_loss,
         projected_world_sizes=projected_world_sizes,
-        cluster=cluster,
+        cluster=prepared.cluster,
         checkpoints=checkpoints,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from flytekit import workflow
 
-from tasks.inputs import Source, TrainingOverrides
+from tasks.inputs import OptionalOverrides, OptionalSource
 from tasks.outputs import TrainingOutputs
 from tasks.prepare import prepare
 from tasks.train import train_on_one_node
@@ -16,9 +16,9 @@ from tasks.train import train_on_one_node
 @workflow
 def single_node_training_wf(
     recipe: str = "digits",
-    config: TrainingOverrides = TrainingOverrides(),  # noqa: B008 - frozen
+    config: OptionalOverrides = None,
     num_processes: int = 0,
-    data: Source | None = None,
+    data: OptionalSource = None,
     checkpoints: str = "",
     model_artifact: str = "",
 ) -> TrainingOutputs:
@@ -41,8 +41,8 @@ def single_node_training_wf(
     prepared = prepare(recipe=recipe, config=config, source=data)
     return train_on_one_node(
         recipe=recipe,
-        config=config,
-        data=prepared,
+        config=prepared.config,
+        data=prepared.data,
         num_processes=num_processes,
         checkpoints=checkpoints,
         model_artifact=model_artifact,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from flytekit import workflow
 
-from tasks.inputs import ClusterInput, Source, TrainingOverrides
+from tasks.inputs import OptionalCluster, OptionalOverrides, OptionalSource
 from tasks.prepare import prepare
 from tasks.sweep import SweepOutputs, check_sweep, train_sweep
 
@@ -16,12 +16,12 @@ from tasks.sweep import SweepOutputs, check_sweep, train_sweep
 def sweep_wf(
     grid: dict,
     recipe: str = "digits",
-    config: TrainingOverrides = TrainingOverrides(),  # noqa: B008 - frozen
+    config: OptionalOverrides = None,
     num_models: int = 0,
     seed: int = 0,
     stop_early: str = "none",
-    cluster: ClusterInput = ClusterInput(),  # noqa: B008 - frozen
-    data: Source | None = None,
+    cluster: OptionalCluster = None,
+    data: OptionalSource = None,
     checkpoints: str = "",
 ) -> SweepOutputs:
     """Train a model for every combination in a grid, or for random ones, side by side on a Dask cluster, and compare.
@@ -57,13 +57,13 @@ def sweep_wf(
         stop_early=stop_early,
         cluster=cluster,
     )
-    prepared = prepare(recipe=recipe, config=checked, source=data)
+    prepared = prepare(recipe=recipe, config=checked, source=data, cluster=cluster)
     return train_sweep(
         recipe=recipe,
         config=checked,
         grid=grid,
-        data=prepared,
-        cluster=cluster,
+        data=prepared.data,
+        cluster=prepared.cluster,
         num_models=num_models,
         seed=seed,
         stop_early=stop_early,

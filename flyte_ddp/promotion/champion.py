@@ -51,7 +51,7 @@ class Manifest:
     created_at: str  # of the promotion, UTC, ISO 8601
     kickoff_time: str  # of the retraining, likewise
     recipe: str
-    recipe_version: str  # SHA-256 of the file that defines the recipe
+    recipe_version: str  # SHA-256 of the code that a run of the recipe ships
     config: dict[str, Any]
     data: str  # which data it was trained on, in words
     data_fingerprint: str

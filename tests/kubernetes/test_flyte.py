@@ -220,7 +220,7 @@ def cluster_input(tasks: Any, **fields: Any) -> Any:
 def prepared(flyte: Flyte, package: Package, tasks: Any, recipe: str) -> Any:
     """The literal of the recipe's prepared data, from a pod of the task that prepares it."""
     inputs = literals(tasks.prepare.prepare, recipe=recipe, config=tasks.inputs.TrainingOverrides())
-    return flyte.run(package, "tasks.prepare.prepare", "n0", inputs).literals["o0"]
+    return flyte.run(package, "tasks.prepare.prepare", "n0", inputs).literals["data"]
 
 
 def test_attempts_go_on_from_each_others_checkpoints_until_one_leaves_typed_outputs_and_a_deck(
@@ -307,9 +307,9 @@ def newer(tmp_path_factory: pytest.TempPathFactory) -> Package:
     """A fast registration of a checkout whose recipe `digits` says that it is newer, in the driver and in the ranks."""
     checkout = tmp_path_factory.mktemp("newer") / "checkout"
     checkout.mkdir()
-    for name in ("flyte_ddp", "tasks", "workflows"):
+    for name in ("flyte_ddp", "tasks", "workflows", "recipes"):
         shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", checkout)
+    shutil.copy(ROOT / "settings.toml", checkout)
     recipe = checkout / "flyte_ddp/recipes/digits.py"
     assert "    def model(self)" in recipe.read_text()
     recipe.write_text(

@@ -1,0 +1,72 @@
+"""The source code of a run: its files and a hash of them. What is shipped and what is hashed are the same files.
+
+A recipe may import from its own package and from the packages of recipes that settings.toml names, so these belong
+together. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SETTINGS_FILE = "settings.toml"
+MAX_SIZE = 32 << 20  # bytes of code; more is data that lies beside it
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """Return the tables of a TOML file; ValueError where it is none."""
+    with open(file, "rb") as text:
+        return tomllib.load(text)
+
+
+def recipe_packages() -> list[str]:
+    """Return the packages of recipes that settings.toml names; none where the library is used without it."""
+    file = Path(__file__).parents[1] / SETTINGS_FILE
+    return list(read_settings(file).get("recipes", [])) if file.is_file() else []
+
+
+def packages_of(module: str) -> list[str]:
+    """Return the top-level packages whose code decides what a recipe defined in `module` does."""
+    return sorted({"flyte_ddp", module.split(".")[0], *recipe_packages()})
+
+
+def source_files(packages: Iterable[str]) -> dict[str, Path]:
+    """Return the files of top-level packages and modules by their names relative to an entry of sys.path, sorted."""
+    found: dict[str, Path] = {}
+    for package in packages:
+        spec = importlib.util.find_spec(package)
+        if spec is None:
+            continue
+        if spec.submodule_search_locations is None:
+            if spec.origin is not None:
+                found[Path(spec.origin).name] = Path(spec.origin)
+            continue
+        for location in spec.submodule_search_locations:
+            for file in Path(location).rglob("*"):
+                name = file.relative_to(location)
+                if file.is_file() and not any(part == "__pycache__" or part.startswith(".") for part in name.parts):
+                    found[f"{package}/{name.as_posix()}"] = file
+    return dict(sorted(found.items()))
+
+
+def digest_of(packages: Iterable[str], extra_files: Iterable[Path] = ()) -> str:
+    """Return a SHA-256 of the files of `packages` and their names.
+
+    A package that is too large to be code alone counts by its Python files.
+    """
+    files = {**source_files(packages), **{file.name: file for file in extra_files}}
+    if sum(file.stat().st_size for file in files.values()) > MAX_SIZE:
+        files = {name: file for name, file in files.items() if file.suffix == ".py"}
+    digest = hashlib.sha256()
+    for name, file in files.items():
+        digest.update(name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
