@@ -11,6 +11,7 @@ from flytekit import ExecutionParameters
 from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.utils import ClassDecorator
 
+from flyte_ddp.storage import storage_environment
 from tasks.resources import WANDB_ENVIRONMENT, WANDB_MODE
 
 
@@ -61,18 +62,11 @@ def node_and_attempt(execution: str, raw_output_prefix: str, output_metadata_pre
 
 
 def share_storage_credentials() -> None:
-    """Let every process of this pod reach the object store that Flyte gave it access to.
+    """Give the user's own libraries (boto3, pandas) in this process and the ranks the task's storage configuration.
 
-    Flyte's own variables are read by flytekit alone; the ranks read and write checkpoints with the store's own client,
-    which knows the cloud's names. What is set already stays.
+    The package itself does not need it: `flyte_ddp.storage` reads Flyte's variables.
     """
-    for ours, theirs in (
-        ("FLYTE_AWS_ENDPOINT", "AWS_ENDPOINT_URL"),
-        ("FLYTE_AWS_ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID"),
-        ("FLYTE_AWS_SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY"),
-    ):
-        if ours in os.environ:
-            os.environ.setdefault(theirs, os.environ[ours])
+    os.environ.update(storage_environment())
 
 
 class wandb_link(ClassDecorator):

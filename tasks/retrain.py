@@ -62,7 +62,7 @@ def plan_retraining(
         execution = _execution()
         terms = Terms(start_from, margin, min_samples, min_share)
         store = ChampionStore(champion or _default_champion(execution, recipe))
-        store.storage.check_writable("champion")
+        store.storage.check_access("champion")
         planned = plan(store, _challenge(kickoff_time, recipe, config, data, execution), terms)
     return RetrainingPlan(
         train_on=train_on if planned.train else NOTHING,

@@ -95,7 +95,7 @@ def train_at_world_sizes(
         resolved = _checked(recipe, config, world_sizes, learning_rates, target_loss, projected_world_sizes, cluster)
         rates = learning_rates or [resolved.learning_rate]
         storage = Storage(checkpoints or execution.checkpoints)
-        storage.check_writable("checkpoints")
+        storage.check_access("checkpoints")
         data.download()
         report = ScalingReport(
             recipe, len(world_sizes) * len(rates), projected_world_sizes, target_loss, cluster.resolved_kind

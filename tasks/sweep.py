@@ -97,7 +97,7 @@ def train_sweep(
     try:
         trials = build_trials(recipe, given(config), grid, num_models, seed)
         storage = Storage(checkpoints or execution.checkpoints)
-        storage.check_writable("checkpoints")
+        storage.check_access("checkpoints")
         data.download()
         with flyte_errors(), _Watchers(recipe, trials, storage, execution, directory) as watchers:
             with open_cluster(cluster, name) as client:

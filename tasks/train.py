@@ -121,7 +121,7 @@ def _run(
     try:
         resolved = config_of(recipe, given(config))
         job = Job(recipe, resolved, checkpoints or execution.checkpoints, launched_at, initial_state)
-        Storage(job.checkpoints).check_writable("checkpoints")  # the watchers are the first to write there
+        Storage(job.checkpoints).check_access("checkpoints")  # the watchers are the first to write there
         watchers = Watchers(job, execution, directory, model_artifact)
         with flyte_errors(), watchers.saying_what_is_logged():
             yield job, watchers, execution

@@ -400,9 +400,9 @@ def test_checkpoints_in_a_bucket_are_saved_pruned_and_loaded(bucket):
 
 
 def test_a_bucket_that_is_not_there_is_refused(bucket):
-    with pytest.raises(ConfigError, match="checkpoints: 's3://no-such-bucket/run' cannot be written to"):
-        Storage("s3://no-such-bucket/run").check_writable("checkpoints")
-    Storage(f"{bucket}/fresh").check_writable("checkpoints")
+    with pytest.raises(ConfigError, match="checkpoints: .*got s3://no-such-bucket/run: .*create the bucket"):
+        Storage("s3://no-such-bucket/run").check_access("checkpoints")
+    Storage(f"{bucket}/fresh").check_access("checkpoints")
     assert Storage(f"{bucket}/fresh").names() == []
 
 

@@ -112,7 +112,7 @@ def check(job: Job, num_processes: int) -> None:
     if job.config.sync_batch_norm and num_processes > 1 and not gpus:
         raise ConfigError("sync_batch_norm: true needs GPUs, which torch's has alone; accepted here is false")
     job.config.batch_size_per_rank(num_processes)
-    Storage(job.checkpoints).check_writable("checkpoints")
+    Storage(job.checkpoints).check_access("checkpoints")
 
 
 def train(

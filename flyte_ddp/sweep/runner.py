@@ -88,7 +88,7 @@ def train_trials(
     """
     check_trials(recipe, trials, cluster)
     storage = Storage(checkpoints)
-    storage.check_writable("checkpoints")
+    storage.check_access("checkpoints")
     sweep = _Sweep(
         recipe=recipe,
         storage=storage,

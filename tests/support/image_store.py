@@ -59,10 +59,18 @@ class ImageStore:
         self.requests = []  # (method, path, query, headers)
         self.faults = defaultdict(list)
         self.before_request = lambda name: None
+        self.fault = ""  # of every request: "unavailable", or the code of an answer with status 403
 
     def __call__(self, environ, start_response):
         path, query = environ["PATH_INFO"], environ["QUERY_STRING"]
         self.requests.append((environ["REQUEST_METHOD"], path, parse_qs(query), environ.get("HTTP_AUTHORIZATION", "")))
+        if self.fault:
+            status, code = (
+                ("503 Unavailable", "ServiceUnavailable") if self.fault == "unavailable" else ("403 F", self.fault)
+            )
+            body = f"<Error><Code>{code}</Code><Message>a test wants this</Message></Error>".encode()
+            start_response(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
+            return [body] if environ["REQUEST_METHOD"] != "HEAD" else []
         name = path.split("/", 2)[-1]
         self.before_request(name)
         fault = self.faults[name].pop(0) if self.faults.get(name) else "fine"

@@ -91,7 +91,7 @@ def train_on_dask(
     """
     check(job, config)
     storage = Storage(job.checkpoints)
-    storage.check_writable("checkpoints")
+    storage.check_access("checkpoints")
     job = dataclasses.replace(job, checkpoints=storage.url)
     state = events.RunState(keep_steps=False)
     stopping = contextlib.nullcontext(stop) if stop else stop_on_signals()

@@ -1,0 +1,306 @@
+"""Storage against a real S3 server over HTTP: what is there, missing, forbidden, away or silent; and on a disk."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+
+import pytest
+
+from flyte_ddp import storage
+from flyte_ddp.errors import ConfigError, StorageDenied, StorageUnavailable
+from flyte_ddp.storage import Storage, open_filesystem, redact_url, storage_environment
+from tests.support.image_store import running_store
+
+AWS_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
+
+
+@pytest.fixture(scope="module")
+def store():
+    with running_store() as found:
+        yield found
+
+
+@pytest.fixture
+def url(store):
+    return store.fill({"": b""}).replace("/images", "/run")
+
+
+@pytest.fixture(params=["disk", "s3"])
+def place(request, tmp_path):
+    if request.param == "disk":
+        return Storage(str(tmp_path / "run"))
+    return Storage(request.getfixturevalue("url"))
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """Short pauses, so that a test need not wait."""
+    monkeypatch.setattr(storage, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(storage, "MAX_PAUSE", 0.2)
+    monkeypatch.setattr(storage, "READ_TIMEOUT", 1.0)
+    monkeypatch.setattr(storage, "_reached", set())
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def no_keys(monkeypatch, tmp_path):
+    for name in AWS_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+
+
+def test_files_are_written_read_listed_renamed_and_deleted(place):
+    assert place.names() == []
+    place.write("a", b"one")
+    place.write("a", b"two")
+    place.write("b", b"")
+    assert place.read("a") == b"two"
+    assert sorted(place.names()) == ["a", "b"]
+    place.rename("a", "aside")
+    assert sorted(place.names()) == ["aside", "b"]
+    assert place.read("aside") == b"two"
+    place.delete("aside")
+    place.delete("aside")
+    with pytest.raises(FileNotFoundError):
+        place.read("aside")
+    with pytest.raises(FileNotFoundError):
+        place.rename("aside", "b")
+    place.check_access()
+    assert place.names() == ["b"]
+
+
+def test_single_files_are_written_read_and_fetched(place, tmp_path):
+    storage.write_file(place.join("file"), b"contents")
+    assert storage.read_file(place.join("file")) == b"contents"
+    storage.fetch_file(place.join("file"), tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == b"contents"
+    with pytest.raises(FileNotFoundError):
+        storage.fetch_file(place.join("none"), tmp_path / "nothing")
+    assert not list(tmp_path.glob("nothing*"))
+
+
+def test_an_unknown_kind_of_url_is_refused_without_its_password():
+    with pytest.raises(ConfigError, match="data: expected a path or a URL that fsspec knows, got 'xyz://...@host/a'"):
+        Storage("xyz://me:secret@host/a", "data")
+
+
+# The store is away
+
+
+@pytest.mark.parametrize("fault", ["refuses", "hangs"])
+def test_a_store_that_is_away_is_waited_for_and_then_reported_in_one_line(fault, monkeypatch, fast, caplog):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if fault == "hangs":
+            server.listen(50)  # the kernel accepts; nobody answers
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        place = Storage(f"s3://away-and-{fault}/run", timeout=2.5)
+        began = time.monotonic()
+        for action in (lambda: place.read("a"), lambda: place.write("a", b""), place.names):
+            with pytest.raises(StorageUnavailable) as caught:
+                action()
+            place.timeout = 0
+        assert 2 < time.monotonic() - began < 20
+    assert str(caught.value).startswith(f"checkpoints: s3://away-and-{fault}/run could not be reached for 0 s: ")
+    assert "\n" not in str(caught.value)
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "flyte_ddp.storage"]
+    assert line.startswith(f"s3://away-and-{fault} cannot be reached: ")
+
+
+def test_operations_go_on_when_the_store_is_back_and_one_line_says_so(store, url, fast, caplog):
+    place = Storage(url)
+    place.write("a", b"1")
+    store.fault = "unavailable"
+    threading.Timer(1.0, lambda: setattr(store, "fault", "")).start()
+    began = time.monotonic()
+    assert place.read("a") == b"1"
+    assert time.monotonic() - began >= 0.9
+    assert place.names() == ["a"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "flyte_ddp.storage"]
+    assert len(lines) == 2
+    assert "cannot be reached" in lines[0]
+    assert "answers again after 1 s" in lines[1]
+
+
+def test_a_server_that_stops_and_starts_again_is_waited_for(monkeypatch, fast):
+    from moto.server import ThreadedMotoServer
+
+    port = free_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
+    server.start()
+    open_filesystem("s3://restarted")[0].mkdir("restarted")
+    place = Storage("s3://restarted/run")
+    place.write("a", b"1")
+    server.stop()
+    place.timeout = 0
+    with pytest.raises(StorageUnavailable):
+        place.read("a")
+    place.timeout = 60
+    results = []
+    reader = threading.Thread(target=lambda: results.append(place.read("a")))
+    reader.start()
+    time.sleep(0.5)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
+    server.start()
+    reader.join(30)
+    server.stop()
+    assert results == [b"1"]
+
+
+def test_waiting_can_be_ended(monkeypatch, fast):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    place = Storage("s3://away/run")
+    threading.Timer(0.5, place.stop.set).start()
+    with pytest.raises(StorageUnavailable):
+        place.read("a")
+
+
+# The user's mistakes
+
+
+def test_missing_credentials_are_refused_in_one_line_with_the_remedy(store, url, monkeypatch, fast, tmp_path):
+    no_keys(monkeypatch, tmp_path)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", store.endpoint_url)
+    place = Storage(url)
+    for action in (place.check_access, lambda: place.read("a"), place.names):
+        with pytest.raises(StorageDenied) as caught:
+            action()
+        assert "NoCredentialsError" in str(caught.value)
+        assert "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_credentials_that_worked_and_are_gone_are_waited_for(store, url, monkeypatch, fast, tmp_path):
+    Storage(url).write("a", b"")  # a pod's identity is a service that can be away for a moment
+    no_keys(monkeypatch, tmp_path)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", store.endpoint_url)
+    with pytest.raises(StorageUnavailable):
+        Storage(url, timeout=0.5).read("a")
+
+
+@pytest.mark.parametrize("code", ["AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken"])
+def test_keys_that_are_wrong_or_not_allowed_are_refused_at_once(store, url, code):
+    place = Storage(url)
+    store.fault = code
+    try:
+        for action in (place.check_access, lambda: place.read("a"), lambda: place.delete("a"), place.names):
+            with pytest.raises(StorageDenied, match="correct the keys, or allow their owner") as caught:
+                action()
+            assert "\n" not in str(caught.value)
+    finally:
+        store.fault = ""
+
+
+def test_a_bucket_that_is_not_there_is_the_users_mistake_and_not_an_empty_one(store, monkeypatch):
+    place = Storage("s3://no-such-bucket/run", "champion")
+    for action in (place.check_access, lambda: place.write("a", b""), place.names):
+        with pytest.raises(StorageDenied, match=r"champion: .* got s3://no-such-bucket/run: .*create the bucket or"):
+            action()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs /proc")
+def test_a_directory_in_which_nothing_can_be_created_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for directory in ("/proc/run", str(tmp_path / "file" / "below")):
+        with pytest.raises(ConfigError, match="checkpoints: expected a place .*in which this process may create files"):
+            Storage(directory, timeout=0).check_access()
+
+
+# Configuration
+
+
+def test_flyte_s_variables_are_enough(store, url, monkeypatch, tmp_path):
+    no_keys(monkeypatch, tmp_path)
+    monkeypatch.setenv("FLYTE_AWS_ENDPOINT", store.endpoint_url)
+    monkeypatch.setenv("FLYTE_AWS_ACCESS_KEY_ID", "flyte-key")
+    monkeypatch.setenv("FLYTE_AWS_SECRET_ACCESS_KEY", "flyte-secret")
+    store.requests.clear()
+    Storage(url).check_access()
+
+    assert all("Credential=flyte-key/" in authorization for *_, authorization in store.requests)
+    assert storage_environment() == {
+        "AWS_ACCESS_KEY_ID": "flyte-key",
+        "AWS_SECRET_ACCESS_KEY": "flyte-secret",
+        "AWS_ENDPOINT_URL": store.endpoint_url,
+    }
+
+
+def test_explicit_variables_win_over_flyte_s_as_a_whole(monkeypatch, tmp_path):
+    no_keys(monkeypatch, tmp_path)
+    monkeypatch.setenv("FLYTE_AWS_ENDPOINT", "http://flyte")
+    monkeypatch.setenv("FLYTE_AWS_ACCESS_KEY_ID", "flyte-key")
+    monkeypatch.setenv("FLYTE_AWS_SECRET_ACCESS_KEY", "flyte-secret")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "mine")
+    assert storage_environment() == {"AWS_ACCESS_KEY_ID": "mine", "AWS_ENDPOINT_URL": "http://flyte"}
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    assert storage_environment() == {"AWS_ENDPOINT_URL": "http://flyte"}
+
+
+def test_azure_has_flyte_s_variables_too(monkeypatch):
+    monkeypatch.setenv("FLYTE_AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv("FLYTE_AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
+    file_system, path = open_filesystem("abfs://container/path")
+    assert (file_system.account_name, file_system.account_key, path) == ("account", "a2V5", "container/path")
+    assert storage_environment()["AZURE_STORAGE_ACCOUNT_KEY"] == "a2V5"
+
+
+def test_another_process_adopts_what_it_has_not_been_given_itself(monkeypatch, tmp_path):
+    no_keys(monkeypatch, tmp_path)
+    given = {"AWS_ACCESS_KEY_ID": "1", "AWS_SECRET_ACCESS_KEY": "2", "AWS_SESSION_TOKEN": "3", "AWS_ENDPOINT_URL": "4"}
+    monkeypatch.setenv("FLYTE_AWS_ACCESS_KEY_ID", "own")
+    monkeypatch.setenv("FLYTE_AWS_SECRET_ACCESS_KEY", "own")
+    for name in given:
+        monkeypatch.setenv(name, "")  # so that what the next line sets is undone
+    storage.adopt_storage_environment(given)
+
+    assert storage_environment() == {
+        "AWS_ACCESS_KEY_ID": "own",
+        "AWS_SECRET_ACCESS_KEY": "own",
+        "AWS_ENDPOINT_URL": "4",
+    }
+
+
+def test_a_file_system_is_not_shared_with_who_had_other_keys(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    found = []
+    for key in ("one", "one", "two"):
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
+        found.append(open_filesystem("s3://bucket")[0])
+    assert found[0] is found[1]
+    assert found[0] is not found[2]
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("/data/a@b?c", "/data/a@b?c"),
+        ("s3://bucket/a", "s3://bucket/a"),
+        ("s3://me:secret@bucket/a", "s3://...@bucket/a"),
+        ("https://token@host/a", "https://...@host/a"),
+        ("abfs://container@account.dfs.core.windows.net/a", "abfs://container@account.dfs.core.windows.net/a"),
+        ("https://h/a.csv?X-Amz-Signature=ab/c&versionId=1#x", "https://h/a.csv?X-Amz-Signature=...&versionId=..."),
+        ("zip://a.csv::https://h/b.zip?sig=secret", "zip://a.csv::https://h/b.zip?sig=..."),
+        ("simplecache::s3://me:secret@b/a", "simplecache::s3://...@b/a"),
+        ("403, message='no', url='https://h/a?sig=secret'", "403, message='no', url='https://h/a?sig=...'"),
+    ],
+)
+def test_urls_are_shown_without_passwords_and_signatures(url, shown):
+    assert redact_url(url) == shown
+    assert redact_url(shown) == shown
