@@ -56,7 +56,7 @@ def test_an_existing_cluster_is_used_and_left_running(
 def test_too_few_workers_end_the_start_at_its_deadline() -> None:
     with LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None) as cluster:
         config = ClusterConfig(num_nodes=3, scheduler_address=cluster.scheduler_address, start_timeout=2)
-        with pytest.raises(ClusterError, match="1 of 3 workers came within 2 s"), open_cluster(config, "run"):
+        with pytest.raises(ClusterError, match="1 of 3 workers connected within 2 s"), open_cluster(config, "run"):
             raise AssertionError("started")
 
 

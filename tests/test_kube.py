@@ -1,8 +1,12 @@
 """What is asked of Kubernetes, to the letter, without a cluster. Its life on a real one is in tests/kubernetes."""
 
 import dataclasses
+import http.server
 import json
 import re
+import threading
+import time
+from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +18,7 @@ import pytest
 import yaml
 
 from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig, cluster_config, dask_config
-from flyte_ddp.cluster.kubernetes.lifecycle import duration
+from flyte_ddp.cluster.kubernetes import api, lifecycle
 from flyte_ddp.cluster.kubernetes.manifest import (
     Driver,
     as_cluster_name,
@@ -23,8 +27,9 @@ from flyte_ddp.cluster.kubernetes.manifest import (
     merge_pod,
     network_policy,
 )
+from flyte_ddp.cluster.kubernetes.orphans import duration
 from flyte_ddp.cluster.kubernetes.preflight import NEEDED_EVERYWHERE, requests_of, tolerates
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.errors import ClusterError, ConfigError, PreflightError
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -496,3 +501,161 @@ def test_the_operators_image_has_the_version_of_its_pinned_package() -> None:
     requirements = (DEPLOY.parent / "requirements.txt").read_text()
     (pinned,) = re.findall(r"^dask-kubernetes==(\S+)", requirements, re.MULTILINE)
     assert yaml.safe_load((DEPLOY / "operator/values.yaml").read_text())["image"]["tag"] == pinned
+
+
+class ApiServer:
+    """What preflight and creation ask of an API server that has all they need, behind faults to be switched on."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, str]] = []
+        self.faults: list[int] = []  # what the next requests end with: an HTTP status, or 0 for a cut connection
+        self.cluster: dict[str, Any] | None = None
+        server = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def answer(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "null")
+                server.requests.append((self.command, self.path.partition("?")[0]))
+                status, reply = server.reply(self.command, self.path, body)
+                fault = server.faults.pop(0) if server.faults else None
+                if fault == 0:
+                    self.connection.close()
+                    return
+                status, reply = (fault, {"message": "not now"}) if fault else (status, reply)
+                text = json.dumps(reply).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            do_GET = do_POST = do_DELETE = answer
+
+            def log_message(self, *arguments: Any) -> None:
+                pass
+
+        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def reply(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+        if "selfsubjectaccessreviews" in path:
+            return 201, {"spec": body["spec"], "status": {"allowed": True}}
+        if method == "POST" and "daskclusters" in path:
+            if self.cluster is not None:
+                return 409, {"message": "already exists"}
+            self.cluster = {**body, "metadata": {**body["metadata"], "uid": "0a1b"}}
+            return 201, self.cluster
+        if "daskclusters/" in path:
+            return (200, self.cluster) if self.cluster else (404, {"message": "not found"})
+        if method == "POST":
+            return 201, body
+        if path.startswith("/version"):
+            names = ("buildDate", "compiler", "gitCommit", "gitTreeState", "gitVersion", "goVersion")
+            return 200, dict.fromkeys([*names, "major", "minor", "platform"], "1")
+        if path.startswith("/apis/kubernetes.dask.org"):
+            return 200, {"groupVersion": "kubernetes.dask.org/v1", "resources": []}
+        return 200, {"items": [], "metadata": {"name": "team"}}
+
+
+@pytest.fixture
+def api_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    server = ApiServer()
+    kubeconfig = {
+        "current-context": "test",
+        "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test", "namespace": "team"}}],
+        "clusters": [{"name": "test", "cluster": {"server": f"http://127.0.0.1:{server.http.server_port}"}}],
+        "users": [{"name": "test", "user": {"token": "test"}}],
+    }
+    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(kubeconfig))
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig"))
+    monkeypatch.setattr(api, "MAX_RETRY_DELAY", 0.1)
+    monkeypatch.setattr(lifecycle, "OPERATOR_TIMEOUT", 0.5)
+    api._api.cache_clear()
+    yield server
+    api._api.cache_clear()
+    server.http.shutdown()
+    server.http.server_close()
+
+
+PODS = KubernetesConfig(image="image", autoscaled_nodes=True)
+
+
+def start(timeout: float = 20) -> None:
+    with lifecycle.kube_cluster(ClusterConfig(kubernetes=PODS), "run", time.monotonic() + timeout):
+        raise AssertionError("started")
+
+
+@pytest.mark.parametrize("fault", [0, 429, 500, 503])
+def test_an_api_server_that_is_away_for_a_moment_is_asked_again(api_server: ApiServer, fault: int) -> None:
+    api_server.faults = [fault, fault]
+    with pytest.raises(ClusterError, match="the Dask operator did not react"):  # so preflight and creation succeeded
+        start()
+    assert ("POST", "/apis/kubernetes.dask.org/v1/namespaces/team/daskclusters") in api_server.requests
+    assert api_server.requests[-1][0] == "DELETE"
+
+
+def test_a_creation_whose_answer_was_lost_is_found_to_be_ones_own(api_server: ApiServer) -> None:
+    reply = api_server.reply
+
+    def lose_the_first(method: str, path: str, body: Any) -> tuple[int, Any]:
+        if method == "POST" and "daskclusters" in path and api_server.cluster is None:
+            api_server.faults.append(0)
+        return reply(method, path, body)
+
+    api_server.reply = lose_the_first  # type: ignore[method-assign]
+    with pytest.raises(ClusterError, match="the Dask operator did not react"):
+        start()
+    created = [path for method, path in api_server.requests if method == "POST" and "daskclusters" in path]
+    assert len(created) == 2
+    assert api_server.requests[-1][0] == "DELETE"
+
+
+def test_an_api_server_that_stays_away_is_no_mistake_of_the_users(
+    api_server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(api.call.__kwdefaults__, "patience", 1.0)
+    api_server.faults = [503] * 100
+    with pytest.raises(ClusterError, match="the Kubernetes API server does not answer: not now") as caught:
+        start()
+    assert not isinstance(caught.value, ConfigError)
+    api_server.http.server_close()
+    with pytest.raises(ClusterError, match="the Kubernetes API server does not answer"):
+        start()
+
+
+@pytest.mark.parametrize("status", [400, 422])
+def test_pods_that_the_api_server_refuses_are_the_users_mistake(api_server: ApiServer, status: int) -> None:
+    reply = api_server.reply
+    invalid = (status, {"message": "spec.worker.spec.containers[0].ports: Invalid value"})
+    api_server.reply = lambda method, path, body: (  # type: ignore[method-assign]
+        invalid if method == "POST" and "daskclusters" in path else reply(method, path, body)
+    )
+    with pytest.raises(PreflightError, match=r"ports: Invalid value; correct `pod_template`"):
+        start()
+
+
+def test_a_refused_token_is_the_users_mistake(api_server: ApiServer) -> None:
+    api_server.faults = [401]
+    with pytest.raises(PreflightError, match="this process has no access to a Kubernetes API server"):
+        start()
+
+
+@pytest.mark.parametrize(
+    ("changes", "finding"),
+    [
+        ({"shared_memory": "9Gi"}, r"shared_memory \(9Gi\) is a part of worker_memory, which is 8Gi only; raise"),
+        (
+            {"pod_template": {"containers": [{"name": "worker", "resources": {"limits": {"x/y": "much"}}}]}},
+            "much; correct the resources in `pod_template`",
+        ),
+    ],
+)
+def test_sizes_that_cannot_be_are_findings(api_server: ApiServer, changes: dict[str, Any], finding: str) -> None:
+    config = ClusterConfig(kubernetes=dataclasses.replace(PODS, autoscaled_nodes=False, **changes))
+    with pytest.raises(PreflightError, match=finding), lifecycle.kube_cluster(config, "run", time.monotonic() + 20):
+        raise AssertionError("started")
+
+
+def test_the_choice_of_credentials_is_not_printed(api_server: ApiServer, capfd: pytest.CaptureFixture[str]) -> None:
+    api.call("VersionApi", "get_code")
+    assert capfd.readouterr() == ("", "")

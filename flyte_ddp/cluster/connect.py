@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 from flyte_ddp.cluster.config import ADDRESS_VARIABLE, ClusterConfig, dask_config
 from flyte_ddp.cluster.kubernetes import api, lifecycle
+from flyte_ddp.cluster.kubernetes.api import WorkerEnd
 from flyte_ddp.cluster.kubernetes.lifecycle import POLL_INTERVAL, REPORT_INTERVAL
 from flyte_ddp.errors import ClusterError, ConfigError
 
@@ -31,17 +32,19 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def open_cluster(config: ClusterConfig, run_name: str) -> Iterator[Client]:
-    """A client of a cluster whose workers are there, each with one thread.
+    """Yield a client of a cluster whose workers have connected, each with one thread.
 
-    All of `num_nodes` are, or, where the time ran out, at least `min_nodes`. A cluster that was made for the run is
-    deleted after the block, however that is left; SIGTERM leaves it with SystemExit. An existing one stays as it was.
+    These are `num_nodes` workers, or at least `min_nodes` where the time ran out. A cluster that was made for the run
+    is deleted after the block, however that is left; SIGTERM leaves it with SystemExit. An existing one stays.
 
     Args:
-        run_name: unique in a namespace, as of `kube_spec.cluster_name`; used by the kind "kubernetes" alone.
+        run_name: unique in a namespace, as of `manifest.cluster_name`; used by the kind "kubernetes" alone.
 
     Raises:
-        ConfigError: kind "existing" without an address; as PreflightError: what a Kubernetes cluster lacks.
-        ClusterError: not enough workers within `start_timeout` seconds; says what they wait for.
+        ConfigError: the user's mistake: kind "existing" without an address; as PreflightError, each thing that a
+            Kubernetes cluster lacks.
+        ClusterError: another attempt may succeed: not enough workers within `start_timeout` seconds, with the reason,
+            or a scheduler or an API server that does not answer.
     """
     import dask
     import distributed  # noqa: F401 - before its settings are changed: it adds its defaults to them, which must stay
@@ -65,22 +68,28 @@ def open_cluster(config: ClusterConfig, run_name: str) -> Iterator[Client]:
 
 
 def explain_missing_workers(config: ClusterConfig, run_name: str) -> str:
-    """Why workers are not there, in a sentence; "" where nothing is known beyond that."""
+    """Return why workers are not there, in sentences; "" where nothing is known beyond that."""
+    return api.explain(config, run_name) if config.resolved_kind == "kubernetes" else ""
+
+
+def worker_end(config: ClusterConfig, worker_name: str, num_lines: int = 20) -> WorkerEnd:
+    """Return how the container of a lost worker ended (`is_out_of_memory`, `reason`), and its last lines (`log`).
+
+    Takes up to three seconds, for the kubelet reports a container's end later than Dask notices it.
+    """
     if config.resolved_kind != "kubernetes":
-        return ""
-    return api.explain(config, run_name)
+        return WorkerEnd(reason="", log="")
+    return api.worker_end(config, worker_name, num_lines)
 
 
 def worker_log(config: ClusterConfig, worker_name: str, num_lines: int = 20) -> str:
-    """The last lines that a worker's pod wrote, also of a container that has died; "" where there is no pod."""
-    if config.resolved_kind != "kubernetes":
-        return ""
-    return api.worker_log(config, worker_name, num_lines)
+    """Return the last lines that a worker's pod wrote, also of a container that has died; "" where there is no pod."""
+    return worker_end(config, worker_name, num_lines).log
 
 
 @contextlib.contextmanager
 def _warnings_only(logger: logging.Logger) -> Iterator[None]:
-    """Keep what is merely informative from people, who under `pyflyte run` would read it between the epochs."""
+    """Keep informative lines from the terminal, where `pyflyte run` shows the epochs."""
     level = logger.level
     logger.setLevel(logging.WARNING)
     try:
@@ -93,8 +102,7 @@ def _existing_address(config: ClusterConfig) -> str:
     address = config.scheduler_address or os.environ.get(ADDRESS_VARIABLE, "")
     if not address:
         raise ConfigError(
-            "scheduler_address: '' names no scheduler; accepted is an address such as tcp://10.0.0.7:8786, here or in "
-            f"the environment variable {ADDRESS_VARIABLE}"
+            f"scheduler_address: expected an address such as tcp://10.0.0.7:8786, here or in {ADDRESS_VARIABLE}, got ''"
         )
     return address
 
@@ -107,7 +115,7 @@ def _local_cluster(config: ClusterConfig) -> Iterator[str]:
         n_workers=config.num_nodes,
         threads_per_worker=1,
         processes=True,
-        memory_limit=0,  # a worker is only its ranks' supervisor, and must not be paused or killed for their sake
+        memory_limit=0,  # a worker supervises ranks; Dask must not pause or kill it for the memory that they use
         dashboard_address=None,
         silence_logs=logging.WARNING,
     ) as cluster:
@@ -126,7 +134,7 @@ def _connected(address: str, deadline: float) -> Iterator[Client]:
     try:
         yield client
     finally:
-        # A scheduler that has died must neither hold up nor replace what ended the block.
+        # A scheduler that has died must neither delay nor hide the error that ended the block.
         with contextlib.suppress(OSError, TimeoutError):
             client.close(timeout=CLIENT_CLOSE_TIMEOUT)
 
@@ -134,29 +142,29 @@ def _connected(address: str, deadline: float) -> Iterator[Client]:
 def _wait_for_dask(address: str, deadline: float) -> None:
     """Wait until a Dask server answers at `address`.
 
-    A Client that is answered by anything else, such as the dashboard's port, fails in a way that keeps this process
-    from ending. And what lies beyond the cluster may answer at a Service's address, until every node has learnt of it.
+    A Client that any other server answers, such as the dashboard's, fails in a way that keeps this process from ending.
+    And another server may answer at the address of a new Service, until every node knows that Service.
 
     Raises:
         ClusterError: nothing answers until `deadline`, or what answers is not Dask.
     """
     from distributed.comm import connect
 
-    async def knock() -> None:
+    async def connect_once() -> None:
         comm = await connect(address, timeout=max(1.0, deadline - time.monotonic()))
         await comm.close()
 
-    give_up_at = min(deadline, time.monotonic() + FOREIGN_SERVER_TIMEOUT)
+    foreign_until = min(deadline, time.monotonic() + FOREIGN_SERVER_TIMEOUT)
     # In a thread of its own, because the caller's may have an event loop that runs.
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         while True:
             try:
-                return executor.submit(asyncio.run, knock()).result()
+                return executor.submit(asyncio.run, connect_once()).result()
             except OSError as error:  # Dask's TimeoutError is one as well
                 raise ClusterError(f"the Dask scheduler at {address} cannot be reached: {error}") from error
             except (MemoryError, ValueError) as error:  # its first bytes, read as a length or a protocol's version
-                if time.monotonic() > give_up_at:
-                    raise ClusterError(f"what answers at {address} is no Dask scheduler: {error}") from error
+                if time.monotonic() > foreign_until:
+                    raise ClusterError(f"the server at {address} is not a Dask scheduler: {error}") from error
             time.sleep(POLL_INTERVAL)
 
 
@@ -169,7 +177,7 @@ def _wait_for_workers(client: Client, config: ClusterConfig, run_name: str, dead
         if now > report_at:
             report_at = now + REPORT_INTERVAL
             logger.info(
-                "%d of %d workers are there. %s",
+                "%d of %d workers have connected. %s",
                 num_workers,
                 config.num_nodes,
                 explain_missing_workers(config, run_name),
@@ -178,7 +186,9 @@ def _wait_for_workers(client: Client, config: ClusterConfig, run_name: str, dead
     if num_workers >= config.num_nodes:
         return
     reason = explain_missing_workers(config, run_name)
-    message = f"{num_workers} of {config.num_nodes} workers came within {config.start_timeout:g} s. {reason}".rstrip()
+    message = (
+        f"{num_workers} of {config.num_nodes} workers connected within {config.start_timeout:g} s. {reason}".rstrip()
+    )
     if num_workers < config.enough_nodes:
         raise ClusterError(message)
-    logger.warning("%s The run starts with these, as min_nodes allows.", message)
+    logger.warning("%s The run starts with these, because min_nodes allows it.", message)

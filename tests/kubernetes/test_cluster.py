@@ -11,11 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from flyte_ddp.cluster.connect import open_cluster, worker_log
+from flyte_ddp.cluster.connect import open_cluster, worker_end
 from flyte_ddp.cluster.kubernetes import api as kube_api
-from flyte_ddp.cluster.kubernetes import lifecycle as kube
-from flyte_ddp.cluster.kubernetes import preflight
-from flyte_ddp.cluster.kubernetes.manifest import cluster_name
+from flyte_ddp.cluster.kubernetes import lifecycle, orphans, preflight
+from flyte_ddp.cluster.kubernetes.manifest import cluster_name, cluster_spec
 from flyte_ddp.errors import ClusterError, PreflightError
 from tests.kubernetes.conftest import IMAGE, ROOT, Namespace, apply, eventually, kubectl, small_cluster
 
@@ -72,7 +71,7 @@ def test_from_outside_workers_sit_on_two_nodes_run_one_task_each_and_go(namespac
             for index, address in enumerate(workers)
         ]
         doubles = client.gather(futures)
-        log = worker_log(config, next(iter(workers.values()))["name"])
+        log = worker_end(config, next(iter(workers.values()))["name"]).log
     assert len({pod["spec"]["nodeName"] for pod in pods}) == 2
     assert [worker["nthreads"] for worker in workers.values()] == [1, 1]
     assert doubles == [0, 2]
@@ -223,14 +222,14 @@ def test_a_run_starts_with_the_nodes_that_came_where_min_nodes_allows(namespace:
 def test_without_a_running_operator_the_start_ends_early_and_says_so(
     namespace: Namespace, run_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kube, "OPERATOR_TIMEOUT", 5.0)
+    monkeypatch.setattr(lifecycle, "OPERATOR_TIMEOUT", 5.0)
     kubectl("--namespace", "dask-operator", "scale", "deployment", "dask-operator", "--replicas=0")
     kubectl(
         *("--namespace", "dask-operator", "wait", "--for=delete", "pod", "--timeout=90s"),
         *("--selector", "app.kubernetes.io/name=dask-kubernetes-operator"),
     )
     try:
-        with pytest.raises(ClusterError, match="operator did nothing"), open_cluster(namespace.config(), run_name):
+        with pytest.raises(ClusterError, match="operator did not react"), open_cluster(namespace.config(), run_name):
             raise AssertionError("the cluster came up")
     finally:
         kubectl("--namespace", "dask-operator", "scale", "deployment", "dask-operator", "--replicas=1")
@@ -293,20 +292,20 @@ def test_preflight_says_that_the_operator_is_not_installed(
         raise AssertionError("the cluster came up")
 
 
-def test_sweep_removes_orphans_and_spares_what_is_in_use(
+def test_orphans_are_removed_and_clusters_in_use_are_not(
     namespace: Namespace, run_name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    manifest = kube.cluster_spec(namespace.config(num_nodes=1), cluster_name(run_name))
+    manifest = cluster_spec(namespace.config(num_nodes=1), cluster_name(run_name))
     manifest["metadata"]["namespace"] = namespace.name
     apply(manifest)
     try:
-        assert kube.main(["sweep", "--namespace", namespace.name, "--older-than", "1h", "--delete"]) == 0
+        assert orphans.main(["--namespace", namespace.name, "--older-than", "1h", "--delete"]) == 0
         assert "1 clusters, 0 orphaned" in capsys.readouterr().out
         time.sleep(1)  # the age of a cluster is known to the second
-        assert kube.main(["sweep", "--namespace", namespace.name, "--older-than", "0s"]) == 0
+        assert orphans.main(["--namespace", namespace.name, "--older-than", "0s"]) == 0
         assert f"{namespace.name}/{cluster_name(run_name)}" in (out := capsys.readouterr().out)
         assert "1 clusters, 1 orphaned; remove them with --delete" in out
         assert namespace.clusters() == [cluster_name(run_name)]
     finally:
-        assert kube.main(["sweep", "--namespace", namespace.name, "--older-than", "0s", "--delete"]) == 0
+        assert orphans.main(["--namespace", namespace.name, "--older-than", "0s", "--delete"]) == 0
     assert f"{cluster_name(run_name)}" in capsys.readouterr().out

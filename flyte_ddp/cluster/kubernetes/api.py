@@ -1,38 +1,98 @@
-"""What Kubernetes says: who this process is there, what a cluster's pods wait for, what they wrote. Creates nothing."""
+"""Requests to the API server, and what they tell about a cluster's pods. Creates nothing.
+
+`kubernetes` is the one client for requests: each has a timeout of its own. kr8s, which dask-kubernetes brings along,
+forwards the scheduler's port to a driver outside the cluster; the other client has only sockets for that.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import itertools
 import json
 import logging
 import os
 import socket
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.manifest import GROUP, PLURAL, VERSION, Driver, as_cluster_name
+from flyte_ddp.errors import ClusterError
 
 REQUEST_TIMEOUT = 10.0  # seconds, of one request to the API server
+API_PATIENCE = 60.0  # seconds for which a request is repeated while the API server is away
+MAX_RETRY_DELAY = 5.0  # seconds between two tries
+AWAY = (429, 500, 502, 503, 504)  # HTTP statuses that say nothing about the request itself
 POD_IDENTITY = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # mounted into every pod that may use the API
+END_TIMEOUT = 3.0  # seconds until the kubelet has reported a container's end
+END_MAX_AGE = 120.0  # seconds; an older end belongs to an earlier failure
 
 logger = logging.getLogger(__name__)
 
 
-def explain(config: ClusterConfig, run_name: str) -> str:
-    """What the cluster's pods that are not ready wait for, and what could not be made of it, in sentences."""
+class ApiUnavailable(ClusterError):
+    """The API server does not answer, or is not ready to: another attempt may find it back."""
+
+
+@dataclass(frozen=True)
+class WorkerEnd:
+    """How a worker's container ended."""
+
+    reason: str  # as in the pod's status, such as OOMKilled or Error; "" where no container has ended
+    log: str  # the last lines of it and of its successor; "" where there is no pod
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Return whether the kernel killed it for exceeding its memory limit."""
+        return self.reason == "OOMKilled"
+
+
+def call(api: str, method: str, *args: Any, patience: float = API_PATIENCE, **kwargs: Any) -> Any:
+    """Send one request; repeat it with back-off for `patience` seconds while the API server is away.
+
+    Raises:
+        ApiUnavailable: no answer within that time. Also a kubernetes.client.ApiException: the server refuses.
+    """
     from kubernetes.client import ApiException
     from urllib3.exceptions import HTTPError
+
+    deadline, delay = time.monotonic() + patience, 0.5
+    while True:
+        try:
+            return getattr(_api(api), method)(*args, _request_timeout=REQUEST_TIMEOUT, **kwargs)
+        except ApiException as error:
+            if error.status not in AWAY:
+                raise
+            failure: Exception = error
+        except (HTTPError, OSError) as error:
+            if _is_certificate_error(error):
+                raise
+            failure = error
+        if time.monotonic() + delay > deadline:
+            raise ApiUnavailable(f"the Kubernetes API server does not answer: {api_message(failure)}") from failure
+        if delay == 0.5:
+            logger.warning(
+                "the Kubernetes API server does not answer (%s); trying again for %g s", api_message(failure), patience
+            )
+        time.sleep(delay)
+        delay = min(2 * delay, MAX_RETRY_DELAY)
+
+
+def explain(config: ClusterConfig, run_name: str) -> str:
+    """Return what the cluster's unready pods wait for, and which could not be created, in sentences."""
+    from kubernetes.client import ApiException
 
     name, namespace = as_cluster_name(run_name), target_namespace(config)
     try:
         pods = [pod for pod in pods_of(name, namespace) if not is_ready(pod)]
-        events = call("CoreV1Api", "list_namespaced_event", namespace).items
-    except (ApiException, HTTPError) as error:
-        return f"What its pods wait for is unknown: {error}."
+        events = call("CoreV1Api", "list_namespaced_event", namespace, patience=0).items
+    except (ApiException, ApiUnavailable) as error:
+        return f"The reason why its pods are not ready is unknown: {api_message(error)}."
     warnings: dict[str, str] = {}
     for event in sorted(events, key=lambda event: event.metadata.resource_version.zfill(20)):
         if event.involved_object.name.startswith(f"{name}-"):
@@ -41,46 +101,40 @@ def explain(config: ClusterConfig, run_name: str) -> str:
                 warnings[""] = event.message
     sentences: dict[str, list[str]] = {}
     for pod in pods:
-        sentences.setdefault(_waits_for(pod, warnings), []).append(pod.metadata.name)
-    parts = [f"{_listed(names)}: {reason.rstrip('.')}." for reason, names in sentences.items()]
+        sentences.setdefault(_pending_reason(pod, warnings), []).append(pod.metadata.name)
+    parts = [f"{_summarize(names)}: {reason.rstrip('.')}." for reason, names in sentences.items()]
     if "" in warnings:
         parts.append(f"A pod could not be created: {warnings['']}.")
     return " ".join(parts)
 
 
-def worker_log(config: ClusterConfig, worker_name: str, num_lines: int) -> str:
-    """The last lines that the worker's pods wrote, of a container that has died before its successor's."""
+def worker_end(config: ClusterConfig, worker_name: str, num_lines: int) -> WorkerEnd:
+    """Return how the container of a lost worker ended, and the last lines of its log."""
     from kubernetes.client import ApiException
-    from urllib3.exceptions import HTTPError
 
     namespace = target_namespace(config)
-    name = worker_name.rpartition("-default-worker-")[0]  # as the operator calls the workers of a cluster
-    logs = []
-    with contextlib.suppress(ApiException, HTTPError):  # the API server, or the pod's node, is out of reach
-        pods = [pod for pod in pods_of(name, namespace, "worker") if pod.metadata.name.startswith(f"{worker_name}-")]
-        for pod, previous in itertools.product(pods, (True, False)):
-            with contextlib.suppress(ApiException):  # there is no previous container, or none has started yet
-                logs.append(
-                    call(
-                        "CoreV1Api",
-                        "read_namespaced_pod_log",
-                        pod.metadata.name,
-                        namespace,
-                        container="worker",
-                        previous=previous,
-                        tail_lines=num_lines,
-                    )
-                )
-    return "".join(logs)
+    name = worker_name.rpartition("-default-worker-")[0]  # the operator's names for a cluster's workers
+    deadline = time.monotonic() + END_TIMEOUT
+    with contextlib.suppress(ApiException, ApiUnavailable):  # the API server, or the pod's node, is out of reach
+        while True:
+            pods = [
+                pod for pod in pods_of(name, namespace, "worker") if pod.metadata.name.startswith(f"{worker_name}-")
+            ]
+            reason = next((reason for reason in map(_end_reason, pods) if reason), "")
+            is_deleted = all(pod.metadata.deletion_timestamp is not None for pod in pods)
+            if reason or is_deleted or time.monotonic() > deadline:
+                return WorkerEnd(reason, _last_lines(pods, namespace, num_lines))
+            time.sleep(0.25)
+    return WorkerEnd("", "")
 
 
 def is_in_pod() -> bool:
-    """Whether this process runs in a pod that may use the API."""
+    """Return whether this process runs in a pod that may use the API."""
     return (POD_IDENTITY / "token").exists() and "KUBERNETES_SERVICE_HOST" in os.environ
 
 
 def target_namespace(config: ClusterConfig) -> str:
-    """Where the cluster is, or would be, made."""
+    """Return the namespace in which the cluster is, or would be, created."""
     if config.kubernetes.namespace:
         return config.kubernetes.namespace
     if is_in_pod():
@@ -90,21 +144,20 @@ def target_namespace(config: ClusterConfig) -> str:
     try:
         _, context = list_kube_config_contexts()
     except ConfigException:
-        return "default"  # preflight says that there is no kubeconfig
+        return "default"  # preflight reports that there is no kubeconfig
     return str(context["context"].get("namespace") or "default")
 
 
 def driver_pod() -> Driver | None:
-    """The pod that this process runs in; None outside Kubernetes, or where the pod cannot be read."""
+    """Return the pod that this process runs in; None outside Kubernetes, or where the pod cannot be read."""
     from kubernetes.client import ApiException
-    from urllib3.exceptions import HTTPError
 
     if not is_in_pod():
         return None
     namespace = (POD_IDENTITY / "namespace").read_text().strip()
     try:
         pod = call("CoreV1Api", "read_namespaced_pod", socket.gethostname(), namespace)
-    except (ApiException, HTTPError) as error:
+    except ApiException as error:
         logger.warning(
             "this process's own pod cannot be read (%s): if it is killed, its Dask cluster goes by idle_timeout only",
             api_message(error),
@@ -116,14 +169,45 @@ def driver_pod() -> Driver | None:
 
 
 def api_message(error: Exception) -> str:
-    """What the API server had to say, where it is a kubernetes.client.ApiException, or what happened to the request."""
+    """Return the API server's message of a kubernetes.client.ApiException, or what happened to the request."""
     try:
         return str(json.loads(getattr(error, "body", ""))["message"])
     except (TypeError, ValueError, KeyError):
-        return str(error)
+        pass
+    if status := getattr(error, "status", 0):
+        return f"HTTP {status} {getattr(error, 'reason', '')}"
+    return f"{type(error).__name__}: {error}" if not isinstance(error, ClusterError) else str(error)
 
 
-def _waits_for(pod: Any, events: Mapping[str, str]) -> str:
+def pods_of(name: str, namespace: str, component: str = "") -> list[Any]:
+    """Return the pods of the cluster called `name`, all or those of one component."""
+    selector = f"dask.org/cluster-name={name}" + (f",dask.org/component={component}" if component else "")
+    return list(call("CoreV1Api", "list_namespaced_pod", namespace, label_selector=selector, patience=0).items)
+
+
+def is_ready(pod: Any) -> bool:
+    """Return whether the pod serves, and is not being deleted."""
+    conditions = pod.status.conditions or []
+    return pod.metadata.deletion_timestamp is None and any(
+        condition.type == "Ready" and condition.status == "True" for condition in conditions
+    )
+
+
+def read_cluster(name: str, namespace: str, patience: float = API_PATIENCE) -> dict[str, Any] | None:
+    """Return the DaskCluster of this name, or None."""
+    from kubernetes.client import ApiException
+
+    request = ("CustomObjectsApi", "get_namespaced_custom_object", GROUP, VERSION, namespace, PLURAL, name)
+    try:
+        cluster: dict[str, Any] = call(*request, patience=patience)
+    except ApiException as error:
+        if error.status == 404:
+            return None
+        raise
+    return cluster
+
+
+def _pending_reason(pod: Any, events: Mapping[str, str]) -> str:
     for status in [*(pod.status.init_container_statuses or []), *(pod.status.container_statuses or [])]:
         waiting, ended = status.state.waiting, status.last_state.terminated
         if ended is not None and not status.ready:
@@ -138,39 +222,33 @@ def _waits_for(pod: Any, events: Mapping[str, str]) -> str:
     return f"{pod.status.phase}, last event: {last_event}" if last_event else f"{pod.status.phase}"
 
 
-def _listed(names: list[str]) -> str:
+def _end_reason(pod: Any) -> str:
+    """Return why the pod's worker container ended, where it did lately; "" where it did not."""
+    oldest = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(seconds=END_MAX_AGE)
+    for status in pod.status.container_statuses or []:
+        for ended in (status.state.terminated, status.last_state.terminated):
+            if status.name == "worker" and ended is not None and ended.finished_at and ended.finished_at > oldest:
+                return str(ended.reason or f"exit code {ended.exit_code}")
+    return ""
+
+
+def _last_lines(pods: list[Any], namespace: str, num_lines: int) -> str:
+    from kubernetes.client import ApiException
+
+    logs = []
+    for pod, previous in itertools.product(pods, (True, False)):
+        options = {"container": "worker", "previous": previous, "tail_lines": num_lines, "patience": 0}
+        with contextlib.suppress(ApiException):  # there is no previous container, or none has started yet
+            logs.append(call("CoreV1Api", "read_namespaced_pod_log", pod.metadata.name, namespace, **options))
+    return "".join(logs)
+
+
+def _summarize(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def pods_of(name: str, namespace: str, component: str = "") -> list[Any]:
-    selector = f"dask.org/cluster-name={name}" + (f",dask.org/component={component}" if component else "")
-    return list(call("CoreV1Api", "list_namespaced_pod", namespace, label_selector=selector).items)
-
-
-def is_ready(pod: Any) -> bool:
-    conditions = pod.status.conditions or []
-    return pod.metadata.deletion_timestamp is None and any(
-        condition.type == "Ready" and condition.status == "True" for condition in conditions
-    )
-
-
-def read_cluster(name: str, namespace: str) -> dict[str, Any] | None:
-    from kubernetes.client import ApiException
-
-    try:
-        cluster: dict[str, Any] = call(
-            "CustomObjectsApi", "get_namespaced_custom_object", GROUP, VERSION, namespace, PLURAL, name
-        )
-    except ApiException as error:
-        if error.status == 404:
-            return None
-        raise
-    return cluster
-
-
-def call(api: str, method: str, *args: Any, **kwargs: Any) -> Any:
-    """One request to the API server, with a time limit."""
-    return getattr(_api(api), method)(*args, _request_timeout=REQUEST_TIMEOUT, **kwargs)
+def _is_certificate_error(error: Exception) -> bool:
+    return "CERTIFICATE_VERIFY_FAILED" in str(error)
 
 
 @functools.cache
@@ -178,7 +256,11 @@ def _api(name: str) -> Any:
     from kubernetes import client, config
     from urllib3 import Retry
 
-    config.load_config()
-    configuration = client.Configuration.get_default_copy()
-    configuration.retries = Retry(connect=3, read=0)  # by default, what has timed out is asked three times more
+    configuration = client.Configuration()
+    # Not config.load_config: it prints a line about its choice.
+    if is_in_pod():
+        config.load_incluster_config(configuration)
+    else:
+        config.load_kube_config(client_configuration=configuration)
+    configuration.retries = Retry(0, redirect=3)  # `call` repeats requests; urllib3 would log a warning for each try
     return getattr(client, name)(client.ApiClient(configuration))

@@ -1,35 +1,27 @@
-"""A Dask cluster on Kubernetes, made by the Dask operator: its life as a `with` block.
+"""A Dask cluster on Kubernetes, made by the Dask operator: its life as a `with` block. Knows neither recipes nor ranks.
 
-    python -m flyte_ddp.cluster.kubernetes.lifecycle sweep [--namespace N] [--older-than 24h] [--delete]
-
-lists, and with --delete removes, clusters that outlived their driver. Knows neither recipes nor ranks.
-
-dask_kubernetes.operator.KubeCluster is not used: its start has no deadline, it cannot say what pods wait for, it may
-wait an hour for a deletion, and it tidies up at exit only, which SIGTERM skips. What is left of it is one object to
+dask_kubernetes.operator.KubeCluster is not used: its start has no deadline, it cannot tell what pods wait for, it may
+wait an hour for a deletion, and it cleans up at exit only, which SIGTERM skips. Without it there is one object to
 create and one to delete.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
-import datetime
 import logging
-import re
 import signal
 import socket
-import sys
 import threading
 import time
 import types
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.api import (
+    ApiUnavailable,
     api_message,
     call,
     driver_pod,
@@ -42,7 +34,6 @@ from flyte_ddp.cluster.kubernetes.api import (
 )
 from flyte_ddp.cluster.kubernetes.manifest import (
     GROUP,
-    MANAGED_BY,
     PLURAL,
     SCHEDULER_PORT,
     VERSION,
@@ -53,46 +44,53 @@ from flyte_ddp.cluster.kubernetes.manifest import (
     scheduler_name,
 )
 from flyte_ddp.cluster.kubernetes.preflight import preflight
-from flyte_ddp.errors import ClusterError
+from flyte_ddp.errors import ClusterError, PreflightError
 
 if TYPE_CHECKING:
     from distributed import Client
 
-TOKEN_ANNOTATION = "flyte-ddp/token"  # tells the cluster that this process made from another of the same name
+TOKEN_ANNOTATION = "flyte-ddp/token"  # distinguishes the cluster that this process made from another of the same name
 POLL_INTERVAL = 0.25  # seconds
 REPORT_INTERVAL = 15.0  # seconds between two log lines about what a start waits for
-OPERATOR_TIMEOUT = 60.0  # seconds until the operator must have taken up what was created
+OPERATOR_TIMEOUT = 60.0  # seconds until the operator must have reacted to the new cluster
+DELETE_PATIENCE = 5.0  # seconds; after a SIGTERM Kubernetes gives the driver 30, most of them for a last checkpoint
 
 logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
 def kube_cluster(config: ClusterConfig, run_name: str, deadline: float) -> Iterator[str]:
-    """The address of a new cluster's ready scheduler. The cluster is deleted however the block is left.
+    """Yield the address of a new cluster's ready scheduler. The cluster is deleted however the block is left.
 
-    Also on SIGTERM, which leaves the block with SystemExit. What a SIGKILL of this process leaves behind goes when its
-    pod does, or `idle_timeout` seconds after its last sign of life.
+    Also on SIGTERM, which leaves the block with SystemExit. A SIGKILL of this process leaves the cluster behind until
+    its pod is deleted, or until `idle_timeout` seconds after its last sign of life.
 
     Args:
         run_name: the cluster's name is `cluster_name` of it, or it is such a name already.
         deadline: on time.monotonic's clock, for the whole start.
 
     Raises:
-        PreflightError: what the cluster lacks for this run.
-        ClusterError: it did not come up in time; says what its pods wait for. Or one of its name is there already.
+        PreflightError: what the cluster lacks for this run: the user's to mend, and nothing was created.
+        ClusterError: it did not start in time, with what its pods wait for; the API server does not answer; or a
+            cluster of this name exists already.
     """
+    from kubernetes.client import ApiException
+
     name = as_cluster_name(run_name)
-    namespace = target_namespace(config)
-    driver = driver_pod()
-    if not config.kubernetes.image and driver is not None:
-        pods = dataclasses.replace(config.kubernetes, image=driver.image)
-        config = dataclasses.replace(config, kubernetes=pods)
-    owner = driver if driver is not None and driver.namespace == namespace else None
-    spec = cluster_spec(config, name, owner)
-    preflight(config, spec, namespace)
-    token = uuid.uuid4().hex
-    spec["metadata"]["annotations"][TOKEN_ANNOTATION] = token
     with terminate_on_sigterm():
+        try:
+            driver = driver_pod()
+            namespace = target_namespace(config)
+            if not config.kubernetes.image and driver is not None:
+                pods = dataclasses.replace(config.kubernetes, image=driver.image)
+                config = dataclasses.replace(config, kubernetes=pods)
+            owner = driver if driver is not None and driver.namespace == namespace else None
+            spec = cluster_spec(config, name, owner)
+            preflight(config, spec, namespace)
+        except ApiException as error:
+            raise ClusterError(f"the Kubernetes API server refused a request: {api_message(error)}") from error
+        token = uuid.uuid4().hex
+        spec["metadata"]["annotations"][TOKEN_ANNOTATION] = token
         try:
             _create(spec, namespace, driver)
             logger.info("Dask cluster %s is starting in namespace %s", name, namespace)
@@ -110,10 +108,10 @@ def kube_cluster(config: ClusterConfig, run_name: str, deadline: float) -> Itera
 
 @contextlib.contextmanager
 def keep_alive(client: Client, idle_timeout: float) -> Iterator[None]:
-    """Tell the scheduler, for the length of the block, that its driver lives.
+    """Keep the operator from deleting the cluster as idle while the block runs.
 
-    The operator deletes a cluster that idles too long, and one that waits for nodes, or whose driver saves a
-    checkpoint, idles. With this the idle time starts with the driver's end instead.
+    To the operator a cluster is idle that waits for nodes, or whose driver saves a checkpoint. Each of these calls
+    starts the scheduler's idle time anew, so that it counts from the driver's end.
     """
     done = threading.Event()
 
@@ -121,8 +119,8 @@ def keep_alive(client: Client, idle_timeout: float) -> Iterator[None]:
         while not done.wait(idle_timeout / 4):
             try:
                 client.run_on_scheduler(lambda dask_scheduler: setattr(dask_scheduler, "idle_since", None))
-            except Exception as error:  # of any kind, while the scheduler is away; the next beat finds it back
-                logger.debug("the scheduler did not hear from its driver: %s", error)
+            except Exception as error:  # of any kind, while the scheduler is away; the next call may find it back
+                logger.debug("the scheduler could not be kept from counting as idle: %s", error)
 
     thread = threading.Thread(target=beat, name="keep-alive", daemon=True)
     thread.start()
@@ -153,43 +151,76 @@ def terminate_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
+def delete_cluster(name: str, namespace: str, uid: str, patience: float = DELETE_PATIENCE) -> None:
+    """Ask for the deletion of the cluster of this name, if it still has this uid.
+
+    In the foreground: Kubernetes itself ends the pods, at once. In the background it would wait for the operator's
+    finalizer, and so for an operator that is away, or busy with a check that takes a minute.
+    """
+    from kubernetes.client import ApiException
+
+    request = ("CustomObjectsApi", "delete_namespaced_custom_object", GROUP, VERSION, namespace, PLURAL, name)
+    try:
+        call(*request, body={"propagationPolicy": "Foreground", "preconditions": {"uid": uid}}, patience=patience)
+    except ApiException as error:
+        if error.status not in (404, 409):  # deleted already, or replaced by another's
+            raise
+
+
 def _create(spec: Mapping[str, Any], namespace: str, driver: Driver | None) -> None:
-    """Create the DaskCluster, and what keeps strangers away from its pods before the operator makes any."""
+    """Create the DaskCluster, and the policy that keeps other pods away from its pods before the operator makes any."""
     from kubernetes.client import ApiException
 
     name = spec["metadata"]["name"]
     try:
-        made = call("CustomObjectsApi", "create_namespaced_custom_object", GROUP, VERSION, namespace, PLURAL, spec)
-        policy = network_policy(name, made["metadata"]["uid"], driver)
-        call("NetworkingV1Api", "create_namespaced_network_policy", namespace, policy)
+        try:
+            made = call("CustomObjectsApi", "create_namespaced_custom_object", GROUP, VERSION, namespace, PLURAL, spec)
+        except ApiException as error:
+            if error.status != 409:
+                raise
+            made = read_cluster(name, namespace) or {"metadata": {}}
+            if _token_of(made) != _token_of(spec):  # else it is ours: the answer to an earlier try was lost
+                raise ClusterError(
+                    f"a Dask cluster named {name} exists already in namespace {namespace}, and belongs to another run; "
+                    f"if none is running, remove it with: kubectl --namespace {namespace} delete daskcluster {name}"
+                ) from error
+        try:
+            policy = network_policy(name, made["metadata"]["uid"], driver)
+            call("NetworkingV1Api", "create_namespaced_network_policy", namespace, policy)
+        except ApiException as error:
+            if error.status != 409:  # it is there already: the answer to an earlier try was lost
+                raise
     except ApiException as error:
-        if error.status == 409:
-            raise ClusterError(
-                f"a Dask cluster named {name} exists already in namespace {namespace}, and belongs to another run; "
-                f"if none is running, remove it with: kubectl --namespace {namespace} delete daskcluster {name}"
+        if error.status in (400, 422):
+            raise PreflightError(
+                [f"the API server refuses the pods as they are described: {api_message(error)}; correct `pod_template`"]
             ) from error
         raise ClusterError(f"Dask cluster {name} was not created: {api_message(error)}") from error
 
 
+def _token_of(cluster: Mapping[str, Any]) -> str:
+    return str(cluster["metadata"].get("annotations", {}).get(TOKEN_ANNOTATION, ""))
+
+
 def _wait_for_scheduler(config: ClusterConfig, name: str, namespace: str, deadline: float) -> None:
     from kubernetes.client import ApiException
-    from urllib3.exceptions import HTTPError
 
     started = time.monotonic()
     report_at = started + REPORT_INTERVAL
-    is_taken_up = False
+    is_known_to_operator = False
     while True:
         now = time.monotonic()
         try:
-            is_taken_up = is_taken_up or "phase" in (read_cluster(name, namespace) or {}).get("status", {})
-            if is_taken_up and any(is_ready(pod) for pod in pods_of(name, namespace, "scheduler")):
+            cluster = {} if is_known_to_operator else read_cluster(name, namespace, patience=0) or {}
+            is_known_to_operator = is_known_to_operator or "phase" in cluster.get("status", {})
+            if is_known_to_operator and any(is_ready(pod) for pod in pods_of(name, namespace, "scheduler")):
                 return
-        except (ApiException, HTTPError) as error:  # an API server that restarts is no reason to give up
+        except (ApiException, ApiUnavailable) as error:  # the API server may restart meanwhile
             logger.debug("the state of Dask cluster %s is not known at the moment: %s", name, api_message(error))
-        if not is_taken_up and now > min(started + OPERATOR_TIMEOUT, deadline):
+        if not is_known_to_operator and now > min(started + OPERATOR_TIMEOUT, deadline):
             raise ClusterError(
-                f"the Dask operator did nothing about cluster {name} for {now - started:.0f} s: it is not running, or "
-                f"does not watch namespace {namespace}; deploy/README.md says how to install it"
+                f"the Dask operator did not react to cluster {name} within {now - started:.0f} s: it is not running, "
+                f"or does not watch namespace {namespace}; deploy/README.md describes how to install it"
             )
         if now > deadline:
             raise ClusterError(
@@ -224,16 +255,15 @@ def _scheduler_address(name: str, namespace: str) -> Iterator[str]:
 
 
 def _delete_own(name: str, namespace: str, token: str) -> None:
-    """Ask for the deletion of the cluster, if it has this token; Kubernetes sees to it. Logs what the API refuses."""
+    """Ask for the deletion of the cluster, if it has this token, and let Kubernetes do it. Logs a refusal."""
     from kubernetes.client import ApiException
-    from urllib3.exceptions import HTTPError
 
     try:
-        cluster = read_cluster(name, namespace)
-        if cluster is not None and cluster["metadata"].get("annotations", {}).get(TOKEN_ANNOTATION) == token:
+        cluster = read_cluster(name, namespace, patience=DELETE_PATIENCE)
+        if cluster is not None and _token_of(cluster) == token:
             delete_cluster(name, namespace, cluster["metadata"]["uid"])
             logger.info("Dask cluster %s is being deleted", name)
-    except (ApiException, HTTPError) as error:
+    except (ApiException, ApiUnavailable) as error:
         logger.error(
             "Dask cluster %s may still be there (%s); remove it with: kubectl --namespace %s delete daskcluster %s",
             name,
@@ -241,137 +271,3 @@ def _delete_own(name: str, namespace: str, token: str) -> None:
             namespace,
             name,
         )
-
-
-def delete_cluster(name: str, namespace: str, uid: str) -> None:
-    """Ask for the deletion of the cluster of this name, if it still is the one of this uid.
-
-    In the foreground: Kubernetes itself ends the pods, at once. In the background it would wait for the operator's
-    finalizer, and so for an operator that is away, or for the minute that it takes when met in the middle of a check.
-    """
-    from kubernetes.client import ApiException
-
-    try:
-        call(
-            "CustomObjectsApi",
-            "delete_namespaced_custom_object",
-            GROUP,
-            VERSION,
-            namespace,
-            PLURAL,
-            name,
-            body={"propagationPolicy": "Foreground", "preconditions": {"uid": uid}},
-        )
-    except ApiException as error:
-        if error.status not in (404, 409):  # gone, or replaced by another's
-            raise
-
-
-@dataclass(frozen=True)
-class Found:
-    """A cluster that this package made."""
-
-    name: str
-    namespace: str
-    uid: str
-    age: float  # seconds
-    orphaned: str  # why nobody needs it any more; "" where somebody may
-
-
-def sweep(namespace: str, older_than: float) -> list[Found]:
-    """The clusters of this package in `namespace` ("": in all).
-
-    An orphan is one whose driver's pod is gone or has ended, and one without such a pod (its driver ran outside
-    Kubernetes) that is older than `older_than` seconds.
-    """
-    arguments = (GROUP, VERSION, PLURAL) if not namespace else (GROUP, VERSION, namespace, PLURAL)
-    selector = ",".join(f"{key}={value}" for key, value in MANAGED_BY.items())
-    method = "list_namespaced_custom_object" if namespace else "list_cluster_custom_object"
-    clusters = call("CustomObjectsApi", method, *arguments, label_selector=selector)["items"]
-    found = []
-    for cluster in clusters:
-        metadata = cluster["metadata"]
-        created = datetime.datetime.fromisoformat(metadata["creationTimestamp"].replace("Z", "+00:00"))
-        age = (datetime.datetime.now(datetime.timezone.utc) - created).total_seconds()
-        owners = metadata.get("ownerReferences", [])
-        reason = ""
-        if owners:
-            reason = _why_ownerless(owners[0], metadata["namespace"])
-        elif age > older_than:
-            reason = f"it has no driver's pod and is older than {older_than:g} s"
-        found.append(Found(metadata["name"], metadata["namespace"], metadata["uid"], age, reason))
-    return found
-
-
-def _why_ownerless(owner: Mapping[str, Any], namespace: str) -> str:
-    from kubernetes.client import ApiException
-
-    try:
-        pod = call("CoreV1Api", "read_namespaced_pod", owner["name"], namespace)
-    except ApiException as error:
-        if error.status != 404:
-            raise
-        return f"its driver's pod {owner['name']} is gone"
-    if pod.metadata.uid != owner["uid"]:
-        return f"its driver's pod {owner['name']} is gone"
-    return f"its driver's pod {owner['name']} has {pod.status.phase.lower()}" * (
-        pod.status.phase in ("Succeeded", "Failed")
-    )
-
-
-def duration(text: str) -> float:
-    """Seconds, from a number with s, m, h or d.
-
-    Raises:
-        ValueError: it is no such thing.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
-    if match is None:
-        raise ValueError(f"{text!r} is no duration; accepted is a number with s, m, h or d, such as 90m")
-    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    from kubernetes.client import ApiException
-    from kubernetes.config import ConfigException
-
-    parser = argparse.ArgumentParser(
-        prog="python -m flyte_ddp.cluster.kubernetes.lifecycle", description="Dask clusters of this package."
-    )
-    command = parser.add_subparsers(required=True).add_parser(
-        "sweep", help="list, and with --delete remove, clusters that outlived their driver"
-    )
-    command.add_argument("--namespace", default="", help="the only one to look at; all of them otherwise")
-    command.add_argument(
-        "--older-than",
-        type=duration,
-        default="24h",
-        help="age from which a cluster counts as orphaned whose driver ran outside Kubernetes (default 24h)",
-    )
-    command.add_argument("--delete", action="store_true", help="remove the orphans")
-    options = parser.parse_args(arguments)
-
-    try:
-        found = sweep(options.namespace, options.older_than)
-        lines = []
-        for each in found:
-            state = each.orphaned or "in use"
-            if each.orphaned and options.delete:
-                delete_cluster(each.name, each.namespace, each.uid)
-                state = f"deleted: {each.orphaned}"
-            lines.append(f"{each.namespace}/{each.name}  age {datetime.timedelta(seconds=round(each.age))}  {state}")
-    except ApiException as error:
-        parser.exit(1, f"error: {api_message(error)}\n")
-    except ConfigException as error:
-        parser.exit(1, f"error: {error}\n")
-    num_orphans = sum(bool(each.orphaned) for each in found)
-    lines.append(f"{len(found)} clusters, {num_orphans} orphaned")
-    if num_orphans and not options.delete:
-        lines[-1] += "; remove them with --delete"
-    sys.stdout.write("\n".join(lines) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

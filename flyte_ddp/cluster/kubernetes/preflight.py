@@ -1,6 +1,7 @@
-"""What would keep a Dask cluster from ever coming up, found before anything is created and any GPU is asked for.
+"""Checks for obstacles that would keep a Dask cluster from ever starting, before anything is created.
 
-Each finding is a sentence that ends in its remedy. What this process may not look at is not a finding: it is left out.
+Each finding is a sentence that ends in its remedy. Checks without RBAC permission are skipped. An API server that does
+not answer is no finding: `call` waits for it, and raises ClusterError in the end.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from flyte_ddp.cluster.kubernetes.api import api_message, call, is_in_pod
 from flyte_ddp.cluster.kubernetes.manifest import GROUP, PLURAL, POLICY_GROUP, POLICY_PLURAL, VERSION
 from flyte_ddp.errors import PreflightError
 
-# Whatever kube.py does, as (verb, API group, resource, subresource). deploy/rbac.yaml grants these, a test compares.
+# All requests of this folder, as (verb, API group, resource, subresource), which deploy/rbac.yaml grants.
 NEEDED_EVERYWHERE = [
     ("create", GROUP, PLURAL, ""),
     ("get", GROUP, PLURAL, ""),
@@ -30,17 +31,18 @@ NEEDED_EVERYWHERE = [
 NEEDED_OUTSIDE = [("get", "", "services", ""), ("create", "", "pods", "portforward")]
 
 # Conditions of a node that pass, which Kubernetes expresses as taints too.
-PASSING_TAINTS = "node.kubernetes.io/"
+TEMPORARY_TAINTS = "node.kubernetes.io/"
 OPERATOR_LABELS = "app.kubernetes.io/name=dask-kubernetes-operator"  # as its Helm chart and deploy/ set them
 
 logger = logging.getLogger(__name__)
 
 
 def preflight(config: ClusterConfig, spec: Mapping[str, Any], namespace: str) -> None:
-    """Check that `spec`, a DaskCluster, could come up in `namespace`.
+    """Check that `spec`, a DaskCluster, can start in `namespace`.
 
     Raises:
-        PreflightError: it could not.
+        PreflightError: it cannot, with each finding.
+        ClusterError: the API server does not answer.
     """
     findings = list(_findings(config, spec["spec"], namespace))
     if findings:
@@ -48,16 +50,17 @@ def preflight(config: ClusterConfig, spec: Mapping[str, Any], namespace: str) ->
 
 
 def _findings(config: ClusterConfig, spec: Mapping[str, Any], namespace: str) -> Iterator[str]:
-    unreachable = _check_reachable()
-    if unreachable:
-        yield unreachable
+    no_access = _check_access()
+    if no_access:
+        yield no_access
         return  # everything else would fail for the same reason
     workers = [each for each in spec["worker"]["spec"]["containers"] if each["name"] == "worker"]
     if not all(each.get("image") for each in workers):
         yield (
-            "no image is set, and none can be taken from this process's own pod; set `image` in the cluster's "
-            "configuration to one that is built from this project's Dockerfile"
+            "no image is set, and this process runs in no pod whose image could be used; set `kubernetes.image` in the "
+            "cluster's configuration to an image built from this project's Dockerfile"
         )
+    yield from _check_sizes(config)
     yield from _check_operator()
     namespace_missing = _check_namespace(namespace)
     if namespace_missing:
@@ -68,19 +71,28 @@ def _findings(config: ClusterConfig, spec: Mapping[str, Any], namespace: str) ->
     yield from _check_nodes(config, spec)
 
 
-def _check_reachable() -> str:
+def _check_access() -> str:
     from kubernetes.client import ApiException
     from kubernetes.config import ConfigException
     from urllib3.exceptions import HTTPError
 
     try:
         call("VersionApi", "get_code")
-    except (ApiException, ConfigException, HTTPError, OSError) as error:
+    except (ApiException, ConfigException, HTTPError) as error:  # it refuses, has no valid certificate, or is not named
         return (
-            f"no Kubernetes API server can be reached ({type(error).__name__}: {error}); set KUBECONFIG to a valid "
+            f"this process has no access to a Kubernetes API server ({api_message(error)}); set KUBECONFIG to a valid "
             "kubeconfig, or run in a pod whose service account's token is mounted"
         )
     return ""
+
+
+def _check_sizes(config: ClusterConfig) -> Iterator[str]:
+    pods = config.kubernetes
+    if quantity(pods.shared_memory) > quantity(pods.worker_memory):
+        yield (
+            f"shared_memory ({pods.shared_memory}) is a part of worker_memory, which is {pods.worker_memory} only; "
+            "raise worker_memory or lower shared_memory"
+        )
 
 
 def _check_operator() -> Iterator[str]:
@@ -96,9 +108,9 @@ def _check_operator() -> Iterator[str]:
             "install it as deploy/README.md says"
         )
         return
-    with _as_far_as_visible("whether the Dask operator runs"):
+    with _skip_if_forbidden("the pods of the Dask operator"):
         pods = call("CoreV1Api", "list_pod_for_all_namespaces", label_selector=OPERATOR_LABELS).items
-        # None at all may mean that it was installed under other labels.
+        # No pods may mean that the operator has other labels.
         if pods and not any(pod.status.phase == "Running" for pod in pods):
             where = f"{pods[0].metadata.namespace}/{pods[0].metadata.name}"
             yield (
@@ -118,7 +130,7 @@ def _check_namespace(namespace: str) -> str:
                 f"namespace {namespace} does not exist; create it with kubectl create namespace {namespace}, or name "
                 "another in the cluster's configuration"
             )
-        logger.debug("preflight: whether namespace %s exists is not visible: %s", namespace, api_message(error))
+        logger.debug("preflight: no permission to see whether namespace %s exists: %s", namespace, api_message(error))
     return ""
 
 
@@ -148,13 +160,13 @@ def _check_permissions(namespace: str) -> Iterator[str]:
 
 def _check_quotas(spec: Mapping[str, Any], namespace: str) -> Iterator[str]:
     needs = _needs(spec)
-    with _as_far_as_visible(f"the quotas of namespace {namespace}"):
+    with _skip_if_forbidden(f"the quotas of namespace {namespace}"):
         for quota in call("CoreV1Api", "list_namespaced_resource_quota", namespace).items:
             if quota.spec.scopes or quota.spec.scope_selector:
                 continue  # it may not be about these pods
             for resource, limit in (quota.spec.hard or {}).items():
                 need = needs.get(resource)
-                if need is not None and need > parse_quantity(limit):
+                if need is not None and need > quantity(limit):
                     yield (
                         f"quota {quota.metadata.name} of namespace {namespace} allows {resource} up to {limit}, and "
                         f"this run needs {_short(need)}; ask for fewer or smaller nodes, or have the quota raised"
@@ -164,7 +176,7 @@ def _check_quotas(spec: Mapping[str, Any], namespace: str) -> Iterator[str]:
 def _check_nodes(config: ClusterConfig, spec: Mapping[str, Any]) -> Iterator[str]:
     if config.kubernetes.autoscaled_nodes:
         return
-    with _as_far_as_visible("the nodes"):
+    with _skip_if_forbidden("the nodes"):
         nodes = call("CoreV1Api", "list_node").items
         for role in ("worker", "scheduler"):
             pod = spec[role]["spec"]
@@ -174,31 +186,31 @@ def _check_nodes(config: ClusterConfig, spec: Mapping[str, Any]) -> Iterator[str
                 request = ", ".join(f"{_short(amount)} {resource}" for resource, amount in requests_of(pod).items())
                 yield (
                     f"no node could ever run a {role} pod, which requests {request} (of {len(nodes)} nodes: {counts}); "
-                    "ask for less, correct node_selector or tolerations, or set autoscaled_nodes where nodes are made "
+                    "request less, correct node_selector or tolerations, or set autoscaled_nodes where nodes are made "
                     "on demand"
                 )
 
 
 def _why_not(pod: Mapping[str, Any], node: Any) -> str:
-    """Why the pod can never run on the node, in words that follow a number of nodes; "" where it can."""
+    """Return why the pod can never run on the node, as a phrase after a number of nodes; "" if it can."""
     labels = node.metadata.labels or {}
     for key, value in pod.get("nodeSelector", {}).items():
         if labels.get(key) != value:
             return f"without the label {key}={value}"
     for taint in node.spec.taints or []:
-        if taint.effect == "PreferNoSchedule" or taint.key.startswith(PASSING_TAINTS):
+        if taint.effect == "PreferNoSchedule" or taint.key.startswith(TEMPORARY_TAINTS):
             continue
         if not any(tolerates(toleration, taint) for toleration in pod.get("tolerations", [])):
             return f"with the taint {taint.key}={taint.value or ''}:{taint.effect}, which is not tolerated"
     for resource, amount in requests_of(pod).items():
-        has = parse_quantity((node.status.allocatable or {}).get(resource, "0"))
+        has = quantity((node.status.allocatable or {}).get(resource, "0"))
         if amount > has:
             return f"with {_short(has)} {resource} at most"
     return ""
 
 
 def tolerates(toleration: Mapping[str, Any], taint: Any) -> bool:
-    """Whether the toleration, as a pod's specification has it, covers the taint of a node."""
+    """Return whether the toleration, as in a pod's specification, covers the taint of a node."""
     if toleration.get("effect") and toleration["effect"] != taint.effect:
         return False
     if not toleration.get("key"):
@@ -209,24 +221,31 @@ def tolerates(toleration: Mapping[str, Any], taint: Any) -> bool:
 
 
 def requests_of(pod: Mapping[str, Any]) -> dict[str, Decimal]:
-    """What the pod's containers request together, by resource; a limit without a request counts as one."""
+    """Return the sum of the containers' requests, by resource; a limit without a request counts as one."""
     total: dict[str, Decimal] = {}
     for container in pod["containers"]:
         resources = container.get("resources", {})
         for resource, amount in {**resources.get("limits", {}), **resources.get("requests", {})}.items():
-            total[resource] = total.get(resource, Decimal(0)) + parse_quantity(str(amount))
+            total[resource] = total.get(resource, Decimal(0)) + quantity(amount)
     return total
 
 
-def parse_quantity(text: str) -> Decimal:
-    """Return a Kubernetes quantity, such as 500m, 2 or 8Gi, as a number of cores, bytes or things."""
-    from kubernetes.utils import parse_quantity
+def quantity(amount: object) -> Decimal:
+    """Return a Kubernetes quantity, such as 500m, 2 or 8Gi, as a number of cores, bytes or things.
 
-    return Decimal(parse_quantity(text))
+    Raises:
+        PreflightError: `amount` is not a quantity; only `pod_template` can hold such a thing.
+    """
+    from kubernetes.utils import parse_quantity  # imports a second of client, which the requests need anyway
+
+    try:
+        return Decimal(parse_quantity(str(amount)))
+    except ValueError as error:
+        raise PreflightError([f"{error}; correct the resources in `pod_template`"]) from error
 
 
 def _needs(spec: Mapping[str, Any]) -> dict[str, Decimal]:
-    """What the whole cluster takes, by the names that quotas use."""
+    """Return the resources of the whole cluster, by the names that quotas use."""
     num_workers = spec["worker"]["replicas"]
     needs: dict[str, Decimal] = {"pods": Decimal(num_workers + 1)}
     for count, role in ((num_workers, "worker"), (1, "scheduler")):
@@ -240,15 +259,15 @@ def _needs(spec: Mapping[str, Any]) -> dict[str, Decimal]:
 
 
 def _short(amount: Decimal) -> str:
-    """A number that a person can read: bytes in Gi, everything else as it is."""
+    """Format a number for people: bytes in Gi, everything else as it is."""
     if amount >= 1 << 20:
         return f"{float(amount / (1 << 30)):.4g}Gi"
     return f"{float(amount):g}"
 
 
 @contextlib.contextmanager
-def _as_far_as_visible(what: str) -> Iterator[None]:
-    """Leave out a check of what this process may not see."""
+def _skip_if_forbidden(what: str) -> Iterator[None]:
+    """Skip the checks in the block if this process has no permission for them."""
     from kubernetes.client import ApiException
 
     try:
@@ -256,4 +275,4 @@ def _as_far_as_visible(what: str) -> Iterator[None]:
     except ApiException as error:
         if error.status != 403:
             raise
-        logger.debug("preflight: %s: not visible to this process", what)
+        logger.debug("preflight: no permission to see %s", what)
