@@ -8,14 +8,15 @@ IMAGE ?= flyte-ddp:dev
 VENV := .venv
 BIN := $(VENV)/bin
 # uv is used where it is on the path; else it is installed beside the environment. It installs in seconds what takes pip
-# minutes, and resolves torch and torchvision to matching builds.
+# minutes, and resolves torch and torchvision to matching builds. It compiles them at once: where PYTHONDONTWRITEBYTECODE is
+# set, every process would else compile torch anew, which takes longer than everything else a rank does before it trains.
 UV := $(or $(shell command -v uv 2>/dev/null),.uv/bin/uv)
 INSTALLED := $(VENV)/.installed
 export UV_SYSTEM_CERTS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train train-multi-node test test-all test-gpu test-kubernetes test-flyte lint format bench image \
-  register requirements
+.PHONY: help setup train train-multi-node test test-all test-docs test-gpu test-kubernetes test-flyte lint format bench \
+  image register requirements
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -24,7 +25,7 @@ setup: $(INSTALLED)  ## the environment in .venv, with the pinned packages
 
 $(INSTALLED): requirements.txt pyproject.toml | $(UV)
 	$(UV) venv --quiet --seed --allow-existing --python $(PYTHON) $(VENV)
-	$(UV) pip install --quiet --python $(BIN)/python -r requirements.txt
+	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python -r requirements.txt
 	@touch $@
 
 .uv/bin/uv:
@@ -45,6 +46,9 @@ test: $(INSTALLED)  ## the tests that need nothing but this machine, in under te
 
 test-all: $(INSTALLED)  ## also the slow ones
 	$(BIN)/python -m pytest -m 'not gpu and not kubernetes and not flyte'
+
+test-docs: $(INSTALLED)  ## every command and piece of code in the README, docs/ and examples/
+	$(BIN)/python -m pytest tests/test_docs.py
 
 test-gpu: $(INSTALLED)  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu

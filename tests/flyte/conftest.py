@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -27,7 +26,8 @@ from flytekit.models.core.execution import WorkflowExecutionPhase as Phase
 from flytekit.remote import FlyteRemote
 from flytekit.remote.executions import FlyteNodeExecution, FlyteWorkflowExecution
 
-ROOT = Path(__file__).parents[2]
+from tests.support.checkout import copy_repository
+
 BIN = Path(sys.executable).parent
 IMAGE = os.environ.get("FLYTE_DDP_TEST_IMAGE", "flyte-ddp:dev")
 PROJECT, DOMAIN = "flytesnacks", "development"
@@ -211,10 +211,9 @@ class Checkout:
         return Execution(self.remote, name)
 
     def register(self, version: str, **settings: str) -> subprocess.CompletedProcess[str]:
-        """`make register`, as the README shows it, in the environment that is there already."""
+        """`make register`, as the README shows it."""
         given = {"IMAGE": IMAGE, "VERSION": version, "PROJECT": PROJECT, "DOMAIN": DOMAIN, **SETTINGS, **settings}
-        made = ("make", "--old-file=.venv/.installed", "register")
-        done = self.call(*made, *(f"{name}={value}" for name, value in given.items()), timeout=600)
+        done = self.call("make", "register", *(f"{name}={value}" for name, value in given.items()), timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
         return done
 
@@ -227,27 +226,11 @@ def remote() -> FlyteRemote:
     return FlyteRemote(Config.auto(config), PROJECT, DOMAIN)
 
 
-def copy_repository(directory: Path) -> None:
-    """Copy the files that belong to the repository, committed or not, without what git ignores."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).is_file():
-            (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, directory / name)
-
-
 @pytest.fixture(scope="module")
 def checkout(remote: FlyteRemote, tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     """A checkout that no other module changes."""
     directory = tmp_path_factory.mktemp("checkout")
     copy_repository(directory)
-    (directory / ".venv").symlink_to(BIN.parent)
     return Checkout(directory, remote)
 
 

@@ -10,7 +10,8 @@ import time
 import pytest
 from flytekit.models.core.execution import WorkflowExecutionPhase as Phase
 
-from tests.flyte.conftest import DOMAIN, PROJECT, ROOT, Checkout, Execution, eventually, items, kubectl
+from tests.flyte.conftest import DOMAIN, PROJECT, Checkout, Execution, eventually, items, kubectl
+from tests.support.checkout import REPOSITORY
 from tests.support.image_store import image_tree, write_tree
 
 PROBLEM = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|Traceback|Unclosed|not provided")
@@ -79,7 +80,7 @@ def test_several_nodes_train_without_a_word_about_keys(checkout: Checkout, uniqu
 def checkout_with_recipes(checkout: Checkout) -> Checkout:
     """The checkout with a recipe of one file, and one of a package whose files import one another."""
     recipes = checkout.directory / "recipes"
-    shutil.copy(ROOT / "examples/wine.py", recipes / "wine.py")
+    shutil.copy(REPOSITORY / "examples/wine.py", recipes / "wine.py")
     package = recipes / "cellar"
     package.mkdir()
     (package / "__init__.py").write_text("")

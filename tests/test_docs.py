@@ -1,0 +1,179 @@
+"""Every block of commands and code in the README, in docs/ and in examples/ is run, so that it stays true.
+
+A block that cannot run on any machine has a line directly before it that says what it needs: `<!-- needs: cluster -->`.
+Its commands are still compared with the workflows, modules and make targets that there are. Blocks of one page run in
+one directory, a copy of the repository, from the first to the last.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkout import copy_repository
+from tests.support.image_store import image_tree, write_tree
+
+REPOSITORY = Path(__file__).parents[1]
+PAGES = sorted([REPOSITORY / "README.md", *REPOSITORY.glob("docs/**/*.md"), REPOSITORY / "examples/README.md"])
+GUIDES = sorted(REPOSITORY.glob("deploy/*.md"))  # for a cluster, from the first to the last block
+NEEDS = ("cluster", "gpu", "network", "hours")
+BLOCK = re.compile(r"^(?:<!-- needs: (?P<needs>\w+) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
+
+# What makes a documented command cheap enough for every run of the tests, without making it another command.
+CHEAPER = (
+    (r"\bmake (test|test-all|test-gpu|test-flyte|test-kubernetes|lint|bench|format|help)\b", r"make --dry-run \1"),
+    (r"\bmake (train|train-multi-node)\b", r"""make \1 CONFIG='{"epochs": 1}'"""),
+    (r"\b((?!generate_names_wf)\w+_wf)\b", r"""\1 --config '{"epochs": 1}'"""),  # a later --config wins
+    (r'"epochs": \d+', '"epochs": 1'),
+    (r"(--recipe |RECIPE=)mnist\b", r"\1digits"),
+    (r"--data ~/MNIST", ""),
+    (r"--num_processes \d+", "--num_processes 1"),
+    (r"--num_models \d+", "--num_models 2"),
+    (r"(s3|gs)://bucket/", "DIRECTORY/bucket/"),
+    (r"/tmp/images", "DIRECTORY/images"),
+    (r'"weights": "default"', '"weights": "none"'),  # from torchvision's servers
+    (r"\$WORKFLOWS\b", "workflows"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    language: str
+    needs: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(REPOSITORY)}:{self.line}"
+
+    @property
+    def file(self) -> str:
+        """The name of the file that the block is, from a first line such as `# flowers.py`; else ""."""
+        match = re.match(r"# ([\w/.]+\.\w+)\n", self.text)
+        return match[1] if match else ""
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text()
+    return [
+        Block(page, text.count("\n", 0, match.start()) + 1, match["language"], match["needs"] or "", match["text"])
+        for match in BLOCK.finditer(text)
+    ]
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+SHELL = [block for block in [*BLOCKS, *(each for page in GUIDES for each in blocks_of(page))] if block.language == "sh"]
+RUN = [block for block in BLOCKS if block.language in ("sh", "python") and not block.needs]
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    """directories(page): the copy of the repository in which the blocks of `page` run, with its files in it."""
+    made = {}
+
+    def get(page):
+        if page not in made:
+            made[page] = tmp_path_factory.mktemp(page.stem)
+            copy_repository(made[page])
+            write_tree(image_tree(), made[page] / "bucket/flowers")
+            for block in blocks_of(page):
+                if block.file:
+                    (made[page] / block.file).parent.mkdir(parents=True, exist_ok=True)
+                    (made[page] / block.file).write_text(block.text)
+            for example in (REPOSITORY / "examples").glob("*.py"):
+                shutil.copy(example, made[page])
+        return made[page]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    "block",
+    # The other pages repeat what tests of their own show: they are run by `make test-docs` and the CI.
+    [
+        pytest.param(each, id=str(each), marks=[] if each.page.parent == REPOSITORY else pytest.mark.slow)
+        for each in RUN
+    ],
+)
+def test_a_block_runs_as_it_stands_but_for_cheaper_settings(block, directories):
+    directory = directories(block.page)
+    if block.language == "python":
+        command = [sys.executable, block.file] if block.file else [sys.executable, "-c", block.text]
+    else:
+        text = block.text
+        for pattern, replacement in CHEAPER:
+            text = re.sub(pattern, replacement.replace("DIRECTORY", str(directory)), text)
+        command = ["bash", "-euo", "pipefail", "-c", text]
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MAKEFLAGS")}
+    done = subprocess.run(
+        command,
+        cwd=directory,
+        env=kept
+        | {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "HOME": str(directory),
+            "WANDB_MODE": "disabled",
+            "VERSION": "v1",  # the copy is no git repository
+        },
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, f"{command[-1]}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+
+
+def test_every_language_of_a_block_is_known_and_every_need_is_one_of_a_few():
+    for block in BLOCKS:
+        assert block.language in ("", "sh", "python", "yaml", "toml", "mermaid"), block
+        assert block.needs in ("", *NEEDS), block
+    for page in PAGES:
+        assert page.read_text().count("<!-- needs:") == sum(bool(block.needs) for block in blocks_of(page)), page
+
+
+@pytest.mark.parametrize("block", SHELL, ids=str)
+def test_commands_name_only_what_there_is(block):
+    text = block.text.replace("\\\n", " ")
+    for target in re.findall(r"^make ([a-z-]+)", text, re.M):
+        assert re.search(rf"^{target}:", (REPOSITORY / "Makefile").read_text(), re.M), target
+    for module in re.findall(r"python -m ([\w.]+)", text):
+        assert importlib.util.find_spec(module), module
+    for line in re.findall(r"pyflyte run (?!remote-)(.+)", text):
+        words = shlex.split(line, comments=True)
+        (at,) = [position for position, word in enumerate(words) if word.endswith(".py")]
+        file, workflow = words[at].replace("$WORKFLOWS", "workflows"), words[at + 1]
+        inputs = _inputs(REPOSITORY / file, workflow)
+        for word in words[at + 2 :]:
+            assert not word.startswith("--") or word[2:] in inputs, f"{workflow} has no input {word}"
+
+
+def _inputs(file, workflow):
+    (function,) = [
+        node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef) and node.name == workflow
+    ]
+    return [argument.arg for argument in function.args.args]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *GUIDES], ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_every_link_of_a_page_leads_to_a_file_or_heading_that_is_there(page):
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]+))?\)", page.read_text()):
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", file.read_text(), re.M)
+            assert anchor in [re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings], anchor
+
+
+def test_the_recipe_shown_in_the_readme_is_run_as_a_recipe():
+    files = [block.file for block in RUN if block.page.name == "README.md" and block.file]
+    assert files
