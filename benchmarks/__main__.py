@@ -15,7 +15,7 @@ from benchmarks.images import LATENCY, NUM_WORKERS
 from benchmarks.measure import Row, Variant, compare, machine, table
 from benchmarks.mnist_like import MnistLike, write_idx_files
 from benchmarks.variants import BATCH_SIZE, PREPARED
-from flyte_ddp.launch.spawn import num_cores
+from flyte_ddp.launch.devices import num_cores
 from flyte_ddp.prepare import prepare_data
 
 ROOT = Path(__file__).parents[1]

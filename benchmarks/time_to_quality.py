@@ -28,6 +28,7 @@ def ours(names: str, num_epochs: int, started: float) -> None:
     from flyte_ddp.config import resolve
     from flyte_ddp.events import EpochFinished, Event
     from flyte_ddp.launch import spawn
+    from flyte_ddp.launch.devices import num_cores
     from flyte_ddp.prepare import prepare_data
     from flyte_ddp.rank.job import Job
     from flyte_ddp.recipes import get_recipe
@@ -53,7 +54,7 @@ def ours(names: str, num_epochs: int, started: float) -> None:
 
         config = resolve(recipe.defaults, {**OUR_CONFIG, "epochs": num_epochs or OUR_CONFIG["epochs"]})
         job = Job("pet_names", config, f"{directory}/checkpoints", time.time())
-        result = spawn.train(job, prepared, spawn.num_cores(), [Clock()])
+        result = spawn.train(job, prepared, num_cores(), [Clock()])
     finished, last = result.finished, result.epochs[-1]
     report(
         job.launched_at + finished.first_step_seconds, last.samples_per_second, finished.peak_memory_bytes, curve=curve

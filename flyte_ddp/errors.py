@@ -37,6 +37,11 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or is damaged."""
 
 
+# Errors that a rank can find and only the user can correct, by the names under which they cross to the supervisor.
+USER_ERRORS = ("ConfigError", "DataError", "StorageDenied", "NonFiniteLoss")
+OUT_OF_MEMORY = "OOMKilled"  # as Kubernetes calls it
+
+
 class RankFailure(RuntimeError):
     """A rank ended the run: with an exception, by a signal, or because nothing moved any more.
 
@@ -44,7 +49,8 @@ class RankFailure(RuntimeError):
         rank: of the whole gang; -1 where no single one is to blame (a stall).
         kind: exception, signal, exit or stall.
         cause: the exception's class name and message, or the signal's name: equal for the same bug in two attempts.
-        is_consequence: it is what a rank says whose peer has died, so another failure is to blame.
+            OUT_OF_MEMORY for a SIGKILL by the kernel's out-of-memory killer.
+        is_consequence: the error of a rank whose peer has died, so another failure is to blame.
     """
 
     def __init__(self, message: str, rank: int, kind: str, cause: str, is_consequence: bool = False) -> None:
@@ -54,33 +60,49 @@ class RankFailure(RuntimeError):
         self.cause = cause
         self.is_consequence = is_consequence
 
+    @property
+    def error_name(self) -> str:
+        """The class name of the exception that the rank raised."""
+        return self.cause.partition(":")[0]
+
+    @property
+    def is_user_error(self) -> bool:
+        """Only a change of the input helps; the message is one line that explains it."""
+        return self.kind == "exception" and self.error_name in USER_ERRORS
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.rank, self.kind, self.cause, self.is_consequence)
 
 
+class OutOfMemory(ConfigError):
+    """The kernel killed the ranks twice for lack of memory, without progress in between: more attempts end alike."""
+
+
 class TrainingStopped(RuntimeError):
-    """The run was asked to end early, by a signal for example, and did. Its last checkpoint has what was done."""
+    """The run was stopped early, by a signal for example. Its last checkpoint has what was done."""
 
 
 class NodeLost(RuntimeError):
-    """A node died, fell silent or could not run its ranks: what another attempt may well survive.
+    """A node died, fell silent or could not run its ranks: another attempt may well succeed.
 
     Attributes:
-        worker: the name of its worker; "" for one that nothing more can be heard of, not even its pod's log.
+        worker: the name of its worker; "" for a silent one, whose pod's log cannot be read either.
+        cause: why, in a word: OUT_OF_MEMORY, or "" for anything else.
     """
 
-    def __init__(self, message: str, worker: str) -> None:
+    def __init__(self, message: str, worker: str, cause: str = "") -> None:
         super().__init__(message)
         self.worker = worker
+        self.cause = cause
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.worker)
+        return type(self), (str(self), self.worker, self.cause)
 
 
 class GangLost(RuntimeError):
     """The gang was lost for good: its restarts are used up, or the nodes it needs did not come back.
 
-    Its checkpoints have what was done; the same run on another cluster goes on from them.
+    The same run on another cluster resumes from its checkpoints.
     """
 
 

@@ -19,7 +19,7 @@ from flytekit.types.structured import StructuredDataset
 
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished, Event, RunStarted
-from flyte_ddp.launch.spawn import print_line
+from flyte_ddp.launch.supervisor import print_line
 from flyte_ddp.observers import figures
 from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.storage import Storage

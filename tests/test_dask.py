@@ -25,8 +25,11 @@ from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.errors import ClusterError, ConfigError, GangLost, RankFailure
 from flyte_ddp.launch.dask import launcher as dask
 from flyte_ddp.launch.dask.code import packed_code
-from flyte_ddp.launch.dask.gang import Inbox, Worker, assigned
-from flyte_ddp.launch.dask.launcher import is_bug, train_on_dask, usable_sizes
+from flyte_ddp.launch.dask.launcher import train_on_dask, usable_sizes
+from flyte_ddp.launch.dask.messages import Inbox
+from flyte_ddp.launch.dask.placement import Worker, assign_nodes
+from flyte_ddp.launch.failures import Ended, is_bug
+from flyte_ddp.rank.job import Job
 from tests.support.dask_runs import eventually, ranks_below, start_driver, train
 from tests.support.runs import REPOSITORY, how_it_ended, new_run, wait_for_step
 
@@ -165,10 +168,10 @@ def test_used_up_restarts_lose_the_gang_and_leave_no_rank(client, tmp_path, faul
 
 def test_workers_with_other_versions_are_refused(client, tmp_path, monkeypatch):
     monkeypatch.setattr(dask, "own_versions", lambda: {"python": "3.12.1", "torch": "1.0"})
-    with pytest.raises(ConfigError, match=r"worker \d at tcp://\S+ has python 3\.\S+, and this process has 3.12.1"):
+    with pytest.raises(ConfigError, match=r"python 3.12.1, .* got 3\.\S+ on worker \d at tcp://"):
         train(new_run(tmp_path), client, LOCAL)
     monkeypatch.setattr(dask, "own_versions", lambda: {"torch": "1.0"})
-    with pytest.raises(ConfigError, match=r"worker \d at tcp://\S+ has torch \d\S+, and this process has 1.0"):
+    with pytest.raises(ConfigError, match=r"torch 1.0, .* got \d\S+ on worker \d at tcp://"):
         train(new_run(tmp_path), client, LOCAL)
 
 
@@ -296,13 +299,13 @@ def test_a_stall_shows_the_stacks_of_all_nodes(client, tmp_path, fault):
     ],
 )
 def test_what_counts_as_a_bug(cause, previous, expected):
-    earlier, earlier_step = (RankFailure("", 0, "exception", previous[0]), previous[1]) if previous else (None, 0)
-    assert is_bug(RankFailure("", 0, "exception", cause), 7, earlier, earlier_step) is expected
+    earlier = Ended(RankFailure("", 0, "exception", previous[0]), previous[1], 0) if previous else None
+    assert is_bug(Ended(RankFailure("", 0, "exception", cause), 7, 0), earlier) is expected
 
 
 def test_a_killed_rank_is_no_bug():
-    failure = RankFailure("", 0, "signal", "SIGKILL")
-    assert not is_bug(failure, 3, failure, 3)
+    ended = Ended(RankFailure("", 0, "signal", "SIGKILL"), 3, 0)
+    assert not is_bug(ended, ended)
 
 
 def worker(name, host, gpus=()):
@@ -313,25 +316,25 @@ def test_ranks_go_by_host_and_name_whatever_the_addresses():
     config = ClusterConfig(num_nodes=4, processes_per_node=2)
     before = [worker("w-10", "10.0.0.9"), worker("w-3", "10.0.0.1"), worker("w-2", "10.0.0.9")]
     before.append(worker("w-4", "10.0.0.1"))
-    nodes = assigned(before, 4, config)
+    nodes = assign_nodes(before, 4, config)
     assert [each.name for each in nodes] == ["w-2", "w-10", "w-3", "w-4"]
-    assert [each.place.first_rank for each in nodes] == [0, 2, 4, 6]
-    assert {(each.place.world_size, each.place.num_threads) for each in nodes} == {(8, 2)}
+    assert [each.ranks.first_rank for each in nodes] == [0, 2, 4, 6]
+    assert {(each.ranks.world_size, each.ranks.num_threads) for each in nodes} == {(8, 2)}
     after = [dataclasses.replace(each, host=each.host.replace("10.0.0.9", "10.0.0.0")) for each in before]
-    assert [each.name for each in assigned(after, 4, config)] == ["w-2", "w-10", "w-3", "w-4"]
+    assert [each.name for each in assign_nodes(after, 4, config)] == ["w-2", "w-10", "w-3", "w-4"]
 
 
 def test_workers_of_one_host_share_its_gpus():
     config = ClusterConfig(num_nodes=2, gpus_per_node=2)
     workers = [worker("w-0", "10.0.0.1", ("0", "1", "2", "3")), worker("w-1", "10.0.0.1", ("0", "1", "2", "3"))]
-    environments = [each.environment for each in assigned(workers, 2, config)]
+    environments = [each.environment for each in assign_nodes(workers, 2, config)]
     assert environments == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
-    with pytest.raises(ConfigError, match="gpus_per_node: 2 are more than worker w-0 at 10.0.0.1 has; it has 1"):
-        assigned([worker("w-0", "10.0.0.1", ("0",))], 1, config)
+    with pytest.raises(ConfigError, match="gpus_per_node: expected at most 1, because worker w-0 at 10.0.0.1 sees"):
+        assign_nodes([worker("w-0", "10.0.0.1", ("0",))], 1, config)
 
 
 def test_a_smaller_gang_still_shares_the_global_batch_evenly(tmp_path):
-    job = dask.Job("digits", dask_config(global_batch_size=24), str(tmp_path), 0.0)
+    job = Job("digits", dask_config(global_batch_size=24), str(tmp_path), 0.0)
     assert usable_sizes(job, ClusterConfig(num_nodes=6, min_nodes=2)) == [6, 4, 3, 2]
     assert usable_sizes(job, ClusterConfig(num_nodes=6)) == [6]
 
@@ -343,11 +346,11 @@ def dask_config(**values):
 
 
 def test_bad_input_is_refused_before_any_cluster_is_asked(tmp_path):
-    job = dask.Job("digits", dask_config(global_batch_size=32), str(tmp_path), 0.0)
+    job = Job("digits", dask_config(global_batch_size=32), str(tmp_path), 0.0)
     with pytest.raises(ConfigError, match="global_batch_size: expected a multiple of 3, got 32"):
         train_on_dask(job, str, None, ClusterConfig(num_nodes=3))
     nccl = dataclasses.replace(job, config=dask_config(backend="nccl"))
-    with pytest.raises(ConfigError, match="backend: 'nccl' needs GPUs"):
+    with pytest.raises(ConfigError, match="backend: expected auto or gloo for ranks without GPUs"):
         train_on_dask(nccl, str, None, ClusterConfig(num_nodes=2))
 
 

@@ -13,7 +13,7 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import CostsTimed, EpochFinished, RunStarted
-from flyte_ddp.launch.dask.gang import Worker, assigned
+from flyte_ddp.launch.dask.placement import Worker, assign_nodes
 from flyte_ddp.observers.figures import to_svg
 from flyte_ddp.scaling.plots import scaling_panels
 from flyte_ddp.scaling.runner import resize_cluster, validate_runs
@@ -204,7 +204,7 @@ def test_a_world_size_takes_one_node_or_as_many_as_it_fills():
         resize_cluster(cluster, 6)
     gpus = resize_cluster(ClusterInput(kind="kubernetes", gpus_per_node=8), 2)
     assert (gpus.num_nodes, gpus.ranks_per_node, gpus.gpus_per_node) == (1, 2, 8)
-    with pytest.raises(ConfigError, match="^backend: 'nccl' needs GPUs"):
+    with pytest.raises(ConfigError, match="^backend: expected auto or gloo for ranks without GPUs"):
         validate_runs("digits", TrainingConfig(backend="nccl"), [1, 2], cluster)
 
 
@@ -212,7 +212,9 @@ def test_threads_of_a_rank_are_its_share_of_the_cores_or_as_many_as_configured()
     workers = [Worker(f"tcp://{index}", f"{index}", "host", 16, (), False) for index in range(2)]
 
     def threads(**values):
-        return [node.place.num_threads for node in assigned(workers, 2, ClusterConfig(processes_per_node=2, **values))]
+        return [
+            node.ranks.num_threads for node in assign_nodes(workers, 2, ClusterConfig(processes_per_node=2, **values))
+        ]
 
     assert threads() == [4, 4]
     assert threads(threads_per_rank=3) == [3, 3]

@@ -15,7 +15,8 @@ import torch
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, DataError, RankFailure
-from flyte_ddp.launch import spawn
+from flyte_ddp.launch import spawn, supervisor
+from flyte_ddp.rank.job import Job
 from tests.support.runs import how_it_ended, new_run, start_parent, wait_for_step
 
 SLOW_STEP = "0.1"  # seconds, for runs that a signal has to meet on their way
@@ -49,7 +50,7 @@ def test_an_exception_ends_the_run_with_that_ranks_number_and_traceback(tmp_path
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     run = new_run(tmp_path)
     run.data()
-    spawn.multiprocessing.resource_tracker.ensure_running()  # lives as long as this process
+    supervisor.multiprocessing.resource_tracker.ensure_running()  # lives as long as this process
     before = _surroundings()
 
     with pytest.raises(RankFailure) as caught:
@@ -82,7 +83,7 @@ def test_a_killed_rank_ends_the_run_within_seconds_with_all_its_processes(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"), [("exit", "rank 1 failed: SystemExit: 3"), ("hard-exit", "rank 1 ended with exit code 3")]
+    ("fault", "said"), [("exit", "rank 1 failed: SystemExit: 3"), ("hard-exit", "rank 1 exited with code 3")]
 )
 def test_a_rank_that_leaves_ends_the_run(tmp_path, monkeypatch, survivors, fault, said):
     monkeypatch.setenv("FAULT", f"{fault} 1 5")
@@ -131,15 +132,15 @@ def test_a_stall_ends_the_run_with_every_ranks_stack(tmp_path, monkeypatch, surv
 
     run.relay = shorten
 
-    with pytest.raises(RankFailure, match=r"no rank has got on for \d+ s \(stall_timeout: 0.5\)") as caught:
+    with pytest.raises(RankFailure, match=r"no rank made progress for \d+ s \(stall_timeout: 0.5\)") as caught:
         run.train()
 
     _, zero, one = str(caught.value).split("--- rank ")
     assert zero.startswith("0, at step 4")
-    assert "loop.py" in zero
+    assert "trainer.py" in zero
     assert one.startswith("1, at step 4")
     assert "in _hang" in one
-    assert "loop.py" in one
+    assert "trainer.py" in one
     assert (caught.value.rank, caught.value.kind) == (-1, "stall")
     assert survivors() == []
 
@@ -280,7 +281,7 @@ def test_a_listener_that_fails_does_not_end_the_run(tmp_path, caplog):
     run.train(1, epochs=1)
 
     assert run.result.finished.step == 9
-    assert caplog.text.count("failed and is told nothing more") == 1
+    assert caplog.text.count("failed and receives no more events") == 1
 
 
 # Bad input, before any process is started
@@ -289,11 +290,11 @@ def test_a_listener_that_fails_does_not_end_the_run(tmp_path, caplog):
 @pytest.fixture
 def no_processes(monkeypatch):
     """Fails the test where a process is started."""
-    monkeypatch.setattr(spawn, "_Gang", lambda *arguments: pytest.fail("a process was started"))
+    monkeypatch.setattr(supervisor, "_Ranks", lambda *arguments: pytest.fail("a process was started"))
 
 
 def test_an_unknown_recipe_is_refused_before_any_process_starts(tmp_path, no_processes):
-    job = spawn.Job("mnits", TrainingConfig(), str(tmp_path), time.time())
+    job = Job("mnits", TrainingConfig(), str(tmp_path), time.time())
 
     with pytest.raises(ConfigError, match="recipe: 'mnits' is unknown"):
         spawn.train(job, lambda: pytest.fail("data were prepared"), 2)
@@ -304,8 +305,8 @@ def test_an_unknown_recipe_is_refused_before_any_process_starts(tmp_path, no_pro
     [
         (5, {}, "global_batch_size: expected a multiple of 5, got 12"),
         (2, {"gradient_accumulation": 5}, "global_batch_size: expected a multiple of 10, got 12"),
-        (-1, {}, "num_processes: -1 is out of range; accepted is"),
-        (2, {"backend": "nccl"}, "backend: 'nccl' needs GPUs"),
+        (-1, {}, "num_processes: expected a whole number of at least 1, got -1"),
+        (2, {"backend": "nccl"}, "backend: expected auto or gloo for ranks without GPUs, got 'nccl'"),
     ],
 )
 def test_a_run_that_cannot_be_is_refused_before_any_process_starts(
@@ -319,7 +320,7 @@ def test_a_run_that_cannot_be_is_refused_before_any_process_starts(
 def test_more_ranks_than_gpus_are_refused_before_any_process_starts(tmp_path, monkeypatch, no_processes):
     monkeypatch.setattr(spawn, "num_gpus", lambda: 1)
 
-    with pytest.raises(ConfigError, match="num_processes: 2 ranks need as many GPUs; accepted here is at most 1"):
+    with pytest.raises(ConfigError, match="num_processes: expected at most 1, one per GPU, got 2"):
         new_run(tmp_path).train(2)
 
 

@@ -19,7 +19,7 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.errors import ClusterError, ConfigError, SweepFailed, TrainingStopped
 from flyte_ddp.launch.dask import launcher as dask
-from flyte_ddp.launch.dask.gang import Worker
+from flyte_ddp.launch.dask.placement import Worker
 from flyte_ddp.launch.dask.pool import Pool
 from flyte_ddp.observers import figures
 from flyte_ddp.prepare import prepare_data

@@ -1,4 +1,4 @@
-"""Hand a run's events to its listeners, in a thread, so that a slow listener delays neither the run nor its rescue."""
+"""Pass a run's events to its listeners, in a thread, so that a slow listener delays neither the run nor its rescue."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class Dispatcher:
-    """As a context manager: `emit` inside the block; on the way out every listener is closed, with the error if any.
+    """A context manager: `emit` inside the block; at its end every listener is closed, with the error if there is one.
 
-    A listener that raises is named in the log and told nothing more: watching a run must not end it. Listeners run with
-    the context variables of whoever made the dispatcher, so that a Flyte Deck finds its task.
+    A listener that raises is named in the log and receives no more events: watching a run must not end it. Listeners
+    run with the context variables of the dispatcher's creator, so that a Flyte Deck finds its task.
     """
 
     def __init__(self, listeners: Sequence[events.Listener]) -> None:
@@ -47,14 +47,14 @@ class Dispatcher:
             logger.warning("a listener did not finish within %.0f s of the end of the run", CLOSE_TIMEOUT)
 
     def _run(self) -> None:
-        listening = list(self._listeners)
+        active = list(self._listeners)
         while (event := self._queue.get()) is not None:
-            for listener in list(listening):
+            for listener in list(active):
                 try:
                     listener.handle(event)
                 except Exception:
-                    logger.exception("%s failed and is told nothing more of this run", type(listener).__name__)
-                    listening.remove(listener)
+                    logger.exception("%s failed and receives no more events of this run", type(listener).__name__)
+                    active.remove(listener)
         for listener in self._listeners:
             try:
                 listener.close(self._error)

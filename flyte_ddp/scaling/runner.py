@@ -19,7 +19,7 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import NOT_IN_HISTORY, Event, Listener, parse_history, to_line
 from flyte_ddp.launch.dask.launcher import check, train_on_dask
-from flyte_ddp.launch.spawn import print_line
+from flyte_ddp.launch.supervisor import print_line
 from flyte_ddp.prepare import describe_data
 from flyte_ddp.rank.job import Job
 from flyte_ddp.scaling.study import ScalingRun, choose_timed_batch_sizes

@@ -23,10 +23,12 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import CLIENT_CLOSE_TIMEOUT
 from flyte_ddp.errors import ClusterError, GangLost, RankFailure, SweepFailed, TrainingStopped, WorkersLost
 from flyte_ddp.events import EpochFinished, Event, Listener, RunStarted
-from flyte_ddp.launch.dask.gang import POLL, ask_scheduler
+from flyte_ddp.launch.dask.calls import call_scheduler
+from flyte_ddp.launch.dask.gang import POLL_INTERVAL
 from flyte_ddp.launch.dask.launcher import check, train_on_dask
 from flyte_ddp.launch.dask.pool import Pool
-from flyte_ddp.launch.spawn import StopRequest, print_line, stop_on_signals
+from flyte_ddp.launch.signals import StopRequest, stop_on_signals
+from flyte_ddp.launch.supervisor import print_line
 from flyte_ddp.prepare import describe_data
 from flyte_ddp.rank.job import Job
 from flyte_ddp.storage import Storage
@@ -162,7 +164,7 @@ class _Sweep:
             pending = {executor.submit(self._run_trial, run) for run in waiting}
             try:
                 while pending:
-                    done, pending = wait(pending, timeout=POLL, return_when=FIRST_COMPLETED)
+                    done, pending = wait(pending, timeout=POLL_INTERVAL, return_when=FIRST_COMPLETED)
                     for future in done:
                         future.result()
                     while self.stop.num_requests < signals.num_requests:
@@ -268,7 +270,7 @@ class _Sweep:
     def _is_loss_of_cluster(self, error: Exception) -> bool:
         if isinstance(error, (ClusterError, WorkersLost)):
             return True
-        return isinstance(error, GangLost) and ask_scheduler(self.client, "identity") is None
+        return isinstance(error, GangLost) and call_scheduler(self.client, "identity") is None
 
     def _storage_of(self, key: str) -> Storage:
         return Storage(self.storage.join(f"trials/{key}"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import zipfile
-from pathlib import Path
 
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.recipes import BUILTIN
@@ -36,10 +35,3 @@ def packed_code(recipe: str) -> bytes:
             # Without the file's time, which differs between two checkouts of the same code.
             archive.writestr(zipfile.ZipInfo(name), file.read_bytes(), zipfile.ZIP_DEFLATED)
     return buffer.getvalue()
-
-
-def packed_directory(directory: Path, target: Path) -> None:
-    """Write a zip of all files below `directory`, not compressed, to `target`."""
-    with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as archive:
-        for file in sorted(path for path in directory.rglob("*") if path.is_file()):
-            archive.write(file, file.relative_to(directory).as_posix())

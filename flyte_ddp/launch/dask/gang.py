@@ -1,167 +1,40 @@
-"""One gang: its nodes, their places, and its life from a common start to a common end.
+"""One attempt: the ranks of all nodes, from their common start to their common end.
 
-Knows nothing of restarts, and nothing of the data: `dask.py` decides those. What the workers run is in worker.py.
+Knows nothing of restarts, and nothing of the data: launcher.py decides those. What the workers run is in worker.py.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
-import pickle
 import queue
-import re
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]
 from distributed import Client, Future
 from distributed.client import ClosedClientError
 
 from flyte_ddp import events
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import worker_log
-from flyte_ddp.errors import ConfigError, NodeLost, RankFailure, TrainingStopped
-from flyte_ddp.launch.dask import node, worker
-from flyte_ddp.launch.spawn import STOP_GRACE, StopRequest
-from flyte_ddp.rank.job import NodeRanks
+from flyte_ddp.errors import NodeLost, RankFailure, TrainingStopped
+from flyte_ddp.launch.dask import worker
+from flyte_ddp.launch.dask.calls import ANSWER_TIMEOUT, ByValue, call_scheduler, call_workers, send_command
+from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, GO, KILL, KILL_GRACE, STOP, NodeJob, decode
+from flyte_ddp.launch.dask.placement import Node, natural_key
+from flyte_ddp.launch.failures import MAX_LINES, shorten
+from flyte_ddp.launch.signals import STOP_GRACE, StopRequest
 
-POLL = 0.1  # seconds between looks at silence and the wish to stop
-ANSWER_TIMEOUT = 5.0  # seconds for a worker to answer a question before it counts as absent
+POLL_INTERVAL = 0.1  # seconds between checks for silence and the stop request
 TRANSFER_TIMEOUT = 60.0  # seconds for the code to reach a worker
-FIRST_SIGN_TIMEOUT = 60.0  # seconds, at least, for a node's supervisor to start and say so
-ECHO_GRACE = 3.0  # seconds in which the cause of a failure that looks like another's echo may come to light
-KILL_TIMEOUT = node.KILL_GRACE + 2.0  # seconds for the nodes to confirm that their ranks are gone
+FIRST_REPORT_TIMEOUT = 60.0  # seconds, at least, for a node's supervisor to start and report
+ECHO_GRACE = 3.0  # seconds in which the cause of a failure that looks like another's consequence may be reported
+KILL_TIMEOUT = KILL_GRACE + 2.0  # seconds for the nodes to confirm that their ranks are gone
+WORKER_LOG_LINES = 15  # of a lost worker's pod in the error
 
-SCHEDULER_TOPIC = "all"  # where the scheduler says, among other things, that it has lost a worker
-
-# What runs in the workers travels by value: they may have no such module, or an older one.
-cloudpickle.register_pickle_by_value(worker)
-
-
-class _ByValue:
-    """A function of worker.py as a task: a graph is pickled as a whole, by reference whatever cloudpickle was told."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self.function(*arguments)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return pickle.loads, (cloudpickle.dumps(self.function),)
-
-
-# --- The nodes -----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Node:
-    """A worker that takes part in an attempt."""
-
-    index: int  # in the order of the ranks
-    address: str
-    name: str  # the same when a node comes back, unlike its address
-    host: str
-    place: NodeRanks
-    environment: dict[str, str]
-    has_plugin: bool
-    last_sign: float = 0.0  # monotonic
-    has_spoken: bool = False
-    is_over: bool = False  # its task has ended, or nothing more can be heard of it
-    end: dict[str, Any] | None = None  # its last message
-    inbox: Inbox = field(default_factory=lambda: Inbox())
-
-    def __str__(self) -> str:
-        return f"node {self.index} ({self.name} at {self.host})"
-
-
-@dataclass(frozen=True)
-class Worker:
-    """A worker that answers."""
-
-    address: str
-    name: str
-    host: str
-    num_cores: int
-    gpus: tuple[str, ...]  # that it may use, as CUDA_VISIBLE_DEVICES names them
-    has_plugin: bool
-    is_busy: bool = False  # with whatever else runs on the cluster
-
-
-class Inbox:
-    """Puts the messages of a node in order and takes each of them once, however often and in what order they come."""
-
-    def __init__(self) -> None:
-        self.num_taken = 0
-        self._early: dict[int, dict[str, Any]] = {}
-
-    def put(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """The messages whose turn it is, now that `message` is there."""
-        if message["number"] >= self.num_taken:
-            self._early[message["number"]] = message
-        ready = []
-        while self.num_taken in self._early:
-            ready.append(self._early.pop(self.num_taken))
-            self.num_taken += 1
-        return ready
-
-
-def assigned(workers: Sequence[Worker], num_nodes: int, config: ClusterConfig) -> list[Node]:
-    """`num_nodes` of the workers as nodes, with their places in the gang; the rendezvous is still open.
-
-    Workers on one host are neighbours, so that their ranks are too, and hosts and workers go by the workers' names: a
-    node that comes back, under another address, gets its ranks back.
-
-    Raises:
-        ConfigError: a worker has fewer GPUs than its node needs.
-    """
-    first_on_host: dict[str, tuple[Any, ...]] = {}
-    for each in workers:
-        key = _natural(each.name)
-        first_on_host[each.host] = min(key, first_on_host.get(each.host, key))
-    chosen = sorted(workers, key=lambda each: (first_on_host[each.host], each.host, _natural(each.name)))[:num_nodes]
-    nodes: list[Node] = []
-    for index, each in enumerate(chosen):
-        neighbours = [other for other in chosen if other.host == each.host]
-        place = NodeRanks(
-            first_rank=index * config.ranks_per_node,
-            num_ranks=config.ranks_per_node,
-            world_size=num_nodes * config.ranks_per_node,
-            host="",
-            port=0,
-            interface="",
-            use_gpus=config.gpus_per_node > 0,
-            num_threads=config.threads_per_rank or max(1, each.num_cores // len(neighbours) // config.ranks_per_node),
-        )
-        devices = _devices(each, neighbours, config)
-        nodes.append(Node(index, each.address, each.name, each.host, place, devices, each.has_plugin))
-    return nodes
-
-
-def _devices(each: Worker, neighbours: list[Worker], config: ClusterConfig) -> dict[str, str]:
-    """The variable that gives the node its own GPUs. Workers of one host that were given the same ones share them."""
-    if not config.gpus_per_node:
-        return {}
-    shares = [other for other in neighbours if other.gpus == each.gpus]
-    start = shares.index(each) * config.gpus_per_node
-    devices = each.gpus[start : start + config.gpus_per_node]
-    if len(devices) < config.gpus_per_node:
-        raise ConfigError(
-            f"gpus_per_node: {config.gpus_per_node} are more than worker {each.name} at {each.host} has; it has "
-            f"{len(each.gpus)}, for {len(shares)} workers; accepted is at most {len(each.gpus) // len(shares)}"
-        )
-    return {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
-
-
-def _natural(name: str) -> tuple[Any, ...]:
-    """A key that sorts worker-10 after worker-9."""
-    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name))
-
-
-# --- The attempt ---------------------------------------------------------------------------------------------------
+SCHEDULER_TOPIC = "all"  # where the scheduler reports, among other things, that it has lost a worker
 
 
 @dataclass
@@ -181,27 +54,30 @@ class Run:
 class Attempt:
     """One gang, from its start to its end on every node."""
 
-    def __init__(self, run: Run, number: int, nodes: list[Node], orders: Callable[[list[Node]], list[bytes]]) -> None:
+    def __init__(
+        self, run: Run, number: int, nodes: list[Node], make_jobs: Callable[[list[Node]], list[NodeJob]]
+    ) -> None:
         self.run = run
         self.client = run.client
         self.nodes = nodes
-        self.orders = orders
+        self.make_jobs = make_jobs
         self.name = f"{run.name}-{number}"  # also of the topic of its messages
         self.step = 0  # that the gang has reached
-        self.words = node.GO
-        self.next_words_at = 0.0
+        self.resumed_step = -1  # that it started from, once that is known
+        self.command = GO
+        self.next_command_at = 0.0
         self.futures: list[Future] = []
         self.arrivals: queue.SimpleQueue[tuple[float, dict[str, Any]]] = queue.SimpleQueue()
         self.departures: queue.SimpleQueue[str] = queue.SimpleQueue()  # addresses of workers that the scheduler lost
-        self.failures: list[tuple[bool, float, Exception]] = []  # (is maybe an echo, when noticed, failure)
+        self.failures: list[tuple[bool, float, Exception]] = []  # (may be a consequence, when noticed, failure)
 
-    def see_through(self) -> None:
-        """Start the gang and see it through. When this returns or raises, no rank runs on a node that can be reached.
+    def train(self) -> None:
+        """Run the gang to its end. When this returns or raises, no rank runs on a node that can be reached.
 
         Raises:
-            RankFailure: a rank failed; as far as can be known it is the cause, not an echo.
+            RankFailure: a rank failed; as far as can be known it is the cause, not a consequence.
             NodeLost: a node is gone, or could not run its ranks.
-            TrainingStopped: the run was asked to stop.
+            TrainingStopped: the run was stopped.
         """
         stop = self.run.stop
         stop_deadline = float("inf")
@@ -209,149 +85,158 @@ class Attempt:
         self.client.subscribe_topic(SCHEDULER_TOPIC, self._note_departure)
         try:
             self._start()
-            while not all(each.is_over for each in self.nodes) and not self._cause_is_known():
-                self._send_words()
+            while not all(node.has_ended for node in self.nodes) and not self._cause_is_known():
+                self._send_command()
                 self._receive()
-                self._look_for_silence()
-                if stop.is_set() and self.words == node.GO:
-                    self._say(f"{node.STOP} {stop.reason}")
+                self._check_silence()
+                if stop.is_set() and self.command == GO:
+                    self._set_command(f"{STOP} {stop.reason}")
                     stop_deadline = time.monotonic() + STOP_GRACE + KILL_TIMEOUT
                 if stop.is_urgent or time.monotonic() > stop_deadline:
                     break
         finally:
             self._end()
-        if all(each.end and each.end["outcome"] == "done" for each in self.nodes):
+        if all(node.end and node.end["outcome"] == "done" for node in self.nodes):
             return
         if stop.is_set():
             raise self._stopped()
         raise self._root_cause()
 
     def _start(self) -> None:
-        """Put the code on the nodes, agree on where they meet, and set their supervisors going.
+        """Put the code on the nodes, agree on where they meet, and start their supervisors.
 
         Raises:
             NodeLost: one of them does not answer.
         """
         run, first = self.run, self.nodes[0]
-        new = [each for each in self.nodes if not each.has_plugin]
-        self._ask(new, worker.install, run.name, run.code, timeout=TRANSFER_TIMEOUT)
-        host, port = self._ask([first], worker.call, run.name, "admit", self.name, True)[first.address]
-        self._ask(self.nodes[1:], worker.call, run.name, "admit", self.name, False)
-        for each in self.nodes:
-            each.place = dataclasses.replace(each.place, host=host, port=port)
-            each.last_sign = time.monotonic()
-        for each, order in zip(self.nodes, self.orders(self.nodes), strict=True):
+        new = [node for node in self.nodes if not node.has_plugin]
+        self._call(new, worker.install, run.name, run.code, timeout=TRANSFER_TIMEOUT)
+        host, port = self._call([first], worker.call, run.name, "admit", self.name, True)[first.address]
+        self._call(self.nodes[1:], worker.call, run.name, "admit", self.name, False)
+        for node in self.nodes:
+            node.ranks = dataclasses.replace(node.ranks, host=host, port=port)
+            node.last_message_at = time.monotonic()
+        for node, job in zip(self.nodes, self.make_jobs(self.nodes), strict=True):
             self.futures.append(
                 self.client.submit(
-                    _ByValue(worker.supervise),
-                    *(run.name, self.name, order, self.name),
-                    key=f"{self.name}-node-{each.index}",
-                    workers=[each.address],
+                    ByValue(worker.supervise),
+                    *(run.name, self.name, ByValue(worker.Sealed(job.to_json())), self.name),
+                    key=f"{self.name}-node-{node.index}",
+                    workers=[node.address],
                     allow_other_workers=False,
                     pure=False,
                     retries=0,
                 )
             )
 
-    def _ask(self, nodes: Sequence[Node], function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        answers = ask(self.client, [each.address for each in nodes], function, *arguments, **options)
-        for each in nodes:
-            if isinstance(error := answers[each.address], Exception):
-                raise NodeLost(f"{each} does not answer: {type(error).__name__}: {error}", each.name) from error
+    def _call(self, nodes: Sequence[Node], function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        answers = call_workers(self.client, [node.address for node in nodes], function, *arguments, **options)
+        for node in nodes:
+            if isinstance(error := answers[node.address], Exception):
+                raise NodeLost(
+                    f"{node} was lost: it does not answer: {type(error).__name__}: {error}", node.name
+                ) from error
         return answers
 
-    def _say(self, words: str) -> None:
-        self.words = words
-        self.next_words_at = 0.0
-        self._send_words()
+    def _set_command(self, command: str) -> None:
+        self.command = command
+        self.next_command_at = 0.0
+        self._send_command()
 
-    def _send_words(self) -> None:
-        """Tell every node, about every second, what is wanted of it. What is said again cannot be lost for good."""
-        if time.monotonic() < self.next_words_at:
+    def _send_command(self) -> None:
+        """Send the current command to every node, about every second: a lost one is repeated."""
+        if time.monotonic() < self.next_command_at:
             return
-        self.next_words_at = time.monotonic() + node.BEAT_SECONDS
-        addresses = [each.address for each in self.nodes if not each.is_over]
-        # Not waited for: a node that does not answer must not keep the words from the others.
-        self.client.loop.add_callback(tell, self.client, addresses, self.run.name, self.name, self.words)
+        self.next_command_at = time.monotonic() + BEAT_INTERVAL
+        addresses = [node.address for node in self.nodes if not node.has_ended]
+        # Not waited for: a node that does not answer must not keep the command from the others.
+        self.client.loop.add_callback(send_command, self.client, addresses, self.run.name, self.name, self.command)
 
     def _receive(self) -> None:
-        """Take in what has come, waiting a moment for it if there is nothing."""
-        # Looked up before the messages: whatever a task has said came before its end did.
-        over = [each for each, future in zip(self.nodes, self.futures, strict=False) if future.done()]
+        """Take in what has arrived, waiting a moment for it if there is nothing."""
+        # Looked up before the messages: whatever a task has sent arrived before its end did.
+        ended = [node for node, future in zip(self.nodes, self.futures, strict=False) if future.done()]
         with contextlib.suppress(queue.Empty):
-            self._take(*self.arrivals.get(timeout=0 if over else POLL))
+            self._take(*self.arrivals.get(timeout=0 if ended else POLL_INTERVAL))
             while True:
                 self._take(*self.arrivals.get_nowait())
-        for each in over:
-            if not each.is_over:
-                self._conclude(each)
+        for node in ended:
+            if not node.has_ended:
+                self._conclude(node)
         with contextlib.suppress(queue.Empty):
             while True:
                 address = self.departures.get_nowait()
-                for each in self.nodes:
-                    if each.address == address and not each.is_over:
-                        self._lose(each, "its worker is gone")
+                for node in self.nodes:
+                    if node.address == address and not node.has_ended:
+                        self._mark_lost(node, "its worker is gone")
 
-    def _take(self, arrived_at: float, message: dict[str, Any]) -> None:
-        sender = next((each for each in self.nodes if each.address == message["worker"]), None)
+    def _take(self, arrived_at: float, envelope: dict[str, Any]) -> None:
+        """Take in one of Dask's events with a message of a node in it."""
+        sender = next((node for node in self.nodes if node.address == envelope["worker"]), None)
         if sender is None:
             return
-        sender.last_sign = max(sender.last_sign, arrived_at)
-        sender.has_spoken = True
+        message = decode(envelope["message"])
+        sender.last_message_at = max(sender.last_message_at, arrived_at)
+        sender.has_reported = True
         if message["kind"] == "beat":
             self.step = max(self.step, message["step"])
             return
         for each in sender.inbox.put(message):
             if each["kind"] == "event":
-                event = events.from_dict(pickle.loads(each["event"]))
-                self.step = max(self.step, getattr(event, "step", 0))
-                self.run.emit(event)
+                self._pass_on(events.from_dict(each["event"]))
             elif each["kind"] == "lines":
                 for line in each["lines"]:
                     self.run.relay(f"[node {sender.index}] {line}")
             elif each["kind"] == "end":
                 sender.end = each
 
-    def _conclude(self, each: Node) -> None:
-        """The task of a node has ended: note how."""
-        if each.end is None:
-            # Dask keeps the last 1000 messages of a topic: there may be what was lost on the way here.
-            for _, message in ask_scheduler(self.client, "events", topic=self.name) or ():
+    def _pass_on(self, event: events.Event) -> None:
+        self.step = max(self.step, getattr(event, "step", 0))
+        if isinstance(event, events.RunStarted):
+            self.resumed_step = event.resumed_step
+        self.run.emit(event)
+
+    def _conclude(self, node: Node) -> None:
+        """Note how the task of a node has ended."""
+        if node.end is None:
+            # Dask keeps the last 1000 messages of a topic: those that were lost on the way here may be among them.
+            for _, message in call_scheduler(self.client, "events", topic=self.name) or ():
                 self._take(0.0, message)
-        if each.end is None:
-            self._lose(each, f"its supervisor {self._end_of_task(each)}")
+        if node.end is None:
+            self._mark_lost(node, f"its supervisor {self._end_of_task(node)}")
             return
-        each.is_over = True
-        outcome, message = each.end["outcome"], each.end.get("message", "")
+        node.has_ended = True
+        outcome, message = node.end["outcome"], node.end.get("message", "")
         if outcome == "failed":
-            kind, is_consequence = each.end["failure_kind"], each.end["is_consequence"]
-            failure = RankFailure(f"{each}: {message}", each.end["rank"], kind, each.end["cause"], is_consequence)
+            kind, is_consequence = node.end["failure_kind"], node.end["is_consequence"]
+            failure = RankFailure(f"{node}: {message}", node.end["rank"], kind, node.end["cause"], is_consequence)
             # When one node's ranks stand still, the others' do too, and all their stacks are worth reading.
             self.failures.append((is_consequence or kind == "stall", time.monotonic(), failure))
-        elif outcome == "broken" or (outcome == "killed" and self.words == node.GO):
-            self._lose(each, message)
+        elif outcome == "broken" or (outcome == "killed" and self.command == GO):
+            self._mark_lost(node, message, node.end.get("cause", ""))
 
-    def _end_of_task(self, each: Node) -> str:
+    def _end_of_task(self, node: Node) -> str:
         try:
-            return str(self.futures[each.index].result(timeout=ANSWER_TIMEOUT))
+            return str(self.futures[node.index].result(timeout=ANSWER_TIMEOUT))
         except Exception as error:  # Dask's own, or one that the task raised
             return f"could not be run: {type(error).__name__}: {error}"
 
-    def _lose(self, each: Node, why: str, is_silent: bool = False) -> None:
-        each.is_over = True
-        worker = "" if is_silent else each.name
-        self.failures.append((False, time.monotonic(), NodeLost(f"{each} was lost: {why}", worker)))
+    def _mark_lost(self, node: Node, why: str, cause: str = "", is_silent: bool = False) -> None:
+        node.has_ended = True
+        name = "" if is_silent else node.name
+        self.failures.append((False, time.monotonic(), NodeLost(f"{node} was lost: {why}", name, cause)))
 
-    def _look_for_silence(self) -> None:
+    def _check_silence(self) -> None:
         limit = self.run.config.node_timeout
-        for each in self.nodes:
-            silence = time.monotonic() - each.last_sign
-            if each.is_over:
+        for node in self.nodes:
+            silence = time.monotonic() - node.last_message_at
+            if node.has_ended:
                 continue
-            if each.has_spoken and silence > limit:
-                self._lose(each, f"it has been silent for {silence:.0f} s (node_timeout: {limit:g})", is_silent=True)
-            elif not each.has_spoken and silence > max(limit, FIRST_SIGN_TIMEOUT):
-                self._lose(each, f"its supervisor has not started within {silence:.0f} s")
+            if node.has_reported and silence > limit:
+                why = f"it has been silent for {silence:.0f} s (node_timeout: {limit:g})"
+                self._mark_lost(node, why, is_silent=True)
+            elif not node.has_reported and silence > max(limit, FIRST_REPORT_TIMEOUT):
+                self._mark_lost(node, f"its supervisor has not started within {silence:.0f} s")
 
     def _cause_is_known(self) -> bool:
         if not self.failures:
@@ -360,33 +245,38 @@ class Attempt:
         return not all(is_echo for is_echo, _, _ in self.failures) or time.monotonic() - first > ECHO_GRACE
 
     def _root_cause(self) -> Exception:
-        """The failure that explains the others, with what the lost worker's pod wrote last."""
+        """Return the failure that explains the others, with the last lines of the lost worker's pod."""
         _, _, cause = min(self.failures, key=lambda failure: failure[:2])
         if isinstance(cause, RankFailure) and cause.kind == "stall":
-            stacks = [str(failure) for _, _, failure in self.failures if getattr(failure, "kind", "") == "stall"]
-            return RankFailure("\n".join(sorted(stacks, key=_natural)), cause.rank, cause.kind, cause.cause)
-        if isinstance(cause, NodeLost) and cause.worker and (log := worker_log(self.run.config, cause.worker)):
-            return NodeLost(f"{cause}\nThe worker's last lines:\n{log}", cause.worker)
+            stalls = [str(failure) for _, _, failure in self.failures if getattr(failure, "kind", "") == "stall"]
+            lines_each = max(6, MAX_LINES // len(stalls))
+            stacks = [shorten(stall, lines_each) for stall in sorted(stalls, key=natural_key)]
+            return RankFailure("\n".join(stacks), cause.rank, cause.kind, cause.cause)
+        if isinstance(cause, NodeLost) and cause.worker and "\n" not in str(cause):
+            log = worker_log(self.run.config, cause.worker, WORKER_LOG_LINES)
+            if log:
+                text = f"{cause}\nThe last lines of its pod's log:\n{shorten(log, WORKER_LOG_LINES)}"
+                return NodeLost(text, cause.worker, cause.cause)
         return cause
 
     def _stopped(self) -> TrainingStopped:
-        for each in self.nodes:
-            if each.end and each.end["outcome"] == "stopped":
-                return TrainingStopped(each.end["message"])
+        for node in self.nodes:
+            if node.end and node.end["outcome"] == "stopped":
+                return TrainingStopped(node.end["message"])
         return TrainingStopped(
             f"{self.run.stop.reason}: the ranks were killed at step {self.step}. Their checkpoints are in "
-            f"{self.run.checkpoints}: the same run with the same checkpoints goes on from there"
+            f"{self.run.checkpoints}: the same run with the same checkpoints resumes there"
         )
 
     def _end(self) -> None:
-        """End what still runs, and wait until the nodes that can be reached say that it is gone."""
-        for each in self.nodes[len(self.futures) :]:
-            each.is_over = True  # it was never started
+        """Kill what still runs, and wait until the nodes that can be reached confirm it."""
+        for node in self.nodes[len(self.futures) :]:
+            node.has_ended = True  # it was never started
         deadline = time.monotonic() + KILL_TIMEOUT
-        if not all(each.is_over for each in self.nodes):
-            self._say(node.KILL)
-        while not all(each.is_over for each in self.nodes) and time.monotonic() < deadline:
-            self._send_words()
+        if not all(node.has_ended for node in self.nodes):
+            self._set_command(KILL)
+        while not all(node.has_ended for node in self.nodes) and time.monotonic() < deadline:
+            self._send_command()
             self._receive()
         for future in self.futures:
             future.release()
@@ -398,49 +288,3 @@ class Attempt:
         _, message = event
         if message.get("action") == "remove-worker":
             self.departures.put(message["worker"])
-
-
-# --- Talking to workers --------------------------------------------------------------------------------------------
-
-
-def ask(
-    client: Client,
-    addresses: Collection[str],
-    function: Callable[..., Any],
-    *arguments: Any,
-    timeout: float = ANSWER_TIMEOUT,
-) -> dict[str, Any]:
-    """Call `function` in each of the workers at once, outside their tasks; the answers, or exceptions, by address.
-
-    A worker that does not answer within `timeout` seconds gives a TimeoutError and holds up nobody else's answer.
-    """
-
-    async def one(address: str) -> Any:
-        call = client.run(function, *arguments, workers=[address], asynchronous=True)
-        return (await asyncio.wait_for(call, timeout))[address]
-
-    async def everyone() -> list[Any]:
-        return await asyncio.gather(*(one(address) for address in addresses), return_exceptions=True)
-
-    if not addresses:
-        return {}
-    try:
-        answers = client.sync(everyone)
-    except RuntimeError as error:  # the client is closed
-        answers = [error] * len(addresses)
-    return dict(zip(addresses, answers, strict=True))
-
-
-def ask_scheduler(client: Client, method: str, **arguments: Any) -> Any:
-    """The scheduler's answer, or None where it gives none in time. Dask's own calls would wait for it much longer."""
-    try:
-        return client.sync(getattr(client.scheduler, method), callback_timeout=ANSWER_TIMEOUT, **arguments)
-    except (OSError, RuntimeError, AttributeError, asyncio.TimeoutError):  # it is gone, or the client is closed
-        return None
-
-
-async def tell(client: Client, addresses: list[str], plugin: str, attempt: str, words: str) -> None:
-    """Pass `words` on to the supervisors at `addresses`, those that can be reached."""
-    message = {"op": plugin, "attempt": attempt, "words": words}
-    with contextlib.suppress(OSError, RuntimeError):
-        await client.scheduler.broadcast(msg=message, workers=addresses, on_error="ignore")

@@ -1,8 +1,8 @@
-"""One node's supervisor: a process that a Dask worker starts, with `spawn.supervise` in it.
+"""One node's supervisor: a process that a Dask worker starts, and that runs `supervise` of the single-machine launcher.
 
-It gets its orders and the driver's words through a pipe, and answers through another; what lies between it and the
-driver it does not know. When the words cease, because the driver, the scheduler, the network or the worker
-is gone, it ends its ranks: nothing trains unsupervised.
+Its job and the driver's commands come through a pipe, and its messages leave through another. What lies between it and
+the driver it does not know. When the commands cease, because the driver, the scheduler, the network or the worker is
+gone, it kills its ranks: nothing trains unsupervised.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import pickle
 import socket
 import sys
 import tempfile
@@ -19,49 +18,29 @@ import threading
 import time
 import traceback
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import fsspec
-
 from flyte_ddp import events
-from flyte_ddp.errors import RankFailure, TrainingStopped
-from flyte_ddp.launch.spawn import StopRequest, supervise
-from flyte_ddp.rank.job import Job, NodeRanks
-
-BEAT_SECONDS = 1.0  # between two signs of life, in either direction
-KILL_GRACE = 5.0  # seconds in which the ranks must be gone after an order to kill them
-
-# The driver's words, one per line
-GO, STOP, KILL = "go", "stop", "kill"
-
-
-@dataclass(frozen=True)
-class Order:
-    """What a node's supervisor has to know, pickled: it unpickles in the driver's own code."""
-
-    job: Job
-    place: NodeRanks  # its interface is chosen here
-    lease: float  # seconds without a word from the driver after which the ranks are ended
-    environment: dict[str, str]  # of the supervisor and its ranks, beside the worker's own
-    data: str  # the directory of the prepared data, where this machine has it
-    data_archive: str  # else the URL of a zip of it
-    data_name: str  # names the unpacked copy, which later attempts find again
-    prints_lines: bool  # whether the ranks' output goes to the worker's own log as well
+from flyte_ddp.errors import ConfigError, DataError, RankFailure, TrainingStopped
+from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, KILL, KILL_GRACE, STOP, NodeJob, encode
+from flyte_ddp.launch.failures import shorten_traceback
+from flyte_ddp.launch.signals import StopRequest
+from flyte_ddp.launch.supervisor import supervise
+from flyte_ddp.storage import adopt_storage_environment, fetch_file
 
 
 class DriverLink:
-    """The supervisor's end of the pipes: words come in, numbered messages go out."""
+    """The supervisor's ends of the pipes: commands come in, numbered messages go out."""
 
-    def __init__(self, words: BinaryIO, messages: BinaryIO, lease: float) -> None:
+    def __init__(self, commands: BinaryIO, messages: BinaryIO, driver_timeout: float) -> None:
         self.stop = StopRequest()
         self.step = 0
         self.is_lost = False  # ordered to end at once, or left alone
-        self._words = words
+        self._commands = commands
         self._messages = messages
-        self._lease = lease
-        self._last_word = time.monotonic()
+        self._driver_timeout = driver_timeout
+        self._last_command_at = time.monotonic()
         self._num_sent = 0
         self._lines: list[str] = []
         self._lock = threading.Lock()
@@ -69,27 +48,26 @@ class DriverLink:
             threading.Thread(target=target, name=target.__name__, daemon=True).start()
 
     def send(self, kind: str, **values: Any) -> None:
-        """Send a message, in order. Its values are plain ones, as Dask's events take them."""
+        """Send a message, in order."""
         with self._lock:
             if kind != "beat":  # those only count as signs of life
                 values["number"] = self._num_sent
                 self._num_sent += 1
-            # The other end may be gone. The word that this is so comes the other way.
+            # The other end may be gone. The end of the other pipe reports that.
             with contextlib.suppress(BrokenPipeError):
-                pickle.dump({"kind": kind, **values}, self._messages)
+                self._messages.write(encode({"kind": kind, **values}).encode() + b"\n")
                 self._messages.flush()
 
     def emit(self, event: events.Event) -> None:
         self.send_lines()
-        # As bytes, because Dask's events turn lists into tuples.
-        self.send("event", event=pickle.dumps(events.to_dict(event)))
+        self.send("event", event=events.to_dict(event))
 
     def on_beat(self, step: int) -> None:
         self.step = step
         self.send_lines()
 
     def send_lines(self) -> None:
-        """Send the ranks' lines that have gathered: many at a time, so that a talkative rank costs little."""
+        """Send the lines that the ranks have printed: many at a time, so that a talkative rank costs little."""
         lines, self._lines = self._lines, []
         if lines:
             self.send("lines", lines=lines)
@@ -98,75 +76,84 @@ class DriverLink:
         self._lines.append(line)
 
     def _listen(self) -> None:
-        for line in self._words:
-            self._last_word = time.monotonic()
-            word, _, reason = line.decode().rstrip("\n").partition(" ")
-            if word == KILL:
-                self._give_up("the driver ended the attempt")
-            elif word == STOP and not self.stop.is_set():
+        for line in self._commands:
+            self._last_command_at = time.monotonic()
+            command, _, reason = line.decode().rstrip("\n").partition(" ")
+            if command == KILL:
+                self._kill_ranks("the driver ended the attempt")
+            elif command == STOP and not self.stop.is_set():
                 self.stop.set(reason)
-        self._give_up("the worker is gone")
+        self._kill_ranks("the worker is gone")
 
     def _beat(self) -> None:
         while True:
             self.send("beat", step=self.step)
-            time.sleep(BEAT_SECONDS)
-            silence = time.monotonic() - self._last_word
-            if silence > self._lease:
-                self._give_up(f"there was no word from the driver for {silence:.0f} s")
+            time.sleep(BEAT_INTERVAL)
+            silence = time.monotonic() - self._last_command_at
+            if silence > self._driver_timeout:
+                self._kill_ranks(f"the driver has been silent for {silence:.0f} s")
 
-    def _give_up(self, reason: str) -> None:
-        """Have the ranks killed. Does not return, and ends this process itself if its main thread does not."""
+    def _kill_ranks(self, reason: str) -> None:
+        """Have the ranks killed. Does not return, and exits this process if its main thread does not."""
         self.is_lost = True
         self.stop.set(reason)
-        self.stop.set(reason)  # twice is urgent
+        self.stop.set(reason)  # the second request is urgent
         time.sleep(KILL_GRACE)
-        os._exit(1)  # the ranks end themselves when their pipe to this process does
+        os._exit(1)  # the ranks kill themselves when their pipe to this process ends
 
 
 def main() -> None:
-    """Run the ranks of this node as ordered, and say last how they ended.
+    """Run the ranks of this node and report last how they ended.
 
     Arguments of the process: the directory of the code, one for what later attempts may want again, and the file
     descriptors of the two pipes and, where the ranks of the gang meet, of the rendezvous' listening socket.
     """
-    _, _, directory, words_in, messages_out, *listener_in = sys.argv
-    words, messages = os.fdopen(int(words_in), "rb"), os.fdopen(int(messages_out), "wb")
-    order: Order = pickle.load(words)
-    os.environ.update(order.environment)
+    _, _, directory, commands_in, messages_out, *listener_in = sys.argv
+    commands, messages = os.fdopen(int(commands_in), "rb"), os.fdopen(int(messages_out), "wb")
+    node_job = NodeJob.from_json(commands.readline())
+    os.environ.update(node_job.environment)
+    adopt_storage_environment(node_job.storage)  # what the worker has of its own wins
     listener = socket.socket(fileno=int(listener_in[0])) if listener_in else None
-    place = dataclasses.replace(order.place, interface=interface_to(order.place.host))
-    link = DriverLink(words, messages, order.lease)
+    ranks = dataclasses.replace(node_job.ranks, interface=interface_to(node_job.ranks.host))
+    link = DriverLink(commands, messages, node_job.driver_timeout)
 
     def relay(line: str) -> None:
-        if order.prints_lines:
+        if node_job.prints_lines:
             print(line, flush=True)  # noqa: T201 - into the worker's log
         link.relay(line)
 
     end: dict[str, Any] = {"outcome": "done"}
     try:
-        data = functools.partial(local_data, order, Path(directory))
-        supervise(order.job, place, listener, data, link.emit, link.stop, relay, link.on_beat)
+        data = functools.partial(local_data, node_job, Path(directory))
+        supervise(node_job.job, ranks, listener, data, link.emit, link.stop, relay, link.on_beat)
     except TrainingStopped as stopped:
         end = {"outcome": "killed" if link.is_lost else "stopped", "message": str(stopped)}
     except RankFailure as failure:
-        end = {
-            "outcome": "failed",
-            "message": str(failure),
-            "rank": failure.rank,
-            "failure_kind": failure.kind,
-            "cause": failure.cause,
-            "is_consequence": failure.is_consequence,
-        }
+        end = _failed(str(failure), failure.rank, failure.kind, failure.cause, failure.is_consequence)
+    except (ConfigError, DataError) as error:
+        cause = f"{type(error).__name__}: {error}"
+        end = _failed(cause, -1, "exception", cause, False)
     except Exception as error:
-        end = {"outcome": "broken", "message": f"{type(error).__name__}: {error}\n{traceback.format_exc()}"}
+        what = f"{type(error).__name__}: {error}\n{shorten_traceback(traceback.format_exc())}"
+        end = {"outcome": "broken", "message": what, "cause": type(error).__name__}
     link.send_lines()
     link.send("end", **end)
-    os._exit(0)  # not to wait for the thread that reads words, which would wait for the driver
+    os._exit(0)  # not to wait for the thread that reads commands, which would wait for the driver
+
+
+def _failed(message: str, rank: int, kind: str, cause: str, is_consequence: bool) -> dict[str, Any]:
+    return {
+        "outcome": "failed",
+        "message": message,
+        "rank": rank,
+        "failure_kind": kind,
+        "cause": cause,
+        "is_consequence": is_consequence,
+    }
 
 
 def interface_to(host: str) -> str:
-    """The network interface by which this machine reaches `host`, which may be itself: where gloo and NCCL listen."""
+    """Return the network interface by which this machine reaches `host`, which may be itself, for gloo and NCCL."""
     import psutil  # type: ignore[import-untyped]
 
     family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -179,16 +166,15 @@ def interface_to(host: str) -> str:
     raise OSError(f"no network interface of this machine has the address {own}, by which it reaches {host}")
 
 
-def local_data(order: Order, directory: Path) -> str:
-    """The directory of the prepared data on this machine, fetched and unpacked there if need be."""
-    if order.data:
-        return order.data
-    unpacked = directory / order.data_name
+def local_data(node_job: NodeJob, directory: Path) -> str:
+    """Return the directory of the prepared data on this machine, fetched and unpacked there if need be."""
+    if node_job.data:
+        return node_job.data
+    unpacked = directory / node_job.data_name
     if not unpacked.exists():
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
-            file_system, path = fsspec.url_to_fs(order.data_archive)
             archive = os.path.join(scratch, "data.zip")
-            file_system.get_file(path, archive)
+            fetch_file(node_job.data_archive, archive, "data", node_job.job.config.store_timeout)
             with zipfile.ZipFile(archive) as contents:
                 contents.extractall(os.path.join(scratch, "data"))
             os.rename(os.path.join(scratch, "data"), unpacked)

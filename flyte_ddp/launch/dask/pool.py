@@ -1,7 +1,7 @@
-"""What the runs that train side by side on one cluster share: its workers, and a copy of the data.
+"""The workers of a cluster and the copy of the data that runs which train at the same time share.
 
-Knows neither models nor attempts. A worker belongs to one run at a time, from before its attempt begins until it has
-ended; a run that finds none free waits for its turn, which is no reason to complain.
+Knows neither trials nor attempts. A worker belongs to one run at a time, from before its attempt begins until it has
+ended; a run that finds none free waits for its turn.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 
-from flyte_ddp.launch.dask.gang import Worker
+from flyte_ddp.launch.dask.archive import delete_archive
+from flyte_ddp.launch.dask.placement import Worker
 from flyte_ddp.storage import Storage
 
 
 class Pool:
-    """The workers of a cluster, of which each run takes one, and the place of what all runs need.
+    """The workers of a cluster, of which each run takes one, and the place for the data that all runs need.
 
     Args:
         shared: URL of a directory that every worker reaches.
@@ -29,10 +30,10 @@ class Pool:
         self._archiving = threading.Lock()
 
     def claim(self, run: str, workers: Sequence[Worker], num_gpus: int) -> list[Worker]:
-        """A worker that is idle and nobody else's, as `run`'s own until it releases it; none where there is none.
+        """Return an idle worker that is `run`'s own until it releases it; none if there is none.
 
-        It comes with its share of what its host has: the cores are shared evenly among the `workers` there, which are
-        all that answer, and of GPUs that several of them were given it has `num_gpus` that no other run uses.
+        It has its share of its host: the cores are split evenly among the `workers` there, which are all that answer,
+        and of GPUs that several of them see it has `num_gpus` that no other run uses.
         """
         with self._lock:
             taken = list(self._claims.values())
@@ -50,21 +51,21 @@ class Pool:
             return []
 
     def release(self, run: str) -> None:
-        """Give back what `run` has claimed, if anything."""
+        """Release what `run` has claimed, if anything."""
         with self._lock:
             self._claims.pop(run, None)
 
     def is_in_use(self) -> bool:
-        """Whether any run has a worker, so that another may become free."""
+        """Return whether any run has a worker, so that another may become free."""
         return bool(self._claims)
 
     def archive(self, upload: Callable[[], str]) -> str:
-        """The URL of the copy of the data, which the first that asks makes by `upload`."""
+        """Return the URL of the copy of the data, which the first caller makes by `upload`."""
         with self._archiving:
             self._archive = self._archive or upload()
             return self._archive
 
     def close(self) -> None:
-        """Remove the copy of the data."""
+        """Delete the copy of the data. Does not raise: a store that is away just keeps it."""
         if self._archive:
-            self.shared.delete(self._archive.rpartition("/")[2])
+            delete_archive(self.shared, self._archive)

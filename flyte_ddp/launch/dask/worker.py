@@ -1,18 +1,17 @@
-"""What the driver puts into a Dask worker: a plugin that runs the node's supervisor and passes words up and down.
+"""The driver's presence in a Dask worker: a plugin that runs the node's supervisor and passes messages up and down.
 
 It travels by value, code and all, because the worker may have another version of this package, or none. So it imports
-nothing from here, and all that knows of training runs in a process of its own (node.py) from the code that the plugin
-brings along. That process dies with the worker's: it reads its orders from a pipe, and the pipe ends.
+nothing from here but `visible_gpus`, which travels alike. All that knows of training runs in a process of its own
+(node.py) from the code that the plugin brings along. That process dies with the worker's: it reads its commands from a
+pipe, and the pipe ends.
 """
 
 from __future__ import annotations
 
 import contextlib
-import glob
 import hashlib
 import io
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -25,7 +24,9 @@ from dask.system import CPU_COUNT
 from distributed import Worker, WorkerPlugin, get_worker
 from distributed.comm import get_address_host
 
-END_GRACE = 10.0  # seconds for a supervisor whose pipe was closed to end its ranks and itself
+from flyte_ddp.launch.devices import visible_gpus
+
+END_GRACE = 10.0  # seconds for a supervisor whose pipe was closed to kill its ranks and exit
 
 # Set by Dask for tasks that share a process with others; a rank has its share of the cores to itself.
 DASK_THREAD_LIMITS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -34,17 +35,27 @@ DASK_THREAD_LIMITS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREAD
 BOOTSTRAP = "import sys; sys.path.insert(0, sys.argv[1]); from flyte_ddp.launch.dask.node import main; main()"
 
 
+class Sealed:
+    """A text with secrets in it, such as a node's job: Dask shows and logs the arguments of tasks."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return "Sealed(...)"
+
+
 @dataclass
 class Supervisor:
     """A process with node.py in it, and the ends of the pipes to it."""
 
     process: subprocess.Popen[bytes]
-    words: BinaryIO
+    commands: BinaryIO
     messages: BinaryIO
 
     def end(self) -> None:
         with contextlib.suppress(BrokenPipeError):
-            self.words.close()  # which tells it to end its ranks
+            self.commands.close()  # its end makes the process kill its ranks
         self.messages.close()
         try:
             self.process.wait(END_GRACE)
@@ -67,6 +78,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
     def __init__(self, name: str, code: bytes) -> None:
         self.name = name
         self.code = code
+        self.attempt = ""  # the latest, the only one that may run
         self.admitted: dict[str, socket.socket | None] = {}  # attempts whose supervisor has not been started yet
         self.supervisors: dict[str, Supervisor] = {}
 
@@ -79,7 +91,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
                 archive.extractall(self.directory)
         self.code = b""
         # A call of its own, as Dask's extensions have them: for `Client.run` the worker would log a line every second.
-        worker.handlers[self.name] = self.tell
+        worker.handlers[self.name] = self.send_command
 
     def teardown(self, worker: Worker) -> None:
         """Called when the worker closes in good order, and at the end of the run."""
@@ -87,13 +99,14 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         self._clear()
 
     def admit(self, attempt: str, meets_here: bool) -> tuple[str, int]:
-        """Make ready for an attempt, which ends what is left of earlier ones here.
+        """Prepare for an attempt, and end what is left of earlier ones here.
 
         Returns:
             The rendezvous' host and port where `meets_here`. The port is bound now and stays so until rank 0 takes it
             over: nobody else can get it in between.
         """
         self._clear()
+        self.attempt = attempt
         host = get_address_host(self.worker.address)
         listener = None
         if meets_here:
@@ -102,8 +115,8 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         self.admitted[attempt] = listener
         return host, listener.getsockname()[1] if listener else 0
 
-    def supervise(self, attempt: str, order: bytes, topic: str) -> str:
-        """Run the supervisor to its end, passing on as events of `topic` what it says. Returns how its process ended.
+    def supervise(self, attempt: str, job: Sealed, topic: str) -> str:
+        """Run the supervisor to its end, and pass its messages on as events of `topic`. Return how its process ended.
 
         Raises:
             RuntimeError: the attempt was not admitted here, or has been run. Dask runs a task again when a worker comes
@@ -112,34 +125,37 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         if attempt not in self.admitted:
             raise RuntimeError("this worker is not the one that was admitted to the attempt")
         supervisor = self._start(self.admitted.pop(attempt))
-        self.supervisors[attempt] = supervisor
         try:
-            supervisor.words.write(order)
-            supervisor.words.flush()
-            while True:
-                self.worker.log_event(topic, pickle.load(supervisor.messages))
-        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
-            pass  # it has ended, in good order or in the middle of a word
+            supervisor.commands.write(f"{job.text}\n".encode())
+            supervisor.commands.flush()
+            self.supervisors[attempt] = supervisor  # now, because the job is the first line that it reads
+            if attempt != self.attempt:  # another one was admitted in the meantime
+                supervisor.process.kill()
+            for line in supervisor.messages:
+                if line.endswith(b"\n"):  # else it died in the middle of it
+                    self.worker.log_event(topic, {"message": line.decode()})
+        except BrokenPipeError:
+            pass  # it has died
         finally:
-            supervisor.end()
             self.supervisors.pop(attempt, None)
+            supervisor.end()
         code = supervisor.process.returncode
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
-    def tell(self, attempt: str, words: str) -> None:
-        """Pass a line on to the supervisor, if it is there."""
+    def send_command(self, attempt: str, command: str) -> None:
+        """Pass a command on to the supervisor, if it is there."""
         if supervisor := self.supervisors.get(attempt):
             with contextlib.suppress(BrokenPipeError, ValueError):  # it has just ended
-                supervisor.words.write(f"{words}\n".encode())
-                supervisor.words.flush()
+                supervisor.commands.write(f"{command}\n".encode())
+                supervisor.commands.flush()
 
     def _start(self, listener: socket.socket | None) -> Supervisor:
         environment = {name: value for name, value in os.environ.items() if name not in DASK_THREAD_LIMITS}
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         # Not its standard input and output, into which whatever it imports may print.
-        words_in, words = os.pipe()
+        commands_in, commands = os.pipe()
         messages, messages_out = os.pipe()
-        handed_over = [words_in, messages_out, *([listener.fileno()] if listener else [])]
+        handed_over = [commands_in, messages_out, *([listener.fileno()] if listener else [])]
         try:
             process = subprocess.Popen(
                 [sys.executable, "-c", BOOTSTRAP, self.directory, self.worker.local_directory, *map(str, handed_over)],
@@ -150,33 +166,31 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
                 start_new_session=True,  # a Ctrl-C on the terminal is for the driver, which asks for a last checkpoint
             )
         finally:
-            os.close(words_in)
+            os.close(commands_in)
             os.close(messages_out)
             if listener:
                 listener.close()
-        return Supervisor(process, os.fdopen(words, "wb"), os.fdopen(messages, "rb"))
+        return Supervisor(process, os.fdopen(commands, "wb"), os.fdopen(messages, "rb"))
 
     def _clear(self) -> None:
+        self.attempt = ""
         for listener in self.admitted.values():
             if listener:
                 listener.close()
         self.admitted.clear()
         for supervisor in list(self.supervisors.values()):
-            supervisor.process.kill()  # its ranks end themselves when their pipe to it does
+            supervisor.process.kill()  # its ranks kill themselves when their pipe to it ends
 
 
 # --- What the driver runs in the worker, by value ------------------------------------------------------------------
 
 
 def introduce(plugin: str, dask_worker: Worker) -> dict[str, Any]:
-    """What the driver has to know of this worker."""
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if devices is None:
-        devices = ",".join(sorted(path.removeprefix("/dev/nvidia") for path in glob.glob("/dev/nvidia[0-9]*")))
+    """Return what the driver has to know of this worker."""
     return {
         "host": get_address_host(dask_worker.address),
         "num_cores": CPU_COUNT,
-        "gpus": [device for device in devices.split(",") if device],
+        "gpus": list(visible_gpus()),
         "has_plugin": plugin in dask_worker.plugins,
         "is_busy": dask_worker.state.executing_count >= dask_worker.state.nthreads,
     }
@@ -197,16 +211,16 @@ def call(plugin: str, method: str, *arguments: Any, dask_worker: Worker) -> Any:
     return getattr(dask_worker.plugins[plugin], method)(*arguments)
 
 
-def supervise(plugin: str, attempt: str, order: bytes, topic: str) -> str:
-    """The task of a node, in one of the worker's threads, for as long as the attempt lasts."""
+def supervise(plugin: str, attempt: str, job: Sealed, topic: str) -> str:
+    """Run the task of a node, in one of the worker's threads, for as long as the attempt lasts."""
     node: NodePlugin | None = get_worker().plugins.get(plugin)
     if node is None:
         raise RuntimeError("this worker is not the one that was admitted to the attempt")
-    return node.supervise(attempt, order, topic)
+    return node.supervise(attempt, job, topic)
 
 
 def holds_file(path: str, contents: bytes) -> bool:
-    """Whether this machine has a file at `path` with these `contents`: the same directory, or a copy of it."""
+    """Return whether this machine has a file at `path` with these `contents`: the same directory, or a copy of it."""
     try:
         with open(path, "rb") as file:
             return file.read() == contents

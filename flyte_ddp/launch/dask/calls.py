@@ -1,0 +1,80 @@
+"""Calls to the workers and the scheduler of a Dask cluster that end in time, whether they are answered or not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+from collections.abc import Callable, Collection
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+from distributed import Client
+
+from flyte_ddp.launch import devices
+from flyte_ddp.launch.dask import worker
+
+ANSWER_TIMEOUT = 5.0  # seconds for a worker to answer before it counts as absent
+
+# What runs in the workers travels by value: they may have no such module, or an older one.
+for module in (worker, devices):
+    cloudpickle.register_pickle_by_value(module)
+
+
+class ByValue:
+    """An object of worker.py in a task, which arrives there as itself.
+
+    Dask pickles a task's function and arguments by reference, whatever cloudpickle was told.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._value(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickle.loads, (cloudpickle.dumps(self._value),)
+
+
+def call_workers(
+    client: Client,
+    addresses: Collection[str],
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout: float = ANSWER_TIMEOUT,
+) -> dict[str, Any]:
+    """Call `function` in each of the workers at once, outside their tasks; return answers or exceptions by address.
+
+    A worker that does not answer within `timeout` seconds yields a TimeoutError and does not delay the others.
+    """
+
+    async def call(address: str) -> Any:
+        answers = client.run(function, *arguments, workers=[address], asynchronous=True)
+        return (await asyncio.wait_for(answers, timeout))[address]
+
+    async def call_all() -> list[Any]:
+        return await asyncio.gather(*(call(address) for address in addresses), return_exceptions=True)
+
+    if not addresses:
+        return {}
+    try:
+        answers = client.sync(call_all)
+    except RuntimeError as error:  # the client is closed
+        answers = [error] * len(addresses)
+    return dict(zip(addresses, answers, strict=True))
+
+
+def call_scheduler(client: Client, method: str, **arguments: Any) -> Any:
+    """Return the scheduler's answer; None if there is none in time. Dask's own calls would wait for it much longer."""
+    try:
+        return client.sync(getattr(client.scheduler, method), callback_timeout=ANSWER_TIMEOUT, **arguments)
+    except (OSError, RuntimeError, AttributeError, asyncio.TimeoutError):  # it is gone, or the client is closed
+        return None
+
+
+async def send_command(client: Client, addresses: list[str], plugin: str, attempt: str, command: str) -> None:
+    """Send `command` to the supervisors at `addresses`; those that cannot be reached are skipped."""
+    message = {"op": plugin, "attempt": attempt, "command": command}
+    with contextlib.suppress(OSError, RuntimeError):
+        await client.scheduler.broadcast(msg=message, workers=addresses, on_error="ignore")

@@ -1,0 +1,102 @@
+"""Bring the prepared data to the nodes: by a directory that they see as well, or by a copy beside the checkpoints."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextvars
+import functools
+import os
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from distributed import Client
+
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.launch.dask import worker
+from flyte_ddp.launch.dask.archive import delete_archive, packed_directory
+from flyte_ddp.launch.dask.calls import call_workers
+from flyte_ddp.launch.dask.placement import Node
+from flyte_ddp.launch.dask.pool import Pool
+from flyte_ddp.prepare import NOTE, describe_data
+from flyte_ddp.storage import Storage
+
+T = TypeVar("T")
+
+
+class SharedData:
+    """The data of one run, and the copy of them for nodes that do not see the driver's directory.
+
+    Args:
+        storage: the run's checkpoints.
+        pool: shares the copy between runs that train at the same time.
+    """
+
+    def __init__(self, client: Client, storage: Storage, pool: Pool | None) -> None:
+        self.client = client
+        self.storage = pool.shared if pool else storage
+        self.pool = pool
+        self.archive = ""  # URL of the copy
+
+    def locate(self, directory: str, nodes: Sequence[Node]) -> tuple[set[str], str]:
+        """Return the addresses of the nodes that see `directory`, and the file name of the copy for the others.
+
+        Uploads the copy if any node needs it.
+        """
+        note = Path(directory, NOTE)
+        addresses = [node.address for node in nodes]
+        answers = call_workers(self.client, addresses, worker.holds_file, str(note), note.read_bytes())
+        name = f"data-{describe_data(directory)['fingerprint'][:16]}.zip"
+        sees_data = {address for address in addresses if answers[address] is True}
+        if not self.archive and len(sees_data) < len(addresses):
+            upload = functools.partial(self._upload, Path(directory), name)
+            self.archive = self.pool.archive(upload) if self.pool else upload()
+        return sees_data, name
+
+    def close(self) -> None:
+        """Delete the copy. The run is over: a store that is away just keeps it."""
+        if self.archive and not self.pool:
+            delete_archive(self.storage, self.archive)
+
+    def _upload(self, directory: Path, name: str) -> str:
+        with tempfile.TemporaryDirectory(prefix="data-") as scratch:
+            archive = Path(scratch, name)
+            packed_directory(directory, archive)
+            self.storage.retry(lambda: self.storage.file_system.put_file(str(archive), f"{self.storage.root}/{name}"))
+        return self.storage.join(name)
+
+
+def check_same_directory(client: Client, storage: Storage, nodes: Sequence[Node]) -> None:
+    """Raise ConfigError if checkpoints go to a local path that is another directory on one of the nodes."""
+    if not storage.is_local:
+        return
+    token = uuid.uuid4().hex
+    storage.write(f".probe-{token}", token.encode())
+    path = os.path.join(storage.root, f".probe-{token}")
+    answers = call_workers(client, [node.address for node in nodes], worker.holds_file, path, token.encode())
+    storage.delete(f".probe-{token}")
+    for node in nodes:
+        if answers[node.address] is False:
+            raise ConfigError(
+                f"checkpoints: expected a URL, or a path that all machines share, got {storage.root!r}, which is "
+                f"another directory on {node}"
+            )
+
+
+def run_in_background(function: Callable[[], T]) -> concurrent.futures.Future[T]:
+    """Call `function` in a thread that sees the caller's context variables, such as Flyte's context."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            future.set_result(context.run(function))
+        except BaseException as error:
+            future.set_exception(error)
+
+    # A daemon: a download that hangs must not outlive a run that was stopped.
+    threading.Thread(target=run, name="data", daemon=True).start()
+    return future

@@ -1,0 +1,89 @@
+"""What the driver and a node's supervisor send each other, as JSON: neither executes what the other one sends.
+
+Knows nothing of Dask, which only carries it. A supervisor gets its job as the first line of a pipe, then one command
+per line. It answers with one message per line.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.rank.job import Job, NodeRanks
+
+BEAT_INTERVAL = 1.0  # seconds between two signs of life, in either direction
+KILL_GRACE = 5.0  # seconds in which the ranks must be gone after a command to kill them
+
+GO, STOP, KILL = "go", "stop", "kill"  # the driver's commands; the reason may follow STOP
+
+_BYTES = "base64"  # the key of bytes in JSON
+
+
+@dataclass(frozen=True)
+class NodeJob:
+    """Everything that the supervisor of a node needs to start its ranks."""
+
+    job: Job
+    ranks: NodeRanks  # the supervisor chooses its interface
+    driver_timeout: float  # seconds without a command from the driver after which the ranks are killed
+    environment: dict[str, str]  # of the supervisor and its ranks, in addition to the worker's own
+    storage: dict[str, str] = field(repr=False)  # the driver's storage environment, with keys: for no log
+    data: str  # directory of the prepared data if this machine has it
+    data_archive: str  # else the URL of a zip of it
+    data_name: str  # of the unpacked copy, which later attempts find again
+    prints_lines: bool  # print the ranks' output into the worker's own log as well
+
+    def to_json(self) -> str:
+        return encode(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> NodeJob:
+        values = decode(text)
+        job = values.pop("job")
+        job |= {"config": TrainingConfig(**job["config"]), "timed_batch_sizes": tuple(job["timed_batch_sizes"])}
+        return cls(job=Job(**job), ranks=NodeRanks(**values.pop("ranks")), **values)
+
+
+class Inbox:
+    """Sorts the messages of a node and yields each of them once, however often and in whatever order they arrive."""
+
+    def __init__(self) -> None:
+        self.num_taken = 0
+        self._early: dict[int, dict[str, Any]] = {}
+
+    def put(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the messages whose turn has come with `message`."""
+        if message["number"] >= self.num_taken:
+            self._early[message["number"]] = message
+        ready = []
+        while self.num_taken in self._early:
+            ready.append(self._early.pop(self.num_taken))
+            self.num_taken += 1
+        return ready
+
+
+def encode(values: dict[str, Any]) -> str:
+    """Return `values`, plain ones and bytes, as one line of JSON."""
+    return json.dumps(values, default=_encode_value)
+
+
+def decode(text: str | bytes) -> dict[str, Any]:
+    """Return what `encode` made `text` of."""
+    values: dict[str, Any] = json.loads(text, object_hook=_decode_object)
+    return values
+
+
+def _encode_value(value: object) -> object:
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
+    if hasattr(value, "item"):  # a number of NumPy's
+        return value.item()
+    raise TypeError(f"a message holds a {type(value).__name__}, which JSON does not know")
+
+
+def _decode_object(values: dict[str, Any]) -> Any:
+    return base64.b64decode(values[_BYTES]) if values.keys() == {_BYTES} else values

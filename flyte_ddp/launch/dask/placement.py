@@ -1,0 +1,107 @@
+"""Assign ranks, cores and GPUs to the workers of a Dask cluster. Starts nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.launch.dask.messages import Inbox
+from flyte_ddp.launch.devices import MISSING_GPUS_HINT
+from flyte_ddp.rank.job import NodeRanks
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A worker that answers."""
+
+    address: str
+    name: str
+    host: str
+    num_cores: int
+    gpus: tuple[str, ...]  # that it may use, as CUDA_VISIBLE_DEVICES names them
+    has_plugin: bool
+    is_busy: bool = False  # with whatever else runs on the cluster
+    shares_host: bool = False  # with other workers, and so perhaps its GPUs
+
+
+@dataclass
+class Node:
+    """A worker that takes part in an attempt."""
+
+    index: int  # in the order of the ranks
+    address: str
+    name: str  # the same when a node comes back, unlike its address
+    host: str
+    ranks: NodeRanks
+    environment: dict[str, str]
+    has_plugin: bool
+    last_message_at: float = 0.0  # monotonic
+    has_reported: bool = False
+    has_ended: bool = False  # its task has ended, or nothing more can be heard of it
+    end: dict[str, Any] | None = None  # its last message
+    inbox: Inbox = field(default_factory=Inbox)
+
+    def __str__(self) -> str:
+        return f"node {self.index} ({self.name} at {self.host})"
+
+
+def assign_nodes(workers: Sequence[Worker], num_nodes: int, config: ClusterConfig) -> list[Node]:
+    """Return `num_nodes` of the workers as nodes, with their ranks; where the ranks meet is still open.
+
+    Workers on one host are neighbours, so that their ranks are too. Hosts and workers are sorted by the workers' names:
+    a node that comes back under another address gets its ranks back.
+
+    Raises:
+        ConfigError: a worker has fewer GPUs than its node needs.
+    """
+    first_on_host: dict[str, tuple[Any, ...]] = {}
+    for each in workers:
+        key = natural_key(each.name)
+        first_on_host[each.host] = min(key, first_on_host.get(each.host, key))
+    chosen = sorted(workers, key=lambda each: (first_on_host[each.host], each.host, natural_key(each.name)))[:num_nodes]
+    nodes: list[Node] = []
+    for index, each in enumerate(chosen):
+        neighbours = [other for other in chosen if other.host == each.host]
+        ranks = NodeRanks(
+            first_rank=index * config.ranks_per_node,
+            num_ranks=config.ranks_per_node,
+            world_size=num_nodes * config.ranks_per_node,
+            host="",
+            port=0,
+            interface="",
+            use_gpus=config.gpus_per_node > 0,
+            num_threads=config.threads_per_rank or max(1, each.num_cores // len(neighbours) // config.ranks_per_node),
+        )
+        environment = _gpu_environment(each, neighbours, config)
+        nodes.append(Node(index, each.address, each.name, each.host, ranks, environment, each.has_plugin))
+    return nodes
+
+
+def natural_key(name: str) -> tuple[Any, ...]:
+    """Return a key that sorts worker-10 after worker-9."""
+    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name))
+
+
+def _gpu_environment(each: Worker, neighbours: list[Worker], config: ClusterConfig) -> dict[str, str]:
+    """Return the variable that gives the node its own GPUs. Workers of one host that see the same ones share them.
+
+    A worker alone on its host, such as a pod, has its GPUs to itself and needs no variable.
+    """
+    if not config.gpus_per_node:
+        return {}
+    sharers = [other for other in neighbours if other.gpus == each.gpus]
+    start = sharers.index(each) * config.gpus_per_node
+    gpus = each.gpus[start : start + config.gpus_per_node]
+    if len(gpus) < config.gpus_per_node:
+        hint = "" if each.gpus else f". {MISSING_GPUS_HINT}"
+        raise ConfigError(
+            f"gpus_per_node: expected at most {len(each.gpus) // len(sharers)}, because worker {each.name} at "
+            f"{each.host} sees {len(each.gpus)} GPUs for {len(sharers)} workers, got {config.gpus_per_node}{hint}"
+        )
+    if len(neighbours) > 1 or each.shares_host:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    return {}

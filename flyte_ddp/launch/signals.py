@@ -1,0 +1,54 @@
+"""Requests to stop a run early, and the signals that make them."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import types
+from collections.abc import Iterator
+
+STOP_GRACE = 20.0  # seconds to write a last checkpoint in; Kubernetes kills a pod 30 s after SIGTERM
+
+
+class StopRequest:
+    """A request, possibly repeated, to end a run early. Set from a signal handler or another thread."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self.num_requests = 0
+
+    def set(self, reason: str) -> None:
+        self.reason = self.reason or reason
+        self.num_requests += 1
+
+    def is_set(self) -> bool:
+        return self.num_requests > 0
+
+    @property
+    def is_urgent(self) -> bool:
+        """A second request: the run ends at once, without a last checkpoint."""
+        return self.num_requests > 1
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """Turn SIGINT and SIGTERM into a stop request for the length of the block.
+
+    Signal handlers belong to the main thread. In another thread this changes nothing, and the owner of the main thread
+    has to set the request.
+    """
+    stop = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def handle(number: int, frame: types.FrameType | None) -> None:
+        stop.set(signal.Signals(number).name)
+
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,424 @@
+"""Run the ranks of one node as child processes, watch them, and kill them all when one dies or all stand still.
+
+The ranks are processes of Python's `spawn` method, the one below `torch.multiprocessing.spawn`. Torch's own function is
+not used for three reasons: importing it costs this process the 3.5 s that the ranks need for themselves; it makes every
+rank import the caller's main module again (under `pyflyte run` all of flytekit, 2.5 s); and it notices only that a rank
+has exited, not that a rank hangs, and lets the others wait in their collectives meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from flyte_ddp import events
+from flyte_ddp.errors import OUT_OF_MEMORY, RankFailure, TrainingStopped
+from flyte_ddp.launch.devices import visible_gpus
+from flyte_ddp.launch.failures import shorten, shorten_traceback
+from flyte_ddp.launch.signals import STOP_GRACE, StopRequest
+from flyte_ddp.rank.job import Job, NodeRanks, rank_log, rank_stacks
+from flyte_ddp.rank.process import run_rank
+
+CAUSE_GRACE = 0.5  # seconds in which a second failure may turn out to be the cause of the first
+POLL_INTERVAL = 0.1  # seconds between checks of logs, heartbeats and the stop request
+LOG_TAIL = 20  # lines of a dead rank's output in the error
+STACK_LINES = 12  # of each rank's main thread in the error of a stall; the log has all threads
+DEATH_GRACE = 2.0  # seconds for the kernel to end killed processes, and for their new parent to reap them
+
+_hiding = threading.Lock()
+
+
+def supervise(
+    job: Job,
+    node: NodeRanks,
+    listener: socket.socket | None,
+    data: Callable[[], str],
+    emit: Callable[[events.Event], None],
+    stop: StopRequest,
+    relay: Callable[[str], None] | None = None,
+    on_beat: Callable[[int], None] | None = None,
+) -> None:
+    """Run the ranks of one node to their end. When this returns or raises, all their processes are gone.
+
+    Args:
+        listener: the rendezvous' listening socket, on the node of rank 0; None elsewhere.
+        data: returns the directory of the prepared data on this node.
+        emit: called with every event, on the node of rank 0.
+        stop: ends the run early when set.
+        relay: called with every line that a rank prints; standard error by default.
+        on_beat: called about every `POLL_INTERVAL` seconds with the step that this node's ranks have reached.
+
+    Raises:
+        RankFailure: a rank failed, or no rank made progress for `stall_timeout` seconds.
+        TrainingStopped: the run was stopped.
+    """
+    with _logs_directory() as logs:
+        ranks = _Ranks(job, node, listener, logs, relay or print_line)
+        try:
+            ranks.watch(_Preparation(data), emit, stop, on_beat)
+        finally:
+            ranks.kill()
+
+
+@dataclass
+class _Rank:
+    """The supervisor's view of one rank."""
+
+    number: int
+    process: BaseProcess
+    up: Connection
+    down: Connection
+    log: _LogTail
+    outcome: str = ""  # "done", "stopped" or "error", as the rank reported; "" before
+
+
+class _Ranks:
+    """The rank processes of this node. The constructor starts them."""
+
+    def __init__(
+        self, job: Job, node: NodeRanks, listener: socket.socket | None, logs: str, relay: Callable[[str], None]
+    ) -> None:
+        self.job = job
+        self.node = node
+        self.logs = logs
+        self.relay = relay
+        self.ranks: list[_Rank] = []
+        self.failures: list[tuple[bool, float, RankFailure]] = []  # (is a consequence, when noticed, failure)
+        self.num_oom_kills = count_oom_kills()
+        # CUDA gives a process only the first of several MIG slices, so each rank must see its own alone.
+        gpus = visible_gpus() if node.use_gpus else ()
+        self.slices = gpus if any(name.startswith("MIG-") for name in gpus) else ()
+        context = multiprocessing.get_context("spawn")
+        # Per local rank: the time of its last progress, and its step. No lock: each slot has one writer.
+        self.beats = context.RawArray("d", [time.monotonic(), 0.0] * node.num_ranks)
+        try:
+            with _no_main_module():
+                for local_rank in range(node.num_ranks):
+                    self._start(context, local_rank, listener if local_rank == 0 else None)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(self, context: Any, local_rank: int, listener: socket.socket | None) -> None:
+        number = self.node.first_rank + local_rank
+        # One pipe per rank and direction: a process killed while it writes to a queue takes the queue's lock with it.
+        up, rank_up = context.Pipe(duplex=False)
+        rank_down, down = context.Pipe(duplex=False)
+        process = context.Process(
+            target=run_rank,
+            args=(self.job, self.node, local_rank, listener, rank_up, rank_down, self.beats, self.logs),
+            name=f"rank-{number}",
+        )
+        with _environment({"CUDA_VISIBLE_DEVICES": self.slices[local_rank]} if self.slices else {}):
+            process.start()
+        # Only the rank holds its ends now, so that either side sees the other's death as the end of a pipe.
+        rank_up.close()
+        rank_down.close()
+        self.ranks.append(_Rank(number, process, up, down, _LogTail(rank_log(self.logs, number))))
+
+    def watch(
+        self,
+        preparation: _Preparation,
+        emit: Callable[[events.Event], None],
+        stop: StopRequest,
+        on_beat: Callable[[int], None] | None,
+    ) -> None:
+        """Pass data and events on until every rank has succeeded. Raise if one fails, or if none makes progress."""
+        stop_deadline = 0.0
+        has_data = False
+        while any(rank.process.is_alive() or not rank.outcome for rank in self.ranks):
+            live = [rank for rank in self.ranks if not rank.up.closed]
+            ready = wait(
+                [*(rank.up for rank in live), *(rank.process.sentinel for rank in live)], timeout=POLL_INTERVAL
+            )
+            for rank in live:
+                # A process that the rank forked may hold the rank's pipes open, its sentinel's too: ask the kernel.
+                has_exited = rank.process.exitcode is not None
+                if has_exited or rank.up in ready:
+                    self._read(rank, emit)
+                if has_exited and not rank.up.closed:
+                    self._note_death(rank)
+            self._relay_logs()
+            if self.failures and time.monotonic() - self.failures[0][1] > CAUSE_GRACE:
+                raise self._root_cause()
+            if not has_data and preparation.is_done:
+                has_data = True
+                self._send_data(preparation.result())
+            if has_data and not self.failures:
+                self._check_progress()
+            if on_beat:
+                on_beat(self._step())
+            if stop.is_set() and not has_data:
+                raise TrainingStopped(f"{stop.reason}: the run was stopped while its data were prepared")
+            if stop.is_set() and not stop_deadline:
+                stop_deadline = time.monotonic() + STOP_GRACE
+                for rank in self.ranks:
+                    _send(rank, "stop")
+            if stop.is_urgent or (stop_deadline and time.monotonic() > stop_deadline):
+                raise TrainingStopped(f"{stop.reason}: the ranks were killed {self._position()}")
+            if not live and not self.failures:
+                time.sleep(POLL_INTERVAL / 10)  # every pipe has ended, the processes are about to
+        self._relay_logs()
+        if self.failures:
+            raise self._root_cause()
+        if any(rank.outcome == "stopped" for rank in self.ranks):
+            raise TrainingStopped(f"{stop.reason}: the run was stopped {self._position()}")
+
+    def kill(self) -> None:
+        """Kill every rank and all it started, and wait until they are gone."""
+        for rank in self.ranks:
+            if rank.process.pid is not None:
+                # The rank makes itself the leader of a group early on. Until then it has no children.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(rank.process.pid, signal.SIGKILL)
+                if rank.process.is_alive():
+                    rank.process.kill()
+        for rank in self.ranks:
+            rank.process.join()
+            rank.up.close()
+            rank.down.close()
+        # A loader process of a rank that died before it is no child of this process, so it cannot be joined.
+        deadline = time.monotonic() + DEATH_GRACE
+        while any(_has_group(rank.process.pid) for rank in self.ranks) and time.monotonic() < deadline:
+            time.sleep(POLL_INTERVAL / 10)
+        self._relay_logs()
+
+    def _send_data(self, directory: str) -> None:
+        now = time.monotonic()
+        for index, rank in enumerate(self.ranks):
+            self.beats[2 * index] = now  # no progress was possible until now
+            _send(rank, "data", directory)
+
+    def _read(self, rank: _Rank, emit: Callable[[events.Event], None]) -> None:
+        """Take in the messages of `rank`."""
+        try:
+            while rank.up.poll():
+                kind, *values = rank.up.recv()
+                if kind == "event":
+                    emit(events.from_dict(values[0]))
+                    continue
+                rank.outcome = kind
+                if kind == "error":
+                    self._note_error(rank, *values)
+        except (EOFError, OSError):
+            deadline = time.monotonic() + DEATH_GRACE
+            while rank.process.exitcode is None and time.monotonic() < deadline:
+                time.sleep(POLL_INTERVAL / 10)
+            self._note_death(rank)
+
+    def _note_error(self, rank: _Rank, name: str, message: str, text: str, is_consequence: bool) -> None:
+        what, cause = f"rank {rank.number} failed: {name}: {message}", f"{name}: {message}"
+        failure = RankFailure(what, rank.number, "exception", cause, is_consequence)
+        if not failure.is_user_error:  # one line explains those
+            text = f"{what}\n{shorten_traceback(text)}"
+            failure = RankFailure(text, rank.number, "exception", cause, is_consequence)
+        self.failures.append((is_consequence, time.monotonic(), failure))
+
+    def _note_death(self, rank: _Rank) -> None:
+        rank.up.close()
+        if not rank.outcome:
+            self.failures.append((False, time.monotonic(), self._describe_death(rank)))
+            rank.outcome = "error"
+
+    def _describe_death(self, rank: _Rank) -> RankFailure:
+        """Return the failure of a rank that exited without a report."""
+        self._relay_logs()
+        code = rank.process.exitcode
+        if code is not None and code < 0:
+            kind, cause = "signal", signal.Signals(-code).name
+            what = f"rank {rank.number} was killed by {cause}"
+            if cause == "SIGKILL" and count_oom_kills() > self.num_oom_kills:
+                cause = OUT_OF_MEMORY
+                what += ": its container ran out of memory. Request more memory, or make batches smaller"
+            elif cause == "SIGKILL":
+                what += ". Unless somebody did that on purpose, the machine ran out of memory"
+        else:
+            what, kind, cause = f"rank {rank.number} exited with code {code}", "exit", f"exit code {code}"
+        tail = rank.log.last_lines(LOG_TAIL)
+        return RankFailure(f"{what}\n{shorten(tail)}" if tail else what, rank.number, kind, cause)
+
+    def _root_cause(self) -> RankFailure:
+        """Return the failure that explains the others: the first that is not a consequence of a dead peer."""
+        return min(self.failures, key=lambda failure: failure[:2])[2]
+
+    def _check_progress(self) -> None:
+        """Raise with every rank's stack if no rank made progress for the stall timeout."""
+        limit = self.job.config.stall_timeout
+        now = time.monotonic()
+        silence = min(now - self.beats[2 * index] for index in range(len(self.ranks)))
+        if silence < limit:
+            return
+        for rank in self.ranks:
+            if rank.process.is_alive() and rank.process.pid is not None:
+                os.kill(rank.process.pid, signal.SIGUSR1)
+        time.sleep(1.0)  # for the ranks to write them
+        lines = [f"no rank made progress for {silence:.0f} s (stall_timeout: {limit:g})"]
+        for index, rank in enumerate(self.ranks):
+            with contextlib.suppress(FileNotFoundError):
+                stacks = Path(rank_stacks(self.logs, rank.number)).read_text()
+                ago = now - self.beats[2 * index]
+                step = int(self.beats[2 * index + 1])
+                head = f"--- rank {rank.number}, at step {step}, last progress {ago:.0f} s ago"
+                for line in [head, *stacks.splitlines()]:
+                    self.relay(f"[rank {rank.number}] {line}")
+                # The threads are listed from the newest to the oldest, which is the main thread.
+                main_thread = stacks.strip().split("\n\n")[-1].splitlines()[:STACK_LINES]
+                lines += [head, *main_thread]
+        raise RankFailure("\n".join(lines), -1, "stall", "stall")
+
+    def _step(self) -> int:
+        return int(max(self.beats[2 * index + 1] for index in range(len(self.ranks))))
+
+    def _position(self) -> str:
+        return (
+            f"at step {self._step()}. Its checkpoints are in {self.job.checkpoints}: "
+            "the same run with the same checkpoints resumes there"
+        )
+
+    def _relay_logs(self) -> None:
+        for rank in self.ranks:
+            for line in rank.log.new_lines():
+                self.relay(f"[rank {rank.number}] {line}")
+
+
+class _Preparation:
+    """A call of `data` in a thread with the caller's context variables.
+
+    Meanwhile the death of a rank and a stop request are noticed. A thread that is not waited for runs until the process
+    exits, but does not delay that.
+    """
+
+    def __init__(self, data: Callable[[], str]) -> None:
+        self._data = data
+        self._directory = ""
+        self._error: BaseException | None = None
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name="data", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self) -> str:
+        if self._error is not None:
+            raise self._error
+        return self._directory
+
+    def _run(self) -> None:
+        try:
+            self._directory = self._data()
+        except BaseException as error:
+            self._error = error
+
+
+class _LogTail:
+    """The lines that are appended to a growing file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        self.position = 0
+        self.rest = b""
+
+    def new_lines(self) -> list[str]:
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.position)
+                contents = file.read()
+        except FileNotFoundError:
+            return []
+        self.position += len(contents)
+        *lines, self.rest = (self.rest + contents).split(b"\n")
+        return [line.decode(errors="replace") for line in lines]
+
+    def last_lines(self, count: int) -> str:
+        try:
+            return "\n".join(self.path.read_text(errors="replace").splitlines()[-count:])
+        except FileNotFoundError:
+            return ""
+
+
+def count_oom_kills() -> int:
+    """Count the processes of this container that the kernel killed for lack of memory; 0 if that is not known."""
+    try:
+        counters = Path("/sys/fs/cgroup/memory.events").read_text().split()
+        return int(counters[counters.index("oom_kill") + 1])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def print_line(line: str) -> None:
+    """Print a line of a rank's output on standard error."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201 - a rank's output belongs on the terminal
+
+
+def _send(rank: _Rank, *message: Any) -> None:
+    with contextlib.suppress(OSError):  # it has just died, and the other pipe will report that
+        rank.down.send(message)
+
+
+@contextlib.contextmanager
+def _no_main_module() -> Iterator[None]:
+    """Hide the main module while children start, so that they do not import it.
+
+    `spawn` makes a child import its parent's main module, in case its target is defined there. Ours never is, and under
+    `pyflyte` that module is the whole of flytekit.
+    """
+    with _hiding:  # two runs in threads of one process would take each other's stand-in for the real one
+        main_module = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main_module
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set environment variables, for a child to inherit, for the length of the block."""
+    previous = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in previous.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _logs_directory() -> Iterator[str]:
+    directory = tempfile.mkdtemp(prefix="ranks-")
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _has_group(leader: int | None) -> bool:
+    """Return whether a process of the group of `leader`, which has exited, is left."""
+    if leader is None:
+        return False
+    try:
+        os.killpg(leader, 0)
+    except (ProcessLookupError, PermissionError):  # the latter: the number belongs to a process of another user now
+        return False
+    return True
