@@ -43,7 +43,7 @@ def ours(directory: Path) -> Callable[[], int]:
     prepare_data(recipe, f"s3://{BUCKET}/{PREFIX}", directory)
     train, _ = recipe.datasets(directory)
     world = World(0, 0, 1, torch.device("cpu"))
-    samples = open_samples(train, recipe, TrainingConfig(data_workers=NUM_WORKERS), world)
+    (samples,) = open_samples([train], recipe, TrainingConfig(data_workers=NUM_WORKERS), world)
     indices = torch.arange(len(samples)).split(BATCH_SIZE)
     return lambda: sum(len(targets) for _, targets in samples.batches(indices, epoch=1))
 

@@ -11,8 +11,15 @@ from torch.utils.data import TensorDataset
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import DataError
-from flyte_ddp.rank.data import LoadedSamples, epoch_order, epoch_shards, evaluation_shard, open_samples
-from flyte_ddp.rank.world import World
+from flyte_ddp.rank.data import (
+    LoadedSamples,
+    TensorSamples,
+    epoch_order,
+    epoch_shards,
+    evaluation_shard,
+    open_samples,
+)
+from flyte_ddp.rank.world import World, single_process_world
 from tests.support.recipes import Augmented, Tiny
 from tests.support.runs import new_run
 
@@ -83,12 +90,20 @@ def test_shares_of_any_size_cover_an_epoch_once_in_batches_of_the_global_size(si
 
     seen = []
     for shares in zip(*ranks, strict=True):
-        batch = [index for share in shares if share.weight for part in share.micro_batches for index in part.tolist()]
+        batch = [
+            index
+            for share in shares
+            for part, weight in zip(share.micro_batches, share.weights, strict=True)
+            for index in part.tolist()
+            if weight
+        ]
         assert (
             len(batch) == shares[0].num_targets == shares[0].num_samples == sum(share.own_targets for share in shares)
         )
         assert all(len(part) <= 24 / world_size / 2 for share in shares for part in share.micro_batches)
-        assert all(len(share.micro_batches) > 0 for share in shares)
+        # SyncBatchNorm's layers communicate in every forward pass: all ranks have as many, each with a sample.
+        assert len({len(share.micro_batches) for share in shares}) == 1
+        assert all(len(part) > 0 for share in shares for part in share.micro_batches)
         seen += batch
     assert sorted(seen) == list(range(size))
     assert [share.num_samples for share in ranks[0][:-1]] == [24] * (len(ranks[0]) - 1)
@@ -127,8 +142,53 @@ def test_evaluation_shares_have_no_repeats(size, world_size):
 def test_an_empty_data_set_is_refused():
     empty = TensorDataset(torch.zeros(0, 3), torch.zeros(0))
 
-    with pytest.raises(DataError, match="the data set is empty"):
-        open_samples(empty, Tiny(), TrainingConfig(), _world(0, 1))
+    with pytest.raises(DataError, match="an empty data set"):
+        open_samples([empty], Tiny(), TrainingConfig(), _world(0, 1))
+
+
+# Emulated: no tensor is on a GPU here, so what would be moved there is only noted.
+def _on_gpu(monkeypatch, free, sizes):
+    """(size of each data set that is moved to a GPU with `free` bytes, all samples); `sizes` are in bytes."""
+    moved = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
+    monkeypatch.setattr(TensorSamples, "move_to_device", lambda self: moved.append(self.nbytes))
+    datasets = [
+        TensorDataset(torch.zeros(1, size - 8, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)) for size in sizes
+    ]
+    samples = open_samples(datasets, Shapeless(), TrainingConfig(), World(0, 0, 1, torch.device("cuda", 0)))
+    return moved, samples
+
+
+class Shapeless(Tiny):
+    def num_targets(self, targets):
+        return torch.full((len(targets),), 3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "moved"),
+    [((300, 100), [300, 100]), ((300, 200), [300]), ((500, 100), [100]), ((500, 500), []), ((400,), [400])],
+)
+def test_all_data_in_memory_together_take_a_bounded_share_of_a_gpus_memory(monkeypatch, sizes, moved):
+    assert _on_gpu(monkeypatch, 1000, sizes)[0] == moved
+
+
+def test_data_too_large_for_the_gpu_are_planned_on_the_host_so_that_no_batch_waits_for_the_gpu(monkeypatch):
+    _, (samples,) = _on_gpu(monkeypatch, 1000, [500])
+    world = World(0, 0, 1, torch.device("cuda", 0))
+    (shard,) = epoch_shards(samples, TrainingConfig(), world, epoch=1)
+
+    assert [index.device.type for index in shard.micro_batches] == ["cpu"]
+    assert shard.num_targets.device.type == "cpu"  # a scalar from the host goes to a kernel as an argument
+    assert [index.device.type for index in evaluation_shard(samples, TrainingConfig(), world)] == ["cpu"]
+
+
+def test_a_state_is_evaluated_on_a_device_with_a_number_as_its_tensors_have(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    # torch.device("cuda") != torch.device("cuda", 0)
+    assert single_process_world().device == torch.device("cuda", 0)
+    assert World(0, 0, 1, torch.device("cuda")).device == torch.device("cuda", 0)
 
 
 def test_data_read_sample_by_sample_train_the_weights_that_data_in_memory_do(finished_run):

@@ -553,7 +553,7 @@ def test_a_class_of_which_nothing_can_be_read_is_fatal_even_so(tmp_path, prepare
 def test_from_a_loader_process_the_error_is_the_same_line(tmp_path, prepared):
     source = _with_broken_images(tmp_path, "no image")
     recipe, train, _, _ = prepare(source, prepared)
-    samples = open_samples(train, recipe, TrainingConfig(data_workers=1), ALONE)
+    (samples,) = open_samples([train], recipe, TrainingConfig(data_workers=1), ALONE)
 
     with pytest.raises(DataError) as caught:
         list(samples.batches(torch.arange(12).split(6), epoch=1))

@@ -11,14 +11,12 @@ import torch
 
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.spawn import train
-from flyte_ddp.rank.checkpoint import CheckpointStore, save_state
-from flyte_ddp.rank.data import open_samples
+from flyte_ddp.rank.checkpoint import save_state
 from flyte_ddp.rank.initial_state import load_initial_state
 from flyte_ddp.rank.job import Job
-from flyte_ddp.rank.trainer import Trainer
-from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import config_of, get_recipe
 from tests.support.runs import new_run
+from tests.support.trainers import new_trainer
 
 
 def state_of(seed, recipe="Tiny"):
@@ -37,28 +35,6 @@ def test_every_rank_starts_from_the_given_weights(tmp_path):
     assert all(torch.allclose(value, given[name], atol=1e-6) for name, value in run.state().items())
 
 
-class Alone:
-    """A supervisor that wants nothing."""
-
-    stop_requested = False
-
-    def beat(self, step):
-        pass
-
-    def emit(self, event):
-        pass
-
-
-def trainer_of(run, initial_state):
-    recipe = get_recipe(run.recipe)
-    config = config_of(run.recipe, {})
-    world = World(0, 0, 1, torch.device("cpu"))
-    train_samples, test_samples = (open_samples(each, recipe, config, world) for each in recipe.datasets(run.data()))
-    store = CheckpointStore(str(run.checkpoints), 1)
-    model = recipe.model()
-    return Trainer(recipe, config, world, model, train_samples, test_samples, store, Alone(), "", initial_state)
-
-
 def weights_equal(trainer, state):
     return all(torch.equal(value, state[name]) for name, value in trainer.model.state_dict().items())
 
@@ -66,7 +42,7 @@ def weights_equal(trainer, state):
 def test_a_checkpoint_goes_before_the_initial_state_and_fixes_it(tmp_path):
     run, url = new_run(tmp_path), str(tmp_path / "given.pt")
     save_state(url, state_of(7))
-    first = trainer_of(run, url)
+    first = new_trainer(run, url)
     assert first.resume() == ("", [])
     assert weights_equal(first, state_of(7))
     first.model.load_state_dict(state_of(8))
@@ -75,7 +51,7 @@ def test_a_checkpoint_goes_before_the_initial_state_and_fixes_it(tmp_path):
     first.store.close()
 
     Path(url).unlink()  # which nobody needs any more
-    second = trainer_of(run, url)
+    second = new_trainer(run, url)
     second.resume()
     assert second.progress.step == 5
     assert weights_equal(second, state_of(8))
@@ -83,7 +59,7 @@ def test_a_checkpoint_goes_before_the_initial_state_and_fixes_it(tmp_path):
         with pytest.raises(
             ConfigError, match="^initial_state: .* does not continue .*; give that or another place"
         ) as caught:
-            trainer_of(run, other).resume()
+            new_trainer(run, other).resume()
         assert f"{other!r} does not continue" in str(caught.value)
         assert f"whose run started from {url!r}" in str(caught.value)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flyte_ddp.config import TrainingConfig, resolve
-from flyte_ddp.errors import RankFailure
+from flyte_ddp.errors import ConfigError, RankFailure, StopRequested
 from flyte_ddp.events import (
     CheckpointSaved,
     EpochFinished,
@@ -20,11 +20,15 @@ from flyte_ddp.events import (
     RunStarted,
     StepFinished,
 )
+from flyte_ddp.rank.checkpoint import CheckpointStore
 from flyte_ddp.rank.data import epoch_order
 from flyte_ddp.rank.optim import learning_rate_factor
+from flyte_ddp.rank.progress import Progress
+from flyte_ddp.rank.step_timing import time_costs
 from flyte_ddp.recipes import get_recipe
 from tests.support import recipes
 from tests.support.runs import new_run
+from tests.support.trainers import Recorder, new_trainer
 
 CLIP = 0.5  # small enough to clip some steps of the run that uses it
 ADAM = {"optimizer": "adam", "precision": "bf16", "learning_rate": 0.01, "weight_decay": 0.01}
@@ -168,6 +172,153 @@ def test_a_loss_that_is_not_a_number_stops_the_run_at_once_and_names_the_step(tm
 def test_weights_that_overflow_in_the_last_step_do_not_end_a_run_well(tmp_path):
     with pytest.raises(RankFailure, match=r"NonFiniteLoss.*epoch 1"):
         new_run(tmp_path).train(1, learning_rate=1e60, epochs=1, global_batch_size=97)
+
+
+# Rank 1's own check of its losses is switched off, as if it lagged behind on a GPU.
+@pytest.mark.parametrize(
+    ("fault", "said"), [("late-nan 1 14", "the loss .* is nan"), ("infinite-gradient 1 14", "norm")]
+)
+def test_no_checkpoint_is_written_of_weights_that_another_rank_has_spoiled(tmp_path, monkeypatch, fault, said):
+    monkeypatch.setenv("FAULT", fault)
+    run = new_run(tmp_path)
+
+    with pytest.raises(RankFailure, match=rf"NonFiniteLoss: .*{said}.* step 14 \(epoch 2\)"):
+        run.train(checkpoint_interval=1)
+
+    assert run.last_step == 14  # log_interval is 1: the loss of step 14 is reported, the checkpoint is not written
+    assert max(event.step for event in run.events if isinstance(event, CheckpointSaved)) == 13
+    state, _, skipped = CheckpointStore(str(run.checkpoints), 2).load_latest()
+    assert (state["progress"]["step"], skipped) == (13, [])
+    assert all(torch.isfinite(value).all() for value in state["model"].values())
+
+
+@pytest.fixture
+def asked_every_step(monkeypatch):
+    """The ranks ask each other after every step and batch whether to stop."""
+    monkeypatch.setattr("flyte_ddp.rank.supervision.STOP_CHECK_INTERVAL", 0.0)
+
+
+def test_a_stop_during_an_evaluation_keeps_the_epoch_and_the_resumed_run_ends_in_the_same_weights(
+    tmp_path, asked_every_step
+):
+    run, num_steps = new_run(tmp_path), 9
+    run.data()
+    # In the first epoch's evaluation:
+    stopped = new_trainer(run, supervisor=Recorder(stop_after=num_steps + 2), epochs=2)
+    with pytest.raises(StopRequested):
+        stopped.fit()
+    assert (stopped.progress.step, stopped.progress.epochs) == (num_steps, [])
+
+    resumed = new_trainer(run, epochs=2)
+    resumed.resume()
+    assert (resumed.progress.step, resumed.progress.batch) == (num_steps, num_steps)
+    resumed.fit()
+
+    undisturbed = new_trainer(new_run(tmp_path / "undisturbed"), epochs=2)
+    undisturbed.fit()
+    for name, value in undisturbed.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], value), name
+    for ours, theirs in zip(resumed.progress.epochs, undisturbed.progress.epochs, strict=True):
+        assert (ours.train_loss, ours.test_loss, ours.accuracy) == (
+            theirs.train_loss,
+            theirs.test_loss,
+            theirs.accuracy,
+        )
+
+
+def test_a_long_evaluation_saves_what_was_trained_before_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("flyte_ddp.rank.trainer.LONG_EVALUATION", 0.0)
+    trainer = new_trainer(new_run(tmp_path), epochs=1)
+    trainer.fit()
+
+    saved = [event for event in trainer.supervisor.events if isinstance(event, CheckpointSaved)]
+    assert [(event.step, event.best) for event in saved] == [(9, False), (9, True)]
+
+
+def test_of_epochs_with_equal_accuracy_the_one_with_the_lowest_held_out_loss_is_the_best():
+    def epoch(number, accuracy, loss):
+        return EpochFinished(number, number, 1.0, loss, accuracy, 0.1, 1.0, 1.0, 1.0)
+
+    epochs = [epoch(1, 0.5, 0.1), epoch(2, 0.9, 0.4), epoch(3, 0.9, 0.2), epoch(4, 0.9, 0.2)]
+
+    assert Progress(epochs=epochs).best is epochs[2]
+
+
+def test_a_resumed_run_with_more_epochs_takes_its_first_step_at_the_new_schedules_rate(tmp_path):
+    run = new_run(tmp_path)
+    first = new_trainer(run, epochs=1, schedule="cosine")
+    first.fit()
+    rates = []
+    longer = new_trainer(run, epochs=3, schedule="cosine")
+    longer.resume()
+    step = longer.optimizer.step
+    longer.optimizer.step = lambda: (rates.append(longer.optimizer.param_groups[0]["lr"]), step())
+    longer.train_epoch()
+
+    config = longer.config
+    assert rates == pytest.approx([0.1 * learning_rate_factor(config, step, 27) for step in range(9, 18)])
+
+
+@pytest.mark.parametrize(("stop_after", "where"), [(9 + 5 + 3, "in epoch 2"), (2 * (9 + 5) + 1, "in epoch 3")])
+def test_fewer_epochs_than_a_checkpoint_has_are_refused(tmp_path, asked_every_step, stop_after, where):
+    run = new_run(tmp_path)
+    stopped = new_trainer(run, supervisor=Recorder(stop_after=stop_after), epochs=3)
+    with pytest.raises(StopRequested):
+        stopped.fit()
+
+    with pytest.raises(
+        ConfigError, match=rf"^epochs: expected at least {where[-1]}, got 1: .*json was written {where}"
+    ):
+        new_trainer(run, epochs=1).resume()
+
+
+def test_a_finished_run_is_finished_again_by_the_same_number_of_epochs_and_refused_with_fewer(tmp_path):
+    run = new_run(tmp_path)
+    new_trainer(run, epochs=2).fit()
+
+    again = new_trainer(run, epochs=2)
+    again.resume()
+    assert len(again.fit().epochs) == 2
+    with pytest.raises(ConfigError, match="^epochs: expected at least 2, got 1"):
+        new_trainer(run, epochs=1).resume()
+
+
+def test_a_last_batch_of_one_sample_is_normalized_by_batch_norms_running_statistics(tmp_path):
+    trainer = new_trainer(new_run(tmp_path, "NormedWithOneLeft"), epochs=1)
+    norm = trainer.model[1]
+
+    trainer.fit()
+
+    assert norm.num_batches_tracked == 8  # of 9 batches, the last of which has no variance
+    assert all(torch.isfinite(value).all() for value in trainer.model.state_dict().values())
+
+
+def test_models_with_3d_convolutions_train_with_the_default_memory_format(tmp_path):
+    trainer = new_trainer(new_run(tmp_path, "Volumes"), epochs=1)
+
+    assert trainer.config.channels_last
+    assert trainer.fit().epochs[0].train_loss > 0
+
+
+def test_the_step_times_of_a_model_leave_it_as_it_was(tmp_path):
+    trainer = new_trainer(new_run(tmp_path), epochs=1)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+    costs = time_costs(
+        trainer.model,
+        trainer.recipe,
+        trainer.train,
+        trainer.config,
+        trainer.world,
+        (4, 12),
+        lambda: trainer.supervisor.beat(0),
+    )
+
+    assert (costs.batch_sizes, costs.all_reduce_seconds) == ([4, 12], 0.0)
+    assert all(0 < seconds < 1 for seconds in costs.compute_seconds)
+    assert trainer.supervisor.num_beats >= 2 * (5 + 9)
+    for name, value in trainer.model.state_dict().items():
+        torch.testing.assert_close(value, before[name])
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flyte_ddp.config import TrainingConfig
@@ -15,6 +18,30 @@ def synchronize(model: nn.Module, config: TrainingConfig, world: World) -> nn.Mo
         return model
     synchronized: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return synchronized
+
+
+def accept_single_values(model: nn.Module) -> None:
+    """Make each BatchNorm of `model` use its running statistics for a batch with one value per channel.
+
+    Such a batch, one sample in the last batch of an epoch, has no variance, and torch refuses it: the run would end
+    after it has trained nearly a whole epoch. SyncBatchNorm has the samples of the other ranks.
+    """
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.track_running_stats:
+            module.forward = _forward_of(module)
+
+
+def _forward_of(module: _BatchNorm) -> Callable[[Tensor], Tensor]:
+    forward = module.forward
+
+    def forward_or_use_running_statistics(inputs: Tensor) -> Tensor:
+        if module.training and inputs.numel() == inputs.size(1):
+            return functional.batch_norm(
+                inputs, module.running_mean, module.running_var, module.weight, module.bias, eps=module.eps
+            )
+        return forward(inputs)
+
+    return forward_or_use_running_statistics
 
 
 def keep_frozen_statistics(model: nn.Module) -> None:

@@ -1,13 +1,13 @@
 """From data sets to batches on the device: which rank sees which sample, and when.
 
-The order of an epoch is drawn once for all ranks, cut into global batches, and only then shared out. So it does not
-depend on the number of ranks, every sample is in exactly one share, and a run can go on in the middle of an epoch.
+The order of an epoch is drawn once for all ranks, cut into global batches, and only then shared. So it does not
+depend on the number of ranks, every sample is in exactly one shard, and a run can go on in the middle of an epoch.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,18 +21,18 @@ from flyte_ddp.errors import DataError
 from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import Recipe
 
-MAX_GPU_MEMORY_FRACTION = 0.4  # a data set that takes more of what is free stays in the host's memory
+MAX_GPU_MEMORY_FRACTION = 0.4  # of a GPU's free memory, for all data sets together; the others stay on the host
 
 Batch = tuple[Tensor, Tensor]  # inputs as the data set holds them, and targets; first dimensions equal
 
 
 @dataclass(frozen=True)
 class BatchShard:
-    """One rank's part of one global batch."""
+    """One rank's part of one global batch. All ranks have the same number of micro-batches, none of them empty."""
 
-    micro_batches: Sequence[Tensor]  # indices, one tensor per forward pass; never empty
-    weight: float  # 0 where the batch had fewer samples than there are ranks and this rank repeats one, else 1
-    own_targets: float | Tensor  # of this share
+    micro_batches: Sequence[Tensor]  # indices, one tensor per forward pass
+    weights: Sequence[float]  # of their losses: 1, or 0 for a repeated sample where there are too few for all
+    own_targets: float | Tensor  # of this shard
     num_targets: float | Tensor  # of the whole global batch: what the loss is a mean over
     num_samples: int  # of the whole global batch
 
@@ -42,61 +42,82 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
 
+    @property
+    def index_device(self) -> torch.device:
+        """The device of the indices that `batches` takes. On another one, each batch would wait for the GPU."""
+
     def num_targets(self, indices: Tensor) -> float | Tensor:
-        """How many targets the samples at `indices` have together."""
+        """Return how many targets the samples at `indices` have together."""
 
     def batches(self, indices: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
-        """A batch on the device for each tensor in `indices`, in order."""
+        """Yield a batch on the rank's device for each tensor in `indices`, in order."""
 
     @property
     def num_replaced(self) -> int:
-        """Samples read so far, by this rank, for which another stood in because they could not be read."""
+        """Samples read so far, by this rank, that could not be read and were replaced by another."""
 
 
-def open_samples(dataset: Dataset[Any], recipe: Recipe, config: TrainingConfig, world: World) -> Samples:
-    """The way to read `dataset` that suits it: on the device by index where it is in memory and fits, else by loader.
+def open_samples(
+    datasets: Iterable[Dataset[Any]], recipe: Recipe, config: TrainingConfig, world: World
+) -> list[Samples]:
+    """Return a reader for each of `datasets`: by index if it is in memory, on the GPU if it fits, else by a loader.
 
     Raises:
-        DataError: the data set is empty.
+        DataError: a data set is empty.
     """
-    if len(dataset) == 0:  # type: ignore[arg-type]
-        raise DataError("data: the data set is empty; accepted is one with at least one sample")
-    if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
-        return TensorSamples(dataset, recipe, world)
-    return LoadedSamples(dataset, config, world)
+    samples: list[Samples] = []
+    free = torch.cuda.mem_get_info(world.device)[0] if world.device.type == "cuda" else 0
+    budget = int(MAX_GPU_MEMORY_FRACTION * free)
+    for dataset in datasets:
+        if len(dataset) == 0:  # type: ignore[arg-type]
+            raise DataError("data: expected at least one sample, got an empty data set")
+        if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
+            in_memory = TensorSamples(dataset, recipe, world)
+            if in_memory.nbytes <= budget:
+                in_memory.move_to_device()
+                budget -= in_memory.nbytes
+            samples.append(in_memory)
+        else:
+            samples.append(LoadedSamples(dataset, config, world))
+    return samples
 
 
 class TensorSamples:
-    """Samples that lie in memory whole, in bytes if the recipe has them in bytes: a batch is a gather by index."""
+    """Samples that are in memory whole, in bytes if the recipe has them in bytes: a batch is a gather by index."""
 
     num_replaced = 0
 
     def __init__(self, dataset: TensorDataset, recipe: Recipe, world: World) -> None:
         self.device = world.device
-        inputs, targets = dataset.tensors
-        counts = recipe.num_targets(targets)
-        if world.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(world.device)
-            if inputs.nbytes + targets.nbytes <= MAX_GPU_MEMORY_FRACTION * free:
-                inputs, targets = inputs.to(world.device), targets.to(world.device)
-        self.inputs, self.targets = inputs, targets
-        self.counts = None if counts is None else counts.to(inputs.device, torch.float64)  # whose sums stay exact
+        self.inputs, self.targets = dataset.tensors
+        counts = recipe.num_targets(self.targets)
+        self.counts = None if counts is None else counts.to(torch.float64)  # whose sums stay exact
 
     def __len__(self) -> int:
         return len(self.inputs)
 
+    @property
+    def nbytes(self) -> int:
+        return self.inputs.nbytes + self.targets.nbytes
+
+    @property
+    def index_device(self) -> torch.device:
+        return self.inputs.device
+
+    def move_to_device(self) -> None:
+        """Move all samples to the rank's device."""
+        self.inputs, self.targets = self.inputs.to(self.device), self.targets.to(self.device)
+        if self.counts is not None:
+            self.counts = self.counts.to(self.device)
+
     def num_targets(self, indices: Tensor) -> float | Tensor:
-        if self.counts is None:
-            return float(len(indices))
-        return self.counts[indices.to(self.counts.device)].sum().to(self.device)
+        return float(len(indices)) if self.counts is None else self.counts[indices].sum()
 
     def batches(self, indices: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
         for index in indices:
-            # A data set too large for the GPU is gathered on the host; non_blocking lets the copy overlap the step.
-            here = index.to(self.inputs.device)
             # Ten times as fast as indexing on a CPU, where it copies rows.
-            inputs, targets = self.inputs.index_select(0, here), self.targets.index_select(0, here)
-            if inputs.device != self.device:
+            inputs, targets = self.inputs.index_select(0, index), self.targets.index_select(0, index)
+            if self.inputs.device != self.device:  # too large for the GPU; non_blocking copies during the step before
                 inputs = inputs.pin_memory().to(self.device, non_blocking=True)
                 targets = targets.pin_memory().to(self.device, non_blocking=True)
             yield inputs, targets
@@ -104,6 +125,8 @@ class TensorSamples:
 
 class LoadedSamples:
     """Samples that are read one by one, by `data_workers` processes ahead of the step that needs them."""
+
+    index_device = torch.device("cpu")
 
     def __init__(self, dataset: Dataset[Any], config: TrainingConfig, world: World) -> None:
         self.device = world.device
@@ -172,7 +195,7 @@ class _SeededDataset(Dataset[Any]):
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
-    """The order in which epoch `epoch` visits the samples, (N,): the same on every rank and for every world size."""
+    """Return the order in which epoch `epoch` visits the samples, (N,): the same on every rank of every world size."""
     generator = torch.Generator().manual_seed(derived_seed(seed, epoch))
     return torch.randperm(num_samples, generator=generator)
 
@@ -180,19 +203,22 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
 def epoch_shards(
     samples: Samples, config: TrainingConfig, world: World, epoch: int, first_batch: int = 0
 ) -> list[BatchShard]:
-    """The shares of this rank in the epoch's global batches from `first_batch` on, the last and smaller batch included.
+    """Return this rank's shards of the epoch's global batches from `first_batch` on, the last and smaller one included.
 
-    A batch that does not divide evenly gives the first ranks one sample more.
+    A batch that does not divide evenly gives the first ranks one sample more. All ranks run as many micro-batches,
+    because layers such as SyncBatchNorm's communicate in each.
     """
-    order = epoch_order(len(samples), config.seed, epoch).to(world.device)
+    order = epoch_order(len(samples), config.seed, epoch).to(samples.index_device)
     size = config.batch_size_per_rank(world.world_size)
     shards = []
     for batch in order.split(config.global_batch_size)[first_batch:]:
-        mine = batch.tensor_split(world.world_size)[world.rank]
+        parts = batch.tensor_split(world.world_size)
+        mine = parts[world.rank]
+        micro_batches = mine.tensor_split(-(-len(parts[0]) // size))
         shards.append(
             BatchShard(
-                micro_batches=(mine if len(mine) else batch[:1]).split(size),
-                weight=1.0 if len(mine) else 0.0,
+                micro_batches=[part if len(part) else batch[:1] for part in micro_batches],
+                weights=[1.0 if len(part) else 0.0 for part in micro_batches],
                 own_targets=samples.num_targets(mine),
                 num_targets=samples.num_targets(batch),
                 num_samples=len(batch),
@@ -202,16 +228,21 @@ def epoch_shards(
 
 
 def num_batches(samples: Samples, config: TrainingConfig) -> int:
-    """Global batches, and so optimizer steps, in one epoch."""
+    """Return the number of global batches, and so of optimizer steps, of one epoch."""
     return -(-len(samples) // config.global_batch_size)
 
 
 def evaluation_shard(samples: Samples, config: TrainingConfig, world: World) -> Sequence[Tensor]:
-    """The held-out samples of this rank, cut into evaluation batches; without repeats, so possibly empty."""
-    mine = torch.arange(len(samples), device=world.device)[world.rank :: world.world_size]
+    """Return the held-out samples of this rank, cut into evaluation batches; without repeats, so possibly empty."""
+    mine = torch.arange(len(samples), device=samples.index_device)[world.rank :: world.world_size]
     return mine.split(config.evaluation_batch_size) if len(mine) else []
 
 
+def num_common_batches(samples: Samples, config: TrainingConfig, world: World) -> int:
+    """Return how many evaluation batches every rank has; some ranks may have one more."""
+    return -(-(len(samples) // world.world_size) // config.evaluation_batch_size)
+
+
 def derived_seed(*numbers: int) -> int:
-    """A seed made from several numbers, none of which shows through. The same in every process and Python."""
+    """Return a seed made from several numbers, none of which shows through. The same in every process and Python."""
     return hash(numbers) & 0x7FFF_FFFF_FFFF_FFFF  # of ints, which unlike strings have no per-process salt

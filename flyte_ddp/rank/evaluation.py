@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, NonFiniteLoss
-from flyte_ddp.rank.data import Samples, evaluation_shard, open_samples
+from flyte_ddp.rank.data import Samples, evaluation_shard, num_common_batches, open_samples
 from flyte_ddp.rank.forward import autocast, evaluating, model_inputs
 from flyte_ddp.rank.initial_state import mismatch
 from flyte_ddp.rank.parallel import place_model
@@ -47,7 +47,7 @@ def evaluate(
     a collective, and the ranks' shares may differ in length.
 
     Args:
-        on_batch: called after each batch.
+        on_batch: called after each batch, equally often on all ranks, so that it may be a collective.
     """
     started = time.perf_counter()
     _share_buffers(model, world)
@@ -55,14 +55,16 @@ def evaluate(
     num_correct = torch.zeros((), dtype=torch.float64, device=world.device)
     num_targets: float | Tensor = 0.0
     shard = evaluation_shard(samples, config, world)
+    num_common = num_common_batches(samples, config, world)
     with evaluating(model):
-        for index, (inputs, targets) in zip(shard, samples.batches(shard, epoch=0), strict=True):
+        for number, (index, (inputs, targets)) in enumerate(zip(shard, samples.batches(shard, epoch=0), strict=True)):
             with autocast(config, world.device):
                 outputs = model(model_inputs(recipe, config, inputs))
             loss_sum += recipe.losses(outputs, targets).sum()
             num_correct += recipe.num_correct(outputs, targets).sum()
             num_targets += samples.num_targets(index)
-            on_batch()
+            if number < num_common:
+                on_batch()
     total_loss, total_correct, total = world.sum(loss_sum, num_correct, num_targets)
     return Evaluation(total_loss / total, total_correct / total, time.perf_counter() - started)
 
@@ -84,7 +86,7 @@ def evaluate_state(
     world = single_process_world()
     config = dataclasses.replace(config, compile=False)  # which takes longer than one pass over the data
     _, test = recipe.datasets(directory)
-    samples = open_samples(test, recipe, config, world)
+    (samples,) = open_samples([test], recipe, config, world)
     model = recipe.model()
     if problem := mismatch(model.state_dict(), state):
         raise ConfigError(f"the state does not fit the model: {problem}")

@@ -38,6 +38,13 @@ def check_same_run(
     Raises:
         ConfigError: it belongs to another run; names the field.
     """
+    progress = checkpoint["progress"]
+    num_epochs = progress["epoch"] if progress["batch"] else progress["epoch"] - 1
+    if config.epochs < num_epochs:
+        raise ConfigError(
+            f"epochs: expected at least {num_epochs}, got {config.epochs}: {url} was written in epoch {num_epochs}; "
+            "fewer epochs need another place for the checkpoints"
+        )
     ours = dataclasses.asdict(config)
     for name in FIXED_BY_CHECKPOINT:
         theirs = checkpoint["config"].get(name)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,11 +14,21 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import Histogram, LayerDescribed, Prediction
 from flyte_ddp.rank.data import Samples
 from flyte_ddp.rank.forward import evaluating, model_inputs
-from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import Recipe
 
 NUM_BINS = 64
 PREDICTION_BATCH, MAX_PREDICTIONS = 32, 320  # samples
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def shown(what: str) -> Iterator[None]:
+    """Log an error of the block instead of raising it: what is only shown never ends a run."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("the %s cannot be shown: %s: %s", what, type(error).__name__, error)
 
 
 def layers_of(model: nn.Module, sample: Tensor) -> list[LayerDescribed]:
@@ -29,7 +42,8 @@ def layers_of(model: nn.Module, sample: Tensor) -> list[LayerDescribed]:
 
     def record(name: str, module: nn.Module) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            shape = list(output.shape) if isinstance(output, Tensor) else list(_first_tensor(output).shape)
+            tensor = _first_tensor(output)
+            shape = [] if tensor is None else list(tensor.shape)
             parameters = sum(parameter.numel() for parameter in module.parameters())
             layers.append(LayerDescribed(name, type(module).__name__, shape, parameters))
 
@@ -47,21 +61,30 @@ def layers_of(model: nn.Module, sample: Tensor) -> list[LayerDescribed]:
     return layers
 
 
+def sample_inputs(recipe: Recipe, samples: Samples, config: TrainingConfig) -> Tensor:
+    """Return the first of `samples` as a batch that the model takes."""
+    first = torch.zeros(1, dtype=torch.int64, device=samples.index_device)
+    batch, _ = next(iter(samples.batches([first], epoch=0)))
+    return model_inputs(recipe, config, batch)
+
+
 def histograms_of(model: nn.Module) -> tuple[dict[str, Histogram], dict[str, Histogram]]:
-    """Return the histograms of each parameter and of its last gradient, by name. Waits for the device."""
+    """Return the histograms of each parameter and of its last gradient, by name. Waits for the device.
+
+    They count the finite values; a tensor without any has none.
+    """
     parameters, gradients = {}, {}
     for name, parameter in model.named_parameters():
-        parameters[name] = _histogram(parameter.detach())
-        if parameter.grad is not None:
-            gradients[name] = _histogram(parameter.grad.detach())
+        if histogram := _histogram(parameter.detach()):
+            parameters[name] = histogram
+        if parameter.grad is not None and (histogram := _histogram(parameter.grad.detach())):
+            gradients[name] = histogram
     return parameters, gradients
 
 
-def predictions_of(
-    model: nn.Module, recipe: Recipe, samples: Samples, config: TrainingConfig, world: World
-) -> list[Prediction]:
+def predictions_of(model: nn.Module, recipe: Recipe, samples: Samples, config: TrainingConfig) -> list[Prediction]:
     """Return the predictions of `model` for the first of `samples`, as the recipe shows them."""
-    indices = torch.arange(min(len(samples), MAX_PREDICTIONS), device=world.device).split(PREDICTION_BATCH)
+    indices = torch.arange(min(len(samples), MAX_PREDICTIONS), device=samples.index_device).split(PREDICTION_BATCH)
     predictions: list[Prediction] = []
     with evaluating(model):
         for batch, targets in samples.batches(indices, epoch=0):
@@ -70,17 +93,28 @@ def predictions_of(
     return predictions
 
 
-def _histogram(values: Tensor) -> Histogram:
-    values = values.float().flatten()
+def _histogram(values: Tensor) -> Histogram | None:
+    # Not torch.histc, which has no deterministic kernel for floats on GPUs. float64, because the range of float32
+    # values need not fit into a float32.
+    values = values.flatten().to(torch.float64)
+    values = values[torch.isfinite(values)]
+    if not len(values):
+        return None
     low, high = float(values.min()), float(values.max())
-    if low == high:  # histc would take 0 and 0 for "find the range yourself"
+    if low == high:
         low, high = low - 0.5, high + 0.5
-    counts = torch.histc(values, bins=NUM_BINS, min=low, max=high)
+    bins = ((values - low) * (NUM_BINS / (high - low))).long().clamp_(max=NUM_BINS - 1)
+    counts = torch.bincount(bins, minlength=NUM_BINS)
     edges = torch.linspace(low, high, NUM_BINS + 1)
-    return Histogram([int(count) for count in counts.tolist()], edges.tolist())
+    return Histogram(counts.tolist(), edges.tolist())
 
 
-def _first_tensor(output: Any) -> Tensor:
-    while not isinstance(output, Tensor):
-        output = next(iter(output.values())) if isinstance(output, dict) else output[0]
-    return output
+def _first_tensor(output: Any) -> Tensor | None:
+    """Return the first tensor in what a module returned, however nested; None if there is none."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping):
+        output = output.values()
+    elif not isinstance(output, (list, tuple)):
+        return None
+    return next((tensor for part in output if (tensor := _first_tensor(part)) is not None), None)

@@ -19,8 +19,7 @@ from flyte_ddp.prepare import describe_data
 from flyte_ddp.rank.checkpoint import CheckpointStore, portable, save_state
 from flyte_ddp.rank.data import open_samples
 from flyte_ddp.rank.fast_start import avoid_importing_dynamo
-from flyte_ddp.rank.forward import model_inputs
-from flyte_ddp.rank.inspection import layers_of
+from flyte_ddp.rank.inspection import layers_of, sample_inputs, shown
 from flyte_ddp.rank.job import MODEL_STATE, Job, NodeRanks
 from flyte_ddp.rank.parallel import place_model
 from flyte_ddp.rank.process import SupervisorLink
@@ -68,7 +67,7 @@ def train(job: Job, world: World, node: NodeRanks, link: SupervisorLink) -> None
     recipe = get_recipe(job.recipe, config.recipe_options)
     directory = link.wait_for_data()
     data = describe_data(directory)
-    train, test = (open_samples(dataset, recipe, config, world) for dataset in recipe.datasets(directory))
+    train, test = open_samples(recipe.datasets(directory), recipe, config, world)
     link.beat(0)
     torch.manual_seed(config.seed)
     model = place_model(recipe.model(), config, world)
@@ -87,7 +86,7 @@ def train(job: Job, world: World, node: NodeRanks, link: SupervisorLink) -> None
 
     # Results: predictions to look at, the trained weights, and the run's figures
     if world.is_first:
-        link.emit(trainer.predict())
+        trainer.show_predictions()
         link.beat(progress.step)
         model_state = Storage(job.checkpoints).join(MODEL_STATE)
         save_state(model_state, portable(model.state_dict()))
@@ -105,9 +104,11 @@ def train(job: Job, world: World, node: NodeRanks, link: SupervisorLink) -> None
 def _run_started(
     job: Job, node: NodeRanks, trainer: Trainer, data: str, resumed_from: str, skipped: list[str]
 ) -> events.RunStarted:
-    world, model = trainer.world, trainer.model
+    recipe, world, model = trainer.recipe, trainer.world, trainer.model
     on_gpu = world.device.type == "cuda"
-    sample, _ = next(iter(trainer.test.batches([torch.zeros(1, dtype=torch.int64, device=world.device)], epoch=0)))
+    layers: list[events.LayerDescribed] = []
+    with shown("layers"):
+        layers = layers_of(model, sample_inputs(recipe, trainer.test, job.config))
     return events.RunStarted(
         recipe=job.recipe,
         data=data,
@@ -120,7 +121,7 @@ def _run_started(
         num_train_samples=len(trainer.train),
         num_test_samples=len(trainer.test),
         num_steps=trainer.num_steps,
-        layers=layers_of(model, model_inputs(trainer.recipe, job.config, sample)),
+        layers=layers,
         versions={"python": platform.python_version(), "torch": str(torch.__version__)},
         resumed_step=trainer.progress.step,
         resumed_from=resumed_from,

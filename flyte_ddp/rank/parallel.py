@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.rank.batch_norm import synchronize
+from flyte_ddp.rank.batch_norm import accept_single_values, synchronize
 from flyte_ddp.rank.fast_start import set_ddp_timing_interval
 from flyte_ddp.rank.world import World
 
@@ -19,8 +19,12 @@ TIMED_INTERVAL = 10  # steps between two exchanges of gradients that DDP's timer
 def place_model(model: nn.Module, config: TrainingConfig, world: World) -> nn.Module:
     """Return `model` on the rank's device, in the configured memory format and with the configured BatchNorm."""
     model = synchronize(model.to(world.device), config, world)
+    accept_single_values(model)
     if config.channels_last:
-        model = model.to(memory_format=torch.channels_last)
+        # Not by model.to(memory_format=...), which fails at the 5-D weights of 3-D convolutions.
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.dim() == 4:
+                tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
     return model
 
 

@@ -31,8 +31,8 @@ class Progress:
 
     @property
     def best(self) -> EpochFinished | None:
-        """The finished epoch with the best accuracy; the first of several."""
-        return max(self.epochs, key=lambda finished: finished.accuracy, default=None)
+        """The finished epoch with the best accuracy; of equal ones, the first with the lowest held-out loss."""
+        return max(self.epochs, key=lambda finished: (finished.accuracy, -finished.test_loss), default=None)
 
     def finish_epoch(self, finished: EpochFinished) -> None:
         """Note the current epoch's results and advance to the next epoch."""

@@ -35,6 +35,8 @@ from flyte_ddp.rank.supervision import StopPoll, Supervisor
 from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import Recipe
 
+LONG_EVALUATION = 5.0  # seconds after which an evaluation saves what was trained before it
+
 
 class Trainer:
     """One rank's model, optimizer and progress.
@@ -148,19 +150,27 @@ class Trainer:
         return epoch_sums, own_seconds / max(1, epoch_sums.num_steps)
 
     def evaluate(self) -> Evaluation:
-        """Measure the model on the held-out data.
+        """Measure the model on the held-out data. What was trained before is saved if that takes long, or on a stop.
 
         Raises:
             NonFiniteLoss: the last step has spoiled the weights.
+            StopRequested: a run that goes on from the checkpoint starts with this evaluation.
         """
-        result = evaluate(
-            self.evaluated_model,
-            self.recipe,
-            self.test,
-            self.config,
-            self.world,
-            on_batch=lambda: self.supervisor.beat(self.progress.step),
-        )
+        poll = StopPoll(self.world, self.supervisor)
+        started, is_saved = time.perf_counter(), False
+
+        def on_batch() -> None:
+            nonlocal is_saved
+            self.supervisor.beat(self.progress.step)
+            stops = poll.stop_agreed()
+            if not is_saved and (stops or time.perf_counter() - started > LONG_EVALUATION):
+                self.save_checkpoint(best=False)
+                is_saved = True
+            if stops:
+                self.store.wait()
+                raise StopRequested
+
+        result = evaluate(self.evaluated_model, self.recipe, self.test, self.config, self.world, on_batch)
         if not math.isfinite(result.loss):
             raise NonFiniteLoss(
                 f"the loss on the held-out data is {result.loss} after step {self.progress.step} "
@@ -168,20 +178,14 @@ class Trainer:
             )
         return result
 
-    def predict(self) -> PredictionsMade:
-        """Return what the model predicts for the first held-out samples, for people to look at."""
-        return PredictionsMade(
-            self.progress.epoch - 1,
-            inspection.predictions_of(self.model, self.recipe, self.test, self.config, self.world),
-        )
+    def show_predictions(self) -> None:
+        """Emit what the model predicts for the first held-out samples, for people to look at."""
+        with inspection.shown("predictions"):
+            predictions = inspection.predictions_of(self.model, self.recipe, self.test, self.config)
+            self.supervisor.emit(PredictionsMade(self.progress.epoch - 1, predictions))
 
     def save_checkpoint(self, best: bool) -> None:
-        """Write a checkpoint of the current state. Every rank calls it; rank 0 writes.
-
-        Raises:
-            NonFiniteLoss: a step has spoiled the weights, which must not replace good ones.
-        """
-        self.loss_watch.check_all()
+        """Write a checkpoint of the current state. Every rank calls it; rank 0 writes."""
         if not self.world.is_first:
             return
         started = time.perf_counter()
@@ -227,10 +231,22 @@ class Trainer:
         return MetricSums(torch.zeros((), dtype=torch.float64, device=self.world.device))
 
     def _update_progress(self, sums: MetricSums, earlier: Progress) -> None:
-        """Set the epoch's sums over all ranks: those of `earlier` attempts plus `sums`."""
-        self.progress.loss_sum = earlier.loss_sum + self.world.sum(sums.loss_sum)[0]
-        self.progress.num_targets = earlier.num_targets + float(sums.num_targets)
-        self.progress.seconds = earlier.seconds + sums.seconds
+        """Set the epoch's sums over all ranks: those of `earlier` attempts plus `sums`.
+
+        Raises:
+            NonFiniteLoss: a step has spoiled the weights. No checkpoint may be written of them.
+        """
+        self.loss_watch.check_all()  # names the step, if it was on this rank
+        progress = self.progress
+        progress.loss_sum = earlier.loss_sum + self.world.sum(sums.loss_sum)[0]
+        progress.num_targets = earlier.num_targets + float(sums.num_targets)
+        progress.seconds = earlier.seconds + sums.seconds
+        for name, value in (
+            ("loss summed over all ranks", progress.loss_sum),
+            ("gradient's norm", gradient_norm(self.model)),
+        ):
+            if not math.isfinite(value):
+                raise NonFiniteLoss(f"the {name} is {value} at step {progress.step} (epoch {progress.epoch}); {REMEDY}")
 
     def _last_learning_rate(self) -> float:
         """Return the rate of the last optimizer step, also if an earlier attempt took it."""
@@ -270,7 +286,8 @@ class Trainer:
         )
         if world.is_first:
             self.supervisor.emit(finished)
-            self.supervisor.emit(HistogramsTaken(progress.step, *inspection.histograms_of(self.model)))
+            with inspection.shown("histograms"):
+                self.supervisor.emit(HistogramsTaken(progress.step, *inspection.histograms_of(self.model)))
         progress.finish_epoch(finished)
         return finished
 
@@ -306,16 +323,16 @@ def compute_gradients(
     """
     total = torch.zeros((), device=world.device)
     seconds = 0.0
-    for micro_batch in range(len(shard.micro_batches)):
+    for micro_batch, weight in enumerate(shard.weights):
         started = time.perf_counter()
         inputs, targets = next(batches)
         seed_forward(config, world, step, micro_batch)
         # Gradients are exchanged once per optimizer step, with its last micro-batch.
-        exchanges = micro_batch == len(shard.micro_batches) - 1 or world.world_size == 1
+        exchanges = micro_batch == len(shard.weights) - 1 or world.world_size == 1
         with nullcontext() if exchanges else replica.no_sync():
             with autocast(config, world.device):
                 outputs = replica(model_inputs(recipe, config, inputs))
-            loss_sum = recipe.losses(outputs, targets).sum() * shard.weight
+            loss_sum = recipe.losses(outputs, targets).sum() * weight
             seconds += time.perf_counter() - started
             # DDP averages over the ranks. Times their number that is the sum, and over the targets of the whole global
             # batch the mean, however the batch was shared: the uneven last one included.
@@ -332,6 +349,10 @@ def clip_gradients(model: nn.Module, max_norm: float, needed: bool) -> float:
     """
     if max_norm:
         norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    elif needed:
-        norm = nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None])
-    return float(norm) if needed else 0.0
+        return float(norm) if needed else 0.0
+    return gradient_norm(model) if needed else 0.0
+
+
+def gradient_norm(model: nn.Module) -> float:
+    """Return the L2 norm of the whole gradient. Waits for the device."""
+    return float(nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None]))

@@ -24,6 +24,11 @@ class World:
     world_size: int
     device: torch.device
 
+    def __post_init__(self) -> None:
+        # Tensors on it have a device with a number, which torch.device("cuda") does not equal.
+        if self.device.type == "cuda" and self.device.index is None:
+            object.__setattr__(self, "device", torch.device("cuda", torch.cuda.current_device()))
+
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0, which reports and saves for all."""

@@ -133,6 +133,37 @@ class Normed(Tiny):
         return nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, NUM_CLASSES))
 
 
+class NormedWithOneLeft(Normed):
+    """Leaves one sample for the last batch, over which BatchNorm cannot compute a variance."""
+
+    num_train = Tiny.num_train
+
+
+class Unshown(Tiny):
+    """Trains, but neither its layers nor its predictions can be shown."""
+
+    def model(self):
+        from torch import nn
+
+        class Unhooked(nn.Linear):
+            def register_forward_hook(self, *arguments, **options):
+                raise RuntimeError("no hooks on purpose")
+
+        return nn.Sequential(Unhooked(NUM_FEATURES, NUM_CLASSES))
+
+    def predictions(self, batch, outputs, targets):
+        raise KeyError("no such class")
+
+
+class Volumes(Tiny):
+    """With a 3-D convolution."""
+
+    def model(self):
+        from torch import nn
+
+        return nn.Sequential(nn.Unflatten(1, (1, 2, 2, 2)), nn.Conv3d(1, 4, 2), nn.Flatten(), nn.Linear(4, NUM_CLASSES))
+
+
 class Sequences(Tiny):
     """Up to four targets per sample, (N, 4), padded with -1: a mean over targets is not one over samples."""
 
@@ -230,7 +261,22 @@ def _kill(losses):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _late_nan(losses):
+    """A NaN as a GPU has it: found some steps later by the rank itself."""
+    from flyte_ddp.rank.loss_watch import LossWatch
+
+    LossWatch.add = lambda *arguments: None
+    return losses * float("nan")
+
+
+def _infinite_gradient(losses):
+    losses.register_hook(lambda gradient: gradient * float("inf"))
+    return losses
+
+
 FAULTS = {
+    "late-nan": _late_nan,
+    "infinite-gradient": _infinite_gradient,
     "none": lambda losses: losses,
     "nan": lambda losses: losses * float("nan"),
     "raise": _raise,

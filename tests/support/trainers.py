@@ -1,0 +1,46 @@
+"""Trainers in the test's own process: one rank, without launcher and supervisor."""
+
+from __future__ import annotations
+
+import torch
+
+from flyte_ddp.rank.checkpoint import CheckpointStore
+from flyte_ddp.rank.data import open_samples
+from flyte_ddp.rank.parallel import place_model
+from flyte_ddp.rank.trainer import Trainer
+from flyte_ddp.rank.world import World
+from flyte_ddp.recipes import config_of, get_recipe
+
+CPU = torch.device("cpu")
+
+
+class Recorder:
+    """A supervisor that keeps the events and asks to stop after `stop_after` beats; 0 never does."""
+
+    def __init__(self, stop_after=0):
+        self.stop_after = stop_after
+        self.num_beats = 0
+        self.events = []
+
+    @property
+    def stop_requested(self):
+        return 0 < self.stop_after <= self.num_beats
+
+    def beat(self, step):
+        self.num_beats += 1
+
+    def emit(self, event):
+        self.events.append(event)
+
+
+def new_trainer(run, initial_state="", supervisor=None, **config):
+    """A trainer of the recipe of `run`, with its data and its checkpoints."""
+    config = config_of(run.recipe, config)
+    recipe, world = get_recipe(run.recipe, config.recipe_options), World(0, 0, 1, CPU)
+    train, test = open_samples(recipe.datasets(run.data()), recipe, config, world)
+    torch.manual_seed(config.seed)
+    model = place_model(recipe.model(), config, world)
+    store = CheckpointStore(str(run.checkpoints), config.checkpoints_to_keep)
+    return Trainer(
+        recipe, config, world, model, train, test, store, supervisor or Recorder(), initial_state=initial_state
+    )

@@ -1,0 +1,101 @@
+"""What is only shown never ends a run."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from flyte_ddp.events import EpochFinished, HistogramsTaken, PredictionsMade, RunFinished
+from flyte_ddp.rank.inspection import histograms_of, layers_of
+from tests.support.runs import new_run
+from tests.support.trainers import new_trainer
+
+
+class Odd(nn.Module):
+    """Has layers that return no tensor, and parameters of which no histogram can be drawn as they are."""
+
+    class Nothing(nn.Module):
+        def forward(self, inputs):
+            return None
+
+    class Pair(nn.Module):
+        def forward(self, inputs):
+            return {"first": [], "second": (inputs,)}
+
+    def __init__(self):
+        super().__init__()
+        self.nothing, self.pair = self.Nothing(), self.Pair()
+        self.mask = nn.Parameter(torch.tensor([0.0, -torch.inf, 2.0]))
+        self.infinite = nn.Parameter(torch.full((3,), torch.inf))
+        self.empty = nn.Parameter(torch.zeros(0))
+        self.constant = nn.Parameter(torch.full((5,), 3.0))
+        self.huge = nn.Parameter(torch.tensor([-3e38, 3e38]))
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 129))
+
+    def forward(self, inputs):
+        self.nothing(inputs)
+        return self.pair(inputs)["second"][0]
+
+
+def test_a_layer_that_returns_no_tensor_has_no_shape():
+    layers = layers_of(Odd(), torch.zeros(1, 4))
+
+    assert [(layer.name, layer.output_shape) for layer in layers] == [("nothing", []), ("pair", [1, 4])]
+
+
+def test_a_histogram_counts_the_finite_values():
+    parameters, gradients = histograms_of(Odd())
+
+    assert gradients == {}
+    assert "empty" not in parameters
+    assert "infinite" not in parameters
+    assert {name: sum(histogram.counts) for name, histogram in parameters.items()} == {
+        "mask": 2,
+        "constant": 5,
+        "huge": 2,
+        "weight": 129,
+    }
+    weight = parameters["weight"]
+    assert len(weight.edges) == len(weight.counts) + 1 == 65
+    assert (weight.edges[0], weight.edges[-1]) == (-1, 1)
+    assert weight.counts == [2] * 63 + [3]
+    assert parameters["constant"].edges[0] < 3 < parameters["constant"].edges[-1]
+
+
+def test_histograms_need_no_operation_that_has_no_deterministic_kernel_on_gpus(monkeypatch):
+    monkeypatch.setattr(torch, "histc", lambda *arguments, **options: pytest.fail("raises on CUDA floats"))
+
+    assert histograms_of(nn.Linear(3, 2))[0].keys() == {"weight", "bias"}
+
+
+def test_an_error_in_what_is_only_shown_is_logged_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
+    def broken(*arguments):
+        raise ZeroDivisionError("broken on purpose")
+
+    monkeypatch.setattr("flyte_ddp.rank.inspection.histograms_of", broken)
+    monkeypatch.setattr("flyte_ddp.rank.inspection.predictions_of", broken)
+    trainer = new_trainer(new_run(tmp_path), epochs=1)
+    with caplog.at_level(logging.WARNING):
+        trainer.fit()
+        trainer.show_predictions()
+
+    kinds = [type(event) for event in trainer.supervisor.events]
+    assert EpochFinished in kinds
+    assert HistogramsTaken not in kinds
+    assert PredictionsMade not in kinds
+    assert [record.getMessage() for record in caplog.records] == [
+        "the histograms cannot be shown: ZeroDivisionError: broken on purpose",
+        "the predictions cannot be shown: ZeroDivisionError: broken on purpose",
+    ]
+
+
+def test_a_run_whose_layers_and_predictions_cannot_be_shown_ends_well(tmp_path):
+    run = new_run(tmp_path, "Unshown").train(num_processes=1, epochs=1)
+
+    assert isinstance(run.events[-1], RunFinished)
+    assert run.started.layers == []
+    assert not any(isinstance(event, PredictionsMade) for event in run.events)
+    assert any("the predictions cannot be shown: KeyError: 'no such class'" in line for line in run.lines)
