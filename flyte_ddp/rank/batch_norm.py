@@ -28,7 +28,7 @@ def accept_single_values(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.track_running_stats:
-            module.forward = _forward_of(module)
+            module.forward = _forward_of(module)  # type: ignore[method-assign, assignment]
 
 
 def _forward_of(module: _BatchNorm) -> Callable[[Tensor], Tensor]:

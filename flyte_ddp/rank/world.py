@@ -25,8 +25,8 @@ class World:
     device: torch.device
 
     def __post_init__(self) -> None:
-        # Tensors on it have a device with a number, which torch.device("cuda") does not equal.
-        if self.device.type == "cuda" and self.device.index is None:
+        # Tensors on it have a device with a number, which this one does not equal.
+        if self.device == torch.device("cuda"):
             object.__setattr__(self, "device", torch.device("cuda", torch.cuda.current_device()))
 
     @property
