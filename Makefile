@@ -72,8 +72,8 @@ format: $(INSTALLED)  ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED)  ## the table of the README: ratios, each pair measured in one run
-	$(BIN)/python -m benchmarks
+bench: $(INSTALLED)  ## compare with alternatives: ratios, each pair measured in one run; ONLY="start recovery" for some rows
+	$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY))
 
 image:  ## the image for tasks, driver, scheduler and workers
 	docker build --build-arg IMAGE=$(IMAGE) -t $(IMAGE) .

@@ -1,6 +1,6 @@
-"""`python -m benchmarks`: measure, and print the table of the README.
+"""Measure this package against its alternatives and print the table: `python -m benchmarks`, or `--only start`.
 
-GPUs are hidden from both sides: the table is the CPU's. Nothing else should run meanwhile.
+GPUs are hidden from both sides: the table is for CPUs. Nothing else should run at the same time.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from flyte_ddp.prepare import prepare_data
 
 ROOT = Path(__file__).parents[1]
 NUM_BATCHES, NUM_BATCHES_QUICK = 100, 10  # per epoch
-# Without this, glibc gives a step's memory back to the kernel in some runs and not in others, and the page faults make
-# the step up to a third slower: a floor of varying height. The peers have what their users get, which is the default.
+# Without this, glibc returns a step's memory to the kernel in some runs and not in others, and the page faults make the
+# step up to a third slower, so the floor would vary. The alternatives keep the default, which is what their users get.
 KEEP_FREED_MEMORY = ("env", f"MALLOC_TRIM_THRESHOLD_={1 << 30}", f"MALLOC_MMAP_THRESHOLD_={1 << 30}")
-BUSY = 0.5  # load average from which on the machine is not idle
+BUSY_LOAD = 0.5  # load average above which the machine is not idle
 
 
 def rows(data: Path, names: str = "") -> dict[str, list[Row]]:
-    """All rows of the table by the name of what ours is compared with; what a further comparison is added to.
+    """Return all rows of the table by the names that `--only` takes. Add further comparisons here.
 
     Args:
-        names: the file or URL of the pet names; "" is the recipe's own list.
+        names: file or URL of the pet names; "" is the recipe's own list.
     """
 
     def variant(name: str, num_ranks: int = 1, precision: str = "fp32", needs: str = "") -> Variant:
@@ -41,11 +41,11 @@ def rows(data: Path, names: str = "") -> dict[str, list[Row]]:
         if name in ("torchrun", "torchrun_killed", "fabric", "accelerate"):
             launcher += ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
         if name == "torchrun_killed":
-            launcher += ("--max-restarts", "3")  # gloo's first try to meet again is sometimes in vain
+            launcher += ("--max-restarts", "3")  # gloo's first rendezvous after a restart sometimes fails
         command = (*launcher, "-m", "benchmarks.variants", name, *options)
         return Variant(f"{name} {precision} x{num_ranks}", command, num_threads(num_ranks), needs)
 
-    def speller(name: str) -> Variant:
+    def generator(name: str) -> Variant:
         return Variant(name, (sys.executable, "-m", "benchmarks.names", name), num_threads(1))
 
     def reader(name: str) -> Variant:
@@ -69,7 +69,10 @@ def rows(data: Path, names: str = "") -> dict[str, list[Row]]:
         ],
         "torchrun": [
             Row("throughput / torchrun DDP, 2 ranks, fp32", speed, ours_twice, torchrun, ">= 1.0"),
+        ],
+        "start": [
             Row("command to first step / torchrun DDP, 2 ranks", start, ours_twice, torchrun, "0.5"),
+            Row("`pyflyte run` to first step / torchrun DDP, 2 ranks", start, _pyflyte(), torchrun, ""),
         ],
         "dask": [
             Row("throughput on two Dask nodes / torchrun DDP", speed, variant("dask", 2), torchrun, ">= 0.98"),
@@ -93,7 +96,6 @@ def rows(data: Path, names: str = "") -> dict[str, list[Row]]:
                 "<= 0.25",
             )
         ],
-        "pyflyte": [Row("`pyflyte run` to first step / torchrun DDP, 2 ranks", start, _pyflyte(), torchrun, "")],
         "fabric": [
             Row(
                 "throughput / Lightning Fabric, 2 ranks, fp32",
@@ -126,15 +128,15 @@ def rows(data: Path, names: str = "") -> dict[str, list[Row]]:
             Row(
                 "1,000 names, recipe pet_names / tutorial's generator",
                 "names_per_second",
-                speller("ours"),
-                speller("tutorial"),
+                generator("ours"),
+                generator("tutorial"),
                 ">= 50",
             ),
             Row(
                 "1,000 names, recipe pet_name_windows / tutorial's generator",
                 "names_per_second",
-                speller("ours_windows"),
-                speller("tutorial"),
+                generator("ours_windows"),
+                generator("tutorial"),
                 "",
             ),
         ],
@@ -142,7 +144,7 @@ def rows(data: Path, names: str = "") -> dict[str, list[Row]]:
 
 
 def num_threads(num_ranks: int) -> int:
-    """CPU threads of each of `num_ranks`: the share that ours gives them."""
+    """Return the CPU threads of each of `num_ranks` ranks, as this package sets them."""
     return max(1, num_cores() // num_ranks)
 
 
@@ -152,7 +154,7 @@ def _to_quality(name: str, names: str, threads: int) -> Variant:
 
 
 def _pyflyte() -> Variant:
-    """The whole command that users type, Flyte's start and the preparation of the data included."""
+    """Return the whole command that users type; it includes flytekit's start and the preparation of the data."""
     return Variant(
         "pyflyte run",
         (
@@ -161,7 +163,7 @@ def _pyflyte() -> Variant:
             str(ROOT / "workflows" / "single_node.py"),
             "single_node_training_wf",
             "--recipe",
-            "benchmarks.mnist_like.AnnouncingMnistLike",
+            "benchmarks.mnist_like.TimestampedMnistLike",
             "--num_processes",
             "2",
             "--config",
@@ -179,12 +181,12 @@ def main() -> int:
         "--only", nargs="+", choices=comparisons, default=comparisons, metavar="NAME", help=", ".join(comparisons)
     )
     parser.add_argument("--names", default="", help="file or URL of pet names; the recipe's own list by default")
-    parser.add_argument("--quick", action="store_true", help="one short round, to see that everything runs")
+    parser.add_argument("--quick", action="store_true", help="one short round, to check that everything runs")
     arguments = parser.parse_args()
     num_samples = BATCH_SIZE * (NUM_BATCHES_QUICK if arguments.quick else NUM_BATCHES)
     load = os.getloadavg()[0]
-    if load > BUSY:
-        _say(f"the load average is {load:.1f}: something else runs on this machine, which will show in the ratios")
+    if load > BUSY_LOAD:
+        _log(f"the load average is {load:.1f}: something else runs on this machine and will distort the ratios")
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as directory:
         data = Path(directory)
         (data / PREPARED).mkdir()
@@ -192,13 +194,13 @@ def main() -> int:
         write_idx_files(num_samples, data)
         chosen = [row for name, group in rows(data, arguments.names).items() if name in arguments.only for row in group]
         environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-        results = compare(chosen, 1 if arguments.quick else arguments.rounds, environment, _say)
+        results = compare(chosen, 1 if arguments.quick else arguments.rounds, environment, _log)
     print(table(results))
     print(f"\n{machine(num_cores())}")
     return 1 if any(result.note.startswith("failed") for result in results) else 0
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.images ours|per_image`: images per second out of a bucket, through two loader processes.
+"""Measure images per second from a bucket, through two loader processes: `python -m benchmarks.images ours|per_image`.
 
-The bucket is on moto's server in a process of its own, which keeps every answer back for `LATENCY`: a server on the
-same machine answers sooner than any store does, and what a data set does while it waits is what tells them apart. The
-first pass over the images starts the loader processes, the second is timed.
+The bucket is on moto's server in its own process, which delays every answer by `LATENCY`: a server on the same machine
+answers sooner than any real store, and the data sets differ in what they do while they wait. The first pass over the
+images starts the loader processes; the second is timed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CLASSES = ("anemone", "bluebell")
 
 
 def ours(directory: Path) -> Callable[[], int]:
-    """The recipe's data set as the loop reads it."""
+    """Read the recipe's data set as the training loop does."""
     import torch
 
     from flyte_ddp.config import TrainingConfig
@@ -49,7 +49,7 @@ def ours(directory: Path) -> Callable[[], int]:
 
 
 def per_image(directory: Path) -> Callable[[], int]:
-    """A data set that opens a client and downloads to a temporary file for every image, as dask-pytorch-ddp's does."""
+    """Read a data set that opens a client and a temporary file per image, as dask-pytorch-ddp does."""
     import boto3
     from torch.utils.data import DataLoader
 
@@ -62,7 +62,7 @@ def per_image(directory: Path) -> Callable[[], int]:
 
 
 class ClientPerImage:
-    """Images of a bucket by their keys, each fetched by a client of its own."""
+    """Images of a bucket by their keys, each fetched by its own client."""
 
     def __init__(self, keys: list[str]) -> None:
         self.keys = keys
@@ -85,7 +85,7 @@ class ClientPerImage:
 
 
 def serve(num_images: int) -> None:
-    """Be the server: print its address, and answer until killed."""
+    """Run the server: print its address and serve until killed."""
     from moto.s3.models import s3_backends
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
@@ -113,7 +113,7 @@ def serve(num_images: int) -> None:
 
 
 def _photograph(number: int) -> bytes:
-    """A JPEG of the size that a photograph of so many pixels has: soft noise."""
+    """Return soft noise as a JPEG, about as large as a photograph with as many pixels."""
     import numpy as np
     from PIL import Image
 

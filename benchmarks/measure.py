@@ -1,7 +1,7 @@
-"""Run two commands in turn and compare what they say of themselves. Knows nothing of models or data.
+"""Run two commands in turn and compare the measurements that they print. Knows nothing of models or data.
 
-A machine's speed drifts from minute to minute, so two numbers are compared only with a neighbour in time: each round
-runs one command after the other, gives one ratio, and the table has the median and the range of the rounds' ratios.
+A machine's speed drifts from minute to minute, so only neighbouring runs are compared: each round runs one command after
+the other and gives one ratio. The table has the median and the range of the ratios of all rounds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TIMEOUT = 900.0  # seconds that one run of one command may take
 OUTPUT_TAIL = 20  # lines of a failed command's output in the error
 
 Outcome = Mapping[str, Any]
-"""What one run said of itself, by quantity: those of `UNITS`, or some of them."""
+"""The measurements of one run, by quantity: some or all of `UNITS`."""
 
 UNITS: dict[str, Callable[[float], str]] = {
     "samples_per_second": lambda value: f"{value:,.0f} samples/s",  # over all ranks, in the last epoch
@@ -37,16 +37,16 @@ UNITS: dict[str, Callable[[float], str]] = {
     "recovery_seconds": lambda value: f"{value:.1f} s",  # from the death of a rank to the end of the next step
     "seconds_to_loss": lambda value: f"{value:.0f} s",  # from the command's start to the best loss of theirs
 }
-"""How to write down what can be measured."""
+"""Every quantity that can be measured, with its format."""
 
 
 class MeasurementError(RuntimeError):
-    """A command failed, took too long or did not say what it should."""
+    """A command failed, timed out or printed no measurements."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train: a command that prints what `outcome_of` reads."""
+    """One side of a comparison: a command that prints what `outcome_of` parses."""
 
     name: str
     command: tuple[str, ...]
@@ -56,7 +56,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: how `ours` compares with `theirs` in one quantity."""
+    """One line of the table: the ratio of `ours` to `theirs` in one quantity."""
 
     title: str
     quantity: str  # a key of `UNITS` and of both outcomes
@@ -67,18 +67,18 @@ class Row:
 
 @dataclass
 class Result:
-    """What was measured for a row, or why nothing was."""
+    """The measurements for a row, or why there are none."""
 
     row: Row
     outcomes: Sequence[tuple[Outcome, Outcome]] = field(default_factory=list)  # (ours, theirs) of every round
     note: str = ""
-    num_failed: int = 0  # rounds in which a side failed, which are left out
+    num_failed: int = 0  # rounds in which a side failed; they are left out
 
 
 def compare(
-    rows: Sequence[Row], rounds: int, environment: Mapping[str, str], say: Callable[[str], None]
+    rows: Sequence[Row], rounds: int, environment: Mapping[str, str], log: Callable[[str], None]
 ) -> list[Result]:
-    """Measure `rows`, those that compare the same two variants from the same runs."""
+    """Measure `rows`. Rows that compare the same two variants share their runs."""
     measured: dict[tuple[Variant, Variant], tuple[list[tuple[Outcome, Outcome]], str, int]] = {}
     for pair in dict.fromkeys((row.ours, row.theirs) for row in rows):
         missing = next((side.needs for side in pair if side.needs and not importlib.util.find_spec(side.needs)), "")
@@ -89,20 +89,20 @@ def compare(
             try:
                 ours, theirs = timed_to_loss(*(run(side, environment) for side in pair))
             except MeasurementError as error:
-                say(str(error))
+                log(str(error))
                 num_failed += 1
                 if not outcomes:
                     note = "failed: " + str(error).splitlines()[0]
-                    break  # what fails at the first go will most likely do so again
+                    break  # a failure in the first round will most likely repeat
                 continue
             outcomes.append((ours, theirs))
-            say(f"{pair[0].name} / {pair[1].name}, round {number + 1} of {rounds}: {dict(ours)} {dict(theirs)}")
+            log(f"{pair[0].name} / {pair[1].name}, round {number + 1} of {rounds}: {dict(ours)} {dict(theirs)}")
         measured[pair] = outcomes, note, num_failed
     return [Result(row, *measured[row.ours, row.theirs]) for row in rows]
 
 
 def run(variant: Variant, environment: Mapping[str, str]) -> Outcome:
-    """Run `variant` once, to its end.
+    """Run `variant` once to its end.
 
     Raises:
         MeasurementError: it failed, took longer than `TIMEOUT` or printed no outcome.
@@ -130,17 +130,16 @@ def run(variant: Variant, environment: Mapping[str, str]) -> Outcome:
 
 
 def outcome_of(output: str, started: float) -> Outcome:
-    """The last outcome in what a command printed.
+    """Parse the last outcome in the output of a command.
 
     It is a line, or the end of one, with a JSON object whose first key is `first_step_at`: the end of the first
-    optimizer step in seconds since the epoch, as `started` is, from which it is counted here, or from `counted_from`
-    where the command names another beginning.
+    optimizer step in seconds since the epoch. The result counts from `started`, or from the outcome's `counted_from`.
 
     Raises:
         MeasurementError: there is none.
     """
     for line in reversed(output.splitlines()):
-        # A rank's line arrives with the rank before it.
+        # A rank's line arrives with the rank's name before it.
         with contextlib.suppress(ValueError):
             values = json.loads(line[line.index('{"first_step_at"') :])
             beginning = values.pop("counted_from", started)
@@ -149,9 +148,9 @@ def outcome_of(output: str, started: float) -> Outcome:
 
 
 def timed_to_loss(ours: Outcome, theirs: Outcome) -> tuple[Outcome, Outcome]:
-    """Both with `seconds_to_loss`, where they have a `curve`: pairs of seconds and held-out loss, in order.
+    """Add `seconds_to_loss` to both where they have a `curve`: pairs of seconds and held-out loss, in order.
 
-    The loss is the lowest that theirs reaches; who does not reach it has taken for ever.
+    The target is the lowest loss of theirs; the time is infinite for a side that does not reach it.
     """
     if "curve" not in ours or "curve" not in theirs:
         return ours, theirs
@@ -165,12 +164,12 @@ def timed_to_loss(ours: Outcome, theirs: Outcome) -> tuple[Outcome, Outcome]:
 
 
 def ratios(result: Result) -> list[float]:
-    """Ours through theirs, round by round."""
+    """Return ours divided by theirs, per round."""
     return [ours[result.row.quantity] / theirs[result.row.quantity] for ours, theirs in result.outcomes]
 
 
 def table(results: Sequence[Result]) -> str:
-    """The results in Markdown."""
+    """Format the results as a Markdown table."""
     lines = ["| ours / theirs | goal | ratio: median (range) | ours | theirs |", "|---|---|---|---|---|"]
     for result in results:
         row = result.row
@@ -189,7 +188,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def machine(num_cores: int) -> str:
-    """Where the numbers come from, in one line."""
+    """Describe the machine in one line."""
     return (
         f"{num_cores} cores of {_cpu_model()}, {platform.system()}, "
         f"Python {platform.python_version()}, torch {version('torch')}"
@@ -209,7 +208,7 @@ def _tail(output: str) -> str:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End `process` where it has not ended itself: kindly first, so that it can end what it started."""
+    """Terminate `process` if it still runs; kill its group only after 30 s, so that it can stop its children."""
     if process.poll() is None:
         process.terminate()
         try:

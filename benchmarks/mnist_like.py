@@ -1,6 +1,6 @@
-"""Recipe `benchmarks.mnist_like.MnistLike`: random bytes of MNIST's shapes, so that a benchmark downloads nothing.
+"""Recipe `benchmarks.mnist_like.MnistLike`: random bytes in MNIST's shapes, so that a benchmark downloads nothing.
 
-Speed and memory do not depend on what the pixels show. Accuracy does, and means nothing here.
+Speed and memory do not depend on the pixels. The accuracy is meaningless here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUM_TEST_SAMPLES = 2_000  # evaluated after every epoch, which no ratio includes
 
 
 class MnistLike(Mnist):
-    """MNIST's model and shapes on noise; the `source` of its data is the number of training images, in digits."""
+    """MNIST's model and shapes on noise; `source` is the number of training images, as a decimal number."""
 
     def prepare(self, source: str, directory: Path) -> str:
         num_samples = int(source or NUM_SAMPLES)
@@ -34,64 +34,64 @@ class MnistLike(Mnist):
         return f"noise, {num_samples:,} training and {NUM_TEST_SAMPLES:,} held-out images of 28x28"
 
 
-class AnnouncingMnistLike(MnistLike):
-    """Prints when the first optimizer step is done, for commands that do not tell it themselves."""
+class TimestampedMnistLike(MnistLike):
+    """Print the time of the first optimizer step, for commands that do not report it themselves."""
 
     def model(self) -> nn.Module:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        def announce(*_: Any) -> None:
+        def print_time(*_: Any) -> None:
             handle.remove()
             print(json.dumps({"first_step_at": time.time()}), flush=True)
 
-        handle = register_optimizer_step_post_hook(announce)
+        handle = register_optimizer_step_post_hook(print_time)
         return super().model()
 
 
-class MortalMnistLike(MnistLike):
-    """Kills its second rank, once: see `Death`, whose directory is in the environment."""
+class KilledMnistLike(MnistLike):
+    """Kill the second rank once: see `RankKill`, whose directory is in the environment."""
 
-    DEATH = "BENCHMARK_DEATH"
+    DIRECTORY = "BENCHMARK_KILL_DIRECTORY"
 
     def model(self) -> nn.Module:
-        Death(Path(os.environ[self.DEATH])).watch()
+        RankKill(Path(os.environ[self.DIRECTORY])).install()
         return super().model()
 
 
 @dataclass
-class Death:
-    """The death of one rank, as files in a directory that all ranks of a run reach."""
+class RankKill:
+    """Kill one rank of a run and time its recovery, through files in a directory that all ranks reach."""
 
     directory: Path
 
-    def watch(self, at_step: int = 8) -> None:
-        """In a rank: the second dies at `at_step`, once; where it has, the first notes the end of its next step."""
+    def install(self, at_step: int = 8) -> None:
+        """Kill this rank at `at_step` if it is the second; after the restart, let the first write when a step is done."""
         import torch.distributed as dist
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        died, recovered = self.directory / "died", self.directory / "recovered"
-        is_over = died.exists()
+        killed, recovered = self.directory / "killed", self.directory / "recovered"
+        was_killed = killed.exists()
         num_steps = 0
 
         def after_step(*_: Any) -> None:
             nonlocal num_steps
             num_steps += 1
-            if is_over:
+            if was_killed:
                 if num_steps == 1 and dist.get_rank() == 0:
                     recovered.write_text(str(time.time()))
             elif num_steps == at_step and dist.get_rank() == 1:
-                died.write_text(str(time.time()))
+                killed.write_text(str(time.time()))
                 os.kill(os.getpid(), signal.SIGKILL)
 
         register_optimizer_step_post_hook(after_step)
 
     def recovery_seconds(self) -> float:
-        """From the death to the end of the first step after it."""
-        return float((self.directory / "recovered").read_text()) - float((self.directory / "died").read_text())
+        """Return the seconds from the kill to the end of the first step after it."""
+        return float((self.directory / "recovered").read_text()) - float((self.directory / "killed").read_text())
 
 
 def noise(num_samples: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Images in bytes, (N, 28, 28), and labels, (N,): the same every time."""
+    """Return images (N, 28, 28) in bytes and labels (N,), the same every time."""
     import numpy as np
 
     generator = np.random.default_rng(0)
@@ -100,7 +100,7 @@ def noise(num_samples: int) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def write_idx_files(num_samples: int, directory: Path) -> None:
-    """Leave the noise in `directory`/MNIST/raw in the format in which torchvision's MNIST reads the original."""
+    """Write the noise to `directory`/MNIST/raw in the format that torchvision's MNIST reads."""
     raw = directory / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for prefix, count in (("train", num_samples), ("t10k", NUM_TEST_SAMPLES)):

@@ -1,8 +1,8 @@
-"""The ways to spell names that are compared, each in a process of its own: `python -m benchmarks.names ours`.
+"""The name generators that are compared, each in its own process: `python -m benchmarks.names ours`.
 
-All have the same weights, which have learnt no more than that names are short, and leave out names that came up before.
-`tutorial` is written as the pet-name tutorial describes its generator: a name after the other, and for every letter a
-forward pass over the window of letters before it, with a draw in Python. `ours_windows` is ours with that window.
+All use the same weights, which have only learnt that names are short, and skip repeated names. `tutorial` follows the
+pet-name tutorial: one name after the other, and for every letter a forward pass over the window of letters before it
+with a draw in Python. `ours_windows` is this package with that window.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from flyte_ddp.recipes.pet_names.model import NameModel
 
 COUNT = 1_000
-MOST_LETTERS = 30
-LEAST_SECONDS = 3.0  # of each side: a thousand names of ours are done before a machine's speed has settled
+MAX_LETTERS = 30
+MIN_SECONDS = 3.0  # per side: this package draws 1,000 names before a machine's clock speed settles
 
 
 def ours(count: int) -> list[str]:
@@ -45,7 +45,7 @@ def tutorial(count: int) -> list[str]:
     with torch.no_grad():
         while len(names) < count:
             window, letters = [BLANK] * WINDOW, ""
-            while len(letters) <= MOST_LETTERS:
+            while len(letters) <= MAX_LETTERS:
                 logits = model(torch.tensor([window]))[0, -1]
                 logits[BLANK] = -float("inf")
                 letter = random.choices(range(len(ALPHABET)), logits.softmax(dim=0).tolist())[0]
@@ -54,13 +54,13 @@ def tutorial(count: int) -> list[str]:
                 letters += ALPHABET[letter]
                 window = [*window[1:], letter]
             name = letters.strip().title()
-            if 0 < len(letters) <= MOST_LETTERS and name not in names:
+            if 0 < len(letters) <= MAX_LETTERS and name not in names:
                 names.append(name)
     return names
 
 
 def new_model(window: int) -> NameModel:
-    """The recipes' model with fresh weights, the same for any window, and names of four letters or so."""
+    """Return the recipes' model with fresh weights, the same for any window; its names have about four letters."""
     import torch
 
     from flyte_ddp.recipes.pet_names.model import NameModel
@@ -80,11 +80,11 @@ if __name__ == "__main__":
     parser.add_argument("variant", choices=VARIANTS)
     parser.add_argument("--count", type=int, default=COUNT)
     arguments = parser.parse_args()
-    spell = VARIANTS[arguments.variant]
-    spell(1)  # what only the first name costs, such as imports, is not a matter of how it is spelt
+    generate = VARIANTS[arguments.variant]
+    generate(1)  # exclude imports and other costs of the first name
     started = time.time()
     num_names, seconds = 0, 0.0
-    while seconds < LEAST_SECONDS:
-        num_names += len(spell(arguments.count))
+    while seconds < MIN_SECONDS:
+        num_names += len(generate(arguments.count))
         seconds = time.time() - started
     print(json.dumps({"first_step_at": started, "names_per_second": num_names / seconds}), flush=True)

@@ -1,9 +1,9 @@
-"""Pet names: held-out loss over wall-clock, ours and the tutorial's: `python -m benchmarks.time_to_quality ours`.
+"""Measure held-out loss over time on pet names: `python -m benchmarks.time_to_quality ours|tutorial`.
 
-Both train the same model on the same names with the same names held out, and both measure the same on these: nats per
-letter. The tutorial's side has its data set of one window per letter, encoded sample by sample, its DataLoader and its
-loop, in one process with all cores; ours has the recipe's defaults, but for fewer epochs, and a rank per core. Time
-counts from the start of the command; the tutorial's evaluations are not counted.
+Both sides train the same model on the same names, and measure nats per letter on the same held-out names. The tutorial's
+side has one window per letter, encoded sample by sample, a DataLoader and a plain loop in one process with all cores.
+Ours has the recipe's defaults with fewer epochs, and one rank per core. Time starts with the command; the tutorial's
+evaluations are not counted.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def tutorial(names: str, num_epochs: int, started: float) -> None:
     from flyte_ddp.recipes.pet_names.recipe import ALPHABET, BLANK, END, WINDOW
 
     class Windows(Dataset[Any]):
-        """A sample for every letter of every name, and for its end: encoded when it is asked for."""
+        """One sample per letter of each name and per end of a name, encoded when it is read."""
 
         def __init__(self, names: Sequence[str]) -> None:
             self.rows = [
@@ -87,7 +87,7 @@ def tutorial(names: str, num_epochs: int, started: float) -> None:
             return nn.functional.one_hot(row[:-1], len(ALPHABET)).float(), row[1:]
 
     class TutorialModel(NameModel):
-        """Takes the letters one-hot, as the tutorial's data set gives them."""
+        """Take one-hot letters, as the tutorial's data set returns them."""
 
         def forward(self, letters: Any) -> Any:
             return self.logits(self.lstm(letters)[0])
@@ -100,7 +100,7 @@ def tutorial(names: str, num_epochs: int, started: float) -> None:
     criterion = nn.CrossEntropyLoss()
 
     def held_out_loss() -> float:
-        """Nats per letter: of every window only what follows it counts, which the other windows do not have."""
+        """Return nats per letter. Of each window only the last letter counts; the others are in other windows."""
         model.eval()
         total = 0.0
         with torch.no_grad():
@@ -126,7 +126,7 @@ def tutorial(names: str, num_epochs: int, started: float) -> None:
 
 
 def _split(names: str) -> tuple[list[str], list[str]]:
-    """The names that recipe `pet_names` trains on, repeats included, and those that it holds out."""
+    """Return the training names of recipe `pet_names`, with repeats, and its held-out names."""
     import numpy as np
 
     from flyte_ddp.prepare import prepare_data

@@ -1,8 +1,8 @@
-"""The ways to train that are compared, each in processes of its own: `python -m benchmarks.variants floor --data DIR`.
+"""The training programs that are compared, each in its own processes: `python -m benchmarks.variants floor --data DIR`.
 
-All train the model of recipe `mnist` for two epochs at the same global batch size and say how fast the second was. The
-other sides are written as their own tutorials write them, plus the settings that ours has: optimizer, precision and
-memory format. Every import is inside a function, because the time to the first step is measured too.
+All train the model of recipe `mnist` for two epochs at the same global batch size and report the speed of the second.
+The alternatives follow their own tutorials, with the same optimizer, precision and memory format as this package. Every
+import is inside a function, because the time to the first step is measured too.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 BATCH_SIZE = 128  # global
 LEARNING_RATE = 2e-3
-LOG_INTERVAL = 20  # steps between two looks at the loss
+LOG_INTERVAL = 20  # steps between two reads of the loss
 NUM_EPOCHS = 2
-CHECKPOINT_INTERVAL = 5  # steps, of the runs that lose a rank
-PREPARED = "prepared"  # below the data directory, what the recipe prepared; beside it torchvision's MNIST/raw
+CHECKPOINT_INTERVAL = 5  # steps, in the runs that lose a rank
+PREPARED = "prepared"  # the recipe's prepared data, below the data directory; beside it torchvision's MNIST/raw
 
 
 def ours(data: Path, precision: str, num_ranks: int) -> None:
@@ -57,7 +57,7 @@ def ours(data: Path, precision: str, num_ranks: int) -> None:
 
 
 def dask(data: Path, precision: str, num_ranks: int) -> None:
-    """Ours on a Dask cluster, a node to a rank. The first step is counted from when the workers are there."""
+    """Train on a Dask cluster with one rank per node. The time to the first step starts when the workers are ready."""
     from flyte_ddp.cluster.connect import open_cluster
 
     cluster = _local_nodes(num_ranks)
@@ -68,16 +68,16 @@ def dask(data: Path, precision: str, num_ranks: int) -> None:
 
 
 def dask_killed(data: Path, precision: str, num_ranks: int) -> None:
-    """As `dask`, and the second rank is killed."""
-    from benchmarks.mnist_like import Death, MortalMnistLike
+    """Like `dask`; the second rank is killed once."""
+    from benchmarks.mnist_like import KilledMnistLike, RankKill
     from flyte_ddp.cluster.connect import open_cluster
 
     cluster = _local_nodes(num_ranks)
     with tempfile.TemporaryDirectory() as directory:
-        os.environ[MortalMnistLike.DEATH] = directory  # which the workers inherit
+        os.environ[KilledMnistLike.DIRECTORY] = directory  # which the workers inherit
         with open_cluster(cluster, "benchmark") as client:
             finished, epochs, first_step_at = _on_dask(
-                "MortalMnistLike",
+                "KilledMnistLike",
                 data,
                 client,
                 cluster,
@@ -89,7 +89,7 @@ def dask_killed(data: Path, precision: str, num_ranks: int) -> None:
             first_step_at,
             epochs[-1].samples_per_second,
             finished.peak_memory_bytes,
-            recovery_seconds=Death(Path(directory)).recovery_seconds(),
+            recovery_seconds=RankKill(Path(directory)).recovery_seconds(),
         )
 
 
@@ -102,7 +102,7 @@ def _local_nodes(count: int) -> Any:
 def _on_dask(
     recipe: str, data: Path, client: Any, cluster: Any, checkpoints: str, **config: Any
 ) -> tuple[Any, list[Any], float]:
-    """A run's last event, its epochs, and when its first step ended, in seconds since the epoch."""
+    """Return a run's last event, its epochs, and the end of its first step in seconds since the epoch."""
     from flyte_ddp import events
     from flyte_ddp.config import resolve
     from flyte_ddp.launch.dask.launcher import train_on_dask
@@ -110,7 +110,7 @@ def _on_dask(
     from flyte_ddp.recipes import get_recipe
 
     class Clock:
-        """Turns the seconds of a run's last event, counted from its ranks' launch, into a time."""
+        """Convert the seconds of a run's last event, counted from the launch of its ranks, into a timestamp."""
 
         first_step_at = 0.0
 
@@ -130,7 +130,7 @@ def _on_dask(
 
 
 def floor(data: Path, precision: str, num_ranks: int) -> None:
-    """The step alone: one batch that lies ready, again and again. A loop can only add to this."""
+    """Run the bare step on one prepared batch, again and again. A training loop can only be slower."""
     import torch
 
     from benchmarks.mnist_like import MnistLike
@@ -147,7 +147,7 @@ def floor(data: Path, precision: str, num_ranks: int) -> None:
 
 
 def tutorial(data: Path, precision: str, num_ranks: int) -> None:
-    """What the MNIST tutorials of PyTorch do: torchvision's data set, transformed sample by sample, in one process."""
+    """Train as PyTorch's MNIST tutorials do: torchvision's data set, transformed per sample, in one process."""
     import torch
     from torch.nn import functional
     from torch.utils.data import DataLoader
@@ -175,7 +175,7 @@ def tutorial(data: Path, precision: str, num_ranks: int) -> None:
 
 
 def torchrun(data: Path, precision: str, num_ranks: int) -> None:
-    """A bare DistributedDataParallel script, as torchrun starts it."""
+    """Run a bare DistributedDataParallel script under torchrun."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader
@@ -195,21 +195,21 @@ def torchrun(data: Path, precision: str, num_ranks: int) -> None:
 
 
 def torchrun_killed(data: Path, precision: str, num_ranks: int) -> None:
-    """As `torchrun`, with checkpoints of its own, and the second rank is killed: torchrun starts all of them again."""
+    """Like `torchrun`, with its own checkpoints; the second rank is killed, and torchrun restarts all ranks."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader
     from torch.utils.data.distributed import DistributedSampler
 
-    from benchmarks.mnist_like import Death
+    from benchmarks.mnist_like import RankKill
 
     directory = data / f"torchrun-{os.environ['TORCHELASTIC_RUN_ID']}"
     directory.mkdir(exist_ok=True)
-    death = Death(directory)
-    death.watch()
+    kill = RankKill(directory)
+    kill.install()
     checkpoint = directory / "checkpoint.pt"
-    # Not the default of half an hour: now and then gloo's ranks do not find each other after a restart, and wait.
+    # Not the default of 30 minutes: after a restart gloo's ranks sometimes do not find each other and wait.
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
     dataset, model, optimizer = _parts(data)
     step = 0
@@ -234,13 +234,13 @@ def torchrun_killed(data: Path, precision: str, num_ranks: int) -> None:
         lambda epoch: loader,
         len(dataset),
         _autocast(precision),
-        outcome=lambda: {"recovery_seconds": death.recovery_seconds()},
+        outcome=lambda: {"recovery_seconds": kill.recovery_seconds()},
     )
     dist.destroy_process_group()
 
 
 def fabric(data: Path, precision: str, num_ranks: int) -> None:
-    """Lightning Fabric, as torchrun starts it."""
+    """Run Lightning Fabric under torchrun."""
     from lightning_fabric import Fabric
     from torch.utils.data import DataLoader
 
@@ -263,7 +263,7 @@ def fabric(data: Path, precision: str, num_ranks: int) -> None:
 
 
 def accelerate(data: Path, precision: str, num_ranks: int) -> None:
-    """Hugging Face Accelerate, as torchrun starts it."""
+    """Run Hugging Face Accelerate under torchrun."""
     from accelerate import Accelerator
     from torch.utils.data import DataLoader
 
@@ -276,7 +276,7 @@ def accelerate(data: Path, precision: str, num_ranks: int) -> None:
 
 
 def _parts(data: Path) -> tuple[Dataset[Any], nn.Module, Optimizer]:
-    """What the scripts for several ranks start from: normalized floats, the model, and the optimizer of ours."""
+    """Return normalized floats, the model and this package's optimizer, for the scripts with several ranks."""
     import torch
     from torch.utils.data import TensorDataset
 
@@ -311,7 +311,7 @@ def _train(
     after_epoch: Callable[[], None] = lambda: None,
     outcome: Callable[[], dict[str, float]] = dict,
 ) -> None:
-    """The loop that all but ours share, and the report of its last epoch by the first rank."""
+    """Run the loop that all alternatives share; the first rank reports its last epoch."""
     from torch.nn import functional
 
     first_step_at = 0.0
@@ -333,7 +333,7 @@ def _train(
 
 
 def report(first_step_at: float, samples_per_second: float, peak_memory_bytes: int, **more: float) -> None:
-    """Print the outcome. The first step's end is in seconds since the epoch; samples are those of all ranks."""
+    """Print the outcome. The end of the first step is in seconds since the epoch; samples are of all ranks."""
     outcome = {
         "first_step_at": first_step_at,
         "samples_per_second": samples_per_second,
@@ -345,7 +345,7 @@ def report(first_step_at: float, samples_per_second: float, peak_memory_bytes: i
 
 
 def peak_memory_bytes() -> int:
-    """The largest resident size that this process has had."""
+    """Return the peak resident size of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
