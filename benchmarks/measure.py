@@ -1,7 +1,7 @@
 """Run two commands in turn and compare the measurements that they print. Knows nothing of models or data.
 
-A machine's speed drifts from minute to minute, so only neighbouring runs are compared: each round runs one command after
-the other and gives one ratio. The table has the median and the range of the ratios of all rounds.
+A machine's speed drifts from minute to minute, so only neighbouring runs are compared: each round runs one command
+after the other and gives one ratio. The table has the median and the range of the ratios of all rounds.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class RankKill:
     directory: Path
 
     def install(self, at_step: int = 8) -> None:
-        """Kill this rank at `at_step` if it is the second; after the restart, let the first write when a step is done."""
+        """Kill the second rank at `at_step`; after the restart, write in the first when a step is done."""
         import torch.distributed as dist
         from torch.optim.optimizer import register_optimizer_step_post_hook
 

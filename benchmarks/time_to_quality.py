@@ -1,9 +1,9 @@
 """Measure held-out loss over time on pet names: `python -m benchmarks.time_to_quality ours|tutorial`.
 
-Both sides train the same model on the same names, and measure nats per letter on the same held-out names. The tutorial's
-side has one window per letter, encoded sample by sample, a DataLoader and a plain loop in one process with all cores.
-Ours has the recipe's defaults with fewer epochs, and one rank per core. Time starts with the command; the tutorial's
-evaluations are not counted.
+Both sides train the same model on the same names, and measure nats per letter on the same held-out names. The
+tutorial's side has one window per letter, encoded sample by sample, a DataLoader and a plain loop in one process with
+all cores. Ours has the recipe's defaults with fewer epochs, and one rank per core. Time starts with the command; the
+tutorial's evaluations are not counted.
 """
 
 from __future__ import annotations
