@@ -4,8 +4,6 @@ import dataclasses
 import io
 import json
 import os
-import re
-import secrets
 import socket
 import subprocess
 import sys
@@ -18,12 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
-import torch
-from moto.server import ThreadedMotoServer
 
 from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig, cluster_config
+from tests.kubernetes.store import Store
 
 ROOT = Path(__file__).parents[2]
 IMAGE = os.environ.get("FLYTE_DDP_TEST_IMAGE", "flyte-ddp:dev")
@@ -149,36 +145,6 @@ class Namespace:
         return int(self.kubectl("get", "pod", pod, "--output", path))
 
 
-@dataclass
-class Store:
-    """An S3 server of this machine, which pods and tests reach alike."""
-
-    url: str
-    keys: dict[str, str]
-
-    @property
-    def files(self) -> Any:
-        return fsspec.filesystem(
-            "s3",
-            endpoint_url=self.url,
-            key=self.keys["AWS_ACCESS_KEY_ID"],
-            secret=self.keys["AWS_SECRET_ACCESS_KEY"],
-            use_listings_cache=False,
-        )
-
-    def state(self, run: str) -> dict[str, torch.Tensor]:
-        """The state dict that the run left."""
-        state: dict[str, torch.Tensor] = torch.load(
-            io.BytesIO(self.files.cat_file(f"runs/{run}/model_state.pt")), weights_only=True
-        )
-        return state
-
-    def checkpoint_steps(self, run: str) -> list[int]:
-        """The steps of the run's complete checkpoints."""
-        names = (path.rsplit("/", 1)[-1] for path in self.files.ls(f"runs/{run}", detail=False))
-        return sorted(int(match[1]) for match in (re.fullmatch(r"step-(\d+)\.json", name) for name in names) if match)
-
-
 @pytest.fixture(scope="session")
 def operator() -> None:
     if not os.environ.get("KUBECONFIG"):
@@ -214,22 +180,18 @@ def namespace(operator: None) -> Iterator[Namespace]:
 
 @pytest.fixture(scope="session")
 def store(namespace: Namespace) -> Iterator[Store]:
-    server = ThreadedMotoServer(_own_address(), 0)
-    server.start()
-    host, port = server.get_host_and_port()
-    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": secrets.token_hex(8), "AWS_REGION": "us-east-1"}
-    store = Store(f"http://{host}:{port}", keys)
+    store = Store(_own_address())
     apply(
         {
             "apiVersion": "v1",
             "kind": "Secret",
             "metadata": {"name": "storage", "namespace": namespace.name},
-            "stringData": {**keys, "AWS_ENDPOINT_URL": store.url},
+            "stringData": {**store.keys, "AWS_ENDPOINT_URL": store.url},
         }
     )
     store.files.mkdir("runs")
     yield store
-    server.stop()
+    store.stop()
 
 
 def _own_address() -> str:

@@ -32,6 +32,7 @@ DRIVER = """
 """
 
 
+HOG = "held = [bytearray(1 << 24) for _ in range(1000)]"  # more than a worker's pod may have
 PRETEND_GPU = "flyte-ddp.test/gpu"  # a resource of its own, for a cluster may have real ones
 
 
@@ -106,6 +107,12 @@ def test_every_manifest_of_deploy_applies_cleanly(namespace: Namespace) -> None:
             "--namespace", namespace.name, "apply", "--dry-run=server", "--validate=true", "-f", "-", stdin=manifest
         )
         assert told.count("(server dry run)") == len(manifest.split("\n---\n")), f"{file.name}: {told}"
+
+
+def test_the_pod_template_does_not_make_every_start_ask_the_registry(namespace: Namespace) -> None:
+    file = str(ROOT / "deploy/pod-template.yaml")
+    policy = "jsonpath={.template.spec.containers[0].imagePullPolicy}"
+    assert namespace.kubectl("create", "-f", file, "--dry-run=server", "--output", policy) == "IfNotPresent"
 
 
 @pytest.mark.parametrize(
@@ -198,6 +205,7 @@ def test_ctrl_c_outside_deletes_the_cluster(namespace: Namespace, run_name: str)
         ({"env_from_secrets": ["absent"]}, 'secret "absent" not found'),
         ({"image": "absent:never", "image_pull_policy": "Never"}, "ErrImageNeverPull"),
         ({"service_account": "absent"}, 'serviceaccount "absent" not found'),
+        ({"pod_template": {"containers": [{"name": "worker", "command": ["python", "-c", HOG]}]}}, "OOMKilled"),
     ],
 )
 def test_a_start_that_cannot_succeed_ends_at_its_deadline_and_says_why(

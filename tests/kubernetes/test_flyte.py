@@ -1,11 +1,13 @@
-"""Tasks as Flyte runs them: the very command of the packaged task, in a pod of the image, with its inputs and outputs
-in S3, under the service account of deploy/. What stands for Flyte here only fills in the command's placeholders."""
+"""Tasks as Flyte 1.16 runs them: the very command of the packaged task, in a pod of the image, with the arguments, the
+environment, labels and pod template that Flyte gives it, and inputs and outputs in S3, under the service account of
+deploy/. Storage keys reach the pod as FLYTE_AWS_* alone, as in Flyte's demo sandbox, and no other pod gets any."""
 
 from __future__ import annotations
 
 import csv
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,10 +24,14 @@ from flyteidl.core.literals_pb2 import LiteralMap
 from flytekit import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 
+from flyte_ddp.cluster.kubernetes.manifest import cluster_name
 from flyte_ddp.events import RunStarted, read_history
-from tests.kubernetes.conftest import IMAGE, ROOT, Namespace, Store, apply, eventually, small_cluster
+from tests.kubernetes.conftest import IMAGE, ROOT, Namespace, apply, eventually, small_cluster
+from tests.kubernetes.store import FORBIDDEN, Store
 
 PROJECT, DOMAIN = "flytesnacks", "development"
+NESTED = "n2/data/0/n2-n1/0/n0"  # a node two levels down, as Flyte's metadata prefix has it; a top-level one is n1/data
+UNHEALTHY = re.compile(r"WARNING|ERROR|CRITICAL|Traceback|Unclosed|kube_config_path|Warning:", re.IGNORECASE)
 NEWER = "code that is newer than the image"
 
 
@@ -71,33 +77,77 @@ class Flyte:
     execution: str
 
     def prefix(self, node: str) -> str:
-        return f"flyte/metadata/propeller/{PROJECT}-{DOMAIN}-{self.execution}/{node}/data"
+        return f"flyte/metadata/propeller/{PROJECT}-{DOMAIN}-{self.execution}/{node}"
+
+    def name(self, node: str, attempt: int) -> str:
+        """The pod's name, which is also the last segment of its raw output prefix."""
+        unique = "-".join(part for part in node.split("/") if part != "data")
+        return f"{self.execution}-{unique}-{attempt}"
+
+    def raw(self, node: str, attempt: int) -> str:
+        shard = f"{'abcdef'[attempt]}{len(node) % 10}"  # which differs from attempt to attempt
+        return f"s3://flyte/data/{shard}/{self.name(node, attempt)}"
+
+    def labels(self, task: str, node: str) -> dict[str, str]:
+        """The labels of the task's pod."""
+        return {
+            "execution-id": self.execution,
+            "node-id": node.removesuffix("/data").rpartition("/")[2],  # of the innermost workflow alone
+            "task-name": task.replace(".", "-").replace("_", "-"),
+            "project": PROJECT,
+            "domain": DOMAIN,
+            "interruptible": "false",
+        }
 
     def start(self, package: Package, task: str, node: str, inputs: LiteralMap, attempt: int = 0) -> str:
         """Start an attempt's pod; returns its name."""
-        container = package.tasks[task].template.container
-        pod = f"{self.execution}-{node}-{attempt}"
-        prefix = self.prefix(node)
+        template = package.tasks[task].template
+        container = template.container
+        pod, prefix, raw = self.name(node, attempt), self.prefix(node), self.raw(node, attempt)
         self.store.files.pipe_file(f"{prefix}/inputs.pb", inputs.SerializeToString())
-        raw = f"s3://flyte/raw/8d/{pod}"
+        previous = f"{self.raw(node, attempt - 1)}/_flytecheckpoints" if attempt else '""'
         values = {
             "{{.input}}": f"s3://{prefix}/inputs.pb",
             "{{.outputPrefix}}": f"s3://{prefix}/{attempt}",
             "{{.rawOutputDataPrefix}}": raw,
             "{{.checkpointOutputPrefix}}": f"{raw}/_flytecheckpoints",
-            "{{.prevCheckpointPrefix}}": '""',
+            "{{.prevCheckpointPrefix}}": previous,
         }
         if "pyflyte-fast-execute" in container.args:
-            self.store.files.put_file(str(package.code), f"flyte/code/{package.code.name}")
-            values["{{ .remote_package_path }}"] = f"s3://flyte/code/{package.code.name}"
+            code = f"flyte/{PROJECT}/{DOMAIN}/ABCDEF/{package.code.name}"
+            self.store.files.put_file(str(package.code), code)
+            values["{{ .remote_package_path }}"] = f"s3://{code}"
+            values["{{ .dest_dir }}"] = "."
         arguments = [values.get(argument, argument) for argument in container.args]
         assert not [each for each in arguments if "{{" in each]
         environment = {each.key: each.value for each in container.env} | {
             "FLYTE_INTERNAL_EXECUTION_ID": self.execution,
             "FLYTE_INTERNAL_EXECUTION_PROJECT": PROJECT,
             "FLYTE_INTERNAL_EXECUTION_DOMAIN": DOMAIN,
+            "FLYTE_INTERNAL_EXECUTION_WORKFLOW": f"{PROJECT}:{DOMAIN}:workflow",
+            "FLYTE_INTERNAL_TASK_PROJECT": PROJECT,
+            "FLYTE_INTERNAL_TASK_DOMAIN": DOMAIN,
+            "FLYTE_INTERNAL_TASK_NAME": task,
+            "FLYTE_INTERNAL_TASK_VERSION": "version",
             "FLYTE_ATTEMPT_NUMBER": str(attempt),
+            "FLYTE_AWS_ENDPOINT": self.store.url,
+            "FLYTE_AWS_ACCESS_KEY_ID": self.store.keys["AWS_ACCESS_KEY_ID"],
+            "FLYTE_AWS_SECRET_ACCESS_KEY": self.store.keys["AWS_SECRET_ACCESS_KEY"],
+            "FLYTE_PLATFORM_URL": "flyteadmin.flyte:81",
+            "FLYTE_PLATFORM_INSECURE": "true",
         }
+        defaults = json.loads(self.namespace.kubectl("get", "podtemplate", "flyte-ddp", "--output", "json"))["template"]
+        (default,) = defaults["spec"].pop("containers")
+        own = {
+            "name": pod,
+            "image": container.image,
+            "args": arguments,
+            "env": [{"name": name, "value": value} for name, value in environment.items()],
+            # Not the task's: these nodes have two cores, which other pods share.
+            "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}},
+        }
+        spec = {"restartPolicy": "Never", "serviceAccountName": "flyte-ddp", "terminationGracePeriodSeconds": 30}
+        annotations = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
         apply(
             {
                 "apiVersion": "v1",
@@ -105,34 +155,22 @@ class Flyte:
                 "metadata": {
                     "name": pod,
                     "namespace": self.namespace.name,
-                    "labels": {"execution-id": self.execution, "node-id": node},
+                    "labels": self.labels(task, node),
+                    "annotations": annotations,
                 },
-                "spec": {
-                    "restartPolicy": "Never",
-                    "serviceAccountName": "flyte-ddp",
-                    "containers": [
-                        {
-                            "name": pod,
-                            "image": container.image,
-                            "imagePullPolicy": "IfNotPresent",
-                            "args": arguments,
-                            "env": [{"name": name, "value": value} for name, value in environment.items()],
-                            "envFrom": [{"secretRef": {"name": "flyte-storage"}}],
-                            # Not the template's: these nodes have two cores, which other pods share.
-                            "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}},
-                        }
-                    ],
-                },
+                "spec": {**defaults["spec"], **spec, "containers": [{**default, **own}]},
             }
         )
         return pod
 
     def run(self, package: Package, task: str, node: str, inputs: LiteralMap) -> LiteralMap:
-        """The outputs of a task that ends well at its first attempt."""
+        """The outputs of a task that ends well at its first attempt, without a word of warning."""
         pod = self.start(package, task, node, inputs)
-        code = self.namespace.wait_for_end(pod, timeout=300)
+        code = self.namespace.wait_for_end(pod, timeout=400)
+        log = self.namespace.log(pod)
         outputs = self.outputs(node)
-        assert outputs is not None, f"exit code {code}\n{self.error(node)}\n{self.namespace.log(pod)}"
+        assert outputs is not None, f"exit code {code}\n{self.error(node)}\n{log}"
+        assert [line for line in log.splitlines() if UNHEALTHY.search(line)] == []
         return outputs
 
     def read(self, node: str, attempt: int, name: str) -> bytes | None:
@@ -183,13 +221,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 @pytest.fixture(scope="module")
 def start_flyte(namespace: Namespace, store: Store) -> Callable[[str], Flyte]:
-    names = {
-        "FLYTE_AWS_ENDPOINT": store.url,
-        "FLYTE_AWS_ACCESS_KEY_ID": store.keys["AWS_ACCESS_KEY_ID"],
-        "FLYTE_AWS_SECRET_ACCESS_KEY": store.keys["AWS_SECRET_ACCESS_KEY"],
-    }
-    metadata = {"name": "flyte-storage", "namespace": namespace.name}
-    apply({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": names})
+    namespace.kubectl("apply", "-f", str(ROOT / "deploy/pod-template.yaml"))
     store.files.mkdir("flyte")
     return lambda execution: Flyte(namespace, store, execution)
 
@@ -212,15 +244,13 @@ def digits(start_flyte: Callable[[str], Flyte], package: Package, tasks: Any) ->
 
 def cluster_input(tasks: Any, **fields: Any) -> Any:
     """A cluster of two small nodes, of the image that the task's own pod has."""
-    return tasks.inputs.ClusterInput.from_json(
-        json.dumps(small_cluster(**{"image": "", "env_from_secrets": ["storage"], **fields}))
-    )
+    return tasks.inputs.ClusterInput.from_json(json.dumps(small_cluster(**{"image": "", **fields})))
 
 
 def prepared(flyte: Flyte, package: Package, tasks: Any, recipe: str) -> Any:
     """The literal of the recipe's prepared data, from a pod of the task that prepares it."""
     inputs = literals(tasks.prepare.prepare, recipe=recipe, config=tasks.inputs.TrainingOverrides())
-    return flyte.run(package, "tasks.prepare.prepare", "n0", inputs).literals["data"]
+    return flyte.run(package, "tasks.prepare.prepare", "n0/data", inputs).literals["data"]
 
 
 def test_attempts_go_on_from_each_others_checkpoints_until_one_leaves_typed_outputs_and_a_deck(
@@ -235,7 +265,7 @@ def test_attempts_go_on_from_each_others_checkpoints_until_one_leaves_typed_outp
         data=digits,
         num_processes=2,
     )
-    checkpoints = f"flyte/raw/checkpoints/{PROJECT}/{DOMAIN}/retried/n1"
+    checkpoints = f"flyte/data/checkpoints/{PROJECT}/{DOMAIN}/retried/n2-0-n2-n1-0-n0"
 
     def newest_step() -> int:
         files = flyte.store.files
@@ -244,7 +274,7 @@ def test_attempts_go_on_from_each_others_checkpoints_until_one_leaves_typed_outp
         return max((int(path.rsplit("step-", 1)[1].removesuffix(".json")) for path in found), default=0)
 
     def train(attempt: int) -> str:
-        return flyte.start(package, "tasks.train.train_on_one_node", "n1", inputs, attempt)
+        return flyte.start(package, "tasks.train.train_on_one_node", NESTED, inputs, attempt)
 
     # A rank is killed: the task itself ends, and says that another attempt may do better.
     pod = train(0)
@@ -252,11 +282,11 @@ def test_attempts_go_on_from_each_others_checkpoints_until_one_leaves_typed_outp
     kill_a_rank = "kill -KILL $(grep -l '[s]pawn_main' /proc/[0-9]*/cmdline | cut -d/ -f3 | sort -n | tail -n 1)"
     flyte.namespace.kubectl("exec", pod, "--", "bash", "-c", kill_a_rank)
     flyte.namespace.wait_for_end(pod)
-    error = flyte.error("n1", 0)
+    error = flyte.error(NESTED, 0)
     assert error is not None, flyte.namespace.log(pod)
     assert error.kind == ContainerError.RECOVERABLE, error
     assert "was killed by SIGKILL" in error.message
-    assert flyte.outputs("n1", 0) is None
+    assert flyte.outputs(NESTED, 0) is None
     first_end = newest_step()
 
     # The whole pod is killed, as by a node that goes: it can leave no word.
@@ -264,15 +294,15 @@ def test_attempts_go_on_from_each_others_checkpoints_until_one_leaves_typed_outp
     eventually(lambda: newest_step() >= first_end + 5, 240, "a checkpoint of the second attempt")
     flyte.namespace.kubectl("exec", pod, "--", "bash", "-c", "kill -KILL $(cat /proc/1/task/1/children)")
     flyte.namespace.wait_for_end(pod)
-    assert flyte.error("n1", 1) is None
-    assert flyte.outputs("n1", 1) is None
+    assert flyte.error(NESTED, 1) is None
+    assert flyte.outputs(NESTED, 1) is None
     second_end = newest_step()
 
     pod = train(2)
     assert flyte.namespace.wait_for_end(pod, timeout=400) == 0, flyte.namespace.log(pod)
-    outputs = flyte.outputs("n1", 2)
-    assert outputs is not None, f"{flyte.error('n1', 2)}\n{flyte.namespace.log(pod)}"
-    assert flyte.error("n1", 2) is None
+    outputs = flyte.outputs(NESTED, 2)
+    assert outputs is not None, f"{flyte.error(NESTED, 2)}\n{flyte.namespace.log(pod)}"
+    assert flyte.error(NESTED, 2) is None
     accuracies = [
         each.scalar.primitive.float_value for each in outputs.literals["epoch_accuracies"].collection.literals
     ]
@@ -282,24 +312,41 @@ def test_attempts_go_on_from_each_others_checkpoints_until_one_leaves_typed_outp
     model = tmp_path / "model_state.pt"
     flyte.store.files.get_file(outputs.literals["model_state"].scalar.blob.uri, str(model))
     assert torch.load(model, weights_only=True)
-    deck = flyte.read("n1", 2, "deck.html")
+    deck = flyte.read(NESTED, 2, "deck.html")
     assert deck is not None
     assert "<svg" in deck.decode()
     assert flyte.store.keys["AWS_SECRET_ACCESS_KEY"] not in deck.decode() + flyte.namespace.log(pod)
 
 
 def test_a_users_mistake_is_not_tried_again_and_is_one_line(
-    start_flyte: Callable[[str], Flyte], package: Package, tasks: Any
+    start_flyte: Callable[[str], Flyte], package: Package, tasks: Any, digits: Any
 ) -> None:
     flyte = start_flyte("mistaken")
-    inputs = literals(tasks.prepare.prepare, recipe="no_such_recipe", config=tasks.inputs.TrainingOverrides())
-    pod = flyte.start(package, "tasks.prepare.prepare", "n0", inputs)
-    flyte.namespace.wait_for_end(pod)
-    error = flyte.error("n0")
-    assert error is not None, flyte.namespace.log(pod)
-    assert error.kind == ContainerError.NON_RECOVERABLE
-    assert "recipe: 'no_such_recipe' is unknown; accepted are" in error.message
-    assert flyte.outputs("n0") is None
+    unknown = literals(tasks.prepare.prepare, recipe="no_such_recipe", config=tasks.inputs.TrainingOverrides())
+    forbidden = literals(
+        tasks.train.train_on_cluster,
+        recipe="digits",
+        config=tasks.inputs.TrainingOverrides(),
+        data=digits,
+        cluster=cluster_input(tasks),
+        checkpoints=f"s3://{FORBIDDEN}/run",
+    )
+    mistakes = {
+        flyte.start(package, "tasks.prepare.prepare", "n0/data", unknown): ("n0/data", "recipe: .*'no_such_recipe'"),
+        flyte.start(package, "tasks.train.train_on_cluster", "n1/data", forbidden): (
+            "n1/data",
+            f"checkpoints: .*s3://{FORBIDDEN}/run.*",
+        ),
+    }
+    for pod, (node, message) in mistakes.items():
+        flyte.namespace.wait_for_end(pod)
+        error = flyte.error(node)
+        log = flyte.namespace.log(pod)
+        assert error is not None, log
+        assert error.kind == ContainerError.NON_RECOVERABLE, error
+        assert re.search(message, error.message), error
+        assert flyte.outputs(node) is None
+        assert "is starting in namespace" not in log, "a cluster was created"
 
 
 @pytest.fixture(scope="module")
@@ -319,33 +366,41 @@ def newer(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 
 def test_a_multi_node_task_starts_its_cluster_and_its_workers_run_code_that_is_newer_than_the_image(
-    start_flyte: Callable[[str], Flyte], newer: Package, tasks: Any, tmp_path: Path
+    start_flyte: Callable[[str], Flyte], newer: Package, tasks: Any, digits: Any, tmp_path: Path
 ) -> None:
     flyte = start_flyte("wide")
+    template = {"terminationGracePeriodSeconds": 20.0}  # with Flyte's console every number is a float
     inputs = literals(
         tasks.train.train_on_cluster,
         recipe="digits",
         config=tasks.inputs.TrainingOverrides(epochs=3),
-        data=prepared(flyte, newer, tasks, "digits"),
-        cluster=cluster_input(tasks),
+        data=digits,
+        cluster=cluster_input(tasks, pod_template=template),
     )
-    assert NEWER in flyte.namespace.log("wide-n0-0")
-    pod = flyte.start(newer, "tasks.train.train_on_cluster", "n1", inputs)
+    pod = flyte.start(newer, "tasks.train.train_on_cluster", NESTED, inputs)
     (cluster,) = eventually(lambda: flyte.namespace.items("daskclusters"), 120, "a Dask cluster")
     policy = flyte.namespace.items("networkpolicies", "app.kubernetes.io/managed-by=flyte-ddp")[0]
+    workers = eventually(lambda: flyte.namespace.items("pods", "dask.org/component=worker"), 60, "a worker's pod")
     code = flyte.namespace.wait_for_end(pod, timeout=400)
     log = flyte.namespace.log(pod)
-    outputs = flyte.outputs("n1")
-    assert outputs is not None, f"exit code {code}\n{flyte.error('n1')}\n{log}"
+    outputs = flyte.outputs(NESTED)
+    assert outputs is not None, f"exit code {code}\n{flyte.error(NESTED)}\n{log}"
+    assert [line for line in log.splitlines() if UNHEALTHY.search(line)] == []
+    assert cluster["metadata"]["name"] == cluster_name(pod)
     assert cluster["metadata"]["ownerReferences"][0]["name"] == pod
     assert flyte.namespace.clusters() == []
     callers = [each.get("podSelector") for each in policy["spec"]["ingress"][1]["from"]]
-    assert {"matchLabels": {"execution-id": "wide", "node-id": "n1"}} in callers
+    assert flyte.labels("tasks.train.train_on_cluster", NESTED) in [each["matchLabels"] for each in callers if each]
+    assert workers[0]["spec"]["terminationGracePeriodSeconds"] == 20
     for node in (0, 1):
         assert f"[node {node}] [rank {node}] {NEWER}" in log
+    assert NEWER in log.splitlines()  # the driver's own
+    assert flyte.store.keys["AWS_SECRET_ACCESS_KEY"] not in log
     assert flyte.started(outputs, tmp_path).world_size == 2
     assert len(listed(outputs, "epoch_accuracies")) == 3
-    assert "<svg" in (flyte.read("n1", 0, "deck.html") or b"").decode()
+    deck = (flyte.read(NESTED, 0, "deck.html") or b"").decode()
+    assert "<svg" in deck
+    assert flyte.store.keys["AWS_SECRET_ACCESS_KEY"] not in deck
 
 
 def rows(flyte: Flyte, outputs: LiteralMap) -> list[dict[str, str]]:
@@ -366,14 +421,14 @@ def test_a_sweep_trains_its_models_side_by_side_on_a_cluster_of_its_own(
         data=digits,
         cluster=cluster_input(tasks),
     )
-    outputs = flyte.run(package, "tasks.sweep.train_sweep", "n1", inputs)
+    outputs = flyte.run(package, "tasks.sweep.train_sweep", "n1/data", inputs)
     table = rows(flyte, outputs)
     assert len(table) == 4 * 2
     assert {row["status"] for row in table} == {"finished"}
     best = min((row for row in table if row["epoch"] == "2"), key=lambda row: float(row["test_loss"]))
     assert float(best["learning_rate"]) == 0.005
     assert listed(outputs, "best_accuracies")[-1].scalar.primitive.float_value == float(best["accuracy"])
-    assert "<svg" in (flyte.read("n1", 0, "deck.html") or b"").decode()
+    assert "<svg" in (flyte.read("n1/data", 0, "deck.html") or b"").decode()
     assert flyte.namespace.clusters() == []
 
 
@@ -392,10 +447,10 @@ def test_a_scaling_study_measures_one_and_two_nodes_of_one_cluster(
         projected_world_sizes=[4],
         cluster=cluster_input(tasks),
     )
-    outputs = flyte.run(package, "tasks.scaling.train_at_world_sizes", "n1", inputs)
+    outputs = flyte.run(package, "tasks.scaling.train_at_world_sizes", "n1/data", inputs)
     kinds = [(int(row["world_size"]), row["kind"]) for row in rows(flyte, outputs)]
     assert kinds == [(1, "measured"), (2, "measured"), (4, "projected")]
     losses = [float(row["final_test_loss"]) for row in rows(flyte, outputs) if row["kind"] == "measured"]
     assert losses[0] == pytest.approx(losses[1], rel=0.1)  # the same global batch, but for the draws of dropout
-    assert "projected" in (flyte.read("n1", 0, "deck.html") or b"").decode()
+    assert "projected" in (flyte.read("n1/data", 0, "deck.html") or b"").decode()
     assert flyte.namespace.clusters() == []

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kubernetes.conftest import IMAGE, ROOT, Namespace, Store, apply, eventually, kubectl, small_cluster
+from tests.kubernetes.conftest import IMAGE, ROOT, Namespace, apply, eventually, kubectl, small_cluster
+from tests.kubernetes.store import Store
 
 RECIPE = "tests.support.recipes.Dropping"
 STEPS_PER_EPOCH = 25

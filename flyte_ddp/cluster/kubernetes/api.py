@@ -176,6 +176,8 @@ def api_message(error: Exception) -> str:
         pass
     if status := getattr(error, "status", 0):
         return f"HTTP {status} {getattr(error, 'reason', '')}"
+    if isinstance(cause := getattr(error, "reason", None), Exception):  # urllib3's MaxRetryError
+        error = cause
     return f"{type(error).__name__}: {error}" if not isinstance(error, ClusterError) else str(error)
 
 

@@ -1,0 +1,101 @@
+"""An S3 server of this machine that pods and tests reach alike: it checks keys, and can be taken away."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import secrets
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import fsspec
+import torch
+from moto.server import ThreadedMotoServer
+
+FORBIDDEN = "forbidden"  # a bucket that nobody may use
+
+
+class Store:
+    """moto's server, whose objects outlive its outages."""
+
+    def __init__(self, host: str) -> None:
+        self.keys = {
+            "AWS_ACCESS_KEY_ID": f"AKIA{secrets.token_hex(8).upper()}",
+            "AWS_SECRET_ACCESS_KEY": secrets.token_hex(8),
+            "AWS_REGION": "us-east-1",
+        }
+        self._answers = threading.Event()  # clear while requests hang
+        self._answers.set()
+        self._start(host, 0)
+
+    def _start(self, host: str, port: int) -> None:
+        self.server = ThreadedMotoServer(host, port, verbose=False)
+        self.server.start()
+        self.host, self.port = self.server.get_host_and_port()
+        self.url = f"http://{self.host}:{self.port}"
+        assert self.server._server is not None
+        self._app = self.server._server.app
+        self.server._server.app = self._guarded
+
+    def _guarded(self, environ: dict[str, Any], start_response: Any) -> Any:
+        """Answer as S3 does where keys are missing, wrong or not allowed; moto alone takes any."""
+        self._answers.wait()
+        authorization = environ.get("HTTP_AUTHORIZATION", "")
+        code = ""
+        if f"Credential={self.keys['AWS_ACCESS_KEY_ID']}/" not in authorization:
+            code = "InvalidAccessKeyId" if authorization else "AccessDenied"
+        elif environ["PATH_INFO"].split("/")[1] == FORBIDDEN:
+            code = "AccessDenied"
+        if not code:
+            return self._app(environ, start_response)
+        body = f"<Error><Code>{code}</Code><Message>Refused.</Message></Error>".encode()
+        start_response("403 Forbidden", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
+        return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
+
+    def stop(self) -> None:
+        """Close the listening socket: connections are refused from now on."""
+        self.server.stop()
+        assert self.server._server is not None
+        self.server._server.server_close()
+
+    @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Refuse connections while the block runs."""
+        self.stop()
+        try:
+            yield
+        finally:
+            self._start(self.host, self.port)
+
+    @contextlib.contextmanager
+    def hanging(self) -> Iterator[None]:
+        """Take requests and answer none while the block runs."""
+        self._answers.clear()
+        try:
+            yield
+        finally:
+            self._answers.set()
+
+    @property
+    def files(self) -> Any:
+        return fsspec.filesystem(
+            "s3",
+            endpoint_url=self.url,
+            key=self.keys["AWS_ACCESS_KEY_ID"],
+            secret=self.keys["AWS_SECRET_ACCESS_KEY"],
+            use_listings_cache=False,
+        )
+
+    def state(self, run: str) -> dict[str, torch.Tensor]:
+        """The state dict that the run left."""
+        state: dict[str, torch.Tensor] = torch.load(
+            io.BytesIO(self.files.cat_file(f"runs/{run}/model_state.pt")), weights_only=True
+        )
+        return state
+
+    def checkpoint_steps(self, run: str) -> list[int]:
+        """The steps of the run's complete checkpoints."""
+        names = (path.rsplit("/", 1)[-1] for path in self.files.ls(f"runs/{run}", detail=False))
+        return sorted(int(match[1]) for match in (re.fullmatch(r"step-(\d+)\.json", name) for name in names) if match)
