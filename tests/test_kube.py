@@ -1,6 +1,7 @@
 """What is asked of Kubernetes, to the letter, without a cluster. Its life on a real one is in tests/kubernetes."""
 
 import dataclasses
+import datetime
 import http.server
 import json
 import re
@@ -18,6 +19,7 @@ import pytest
 import yaml
 
 from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig, cluster_config, dask_config
+from flyte_ddp.cluster.connect import worker_end
 from flyte_ddp.cluster.kubernetes import api, lifecycle
 from flyte_ddp.cluster.kubernetes.manifest import (
     Driver,
@@ -659,3 +661,39 @@ def test_sizes_that_cannot_be_are_findings(api_server: ApiServer, changes: dict[
 def test_the_choice_of_credentials_is_not_printed(api_server: ApiServer, capfd: pytest.CaptureFixture[str]) -> None:
     api.call("VersionApi", "get_code")
     assert capfd.readouterr() == ("", "")
+
+
+def worker_pod(last_end: dict[str, Any] | None, **metadata: Any) -> dict[str, Any]:
+    status = {"name": "worker", "ready": True, "restartCount": 1, "image": "", "imageID": "", "state": {"running": {}}}
+    status["lastState"] = {} if last_end is None else {"terminated": {"exitCode": 137, **last_end}}
+    name = "ddp-x-00000000-0-default-worker-3f2a-6b7c"
+    return {
+        "metadata": {"name": name, **metadata},
+        "spec": {"containers": [{"name": "worker"}]},
+        "status": {"phase": "Running", "containerStatuses": [status]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("pods", "reason"),
+    [
+        ([worker_pod({"reason": "OOMKilled", "finishedAt": "now"})], "OOMKilled"),
+        ([worker_pod({"reason": "Error", "finishedAt": "now"})], "Error"),
+        ([worker_pod({"reason": "OOMKilled", "finishedAt": "2026-01-01T00:00:00Z"})], ""),  # an earlier failure's
+        ([worker_pod(None)], ""),
+        ([worker_pod(None, deletionTimestamp="2026-01-01T00:00:00Z")], ""),  # evicted
+        ([], ""),
+    ],
+)
+def test_the_status_of_a_lost_workers_pod_tells_how_its_container_ended(
+    api_server: ApiServer, monkeypatch: pytest.MonkeyPatch, pods: list[dict[str, Any]], reason: str
+) -> None:
+    monkeypatch.setattr(api, "END_TIMEOUT", 0.5)
+    now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    listed = json.loads(json.dumps({"items": pods}).replace('"now"', f'"{now}"'))
+    api_server.reply = lambda method, path, body: (  # type: ignore[method-assign]
+        (404, {"message": "no log"}) if path.split("?")[0].endswith("/log") else (200, listed)
+    )
+    config = ClusterConfig(kind="kubernetes", kubernetes=PODS)
+    end = worker_end(config, "ddp-x-00000000-0-default-worker-3f2a")
+    assert (end.reason, end.is_out_of_memory) == (reason, reason == "OOMKilled")

@@ -29,7 +29,10 @@ DASK_CONFIG: dict[str, Any] = {
     "distributed.admin.system-monitor.interval": "5s",
 }
 
-_MEMORY = {"pattern": r"(\d+(\.\d+)?|\.\d+)([kMGTP]|[KMGTP]i)?", "example": "a Kubernetes quantity such as 8Gi or 500M"}
+_MEMORY: dict[str, Any] = {
+    "pattern": r"(\d+(\.\d+)?|\.\d+)([kMGTP]|[KMGTP]i)?",
+    "example": "a Kubernetes quantity such as 8Gi or 500M",
+}
 
 logger = logging.getLogger(__name__)
 

@@ -82,11 +82,6 @@ def worker_end(config: ClusterConfig, worker_name: str, num_lines: int = 20) -> 
     return api.worker_end(config, worker_name, num_lines)
 
 
-def worker_log(config: ClusterConfig, worker_name: str, num_lines: int = 20) -> str:
-    """Return the last lines that a worker's pod wrote, also of a container that has died; "" where there is no pod."""
-    return worker_end(config, worker_name, num_lines).log
-
-
 @contextlib.contextmanager
 def _warnings_only(logger: logging.Logger) -> Iterator[None]:
     """Keep informative lines from the terminal, where `pyflyte run` shows the epochs."""

@@ -22,7 +22,7 @@ from typing import Any
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.manifest import GROUP, PLURAL, VERSION, Driver, as_cluster_name
-from flyte_ddp.errors import ClusterError
+from flyte_ddp.errors import OUT_OF_MEMORY, ClusterError
 
 REQUEST_TIMEOUT = 10.0  # seconds, of one request to the API server
 API_PATIENCE = 60.0  # seconds for which a request is repeated while the API server is away
@@ -49,7 +49,11 @@ class WorkerEnd:
     @property
     def is_out_of_memory(self) -> bool:
         """Return whether the kernel killed it for exceeding its memory limit."""
-        return self.reason == "OOMKilled"
+        return self.reason == OUT_OF_MEMORY
+
+    def __str__(self) -> str:
+        remedy = ": it exceeded its memory limit; raise kubernetes.worker_memory" if self.is_out_of_memory else ""
+        return f"its container ended ({self.reason}){remedy}"
 
 
 def call(api: str, method: str, *args: Any, patience: float = API_PATIENCE, **kwargs: Any) -> Any:
@@ -239,7 +243,7 @@ def _last_lines(pods: list[Any], namespace: str, num_lines: int) -> str:
 
     logs = []
     for pod, previous in itertools.product(pods, (True, False)):
-        options = {"container": "worker", "previous": previous, "tail_lines": num_lines, "patience": 0}
+        options: dict[str, Any] = {"container": "worker", "previous": previous, "tail_lines": num_lines, "patience": 0}
         with contextlib.suppress(ApiException):  # there is no previous container, or none has started yet
             logs.append(call("CoreV1Api", "read_namespaced_pod_log", pod.metadata.name, namespace, **options))
     return "".join(logs)

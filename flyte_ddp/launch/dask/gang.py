@@ -18,8 +18,8 @@ from distributed.client import ClosedClientError
 
 from flyte_ddp import events
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.cluster.connect import worker_log
-from flyte_ddp.errors import NodeLost, RankFailure, TrainingStopped
+from flyte_ddp.cluster.connect import worker_end
+from flyte_ddp.errors import OUT_OF_MEMORY, NodeLost, RankFailure, TrainingStopped
 from flyte_ddp.launch.dask import worker
 from flyte_ddp.launch.dask.calls import ANSWER_TIMEOUT, ByValue, call_scheduler, call_workers, send_command
 from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, GO, KILL, KILL_GRACE, STOP, NodeJob, decode
@@ -253,10 +253,11 @@ class Attempt:
             stacks = [shorten(stall, lines_each) for stall in sorted(stalls, key=natural_key)]
             return RankFailure("\n".join(stacks), cause.rank, cause.kind, cause.cause)
         if isinstance(cause, NodeLost) and cause.worker and "\n" not in str(cause):
-            log = worker_log(self.run.config, cause.worker, WORKER_LOG_LINES)
-            if log:
-                text = f"{cause}\nThe last lines of its pod's log:\n{shorten(log, WORKER_LOG_LINES)}"
-                return NodeLost(text, cause.worker, cause.cause)
+            end = worker_end(self.run.config, cause.worker, WORKER_LOG_LINES)
+            text = f"{cause}; {end}" if end.reason else str(cause)
+            if end.log:
+                text += f"\nThe last lines of its pod's log:\n{shorten(end.log, WORKER_LOG_LINES)}"
+            return NodeLost(text, cause.worker, OUT_OF_MEMORY if end.is_out_of_memory else cause.cause)
         return cause
 
     def _stopped(self) -> TrainingStopped:
