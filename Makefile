@@ -49,8 +49,8 @@ test: $(INSTALLED)  ## the tests that need nothing but this machine, in eight mi
 test-all: $(INSTALLED)  ## also the slow ones
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not gpu and not kubernetes and not flyte'
 
-test-docs: $(INSTALLED)  ## every command and piece of code in the README, docs/ and examples/
-	$(BIN)/python -m pytest tests/test_docs.py
+test-docs: $(INSTALLED)  ## every command and piece of code in docs/ and examples/; the README's are part of make test
+	$(BIN)/python -m pytest -m slow tests/test_docs.py
 
 test-gpu: $(INSTALLED)  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu

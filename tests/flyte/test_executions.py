@@ -6,12 +6,14 @@ import json
 import re
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 from flytekit.models.core.execution import WorkflowExecutionPhase as Phase
+from flytekit.remote import FlyteRemote
 
-from tests.flyte.conftest import DOMAIN, PROJECT, Checkout, Execution, eventually, items, kubectl
-from tests.support.checkout import REPOSITORY
+from tests.flyte.conftest import DOMAIN, IMAGE, PROJECT, Checkout, Execution, eventually, items, kubectl
+from tests.support.checkout import REPOSITORY, copy_repository
 from tests.support.image_store import image_tree, write_tree
 
 PROBLEM = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|Traceback|Unclosed|not provided")
@@ -180,33 +182,43 @@ def test_a_launch_plan_is_started_by_hand_as_the_readme_says(
     assert outputs["outcome"] in ("promoted_first", "promoted", "not_better", "unchanged")
 
 
-def test_a_cron_of_a_minute_retrains_and_promotes(checkout: Checkout, unique: str, aborted: list[Execution]) -> None:
-    plans = checkout.directory / "workflows/retrain.py"
-    written = plans.read_text()
-    assert '"0 2 * * *"' in written
-    version, since = f"cron-{unique}", time.time()
-    plans.write_text(written.replace('"0 2 * * *"', '"* * * * *"'))
-    try:
-        inputs = {"config": {"epochs": 2, "seed": int(unique, 16)}, "min_samples": 10}
-        checkout.register(version, ACTIVATE="retrain_nightly", RETRAIN_INPUTS=json.dumps(inputs))
-    finally:
-        plans.write_text(written)
+@pytest.fixture
+def every_minute(remote: FlyteRemote, tmp_path: Path) -> Checkout:
+    """A checkout whose launch plan `retrain_nightly` starts every minute."""
+    copy_repository(tmp_path)
+    plans = tmp_path / "workflows/retrain.py"
+    assert '"0 2 * * *"' in plans.read_text()
+    plans.write_text(plans.read_text().replace('"0 2 * * *"', '"* * * * *"'))
+    return Checkout(tmp_path, remote)
+
+
+def test_a_cron_of_a_minute_retrains_and_promotes(
+    every_minute: Checkout, unique: str, aborted: list[Execution]
+) -> None:
+    version, start = f"cron-{unique}", time.monotonic()
+    inputs = {"config": {"epochs": 2, "seed": int(unique, 16)}}
+    where = ("--project", PROJECT, "--domain", DOMAIN)
+    # The files of this checkout are not the image's, so they are shipped.
+    registered = every_minute.call(
+        *("pyflyte", "register", *where, "--version", version, "--image", IMAGE, "--service-account", "flyte-ddp"),
+        *("--copy", "all", "workflows"),
+        RETRAIN_INPUTS=json.dumps(inputs),
+    )
+    assert registered.returncode == 0, registered.stdout + registered.stderr
+    activated = every_minute.call("pyflyte", "launchplan", *where, "--activate", "retrain_nightly", version)
+    assert activated.returncode == 0, activated.stdout + activated.stderr
 
     def scheduled() -> list[Execution]:
-        recent = checkout.remote.recent_executions(limit=50)
         return [
-            Execution(checkout.remote, each.id.name)
-            for each in recent
+            Execution(every_minute.remote, each.id.name)
+            for each in every_minute.remote.recent_executions(limit=50)
             if each.spec.launch_plan.name == "retrain_nightly" and each.spec.launch_plan.version == version
         ]
 
     try:
-        (first, *_) = eventually(scheduled, 180, "a scheduled execution")
+        first = eventually(scheduled, 180, "a scheduled execution")[-1]
         assert first.outputs(600)["outcome"] in ("promoted_first", "promoted", "not_better", "unchanged")
     finally:
-        checkout.call(
-            *("pyflyte", "launchplan", "--project", PROJECT, "--domain", DOMAIN, "--deactivate"),
-            *("retrain_nightly", version),
-        )
+        every_minute.call("pyflyte", "launchplan", *where, "--deactivate", "retrain_nightly", version)
         aborted.extend(scheduled())
-    print(f"the first scheduled execution was over after {time.time() - since:.0f} s")
+    print(f"the first scheduled execution was over {time.monotonic() - start:.0f} s after the registration")
