@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import flytekit
 from flytekit import Deck, task
 from flytekit.types.file import FlyteFile, PythonPickledFile
-from jinja2 import Environment
-from markupsafe import Markup
 
-from flyte_ddp.errors import ChampionError, ConfigError, DataError
+from flyte_ddp.errors import ChampionError, ConfigError
 from flyte_ddp.promotion.champion import ChampionStore
 from flyte_ddp.promotion.policy import Challenge, Outcome, Terms, Verdict, judge, plan
 from flyte_ddp.recipes import config_of
+from tasks.failures import flyte_errors
 from tasks.flyte_context import Execution, current_execution, share_storage_credentials
-from tasks.inputs import InputError, TrainingOverrides, given
+from tasks.inputs import TrainingOverrides, given
 from tasks.outputs import RetrainingOutputs
+from tasks.page import Page, row, section, tile
 from tasks.prepare import PreparedData
-from tasks.report_template import FRAGMENT, PAGE, STYLE
 from tasks.resources import EVALUATION_TASK, SMALL_TASK, code_version
 
 ONE_NODE, CLUSTER, NOTHING = "one_node", "cluster", "nothing"
@@ -56,7 +54,7 @@ def plan_retraining(
     min_share: float,
 ) -> RetrainingPlan:
     """Decide, before a GPU is asked for, whether there is a challenger to train, and from which weights."""
-    with _input_errors():
+    with flyte_errors():
         if train_on not in (ONE_NODE, CLUSTER):
             raise ConfigError(f"train_on: {train_on!r} is unknown; accepted is {ONE_NODE} or {CLUSTER}")
         execution = _execution()
@@ -85,7 +83,7 @@ def judge_challenger(
     margin: float,
 ) -> RetrainingOutputs:
     """Measure challenger and champion on the same held-out data, and promote the challenger if it is better."""
-    with _input_errors():
+    with flyte_errors():
         execution = _execution()
         store = ChampionStore(champion)
         verdict = judge(
@@ -102,14 +100,6 @@ def keep_champion(champion: str, recipe: str, outcome: str, reason: str) -> Retr
     """Say why nothing was trained."""
     execution = _execution()
     return _outputs(ChampionStore(champion), recipe, Verdict(Outcome(outcome), reason), execution)
-
-
-@contextlib.contextmanager
-def _input_errors() -> Iterator[None]:
-    try:
-        yield
-    except (ConfigError, DataError) as error:
-        raise InputError(str(error)) from error
 
 
 def _execution() -> Execution:
@@ -144,12 +134,13 @@ def _outputs(store: ChampionStore, recipe: str, verdict: Verdict, execution: Exe
     """The outputs of whichever task comes last, with a word on the terminal and the report in the Deck."""
     outcome = verdict.outcome.value
     print(f"{outcome}: {verdict.reason}\nchampion  {store.version_in_use() or 'none'} in {store.url}")  # noqa: T201
-    fragment = _fragment(store, recipe, verdict, execution)
-    Deck(DECK_NAME, fragment)
+    page = _Report(store, recipe, verdict, execution)
+    page.close(None)
+    Deck(DECK_NAME, page.render_fragment())
     directory = Path(flytekit.current_context().working_directory)
     directory.mkdir(parents=True, exist_ok=True)
     report = directory / "report.html"
-    report.write_text(_rendered(PAGE, title=_title(recipe), fragment=Markup(fragment)), encoding="utf-8")
+    report.write_text(page.render(), encoding="utf-8")
     return RetrainingOutputs(
         outcome=outcome,
         reason=verdict.reason,
@@ -163,55 +154,55 @@ def _outputs(store: ChampionStore, recipe: str, verdict: Verdict, execution: Exe
     )
 
 
-def _fragment(store: ChampionStore, recipe: str, verdict: Verdict, execution: Execution) -> str:
-    try:
-        manifest: Mapping[str, Any] = vars(store.manifest())
-    except ChampionError as error:
-        manifest = {"champion": error}
-    facts = [
-        {"name": name.replace("_", " "), "value": _plain(value)}
-        for name, value in manifest.items()
-        if value != "" and not isinstance(value, dict)
-    ]
-    versions = [
-        {
-            "name": each.version,
-            "value": ", ".join(_measured(name, value) for name, value in each.metrics.items()),
-            "note": each.data,
-            "marked": each.version == manifest.get("version"),
-        }
-        for each in reversed(store.versions(MOST_VERSIONS))
-    ]
-    return _rendered(
-        FRAGMENT,
-        style=Markup(STYLE),
-        title=_title(recipe),
-        status="finished",
-        lead=f"{verdict.outcome.value}: {verdict.reason}",
-        links=[{"name": "Execution", "url": execution.url, "is_safe": True}] if execution.url else [],
-        tiles=[
-            {"name": who, "value": _measured(name, value), "note": note}
-            for who, values, note in (
-                ("Challenger", verdict.challenger, "on the held-out data"),
-                ("Champion before", verdict.champion, "on the same data"),
+class _Report(Page):
+    """The report of a retraining: its outcome, the champion and the versions before it."""
+
+    template = "{% block body %}{{ facts(sections) }}{% endblock %}"
+
+    def __init__(self, store: ChampionStore, recipe: str, verdict: Verdict, execution: Execution) -> None:
+        super().__init__({"Execution": execution.url} if execution.url else None)
+        self.store = store
+        self.recipe = recipe
+        self.verdict = verdict
+
+    @property
+    def title(self) -> str:
+        return f"Retraining {self.recipe}"
+
+    def content(self) -> dict[str, Any]:
+        try:
+            manifest: Mapping[str, Any] = vars(self.store.manifest())
+        except ChampionError as error:
+            manifest = {"champion": error}
+        facts = [
+            row(name.replace("_", " "), _plain(value))
+            for name, value in manifest.items()
+            if value != "" and not isinstance(value, dict)
+        ]
+        versions = [
+            row(
+                each.version,
+                ", ".join(_measured(name, value) for name, value in each.metrics.items()),
+                each.data,
+                marked=each.version == manifest.get("version"),
             )
-            for name, value in values.items()
-        ],
-        epochs={},
-        sections=[
-            {"title": "The champion now", "note": store.url, "rows": facts, "has_long_values": True},
-            {"title": "Versions", "note": "the newest first; bold: in use", "rows": versions},
-        ],
-        footer=f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M:%S} UTC",
-    )
-
-
-def _title(recipe: str) -> str:
-    return f"Retraining {recipe}"
-
-
-def _rendered(template: str, **values: Any) -> str:
-    return Environment(autoescape=True).from_string(template).render(**values)
+            for each in reversed(self.store.versions(MOST_VERSIONS))
+        ]
+        return {
+            "lead": f"{self.verdict.outcome.value}: {self.verdict.reason}",
+            "tiles": [
+                tile(who, _measured(name, value), note)
+                for who, values, note in (
+                    ("Challenger", self.verdict.challenger, "on the held-out data"),
+                    ("Champion before", self.verdict.champion, "on the same data"),
+                )
+                for name, value in values.items()
+            ],
+            "sections": [
+                section("The champion now", facts, self.store.url, has_long_values=True),
+                section("Versions", versions, "the newest first; bold: in use"),
+            ],
+        }
 
 
 def _measured(name: str, value: float) -> str:

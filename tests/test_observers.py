@@ -46,6 +46,15 @@ def test_without_a_terminal_the_run_is_told_in_plain_lines() -> None:
     ]
 
 
+def test_no_password_of_a_url_is_printed() -> None:
+    stream = io.StringIO()
+    bar = ProgressBar(stream)
+    bar.handle(started(data="https://me:hunter2@host/data.zip (97 images)"))
+    bar.write("model state  https://host/state.pt?X-Signature=hunter2")
+    assert "hunter2" not in stream.getvalue()
+    assert "host/data.zip (97 images)" in stream.getvalue()
+
+
 def test_a_resumed_run_says_from_where_and_what_was_skipped() -> None:
     stream = io.StringIO()
     ProgressBar(stream).handle(

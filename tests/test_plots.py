@@ -59,6 +59,17 @@ UNUSUAL = {
         dataclasses.replace(sample_run.epoch(3), test_loss=math.nan),
         dataclasses.replace(sample_run.epoch(4), train_loss=1e-6),
     ],
+    "an epoch in which nothing is finite": [
+        *sample_run.training(epochs=2, world_size=12),
+        dataclasses.replace(
+            sample_run.epoch(3, world_size=12),
+            train_loss=math.inf,
+            accuracy=math.nan,
+            learning_rate=math.nan,
+            samples_per_second=math.inf,
+            rank_step_seconds=[math.nan, math.inf] * 6,
+        ),
+    ],
     "nothing but losses that are not finite": [
         sample_run.started(),
         *(dataclasses.replace(step, loss=math.nan, gradient_norm=math.nan) for step in sample_run.steps(1, 20)),

@@ -3,6 +3,7 @@ import dataclasses
 import html
 import html.parser
 import logging
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,8 @@ from flytekit.loggers import logger as flytekit_logger
 from flyte_ddp.errors import RankFailure, TrainingStopped
 from flyte_ddp.events import CheckpointSaved, Event, LayerDescribed, Prediction, PredictionsMade
 from tasks import report
-from tasks.report import DeckPublisher, Report
+from tasks.deck import DeckPublisher
+from tasks.report import Report
 from tests.support import browser, sample_run
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"' onload='alert(3)"
@@ -155,6 +157,29 @@ def test_checkpoints_that_are_gone_are_not_listed():
     saved = [CheckpointSaved(step, f"file:///run/{step}.pt", step == 50, 0.1) for step in (50, 100, 150, 200)]
     page = report_of(events + saved).render()
     assert [step for step in (50, 100, 150, 200) if f"file:///run/{step}.pt" in page] == [50, 150, 200]
+
+
+def test_values_that_are_not_finite_are_shown_as_they_are():
+    strange = dict.fromkeys(("train_loss", "test_loss", "learning_rate", "seconds", "samples_per_second"), math.nan)
+    epoch = dataclasses.replace(sample_run.epoch(2), **strange, evaluation_seconds=math.inf)
+    layers = [LayerDescribed("hook", "Hook", [], 0), LayerDescribed("none", "Hook", None, 0)]
+    started = sample_run.started(layers=layers)
+    finished = dataclasses.replace(sample_run.finished(), first_step_seconds=math.nan, best_accuracy=math.nan)
+    text = text_of(report_of([started, sample_run.epoch(1), epoch, finished]))
+    assert "2 nan nan" in text
+    assert "Hook → no tensor" in text
+
+
+def test_no_password_or_signature_of_a_url_is_shown():
+    secret = "https://me:hunter2@host/data.zip?X-Signature=hunter2"
+    started = sample_run.started(data=f"{secret} (97 images)", resumed_from=secret, resumed_step=1)
+    saved = CheckpointSaved(50, secret, True, 0.1)
+    finished = dataclasses.replace(sample_run.finished(), model_state_url=secret)
+    made = report_of([started, saved, finished], RuntimeError(f"cannot read {secret}"))
+    made.notes.append(secret)
+    page = made.render()
+    assert "hunter2" not in page
+    assert page.count("https://...@host/data.zip") >= 5
 
 
 def test_wrong_predictions_come_first_and_what_has_no_room_is_counted():

@@ -391,8 +391,8 @@ def test_the_report_tells_what_was_measured_how_and_how_well_the_model_fits(outp
         "core-hours",
         "ring all-reduce: Patarasuk and Yuan",
         "predicted step",
-        "which it was\nnot fit_time_model to",
-        "that of one machine with itself",
+        "which it was\nnot fitted to",
+        "inside one machine",
     ):
         assert words in page
     assert len(re.findall("<td>projected</td>", page)) == 1

@@ -156,7 +156,7 @@ def execute_as_flyte_would(directory, attempt, inputs):
         "FLYTE_INTERNAL_EXECUTION_ID": "f1",
         "FLYTE_INTERNAL_EXECUTION_PROJECT": "project",
         "FLYTE_INTERNAL_EXECUTION_DOMAIN": "domain",
-        "WANDB_MODE": "disabled",
+        "WANDB_MODE": "offline",
         "PYTHONPATH": str(REPOSITORY),
         "STEP_SECONDS": "0.05",
     }
@@ -235,6 +235,14 @@ def test_a_retry_goes_on_from_the_checkpoints_of_whichever_attempt_wrote_them(tm
     state = outputs.literals["model_state"].scalar.blob.uri.removeprefix("file://")
     assert Path(state).stat().st_size > 0
     assert "resumed" in output
+    # What it prints at the end can be reached from elsewhere, and so can the files of the offline W&B run.
+    lines = output[output.index("accuracy per epoch") :].splitlines()
+    assert f"model state  file://{state}" in [line.strip() for line in lines]
+    assert any(line.startswith("report") and "/report.html" in line for line in lines)
+    assert any('"Flyte Deck"' in line for line in lines)
+    (archive,) = (checkpoints / "wandb").iterdir()
+    assert f"kept at {archive}" in output
+    assert "/tmp/flyte-" not in output.replace(str(tmp_path), "")
     assert "Training" in (prefix / "deck.html").read_text()
 
 
@@ -249,6 +257,10 @@ def test_a_killed_rank_is_worth_another_attempt_and_a_bug_is_not(tmp_path, input
         error = errors_pb2.ErrorDocument.FromString((prefix / "error.pb").read_bytes()).error
         kinds[fault] = error.kind
         assert "rank 1" in error.message, output
+        lines = [line.strip() for line in error.message.splitlines() if line.strip()]
+        assert "rank 1" in lines[1], "the cause comes first"
+        assert error.message.count("Traceback (most recent call last)") <= 1
+        assert len(lines) < 50, "a screen"
     assert kinds["kill 1 2"] == errors_pb2.ContainerError.RECOVERABLE
     assert kinds["raise 1 2"] == errors_pb2.ContainerError.NON_RECOVERABLE
 

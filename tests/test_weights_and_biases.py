@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flyte_ddp.events import Event, Prediction, PredictionsMade
+from flyte_ddp.events import Event, Histogram, HistogramsTaken, Prediction, PredictionsMade
 from flyte_ddp.observers import weights_and_biases
 from flyte_ddp.observers.weights_and_biases import Wandb
 from tests.support.short_run import epoch_finished, epoch_of_events, run_finished, started, step_finished, whole_run
@@ -69,7 +72,7 @@ def test_offline_run_holds_all_there_is_to_see(tmp_path: Path) -> None:
     tell(listener, [*whole_run(), run_finished(str(state))])
     assert listener.url == ""
     (directory,) = (tmp_path / "w" / "wandb").glob("offline-run-*-run-1")
-    assert said == [f"W&B: there is no API key, so the run is kept offline; to upload it: wandb sync {directory}"]
+    assert said == [f"W&B: no API key was found, so the run is recorded offline; to upload it: wandb sync {directory}"]
 
     (run,) = told(directory, "run")
     assert (run.run_id, run.project, list(run.tags)) == ("run-1", "project", ["nightly"])
@@ -185,7 +188,7 @@ def test_offline_mode_is_honoured_with_a_key(tmp_path: Path, monkeypatch: pytest
     said: list[str] = []
     tell(Wandb("project", "run-1", tmp_path, api_key=KEY, say=said.append), [started(), step_finished(1)])
     assert len(said) == 1
-    assert said[0].startswith("W&B: WANDB_MODE is offline, so the run is kept offline; to upload it: wandb sync /")
+    assert said[0].startswith("W&B: WANDB_MODE is offline, so the run is recorded offline; to upload it: wandb sync /")
     assert_nowhere(KEY, tmp_path)
 
 
@@ -306,9 +309,47 @@ def test_server_that_refuses_or_never_answers_is_said_once(
         listener = Wandb("project", "run-1", tmp_path, api_key=KEY, say=said.append)
         tell(listener, [*whole_run(), run_finished()])
         assert len(said) == 1
-        assert said[0].startswith("W&B failed and is told nothing more of this run, which goes on: CommError: ")
+        assert said[0].startswith("W&B failed and records no more of this run; the training continues: CommError: ")
         assert listener.url == ""
     assert_nowhere(KEY, tmp_path)
+
+
+def test_an_offline_run_is_kept_at_a_url_from_which_it_can_be_synced(
+    tmp_path: Path, server: WandbServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a run in a pod: all that is left is the archive at the URL."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    said: list[str] = []
+    kept = tmp_path / "checkpoints" / "wandb"
+    listener = Wandb("project", "run-1", tmp_path / "pod", api_key=KEY, offline_url=f"file://{kept}", say=said.append)
+    tell(listener, [*whole_run(), run_finished()])
+    assert len(said) == 2
+    assert str(tmp_path / "pod") not in "".join(said), "nobody can reach a pod's own directory"
+    (archive,) = kept.iterdir()
+    assert f"kept at file://{archive}; to upload it, download, unzip, then: wandb sync {archive.stem}" in said[1]
+    shutil.rmtree(tmp_path / "pod")
+    assert_nowhere(KEY, kept)
+
+    shutil.unpack_archive(archive, tmp_path / "laptop")
+    environment = {**os.environ, "WANDB_API_KEY": KEY, "WANDB_MODE": "online"}
+    command = [sys.executable, "-m", "wandb", "sync", archive.stem]
+    sync = subprocess.run(command, cwd=tmp_path / "laptop", env=environment, capture_output=True, text=True)
+    assert sync.returncode == 0, sync.stdout + sync.stderr
+    assert [row["epoch/accuracy"] for row in server.rows if "epoch/accuracy" in row] == [0.9, 0.95, 1 - 0.1 / 3]
+
+
+def test_histograms_and_values_that_are_not_finite_do_not_end_the_reporting(tmp_path: Path) -> None:
+    said: list[str] = []
+    odd = {"nan": Histogram([1], [math.nan, math.nan]), "none": Histogram([], []), "good": Histogram([1], [0.0, 1.0])}
+    step = replace(step_finished(5), loss=math.nan, gradient_norm=math.inf)
+    listener = Wandb("project", "run-1", tmp_path, say=said.append)
+    secret = started(data="https://me:hunter2@host/data.zip")
+    tell(listener, [secret, epoch_finished(1), HistogramsTaken(4, odd, odd), step, replace(step, step=6)])
+    assert len(said) == 1
+    assert_nowhere("hunter2", tmp_path)
+    rows = rows_of(tmp_path)
+    assert [key for row in rows for key in row if key.startswith("gradients/")] == ["gradients/good"]
+    assert [row["step"] for row in rows if "train/loss" in row] == [5, 6]
 
 
 def test_unusable_key_is_said_without_showing_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -329,7 +370,7 @@ def test_model_state_that_cannot_be_read_ends_the_reporting_not_the_run(
     assert len(said) == 2
     assert "FileNotFoundError" in said[1]
     assert "missing ***.pt" in said[1], "whatever a message quotes, it is not the key"
-    assert said[1].endswith("what it has is in " + said[0].rsplit(" ", 1)[-1])
+    assert said[1].endswith("What it recorded is in " + said[0].rsplit(" ", 1)[-1])
 
 
 MUTE_AFTER_START = """

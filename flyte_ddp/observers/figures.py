@@ -159,13 +159,13 @@ def thinned(points: Sequence[tuple[float, float | None]], max_points: int = MAX_
 
     Of each stretch of the line its lowest and its highest point are kept.
     """
-    points = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
-    if len(points) <= max_points:
-        return points
+    drawn = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
+    if len(drawn) <= max_points:
+        return drawn
     stretches = max_points // 2
     kept = []
     for index in range(stretches):
-        stretch = points[index * len(points) // stretches : (index + 1) * len(points) // stretches]
+        stretch = drawn[index * len(drawn) // stretches : (index + 1) * len(drawn) // stretches]
         extremes = {min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])}
         kept += sorted(extremes)
     return kept

@@ -8,15 +8,16 @@ import time
 from typing import Any, TextIO
 
 from flyte_ddp.events import EpochFinished, Event, RunFinished, RunStarted, StepFinished
+from flyte_ddp.storage import redact_url
 
 PLAIN_STEP_INTERVAL = 10.0  # seconds between lines about steps if the output is not a terminal
 
 
 class ProgressBar:
-    """Shows people how the run gets on: a live bar on a terminal, a line now and then elsewhere.
+    """Shows the progress of a run: a live bar on a terminal, and a line from time to time elsewhere.
 
     Args:
-        stream: where to; standard error by default.
+        stream: the output; standard error by default.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -28,7 +29,7 @@ class ProgressBar:
         self._lock = threading.Lock()  # `write` is called from other threads than `handle`
 
     def handle(self, event: Event) -> None:
-        """Show what is news to people: start, steps, epochs, end."""
+        """Show starts, steps, epochs and the end."""
         with self._lock:
             if isinstance(event, RunStarted):
                 self._start(event)
@@ -45,7 +46,7 @@ class ProgressBar:
             self._print(line)
 
     def close(self, error: BaseException | None) -> None:
-        """Take the bar away; after an error it stays, to show how far the run came."""
+        """Remove the bar. After an error it stays, to show how far the run came."""
         with self._lock:
             if self._bar is not None:
                 self._bar.leave = error is not None
@@ -82,15 +83,15 @@ class ProgressBar:
         )
 
     def _show_step(self, event: StepFinished) -> None:
-        news = f"loss {event.loss:.4f}, {event.samples_per_second:,.0f} samples/s"
+        status = f"loss {event.loss:.4f}, {event.samples_per_second:,.0f} samples/s"
         if self._bar is not None:
             self._bar.set_description(self._epoch_label(event.epoch), refresh=False)
-            self._bar.set_postfix_str(news, refresh=False)
+            self._bar.set_postfix_str(status, refresh=False)
             self._bar.update(event.step - self._bar.n)
         elif (now := time.monotonic()) >= self._next_step_line:
             self._next_step_line = now + PLAIN_STEP_INTERVAL
             total = f" of {self._run.num_steps:,}" if self._run else ""
-            self._print(f"{self._epoch_label(event.epoch)}, step {event.step:,}{total}: {news}")
+            self._print(f"{self._epoch_label(event.epoch)}, step {event.step:,}{total}: {status}")
 
     def _show_epoch(self, event: EpochFinished) -> None:
         self._print(
@@ -105,7 +106,8 @@ class ProgressBar:
         return f"epoch {epoch}/{self._run.config.get('epochs', '?') if self._run else '?'}"
 
     def _print(self, line: str) -> None:
+        line = redact_url(line)
         if self._bar is None:
             print(line, file=self._stream, flush=True)
         else:
-            self._bar.write(line, file=self._stream)  # takes the bar away, prints, and draws it again
+            self._bar.write(line, file=self._stream)  # removes the bar, prints, and draws it again

@@ -11,17 +11,17 @@ every retry starts another run, while `Wandb` continues the existing one.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import re
 import shlex
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import fsspec
 
 from flyte_ddp.events import (
     EpochFinished,
@@ -33,13 +33,14 @@ from flyte_ddp.events import (
     RunStarted,
     StepFinished,
 )
+from flyte_ddp.storage import fetch_file, redact_url, write_file
 
-# Seconds that W&B gets, together less than the launcher's listeners get to finish in.
+# Seconds for W&B, together less than the launcher waits for its listeners at the end.
 INIT_TIMEOUT = 30.0
 FINISH_TIMEOUT = 60.0  # for uploading what is left at the end
-CLOSE_TIMEOUT = INIT_TIMEOUT + FINISH_TIMEOUT + 10.0  # until this process goes on without it, whatever it does
+CLOSE_TIMEOUT = INIT_TIMEOUT + FINISH_TIMEOUT + 10.0  # until this process continues without W&B
 
-# Fields of RunStarted, beside the configuration.
+# Fields of RunStarted that are shown beside the configuration.
 SHOWN_IN_CONFIG = (
     "recipe",
     "data",
@@ -58,28 +59,29 @@ logger = logging.getLogger(__name__)
 
 
 class Wandb:
-    """Shows the run in Weights & Biases, without ever standing in its way.
+    """Shows a run in Weights & Biases. A failure of W&B never affects the training.
 
-    W&B is called in a thread of this listener's own only, with bounded waits. What goes wrong there is said once and
-    ends the reporting to W&B, not the training. Without a key the run is recorded offline, and it is said how to upload
-    it. `WANDB_MODE` and W&B's other environment variables work as anywhere. The stop button of W&B's page interrupts
-    this process like Ctrl-C.
+    W&B is only called in a thread of this listener, with bounded waits. An error there is printed once and ends the
+    reporting to W&B. Without a key the run is recorded offline, and a line says how to upload it. `WANDB_MODE` and
+    W&B's other environment variables work as usual. The stop button on W&B's page interrupts this process like Ctrl-C.
 
-    A resumed run continues the W&B run of the same `run_id` and logs what that does not have yet. W&B's own step
-    counter refuses to go back, as a resumed run's steps do; so the x axes are metrics of ours, "step" and "epoch".
+    A resumed run continues the W&B run with the same `run_id` and logs what that run does not have yet. W&B's own step
+    counter cannot go back as a resumed run's steps do, so the x axes are metrics of ours, "step" and "epoch".
 
     Args:
-        project: of W&B, created where missing.
+        project: W&B's project; created if missing.
         run_id: the same in every attempt of one run; letters, digits, "-" and "_".
-        directory: for W&B's files; created where missing.
-        entity: the user or team that the project belongs to; the key's default where None.
+        directory: for W&B's files; created if missing.
+        entity: the user or team that owns the project; None is the default of the key's owner.
         name: of the run on W&B's pages.
         group: of runs that belong together, such as a sweep.
         tags: to find the run by.
         notes: shown with the run, such as the URL of the Flyte execution.
-        api_key: where None, that of WANDB_API_KEY or `wandb login` is used. It appears in no file and no message.
-        model_artifact: upload the model state as an artifact of this name when the run finished; "" does not.
-        config: to show besides the run's own.
+        api_key: None is that of WANDB_API_KEY or `wandb login`. It appears in no file and no message.
+        model_artifact: the name of an artifact with the model state, uploaded at the end; "" for none.
+        config: shown besides the run's own configuration.
+        offline_url: of a directory to which an offline run is copied at the end, as one archive. Set it if `directory`
+            is lost with the process, as in a pod; "" leaves the run in `directory`.
         say: prints a line for people; by default as a warning of this module's logger.
     """
 
@@ -97,6 +99,7 @@ class Wandb:
         api_key: str | None = None,
         model_artifact: str = "",
         config: Mapping[str, Any] | None = None,
+        offline_url: str = "",
         say: Callable[[str], None] = logger.warning,
     ) -> None:
         self._identity: dict[str, Any] = {
@@ -112,6 +115,8 @@ class Wandb:
         self._api_key = api_key
         self._model_artifact = model_artifact
         self._config = dict(config or {})
+        self._offline_url = offline_url
+        self._is_offline = False
         self._say = say
         self._url = ""
         self._run: Any = None  # W&B's
@@ -119,16 +124,16 @@ class Wandb:
         self._last_step = self._last_epoch = 0  # what the W&B run has
         self._epoch_is_new = False
         self._is_off = False
-        self._queue: queue.SimpleQueue[Event | int] = queue.SimpleQueue()  # an int is the exit code, and the end
+        self._queue: queue.SimpleQueue[Event | int] = queue.SimpleQueue()  # an int is the exit code, the last item
         self._thread = threading.Thread(target=self._work, name="wandb-listener", daemon=True)
 
     @property
     def url(self) -> str:
-        """The run's page; "" while W&B has not answered yet, and offline."""
+        """The URL of the run's page; "" until W&B answers, and offline."""
         return self._url
 
     def handle(self, event: Event) -> None:
-        """Pass the event on to W&B, later and elsewhere."""
+        """Queue the event for W&B's thread."""
         if self._is_off:
             return
         if not self._thread.is_alive():
@@ -136,7 +141,7 @@ class Wandb:
         self._queue.put(event)
 
     def close(self, error: BaseException | None) -> None:
-        """Finish the W&B run, as failed if there is an error. Waits for uploads, for CLOSE_TIMEOUT at most."""
+        """Finish the W&B run, as failed if there is an error. Wait at most CLOSE_TIMEOUT for uploads."""
         if not self._thread.is_alive():
             return
         self._queue.put(0 if error is None else 1)
@@ -150,24 +155,38 @@ class Wandb:
             while not isinstance(item := self._queue.get(), int):
                 self._report(item)
             exit_code = item
-        except Exception as error:  # of any kind: none of them is worth the training
+        except Exception as error:  # of any kind: no failure of W&B may end the training
             self._give_up(error)
         if self._run is not None:
             try:
                 self._run.finish(exit_code=exit_code)
+                if self._is_offline and self._offline_url:
+                    self._keep_offline_run()
             except Exception as error:
                 self._give_up(error)
+
+    def _keep_offline_run(self) -> None:
+        """Copy the files of an offline run to `offline_url` and print how to upload them to W&B."""
+        files = Path(self._run.settings.sync_dir)
+        with tempfile.TemporaryDirectory() as directory:
+            archive = shutil.make_archive(f"{directory}/{files.name}", "zip", files.parent, files.name)
+            url = f"{self._offline_url.rstrip('/')}/{files.name}.zip"
+            write_file(url, Path(archive).read_bytes(), timeout=FINISH_TIMEOUT)
+        command = f"wandb sync {files.name}"
+        self._say(f"W&B: the offline run is kept at {redact_url(url)}; to upload it, download, unzip, then: {command}")
 
     def _give_up(self, error: Exception) -> None:
         if self._is_off:
             return
         self._is_off = True
-        message = f"{type(error).__name__}: {error}"
+        message = redact_url(f"{type(error).__name__}: {error}")
         for key in (self._api_key, os.environ.get("WANDB_API_KEY")):
             if key:
                 message = message.replace(key, "***")
-        kept = f"; what it has is in {self._run.settings.sync_dir}" if self._run is not None else ""
-        self._say(f"W&B failed and is told nothing more of this run, which goes on: {message}{kept}")
+        kept = ""
+        if self._run is not None and not self._offline_url:
+            kept = f". What it recorded is in {self._run.settings.sync_dir}"
+        self._say(f"W&B failed and records no more of this run; the training continues: {message}{kept}")
 
     def _report(self, event: Event) -> None:
         if isinstance(event, RunStarted):
@@ -201,7 +220,7 @@ class Wandb:
         if self._run is None:
             return
         self._recipe = event.recipe
-        values = {name: getattr(event, name) for name in SHOWN_IN_CONFIG}
+        values = {name: getattr(event, name) for name in SHOWN_IN_CONFIG} | {"data": redact_url(event.data)}
         self._run.config.update({**self._config, **event.config, **values}, allow_val_change=True)
         if event.layers and "graph_0" not in self._run.summary.keys():  # noqa: SIM118 - no mapping, though it looks like one
             self._run.summary["graph_0"] = _graph(event.layers)
@@ -209,32 +228,32 @@ class Wandb:
             self._report_epoch(epoch)
 
     def _open(self, event: RunStarted) -> None:
-        """Open the W&B run, or continue it; leave none where W&B is disabled."""
-        if os.environ.get("WANDB_MODE") == "disabled":  # spares the import, 1.5 s
+        """Open the W&B run, or continue it. Do nothing if W&B is disabled."""
+        if os.environ.get("WANDB_MODE") == "disabled":  # saves the import, 1.5 s
             return
-        # W&B reports its own failures to a service elsewhere, and waits for that at the process's end. It looks at the
-        # variable whenever it does, so the variable stays.
+        # W&B reports its own failures to an outside service, and waits for it when the process exits. It reads the
+        # variable each time, so the variable is not restored.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
-        session = wandb.setup(wandb.Settings(silent=True))  # what it prints itself would tear the progress bar
+        session = wandb.setup(wandb.Settings(silent=True))  # its own output would damage the progress bar
         mode: Any = os.environ.get("WANDB_MODE") or session.settings.mode
         if mode == "disabled":
             return
-        reason = "" if mode not in ("offline", "dryrun") else f"WANDB_MODE is {mode}"
+        reason = f"WANDB_MODE is {mode}" if mode in ("offline", "dryrun") else ""
         if not reason and not self._api_key and not wandb.login(prompt=False, verify=False):
-            reason = "there is no API key"
+            reason = "no API key was found"
         self._directory.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             **self._identity,
             dir=str(self._directory),
             mode="offline" if reason else mode,
             resume="allow",
-            reinit="create_new",  # leaves a run of the user's own alone, and allows several of ours
+            reinit="create_new",  # does not touch a run of the user's own, and allows several of ours
             save_code=False,
             settings=wandb.Settings(
                 api_key=self._api_key,
-                console="off",  # does not take over this process's output
+                console="off",  # does not capture this process's output
                 silent=True,
                 init_timeout=INIT_TIMEOUT,
                 finish_timeout=FINISH_TIMEOUT,
@@ -247,17 +266,21 @@ class Wandb:
             self._run.define_metric(pattern, step_metric="step")
         for pattern in ("epoch/*", "predictions/*"):
             self._run.define_metric(pattern, step_metric="epoch")
-        # A continued run brings its summary along, which holds the last value of each metric.
+        # The summary of a continued run has the last value of each metric.
         self._last_step = int(self._run.summary.get("step") or 0)
         self._last_epoch = int(self._run.summary.get("epoch") or 0)
         files = Path(self._run.settings.sync_dir)
         if reason and len(list(files.parent.glob(f"offline-run-*-{self._run.id}"))) > 1:
-            self._last_epoch = len(event.previous_epochs)  # they are among the files of an earlier attempt
+            self._last_epoch = len(event.previous_epochs)  # the files of an earlier attempt have them
         self._url = self._run.url or ""
-        if reason:
-            self._say(f"W&B: {reason}, so the run is kept offline; to upload it: wandb sync {shlex.quote(str(files))}")
-        else:
+        self._is_offline = bool(reason)
+        if not reason:
             self._say(f"W&B: {self._url}")
+        elif self._offline_url:
+            self._say(f"W&B: {reason}, so the run is recorded offline; its files are kept when it ends")
+        else:
+            command = f"wandb sync {shlex.quote(str(files))}"
+            self._say(f"W&B: {reason}, so the run is recorded offline; to upload it: {command}")
 
     def _report_epoch(self, event: EpochFinished) -> None:
         self._epoch_is_new = event.epoch > self._last_epoch
@@ -282,6 +305,8 @@ class Wandb:
         row: dict[str, Any] = {"step": event.step}
         for kind, histograms in (("parameters", event.parameters), ("gradients", event.gradients)):
             for name, histogram in histograms.items():
+                if not histogram.counts or not all(map(math.isfinite, histogram.edges)):
+                    continue  # NaN or infinite values have no histogram, and W&B would raise
                 row[f"{kind}/{name}"] = wandb.Histogram(np_histogram=(histogram.counts, histogram.edges))
         self._run.log(row)
 
@@ -314,17 +339,16 @@ class Wandb:
                 "seconds": event.seconds,
                 "first_step_seconds": event.first_step_seconds,
                 "peak_memory_bytes": event.peak_memory_bytes,
-                "model_state_url": event.model_state_url,
+                "model_state_url": redact_url(event.model_state_url),
             }
         )
         if not self._model_artifact:
             return
         import wandb
 
-        # Beside W&B's own files of the run: an offline run's is read when it is uploaded, long after this.
+        # Beside W&B's own files of the run, because an offline run is uploaded long after this.
         local = Path(self._run.settings.sync_dir) / "model.pt"
-        with fsspec.open(event.model_state_url, "rb") as source, open(local, "wb") as target:
-            shutil.copyfileobj(source, target)
+        fetch_file(event.model_state_url, local, timeout=FINISH_TIMEOUT)
         metadata = {"step": event.step, "best_epoch": event.best_epoch, "best_accuracy": event.best_accuracy}
         artifact = wandb.Artifact(re.sub(r"[^\w.-]", "-", self._model_artifact), type="model", metadata=metadata)
         artifact.add_file(str(local), policy="immutable")  # does not copy it again
@@ -332,7 +356,7 @@ class Wandb:
 
 
 def _graph(layers: Sequence[LayerDescribed]) -> Any:
-    """The model's topology in the form in which `wandb.watch(log_graph=True)` records it: nodes, and no edges."""
+    """Return the model's layers in the form that `wandb.watch(log_graph=True)` records: nodes without edges."""
     import wandb
 
     graph = wandb.Graph("torch")

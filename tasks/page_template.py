@@ -1,7 +1,8 @@
-"""How the report looks: its HTML, a Jinja template that escapes what is put into it, and its style sheet.
+"""The HTML that all reports share: a Jinja base template, macros for tables, and the style sheet.
 
-A Python module, because fast registration ships loaded Python modules and leaves other files behind. Every rule is
-under the class `training-report`, so that none reaches the page around a Flyte Deck. There is no script.
+A Python module and not an HTML file, because a fast registration may ship Python modules only. Every style rule is
+under the class `training-report`, so it does not change the rest of Flyte's console. A report's own template extends
+"base" and fills its block "body".
 """
 
 STYLE = """
@@ -98,8 +99,8 @@ STYLE = """
 .training-report footer { color: var(--soft); font-size: .8rem; margin-top: 1.2rem; }
 """
 
-FRAGMENT = """
-{%- macro pairs(rows, has_long_values) %}
+MACROS = """
+{%- macro pairs(rows, has_long_values=false) %}
 <table class="pairs{% if has_long_values %} long{% endif %}"><tbody>
 {%- for row in rows %}
 <tr{% if row.marked %} class="changed"{% endif %}><th scope="row">{{ row.name }}</th>
@@ -108,70 +109,20 @@ FRAGMENT = """
 </tbody></table>
 {%- endmacro %}
 
-{%- macro samples(shown) %}
-<div class="samples{% if not shown[0].image %} texts{% endif %}">
-{%- for sample in shown %}
-<figure class="{{ 'right' if sample.right else 'wrong' }}" title="{{ sample.scores }}">
-{%- if sample.image %}<img alt="{{ sample.words }}" src="data:image/png;base64,{{ sample.image }}">
-{%- elif sample.text %}<div class="text">{{ sample.text }}</div>{% endif -%}
-<figcaption>
-{%- if sample.right %}<span>&#10003; {{ sample.guess }}</span>
-{%- else %}<span>&#10007; {{ sample.guess }}</span> (is {{ sample.truth }}){% endif -%}
-</figcaption></figure>
-{%- endfor %}
-</div>
-{%- endmacro %}
-
-<style>{{ style }}</style>
-<div class="training-report"><div class="inner">
-<header><h1>{{ title }}</h1><span class="status {{ status }}">{{ status }}</span></header>
-<p class="lead">{{ lead }}</p>
-{%- if links %}
-<p class="links">{% for link in links %}
-{%- if link.is_safe %}<a href="{{ link.url }}" target="_blank" rel="noopener noreferrer">{{ link.name }}</a>
-{%- else %}<span>{{ link.name }}: {{ link.url }}</span>{% endif %}
-{%- endfor %}</p>
-{%- endif %}
-{%- if status == "running" %}
-<div class="bar" role="progressbar" aria-label="optimizer steps done" aria-valuemin="0" aria-valuemax="100"
- aria-valuenow="{{ percent_done }}"><div style="width: {{ percent_done }}%"></div></div>
-{%- endif %}
-{%- if error %}
-<div class="grid"><section class="card error {{ status }}-error"><h2>{{ error.title }}</h2><pre>{{ error.text }}</pre>
-</section></div>
-{%- endif %}
-{%- if notices %}
-<div class="grid">{% for notice in notices %}<section class="card notice">{{ notice }}</section>{% endfor %}</div>
-{%- endif %}
-<div class="grid tiles">
-{%- for tile in tiles %}
-<div class="card"><div class="tile-name">{{ tile.name }}</div><div class="tile-value">{{ tile.value }}</div>
-<div class="tile-note">{{ tile.note }}</div></div>
-{%- endfor %}
-</div>
-{%- if panels %}
-<div class="grid panels">{% for panel in panels %}<div class="card">{{ panel }}</div>{% endfor %}</div>
-{%- endif %}
-{%- if epochs.rows %}
-<div class="grid"><section class="card"><h2>Epochs</h2>
+{%- macro numbers(heads, rows) %}
 <div class="scroll"><table class="numbers"><thead><tr>
-{%- for name in epochs.names %}<th scope="col">{{ name }}</th>{% endfor %}</tr></thead><tbody>
-{%- for row in epochs.rows %}
-<tr{% if row.best %} class="best"{% endif %}>{% for cell in row.cells %}<td>{{ cell }}</td>{% endfor %}</tr>
+{%- for head in heads %}<th scope="col">{{ head }}</th>{% endfor %}</tr></thead><tbody>
+{%- for row in rows %}
+<tr{% if row.kind %} class="{{ row.kind }}"{% endif %}>{% for cell in row.cells %}<td>{{ cell }}</td>{% endfor %}</tr>
 {%- endfor %}
 </tbody></table></div>
-{%- if epochs.note %}<p class="lead"><small>{{ epochs.note }}</small></p>{% endif %}
-</section></div>
-{%- endif %}
-{%- if predictions %}
-<div class="grid"><section class="card"><h2>Test predictions <small>{{ predictions.note }}</small></h2>
-{%- if predictions.first %}{{ samples(predictions.first) }}{% endif %}
-{%- if predictions.rest %}
-<details><summary>{{ predictions.rest | length }} more</summary>{{ samples(predictions.rest) }}</details>
-{%- endif %}
-</section></div>
-{%- endif %}
-{%- if sections %}
+{%- endmacro %}
+
+{%- macro panels(drawn) %}
+<div class="grid panels">{% for panel in drawn %}<div class="card">{{ panel }}</div>{% endfor %}</div>
+{%- endmacro %}
+
+{%- macro facts(sections) %}
 <div class="facts">
 {%- for section in sections %}
 <section class="card"><h2>{{ section.title }}{% if section.note %} <small>{{ section.note }}</small>{% endif %}</h2>
@@ -179,9 +130,43 @@ FRAGMENT = """
 {{- pairs(section.rows, section.has_long_values) }}</div></section>
 {%- endfor %}
 </div>
+{%- endmacro %}
+"""
+
+BASE = """
+<style>{{ style }}</style>
+<div class="training-report"><div class="inner">
+<header><h1>{{ title }}</h1><span class="status {{ status }}">{{ status }}</span></header>
+<p class="lead">{{ lead }}</p>
+{%- for note in notes %}
+<p class="lead">{{ note }}</p>
+{%- endfor %}
+{%- if links %}
+<p class="links">{% for link in links %}
+{%- if link.is_safe %}<a href="{{ link.url }}" target="_blank" rel="noopener noreferrer">{{ link.name }}</a>
+{%- else %}<span>{{ link.name }}: {{ link.url }}</span>{% endif %}
+{%- endfor %}</p>
 {%- endif %}
+{%- if status == "running" %}
+<div class="bar" role="progressbar" aria-label="{{ progress_label }}" aria-valuemin="0" aria-valuemax="100"
+ aria-valuenow="{{ percent_done }}"><div style="width: {{ percent_done }}%"></div></div>
+{%- endif %}
+{%- if error %}
+<div class="grid"><section class="card error {{ status }}-error"><h2>{{ error.title }}</h2><pre>{{ error.text }}</pre>
+</section></div>
+{%- endif %}
+{%- if tiles %}
+<div class="grid tiles">
+{%- for tile in tiles %}
+<div class="card"><div class="tile-name">{{ tile.name }}</div><div class="tile-value">{{ tile.value }}</div>
+<div class="tile-note">{{ tile.note }}</div></div>
+{%- endfor %}
+</div>
+{%- endif %}
+{%- block body %}{% endblock %}
 <footer>{{ footer }}</footer>
 </div></div>
+{%- block script %}{% endblock %}
 """
 
 PAGE = """<!doctype html>

@@ -1,0 +1,197 @@
+"""The frame of every task that trains: its execution, its observers, W&B's key, and its errors.
+
+A task opens a frame with its report, trains inside it, and returns its outputs from it. Whatever happens inside, the
+report ends as finished, failed or interrupted, and an error leaves in the form that Flyte expects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import flytekit
+from flytekit.types.file import FlyteFile, PythonPickledFile
+
+from flyte_ddp.observers.progress_bar import ProgressBar
+from flyte_ddp.observers.weights_and_biases import Wandb
+from flyte_ddp.storage import Storage, fetch_file
+from tasks.deck import DeckPublisher
+from tasks.failures import flyte_errors
+from tasks.flyte_context import Execution, current_execution, share_storage_credentials
+from tasks.page import Page
+from tasks.resources import SECRETS, WANDB_ENVIRONMENT, WANDB_SECRET
+
+# Arguments of @task for a task with a frame.
+FRAMED: dict[str, Any] = {
+    "secret_requests": SECRETS,
+    "enable_deck": True,
+    "deck_fields": (),  # the report alone: flytekit's own tabs repeat the source and the inputs
+}
+RUN_ID = "wandb-run-id"  # a file beside the checkpoints, so that every attempt continues the same W&B run
+# In a local run, and in a pod in which Flyte passes secrets as variables.
+KEY_VARIABLES = ("WANDB_API_KEY", "_FSEC_WANDB_API_KEY")
+
+
+@dataclass
+class Frame:
+    """An open frame. `report` and `publisher` are listeners, to be given to a launcher in this order."""
+
+    report: Page
+    execution: Execution
+    directory: Path  # of the task's own files, in the pod
+    storage: Storage  # of the checkpoints
+    name: str  # of this attempt
+    wandb_key: str | None
+    opened_at: float  # seconds since the epoch
+    bar: ProgressBar = field(default_factory=ProgressBar)
+
+    def __post_init__(self) -> None:
+        self.publisher = DeckPublisher(self.report)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the task runs in the user's own process and not in a pod of Flyte."""
+        return not self.execution.run_id
+
+    def say(self, line: str) -> None:
+        """Print a line for people, above the progress bar if there is one. Any thread may call this."""
+        self.bar.write(line)
+
+    def wandb_run_id(self) -> str:
+        """Return the id of the W&B run: the one that an earlier attempt wrote beside its checkpoints, or a new one."""
+        try:
+            return self.storage.read(RUN_ID).decode()
+        except FileNotFoundError:
+            run_id = self.execution.run_id or f"run-{os.urandom(4).hex()}"
+            self.storage.write(RUN_ID, run_id.encode())
+            return run_id
+
+    def wandb(self, run_id: str, kind: Callable[..., Wandb] = Wandb, **options: Any) -> Wandb:
+        """Return a W&B observer with the settings that all runs of this task share."""
+        settings = {
+            "project": os.environ.get("WANDB_PROJECT", WANDB_ENVIRONMENT["WANDB_PROJECT"]),
+            "entity": os.environ.get("WANDB_ENTITY"),
+            "run_id": run_id,
+            "notes": self.execution.url,
+            "directory": str(self.directory),
+            "api_key": self.wandb_key,
+            # A pod's directory is lost with the pod. A local run's stays where it is.
+            "offline_url": "" if self.is_local else self.storage.join("wandb"),
+            "say": self.say,
+        }
+        return kind(**{**settings, **options})
+
+    def output(self, name: str) -> FlyteFile:
+        """Return file `name` in the task's directory as an output, in a pod with a URL that is known already."""
+        return FlyteFile(str(self.directory / name), remote_path=self._output_url(name))
+
+    def model_state(self, name: str, url: str) -> PythonPickledFile:
+        """Return the state dict at `url`, as `output`."""
+        fetch_file(url, self.directory / name)
+        return PythonPickledFile(str(self.directory / name), remote_path=self._output_url(name))
+
+    def saved_report(self) -> FlyteFile:
+        """Write the report to a file and return it, as `output`."""
+        (self.directory / "report.html").write_text(self.report.render(), encoding="utf-8")
+        return self.output("report.html")
+
+    def say_outputs(self, **outputs: FlyteFile) -> None:
+        """Print where the outputs are: their URLs in a pod, their paths in a local run."""
+        width = max(map(len, outputs)) + 2
+        for name, file in outputs.items():
+            self.say(f"{name.replace('_', ' '):<{width}}{file.remote_path or file.path}")
+        if not self.is_local:
+            page = self.execution.url or "Flyte's console"
+            self.say(f'the report is also in {page}: click this task, then "Flyte Deck"')
+
+    def close(self, error: BaseException | None) -> None:
+        """Complete the report. Only the first call, and the first with an error, changes it."""
+        if not self.report.closed_at or (error is not None and self.report.error is None):
+            self.report.close(error)
+            self.publisher.close(error)
+
+    def _output_url(self, name: str) -> str | None:
+        if self.is_local:
+            return None
+        return f"{flytekit.current_context().raw_output_prefix.rstrip('/')}/{name}"
+
+
+@contextlib.contextmanager
+def open_frame(report: Page, recipe: str, checkpoints: str, purpose: str = "") -> Iterator[Frame]:
+    """Open the frame of the current task.
+
+    Args:
+        checkpoints: URL that the user gave; "" for the execution's own.
+        purpose: part of the attempt's name in a local run, where Flyte gives none.
+
+    Raises:
+        UserError, RecoverableError, TaskFailed, KeyboardInterrupt: see `flyte_errors`.
+    """
+    opened_at = time.time()
+    context = flytekit.current_context()
+    share_storage_credentials()
+    execution = current_execution(context)
+    directory = Path(context.working_directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    local_name = "-".join([recipe.rpartition(".")[2], *([purpose] if purpose else []), os.urandom(4).hex()])
+    with flyte_errors(), _wandb_key() as key:
+        storage = Storage(checkpoints or execution.checkpoints)
+        frame = Frame(report, execution, directory, storage, execution.attempt_id or local_name, key, opened_at)
+        try:
+            storage.check_access("checkpoints")  # the W&B run's id is the first file there
+            with _launcher_logs(frame.say):
+                yield frame
+        except BaseException as error:
+            frame.close(error)
+            raise
+        frame.close(None)
+
+
+@contextlib.contextmanager
+def _wandb_key() -> Iterator[str | None]:
+    """Give W&B's key, and keep it out of the environment for the block, because the ranks inherit that."""
+    try:
+        key = flytekit.current_context().secrets.get(WANDB_SECRET.group, WANDB_SECRET.key)
+    except ValueError:
+        key = os.environ.get("WANDB_API_KEY")
+    removed = {name: os.environ.pop(name) for name in KEY_VARIABLES if name in os.environ}
+    try:
+        yield key
+    finally:
+        os.environ.update(removed)
+
+
+@contextlib.contextmanager
+def _launcher_logs(say: Callable[[str], None]) -> Iterator[None]:
+    """Pass what the launchers log, such as a cluster that starts or a gang that restarts, to `say` alone."""
+    logger = logging.getLogger("flyte_ddp")
+    handler = _LineHandler(say)
+    level, propagates = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagates
+
+
+class _LineHandler(logging.Handler):
+    """Prints each record as a line. In a sweep it begins with the trial, whose thread is named after it."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        thread = record.threadName or ""
+        line = self.format(record)
+        self._say(f"[{thread}] {line}" if thread.startswith("trial ") else line)

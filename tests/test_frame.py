@@ -1,0 +1,147 @@
+"""The frame of the tasks that train: how errors reach Flyte, how a report ends, and who has W&B's key."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from flytekit.bin.entrypoint import get_traceback_str
+from flytekit.core.context_manager import ExecutionState, FlyteContextManager
+from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
+from flytekit.types.directory import FlyteDirectory
+
+from flyte_ddp import errors
+from flyte_ddp.cluster import connect
+from flyte_ddp.prepare import prepare_data
+from flyte_ddp.recipes import get_recipe
+from tasks.deck import DeckPublisher
+from tasks.failures import MAX_LINES, TaskFailed, flyte_errors
+from tasks.frame import open_frame
+from tasks.inputs import ClusterInput, InputError, TrainingOverrides
+from tasks.report import Report
+from tasks.scaling import train_at_world_sizes
+from tasks.sweep import train_sweep
+from tasks.train import train_on_cluster
+
+TINY = "tests.support.recipes.Tiny"
+RANK_TRACEBACK = "Traceback (most recent call last):\n" + "\n".join(
+    f'  File "model.py", line {line}' for line in range(90)
+)
+
+
+def rank_failure(cause: str, kind: str = "exception") -> errors.RankFailure:
+    return errors.RankFailure(f"rank 1 failed: {cause}\n{RANK_TRACEBACK}\n{cause}", 1, kind, cause)
+
+
+def shown_by_flyte(error: BaseException) -> tuple[BaseException, str]:
+    """What leaves a task in a pod for `error`, and the text that Flyte's console shows of it."""
+    context = FlyteContextManager.current_context()
+    in_pod = context.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
+    with FlyteContextManager.with_context(context.with_execution_state(in_pod)):
+        try:
+            with flyte_errors():
+                raise error
+        except Exception as raised:
+            try:
+                raise FlyteUserRuntimeException(raised) from raised
+            except FlyteUserRuntimeException as wrapped:
+                return raised, get_traceback_str(wrapped)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (errors.ConfigError("epochs: expected at least 1, got 0"), InputError),
+        (errors.DataError("data: expected a directory, got 'x'"), InputError),
+        (errors.StorageDenied("checkpoints: expected credentials, got none"), InputError),
+        (errors.StorageUnavailable("s3://bucket did not answer for 600 s"), FlyteRecoverableException),
+        (errors.ClusterError("the workers did not start"), FlyteRecoverableException),
+        (errors.GangLost("the gang was lost 4 times"), FlyteRecoverableException),
+        (errors.TrainingStopped("SIGTERM: the run was stopped at step 3"), FlyteRecoverableException),
+        (errors.SweepFailed("no model was trained\nmodel 1: lost", may_succeed=True), FlyteRecoverableException),
+        (errors.SweepFailed("no model was trained\nmodel 1: ValueError", may_succeed=False), InputError),
+        (rank_failure("SIGKILL", "signal"), FlyteRecoverableException),
+        (rank_failure("no progress", "stall"), FlyteRecoverableException),
+        (rank_failure("StorageUnavailable: s3://bucket did not answer"), FlyteRecoverableException),
+        (rank_failure("NonFiniteLoss: the loss is nan at step 3"), InputError),
+        (rank_failure("StorageDenied: no credentials"), InputError),
+        (rank_failure("ValueError: bad shape"), TaskFailed),
+    ],
+    ids=lambda value: getattr(value, "cause", type(value).__name__) if isinstance(value, Exception) else "",
+)
+def test_flyte_shows_the_cause_first_then_one_traceback_on_one_screen(error: Exception, kind: type[Exception]):
+    raised, text = shown_by_flyte(error)
+    assert type(raised).__mro__.count(kind) == 1
+    assert text.count("Traceback (most recent call last)") <= 1
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    assert lines[0] == "Trace:"
+    first = str(error).splitlines()[0].removeprefix("rank 1 failed: ").rpartition(": ")[2]
+    assert first in lines[1], "the cause comes first"
+    assert first in lines[lines.index("Message:") + 1]
+    assert len(lines) <= MAX_LINES + 8
+    assert "failures.py" not in text, "the frames of the driver explain nothing"
+
+
+def test_an_unexpected_error_keeps_its_own_traceback():
+    raised, text = shown_by_flyte(KeyError("a bug of ours"))
+    assert type(raised) is KeyError
+    assert "test_frame.py" in text
+
+
+def test_ctrl_c_stays_ctrl_c():
+    with pytest.raises(KeyboardInterrupt), flyte_errors():
+        raise errors.TrainingStopped("SIGINT: the run was stopped at step 3")
+
+
+def test_ranks_never_inherit_the_key_of_wandb_and_the_task_keeps_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.setenv("_FSEC_WANDB_API_KEY", "secret")
+    with open_frame(Report(), TINY, str(tmp_path)) as frame:
+        assert frame.wandb_key == "secret"
+        child = subprocess.run([sys.executable, "-c", "import os; print(os.environ)"], capture_output=True, text=True)
+        assert "secret" not in child.stdout
+        assert "PATH" in child.stdout
+    assert os.environ["WANDB_API_KEY"] == os.environ["_FSEC_WANDB_API_KEY"] == "secret"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("data")
+    prepare_data(get_recipe(TINY), "", directory)
+    return FlyteDirectory(str(directory))
+
+
+TASKS = {
+    "train_on_cluster": (train_on_cluster, {}),
+    "train_sweep": (train_sweep, {"grid": {"learning_rate": [0.1]}}),
+    "train_at_world_sizes": (
+        train_at_world_sizes,
+        {"world_sizes": [1, 2], "learning_rates": [], "target_loss": 0.0, "projected_world_sizes": []},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_report_ends_as_failed_if_the_cluster_does_not_start(name, data, tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(DeckPublisher, "_publish", lambda publisher: shown.append(publisher._report.render()))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+
+    def fail(*arguments):
+        raise errors.ClusterError("the workers did not start")
+
+    monkeypatch.setattr(connect, "open_cluster", fail)
+    run, inputs = TASKS[name]
+    with pytest.raises(FlyteRecoverableException, match="the workers did not start"):
+        run(
+            recipe=TINY,
+            config=TrainingOverrides(),
+            data=data,
+            cluster=ClusterInput(kind="local"),
+            checkpoints=str(tmp_path),
+            **inputs,
+        )
+    assert ">failed<" in shown[-1]
+    assert "the workers did not start" in shown[-1]
