@@ -39,18 +39,18 @@ CLASSES = {  # of the style sheet
 }
 
 STYLE = """
-.training-report .models th button {
+.training-report .trials th button {
   font: inherit; color: inherit; background: none; border: 0; padding: 0; cursor: pointer;
 }
-.training-report .models th[aria-sort] button { color: var(--ink); font-weight: 650; }
-.training-report .models th[aria-sort="ascending"] button::after { content: " \\25b2"; }
-.training-report .models th[aria-sort="descending"] button::after { content: " \\25bc"; }
-.training-report .models td.note { white-space: normal; min-width: 16rem; text-align: left; color: var(--bad); }
-.training-report .models td.finished { color: var(--good); } .training-report .models td.failed { color: var(--bad); }
-.training-report .models td.running { color: var(--wait); }
-.training-report .models td.interrupted { color: var(--warn); }
-.training-report .models :is(th, td):nth-child(2), .training-report .models th.note { text-align: left; }
-.training-report .models.scroll { max-height: 40rem; }
+.training-report .trials th[aria-sort] button { color: var(--ink); font-weight: 650; }
+.training-report .trials th[aria-sort="ascending"] button::after { content: " \\25b2"; }
+.training-report .trials th[aria-sort="descending"] button::after { content: " \\25bc"; }
+.training-report .trials td.note { white-space: normal; min-width: 16rem; text-align: left; color: var(--bad); }
+.training-report .trials td.finished { color: var(--good); } .training-report .trials td.failed { color: var(--bad); }
+.training-report .trials td.running { color: var(--wait); }
+.training-report .trials td.interrupted { color: var(--warn); }
+.training-report .trials :is(th, td):nth-child(2), .training-report .trials th.note { text-align: left; }
+.training-report .trials.scroll { max-height: 40rem; }
 .training-report h2 + .panels { margin-top: 0; }
 .training-report .charts > h2 { margin: 1.4rem 0 .6rem; }
 """
@@ -68,7 +68,7 @@ one that failed or was stopped early</small></h2>
 {%- endfor %}
 {%- if table %}
 <div class="grid"><section class="card"><h2>Trials <small>click a column's head to sort</small></h2>
-<div class="scroll models"><table class="numbers"><thead><tr>
+<div class="scroll trials"><table class="numbers"><thead><tr>
 {%- for head in table.heads %}<th scope="col"><button type="button">{{ head }}</button></th>{% endfor %}
 {%- if table.has_notes %}<th scope="col" class="note"><button type="button">error</button></th>{% endif %}</tr>
 </thead><tbody>
@@ -87,7 +87,7 @@ one that failed or was stopped early</small></h2>
 {%- endblock %}
 {% block script %}
 <script>
-for (const table of document.querySelectorAll(".training-report .models table")) {
+for (const table of document.querySelectorAll(".training-report .trials table")) {
   const heads = [...table.tHead.rows[0].cells];
   heads.forEach((head, column) => head.addEventListener("click", () => {
     const falls = head.getAttribute("aria-sort") === "ascending";
@@ -147,11 +147,11 @@ class SweepReport(Page):
         }
         others = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
         spent = sum(run.elapsed[-1] for run in runs if run.elapsed)
-        loss, model = (f"{best.last_loss:.4g}", f"trial {best.trial.number}") if best else (NOTHING, "")
+        loss, trial = (f"{best.last_loss:.4g}", f"trial {best.trial.number}") if best else (NOTHING, "")
         accuracy = percent(best.epochs[-1].accuracy) if best else NOTHING
         return [
             tile("Trials done", f"{num_done} / {len(runs)}", others or "all finished"),
-            tile("Lowest test loss", loss, model),
+            tile("Lowest test loss", loss, trial),
             tile("Its accuracy", accuracy, "after its last epoch"),
             tile("Wall time", duration(self.seconds()), "so far" if self.status == "running" else "of this attempt"),
             tile("Time of the trials", duration(spent), "training and evaluation, sum of all trials"),
@@ -196,7 +196,7 @@ def _table(runs: Sequence[TrialRun], best: TrialRun | None) -> dict[str, Any]:
             _cell(run.elapsed[-1] if run.elapsed else None, duration(run.elapsed[-1]) if run.elapsed else ""),
         ]
         rows.append({"best": run is best, "cells": cells, "note": note})
-    heads = ["model", "status", *names, "epochs", "train loss", "test loss", "accuracy", "time"]
+    heads = ["trial", "status", *names, "epochs", "train loss", "test loss", "accuracy", "time"]
     return {"heads": heads, "rows": rows, "has_notes": any(row["note"] for row in rows)}
 
 

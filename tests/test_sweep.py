@@ -539,18 +539,18 @@ def test_a_click_on_a_head_sorts_the_models_and_another_one_turns_them_round(chr
     file = tmp_path / "report.html"
     file.write_text(report_of(made_up_runs(GRID, m2=FAILED, m3=STOPPED_EARLY)).render(), encoding="utf-8")
     chromium.open(file)
-    shown = "[...document.querySelectorAll('.models tbody tr')].map(row => row.cells[0].textContent).join(' ')"
-    click = "[...document.querySelectorAll('.models button')].find(each => each.textContent === '{}').click()"
+    shown = "[...document.querySelectorAll('.trials tbody tr')].map(row => row.cells[0].textContent).join(' ')"
+    click = "[...document.querySelectorAll('.trials button')].find(each => each.textContent === '{}').click()"
     assert chromium.evaluate(shown) == "1 2 3 4 5 6"
-    assert chromium.evaluate("document.querySelector('.models tr.best').cells[0].textContent") == "6"
+    assert chromium.evaluate("document.querySelector('.trials tr.best').cells[0].textContent") == "6"
     chromium.evaluate(click.format("test loss"))
     assert chromium.evaluate(shown) == "6 5 4 1 3 2"  # what has no loss comes last
     chromium.evaluate(click.format("test loss"))
     assert chromium.evaluate(shown) == "3 1 4 5 6 2"
     chromium.evaluate(click.format("status"))
     assert chromium.evaluate(shown).startswith("2 ")
-    assert chromium.evaluate("document.querySelectorAll('.models b').length") == 0  # an error is text, not markup
-    assert "ValueError: <b>bad</b>" in chromium.evaluate("document.querySelector('.models').textContent")
+    assert chromium.evaluate("document.querySelectorAll('.trials b').length") == 0  # an error is text, not markup
+    assert "ValueError: <b>bad</b>" in chromium.evaluate("document.querySelector('.trials').textContent")
 
 
 # --- The workflow -------------------------------------------------------------------------------------------------
@@ -605,7 +605,7 @@ def test_the_workflows_report_has_the_models_and_their_curves(outputs, chromium,
     page = Path(returned.report.path)
     assert chromium.open(page) == []
     assert chromium.evaluate("document.querySelectorAll('svg.panel').length") == 2
-    assert chromium.evaluate("document.querySelectorAll('.models tbody tr').length") == 2
+    assert chromium.evaluate("document.querySelectorAll('.trials tbody tr').length") == 2
     assert "learning_rate" in chromium.evaluate("document.querySelector('.lead').textContent")
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.events import EpochFinished, Event, RunFinished, RunStarted
+from flyte_ddp.events import EpochFinished, Event, RunFinished, RunStarted, RunState
 from flyte_ddp.sweep.search import Trial, format_value
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class TrialRun:
     error: str = ""  # why the trial failed, one line
     details: str = ""  # the full error text
     model_state_url: str = ""
+    _state: RunState = field(default_factory=lambda: RunState(keep_steps=False), repr=False, compare=False)
 
     @property
     def elapsed(self) -> list[float]:
@@ -53,11 +54,10 @@ class TrialRun:
         return math.inf if math.isnan(loss) else loss
 
     def handle(self, event: Event) -> None:
+        self._state.handle(event)
+        self.epochs = self._state.epochs
         if isinstance(event, RunStarted):
             self.status = RUNNING
-            self.epochs = list(event.previous_epochs)
-        elif isinstance(event, EpochFinished):
-            self.epochs.append(event)
         elif isinstance(event, RunFinished):
             self.model_state_url = event.model_state_url
 
