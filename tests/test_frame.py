@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 from flytekit.bin.entrypoint import get_traceback_str
@@ -35,11 +37,18 @@ def rank_failure(cause: str, kind: str = "exception") -> errors.RankFailure:
     return errors.RankFailure(f"rank 1 failed: {cause}\n{RANK_TRACEBACK}\n{cause}", 1, kind, cause)
 
 
+@contextlib.contextmanager
+def executing(mode: ExecutionState.Mode) -> Iterator[None]:
+    """Be in a task of a local run or of a pod."""
+    context = FlyteContextManager.current_context()
+    state = context.execution_state.with_params(mode=mode)
+    with FlyteContextManager.with_context(context.with_execution_state(state)):
+        yield
+
+
 def shown_by_flyte(error: BaseException) -> tuple[BaseException, str]:
     """What leaves a task in a pod for `error`, and the text that Flyte's console shows of it."""
-    context = FlyteContextManager.current_context()
-    in_pod = context.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
-    with FlyteContextManager.with_context(context.with_execution_state(in_pod)):
+    with executing(ExecutionState.Mode.TASK_EXECUTION):
         try:
             with flyte_errors():
                 raise error
@@ -98,7 +107,7 @@ def test_ctrl_c_stays_ctrl_c():
 def test_ranks_never_inherit_the_key_of_wandb_and_the_task_keeps_it(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     monkeypatch.setenv("_FSEC_WANDB_API_KEY", "secret")
-    with open_frame(Report(), TINY, str(tmp_path)) as frame:
+    with executing(ExecutionState.Mode.LOCAL_TASK_EXECUTION), open_frame(Report(), TINY, str(tmp_path)) as frame:
         assert frame.wandb_key == "secret"
         child = subprocess.run([sys.executable, "-c", "import os; print(os.environ)"], capture_output=True, text=True)
         assert "secret" not in child.stdout
@@ -126,7 +135,13 @@ TASKS = {
 @pytest.mark.parametrize("name", TASKS)
 def test_a_report_ends_as_failed_if_the_cluster_does_not_start(name, data, tmp_path, monkeypatch):
     shown = []
-    monkeypatch.setattr(DeckPublisher, "_publish", lambda publisher: shown.append(publisher._report.render()))
+
+    class Publisher(DeckPublisher):
+        def __init__(self, report):
+            super().__init__(report)
+            self._publish = lambda: shown.append(report.render())
+
+    monkeypatch.setattr("tasks.frame.DeckPublisher", Publisher)
     monkeypatch.setenv("WANDB_MODE", "disabled")
 
     def fail(*arguments):

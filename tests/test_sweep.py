@@ -621,4 +621,4 @@ def test_the_models_are_one_group_in_wandb(outputs):
     assert len({run.run_group for run in runs}) == 1
     assert {run.display_name for run in runs} == {"trial 1 (learning_rate 0.0001)", "trial 2 (learning_rate 0.01)"}
     assert said.count("W&B: ") == 1
-    assert f"likewise for all models of group {runs[0].run_group}" in said
+    assert f"likewise for all trials of group {runs[0].run_group}" in said
