@@ -1,7 +1,7 @@
-"""Private names of torch and glibc that make a rank start and step faster. All of them can be missing.
+"""Private names of torch and glibc, which make a rank start and step faster or show what it does. All can be missing.
 
-A torch or a C library without these names only makes the rank slower: each function says how it does without, and
-tests/test_fast_start.py shows that each still helps. Imports no torch at the top.
+A torch or a C library without these names never ends a run: each function says what happens then, and
+tests/test_fast_start.py shows that each name still helps. Imports no torch at the top.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ctypes
 import importlib
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -66,8 +67,21 @@ class _LazyModule(types.ModuleType):
         return getattr(importlib.import_module(self.__name__), name)
 
 
+def call_around_compilations(start: Callable[[], object], end: Callable[[], object]) -> None:
+    """Call `start` before and `end` after each compilation by torch in this process.
+
+    A torch without these callbacks calls neither: a cold compilation then counts as a stall after `stall_timeout`.
+    """
+    try:
+        handler = importlib.import_module("torch._dynamo.callback").callback_handler
+        handler.register_start_callback(lambda *arguments: start())
+        handler.register_end_callback(lambda *arguments: end())
+    except (ImportError, AttributeError):
+        return
+
+
 def set_ddp_timing_interval(replica: Any, num_steps: int) -> None:
-    """Make DDP time its exchange of gradients every `num_steps` steps; its own interval is 100."""
+    """Make DDP time its exchange of gradients every `num_steps` steps; without a setter, its interval of 100 stays."""
     set_rate = getattr(replica, "_set_ddp_runtime_logging_sample_rate", None)
     if set_rate is not None:
         set_rate(num_steps)

@@ -19,11 +19,12 @@ from flyte_ddp.prepare import describe_data
 from flyte_ddp.rank.checkpoint import CheckpointStore, portable, save_state
 from flyte_ddp.rank.data import open_samples
 from flyte_ddp.rank.fast_start import avoid_importing_dynamo
-from flyte_ddp.rank.inspection import layers_of, sample_inputs, shown
+from flyte_ddp.rank.inspection import layers_of, predictions_of, sample_inputs, shown
 from flyte_ddp.rank.job import MODEL_STATE, Job, NodeRanks
 from flyte_ddp.rank.parallel import place_model
 from flyte_ddp.rank.process import SupervisorLink
 from flyte_ddp.rank.step_timing import time_costs
+from flyte_ddp.rank.supervision import beat_while_compiling, keep_beating
 from flyte_ddp.rank.trainer import Trainer
 from flyte_ddp.rank.world import World, process_group
 from flyte_ddp.recipes import get_recipe
@@ -75,8 +76,10 @@ def train(job: Job, world: World, node: NodeRanks, link: SupervisorLink) -> None
     # Where to start: at the newest checkpoint, if there is one
     store = CheckpointStore(job.checkpoints, config.checkpoints_to_keep)
     trainer = Trainer(recipe, config, world, model, train, test, store, link, data["fingerprint"], job.initial_state)
-    resumed_from, skipped = trainer.resume()
-    link.beat(trainer.progress.step)
+    if config.compile:
+        beat_while_compiling(lambda: link.beat(trainer.progress.step))
+    with keep_beating(lambda: link.beat(trainer.progress.step)):  # a large checkpoint takes its time
+        resumed_from, skipped = trainer.resume()
     if world.is_first:
         link.emit(_run_started(job, node, trainer, data["description"], resumed_from, skipped))
 
@@ -86,7 +89,8 @@ def train(job: Job, world: World, node: NodeRanks, link: SupervisorLink) -> None
 
     # Results: predictions to look at, the trained weights, and the run's figures
     if world.is_first:
-        trainer.show_predictions()
+        with shown("predictions"):
+            link.emit(events.PredictionsMade(progress.epoch - 1, predictions_of(model, recipe, test, config)))
         link.beat(progress.step)
         model_state = Storage(job.checkpoints).join(MODEL_STATE)
         save_state(model_state, portable(model.state_dict()))

@@ -117,7 +117,7 @@ def run_rank(
     link = SupervisorLink(up, down, beats, local_rank)
     try:
         keep_freed_memory()
-        _set_environment(job, node)
+        set_environment(job, node)
         from flyte_ddp.rank.main import main
 
         main(job, node, local_rank, listener, link)
@@ -139,9 +139,10 @@ def run_rank(
     os._exit(0)
 
 
-def _set_environment(job: Job, node: NodeRanks) -> None:
+def set_environment(job: Job, node: NodeRanks) -> None:
     """Set what torch and its libraries read when they are imported."""
     os.environ["OMP_NUM_THREADS"] = str(node.num_threads)
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = node.interface
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, node.interface)  # the user may know a faster one
     if job.config.deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"

@@ -19,9 +19,9 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import CostsTimed
 from flyte_ddp.rank.batch_norm import keep_frozen_statistics
 from flyte_ddp.rank.data import Samples, epoch_shards, num_batches
+from flyte_ddp.rank.gradients import clip_gradients, compute_gradients
 from flyte_ddp.rank.optim import build_optimizer
 from flyte_ddp.rank.parallel import replicate
-from flyte_ddp.rank.trainer import clip_gradients, compute_gradients
 from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import Recipe
 

@@ -1,14 +1,20 @@
-"""The loop's view of the process that started it, and how all ranks agree to stop."""
+"""The loop's view of the process that started it: reports of progress, and how all ranks agree to stop."""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 from flyte_ddp.events import Event
+from flyte_ddp.rank.fast_start import call_around_compilations
 from flyte_ddp.rank.world import World
 
 STOP_CHECK_INTERVAL = 1.0  # seconds between two times that the ranks ask each other whether to stop
+BEAT_INTERVAL = 1.0  # seconds between two reports of progress on behalf of an operation that makes none
+MAX_OPERATION_SECONDS = 1800.0  # after which such an operation counts as a stall all the same
 
 
 class Supervisor(Protocol):
@@ -23,6 +29,35 @@ class Supervisor(Protocol):
 
     def emit(self, event: Event) -> None:
         """Send `event` to the listeners of the run. Only rank 0 calls it."""
+
+
+@contextmanager
+def keep_beating(beat: Callable[[], None]) -> Iterator[None]:
+    """Call `beat` every second, from a thread, for the length of a block that is known to take long.
+
+    No longer than `MAX_OPERATION_SECONDS`, so that a block that hangs is found.
+    """
+    is_over = threading.Event()
+
+    def run() -> None:
+        deadline = time.monotonic() + MAX_OPERATION_SECONDS
+        while time.monotonic() < deadline and not is_over.wait(BEAT_INTERVAL):
+            beat()
+
+    beat()
+    thread = threading.Thread(target=run, name="beats", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def beat_while_compiling(beat: Callable[[], None]) -> None:
+    """Call `beat` every second while torch compiles something in this process, such as the first step of a model."""
+    running = ExitStack()
+    call_around_compilations(lambda: running.enter_context(keep_beating(beat)), running.close)
 
 
 class StopPoll:

@@ -1,0 +1,72 @@
+"""The gradient of one optimizer step: computed over micro-batches and ranks, clipped, measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.rank.data import Batch, BatchShard
+from flyte_ddp.rank.forward import autocast, model_inputs, seed_forward
+from flyte_ddp.rank.world import World
+from flyte_ddp.recipes import Recipe
+
+
+def compute_gradients(
+    replica: Any,
+    recipe: Recipe,
+    config: TrainingConfig,
+    world: World,
+    shard: BatchShard,
+    batches: Iterator[Batch],
+    step: int,
+) -> tuple[Tensor, float]:
+    """Add the gradient of the global batch's mean loss to the parameters of `replica`, one micro-batch after another.
+
+    Args:
+        batches: yields the micro-batches of `shard` next.
+        step: optimizer steps done so far; seeds the forward passes.
+
+    Returns:
+        The sum of this rank's losses, and the seconds spent on loading and the forward passes.
+    """
+    total = torch.zeros((), device=world.device)
+    seconds = 0.0
+    for micro_batch, weight in enumerate(shard.weights):
+        started = time.perf_counter()
+        inputs, targets = next(batches)
+        seed_forward(config, world, step, micro_batch)
+        # Gradients are exchanged once per optimizer step, with its last micro-batch.
+        exchanges = micro_batch == len(shard.weights) - 1 or world.world_size == 1
+        with nullcontext() if exchanges else replica.no_sync():
+            with autocast(config, world.device):
+                outputs = replica(model_inputs(recipe, config, inputs))
+            loss_sum = recipe.losses(outputs, targets).sum() * weight
+            seconds += time.perf_counter() - started
+            # DDP averages over the ranks. Times their number that is the sum, and over the targets of the whole global
+            # batch the mean, however the batch was shared: the uneven last one included.
+            (loss_sum * (world.world_size / shard.num_targets)).backward()
+        total += loss_sum.detach()
+    return total, seconds
+
+
+def clip_gradients(model: nn.Module, max_norm: float, needed: bool) -> float:
+    """Clip the gradient to the L2 norm `max_norm`, unless it is 0.
+
+    Returns:
+        The norm before that if `needed`, else 0: reading it waits for the device.
+    """
+    if max_norm:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        return float(norm) if needed else 0.0
+    return gradient_norm(model) if needed else 0.0
+
+
+def gradient_norm(model: nn.Module) -> float:
+    """Return the L2 norm of the whole gradient. Waits for the device."""
+    return float(nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None]))

@@ -1,0 +1,72 @@
+"""Long operations report progress, hangs do not, and all ranks stop after the same step."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from flyte_ddp.rank import supervision
+from flyte_ddp.rank.supervision import StopPoll, beat_while_compiling, keep_beating
+from flyte_ddp.rank.world import World
+from tests.support.trainers import CPU, Recorder
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_long_operation_reports_progress_until_it_ends(monkeypatch):
+    monkeypatch.setattr(supervision, "BEAT_INTERVAL", 0.01)
+    beats = []
+    with keep_beating(lambda: beats.append(time.monotonic())):
+        wait_for(lambda: len(beats) > 3)
+    num_beats = len(beats)
+    time.sleep(0.1)
+
+    assert len(beats) == num_beats
+
+
+def test_an_operation_that_takes_too_long_counts_as_a_stall(monkeypatch):
+    monkeypatch.setattr(supervision, "BEAT_INTERVAL", 0.01)
+    monkeypatch.setattr(supervision, "MAX_OPERATION_SECONDS", 0.05)
+    beats = []
+    with keep_beating(lambda: beats.append(time.monotonic())):
+        time.sleep(0.5)
+
+    assert beats[-1] < beats[0] + 0.45
+
+
+def test_a_cold_compilation_reports_progress(monkeypatch):
+    monkeypatch.setattr(supervision, "BEAT_INTERVAL", 0.01)
+    beats = []
+    beat_while_compiling(lambda: beats.append(time.monotonic()))
+    assert beats == []
+
+    def slow_backend(graph, inputs):
+        wait_for(lambda: len(beats) > 3)
+        return graph.forward
+
+    torch.compile(lambda inputs: inputs + 1, backend=slow_backend)(torch.zeros(2))
+    num_beats = len(beats)
+    time.sleep(0.1)
+
+    assert len(beats) == num_beats
+
+
+def test_the_ranks_ask_each_other_about_once_a_second(monkeypatch):
+    asked = []
+    world = World(0, 0, 1, CPU)
+    monkeypatch.setattr(World, "sum", lambda self, *values: asked.append(clock[0]) or list(values))
+    clock = [0.0]
+    monkeypatch.setattr(supervision.time, "perf_counter", lambda: clock[0])
+    poll = StopPoll(world, Recorder())
+    for _ in range(50):  # of 0.1 s each
+        clock[0] += 0.1
+        assert not poll.stop_agreed()
+
+    assert len(asked) <= 6
+    assert all(later - earlier < 1.15 for earlier, later in zip(asked, asked[1:], strict=False))
