@@ -15,6 +15,7 @@ from flytekit.exceptions.user import FlyteRecoverableException
 
 from flyte_ddp import errors
 from flyte_ddp.errors import RankFailure, SweepFailed, TrainingStopped
+from flyte_ddp.launch.failures import first_line, shorten
 from tasks.inputs import InputError
 
 # Only the user can fix these. Another attempt would end in the same way.
@@ -29,10 +30,6 @@ RECOVERABLE_ERRORS = (
     errors.TrainingStopped,
 )
 RECOVERABLE_KINDS = ("signal", "exit", "stall")  # of a rank's failure
-
-MAX_LINES = 40  # of the details below the first line: a screen
-MAX_FIRST_LINES = 8  # of these, from the beginning; the end of a traceback says more
-MAX_LINE_LENGTH = 400  # characters
 
 
 class _WithoutFrames:
@@ -78,10 +75,9 @@ def _translate(error: Exception) -> BaseException:
     if isinstance(error, RankFailure):
         if error.kind in RECOVERABLE_KINDS:
             return _shown(RecoverableError, str(error))
-        name, _, message = error.cause.partition(": ")
-        kind = getattr(errors, name, Exception)
-        if issubclass(kind, USER_ERRORS):
-            return UserError(message)
+        if error.is_user_error:
+            return UserError(error.cause.partition(": ")[2])
+        kind = getattr(errors, error.error_name, Exception)
         return _shown(RecoverableError if issubclass(kind, RECOVERABLE_ERRORS) else TaskFailed, str(error))
     if isinstance(error, SweepFailed):
         return _shown(RecoverableError, str(error)) if error.may_succeed else UserError(str(error))
@@ -92,25 +88,10 @@ def _translate(error: Exception) -> BaseException:
 
 def _shown(kind: type[Exception], text: str) -> Exception:
     """Return an exception with the first line of `text` as its message, and the rest as its one traceback."""
-    first, _, rest = text.partition("\n")
-    details = _screenful(rest)
-    error = kind(_cut(first))
+    details = shorten(text.partition("\n")[2])
+    error = kind(first_line(text))
     state = FlyteContextManager.current_context().execution_state
     if details and hasattr(error, "add_note") and state is not None and not state.is_local_execution():
         error.add_note(details)  # Flyte prints the notes in "Trace:" alone
         return error
-    return kind(f"{_cut(first)}\n{details}") if details else error
-
-
-def _screenful(text: str) -> str:
-    """Return the first and the last lines of `text` if it is longer than a screen."""
-    lines = [_cut(line) for line in text.strip("\n").splitlines()]
-    if len(lines) > MAX_LINES:
-        left_out = len(lines) - MAX_LINES
-        last = lines[-(MAX_LINES - MAX_FIRST_LINES) :]
-        lines = [*lines[:MAX_FIRST_LINES], f"[{left_out} more lines are in the report]", *last]
-    return "\n".join(lines)
-
-
-def _cut(line: str) -> str:
-    return line if len(line) <= MAX_LINE_LENGTH else line[: MAX_LINE_LENGTH - 1] + "…"
+    return kind(f"{first_line(text)}\n{details}") if details else error

@@ -10,12 +10,11 @@ from typing import Annotated, NamedTuple
 from flytekit import HashMethod, task
 from flytekit.types.directory import FlyteDirectory
 
-from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.prepare import describe_data, prepare_data
 from flyte_ddp.recipes import config_of, get_recipe
+from tasks.failures import flyte_errors
 from tasks.inputs import (
     ClusterInput,
-    InputError,
     OptionalCluster,
     OptionalOverrides,
     OptionalSource,
@@ -52,12 +51,10 @@ def prepare(
     cluster: OptionalCluster = None,
 ) -> Prepared:
     """Check and resolve the inputs, and prepare the data of `recipe`, from `source` or the recipe's own."""
-    try:
+    with flyte_errors():
         resolved = config_of(recipe, given(config))
         directory = Path(tempfile.mkdtemp(prefix="data-"))
         prepare_data(get_recipe(recipe, resolved.recipe_options), location(source), directory)
-    except (ConfigError, DataError) as error:
-        raise InputError(str(error)) from error
     return Prepared(
         FlyteDirectory(str(directory)), TrainingOverrides(**dataclasses.asdict(resolved)), cluster or ClusterInput()
     )
