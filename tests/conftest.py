@@ -8,6 +8,7 @@ import uuid
 import psutil
 import pytest
 
+from tests.support import browser
 from tests.support.runs import new_run
 
 
@@ -28,6 +29,15 @@ def finished_run(tmp_path_factory):
         return runs[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory):
+    """One real browser for the tests of all reports."""
+    if browser.CHROMIUM is None:
+        pytest.skip("there is no Chromium here; on Debian: apt-get install chromium")
+    with browser.Browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
 
 
 @pytest.fixture

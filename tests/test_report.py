@@ -253,14 +253,6 @@ PAGES = {
 }
 
 
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Browser]:
-    if browser.CHROMIUM is None:
-        pytest.skip("there is no Chromium here; on Debian: apt-get install chromium")
-    with browser.Browser(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_the_page_opens_without_a_complaint_on_any_screen(chromium: browser.Browser, tmp_path: Path, page: str):
     file = tmp_path / "report.html"

@@ -21,7 +21,7 @@ from flyte_ddp.scaling.study import ScalingRun, Study, choose_timed_batch_sizes,
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides
 from tasks.scaling import build_table
 from tasks.scaling_report import ScalingReport
-from tests.support import browser, sample_run
+from tests.support import sample_run
 
 LATENCY, SECONDS_PER_BYTE, NUM_BYTES = 20e-6, 1 / 1e9, 4_000_000
 STEPS = sample_run.STEPS_PER_EPOCH
@@ -265,19 +265,16 @@ def test_a_report_escapes_what_comes_from_outside_and_says_how_far_it_is():
     assert ">failed<" in page
 
 
-@pytest.mark.skipif(browser.CHROMIUM is None, reason="there is no Chromium here")
-def test_the_page_shows_without_errors_in_a_real_browser(tmp_path):
+def test_the_page_shows_without_errors_in_a_real_browser(chromium, tmp_path):
     report = report_of(study_of_two().runs)
     report.close(None)
     page = tmp_path / "report.html"
     page.write_text(report.render(), encoding="utf-8")
-    (tmp_path / "profile").mkdir()
-    with browser.Browser(tmp_path / "profile") as chromium:
-        assert chromium.open(page, width=1280) == []
-        assert chromium.evaluate("document.querySelectorAll('svg.panel').length") == 7
-        assert chromium.evaluate("document.querySelectorAll('tr.projected').length") == 2
-        assert chromium.open(page, width=390, dark=True) == []
-        assert chromium.evaluate("document.documentElement.scrollWidth") <= 390
+    assert chromium.open(page, width=1280) == []
+    assert chromium.evaluate("document.querySelectorAll('svg.panel').length") == 7
+    assert chromium.evaluate("document.querySelectorAll('tr.projected').length") == 2
+    assert chromium.open(page, width=390, dark=True) == []
+    assert chromium.evaluate("document.documentElement.scrollWidth") <= 390
 
 
 # --- One real study ------------------------------------------------------------------------------------------------

@@ -42,7 +42,6 @@ from tasks.inputs import ClusterInput, InputError, TrainingOverrides, given
 from tasks.report import DeckPublisher
 from tasks.sweep import check_sweep
 from tasks.sweep_report import SweepReport
-from tests.support import browser
 from tests.support.wandb_log import told
 from tests.test_dask import start_scheduler, start_worker  # noqa: F401 - the latter is a fixture
 
@@ -494,14 +493,6 @@ def test_a_column_of_several_types_can_be_stored(tmp_path):
     table = build_table(runs)
     table.to_parquet(tmp_path / "table.parquet")
     assert set(table["recipe_options.sizes"]) == {"[1, 2]", "deep"}
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory):
-    if browser.CHROMIUM is None:
-        pytest.skip("there is no Chromium here; on Debian: apt-get install chromium")
-    with browser.Browser(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
 
 
 def report_of(runs, error=None, closed=True):
