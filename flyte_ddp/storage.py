@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import random
@@ -27,7 +28,7 @@ from typing import Any, TypeVar
 
 import fsspec
 
-from flyte_ddp.errors import ConfigError, StorageDenied, StorageUnavailable
+from flyte_ddp.errors import ConfigError, FileChanged, StorageDenied, StorageUnavailable
 
 T = TypeVar("T")
 
@@ -206,9 +207,12 @@ def _limit_requests(file_system: Any, timeout: float) -> None:
     async def call_within_limit(method: str, *args: Any, **kwargs: Any) -> Any:
         limit = timeout + len(kwargs.get("Body") or b"") / MIN_UPLOAD_RATE
         try:
-            return await asyncio.wait_for(call(method, *args, **kwargs), limit)
+            answer = await asyncio.wait_for(call(method, *args, **kwargs), limit)
         except asyncio.TimeoutError:
             raise ConnectionError(f"no answer to {method} for {limit:.0f} s") from None
+        if method in ("put_object", "upload_part"):
+            file_system.last_upload_at = time.monotonic()
+        return answer
 
     file_system._call_s3 = call_within_limit
 
@@ -311,6 +315,61 @@ class Storage:
     def write(self, name: str, contents: bytes) -> None:
         """Put `contents` at `name`, replacing what was there. No reader ever sees a part of it."""
         self.retry(lambda: self._write(f"{self.root}/{name}", contents))
+
+    def replace(self, name: str, contents: bytes, replaced: bytes) -> None:
+        """Put `contents` at `name` if what is there is still `replaced`; b"" stands for no file.
+
+        On a local disk under a lock, on S3 by a conditional put. A store that has neither leaves the moment between the
+        look and the put, some milliseconds in which the last of two writers wins.
+
+        Raises:
+            FileChanged: another process has replaced it.
+        """
+        if self.is_local:
+            with _locked(os.path.join(self.root, ".lock")):
+                self._check_unchanged(name, replaced)
+                self.write(name, contents)
+            return
+        tag = self.retry(lambda: self._entity_tag(name))  # before the look: if it changes in between, the put fails
+        self._check_unchanged(name, replaced)
+        if "s3" not in self.file_system.protocol:
+            self.write(name, contents)
+            return
+        condition = {"IfMatch": tag} if tag else {"IfNoneMatch": "*"}
+        try:
+            self.retry(lambda: self.file_system.pipe_file(f"{self.root}/{name}", contents, **condition))
+        except OSError as error:
+            status, code = _answer(error)
+            if status == 501 or code == "NotImplemented":  # a store that speaks S3 without this part of it
+                self.write(name, contents)
+            elif not (
+                isinstance(error, (FileNotFoundError, FileExistsError))
+                or status in (404, 409, 412)
+                or code in ("PreconditionFailed", "ConditionalRequestConflict")
+            ):
+                raise
+            elif self.read(name) != contents:  # else this put was sent again after its answer was lost on the way
+                raise FileChanged(f"{self.join(name)} was replaced meanwhile") from error
+
+    def _entity_tag(self, name: str) -> str:
+        self.file_system.invalidate_cache()
+        try:
+            return str(self.file_system.info(f"{self.root}/{name}").get("ETag", ""))
+        except FileNotFoundError:
+            return ""
+
+    def _check_unchanged(self, name: str, replaced: bytes) -> None:
+        try:
+            current = self.read(name)
+        except FileNotFoundError:
+            current = b""
+        if current != replaced:
+            raise FileChanged(f"{self.join(name)} was replaced meanwhile")
+
+    @property
+    def last_upload_at(self) -> float:
+        """When the last upload of this process, or part of one, arrived: monotonic clock; 0 where it is not known."""
+        return float(getattr(self.file_system, "last_upload_at", 0.0))
 
     def _write(self, path: str, contents: bytes) -> None:
         if not self.is_local:
@@ -473,6 +532,15 @@ def fetch_file(url: str, file: str | os.PathLike[str], field: str = "url", timeo
         os.replace(part, file)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """Exclusive file lock among all processes that share the disk; released if the holder dies."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _answer(error: BaseException) -> tuple[int, str]:

@@ -25,6 +25,7 @@ LAYERS = {
     "flyte_ddp.observers": 2,
     "flyte_ddp.recipes": 1,
     "flyte_ddp.cluster": 1,
+    "flyte_ddp.ownership": 1,
     "flyte_ddp.storage": 1,
     "flyte_ddp.source_code": 0,
     "flyte_ddp.config": 0,

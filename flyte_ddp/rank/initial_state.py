@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.errors import ConfigError, StorageUnavailable
 from flyte_ddp.rank.checkpoint import load_state
+from flyte_ddp.storage import STORE_TIMEOUT
 
 # The fields that must stay as they are in the checkpoint. The others may change: more epochs, other intervals, ranks.
 FIXED_BY_CHECKPOINT = (
@@ -63,15 +64,21 @@ def check_same_run(
         )
 
 
-def load_initial_state(model: nn.Module, url: str) -> None:
+def load_initial_state(model: nn.Module, url: str, timeout: float = STORE_TIMEOUT) -> None:
     """Load the weights and buffers of the state dict at `url` into `model`, all of them or none.
 
+    Args:
+        timeout: seconds to wait for a store that cannot be reached.
+
     Raises:
+        StorageUnavailable: the store could not be reached.
         ConfigError: there is no state dict, or not one of this very model; names the keys that do not fit.
     """
     accepted = "accepted is a state dict with exactly the model's keys and shapes"
     try:
-        state = load_state(url)
+        state = load_state(url, timeout)
+    except StorageUnavailable:
+        raise
     except (FileNotFoundError, pickle.UnpicklingError, RuntimeError, EOFError) as error:  # the middle two are torch's
         reason = str(error).partition("\n")[0]
         raise ConfigError(

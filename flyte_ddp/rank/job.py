@@ -20,6 +20,8 @@ class Job:
     launched_at: float  # seconds since the epoch
     initial_state: str = ""  # fsspec URL of the state dict that a new run starts from; "" for fresh weights
     timed_batch_sizes: tuple[int, ...] = ()  # samples per rank and step whose costs are timed after the training
+    run: str = ""  # the same for all attempts of a run, such as Flyte's execution and node; "" for a local run
+    owner: str = ""  # token of the attempt that owns the checkpoints; see flyte_ddp/ownership.py
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed's own, whic
 
 from flyte_ddp import events
 from flyte_ddp.prepare import describe_data
-from flyte_ddp.rank.checkpoint import CheckpointStore, portable, save_state
+from flyte_ddp.rank.checkpoint import CheckpointStore, portable
 from flyte_ddp.rank.data import open_samples
 from flyte_ddp.rank.fast_start import avoid_importing_dynamo
 from flyte_ddp.rank.inspection import layers_of, predictions_of, sample_inputs, shown
@@ -28,7 +28,6 @@ from flyte_ddp.rank.supervision import beat_while_compiling, keep_beating
 from flyte_ddp.rank.trainer import Trainer
 from flyte_ddp.rank.world import World, process_group
 from flyte_ddp.recipes import get_recipe
-from flyte_ddp.storage import Storage
 
 
 def main(job: Job, node: NodeRanks, local_rank: int, listener: socket | None, link: SupervisorLink) -> None:
@@ -74,7 +73,7 @@ def train(job: Job, world: World, node: NodeRanks, link: SupervisorLink) -> None
     model = place_model(recipe.model(), config, world)
 
     # Where to start: at the newest checkpoint, if there is one
-    store = CheckpointStore(job.checkpoints, config.checkpoints_to_keep)
+    store = CheckpointStore(job.checkpoints, config.checkpoints_to_keep, config.store_timeout, job.owner)
     trainer = Trainer(recipe, config, world, model, train, test, store, link, data["fingerprint"], job.initial_state)
     if config.compile:
         beat_while_compiling(lambda: link.beat(trainer.progress.step))
@@ -85,20 +84,16 @@ def train(job: Job, world: World, node: NodeRanks, link: SupervisorLink) -> None
 
     # Go!
     progress = trainer.fit()
-    store.close()
 
     # Results: predictions to look at, the trained weights, and the run's figures
     if world.is_first:
         with shown("predictions"):
             link.emit(events.PredictionsMade(progress.epoch - 1, predictions_of(model, recipe, test, config)))
         link.beat(progress.step)
-        model_state = Storage(job.checkpoints).join(MODEL_STATE)
-        save_state(model_state, portable(model.state_dict()))
+        model_state = store.save_file(MODEL_STATE, portable(model.state_dict()), trainer.beat)
         finished = _run_finished(job, trainer, model_state)
     if job.timed_batch_sizes:
-        costs = time_costs(
-            model, recipe, train, config, world, job.timed_batch_sizes, beat=lambda: link.beat(progress.step)
-        )
+        costs = time_costs(model, recipe, train, config, world, job.timed_batch_sizes, beat=trainer.beat)
         if world.is_first:
             link.emit(costs)
     if world.is_first:

@@ -23,7 +23,7 @@ from socket import socket
 from typing import Any
 
 from flyte_ddp import events
-from flyte_ddp.errors import StopRequested
+from flyte_ddp.errors import StopRequested, StorageUnavailable
 from flyte_ddp.rank.fast_start import keep_freed_memory
 from flyte_ddp.rank.job import Job, NodeRanks, rank_log, rank_stacks
 
@@ -127,7 +127,11 @@ def run_rank(
         else:
             text = traceback.format_exc()
             print(text, file=sys.stderr)  # noqa: T201 - the rank's own log
-            is_consequence = isinstance(error, (RuntimeError, OSError)) and bool(PEER_FAILURE.search(str(error)))
+            is_consequence = (
+                isinstance(error, (RuntimeError, OSError))
+                and not isinstance(error, StorageUnavailable)  # which may also say that a connection was refused
+                and bool(PEER_FAILURE.search(str(error)))
+            )
             link.send("error", type(error).__name__, str(error), text, is_consequence)
     else:
         gc.collect()  # ends loader processes, which would else leave their semaphores to the resource tracker

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from flyte_ddp.events import Event
 from flyte_ddp.rank.fast_start import call_around_compilations
 from flyte_ddp.rank.world import World
+
+T = TypeVar("T")
 
 STOP_CHECK_INTERVAL = 1.0  # seconds between two times that the ranks ask each other whether to stop
 BEAT_INTERVAL = 1.0  # seconds between two reports of progress on behalf of an operation that makes none
@@ -84,3 +87,26 @@ class StopPoll:
         self._last_poll, self._last_time = self._num_calls, now
         self._next_poll = self._num_calls + max(1, round(calls_per_second * STOP_CHECK_INTERVAL))
         return num_requests > 0
+
+
+def run_together(work: Callable[[], T], world: World) -> T:
+    """Return the result of `work()` once every rank's has ended. Every rank calls it.
+
+    `work` runs in a thread, such as to read a large file. Meanwhile the ranks ask each other about once a second if all
+    are done: a rank that waited in a later collective instead would reach its timeout.
+    """
+    done: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="run-together", daemon=True).start()
+    patience = 0.01  # seconds
+    while True:
+        concurrent.futures.wait([done], patience)
+        if not world.sum(float(not done.done()))[0]:
+            return done.result()
+        patience = min(2 * patience, STOP_CHECK_INTERVAL)

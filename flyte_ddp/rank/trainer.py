@@ -28,7 +28,7 @@ from flyte_ddp.rank.loss_watch import REMEDY, LossWatch
 from flyte_ddp.rank.optim import build_optimizer, learning_rate
 from flyte_ddp.rank.parallel import replicate
 from flyte_ddp.rank.progress import MetricSums, Progress
-from flyte_ddp.rank.supervision import StopPoll, Supervisor
+from flyte_ddp.rank.supervision import StopPoll, Supervisor, run_together
 from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import Recipe
 
@@ -87,6 +87,7 @@ class Trainer:
         Raises:
             NonFiniteLoss: names the step and the epoch.
             StopRequested: the supervisor asked to stop; a checkpoint has the progress.
+            StorageUnavailable: the store has been away for `store_timeout`.
             CheckpointError: a checkpoint could not be written.
         """
         while self.progress.epoch <= self.config.epochs:
@@ -94,7 +95,7 @@ class Trainer:
             evaluation = self.evaluate()
             finished = self._finish_epoch(sums, own_seconds, evaluation)
             self.save_checkpoint(best=finished is self.progress.best)
-        self.store.wait()
+        self.store.wait(self.beat)
         return self.progress
 
     def train_epoch(self) -> tuple[MetricSums, float]:
@@ -132,7 +133,8 @@ class Trainer:
             epoch_sums.add(loss_sum, shard)
             log_sums.add(loss_sum, shard)
             self.first_step_at = self.first_step_at or time.time()
-            self.supervisor.beat(progress.step)
+            self.beat()
+            self.store.check()
             if is_logged:
                 self._report_step(log_sums, gradient_norm)
                 log_sums = self._new_sums()
@@ -141,7 +143,7 @@ class Trainer:
                 self._update_progress(epoch_sums, earlier)
                 self.save_checkpoint(best=False)
             if stops:
-                self.store.wait()
+                self.store.wait(self.beat)
                 raise StopRequested
         self._update_progress(epoch_sums, earlier)
         return epoch_sums, own_seconds / max(1, epoch_sums.num_steps)
@@ -158,13 +160,13 @@ class Trainer:
 
         def on_batch() -> None:
             nonlocal is_saved
-            self.supervisor.beat(self.progress.step)
+            self.beat()
             stops = poll.stop_agreed()
             if not is_saved and (stops or time.perf_counter() - started > LONG_EVALUATION):
                 self.save_checkpoint(best=False)
                 is_saved = True
             if stops:
-                self.store.wait()
+                self.store.wait(self.beat)
                 raise StopRequested
 
         result = evaluate(self.evaluated_model, self.recipe, self.test, self.config, self.world, on_batch)
@@ -204,19 +206,29 @@ class Trainer:
             ConfigError: the checkpoint belongs to a run with other data, other hyperparameters or another initial
                 state; the initial state is not one of this model.
             CheckpointError: this rank cannot read what rank 0 could.
+            StorageUnavailable: the store has been away for `store_timeout`.
         """
-        state, url, skipped = self.store.load_latest() if self.world.is_first else (None, "", [])
+        load_latest = self.store.load_latest if self.world.is_first else lambda: (None, "", [])
+        state, url, skipped = run_together(load_latest, self.world)
         # If each rank chose, one that failed to read the newest would quietly train from older weights.
         step = int(self.world.sum(state["progress"]["step"] if state else 0)[0])
         if step:
-            state, place = state or self.store.load(step), url or self.store.storage.url
+            place = url or self.store.storage.url
+            state = run_together(lambda: state or self.store.load(step), self.world)
             check_same_run(state, place, self.config, self.data_fingerprint, self.initial_state)
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.progress = Progress.from_dict(state["progress"])
         elif self.initial_state:
-            load_initial_state(self.model, self.initial_state)
+            run_together(
+                lambda: load_initial_state(self.model, self.initial_state, self.config.store_timeout),
+                self.world,
+            )
         return url, skipped
+
+    def beat(self) -> None:
+        """Report that this rank makes progress."""
+        self.supervisor.beat(self.progress.step)
 
     def _new_sums(self) -> MetricSums:
         return MetricSums(torch.zeros((), dtype=torch.float64, device=self.world.device))

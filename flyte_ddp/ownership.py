@@ -1,0 +1,198 @@
+"""Who may write to a run's place: one run at a time, named by a token in `owner.json`.
+
+Two runs in one place would delete each other's checkpoints. So the process that starts a run takes the place before
+anything is written there, renews its sign of life, and releases the place at the end. Rank 0 compares the token before
+everything that it writes or deletes: a process that was replaced, but lives on somewhere, changes nothing any more.
+
+An owner is over if it released the place, if it is an earlier attempt of the same run (Flyte retries a node under the
+same name), if its process is gone from this very machine, or if its sign of life is too old. Only the last of these
+compares two machines' clocks, which may differ by `CLOCK_MARGIN`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from flyte_ddp.errors import ConfigError, FileChanged, StorageUnavailable
+from flyte_ddp.storage import Storage, redact_url
+
+OWNER = "owner.json"
+BEAT_INTERVAL = 20.0  # seconds between two signs of life
+CLOCK_MARGIN = 120.0  # seconds by which the clocks of two machines may differ
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The contents of `owner.json`."""
+
+    token: str  # another one for each attempt
+    run: str  # the same for all attempts of a run: Flyte's execution and node; "" for a local run
+    host: str
+    machine: str  # names the kernel and the process namespace that `pid` belongs to
+    pid: int
+    process_started_at: float  # seconds since the epoch; a process number is used again
+    since: str  # UTC, ISO 8601
+    beat_at: float  # last sign of life, seconds since the epoch by the owner's clock
+    lease: float  # seconds without a sign of life for which the owner may still be alive
+    released: bool = False
+
+    def is_over(self, run: str) -> bool:
+        """Tell if this owner has provably ended, as seen by an attempt of `run`."""
+        if self.released or (run and self.run == run):
+            return True
+        if self.machine == _machine():
+            return not _is_alive(self.pid, self.process_started_at)
+        return time.time() - self.beat_at > self.lease + CLOCK_MARGIN
+
+    def __str__(self) -> str:
+        return f"{f'run {self.run}' if self.run else f'process {self.pid}'} on {self.host} since {self.since}"
+
+
+class Ownership:
+    """As a context manager: the place at `url` belongs to this run inside the block.
+
+    Args:
+        run: names the run, the same for all its attempts; "" for a local run, which is its process.
+        store_timeout: seconds that the run itself waits for a store that is away: it may be alive without a sign of
+            life for that long.
+
+    Raises:
+        ConfigError: the place belongs to another run, which is not provably over.
+        StorageUnavailable, StorageDenied: the place cannot be read or written.
+    """
+
+    def __init__(self, url: str, run: str, store_timeout: float) -> None:
+        self._storage = Storage(url, timeout=store_timeout)
+        self._beats = Storage(url, timeout=0)
+        self._owner = Owner(
+            token=uuid.uuid4().hex,
+            run=run,
+            host=socket.gethostname(),
+            machine=_machine(),
+            pid=os.getpid(),
+            process_started_at=_started_at(os.getpid()),
+            since=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            beat_at=time.time(),
+            lease=store_timeout + 3 * BEAT_INTERVAL,
+        )
+        self._written = b""  # what this process put there last
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+
+    @property
+    def token(self) -> str:
+        return self._owner.token
+
+    def renew(self) -> str:
+        """Return a new token, which ends the right of ranks with an earlier one to write. For every attempt of a gang.
+
+        Raises:
+            ConfigError, StorageUnavailable, StorageDenied: as the class; also if a later attempt has the place now.
+        """
+        with self._lock:
+            self._take(dataclasses.replace(self._owner, token=uuid.uuid4().hex, beat_at=time.time()), is_first=False)
+        return self.token
+
+    def __enter__(self) -> Ownership:
+        with self._lock:
+            self._take(self._owner, is_first=True)
+        threading.Thread(target=self._beat, name="ownership", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        with self._lock, contextlib.suppress(Exception):  # to end a run well is worth more than to say so
+            self._put(self._beats, dataclasses.replace(self._owner, beat_at=time.time(), released=True))
+
+    def _take(self, owner: Owner, is_first: bool) -> None:
+        """Write `owner` over whatever may be written over."""
+        while True:
+            self._written, other = read_owner(self._storage)
+            is_ours = other is not None and other.token == self.token
+            if other and not is_ours and not (is_first and other.is_over(owner.run)):
+                quiet = max(0.0, time.time() - other.beat_at)
+                raise ConfigError(
+                    f"checkpoints: expected a place of this run's own, got {redact_url(self._storage.url)}, which "
+                    f"belongs to {other}; its last sign of life is {quiet:.0f} s old, and its right ends after "
+                    f"{other.lease + CLOCK_MARGIN:.0f} s without one. If it is over, delete {OWNER} there"
+                )
+            with contextlib.suppress(FileChanged):  # another process was quicker: look again
+                self._put(self._storage, owner)
+                return
+
+    def _put(self, storage: Storage, owner: Owner) -> None:
+        contents = json.dumps(dataclasses.asdict(owner), indent=1).encode()
+        storage.replace(OWNER, contents, self._written)
+        self._owner, self._written = owner, contents
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_INTERVAL):
+            # A store that is away is what the lease is for.
+            with self._lock, contextlib.suppress(StorageUnavailable, ConfigError):
+                if self._ended.is_set():
+                    return
+                try:
+                    self._put(self._beats, dataclasses.replace(self._owner, beat_at=time.time()))
+                except FileChanged:
+                    # By another run, which rank 0 finds out before it writes; or the answer to our own put was lost.
+                    contents, owner = read_owner(self._beats)
+                    if owner and owner.token == self.token:
+                        self._written = contents
+
+
+def read_owner(storage: Storage) -> tuple[bytes, Owner | None]:
+    """Return the contents of `owner.json`, b"" for no file, and what they say; None where they name no owner."""
+    try:
+        contents = storage.read(OWNER)
+    except FileNotFoundError:
+        return b"", None
+    names = {field.name for field in dataclasses.fields(Owner)}
+    try:
+        return contents, Owner(**{name: value for name, value in json.loads(contents).items() if name in names})
+    except (ValueError, TypeError, AttributeError):
+        return contents, None
+
+
+def check_owner(storage: Storage, token: str) -> None:
+    """Raise ConfigError if the place of `storage` does not belong to the run with this token any more."""
+    _, owner = read_owner(storage)
+    if owner and (owner.token != token or owner.released):
+        raise ConfigError(
+            f"checkpoints: {redact_url(storage.url)} belongs to {owner} now, so this process writes nothing more there"
+        )
+
+
+def _machine() -> str:
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # Linux: a reboot, and another container, have other processes
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)
+
+
+def _started_at(pid: int) -> float:
+    import psutil  # type: ignore[import-untyped]
+
+    return float(psutil.Process(pid).create_time())
+
+
+def _is_alive(pid: int, started_at: float) -> bool:
+    import psutil
+
+    try:
+        is_zombie = psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        return not is_zombie and abs(_started_at(pid) - started_at) < 2.0  # a clock that was set moves it a little
+    except psutil.NoSuchProcess:
+        return False
