@@ -27,6 +27,18 @@ STEP_SECONDS = "0.4"  # an epoch is long enough to be met in the middle
 # What the driver needs that the image does not have: the tests' own code, and this checkout's version of the package.
 CODE = ["flyte_ddp", "tests/__init__.py", "tests/support/runs.py", "tests/support/recipes.py"]
 CODE += ["tests/kubernetes/__init__.py", "tests/kubernetes/driver.py"]
+ONE_WORKER_TO_A_NODE = {
+    "affinity": {
+        "podAntiAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": [
+                {
+                    "labelSelector": {"matchLabels": {"dask.org/component": "worker"}},
+                    "topologyKey": "kubernetes.io/hostname",
+                }
+            ]
+        }
+    }
+}
 DEATH_NOTICED = 10  # seconds
 SILENCE_NOTICED = 30  # seconds; with node_timeout at its default
 
@@ -142,7 +154,7 @@ class Bereaved:
 
 @pytest.fixture(scope="module")
 def bereaved(start: Callable[..., Driver], namespace: Namespace) -> Bereaved:
-    driver = start("bereaved", "undisturbed", "bereaved")
+    driver = start("bereaved", "undisturbed", "bereaved", pod_template=ONE_WORKER_TO_A_NODE)
     driver.wait_for_step("undisturbed", 3)
     pods = driver.pods("worker")
     driver.wait_for_step("bereaved", 3)
@@ -182,21 +194,7 @@ def reserved_for_workers(node: str) -> Iterator[dict[str, Any]]:
     taint = "flyte-ddp.test/workers-only"
     kubectl("taint", "node", node, f"{taint}=:NoSchedule")
     try:
-        yield {
-            "tolerations": [{"key": taint, "operator": "Exists"}],
-            "pod_template": {
-                "affinity": {
-                    "podAntiAffinity": {
-                        "requiredDuringSchedulingIgnoredDuringExecution": [
-                            {
-                                "labelSelector": {"matchLabels": {"dask.org/component": "worker"}},
-                                "topologyKey": "kubernetes.io/hostname",
-                            }
-                        ]
-                    }
-                }
-            },
-        }
+        yield {"tolerations": [{"key": taint, "operator": "Exists"}], "pod_template": ONE_WORKER_TO_A_NODE}
     finally:
         kubectl("taint", "node", node, f"{taint}-")
 
