@@ -38,8 +38,8 @@ from flyte_ddp.sweep.results import (
 )
 from flyte_ddp.sweep.runner import train_trials
 from flyte_ddp.sweep.search import EarlyStopping, build_trials
+from tasks.deck import DeckPublisher
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides, given
-from tasks.report import DeckPublisher
 from tasks.sweep import check_sweep
 from tasks.sweep_report import SweepReport
 from tests.support.wandb_log import told
