@@ -4,9 +4,10 @@ RECIPE ?= digits
 PROCESSES ?= 2
 CONFIG ?= {}
 DATA ?=
-IMAGE ?= flyte-ddp:dev
 VENV := .venv
 BIN := $(VENV)/bin
+# What settings.toml names; for tests on a cluster, else a name for this machine alone.
+IMAGE ?= $(or $(shell $(BIN)/python -m tasks image 2>/dev/null),flyte-ddp:dev)
 # uv is used where it is on the path; else it is installed beside the environment. It installs in seconds what takes pip
 # minutes, and resolves torch and torchvision to matching builds. It compiles them at once: where PYTHONDONTWRITEBYTECODE is
 # set, every process would else compile torch anew, which takes longer than everything else a rank does before it trains.
@@ -77,10 +78,10 @@ format: $(INSTALLED)  ## let ruff mend what it can
 bench: $(INSTALLED)  ## compare with alternatives: ratios, each pair measured in one run; ONLY="start recovery" for some rows
 	$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY))
 
-image:  ## the image for tasks, driver, scheduler and workers
+image: $(INSTALLED)  ## the image for tasks, driver, scheduler and workers, as settings.toml or IMAGE names it
 	docker build --build-arg IMAGE=$(IMAGE) -t $(IMAGE) .
 
-register: $(INSTALLED)  ## all workflows with Flyte; deploy/register.sh lists REGISTRY, DRY_RUN=1, ACTIVATE=retrain_nightly
+register: $(INSTALLED)  ## all workflows with Flyte, by settings.toml; DRY_RUN=1, ACTIVATE=retrain_nightly
 	PATH="$(abspath $(BIN)):$$PATH" deploy/register.sh
 
 requirements: | $(UV)  ## pin the newest packages that fit pyproject.toml, for all platforms and Python versions

@@ -1,41 +1,41 @@
 #!/usr/bin/env bash
 # Register all tasks, workflows and launch plans with the Flyte that flytekit's own configuration names.
 #
-#   make register REGISTRY=registry.example.com DRY_RUN=1
-#   make register REGISTRY=registry.example.com GPUS=4 NOTIFY_EMAILS=team@example.com ACTIVATE="retrain_nightly"
+#   make register DRY_RUN=1
+#   make register IMAGE=registry.example.com/flyte-ddp:1 GPUS=4 ACTIVATE="retrain_nightly"
 #
-# The image must be there before anything runs: make image IMAGE=registry.example.com/flyte-ddp:VERSION, and push it. Its
-# code is what runs, so none is shipped beside it. What else is read from the environment: tasks/resources.py,
-# tasks/registration.py.
+# settings.toml names the image and everything else that tasks and launch plans are registered with. The image must be
+# there before anything runs: make image, and push it. Its code is what runs, so none is shipped beside it; a task that
+# finds other code in it than was registered ends and says so.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-VERSION=${VERSION:-$(git describe --always --dirty)}            # a version, once registered, cannot be changed
-IMAGE=${IMAGE:-${REGISTRY:+$REGISTRY/}flyte-ddp:$VERSION}       # its name; IMAGE gives another
-PROJECT=${PROJECT:-flytesnacks}
-DOMAIN=${DOMAIN:-development}
-SERVICE_ACCOUNT=${SERVICE_ACCOUNT:-flyte-ddp}                   # of deploy/rbac.yaml; what launch plans run as
 DRY_RUN=${DRY_RUN:-0}                                           # 1: say what would be registered, and reach nobody
-ACTIVATE=${ACTIVATE:-}                                          # launch plans whose schedules are to start with this version
-
 case $DRY_RUN in
   0) flags=() ;;
   1) flags=(--dry-run) ;;
-  *) echo "DRY_RUN: '$DRY_RUN' is not a switch; accepted are 0 and 1" >&2; exit 2 ;;
+  *) echo "DRY_RUN: expected 0 or 1, got '$DRY_RUN'" >&2; exit 2 ;;
 esac
+ACTIVATE=${ACTIVATE:-}                                          # launch plans whose schedules are to start with this version
 for plan in $ACTIVATE; do
   if ! grep -q "^        (\"$plan\", " workflows/retrain.py; then
-    echo "ACTIVATE: '$plan' is no launch plan; accepted are those of the table in workflows/retrain.py" >&2
+    echo "ACTIVATE: expected launch plans of the table in workflows/retrain.py, got '$plan'" >&2
     exit 2
   fi
 done
+image=$(python -m tasks image)
+version=${VERSION:-$(python -m tasks version)}                  # cannot be changed once registered: it counts code and settings
+PROJECT=${PROJECT:-flytesnacks}
+DOMAIN=${DOMAIN:-development}
+SERVICE_ACCOUNT=${SERVICE_ACCOUNT:-flyte-ddp}                   # of deploy/rbac.yaml; what launch plans run as
 
-pyflyte register --project "$PROJECT" --domain "$DOMAIN" --version "$VERSION" --image "$IMAGE" \
+pyflyte register --project "$PROJECT" --domain "$DOMAIN" --version "$version" --image "$image" \
   --service-account "$SERVICE_ACCOUNT" --copy none ${flags[@]+"${flags[@]}"} workflows
 for plan in $ACTIVATE; do
   if [[ $DRY_RUN == 1 ]]; then
-    echo "$plan would be activated as version $VERSION"
+    echo "$plan would be activated as version $version"
   else
-    pyflyte launchplan --project "$PROJECT" --domain "$DOMAIN" --activate "$plan" "$VERSION"
+    pyflyte launchplan --project "$PROJECT" --domain "$DOMAIN" --activate "$plan" "$version"
   fi
 done
+echo "version $version, image $image"

@@ -23,7 +23,6 @@ from flyte_ddp.cluster.connect import worker_end
 from flyte_ddp.cluster.kubernetes import api, lifecycle
 from flyte_ddp.cluster.kubernetes.manifest import (
     Driver,
-    as_cluster_name,
     cluster_name,
     cluster_spec,
     merge_pod,
@@ -289,17 +288,16 @@ def test_merging_changes_neither_side() -> None:
 @pytest.mark.parametrize(
     "execution_id", ["f3a9", "a" * 200, "Ünïcode_and/Slashes!", "-", "", "9starts-with-a-digit", "x" * 39, "x-" * 30]
 )
-@pytest.mark.parametrize("attempt", [0, 12])
-def test_cluster_names_are_labels_that_leave_room_for_the_operator(execution_id: str, attempt: int) -> None:
-    name = cluster_name(execution_id, attempt)
+def test_cluster_names_are_labels_that_leave_room_for_the_operator(execution_id: str) -> None:
+    name = cluster_name(execution_id)
     assert DNS_1035.fullmatch(name)
     assert len(name) <= 53
-    assert name == cluster_name(execution_id, attempt) == as_cluster_name(name)
+    assert name == cluster_name(execution_id) == cluster_name(name)
 
 
 def test_cluster_names_differ_where_anything_differs() -> None:
-    arguments = [("a" * 80 + "b", 0), ("a" * 80 + "c", 0), ("a", 0), ("A", 0), ("a", 1), ("a/1", 0), ("a-1", 0)]
-    assert len({cluster_name(*each) for each in arguments}) == len(arguments)
+    names = ["a" * 80 + "b", "a" * 80 + "c", "a", "A", "a/1", "a-1", "a-1-0"]
+    assert len({cluster_name(each) for each in names}) == len(names)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -67,7 +68,7 @@ class Package:
 
 
 def clean_environment(**changes):
-    ours = ("SANDBOX", "GPUS", "GPU_TYPE", "NOTIFY_EMAILS", "RETRAIN_INPUTS")
+    ours = ("SANDBOX", "GPUS", "GPU_TYPE", "NOTIFY_EMAILS", "RETRAIN_INPUTS", "IMAGE", "VERSION")
     kept = {name: value for name, value in os.environ.items() if name not in ours and not name.startswith("WANDB_")}
     return {**kept, **changes}
 
@@ -282,6 +283,56 @@ def test_what_is_retrained_comes_from_the_environment(package):
         assert ("config" in package.launch_plans[name].fixed_inputs.literals) == is_given
 
 
+def remote_command(name, package):
+    """Return flytekit's command for a registered launch plan, with the interface as Flyte hands it out."""
+    from flytekit.clis.sdk_in_container.run import DynamicEntityLaunchCommand, RunLevelParams
+    from flytekit.models.interface import TypedInterface
+    from flytekit.models.launch_plan import LaunchPlan
+    from flytekit.remote.entities import FlyteLaunchPlan
+    from rich_click import RichContext
+
+    spec = package.launch_plans[name]
+    command = DynamicEntityLaunchCommand(name, "", name, DynamicEntityLaunchCommand.LP_LAUNCHER)
+    model = LaunchPlan.from_flyte_idl(launch_plan_pb2.LaunchPlan(spec=spec))
+    command._entity = FlyteLaunchPlan.promote_from_model(model.id, model.spec)
+    interface = package.workflows[spec.workflow_id.name].template.interface
+    command._entity._interface = TypedInterface.from_flyte_idl(interface)
+    return command, RunLevelParams.from_dict({"project": "p", "domain": "d"}), RichContext
+
+
+def test_flytekits_remote_commands_can_build_the_options_of_every_launch_plan(package):
+    assert len(package.launch_plans) > len(SCHEDULES)  # each workflow has one of its own
+    for name, spec in package.launch_plans.items():
+        command, parameters, context_of = remote_command(name, package)
+        context = context_of(command, info_name=name, obj=parameters)
+        options = {option.name for option in command.get_params(context)}
+        assert options >= set(spec.default_inputs.parameters) - set(spec.fixed_inputs.literals), name
+        assert command.get_help(context), name
+
+
+def test_a_launch_plan_starts_by_hand_as_documented(package):
+    """`pyflyte run remote-launchplan retrain_by_hand:VERSION --kickoff_time now`, up to what reaches Flyte."""
+
+    class Client:
+        def create_execution(self, project, domain, name, spec, inputs):
+            self.inputs = inputs.literals
+            raise SystemExit
+
+        def get_upload_signed_url(self):
+            raise AssertionError
+
+    command, parameters, _ = remote_command("retrain_by_hand", package)
+    remote = parameters.remote_instance()
+    remote._client, remote._client_initialized = Client(), True
+    with pytest.raises(SystemExit):
+        command.main(["--kickoff_time", "now"], obj=parameters, standalone_mode=False)
+    given = {name: literal.to_flyte_idl() for name, literal in remote._client.inputs.items()}
+    assert given["kickoff_time"].scalar.primitive.HasField("datetime")
+    assert not set(given) & set(package.launch_plans["retrain_by_hand"].fixed_inputs.literals)
+    for name in {"config", "cluster"} & set(given):
+        assert given[name].scalar.union.value.scalar.HasField("none_type")
+
+
 def test_launch_plans_run_as_the_service_account_of_their_registration():
     from flytekit.configuration import Image, ImageConfig, SerializationSettings
     from flytekit.core.options import Options
@@ -331,10 +382,10 @@ def register(tmp_path, *, with_pyflyte=False, **environment):
     stub = tmp_path / "pyflyte"
     stub.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')
     stub.chmod(0o755)
-    path = f"{BIN if with_pyflyte else tmp_path}{os.pathsep}{os.environ['PATH']}"
+    path = os.pathsep.join(str(place) for place in (BIN if with_pyflyte else tmp_path, BIN, os.environ["PATH"]))
     done = subprocess.run(
         [REPOSITORY / "deploy" / "register.sh"],
-        env=clean_environment(**{"PATH": path, "VERSION": "7", **environment}),
+        env=clean_environment(**{"PATH": path, **environment}),
         capture_output=True,
         text=True,
         timeout=180,
@@ -342,41 +393,47 @@ def register(tmp_path, *, with_pyflyte=False, **environment):
     return done, calls.read_text().splitlines() if calls.exists() else []
 
 
-def test_register_names_the_image_after_the_version_and_activates_what_it_is_told(tmp_path):
-    done, calls = register(
-        tmp_path, REGISTRY="registry.example.com", PROJECT="p", DOMAIN="production", ACTIVATE="retrain_nightly"
-    )
+def test_register_takes_image_and_version_from_the_settings_and_activates_what_it_is_told(tmp_path):
+    done, calls = register(tmp_path, IMAGE=IMAGE, PROJECT="p", DOMAIN="production", ACTIVATE="retrain_nightly")
     assert done.returncode == 0, done.stderr
+    version = re.search(r"^version (7-[0-9a-f]{8}), image registry", done.stdout, re.MULTILINE)[1]
     assert calls == [
-        "register --project p --domain production --version 7 --image registry.example.com/flyte-ddp:7 "
+        f"register --project p --domain production --version {version} --image {IMAGE} "
         "--service-account flyte-ddp --copy none workflows",
-        "launchplan --project p --domain production --activate retrain_nightly 7",
+        f"launchplan --project p --domain production --activate retrain_nightly {version}",
     ]
+    (tmp_path / "calls").unlink()
+    done, calls = register(tmp_path, IMAGE=IMAGE, SANDBOX="1")
+    assert f"--version {version}" not in calls[0]  # the same code with other settings
 
 
-def test_register_activates_nothing_by_default_and_takes_another_image(tmp_path):
-    _, (call,) = register(tmp_path, IMAGE="other:1", SERVICE_ACCOUNT="me")
-    assert "--image other:1 --service-account me" in call
+def test_register_activates_nothing_by_default_and_takes_another_version(tmp_path):
+    _, (call,) = register(tmp_path, IMAGE="other:1", VERSION="7", SERVICE_ACCOUNT="me")
+    assert "--version 7 --image other:1 --service-account me" in call
 
 
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({"ACTIVATE": "1"}, "ACTIVATE: '1' is no launch plan"),
-        ({"ACTIVATE": "retrain_nightly retrain_daily"}, "ACTIVATE: 'retrain_daily' is no launch plan"),
-        ({"DRY_RUN": "yes"}, "DRY_RUN: 'yes' is not a switch"),
+        ({"ACTIVATE": "1"}, "ACTIVATE: expected launch plans of the table in workflows/retrain.py, got '1'"),
+        ({"ACTIVATE": "retrain_nightly retrain_daily"}, "got 'retrain_daily'"),
+        ({"DRY_RUN": "yes"}, "DRY_RUN: expected 0 or 1, got 'yes'"),
+        ({"IMAGE": ""}, "image: expected the name of your image in settings.toml, in IMAGE or by --image, got none"),
     ],
 )
 def test_register_refuses_before_it_reaches_anybody(tmp_path, environment, said):
-    done, calls = register(tmp_path, **environment)
-    assert (done.returncode, calls) == (2, [])
+    done, calls = register(tmp_path, **{"IMAGE": IMAGE, **environment})
+    assert done.returncode in (1, 2)
+    assert calls == []
     assert said in done.stderr
 
 
 @pytest.mark.slow
 def test_a_dry_run_needs_no_flyte_and_lists_everything(tmp_path):
-    done, _ = register(tmp_path, with_pyflyte=True, DRY_RUN="1", ACTIVATE="retrain_weekly", SANDBOX="1")
+    done, _ = register(
+        tmp_path, with_pyflyte=True, DRY_RUN="1", ACTIVATE="retrain_weekly", SANDBOX="1", IMAGE=IMAGE, VERSION="7"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     for name in (*(f"Task: {name}" for name in KNOWN), *(f"Launch Plan: {name}" for name in SCHEDULES)):
         assert f"{name} (Dry run Mode)" in done.stdout
-    assert done.stdout.endswith("retrain_weekly would be activated as version 7\n")
+    assert done.stdout.endswith(f"retrain_weekly would be activated as version 7\nversion 7, image {IMAGE}\n")

@@ -156,7 +156,7 @@ class Execution:
 
     def read(self, url: str) -> str:
         """Return the text of an object in the store of Flyte's outputs."""
-        signed = self.remote.client.get_download_signed_url(url).signed_url[0]
+        signed = self.remote.client.get_download_signed_url(url).signed_url
         with urllib.request.urlopen(signed, timeout=30) as answer:
             return str(answer.read().decode())
 

@@ -14,10 +14,9 @@ from flytekit.remote import FlyteRemote
 
 from tests.flyte.conftest import DOMAIN, IMAGE, PROJECT, Checkout, Execution, eventually, items, kubectl
 from tests.support.checkout import REPOSITORY, copy_repository
-from tests.support.image_store import image_tree, write_tree
 
 PROBLEM = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|Traceback|Unclosed|not provided")
-LONG = json.dumps({"epochs": 400})  # minutes, on two cores
+DIGITS = str.maketrans("0123456789", "ghijklmnop")
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +28,12 @@ def version(checkout: Checkout, unique: str) -> str:
 
 @pytest.fixture(scope="module")
 def trained(checkout: Checkout, tmp_path_factory: pytest.TempPathFactory, unique: str) -> Execution:
-    """A run on one node with images of this machine's own."""
-    # The run's own number of images: another run of the tests must not find this one in Flyte's cache.
-    count = 4 + int(unique, 16) % 20
-    data = write_tree(image_tree(count=count), tmp_path_factory.mktemp("images"))
-    config = json.dumps({"epochs": 2, "global_batch_size": 8, "recipe_options": {"image_size": 64}})
-    return checkout.train("--recipe", "image_folder", "--data", data, "--config", config)
+    """A run on one node with a file of this machine's own; other runs of the tests have other names in it."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    names = [f"{first}{second}{third}o" for first in letters for second in "aeiou" for third in letters[:10]]
+    file = tmp_path_factory.mktemp("names") / "names.txt"
+    file.write_text("\n".join([*names, *(f"{unique.translate(DIGITS)}{name}" for name in names[:20])]))
+    return checkout.train("--recipe", "pet_names", "--data", str(file), "--config", json.dumps({"epochs": 2}))
 
 
 def assert_quiet(execution: Execution) -> None:

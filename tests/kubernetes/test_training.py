@@ -40,6 +40,7 @@ ONE_WORKER_TO_A_NODE = {
     }
 }
 DEATH_NOTICED = 10  # seconds
+STORE_OUTAGE = 60  # seconds
 SILENCE_NOTICED = 30  # seconds; with node_timeout at its default
 
 
@@ -106,7 +107,6 @@ def start(namespace: Namespace, store: Store, code: None) -> Callable[..., Drive
             "cluster": small_cluster(
                 image="",  # as of the driver's own pod
                 env={"STEP_SECONDS": STEP_SECONDS},
-                env_from_secrets=["storage"],
                 **cluster,
             ),
             "runs": [
@@ -186,6 +186,27 @@ def test_a_deleted_worker_pod_costs_nothing_but_time(bereaved: Bereaved, store: 
     disturbed, undisturbed = store.state("bereaved"), store.state("undisturbed")
     assert disturbed.keys() == undisturbed.keys()
     assert all(torch.equal(disturbed[name], undisturbed[name]) for name in disturbed)
+
+
+@pytest.mark.parametrize("outage", ["refusing", "hanging"])
+def test_a_store_that_is_away_in_mid_training_and_at_a_restart_costs_nothing_but_time(
+    start: Callable[..., Driver], namespace: Namespace, store: Store, bereaved: Bereaved, outage: str
+) -> None:
+    driver = start(outage, outage)
+    driver.wait_for_step(outage, 3)
+    pod = driver.pods("worker")[0]["metadata"]["name"]
+    with getattr(store, outage)():
+        gone_at = time.time()
+        step = driver.said(run=outage, event="StepFinished")[-1]["step"]
+        driver.wait_for(run=outage, event="StepFinished", step=step + 4)  # the training does not wait for the store
+        namespace.kubectl("delete", "pod", pod, "--wait=false")
+        time.sleep(max(0.0, gone_at + STORE_OUTAGE - time.time()))
+        assert namespace.phase(outage) == "Running", namespace.log(outage)
+    driver.succeeded()
+    assert driver.said(run=outage, event="RunStarted")[-1]["resumed_step"] > 0
+    state, undisturbed = store.state(outage), store.state("undisturbed")
+    assert all(torch.equal(state[name], undisturbed[name]) for name in undisturbed)
+    assert len(namespace.log(outage)) < 100_000
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.cluster.kubernetes.manifest import GROUP, PLURAL, VERSION, Driver, as_cluster_name
+from flyte_ddp.cluster.kubernetes.manifest import GROUP, PLURAL, VERSION, Driver, cluster_name
 from flyte_ddp.errors import OUT_OF_MEMORY, ClusterError
 
 REQUEST_TIMEOUT = 10.0  # seconds, of one request to the API server
@@ -91,7 +91,7 @@ def explain(config: ClusterConfig, run_name: str) -> str:
     """Return what the cluster's unready pods wait for, and which could not be created, in sentences."""
     from kubernetes.client import ApiException
 
-    name, namespace = as_cluster_name(run_name), target_namespace(config)
+    name, namespace = cluster_name(run_name), target_namespace(config)
     try:
         pods = [pod for pod in pods_of(name, namespace) if not is_ready(pod)]
         events = call("CoreV1Api", "list_namespaced_event", namespace, patience=0).items

@@ -38,7 +38,7 @@ from flyte_ddp.cluster.kubernetes.manifest import (
     SCHEDULER_PORT,
     VERSION,
     Driver,
-    as_cluster_name,
+    cluster_name,
     cluster_spec,
     network_policy,
     scheduler_name,
@@ -66,7 +66,7 @@ def kube_cluster(config: ClusterConfig, run_name: str, deadline: float) -> Itera
     its pod is deleted, or until `idle_timeout` seconds after its last sign of life.
 
     Args:
-        run_name: the cluster's name is `cluster_name` of it, or it is such a name already.
+        run_name: the cluster's name is `cluster_name` of it.
         deadline: on time.monotonic's clock, for the whole start.
 
     Raises:
@@ -76,7 +76,7 @@ def kube_cluster(config: ClusterConfig, run_name: str, deadline: float) -> Itera
     """
     from kubernetes.client import ApiException
 
-    name = as_cluster_name(run_name)
+    name = cluster_name(run_name)
     with terminate_on_sigterm():
         try:
             driver = driver_pod()

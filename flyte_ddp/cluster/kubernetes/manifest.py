@@ -1,4 +1,4 @@
-"""What is asked of Kubernetes, as pure functions: the cluster's name, and the DaskCluster for the operator."""
+"""The objects that a run creates in Kubernetes, as pure functions: the cluster's name, its DaskCluster, its policy."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MANAGED_BY = {"app.kubernetes.io/managed-by": "flyte-ddp"}
 SCHEDULER_PORT, DASHBOARD_PORT = 8786, 8787
 MAX_NAME_LENGTH = 53  # the operator appends "-scheduler", and a Service's name ends at 63
 
-# The scheduler's own routes, and the one by which the operator asks whether it is idle. Without that route the operator
-# sets an idle time-out inside the scheduler, which then closes itself while it works.
+# The scheduler's own routes, and the first one, by which the operator asks whether it is idle. Without that route the
+# operator sets an idle timeout inside the scheduler, which then closes itself while it works.
 SCHEDULER_ROUTES = [
     "distributed.http.scheduler.api",
     "distributed.http.scheduler.prometheus",
@@ -28,11 +28,11 @@ SCHEDULER_ROUTES = [
     "distributed.http.proxy",
     "distributed.http.statics",
 ]
-# All that pods may write to, beside a worker's /dev/shm: their root file systems are read-only.
+# The only writable directory, besides a worker's /dev/shm: the root file systems are read-only.
 TEMPORARY_MOUNT = {"name": "temporary", "mountPath": "/tmp"}
 TEMPORARY_VOLUME = {"name": "temporary", "emptyDir": {}}
-WRITABLE_HOME = {"HOME": "/tmp"}  # where libraries keep their caches
-# The names by which lists in a pod's specification are merged; all others go by "name".
+WRITABLE_HOME = {"HOME": "/tmp"}  # for the caches of libraries
+# The keys by which lists in a pod's specification are merged; all others are merged by "name".
 MERGE_KEYS = {"volumeMounts": "mountPath", "ports": "containerPort"}
 
 
@@ -47,29 +47,27 @@ class Driver:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
-def cluster_name(execution_id: str, attempt: int = 0) -> str:
-    """A name for the cluster of one attempt: a DNS-1035 label of at most 53 characters, made of the arguments alone.
+def cluster_name(run_name: str) -> str:
+    """Return a name for a run's cluster: a DNS-1035 label of at most 53 characters, made of `run_name` alone.
+
+    A name that this function made stays as it is.
 
     Args:
-        execution_id: unique among the runs of a namespace. In Flyte an execution may have several training tasks at
-            once, so that the execution's own id is not enough.
+        run_name: unique among the runs and attempts of a namespace. A Flyte execution may have several training tasks
+            at once, so its own id is not enough.
     """
-    suffix = f"{hashlib.sha256(f'{execution_id}/{attempt}'.encode()).hexdigest()[:8]}-{attempt}"
-    slug = re.sub(r"[^a-z0-9]+", "-", execution_id.lower())
-    return f"{f'ddp-{slug}'[: MAX_NAME_LENGTH - len(suffix) - 1].rstrip('-')}-{suffix}"
-
-
-def as_cluster_name(run_name: str) -> str:
-    """`run_name`, if `cluster_name` made it, else what `cluster_name` makes of it."""
-    is_name = re.fullmatch(r"ddp-[a-z0-9-]*-?[0-9a-f]{8}-\d+", run_name) and len(run_name) <= MAX_NAME_LENGTH
-    return run_name if is_name else cluster_name(run_name)
+    if re.fullmatch(r"ddp-([a-z0-9-]*-)?[0-9a-f]{8}", run_name) and len(run_name) <= MAX_NAME_LENGTH:
+        return run_name
+    digest = hashlib.sha256(run_name.encode()).hexdigest()[:8]
+    slug = re.sub(r"[^a-z0-9]+", "-", run_name.lower())
+    return f"{f'ddp-{slug}'[: MAX_NAME_LENGTH - len(digest) - 1].rstrip('-')}-{digest}"
 
 
 def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) -> dict[str, Any]:
-    """The DaskCluster for the operator: one scheduler and `num_nodes` workers, a pod each.
+    """Return the DaskCluster for the operator: one scheduler and `num_nodes` workers, a pod each.
 
     Args:
-        owner: with this pod, Kubernetes deletes the cluster. It must be in the cluster's namespace.
+        owner: the pod with which Kubernetes deletes the cluster. It must be in the cluster's namespace.
     """
     metadata: dict[str, Any] = {
         "name": name,
@@ -95,14 +93,14 @@ def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) 
 
 
 def network_policy(name: str, uid: str, driver: Driver | None = None) -> dict[str, Any]:
-    """The NetworkPolicy by which only the cluster's own pods, its driver and the operator reach the cluster's pods.
+    """Return the NetworkPolicy that lets only its own pods, its driver and the operator reach a cluster's pods.
 
-    A Dask scheduler runs what anyone who reaches it sends. Kubernetes deletes the policy with the cluster.
+    A Dask scheduler runs any code that a client sends. Kubernetes deletes the policy with the cluster.
 
     Args:
         uid: of the DaskCluster called `name`.
-        driver: its labels tell its pod from others; where it has none, any pod of the namespace may be the driver. None
-            is a driver outside Kubernetes, which comes by a port that the API server forwards.
+        driver: its labels distinguish its pod; without labels, any pod of the namespace may be the driver. None is a
+            driver outside Kubernetes, which connects through a port that the API server forwards.
     """
     own = {"dask.org/cluster-name": name}
     ports = [{"protocol": "TCP", "port": port} for port in (SCHEDULER_PORT, DASHBOARD_PORT)]
@@ -132,12 +130,12 @@ def network_policy(name: str, uid: str, driver: Driver | None = None) -> dict[st
 
 
 def scheduler_name(name: str) -> str:
-    """What the operator calls the Service, and the Deployment, of the cluster's scheduler."""
+    """Return the operator's name for the Service, and the Deployment, of the cluster's scheduler."""
     return f"{name}-scheduler"
 
 
 def merge_pod(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
-    """`override` over `base`: mappings key by key, lists of named things by name, None removes, the rest replaces."""
+    """Merge `override` over `base`: mappings by key, lists of named items by name; None removes, the rest replaces."""
     merged = dict(base)
     for key, value in override.items():
         old = merged.get(key)
@@ -170,7 +168,7 @@ def _worker_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
         "name": "worker",
         "image": config.kubernetes.image,
         "imagePullPolicy": config.kubernetes.image_pull_policy,
-        # No memory limit of Dask's: it would pause or kill a supervisor for what its ranks need.
+        # No memory limit of Dask's: Dask would pause or kill a supervisor for the memory of its ranks.
         "args": ["dask", "worker", "--name", "$(DASK_WORKER_NAME)", "--nthreads", "1", "--memory-limit", "0"],
         "env": _environment(variables),
         "resources": {"requests": resources, "limits": dict(resources)},
@@ -187,7 +185,7 @@ def _worker_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
             {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": config.kubernetes.shared_memory}},
             dict(TEMPORARY_VOLUME),
         ],
-        # A node's loss should cost one worker. Spread where possible only: two workers may share a node that has room.
+        # The loss of a node should cost one worker only. Where nodes are few, workers may share one.
         "topologySpreadConstraints": [
             {
                 "maxSkew": 1,
@@ -205,7 +203,7 @@ def _worker_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
 
 
 def _scheduler_pod(config: ClusterConfig) -> dict[str, Any]:
-    """Small, without GPU, and free of the workers' node selector and tolerations, which tend to name GPU nodes."""
+    """Return the scheduler's pod: small, without a GPU, and without the node selector and tolerations of GPU nodes."""
     resources = _resources(config.kubernetes.scheduler_cpus, config.kubernetes.scheduler_memory)
     settings = {**dask_config(config), "distributed.scheduler.http.routes": SCHEDULER_ROUTES}
     variables = {**WRITABLE_HOME, **_variables(settings)}
@@ -266,7 +264,7 @@ def _resources(cpus: float, memory: str) -> dict[str, str]:
 
 
 def _variables(dask_settings: Mapping[str, Any]) -> dict[str, str]:
-    """Settings of Dask as environment variables, which Dask reads as Python literals."""
+    """Return settings of Dask as environment variables, which Dask reads as Python literals."""
     return {
         "DASK_" + key.upper().replace("-", "_").replace(".", "__"): value if isinstance(value, str) else repr(value)
         for key, value in dask_settings.items()

@@ -1,0 +1,257 @@
+"""The code, the image and the version of every documented way to register: flytekit's own commands, without a Flyte."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+SHIPPED = ("flyte_ddp", "tasks", "workflows", "recipes", "settings.toml")
+BESIDE = (
+    "pyproject.toml",
+    "requirements.txt",
+    ".dockerignore",
+)  # to build the image with; flytekit adds the last
+RUN = ["run", "--remote", "workflows/single_node.py", "single_node_training_wf", "--recipe", "recipes.wine.Wine"]
+
+# Runs each of flytekit's commands in a process of its own, forked after the slow imports. What would reach a Flyte, the
+# upload and the registration, is written down instead.
+PROGRAM = """
+import json, os, shutil, sys
+from flytekit.clis.sdk_in_container.pyflyte import main
+from flytekit.remote import FlyteRemote
+from flytekit.tools.script_mode import hash_file
+
+def upload(self, file, *_, **__):
+    shutil.copy(file, record["archive"])
+    return hash_file(file)[0], "s3://code/" + file.name
+
+def register(self, entity, settings, version, *_, **__):
+    images = settings.image_config
+    record.update(version=version, image=images.default_image.full)
+    raise SystemExit(0)
+
+FlyteRemote.upload_file = upload
+FlyteRemote.raw_register = register
+FlyteRemote.register_workflow = register
+cases, directory = json.loads(sys.argv[1]), sys.argv[2]
+for name, (arguments, environment) in cases.items():
+    if os.fork():
+        os.wait()
+        continue
+    os.environ.update(environment)
+    arguments = [argument.replace("DIRECTORY", directory) for argument in arguments]
+    record = {"archive": f"{directory}/{name}.tar.gz"}
+    sys.argv = ["pyflyte", *arguments]
+    sys.stderr = sys.stdout = open(f"{directory}/{name}.log", "w")
+    try:
+        main(arguments, prog_name="pyflyte")
+    except BaseException as error:
+        record["ended"] = str(error)
+    finally:
+        json.dump(record, open(f"{directory}/{name}.json", "w"))
+        sys.stdout.flush()
+        os._exit(0)
+"""
+
+IMAGE = "registry.example.com/flyte-ddp:7"
+SANDBOX = {"SANDBOX": "1", "IMAGE": IMAGE}
+CASES = {
+    "auto": (RUN, SANDBOX),
+    "all": ([*RUN[:2], "--copy", "all", *RUN[2:]], SANDBOX),
+    "register": (["register", "workflows"], SANDBOX),
+    "package": (
+        ["--pkgs", "workflows", "package", "--copy", "all", "--output", "DIRECTORY/package.tgz"],
+        SANDBOX,
+    ),
+    "gpus": (RUN, {"GPUS": "4", "IMAGE": IMAGE}),
+    "wandb": (RUN, {**SANDBOX, "WANDB_MODE": "disabled"}),
+    "register_gpus": (["register", "workflows"], {"GPUS": "4", "IMAGE": IMAGE}),
+    "by_flag": ([*RUN[:2], "--image", "other:1", *RUN[2:]], SANDBOX),
+    "no_image": (RUN, {"SANDBOX": "1"}),
+    "no_image_register": (["register", "workflows"], {"SANDBOX": "1"}),
+    "no_tag": (RUN, {"SANDBOX": "1", "IMAGE": "registry.example.com/flyte-ddp"}),
+    "register_auto": (["register", "--copy", "auto", "workflows"], SANDBOX),
+    "left_out": (RUN, SANDBOX),
+}
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """The repository with recipes of a user's own: one file, and a package of two of which one imports the other."""
+    root = tmp_path_factory.mktemp("checkout") / "flyte-ddp"
+    root.mkdir()
+    for name in (*SHIPPED, *BESIDE):
+        if (REPOSITORY / name).is_dir():
+            shutil.copytree(REPOSITORY / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(REPOSITORY / name, root)
+    shutil.copy(REPOSITORY / "examples" / "wine.py", root / "recipes")
+    package = root / "vineyard"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "net.py").write_text("HIDDEN = 32\n")
+    (package / "recipe.py").write_text(
+        "from recipes.wine import Wine\nfrom vineyard.net import HIDDEN\n\n\nclass Red(Wine):\n    hidden = HIDDEN\n"
+    )
+    settings = root / "settings.toml"
+    settings.write_text(settings.read_text().replace('recipes = ["recipes"]', 'recipes = ["recipes", "vineyard"]'))
+    with open(root / ".dockerignore", "a") as file:
+        file.write("!vineyard\n")
+    (root / "keys.csv").write_text("a secret that lies here")
+    (root / "tests").mkdir()
+    (root / "tests" / "test_it.py").touch()
+    return root
+
+
+def run_cases(cases, checkout, directory):
+    ours = ("SANDBOX", "GPUS", "GPU_TYPE", "NOTIFY_EMAILS", "RETRAIN_INPUTS", "IMAGE", "PYTHONPATH")
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ours and not name.startswith("WANDB_")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(cases), directory],
+        cwd=checkout,
+        env={**environment, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    records = {}
+    for name in cases:
+        records[name] = json.loads((directory / f"{name}.json").read_text())
+        records[name]["log"] = " ".join(re.sub(r"[│╭╰─╮╯\n]", " ", (directory / f"{name}.log").read_text()).split())
+    return records
+
+
+@pytest.fixture(scope="module")
+def registered(checkout, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("registered")
+    cases = {name: case for name, case in CASES.items() if name != "left_out"}
+    return run_cases(cases, checkout, directory)
+
+
+def files_in(archive):
+    with tarfile.open(archive) as tar:
+        return {member.name for member in tar if member.isfile()}
+
+
+def expected_files(checkout):
+    names = (*SHIPPED, *BESIDE, "vineyard")
+    found = {file.relative_to(checkout) for name in names for file in [checkout / name, *(checkout / name).rglob("*")]}
+    return {file.as_posix() for file in found if (checkout / file).is_file() and "__pycache__" not in file.parts}
+
+
+@pytest.mark.parametrize("way", ["auto", "all", "register"])
+def test_every_way_of_registering_ships_all_of_the_code_and_the_users_recipes(registered, checkout, way):
+    record = registered[way]
+    assert "version" in record, record
+    shipped = files_in(record["archive"])
+    assert shipped == expected_files(checkout)
+    assert {"vineyard/net.py", "recipes/wine.py", "flyte_ddp/rank/main.py", "flyte_ddp/recipes/names.txt"} <= shipped
+
+
+def test_a_package_ships_the_same(registered, checkout):
+    with tarfile.open(registered["package"]["archive"].replace("package.tar.gz", "package.tgz")) as package:
+        (archive,) = [name for name in package.getnames() if name.startswith("fast")]
+        with tarfile.open(fileobj=package.extractfile(archive)) as tar:
+            assert {member.name for member in tar if member.isfile()} == expected_files(checkout)
+
+
+def test_the_image_has_the_same():
+    """The image copies what .dockerignore lets through, which is what `--copy all` ships."""
+    assert "\nCOPY . /opt/flyte-ddp/\n" in (REPOSITORY / "Dockerfile").read_text()
+
+
+def test_workers_and_ranks_get_the_recipe_and_every_package_of_recipes(checkout, tmp_path):
+    program = (
+        "import sys; from flyte_ddp.launch.dask.code import packed_code as p; sys.stdout.buffer.write(p(sys.argv[1]))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    packed = subprocess.run(
+        [sys.executable, "-c", program, "recipes.wine.Wine"],
+        cwd=checkout,
+        env=environment,
+        capture_output=True,
+        check=True,
+    ).stdout
+    with zipfile.ZipFile(BytesIO(packed)) as archive:
+        archive.extractall(tmp_path)
+    found = {file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*") if file.is_file()}
+    ours = ("flyte_ddp/", "recipes/", "vineyard/")
+    assert found == {name for name in expected_files(checkout) if name.startswith(ours)}
+
+
+def test_the_same_code_with_other_settings_is_another_version(registered):
+    versions = {name: registered[name]["version"] for name in ("auto", "all", "gpus", "wandb")}
+    assert versions["auto"] == versions["all"]
+    assert len(set(versions.values())) == 3
+    assert registered["register"]["version"] != registered["register_gpus"]["version"]
+
+
+def test_the_settings_name_the_image_and_a_flag_another(registered):
+    assert {registered[name]["image"] for name in ("auto", "all", "register")} == {IMAGE}
+    assert registered["by_flag"]["image"] == "other:1"
+
+
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        ("no_image", "image: expected the name of your image in settings.toml, in IMAGE or by --image, got none"),
+        (
+            "no_image_register",
+            "image: expected the name of your image in settings.toml, in IMAGE or by --image, got none",
+        ),
+        (
+            "no_tag",
+            "image: expected NAME:TAG in settings.toml, in IMAGE or by --image, got 'registry.example.com/flyte-ddp'",
+        ),
+        ("register_auto", "--copy: expected all or none, got auto"),
+    ],
+)
+def test_what_would_not_run_is_refused_in_a_line(registered, way, said):
+    record = registered[way]
+    assert "version" not in record
+    assert said in record["log"]
+    assert "Traceback" not in record["log"]
+
+
+def test_code_that_would_be_left_out_is_named(checkout, tmp_path):
+    rules = checkout / ".dockerignore"
+    before = rules.read_text()
+    rules.write_text(before.replace("!vineyard\n", ""))
+    try:
+        record = run_cases({"left_out": CASES["left_out"]}, checkout, tmp_path)["left_out"]
+    finally:
+        rules.write_text(before)
+    assert "version" not in record
+    assert "vineyard/__init__.py: expected a file that is shipped, got one that .dockerignore" in record["log"]
+
+
+def test_a_process_with_other_code_than_was_registered_says_so_and_ends(checkout):
+    def start(digest):
+        return subprocess.run(
+            [sys.executable, "-c", "import tasks.settings; print(tasks.settings.shipped_code())"],
+            cwd=checkout,
+            env={**os.environ, "PYTHONPATH": str(checkout), **({"FLYTE_DDP_CODE": digest} if digest else {})},
+            capture_output=True,
+            text=True,
+        )
+
+    registered = start("").stdout.strip()
+    assert start(registered).returncode == 0
+    (checkout / "vineyard" / "net.py").write_text("HIDDEN = 16\n")
+    done = start(registered)
+    assert done.returncode != 0
+    assert f"code: expected the version {registered[:8]}, which was registered, got " in done.stderr
