@@ -255,3 +255,27 @@ def test_a_process_with_other_code_than_was_registered_says_so_and_ends(checkout
     done = start(registered)
     assert done.returncode != 0
     assert f"code: expected the version {registered[:8]}, which was registered, got " in done.stderr
+
+
+def test_a_change_anywhere_in_a_recipes_package_is_another_version_of_the_data(tmp_path, monkeypatch):
+    """So it is for the cache of a training and for "unchanged": both compare what the prepared data note."""
+    from flyte_ddp.prepare import describe_data, prepare_data
+    from flyte_ddp.recipes import get_recipe
+
+    package = tmp_path / "orchard"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "net.py").write_text("WIDTH = 3\n")
+    (package / "recipe.py").write_text(
+        "from flyte_ddp.recipes import Recipe\nfrom orchard.net import WIDTH\n\n\nclass Apples(Recipe):\n"
+        "    def prepare(self, source, directory):\n        return 'apples'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    versions = set()
+    for name in ("one", "same", "other"):
+        if name == "other":
+            (package / "net.py").write_text("WIDTH = 4\n")
+        (tmp_path / name).mkdir()
+        prepare_data(get_recipe("orchard.recipe.Apples"), "", tmp_path / name)
+        versions.add(describe_data(tmp_path / name)["recipe_version"])
+    assert len(versions) == 2

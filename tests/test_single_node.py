@@ -90,6 +90,11 @@ def test_the_help_explains_every_flag():
             ["--checkpoints", "/proc/none"],
             "checkpoints: expected a place that this process may read and write, got /proc",
         ),
+        (
+            ["--config", "nowhere.yaml"],
+            "config: expected a JSON object or the name of a JSON or YAML file with one, got",
+        ),
+        (["--data", "/nowhere"], "data: expected a directory, a file or a URL, got '/nowhere', which does not exist"),
         (["--data", "tests"], "cannot be used: recipe digits trains on scikit-learn's own images only"),
         (["--recipe", "mnist", "--data", "tests"], "tests holds no train-images-idx3-ubyte"),
     ],
@@ -113,20 +118,21 @@ def test_the_configuration_may_come_from_a_yaml_file(tmp_path):
 def test_a_recipes_options_reach_a_registered_task(sender):
     from flytekit.core.context_manager import FlyteContextManager
     from flytekit.core.type_engine import TypeEngine
-    from flytekit.models.literals import Literal, Scalar
+    from flytekit.models.literals import Literal, Scalar, Union
     from google.protobuf import json_format, struct_pb2
 
     from flyte_ddp.recipes import config_of
-    from tasks.inputs import TrainingOverrides, given
+    from tasks.inputs import OptionalOverrides, TrainingOverrides, given
 
     context = FlyteContextManager.current_context()
+    kind = TypeEngine.to_literal_type(OptionalOverrides)
     text = '{"epochs": 3, "recipe_options": {"width": 24, "slope": 1, "sizes": [1, 2]}}'
     if sender == "pyflyte":
-        kind = TypeEngine.to_literal_type(TrainingOverrides)
-        literal = TypeEngine.to_literal(context, TrainingOverrides.from_json(text), TrainingOverrides, kind)
+        literal = TypeEngine.to_literal(context, TrainingOverrides.from_json(text), OptionalOverrides, kind)
     else:  # whose numbers are all floats
-        literal = Literal(scalar=Scalar(generic=json_format.Parse(text, struct_pb2.Struct())))
-    received = given(TypeEngine.to_python_value(context, literal, TrainingOverrides))
+        value = Literal(scalar=Scalar(generic=json_format.Parse(text, struct_pb2.Struct())))
+        literal = Literal(scalar=Scalar(union=Union(value, kind.union_type.variants[0])))
+    received = given(TypeEngine.to_python_value(context, literal, OptionalOverrides))
 
     config = config_of("tests.support.recipes.Optional", received)
     options = {"width": 24, "slope": 1.0, "activation": "tanh", "biased": True, "sizes": [1, 2]}
@@ -265,6 +271,18 @@ def test_a_killed_rank_is_worth_another_attempt_and_a_bug_is_not(tmp_path, input
     assert kinds["raise 1 2"] == errors_pb2.ContainerError.NON_RECOVERABLE
 
 
+def test_a_pod_with_other_code_than_was_registered_says_so_and_is_not_tried_again(tmp_path, inputs, monkeypatch):
+    from flyteidl.core import errors_pb2
+
+    monkeypatch.setenv("FLYTE_DDP_CODE", "0123456789abcdef")
+    process, prefix = execute_as_flyte_would(tmp_path, 0, inputs)
+    output, _ = process.communicate(timeout=120)
+    assert (prefix / "error.pb").exists(), output
+    error = errors_pb2.ErrorDocument.FromString((prefix / "error.pb").read_bytes()).error
+    assert error.kind == errors_pb2.ContainerError.NON_RECOVERABLE
+    assert "code: expected the version 01234567, which was registered, got" in error.message
+
+
 PRINT_TEMPLATE = """
 import json, sys
 from flytekit.configuration import FastSerializationSettings, Image, ImageConfig, SerializationSettings
@@ -321,9 +339,12 @@ def test_the_cache_version_follows_the_training_code(tmp_path):
     assert registered_task()["metadata"]["discoveryVersion"] == version
     for name in ("flyte_ddp", "tasks", "workflows", "recipes", "settings.toml"):
         subprocess.run(["cp", "-r", REPOSITORY / name, tmp_path], check=True)
-    with open(tmp_path / "flyte_ddp" / "rank" / "trainer.py", "a") as file:
-        file.write("\n# changed\n")
-    run = subprocess.run(
-        [sys.executable, "-c", PRINT_TEMPLATE], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert json.loads(run.stdout)["template"]["metadata"]["discoveryVersion"] != version
+    versions = {version}
+    for changed in ("flyte_ddp/rank/trainer.py", "recipes/__init__.py"):
+        with open(tmp_path / changed, "a") as file:
+            file.write("\n# changed\n")
+        run = subprocess.run(
+            [sys.executable, "-c", PRINT_TEMPLATE], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        versions.add(json.loads(run.stdout)["template"]["metadata"]["discoveryVersion"])
+    assert len(versions) == 3
