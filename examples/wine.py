@@ -1,7 +1,7 @@
-"""A recipe of your own: a small classifier of wines by their chemistry, on 178 samples that scikit-learn carries.
+"""A recipe of your own: a small classifier of wines by their chemistry, on 178 samples that scikit-learn has.
 
-Run from the directory of this file, which may be any: `pyflyte run WORKFLOWS/single_node.py single_node_training_wf
---recipe wine.Wine`.
+cp examples/wine.py recipes/
+pyflyte run workflows/single_node.py single_node_training_wf --recipe recipes.wine.Wine
 """
 
 from dataclasses import dataclass
@@ -21,18 +21,18 @@ class Wine(Recipe):
     class_names = ("Barolo", "Grignolino", "Barbera")
 
     def prepare(self, source, directory):
-        """Called once, in one process: leave in `directory` all that every rank needs."""
+        """Write to `directory` all that every rank needs. Called once, in one process."""
         from sklearn.datasets import load_wine
 
         if source:  # what the user gave as --data: a path or any URL
-            raise DataError(f"data: {source!r} cannot be used: recipe Wine has its data from scikit-learn only")
+            raise DataError(f"data: expected none, because recipe Wine uses scikit-learn's data, got {source!r}")
         inputs, targets = load_wine(return_X_y=True)
         inputs = (inputs - inputs.mean(axis=0)) / inputs.std(axis=0)
         torch.save((torch.tensor(inputs).float(), torch.tensor(targets)), directory / "wine.pt")
         return "178 wines of three kinds, every fifth held out"
 
     def datasets(self, directory):
-        """Called in every rank: training and held-out samples. They are shared out for you."""
+        """Return training and held-out samples. Called in every rank; the samples are divided among the ranks for you."""
         inputs, targets = torch.load(directory / "wine.pt", weights_only=True)
         held_out = torch.arange(len(inputs)) % 5 == 0
         return (
@@ -41,5 +41,5 @@ class Wine(Recipe):
         )
 
     def model(self):
-        """Called in every rank with the same seed."""
+        """Return a model with fresh weights. Called in every rank with the same seed."""
         return nn.Sequential(nn.Linear(13, self.hidden), nn.ReLU(), nn.Linear(self.hidden, 3))

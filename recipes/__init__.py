@@ -1,5 +1,4 @@
-"""Recipes of your own. They travel with every registration and image, and to every driver, worker and rank.
+"""Recipes of your own, each a module or a package. All files here reach every task, driver, worker and rank.
 
-cp examples/wine.py recipes/
-pyflyte run workflows/single_node.py single_node_training_wf --recipe recipes.wine.Wine
+examples/README.md says what a recipe is: `cp examples/wine.py recipes/`, then `--recipe recipes.wine.Wine`.
 """

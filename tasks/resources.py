@@ -40,8 +40,8 @@ def _resources(size: Size, num_gpus: int = 0) -> dict[str, Any]:
     return {"requests": asked, "limits": asked}
 
 
-# W&B's own variables, for the tasks that record a run. Without a key there is no secret to ask for: Flyte mounts
-# secrets as optional, so a task that asks for a missing one starts all the same, and records offline.
+# W&B's own variables, for the tasks that record a run. Only the mode online needs the key. Flyte mounts secrets as
+# optional: a task whose secret is missing starts all the same, and records offline.
 WANDB_MODE = SETTINGS.wandb_mode
 WANDB_ENVIRONMENT = {
     "WANDB_MODE": WANDB_MODE,

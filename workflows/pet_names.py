@@ -1,4 +1,4 @@
-"""Generate pet names with a trained model. No logic here: the tasks have it.
+"""Generate pet names with a trained model. The tasks have the logic.
 
 pyflyte run workflows/pet_names.py generate_names_wf --model_state model_state.pt
 pyflyte run workflows/pet_names.py train_and_generate_names_wf
@@ -25,19 +25,19 @@ def generate_names_wf(
     max_length: int = 30,
     data: OptionalSource = None,
 ) -> list[str]:
-    """Generate names that no pet of the training list has, all different, from the state of a trained model.
+    """Generate different names with a trained model, none of them from the training list.
 
-    The same seed gives the same names, and fewer of them are the first of more.
+    The same seed gives the same names, and a smaller count returns a prefix of a larger one.
 
     Args:
         model_state: the model_state.pt of a run of recipe pet_names or pet_name_windows
         count: names to generate
-        temperature: above 0; below 1 names are more usual than those learnt from, above 1 less
-        seed: of the draws, 0 or more
+        temperature: above 0; below 1 the names are more common than the training list, above 1 more unusual
+        seed: of the random draws, 0 or more
         prefix: first letters of every name
         max_length: characters, at most 30; longer names are dropped, not cut
-        data: the list that the model was trained on and that no name may come from, as given to the training; by
-            default the recipe's own
+        data: the training list of the model, as given to the training; no generated name is from it; by default the
+            recipe's own
     """
     prepared = prepare(recipe="pet_names", source=data)
     return generate(
@@ -63,7 +63,7 @@ def train_and_generate_names_wf(
     prefix: str = "",
     max_length: int = 30,
 ) -> list[str]:
-    """Train a model of pet names on one node, and generate names with it that no pet of the training list has.
+    """Train a model of pet names on one node, and generate names with it, none of them from the training list.
 
     Args:
         recipe: pet_names or pet_name_windows
@@ -72,8 +72,8 @@ def train_and_generate_names_wf(
         num_processes: DDP processes; 0 is one per GPU, or two on a machine without GPUs
         data: CSV, JSON or text file, or its URL, with names; by default the recipe's own
         count: names to generate
-        temperature: above 0; below 1 names are more usual than those learnt from, above 1 less
-        seed: of the draws of letters, 0 or more
+        temperature: above 0; below 1 the names are more common than the training list, above 1 more unusual
+        seed: of the random draws of letters, 0 or more
         prefix: first letters of every name
         max_length: characters, at most 30; longer names are dropped, not cut
     """

@@ -1,6 +1,6 @@
 """Retrain a recipe and keep the better model, by hand or by schedule; every LaunchPlan and cron in one table.
 
-No logic here: the tasks have it, and flyte_ddp/promotion/policy.py the rules.
+The tasks have the logic, and flyte_ddp/promotion/policy.py has the rules.
 
 pyflyte run workflows/retrain.py retrain_wf --kickoff_time now --champion /tmp/champion
 """
@@ -38,23 +38,23 @@ def retrain_wf(
 ) -> RetrainingOutputs:
     """Train a challenger on the newest data, and make it the champion if it is better on held-out data.
 
-    Returns the outcome and its reason, the version that is in use now, the figures of both, and an HTML report.
+    Returns the outcome and its reason, the version of the champion now, the metrics of both, and an HTML report.
 
     Args:
         kickoff_time: when the schedule started it; now, by hand
         champion: directory or URL where the champion and its predecessors are kept; by default a place of the project's
-            own in Flyte's store, which a local run has not
-        recipe: what to train: digits, mnist, or the dotted name of your own Recipe, such as my_module.MyRecipe
+            own in Flyte's store; required in a local run
+        recipe: what to train: digits, mnist, or the dotted name of your own, such as recipes.wine.Wine
         config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML file, for example
             '{"epochs": 3, "learning_rate": 0.01}'; flyte_ddp/config.py lists all fields with units
-        data: directory, file or URL of the data, for recipes that read data of yours; it is read anew every time
+        data: directory, file or URL of the data, for recipes that read data of yours; it is read again each time
         train_on: one_node, or cluster
         num_processes: DDP processes on one node; 0 is one per GPU, or two on a machine without GPUs
         cluster: the machines of a cluster, as JSON or the name of a JSON or YAML file; flyte_ddp/cluster/config.py
             lists all fields with units
         start_from: the challenger's first weights, champion or scratch
         margin: share of the champion's loss on the held-out data by which the challenger's must be lower
-        min_samples: training samples, and held-out samples, without which nothing is trained
+        min_samples: minimum of training samples, and of held-out samples; with fewer nothing is trained
         min_share: likewise, as a share of what the champion was trained on
         checkpoints: directory or URL for the challenger's checkpoints; by default a place of the execution's own
         model_artifact: name of the W&B artifact to keep the challenger as; none by default
@@ -72,8 +72,8 @@ def retrain_wf(
         min_samples=min_samples,
         min_share=min_share,
     )
-    # A branch starts once its condition can be evaluated, whether what it reads is there or not (flyteorg/flyte#3512).
-    # This condition is what the last node says, so everything is.
+    # A branch starts as soon as its condition can be evaluated, even if other inputs are missing (flyteorg/flyte#3512).
+    # This condition is an output of the last node, so all of them are there.
     return (
         conditional("what_to_train_on")
         .if_(planned.train_on == ONE_NODE)

@@ -1,4 +1,4 @@
-"""Train at several world sizes and compare. No logic here: the tasks have it.
+"""Train at several world sizes and compare. The tasks have the logic.
 
 pyflyte run workflows/scaling.py scaling_wf --recipe digits --world_sizes '[1, 2]'
 """
@@ -27,19 +27,19 @@ def scaling_wf(
     """Measure how a training scales: the same global batch at several world sizes, one after the other on one cluster.
 
     Returns a table and charts (loss, time to a target loss, speed-up, efficiency, samples per second, communication,
-    GPU-hours or core-hours) with world sizes that were measured and others that are projected from them.
+    GPU-hours or core-hours) for the world sizes that were measured and for others that are projected from them.
 
     Args:
-        recipe: what to train: digits, mnist, pet_names, image_folder, or the dotted name of your own Recipe, such as
-            my_module.MyRecipe
+        recipe: what to train: digits, mnist, pet_names, image_folder, or the dotted name of your own, such as
+            recipes.wine.Wine
         config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML file;
             global_batch_size is the same in all runs, and each rank gets its share
         world_sizes: numbers of ranks to train with, two or more, as JSON, for example '[1, 2, 4]'
         learning_rates: learning rates to train with at each of them; by default the config's own
-        target_loss: held-out loss to which the time is told; 0 is the worst of the runs' best, which all of them reach
+        target_loss: held-out loss to which the time is measured; 0 is the worst of the runs' best, which all reach
         projected_world_sizes: numbers of ranks to project from what was measured, as JSON; '[]' for none
-        cluster: the machines, as JSON or the name of a JSON or YAML file; how many are asked for follows from the
-            largest world size and the ranks of each, for example '{"kind": "kubernetes", "gpus_per_node": 4}'; by
+        cluster: the machines, as JSON or the name of a JSON or YAML file; their number follows from the largest
+            world size and the ranks of each, for example '{"kind": "kubernetes", "gpus_per_node": 4}'; by
             default workers of one rank each, on this machine in a local run and on Kubernetes in a remote one
         data: directory, file or URL of the data, for recipes that read data of yours; the recipe's own by default
         checkpoints: directory or URL for checkpoints that all nodes reach; runs that an earlier study has finished

@@ -1,4 +1,4 @@
-"""Train many models at once and compare them. No logic here: the tasks have it.
+"""Train many models at once and compare them. The tasks have the logic.
 
 pyflyte run workflows/sweep.py sweep_wf --recipe digits --grid '{"learning_rate": [0.001, 0.01]}'
 """
@@ -33,12 +33,12 @@ def sweep_wf(
         grid: what to vary, as JSON: by the name of a hyperparameter, or recipe_options.NAME for an option of the
             recipe, a list of choices, for example '{"learning_rate": [0.001, 0.01], "global_batch_size": [64, 256]}';
             with num_models also ranges, for example '{"learning_rate": {"low": 0.0001, "high": 0.1, "log": true}}'
-        recipe: what to train: digits, mnist, pet_names, image_folder, or the dotted name of your own Recipe, such as
-            my_module.MyRecipe
+        recipe: what to train: digits, mnist, pet_names, image_folder, or the dotted name of your own, such as
+            recipes.wine.Wine
         config: hyperparameters that all models share, as JSON or the name of a JSON or YAML file; flyte_ddp/config.py
             lists all fields with units
-        num_models: how many models to draw from the grid at random; 0 is every combination of its choices
-        seed: of the drawing; the same seed draws the same models
+        num_models: models to draw from the grid at random; 0 is every combination of its choices
+        seed: of the random draws; the same seed draws the same models
         stop_early: none, median (stop models that are worse than the median of those before) or halving (go on with
             the better half after epochs 1, 2, 4, ...)
         cluster: the machines, as JSON or the name of a JSON or YAML file, for example

@@ -33,6 +33,7 @@ PROJECT, DOMAIN = "flytesnacks", "development"
 NESTED = "n2/data/0/n2-n1/0/n0"  # a node two levels down, as Flyte's metadata prefix has it; a top-level one is n1/data
 UNHEALTHY = re.compile(r"WARNING|ERROR|CRITICAL|Traceback|Unclosed|kube_config_path|Warning:", re.IGNORECASE)
 NEWER = "code that is newer than the image"
+OWN = "a recipe of a user's own"
 
 
 @dataclass
@@ -351,7 +352,10 @@ def test_a_users_mistake_is_not_tried_again_and_is_one_line(
 
 @pytest.fixture(scope="module")
 def newer(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """A fast registration of a checkout whose recipe `digits` says that it is newer, in the driver and in the ranks."""
+    """A fast registration of a checkout that is newer than the image, and has recipes of a user's own.
+
+    Its recipe `digits` prints that it is newer. Recipe `Twin` is a package of two files, and the image has neither.
+    """
     checkout = tmp_path_factory.mktemp("newer") / "checkout"
     checkout.mkdir()
     for name in ("flyte_ddp", "tasks", "workflows", "recipes"):
@@ -362,17 +366,24 @@ def newer(tmp_path_factory: pytest.TempPathFactory) -> Package:
     recipe.write_text(
         recipe.read_text().replace("    def model(self)", f"    print({NEWER!r})\n\n    def model(self)", 1)
     )
+    package = checkout / "recipes/twins"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "words.py").write_text(f"print({OWN!r})\n")
+    (package / "recipe.py").write_text(
+        "import recipes.twins.words\nfrom flyte_ddp.recipes.digits import Digits\n\n\nclass Twin(Digits):\n    pass\n"
+    )
     return Package.of(checkout, tmp_path_factory.mktemp("newer-package"), "--fast")
 
 
-def test_a_multi_node_task_starts_its_cluster_and_its_workers_run_code_that_is_newer_than_the_image(
+def test_a_multi_node_task_starts_its_cluster_and_its_workers_run_the_registered_code_and_a_recipe_of_ones_own(
     start_flyte: Callable[[str], Flyte], newer: Package, tasks: Any, digits: Any, tmp_path: Path
 ) -> None:
     flyte = start_flyte("wide")
     template = {"terminationGracePeriodSeconds": 20.0}  # with Flyte's console every number is a float
     inputs = literals(
         tasks.train.train_on_cluster,
-        recipe="digits",
+        recipe="recipes.twins.recipe.Twin",
         config=tasks.inputs.TrainingOverrides(epochs=3),
         data=digits,
         cluster=cluster_input(tasks, pod_template=template),
@@ -392,9 +403,10 @@ def test_a_multi_node_task_starts_its_cluster_and_its_workers_run_code_that_is_n
     callers = [each.get("podSelector") for each in policy["spec"]["ingress"][1]["from"]]
     assert flyte.labels("tasks.train.train_on_cluster", NESTED) in [each["matchLabels"] for each in callers if each]
     assert workers[0]["spec"]["terminationGracePeriodSeconds"] == 20
-    for node in (0, 1):
-        assert f"[node {node}] [rank {node}] {NEWER}" in log
-    assert NEWER in log.splitlines()  # the driver's own
+    for said in (NEWER, OWN):
+        for node in (0, 1):
+            assert f"[node {node}] [rank {node}] {said}" in log
+        assert said in log.splitlines()  # the driver's own
     assert flyte.store.keys["AWS_SECRET_ACCESS_KEY"] not in log
     assert flyte.started(outputs, tmp_path).world_size == 2
     assert len(listed(outputs, "epoch_accuracies")) == 3
