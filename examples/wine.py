@@ -32,7 +32,7 @@ class Wine(Recipe):
         return "178 wines of three kinds, every fifth held out"
 
     def datasets(self, directory):
-        """Return training and held-out samples. Called in every rank; the samples are divided among the ranks for you."""
+        """Return training and held-out samples. Called in every rank; the samples are divided for you."""
         inputs, targets = torch.load(directory / "wine.pt", weights_only=True)
         held_out = torch.arange(len(inputs)) % 5 == 0
         return (
