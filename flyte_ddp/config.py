@@ -34,6 +34,9 @@ class TrainingConfig:
     schedule: str = field("cosine", choices=("constant", "cosine", "one_cycle"))
     warmup_steps: int = field(0, minimum=0)  # optimizer steps of linear warm-up of constant and cosine
     gradient_accumulation: int = field(1, minimum=1)  # micro-batches per optimizer step
+    # When a GPU runs out of memory, restart from the last checkpoint with twice as many of half the size. The global
+    # batch stays as it is; BatchNorm without sync_batch_norm sees smaller batches.
+    grow_accumulation_on_oom: bool = field(False)
     gradient_clip_norm: float = field(0.0, minimum=0)  # largest L2 norm of the whole gradient; 0 does not clip
     precision: str = field("fp32", choices=("fp32", "bf16"))  # bf16: autocast; weights and optimizer stay fp32
     channels_last: bool = field(True)  # memory format of image-shaped (4-D) tensors

@@ -159,6 +159,13 @@ def test_a_bug_fails_at_once_with_the_ranks_traceback(client, tmp_path, fault):
     assert len(said(run, events.RunStarted)) == 1
 
 
+def test_a_gpu_out_of_memory_restarts_with_smaller_micro_batches_without_using_up_restarts(client, tmp_path, fault):
+    fault("cuda-oom 1 14")
+    config = {"grow_accumulation_on_oom": True, "epochs": 2}
+    run = train(new_run(tmp_path), client, dataclasses.replace(LOCAL, max_restarts=0), **config)
+    assert [event.config["gradient_accumulation"] for event in said(run, events.RunStarted)] == [1, 2]
+
+
 def test_used_up_restarts_lose_the_gang_and_leave_no_rank(client, tmp_path, fault):
     fault("kill 1 3")
     with pytest.raises(GangLost, match=r"(?s)max_restarts: 0.*rank 1 was killed by SIGKILL.*killed on purpose"):

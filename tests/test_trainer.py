@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import math
 import shutil
@@ -22,6 +23,7 @@ from flyte_ddp.events import (
 )
 from flyte_ddp.rank.checkpoint import CheckpointStore
 from flyte_ddp.rank.data import epoch_order
+from flyte_ddp.rank.job import Job, grow_accumulation
 from flyte_ddp.rank.optim import learning_rate_factor
 from flyte_ddp.rank.progress import Progress
 from flyte_ddp.rank.step_timing import time_costs
@@ -319,6 +321,34 @@ def test_the_step_times_of_a_model_leave_it_as_it_was(tmp_path):
     assert trainer.supervisor.num_beats >= 2 * (5 + 9)
     for name, value in trainer.model.state_dict().items():
         torch.testing.assert_close(value, before[name])
+
+
+def test_ranks_whose_gpu_runs_out_of_memory_restart_with_smaller_micro_batches_where_the_user_allows_it(
+    tmp_path, monkeypatch, finished_run, caplog
+):
+    undisturbed = finished_run("Tiny", 2)
+    monkeypatch.setenv("FAULT", "cuda-oom 1 14")
+    run = new_run(tmp_path).train(2, grow_accumulation_on_oom=True, checkpoint_interval=2)
+
+    started = [event for event in run.events if isinstance(event, RunStarted)]
+    assert [event.config["gradient_accumulation"] for event in started] == [1, 2]
+    assert [event.config["global_batch_size"] for event in started] == [12, 12]
+    assert started[1].resumed_step >= 8
+    assert "restart from the last checkpoint with gradient_accumulation 2" in caplog.text
+    for name, value in undisturbed.state().items():
+        torch.testing.assert_close(run.state()[name], value)
+
+
+def test_other_errors_and_batches_that_cannot_be_split_further_are_not_restarted():
+    job = Job("digits", TrainingConfig(grow_accumulation_on_oom=True, global_batch_size=12), "checkpoints", 0.0)
+    oom = RankFailure("rank 0 failed", 0, "exception", "OutOfMemoryError: CUDA out of memory")
+
+    assert type(torch.cuda.OutOfMemoryError("")).__name__ == oom.error_name
+    assert grow_accumulation(job, oom, 2).config.gradient_accumulation == 2
+    assert grow_accumulation(job, oom, 4) is None
+    assert grow_accumulation(job, RankFailure("", 0, "signal", "SIGKILL"), 2) is None
+    forbidden = dataclasses.replace(job, config=dataclasses.replace(job.config, grow_accumulation_on_oom=False))
+    assert grow_accumulation(forbidden, oom, 2) is None
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])

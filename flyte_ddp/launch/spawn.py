@@ -6,20 +6,25 @@ What the supervisor does with the processes is in supervisor.py, and the Dask la
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from flyte_ddp import events
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.launch.devices import MISSING_GPUS_HINT, default_num_processes, has_mig_slices, num_cores, num_gpus
 from flyte_ddp.launch.dispatch import Dispatcher
 from flyte_ddp.launch.signals import stop_on_signals
 from flyte_ddp.launch.supervisor import supervise
-from flyte_ddp.rank.job import Job, NodeRanks
+from flyte_ddp.rank.job import Job, NodeRanks, grow_accumulation
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.storage import Storage
+
+logger = logging.getLogger(__name__)
+MORE_ACCUMULATION = "a GPU ran out of memory: the ranks restart from the last checkpoint with gradient_accumulation %d"
 
 
 @dataclass
@@ -63,22 +68,29 @@ def train(
     check(job, num_processes, expected_gpus)
     gpus = num_gpus()
     state = events.RunState(keep_steps=False)
-    with (
-        listening_socket("127.0.0.1") as listener,
-        Dispatcher([state, *listeners]) as dispatcher,
-        stop_on_signals() as stop,
-    ):
-        node = NodeRanks(
-            first_rank=0,
-            num_ranks=num_processes,
-            world_size=num_processes,
-            host="127.0.0.1",
-            port=listener.getsockname()[1],
-            interface="lo0" if sys.platform == "darwin" else "lo",
-            use_gpus=gpus > 0,
-            num_threads=max(1, num_cores() // num_processes),
-        )
-        supervise(job, node, listener, data, dispatcher.emit, stop, relay)
+    data = functools.cache(data)
+    with Dispatcher([state, *listeners]) as dispatcher, stop_on_signals() as stop:
+        while True:
+            with listening_socket("127.0.0.1") as listener:
+                node = NodeRanks(
+                    first_rank=0,
+                    num_ranks=num_processes,
+                    world_size=num_processes,
+                    host="127.0.0.1",
+                    port=listener.getsockname()[1],
+                    interface="lo0" if sys.platform == "darwin" else "lo",
+                    use_gpus=gpus > 0,
+                    num_threads=max(1, num_cores() // num_processes),
+                )
+                try:
+                    supervise(job, node, listener, data, dispatcher.emit, stop, relay)
+                    break
+                except RankFailure as failure:
+                    grown = grow_accumulation(job, failure, num_processes)
+                    if grown is None:
+                        raise
+                    job = grown
+                    logger.warning(MORE_ACCUMULATION, job.config.gradient_accumulation)
     return Result.of(state)
 
 

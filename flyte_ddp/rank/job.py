@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
 
 from flyte_ddp.config import TrainingConfig
+from flyte_ddp.errors import RankFailure
 
 MODEL_STATE = "model_state.pt"  # the trained model's file, beside the checkpoints
+CUDA_OUT_OF_MEMORY = "OutOfMemoryError"  # class name of torch.cuda.OutOfMemoryError
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,21 @@ class NodeRanks:
     interface: str  # network interface for the collectives
     use_gpus: bool
     num_threads: int  # CPU threads of each rank
+
+
+def grow_accumulation(job: Job, failure: RankFailure, world_size: int) -> Job | None:
+    """Return `job` with twice the micro-batches per optimizer step, if a GPU ran out of memory and the user allows it.
+
+    Returns:
+        None if `failure` is another one, or the global batch cannot be split further over `world_size` ranks.
+    """
+    config = job.config
+    if not config.grow_accumulation_on_oom or failure.error_name != CUDA_OUT_OF_MEMORY:
+        return None
+    accumulation = 2 * config.gradient_accumulation
+    if config.global_batch_size % (world_size * accumulation):
+        return None
+    return dataclasses.replace(job, config=dataclasses.replace(config, gradient_accumulation=accumulation))
 
 
 def rank_log(directory: str, rank: int) -> str:

@@ -25,11 +25,15 @@ from typing import Any
 from flyte_ddp import events
 from flyte_ddp.errors import StopRequested, StorageUnavailable
 from flyte_ddp.rank.fast_start import keep_freed_memory
-from flyte_ddp.rank.job import Job, NodeRanks, rank_log, rank_stacks
+from flyte_ddp.rank.job import CUDA_OUT_OF_MEMORY, Job, NodeRanks, rank_log, rank_stacks
 
 # Errors of gloo, NCCL and the store on a rank whose peer has died: a consequence, never the cause.
 PEER_FAILURE = re.compile(
     r"gloo|NCCL|[Cc]onnection (was )?(closed|reset|refused)|Broken pipe|recvValue|sendBytes|failed to recv"
+)
+
+MEMORY_HINT = (
+    "A larger gradient_accumulation needs less memory; grow_accumulation_on_oom: true doubles it when necessary"
 )
 
 
@@ -127,12 +131,15 @@ def run_rank(
         else:
             text = traceback.format_exc()
             print(text, file=sys.stderr)  # noqa: T201 - the rank's own log
+            message = str(error)
+            if type(error).__name__ == CUDA_OUT_OF_MEMORY:
+                message += f". {MEMORY_HINT}"
             is_consequence = (
                 isinstance(error, (RuntimeError, OSError))
                 and not isinstance(error, StorageUnavailable)  # which may also say that a connection was refused
                 and bool(PEER_FAILURE.search(str(error)))
             )
-            link.send("error", type(error).__name__, str(error), text, is_consequence)
+            link.send("error", type(error).__name__, message, text, is_consequence)
     else:
         gc.collect()  # ends loader processes, which would else leave their semaphores to the resource tracker
         link.send("done")

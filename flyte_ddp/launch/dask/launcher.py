@@ -49,9 +49,9 @@ from flyte_ddp.launch.dask.pool import Pool
 from flyte_ddp.launch.dispatch import Dispatcher
 from flyte_ddp.launch.failures import Ended, first_line, is_bug, is_out_of_memory, is_store_outage, made_no_progress
 from flyte_ddp.launch.signals import StopRequest, stop_on_signals
-from flyte_ddp.launch.spawn import Result, check_backend
+from flyte_ddp.launch.spawn import MORE_ACCUMULATION, Result, check_backend
 from flyte_ddp.launch.supervisor import print_line
-from flyte_ddp.rank.job import Job
+from flyte_ddp.rank.job import Job, grow_accumulation
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.storage import Storage, storage_environment
 
@@ -167,8 +167,8 @@ class _Launcher:
 
     def launch(self) -> None:
         """Make attempts until one succeeds. Raises as `train_on_dask`."""
-        sizes = usable_sizes(self.job, self.config)
         for number in itertools.count():
+            sizes = usable_sizes(self.job, self.config)
             workers = self._gather(sizes)
             directory = self._wait_for_data()
             nodes = assign_nodes(workers, next(size for size in sizes if size <= len(workers)), self.config)
@@ -179,7 +179,14 @@ class _Launcher:
                 return
             except (RankFailure, NodeLost) as error:
                 self._release()
-                self._decide(Ended(error, attempt.step, attempt.resumed_step))
+                grown = None
+                if isinstance(error, RankFailure):
+                    grown = grow_accumulation(self.job, error, nodes[0].ranks.world_size)
+                if grown:
+                    self.job = grown
+                    logger.warning(MORE_ACCUMULATION, grown.config.gradient_accumulation)
+                else:
+                    self._decide(Ended(error, attempt.step, attempt.resumed_step))
             self._wait_for_store()
 
     def _decide(self, ended: Ended) -> None:
