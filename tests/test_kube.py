@@ -690,8 +690,9 @@ def test_the_status_of_a_lost_workers_pod_tells_how_its_container_ended(
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     listed = json.loads(json.dumps({"items": pods}).replace('"now"', f'"{now}"'))
     api_server.reply = lambda method, path, body: (  # type: ignore[method-assign]
-        (404, {"message": "no log"}) if path.split("?")[0].endswith("/log") else (200, listed)
+        (200, None) if path.split("?")[0].endswith("/log") else (200, listed)
     )
     config = ClusterConfig(kind="kubernetes", kubernetes=PODS)
     end = worker_end(config, "ddp-x-00000000-0-default-worker-3f2a")
     assert (end.reason, end.is_out_of_memory) == (reason, reason == "OOMKilled")
+    assert str(end).endswith("raise kubernetes.worker_memory") is end.is_out_of_memory

@@ -34,7 +34,7 @@ class Listener:
         self.run = run
 
     def handle(self, event: events.Event) -> None:
-        if not isinstance(event, events.PredictionsMade):  # which holds bytes
+        if not isinstance(event, (events.PredictionsMade, events.HistogramsTaken)):  # bytes, and kilobytes of numbers
             say(run=self.run, **events.to_dict(event))
 
     def close(self, error: BaseException | None) -> None:

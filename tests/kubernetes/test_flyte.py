@@ -217,7 +217,8 @@ def listed(outputs: LiteralMap, name: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return Package.of(ROOT, tmp_path_factory.mktemp("package"))
+    options = os.environ.get("FLYTE_DDP_TEST_PACKAGE", "").split()  # --fast: this checkout's code on an older image
+    return Package.of(ROOT, tmp_path_factory.mktemp("package"), *options)
 
 
 @pytest.fixture(scope="module")

@@ -114,21 +114,20 @@ def explain(config: ClusterConfig, run_name: str) -> str:
 
 def worker_end(config: ClusterConfig, worker_name: str, num_lines: int) -> WorkerEnd:
     """Return how the container of a lost worker ended, and the last lines of its log."""
-    from kubernetes.client import ApiException
-
     namespace = target_namespace(config)
     name = worker_name.rpartition("-default-worker-")[0]  # the operator's names for a cluster's workers
     deadline = time.monotonic() + END_TIMEOUT
-    with contextlib.suppress(ApiException, ApiUnavailable):  # the API server, or the pod's node, is out of reach
+    try:
         while True:
-            pods = [
-                pod for pod in pods_of(name, namespace, "worker") if pod.metadata.name.startswith(f"{worker_name}-")
-            ]
+            pods = pods_of(name, namespace, "worker")
+            pods = [pod for pod in pods if pod.metadata.name.startswith(f"{worker_name}-")]
             reason = next((reason for reason in map(_end_reason, pods) if reason), "")
             is_deleted = all(pod.metadata.deletion_timestamp is not None for pod in pods)
             if reason or is_deleted or time.monotonic() > deadline:
                 return WorkerEnd(reason, _last_lines(pods, namespace, num_lines))
             time.sleep(0.25)
+    except Exception as error:  # of any kind: a diagnosis must not hide the failure that it is about
+        logger.debug("how worker %s ended is unknown: %s", worker_name, api_message(error))
     return WorkerEnd("", "")
 
 
@@ -245,7 +244,8 @@ def _last_lines(pods: list[Any], namespace: str, num_lines: int) -> str:
     for pod, previous in itertools.product(pods, (True, False)):
         options: dict[str, Any] = {"container": "worker", "previous": previous, "tail_lines": num_lines, "patience": 0}
         with contextlib.suppress(ApiException):  # there is no previous container, or none has started yet
-            logs.append(call("CoreV1Api", "read_namespaced_pod_log", pod.metadata.name, namespace, **options))
+            log = call("CoreV1Api", "read_namespaced_pod_log", pod.metadata.name, namespace, **options)
+            logs.append(log or "")  # the client makes None of an empty one
     return "".join(logs)
 
 
