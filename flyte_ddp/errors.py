@@ -37,8 +37,6 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or is damaged."""
 
 
-# Errors that a rank can find and only the user can correct, by the names under which they cross to the supervisor.
-USER_ERRORS = ("ConfigError", "DataError", "StorageDenied", "NonFiniteLoss")
 OUT_OF_MEMORY = "OOMKilled"  # as Kubernetes calls it
 
 
@@ -68,7 +66,8 @@ class RankFailure(RuntimeError):
     @property
     def is_user_error(self) -> bool:
         """Only a change of the input helps; the message is one line that explains it."""
-        return self.kind == "exception" and self.error_name in USER_ERRORS
+        kind = globals().get(self.error_name)  # the class has crossed processes by its name
+        return isinstance(kind, type) and issubclass(kind, (ConfigError, DataError, NonFiniteLoss))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.rank, self.kind, self.cause, self.is_consequence)

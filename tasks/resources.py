@@ -13,6 +13,7 @@ from typing import Any
 from flytekit import Cache, Resources, Secret
 from flytekit.extras.accelerators import GPUAccelerator
 
+from flyte_ddp.launch.devices import REQUESTED_VARIABLE
 from flyte_ddp.source_code import digest_of, recipe_packages
 from tasks.settings import Size, load_settings, shipped_code
 from tasks.shipping import CODE_VARIABLE
@@ -54,10 +55,16 @@ SECRETS = [WANDB_SECRET] if WANDB_MODE == "online" else []
 
 _CODE = {CODE_VARIABLE: shipped_code()}
 
+
+def _requested(num_gpus: int) -> dict[str, str]:
+    """Return the variable by which a task knows its GPUs, so that it does not train without them in silence."""
+    return {REQUESTED_VARIABLE: str(num_gpus)} if num_gpus else {}
+
+
 SMALL_TASK: dict[str, Any] = {**_resources(SETTINGS.small), "environment": _CODE}
 TRAINING_TASK: dict[str, Any] = {
     **_resources(SETTINGS.training, SETTINGS.gpus),
-    "environment": {**_CODE, **WANDB_ENVIRONMENT},
+    "environment": {**_CODE, **WANDB_ENVIRONMENT, **_requested(SETTINGS.gpus)},
     # Ranks and loader processes pass tensors through /dev/shm, which a container otherwise has 64 MB of.
     "shared_memory": f"{SETTINGS.training.shared_memory_gib}Gi",
     "retries": 3,
@@ -69,7 +76,7 @@ TRAINING_TASK: dict[str, Any] = {
 EVALUATION_TASK: dict[str, Any] = {
     **TRAINING_TASK,
     **_resources(SETTINGS.training, min(1, SETTINGS.gpus)),
-    "environment": _CODE,
+    "environment": {**_CODE, **_requested(min(1, SETTINGS.gpus))},
 }
 
 DRIVER_TASK: dict[str, Any] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import io
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -22,15 +24,28 @@ import torch
 from flyte_ddp import events
 from flyte_ddp.cluster.config import ADDRESS_VARIABLE, ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
-from flyte_ddp.errors import ClusterError, ConfigError, GangLost, RankFailure
+from flyte_ddp.errors import (
+    OUT_OF_MEMORY,
+    ClusterError,
+    ConfigError,
+    GangLost,
+    NodeLost,
+    OutOfMemory,
+    RankFailure,
+    StorageUnavailable,
+    TrainingStopped,
+)
 from flyte_ddp.launch.dask import launcher as dask
+from flyte_ddp.launch.dask.archive import delete_archive
 from flyte_ddp.launch.dask.code import packed_code
 from flyte_ddp.launch.dask.launcher import train_on_dask, usable_sizes
-from flyte_ddp.launch.dask.messages import Inbox
+from flyte_ddp.launch.dask.messages import Inbox, NodeJob, decode, encode
 from flyte_ddp.launch.dask.placement import Worker, assign_nodes
 from flyte_ddp.launch.failures import Ended, is_bug
-from flyte_ddp.rank.job import Job
+from flyte_ddp.rank.checkpoint import load_state
+from flyte_ddp.rank.job import Job, NodeRanks
 from tests.support.dask_runs import eventually, ranks_below, start_driver, train
+from tests.support.image_store import running_store
 from tests.support.runs import REPOSITORY, how_it_ended, new_run, wait_for_step
 
 LOCAL = ClusterConfig(kind="local", node_timeout=30)  # a busy machine's workers are slow to answer, not lost
@@ -171,6 +186,144 @@ def test_used_up_restarts_lose_the_gang_and_leave_no_rank(client, tmp_path, faul
     with pytest.raises(GangLost, match=r"(?s)max_restarts: 0.*rank 1 was killed by SIGKILL.*killed on purpose"):
         train(new_run(tmp_path), client, dataclasses.replace(LOCAL, max_restarts=0))
     assert not [rank for pid in client.run(os.getpid).values() for rank in ranks_below(pid)]
+
+
+def test_nodes_have_the_drivers_storage_keys_and_a_restart_waits_for_the_store(
+    client, tmp_path, monkeypatch, caplog, finished_run
+):
+    """The workers have none of the variables, as on Flyte, which gives them to the task alone."""
+    secret = "a-secret-that-nobody-sees"
+    seen = []
+
+    def fail():
+        started = time.monotonic()
+
+        def refuse(name):
+            if time.monotonic() < started + 5:
+                raise ConnectionError("the store is away")
+
+        store.before_request = refuse
+        ranks_below(pid_of(client, 1))[0].kill()
+        # All that the dashboard could show of the tasks, and the workers log when one fails.
+        seen.append(client.run_on_scheduler(lambda dask_scheduler: describe(dask_scheduler.tasks)))
+        seen.extend(client.run(lambda dask_worker: describe(dask_worker.state.tasks)).values())
+
+    def describe(tasks):
+        return str([[(name, getattr(task, name, "")) for name in type(task).__slots__] for task in tasks.values()])
+
+    with running_store() as store:
+        for ours, theirs in (
+            ("AWS_ENDPOINT_URL", "FLYTE_AWS_ENDPOINT"),
+            ("AWS_ACCESS_KEY_ID", "FLYTE_AWS_ACCESS_KEY_ID"),
+            ("AWS_SECRET_ACCESS_KEY", "FLYTE_AWS_SECRET_ACCESS_KEY"),
+        ):
+            monkeypatch.setenv(theirs, secret if "SECRET" in ours else os.environ[ours])
+            monkeypatch.delenv(ours)
+        run = new_run(tmp_path)
+        run.url = store.fill({"": b""}).replace("/images", "/run")
+        train(run, client, dataclasses.replace(LOCAL, max_restarts=1), at_step=(6, fail), checkpoint_interval=2)
+        assert states_equal(load_state(run.result.finished.model_state_url), finished_run().state())
+
+    assert len(said(run, events.RunStarted)) == 2
+    assert len([record for record in caplog.records if "cannot be reached" in record.message]) == 1
+    assert len([record for record in caplog.records if "answers again" in record.message]) == 1
+    assert len(seen) == 3
+    assert "supervise" in seen[0]
+    assert secret not in "".join([*seen, caplog.text, *run.lines])
+
+
+class Scripted:
+    """An attempt that ends as the test says: (error, step, step that it started from)."""
+
+    def __init__(self, endings):
+        self.endings = list(endings)
+        self.num_attempts = 0
+
+    def __call__(self, run, number, nodes, make_jobs):
+        self.num_attempts += 1
+        self.error, self.step, self.resumed_step = self.endings.pop(0)
+        return self
+
+    def train(self):
+        raise self.error
+
+
+OOM = NodeLost("node 1 (w-1 at 10.0.0.1) was lost: its worker is gone (OOMKilled: ...)", "w-1", OUT_OF_MEMORY)
+AWAY = RankFailure("node 0: rank 0 failed: ...", 0, "exception", "StorageUnavailable: s3://b could not be reached")
+DENIED = RankFailure("node 0: StorageDenied: ...", -1, "exception", "StorageDenied: checkpoints: no keys")
+ENOUGH = (TrainingStopped("enough"), 99, 9)
+
+
+@pytest.mark.parametrize(
+    ("max_restarts", "endings", "error", "num_attempts"),
+    [
+        (16, [(OOM, 7, 5), (OOM, 8, 5)], OutOfMemory, 2),  # nothing new was saved in between
+        (16, [(OOM, 7, -1), (OOM, 7, -1)], OutOfMemory, 2),
+        (16, [(OOM, 7, 0), (OOM, 12, 6), ENOUGH], TrainingStopped, 3),  # it got further
+        (0, [(AWAY, 5, 0), (AWAY, 9, 5), ENOUGH], TrainingStopped, 3),  # counts as no restart
+        (0, [(AWAY, 5, 5), (AWAY, 5, 5)], StorageUnavailable, 2),
+        (16, [(DENIED, 5, 0)], RankFailure, 1),
+    ],
+)
+def test_what_ends_a_run_and_what_restarts_it(
+    client, tmp_path, monkeypatch, max_restarts, endings, error, num_attempts
+):
+    script = Scripted(endings)
+    monkeypatch.setattr(dask, "Attempt", script)
+    with pytest.raises(error) as caught:
+        train(new_run(tmp_path), client, dataclasses.replace(LOCAL, max_restarts=max_restarts))
+    assert script.num_attempts == num_attempts
+    if error is OutOfMemory:
+        assert str(caught.value).startswith("cluster.kubernetes.worker_memory: expected more than 8Gi, or a smaller")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_store_that_stays_away_ends_the_run_recoverably(client, tmp_path, monkeypatch):
+    def names(storage):
+        raise StorageUnavailable(f"checkpoints: {storage.url} could not be reached for {storage.timeout:g} s")
+
+    monkeypatch.setattr(dask.Storage, "names", names)
+    script = Scripted([(RankFailure("killed", 0, "signal", "SIGKILL"), 5, 0)])
+    monkeypatch.setattr(dask, "Attempt", script)
+    with pytest.raises(StorageUnavailable, match="could not be reached for 7 s"):
+        train(new_run(tmp_path), client, LOCAL, store_timeout=7)
+
+
+def test_cleaning_up_never_fails_a_finished_run(tmp_path, monkeypatch, caplog):
+    def delete(storage, name):
+        raise StorageUnavailable("the store is away")
+
+    monkeypatch.setattr(dask.Storage, "delete", delete)
+    delete_archive(dask.Storage(str(tmp_path)), "s3://bucket/run/data-1.zip")
+    assert [record.message for record in caplog.records] == [
+        "s3://bucket/run/data-1.zip could not be deleted: the store is away"
+    ]
+
+
+def test_a_supervisor_hears_no_command_before_its_job(monkeypatch):
+    plugin = dask.worker.NodePlugin("run", b"")
+    lines = []
+
+    class Pipe(io.BytesIO):
+        def write(self, line):
+            lines.append(line)
+            plugin.send_command("attempt", "go")  # the driver's, from another thread
+
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    supervisor = dask.worker.Supervisor(process, Pipe(), io.BytesIO())
+    monkeypatch.setattr(plugin, "_start", lambda listener: supervisor)
+    plugin.attempt, plugin.admitted = "attempt", {"attempt": None}
+    assert plugin.supervise("attempt", dask.worker.Sealed("the job"), "topic") == "ended with exit code 0"
+    assert lines == [b"the job\n"]
+
+
+def test_a_nodes_job_crosses_as_json_and_shows_no_secret():
+    ranks = NodeRanks(0, 1, 2, "10.0.0.1", 1234, "", False, 1)
+    job = Job("digits", dask_config(recipe_options={"width": 3}), "s3://bucket/run", 1.5, timed_batch_sizes=(4, 8))
+    node_job = NodeJob(job, ranks, 20.0, {}, {"AWS_SECRET_ACCESS_KEY": "secret"}, "", "", "data-1", True)
+    assert NodeJob.from_json(node_job.to_json()) == node_job
+    assert "secret" not in repr(node_job) + repr(dask.worker.Sealed(node_job.to_json()))
+    assert decode(encode({"image": b"\x00\xff", "score": np.float32(0.5)})) == {"image": b"\x00\xff", "score": 0.5}
 
 
 def test_workers_with_other_versions_are_refused(client, tmp_path, monkeypatch):
@@ -329,15 +482,6 @@ def test_ranks_go_by_host_and_name_whatever_the_addresses():
     assert {(each.ranks.world_size, each.ranks.num_threads) for each in nodes} == {(8, 2)}
     after = [dataclasses.replace(each, host=each.host.replace("10.0.0.9", "10.0.0.0")) for each in before]
     assert [each.name for each in assign_nodes(after, 4, config)] == ["w-2", "w-10", "w-3", "w-4"]
-
-
-def test_workers_of_one_host_share_its_gpus():
-    config = ClusterConfig(num_nodes=2, gpus_per_node=2)
-    workers = [worker("w-0", "10.0.0.1", ("0", "1", "2", "3")), worker("w-1", "10.0.0.1", ("0", "1", "2", "3"))]
-    environments = [each.environment for each in assign_nodes(workers, 2, config)]
-    assert environments == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
-    with pytest.raises(ConfigError, match="gpus_per_node: expected at most 1, because worker w-0 at 10.0.0.1 sees"):
-        assign_nodes([worker("w-0", "10.0.0.1", ("0",))], 1, config)
 
 
 def test_a_smaller_gang_still_shares_the_global_batch_evenly(tmp_path):

@@ -68,8 +68,9 @@ def test_an_exception_ends_the_run_with_that_ranks_number_and_traceback(tmp_path
     assert _surroundings() == before
 
 
-def test_a_killed_rank_ends_the_run_within_seconds_with_all_its_processes(tmp_path, monkeypatch, survivors):
-    monkeypatch.setenv("FAULT", "kill 1 5")
+@pytest.mark.parametrize("fault", ["kill", "fork-kill"])  # the latter leaves a process that holds the rank's pipes
+def test_a_killed_rank_ends_the_run_within_seconds_with_all_its_processes(tmp_path, monkeypatch, survivors, fault):
+    monkeypatch.setenv("FAULT", f"{fault} 1 5")
     monkeypatch.setenv("DIED_AT", str(tmp_path / "died-at"))
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # what was printed last is there also without it
 
@@ -116,6 +117,33 @@ def test_a_rank_that_dies_while_the_data_are_prepared_ends_the_run(tmp_path, mon
     assert not prepared.is_set()
     prepared.set()
     assert survivors() == []
+
+
+def test_a_failure_is_one_line_and_one_short_traceback(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAULT", "deep 0 2")
+
+    with pytest.raises(RankFailure) as caught:
+        new_run(tmp_path).train(1)
+
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "rank 0 failed: OSError: the disk is gone"
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 310
+    assert str(caught.value).count("Traceback (most recent call last)") == 1
+    assert any(line.startswith("after ConnectionError: no answer") for line in lines)
+    assert caught.value.cause.count("the disk is gone") == 100  # equal only for the same error
+
+
+def test_what_only_the_user_can_correct_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAULT", "deny 0 2")
+
+    with pytest.raises(RankFailure) as caught:
+        new_run(tmp_path).train(1)
+
+    assert str(caught.value).splitlines() == [
+        "rank 0 failed: StorageDenied: checkpoints: expected a place to write to, got s3://bucket/run"
+    ]
+    assert caught.value.is_user_error
 
 
 # A run that hangs

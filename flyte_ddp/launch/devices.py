@@ -17,6 +17,14 @@ MISSING_GPUS_HINT = (
 )
 
 
+REQUESTED_VARIABLE = "FLYTE_DDP_REQUESTED_GPUS"  # in the environment of a task that was registered with GPUs
+
+
+def requested_gpus() -> int:
+    """Return the number of GPUs that the task in this container requested; 0 outside of such a task."""
+    return int(os.environ.get(REQUESTED_VARIABLE) or 0)
+
+
 def num_gpus() -> int:
     """Count the GPUs that this process may use; each MIG slice counts."""
     return len(visible_gpus())

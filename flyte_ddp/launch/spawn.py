@@ -15,7 +15,14 @@ from dataclasses import dataclass, field
 
 from flyte_ddp import events
 from flyte_ddp.errors import ConfigError, RankFailure
-from flyte_ddp.launch.devices import MISSING_GPUS_HINT, default_num_processes, has_mig_slices, num_cores, num_gpus
+from flyte_ddp.launch.devices import (
+    MISSING_GPUS_HINT,
+    default_num_processes,
+    has_mig_slices,
+    num_cores,
+    num_gpus,
+    requested_gpus,
+)
 from flyte_ddp.launch.dispatch import Dispatcher
 from flyte_ddp.launch.signals import stop_on_signals
 from flyte_ddp.launch.supervisor import supervise
@@ -48,7 +55,6 @@ def train(
     num_processes: int = 0,
     listeners: Sequence[events.Listener] = (),
     relay: Callable[[str], None] | None = None,
-    expected_gpus: int = 0,
 ) -> Result:
     """Train on this machine, start to end.
 
@@ -57,7 +63,6 @@ def train(
         num_processes: ranks; 0 is one per GPU, or two on a machine without.
         listeners: receive every event, in a thread with the caller's context variables.
         relay: called with every line that a rank prints; standard error by default.
-        expected_gpus: the GPUs that were requested for this process. With fewer the run does not start.
 
     Raises:
         ConfigError: before any process is started.
@@ -65,7 +70,7 @@ def train(
         TrainingStopped: SIGINT or SIGTERM ended the run, after a last checkpoint.
     """
     num_processes = num_processes or default_num_processes()
-    check(job, num_processes, expected_gpus)
+    check(job, num_processes)
     gpus = num_gpus()
     state = events.RunState(keep_steps=False)
     data = functools.cache(data)
@@ -94,7 +99,7 @@ def train(
     return Result.of(state)
 
 
-def check(job: Job, num_processes: int, expected_gpus: int = 0) -> None:
+def check(job: Job, num_processes: int) -> None:
     """Check the run before any process is started for it.
 
     Raises:
@@ -105,9 +110,10 @@ def check(job: Job, num_processes: int, expected_gpus: int = 0) -> None:
     if num_processes < 1:
         raise ConfigError(f"num_processes: expected a whole number of at least 1, got {num_processes}")
     gpus = num_gpus()
-    if gpus < expected_gpus:
+    if gpus < requested_gpus():
         raise ConfigError(
-            f"GPUs: expected {expected_gpus}, as this task requested, got {gpus} that it can use. {MISSING_GPUS_HINT}"
+            f"GPUs: expected {requested_gpus()}, as this task requested, got {gpus} that it can use. "
+            f"{MISSING_GPUS_HINT}"
         )
     if gpus and num_processes > gpus:
         raise ConfigError(f"num_processes: expected at most {gpus}, one per GPU, got {num_processes}")

@@ -38,6 +38,7 @@ from flyte_ddp.rank.process import run_rank
 CAUSE_GRACE = 0.5  # seconds in which a second failure may turn out to be the cause of the first
 POLL_INTERVAL = 0.1  # seconds between checks of logs, heartbeats and the stop request
 LOG_TAIL = 20  # lines of a dead rank's output in the error
+MAX_MESSAGE = 6  # lines of an exception's own message
 STACK_LINES = 12  # of each rank's main thread in the error of a stall; the log has all threads
 DEATH_GRACE = 2.0  # seconds for the kernel to end killed processes, and for their new parent to reap them
 
@@ -223,7 +224,7 @@ class _Ranks:
             self._note_death(rank)
 
     def _note_error(self, rank: _Rank, name: str, message: str, text: str, is_consequence: bool) -> None:
-        what, cause = f"rank {rank.number} failed: {name}: {message}", f"{name}: {message}"
+        what, cause = f"rank {rank.number} failed: {name}: {shorten(message, MAX_MESSAGE)}", f"{name}: {message}"
         failure = RankFailure(what, rank.number, "exception", cause, is_consequence)
         if not failure.is_user_error:  # one line explains those
             text = f"{what}\n{shorten_traceback(text)}"

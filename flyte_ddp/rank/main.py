@@ -36,8 +36,10 @@ def main(job: Job, node: NodeRanks, local_rank: int, listener: socket | None, li
     torch.set_num_threads(node.num_threads)
     if config.deterministic:
         torch.use_deterministic_algorithms(True)  # also the call with False imports torch's compiler
-    device = torch.device("cuda", local_rank) if node.use_gpus else torch.device("cpu")
+    device = torch.device("cpu")
     if node.use_gpus:
+        # A rank on a MIG slice sees that slice alone, as device 0.
+        device = torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = not config.deterministic
     if not config.compile:

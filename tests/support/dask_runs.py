@@ -33,7 +33,9 @@ def train(run: Run, client, cluster: ClusterConfig, at_step=None, **config):
     Args:
         at_step: (step, function): calls the function once, when the run has reached the step.
     """
-    job = Job(run.recipe, resolve(get_recipe(run.recipe).defaults, config), str(run.checkpoints), time.time())
+    job = Job(
+        run.recipe, resolve(get_recipe(run.recipe).defaults, config), run.url or str(run.checkpoints), time.time()
+    )
     listeners = [run, _At(*at_step)] if at_step else [run]
     run.result = train_on_dask(job, lambda: str(run.data()), client, cluster, listeners, run.relay)
     return run

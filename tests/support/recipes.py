@@ -283,8 +283,33 @@ def _cuda_oom(losses):
     return losses
 
 
+def _fork_and_kill(losses):
+    if os.fork() == 0:
+        time.sleep(600)  # it holds the rank's pipes open
+    _kill(losses)
+
+
+def _fail_deeply(losses, depth=60):
+    """A chain of errors with long messages, as storage clients raise them; none is the recipe's fault."""
+    if depth:
+        return _fail_deeply(losses, depth - 1)
+    try:
+        raise ConnectionError("no answer " * 500)
+    except ConnectionError as error:
+        raise OSError("the disk is gone\n" * 100) from error
+
+
+def _deny(losses):
+    from flyte_ddp.errors import StorageDenied
+
+    raise StorageDenied("checkpoints: expected a place to write to, got s3://bucket/run")
+
+
 FAULTS = {
     "cuda-oom": _cuda_oom,
+    "fork-kill": _fork_and_kill,
+    "deep": _fail_deeply,
+    "deny": _deny,
     "late-nan": _late_nan,
     "infinite-gradient": _infinite_gradient,
     "none": lambda losses: losses,

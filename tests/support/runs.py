@@ -34,6 +34,7 @@ class Run:
     error: BaseException | None = None  # as the listeners are told
     result: Result | None = None
     job: Job | None = None
+    url: str = ""  # of the checkpoints, where they are not below `directory`
 
     @property
     def checkpoints(self):

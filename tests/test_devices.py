@@ -1,0 +1,173 @@
+"""How GPUs are counted and handed to ranks. There is none here: the driver's library is played by a fake."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import types
+
+import pytest
+
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.launch import devices, spawn
+from flyte_ddp.launch.dask.placement import Worker, assign_nodes
+from flyte_ddp.rank.job import Job
+
+SLICES = ("MIG-1a", "MIG-2b")
+
+
+class FakeNvml:
+    """The calls of libnvidia-ml. `gpus` holds, for each GPU, the names of its MIG slices; none where MIG is off."""
+
+    def __init__(self, gpus):
+        self.gpus = gpus
+
+    def nvmlInit_v2(self):
+        return 0
+
+    def nvmlShutdown(self):
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, count):
+        count._obj.value = len(self.gpus)
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index, device):
+        device._obj.value = 100 + index
+        return 0
+
+    def nvmlDeviceGetMigMode(self, device, mode, pending):
+        mode._obj.value = bool(self.gpus[device.value - 100])
+        return 0
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, device, count):
+        count._obj.value = 7
+        return 0
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, device, index, mig):
+        if index >= len(self.gpus[device.value - 100]):
+            return 6  # not found
+        mig._obj.value = 1000 * (device.value - 99) + index
+        return 0
+
+    def nvmlDeviceGetUUID(self, device, uuid, size):
+        uuid.value = self.gpus[device.value // 1000 - 1][device.value % 1000].encode()
+        return 0
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """machine(files, library=...): this machine has these device files and these libraries of NVIDIA's driver."""
+    for name in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+
+    def pretend(files, **libraries):
+        def load(name):
+            key = name.removeprefix("lib").removesuffix(".so.1").replace("-", "_")
+            if key not in libraries:
+                raise OSError(f"{name}: cannot open shared object file")
+            return libraries[key]
+
+        path = types.SimpleNamespace(exists=files.__contains__)
+        numbered = [file for file in files if file[-1].isdigit()]
+        monkeypatch.setattr(devices, "os", types.SimpleNamespace(path=path, environ=os.environ))
+        monkeypatch.setattr(devices, "ctypes", types.SimpleNamespace(**{**vars(ctypes), "CDLL": load}))
+        monkeypatch.setattr(devices, "glob", types.SimpleNamespace(glob=lambda pattern: numbered))
+
+    return pretend
+
+
+POD = ["/dev/nvidiactl", "/dev/nvidia3"]  # the device plugin keeps the host's number
+
+
+def test_a_pod_with_the_hosts_fourth_gpu_has_gpu_0(machine):
+    machine(POD, cuda=1, nvidia_ml=FakeNvml([()]))
+    assert devices.visible_gpus() == ("0",)
+    machine(POD, cuda=1)  # where NVML is not mounted
+    assert devices.visible_gpus() == ("0",)
+
+
+def test_mig_slices_are_counted_one_by_one(machine, monkeypatch):
+    machine(["/dev/nvidiactl", "/dev/nvidia0"], cuda=1, nvidia_ml=FakeNvml([SLICES]))
+    assert devices.visible_gpus() == SLICES
+    machine(["/dev/nvidiactl", "/dev/nvidia0", "/dev/nvidia1"], cuda=1, nvidia_ml=FakeNvml([(), SLICES]))
+    assert devices.num_gpus() == 3
+    machine(["/dev/nvidiactl", "/dev/nvidia0"], cuda=1)
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", ",".join(SLICES))
+    assert devices.visible_gpus() == SLICES
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("1,0", ("1", "0")),
+        ("GPU-8f2e,GPU-77aa", ("GPU-8f2e", "GPU-77aa")),
+        ("MIG-1a", ("MIG-1a",)),
+        ("0,7,1", ("0",)),  # as CUDA: up to the first that is not there
+        ("-1", ()),
+        ("", ()),
+    ],
+)
+def test_a_choice_of_the_user_is_respected(machine, monkeypatch, given, expected):
+    machine(["/dev/nvidiactl"], cuda=1, nvidia_ml=FakeNvml([(), ()]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert devices.visible_gpus() == expected
+
+
+def test_wsl_has_a_gpu_without_nvidias_device_files(machine):
+    machine(["/dev/dxg"], cuda=1)
+    assert devices.num_gpus() == 1
+    machine(["/dev/dxg"], cuda=1, nvidia_ml=FakeNvml([(), ()]))
+    assert devices.num_gpus() == 2
+
+
+def test_a_task_that_asked_for_gpus_and_has_none_says_what_to_check(machine, monkeypatch, tmp_path):
+    job = Job("digits", TrainingConfig(), str(tmp_path), 0.0)
+    monkeypatch.setenv(devices.REQUESTED_VARIABLE, "2")
+    machine(POD)  # the device is there, the driver's library is not
+    with pytest.raises(ConfigError, match="^GPUs: expected 2, .* got 0 .*device plugin.*LD_LIBRARY_PATH") as caught:
+        spawn.check(job, 1)
+    assert "/usr/local/nvidia/lib64" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_mig_slices_cannot_be_connected_by_nccl(machine, tmp_path):
+    machine(["/dev/nvidiactl"], cuda=1, nvidia_ml=FakeNvml([SLICES]))
+    with pytest.raises(ConfigError, match="^backend: expected gloo between MIG slices of a GPU, got 'auto'"):
+        spawn.check(Job("digits", TrainingConfig(), str(tmp_path), 0.0), 2)
+    spawn.check(Job("digits", TrainingConfig(backend="gloo"), str(tmp_path), 0.0), 2)
+
+
+def worker(name, host, gpus=(), **values):
+    return Worker(f"tcp://{host}:1{name[-1]}", name, host, 8, gpus, False, **values)
+
+
+def environments(config, *workers):
+    return [node.environment for node in assign_nodes(workers, config.num_nodes, config)]
+
+
+def test_a_worker_alone_on_its_host_keeps_what_its_device_plugin_gave_it():
+    config = ClusterConfig(num_nodes=2, gpus_per_node=1)
+    assert environments(config, worker("w-0", "10.0.0.1", ("0",)), worker("w-1", "10.0.0.2", SLICES)) == [{}, {}]
+
+
+def test_workers_of_one_host_share_its_gpus():
+    config = ClusterConfig(num_nodes=2, gpus_per_node=2)
+    four = ("0", "1", "2", "3")
+    assert environments(config, worker("w-0", "10.0.0.1", four), worker("w-1", "10.0.0.1", four)) == [
+        {"CUDA_VISIBLE_DEVICES": "0,1"},
+        {"CUDA_VISIBLE_DEVICES": "2,3"},
+    ]
+    config = ClusterConfig(num_nodes=1, gpus_per_node=1)  # of a sweep: other runs have the neighbours
+    claimed = worker("w-1", "10.0.0.1", ("GPU-77aa",), shares_host=True)
+    assert environments(config, claimed) == [{"CUDA_VISIBLE_DEVICES": "GPU-77aa"}]
+
+
+def test_a_worker_with_too_few_gpus_is_named_with_what_to_check():
+    config = ClusterConfig(num_nodes=1, gpus_per_node=2)
+    with pytest.raises(ConfigError, match="gpus_per_node: expected at most 1, because worker w-0 .* got 2$"):
+        environments(config, worker("w-0", "10.0.0.1", ("0",)))
+    with pytest.raises(ConfigError, match="gpus_per_node: expected at most 0, .* got 2. .*device plugin.*LD_LIBRARY_P"):
+        environments(config, worker("w-0", "10.0.0.1"))
