@@ -91,6 +91,7 @@ def train_at_world_sizes(
                 make_listeners=observer.make_listeners,
                 relay=frame.say,
                 run_name=frame.name,
+                run=frame.execution.run_id,
             )
         frame.close(None)
         return observer.outputs(histories)

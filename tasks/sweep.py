@@ -88,6 +88,7 @@ def train_sweep(
                 observers=[observer.observe],
                 make_listeners=observer.make_listeners,
                 run_name=frame.name,
+                run=frame.execution.run_id,
             )
         frame.close(None)
         return observer.outputs()

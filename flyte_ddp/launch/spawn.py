@@ -6,6 +6,7 @@ What the supervisor does with the processes is in supervisor.py, and the Dask la
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import socket
@@ -26,6 +27,7 @@ from flyte_ddp.launch.devices import (
 from flyte_ddp.launch.dispatch import Dispatcher
 from flyte_ddp.launch.signals import stop_on_signals
 from flyte_ddp.launch.supervisor import supervise
+from flyte_ddp.ownership import Ownership
 from flyte_ddp.rank.job import Job, NodeRanks, grow_accumulation
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.storage import Storage
@@ -65,7 +67,7 @@ def train(
         relay: called with every line that a rank prints; standard error by default.
 
     Raises:
-        ConfigError: before any process is started.
+        ConfigError: before any process is started, also if the checkpoints belong to another run.
         RankFailure: a rank failed; all of them are gone.
         TrainingStopped: SIGINT or SIGTERM ended the run, after a last checkpoint.
     """
@@ -74,7 +76,12 @@ def train(
     gpus = num_gpus()
     state = events.RunState(keep_steps=False)
     data = functools.cache(data)
-    with Dispatcher([state, *listeners]) as dispatcher, stop_on_signals() as stop:
+    with (
+        Ownership(job.checkpoints, job.run, job.config.store_timeout) as ownership,
+        Dispatcher([state, *listeners]) as dispatcher,
+        stop_on_signals() as stop,
+    ):
+        job = dataclasses.replace(job, owner=ownership.token)
         while True:
             with listening_socket("127.0.0.1") as listener:
                 node = NodeRanks(

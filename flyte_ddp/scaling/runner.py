@@ -72,6 +72,7 @@ def train_at_sizes(
     make_listeners: Callable[[Job, int], Sequence[Listener]] = lambda job, world_size: (),
     relay: Callable[[str], None] = print_line,
     run_name: str = "",
+    run: str = "",
 ) -> list[str]:
     """Train at every world size with every learning rate. Runs already finished in `checkpoints` are not repeated.
 
@@ -80,6 +81,7 @@ def train_at_sizes(
         data: the directory of the prepared data.
         client: from `cluster.open_cluster`, for the largest world size.
         make_listeners: returns the listeners of the run of a job at a world size.
+        run: the same for all attempts of the study, see `Job`.
 
     Returns:
         The history of each run as JSON lines, see `events.to_line`.
@@ -100,7 +102,7 @@ def train_at_sizes(
             storage = Storage(
                 f"{checkpoints.rstrip('/')}/{_name_directory(recipe, run_config, world_size, fingerprint)}"
             )
-            job = Job(recipe, run_config, storage.url, time.time(), timed_batch_sizes=timed)
+            job = Job(recipe, run_config, storage.url, time.time(), timed_batch_sizes=timed, run=run)
             record = _load_record(storage, timed)
             if record is None:
                 record = _Recorder()
@@ -119,9 +121,9 @@ def train_at_sizes(
                     for event in record.events:
                         listener.handle(event)
                     listener.close(None)
-            run = ScalingRun.of(record.events)
-            assert run is not None  # the run has finished
-            threads = threads or run.started.num_threads
+            finished = ScalingRun.of(record.events)
+            assert finished is not None  # the run has finished
+            threads = threads or finished.started.num_threads
             histories.append(record.text)
     return histories
 

@@ -65,6 +65,7 @@ def train_trials(
     make_listeners: Callable[[TrialRun], Sequence[Listener]] = lambda run: (),
     relay: Callable[[str], None] = print_line,
     run_name: str = "",
+    run: str = "",
 ) -> list[TrialRun]:
     """Run `trials` to their end. Trials already done according to `checkpoints` are not trained again.
 
@@ -78,6 +79,7 @@ def train_trials(
         make_listeners: returns the listeners of one trial's run.
         relay: called with every line a rank prints, prefixed with its trial.
         run_name: as given to `open_cluster`.
+        run: the same for all attempts of the sweep, see `Job`.
 
     Returns:
         All trials, in order. At least one of them finished.
@@ -102,6 +104,7 @@ def train_trials(
         make_listeners=make_listeners,
         relay=relay,
         run_name=run_name,
+        run=run,
     )
     runs = [sweep.load(trial) for trial in trials]
     try:
@@ -130,6 +133,7 @@ class _Sweep:
     make_listeners: Callable[[TrialRun], Sequence[Listener]]
     relay: Callable[[str], None]
     run_name: str
+    run: str
 
     def __post_init__(self) -> None:
         self.pool = Pool(self.storage.url)
@@ -238,7 +242,7 @@ class _Sweep:
         with self._own_client() as client:
             try:
                 train_on_dask(
-                    Job(self.recipe, run.trial.config, storage.url, time.time()),
+                    Job(self.recipe, run.trial.config, storage.url, time.time(), run=self.run),
                     lambda: self.data,
                     client,
                     self.cluster,

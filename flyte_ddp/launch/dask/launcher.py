@@ -51,6 +51,7 @@ from flyte_ddp.launch.failures import Ended, first_line, is_bug, is_out_of_memor
 from flyte_ddp.launch.signals import StopRequest, stop_on_signals
 from flyte_ddp.launch.spawn import MORE_ACCUMULATION, Result, check_backend
 from flyte_ddp.launch.supervisor import print_line
+from flyte_ddp.ownership import Ownership
 from flyte_ddp.rank.job import Job, grow_accumulation
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.storage import Storage, storage_environment
@@ -99,7 +100,11 @@ def train_on_dask(
     job = dataclasses.replace(job, checkpoints=storage.url)
     state = events.RunState(keep_steps=False)
     stopping = contextlib.nullcontext(stop) if stop else stop_on_signals()
-    with Dispatcher([state, *listeners]) as dispatcher, stopping as stop:
+    with (
+        Ownership(job.checkpoints, job.run, job.config.store_timeout) as ownership,
+        Dispatcher([state, *listeners]) as dispatcher,
+        stopping as stop,
+    ):
         run = Run(
             name=f"training-{uuid.uuid4().hex[:12]}",
             client=client,
@@ -110,7 +115,7 @@ def train_on_dask(
             relay=relay or print_line,
             stop=stop,
         )
-        launcher = _Launcher(job, data, run, run_name, storage, pool)
+        launcher = _Launcher(job, data, run, run_name, storage, ownership, pool)
         try:
             launcher.launch()
         finally:
@@ -144,7 +149,14 @@ class _Launcher:
     """A run: attempt after attempt, until one succeeds or another would be of no use."""
 
     def __init__(
-        self, job: Job, data: Callable[[], str], run: Run, run_name: str, storage: Storage, pool: Pool | None
+        self,
+        job: Job,
+        data: Callable[[], str],
+        run: Run,
+        run_name: str,
+        storage: Storage,
+        ownership: Ownership,
+        pool: Pool | None,
     ) -> None:
         self.job = job
         self.run = run
@@ -152,6 +164,7 @@ class _Launcher:
         self.config = run.config
         self.run_name = run_name
         self.storage = storage
+        self.ownership = ownership
         self.pool = pool
         self.data = SharedData(run.client, storage, pool)
         self.prepared = run_in_background(data)
@@ -232,9 +245,11 @@ class _Launcher:
     def _make_jobs(self, directory: str, nodes: Sequence[Node]) -> list[NodeJob]:
         """Return what each of the nodes has to do."""
         sees_data, archive_name = self.data.locate(directory, nodes)
+        # A new token for each gang: a rank of an earlier one that still lives on a silent node may not write any more.
+        job = dataclasses.replace(self.job, launched_at=time.time(), owner=self.ownership.renew())
         return [
             NodeJob(
-                job=dataclasses.replace(self.job, launched_at=time.time()),
+                job=job,
                 ranks=node.ranks,
                 driver_timeout=self.config.node_timeout,
                 environment=node.environment,

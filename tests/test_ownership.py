@@ -1,0 +1,171 @@
+"""A run's place belongs to one run at a time: a second is refused, a successor takes over, a ghost writes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+
+from flyte_ddp import ownership
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.ownership import OWNER, Ownership, check_owner, read_owner
+from flyte_ddp.rank.checkpoint import CheckpointStore
+from flyte_ddp.storage import Storage
+from tests.support.runs import new_run
+from tests.test_champion import bucket  # noqa: F401 - a fixture
+
+ELSEWHERE = {"machine": "another", "host": "other-host"}
+
+
+@pytest.fixture(params=["disk", "s3", "memory"])
+def url(request, tmp_path):
+    if request.param == "disk":
+        return str(tmp_path / "run")
+    if request.param == "s3":
+        return f"{request.getfixturevalue('bucket')}/{uuid.uuid4().hex}"
+    return f"memory://{uuid.uuid4().hex}"
+
+
+def owns(url, run=""):
+    return Ownership(url, run, 600)
+
+
+def change(url, **values):
+    """Rewrite the owner of the place at `url`, such as to one on another machine."""
+    storage = Storage(url)
+    storage.write(OWNER, json.dumps({**json.loads(storage.read(OWNER)), **values}).encode())
+
+
+def test_a_second_run_is_refused_in_one_line_that_names_the_first(url):
+    with owns(url, "f1-n0"):
+        change(url, **ELSEWHERE)
+        with pytest.raises(ConfigError) as caught, owns(url, "f2-n0"):
+            pass
+        message = str(caught.value)
+        assert "\n" not in message
+        assert message.startswith("checkpoints: expected a place of this run's own, got ")
+        assert "belongs to run f1-n0 on other-host since 20" in message
+        assert message.endswith(f"If it is over, delete {OWNER} there")
+        with pytest.raises(ConfigError, match="belongs to run f1-n0"), owns(url):
+            pass
+
+
+def test_a_released_place_is_free_and_an_attempt_of_the_same_run_takes_it_over_at_once(url):
+    with owns(url, "f1-n0"):
+        pass
+    with owns(url, "f2-n0") as first:
+        change(url, **ELSEWHERE)
+        with owns(url, "f2-n0") as second:
+            storage = Storage(url)
+            check_owner(storage, second.token)
+            with pytest.raises(ConfigError, match="belongs to run f2-n0 on .* now"):
+                check_owner(storage, first.token)
+            with pytest.raises(ConfigError, match="belongs to run f2-n0"):
+                first.renew()  # a ghost does not take its place back
+        first.__exit__(None, None, None)
+        assert read_owner(Storage(url))[1].token == second.token
+
+
+def test_of_two_that_start_at_once_one_gets_the_place(url):
+    taken, refused = [], []
+
+    def start(number):
+        try:
+            taken.append(owns(url, f"run-{number}").__enter__())
+        except ConfigError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=start, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if not url.startswith("memory"):  # which knows no condition for a put
+        assert (len(taken), len(refused)) == (1, 3)
+    for each in taken:
+        each.__exit__(None, None, None)
+
+
+def test_signs_of_life_keep_a_place_and_their_absence_ends_its_right(url, monkeypatch):
+    monkeypatch.setattr(ownership, "BEAT_INTERVAL", 0.05)
+    with owns(url, "f1-n0") as first:
+        before = read_owner(Storage(url))[1].beat_at
+        deadline = time.monotonic() + 30
+        while read_owner(Storage(url))[1].beat_at == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert read_owner(Storage(url))[1].token == first.token
+    now = time.time()
+    for quiet, is_over in ((600, False), (1000, True)):
+        change(url, **ELSEWHERE, released=False, beat_at=now - quiet, lease=660.0, run="f1-n0")
+        assert read_owner(Storage(url))[1].is_over("f2-n0") == is_over
+
+
+def hold(url, ready):
+    with owns(url):
+        ready.set()
+        time.sleep(600)
+
+
+def test_a_local_run_whose_process_is_gone_is_over_at_once(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    process = context.Process(target=hold, args=(str(tmp_path), ready))
+    process.start()
+    assert ready.wait(120)
+    with pytest.raises(ConfigError, match=f"belongs to process {process.pid} on .* since"), owns(str(tmp_path)):
+        pass
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(60)
+    with owns(str(tmp_path)):
+        assert read_owner(Storage(str(tmp_path)))[1].pid == os.getpid()
+
+
+def test_damage_to_the_token_locks_nobody_out(tmp_path):
+    (tmp_path / OWNER).write_text("half a li")
+    with owns(str(tmp_path)) as owner:
+        check_owner(Storage(str(tmp_path)), owner.token)
+        (tmp_path / OWNER).unlink()  # by hand, as the error advises
+        check_owner(Storage(str(tmp_path)), owner.token)
+        owner.renew()
+        check_owner(Storage(str(tmp_path)), owner.token)
+
+
+def test_a_store_that_lost_its_place_writes_deletes_and_renames_nothing(tmp_path):
+    state = {"progress": {"step": 1}, "model": torch.zeros(3)}
+    with owns(str(tmp_path), "f1-n0") as first:
+        store = CheckpointStore(str(tmp_path), 1, owner=first.token)
+        for step in (1, 2):
+            store.save(state, step, best=False)
+            store.wait()
+        change(str(tmp_path), token="another", run="f2-n0")
+        before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+        store.save(state, 3, best=False)
+        with pytest.raises(ConfigError, match="belongs to run f2-n0 .* now, so this process writes nothing more there"):
+            store.wait()
+        manifest = Path(tmp_path, "step-0000000002.json")
+        manifest.write_text("damaged")
+        with pytest.raises(ConfigError, match="belongs to run f2-n0"):
+            CheckpointStore(str(tmp_path), 1, owner=first.token).load_latest()
+        assert manifest.exists()
+        assert {file.name for file in tmp_path.iterdir()} == before.keys()
+
+
+def test_a_run_owns_its_place_and_a_second_one_starts_no_process(tmp_path):
+    run = new_run(tmp_path)
+    with owns(str(run.checkpoints), "f1-n0"):
+        with pytest.raises(ConfigError, match="belongs to run f1-n0"):
+            run.train(1, data=lambda: pytest.fail("data were prepared"))
+    run.train(1, epochs=1)
+    _, owner = read_owner(Storage(str(run.checkpoints)))
+    assert owner.released
+    assert dataclasses.replace(owner, token="").run == ""
