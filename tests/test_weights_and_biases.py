@@ -64,7 +64,6 @@ def test_offline_run_holds_all_there_is_to_see(tmp_path: Path) -> None:
         "project",
         "run-1",
         tmp_path / "w",
-        tags=["nightly"],
         model_artifact="model-digits",
         config={"team": "vision"},
         say=said.append,
@@ -75,7 +74,7 @@ def test_offline_run_holds_all_there_is_to_see(tmp_path: Path) -> None:
     assert said == [f"W&B: no API key was found, so the run is recorded offline; to upload it: wandb sync {directory}"]
 
     (run,) = told(directory, "run")
-    assert (run.run_id, run.project, list(run.tags)) == ("run-1", "project", ["nightly"])
+    assert (run.run_id, run.project) == ("run-1", "project")
     config = config_of(directory)
     expected = {
         "epochs": 3,

@@ -75,7 +75,6 @@ class Wandb:
         entity: the user or team that owns the project; None is the default of the key's owner.
         name: of the run on W&B's pages.
         group: of runs that belong together, such as a sweep.
-        tags: to find the run by.
         notes: shown with the run, such as the URL of the Flyte execution.
         api_key: None is that of WANDB_API_KEY or `wandb login`. It appears in no file and no message.
         model_artifact: the name of an artifact with the model state, uploaded at the end; "" for none.
@@ -94,7 +93,6 @@ class Wandb:
         entity: str | None = None,
         name: str | None = None,
         group: str | None = None,
-        tags: Sequence[str] = (),
         notes: str | None = None,
         api_key: str | None = None,
         model_artifact: str = "",
@@ -108,7 +106,6 @@ class Wandb:
             "entity": entity,
             "name": name,
             "group": group,
-            "tags": list(tags),
             "notes": notes,
         }
         self._directory = Path(directory).absolute()
