@@ -117,7 +117,6 @@ class Wandb:
         self._say = say
         self._url = ""
         self._run: Any = None  # W&B's
-        self._recipe = ""
         self._last_step = self._last_epoch = 0  # what the W&B run has
         self._epoch_is_new = False
         self._is_off = False
@@ -216,7 +215,6 @@ class Wandb:
             self._open(event)
         if self._run is None:
             return
-        self._recipe = event.recipe
         values = {name: getattr(event, name) for name in SHOWN_IN_CONFIG} | {"data": redact_url(event.data)}
         self._run.config.update({**self._config, **event.config, **values}, allow_val_change=True)
         if event.layers and "graph_0" not in self._run.summary.keys():  # noqa: SIM118 - no mapping, though it looks like one
