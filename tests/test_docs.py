@@ -177,3 +177,7 @@ def test_every_link_of_a_page_leads_to_a_file_or_heading_that_is_there(page):
 def test_the_recipe_shown_in_the_readme_is_run_as_a_recipe():
     files = [block.file for block in RUN if block.page.name == "README.md" and block.file]
     assert files
+
+
+def test_the_readme_is_short():
+    assert len((REPOSITORY / "README.md").read_text().split()) <= 1500
