@@ -533,7 +533,7 @@ def _copy(directory, target):
 
 def test_another_learning_rate_does_not_go_on_from_a_checkpoint(tmp_path, one_epoch):
     with pytest.raises(
-        (ConfigError, RankFailure), match=r"learning_rate: 0.2 does not continue .*written with 0.1; give"
+        (ConfigError, RankFailure), match=r"learning_rate: expected 0.1, with which .*written, got 0.2;"
     ):
         _copy(one_epoch, tmp_path).train(1, learning_rate=0.2)
 
@@ -544,12 +544,14 @@ def test_a_run_has_its_recipes_options_and_other_ones_do_not_go_on_from_its_chec
     assert run.state()["0.weight"].shape[0] == 24
     assert run.started.config["recipe_options"]["width"] == 24
     assert run.started.data.endswith("for width 24")
-    with pytest.raises((ConfigError, RankFailure), match=r"recipe_options: .*'width': 16.* does not continue .*24"):
+    with pytest.raises((ConfigError, RankFailure), match=r"recipe_options: expected .*24.* got .*'width': 16"):
         new_run(tmp_path, "Optional").train(1, data=lambda: str(run.data()), epochs=2)
 
 
 def test_other_data_do_not_go_on_from_a_checkpoint(tmp_path, one_epoch):
-    with pytest.raises((ConfigError, RankFailure), match=r"data: .*step-0000000009.* by a run on other data; give"):
+    with pytest.raises(
+        (ConfigError, RankFailure), match=r"data: expected the data with which .*step-0000000009.* got others"
+    ):
         _copy(one_epoch, tmp_path).train(1, source="7")
 
 

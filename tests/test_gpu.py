@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from flyte_ddp.events import CheckpointSaved, HistogramsTaken, RunStarted
 from tests.support.runs import new_run
 
 pytestmark = pytest.mark.gpu
@@ -14,6 +15,16 @@ def num_gpus():
     import torch
 
     return torch.cuda.device_count()
+
+
+@pytest.fixture
+def gpu():
+    """The first GPU."""
+    import torch
+
+    if num_gpus() < 1:
+        pytest.skip("needs a GPU")
+    return torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -63,3 +74,106 @@ def test_two_gpus_over_nccl_end_in_the_weights_of_one(tmp_path):
     assert two.started.backend == "nccl"
     for name, value in one.state().items():
         torch.testing.assert_close(two.state()[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_a_state_is_evaluated_on_the_gpu_with_the_results_of_its_training(gpu, tmp_path):
+    from flyte_ddp.rank.evaluation import evaluate_state
+    from flyte_ddp.recipes import get_recipe
+
+    run = new_run(tmp_path, DIGITS).train(num_processes=1, epochs=1)
+    loss, accuracy = evaluate_state(get_recipe(DIGITS), run.job.config, run.state(), run.data())
+    assert accuracy == pytest.approx(run.result.epochs[-1].accuracy)
+    assert loss == pytest.approx(run.result.epochs[-1].test_loss, rel=1e-3)
+
+
+def test_a_deterministic_run_repeats_itself_and_shows_its_histograms(gpu, tmp_path):
+    import torch
+
+    one, other = (
+        new_run(tmp_path / name, DIGITS).train(num_processes=1, epochs=1, deterministic=True) for name in "ab"
+    )
+    for run in (one, other):
+        (taken,) = [event for event in run.events if isinstance(event, HistogramsTaken)]
+        assert all(sum(histogram.counts) > 0 for histogram in taken.parameters.values())
+        assert taken.gradients
+    for name, value in one.state().items():
+        assert torch.equal(other.state()[name], value), name
+
+
+# The ranks' own checks of their losses lag some steps behind on a GPU.
+@pytest.mark.parametrize(("fault", "num_processes"), [("nan 1 14", 2), ("infinite-gradient 0 14", 1)])
+def test_no_checkpoint_is_written_of_spoiled_weights(gpu, tmp_path, monkeypatch, fault, num_processes):
+    import torch
+
+    from flyte_ddp.errors import RankFailure
+    from flyte_ddp.rank.checkpoint import CheckpointStore
+
+    if num_gpus() < num_processes:
+        pytest.skip("needs two GPUs")
+    monkeypatch.setenv("FAULT", fault)
+    run = new_run(tmp_path)
+    with pytest.raises(RankFailure, match="NonFiniteLoss"):
+        run.train(num_processes, checkpoint_interval=1)
+    assert max(event.step for event in run.events if isinstance(event, CheckpointSaved)) == 13
+    state, _, skipped = CheckpointStore(str(run.checkpoints), 2).load_latest()
+    assert skipped == []
+    assert all(torch.isfinite(value).all() for value in state["model"].values())
+
+
+def test_batches_of_data_too_large_for_the_gpu_do_not_wait_for_it(gpu, monkeypatch):
+    import torch
+    from torch.utils.data import TensorDataset
+
+    from flyte_ddp.config import TrainingConfig
+    from flyte_ddp.rank.data import epoch_shards, open_samples
+    from flyte_ddp.rank.world import World
+    from tests.support.recipes import Sequences
+
+    monkeypatch.setattr("flyte_ddp.rank.data.MAX_GPU_MEMORY_FRACTION", 0.0)
+    dataset = TensorDataset(torch.rand(100, 8), torch.zeros(100, 4, dtype=torch.int64))
+    config, world = TrainingConfig(global_batch_size=10), World(0, 0, 1, gpu)
+    (samples,) = open_samples([dataset], Sequences(), config, world)
+    shards = epoch_shards(samples, config, world, epoch=1)
+    batches = samples.batches([index for shard in shards for index in shard.micro_batches], epoch=1)
+    next(batches)  # allocates pinned memory
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for shard, (inputs, _) in zip(shards[1:], batches, strict=True):
+            assert inputs.device == gpu
+            inputs.sum() * (1 / shard.num_targets)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_training_and_held_out_data_lie_on_the_gpu_where_they_fit(gpu):
+    import torch
+    from torch.utils.data import TensorDataset
+
+    from flyte_ddp.config import TrainingConfig
+    from flyte_ddp.rank.data import open_samples
+    from flyte_ddp.rank.world import World
+    from tests.support.recipes import Tiny
+
+    datasets = [TensorDataset(torch.rand(100, 8), torch.zeros(100, dtype=torch.int64)) for _ in range(2)]
+    for samples in open_samples(datasets, Tiny(), TrainingConfig(), World(0, 0, 1, gpu)):
+        assert samples.index_device == gpu
+
+
+# 103 samples in batches of 12 leave 7: of micro-batches of 3, rank 0 needs two for its 4 samples, rank 1 one for its 3.
+def test_batch_norm_over_all_ranks_does_not_hang_at_an_uneven_last_batch(tmp_path):
+    if num_gpus() < 2:
+        pytest.skip("needs two GPUs")
+    run = new_run(tmp_path, "Normed").train(2, sync_batch_norm=True, gradient_accumulation=2, collective_timeout=60)
+    assert len(run.result.epochs) == 3
+
+
+@pytest.mark.parametrize("recipe", ["NormedWithOneLeft", "Volumes"])
+def test_one_sample_under_batch_norm_and_3d_convolutions_train(gpu, tmp_path, recipe):
+    assert len(new_run(tmp_path, recipe).train(1).result.epochs) == 3
+
+
+def test_a_gpu_that_runs_out_of_memory_restarts_with_smaller_micro_batches(gpu, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAULT", "cuda-oom 0 3")
+    run = new_run(tmp_path).train(1, grow_accumulation_on_oom=True)
+    started = [event for event in run.events if isinstance(event, RunStarted)]
+    assert [event.config["gradient_accumulation"] for event in started] == [1, 2, 4]

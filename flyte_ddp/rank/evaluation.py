@@ -89,7 +89,7 @@ def evaluate_state(
     (samples,) = open_samples([test], recipe, config, world)
     model = recipe.model()
     if problem := mismatch(model.state_dict(), state):
-        raise ConfigError(f"the state does not fit the model: {problem}")
+        raise ConfigError(f"state: expected one of the recipe's model, got one that does not fit: {problem}")
     model.load_state_dict(state)
     result = evaluate(place_model(model, config, world), recipe, samples, config, world)
     if not math.isfinite(result.loss):

@@ -51,16 +51,19 @@ def check_same_run(
         theirs = checkpoint["config"].get(name)
         if theirs != ours[name]:
             raise ConfigError(
-                f"{name}: {ours[name]!r} does not continue {url}, which was written with "
-                f"{theirs!r}; give that value or another place for the checkpoints"
+                f"{name}: expected {theirs!r}, with which {url} was written, got {ours[name]!r}; "
+                "another value needs another place for the checkpoints"
             )
     if checkpoint["data_fingerprint"] != data_fingerprint:
-        raise ConfigError(f"data: {url} was written by a run on other data; give another place for the checkpoints")
+        raise ConfigError(
+            f"data: expected the data with which {url} was written, got others; "
+            "other data need another place for the checkpoints"
+        )
     started_from = checkpoint.get("initial_state", "")
     if started_from != initial_state:
         raise ConfigError(
-            f"initial_state: {initial_state!r} does not continue {url}, whose run started from "
-            f"{started_from!r}; give that or another place for the checkpoints"
+            f"initial_state: expected {started_from!r}, from which the run of {url} started, got {initial_state!r}; "
+            "another one needs another place for the checkpoints"
         )
 
 
@@ -74,18 +77,16 @@ def load_initial_state(model: nn.Module, url: str, timeout: float = STORE_TIMEOU
         StorageUnavailable: the store could not be reached.
         ConfigError: there is no state dict, or not one of this very model; names the keys that do not fit.
     """
-    accepted = "accepted is a state dict with exactly the model's keys and shapes"
+    expected = "initial_state: expected a state dict with exactly the model's keys and shapes"
     try:
         state = load_state(url, timeout)
     except StorageUnavailable:
         raise
     except (FileNotFoundError, pickle.UnpicklingError, RuntimeError, EOFError) as error:  # the middle two are torch's
         reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"initial_state: {url!r} cannot be read: {type(error).__name__}: {reason}; {accepted}"
-        ) from error
+        raise ConfigError(f"{expected}, got {url!r}, which cannot be read: {type(error).__name__}: {reason}") from error
     if problem := mismatch(model.state_dict(), state):
-        raise ConfigError(f"initial_state: {url!r} does not fit the model: {problem}; {accepted}")
+        raise ConfigError(f"{expected}, got {url!r}, which does not fit the model: {problem}")
     model.load_state_dict(state)
 
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.rank.batch_norm import accept_single_values, synchronize
-from flyte_ddp.rank.fast_start import set_ddp_timing_interval
+from flyte_ddp.rank.fast_start import ddp_exchange_seconds, set_ddp_timing_interval
 from flyte_ddp.rank.world import World
 
 TIMED_INTERVAL = 10  # steps between two exchanges of gradients that DDP's timers measure on CPUs, after the first ten
@@ -46,3 +46,15 @@ def replicate(model: nn.Module, config: TrainingConfig, world: World) -> tuple[A
     if config.compile:
         return torch.compile(model), torch.compile(replica)
     return model, replica
+
+
+def exchange_seconds(replica: Any, world: World) -> dict[str, list[float]]:
+    """Return each rank's mean seconds per step of the exchange of gradients, as fields of `EpochFinished`."""
+    seconds = ddp_exchange_seconds(replica) if world.world_size > 1 else None
+    if seconds is None:
+        return {}
+    exchange, overlap = seconds
+    return {
+        "rank_wait_seconds": world.gather(max(0.0, exchange - overlap)),
+        "rank_overlap_seconds": world.gather(overlap),
+    }

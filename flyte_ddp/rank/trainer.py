@@ -21,12 +21,11 @@ from flyte_ddp.rank.batch_norm import keep_frozen_statistics
 from flyte_ddp.rank.checkpoint import CheckpointStore
 from flyte_ddp.rank.data import Samples, epoch_shards, num_batches
 from flyte_ddp.rank.evaluation import Evaluation, evaluate
-from flyte_ddp.rank.fast_start import ddp_exchange_seconds
 from flyte_ddp.rank.gradients import clip_gradients, compute_gradients, gradient_norm
 from flyte_ddp.rank.initial_state import check_same_run, load_initial_state
 from flyte_ddp.rank.loss_watch import REMEDY, LossWatch
 from flyte_ddp.rank.optim import build_optimizer, learning_rate
-from flyte_ddp.rank.parallel import replicate
+from flyte_ddp.rank.parallel import exchange_seconds, replicate
 from flyte_ddp.rank.progress import MetricSums, Progress
 from flyte_ddp.rank.supervision import StopPoll, Supervisor, run_together
 from flyte_ddp.rank.world import World
@@ -285,7 +284,7 @@ class Trainer:
             rank_losses=world.gather(float(sums.loss_sum) / max(1.0, float(sums.own_targets))),
             rank_step_seconds=world.gather(own_seconds),
             num_replaced=int(world.sum(self.train.num_replaced + self.test.num_replaced - self._num_replaced)[0]),
-            **self._exchange_seconds(),
+            **exchange_seconds(self.replica, world),
         )
         if world.is_first:
             self.supervisor.emit(finished)
@@ -293,14 +292,3 @@ class Trainer:
                 self.supervisor.emit(HistogramsTaken(progress.step, *inspection.histograms_of(self.model)))
         progress.finish_epoch(finished)
         return finished
-
-    def _exchange_seconds(self) -> dict[str, list[float]]:
-        """Return each rank's mean seconds per step of the exchange of gradients, for `EpochFinished`."""
-        seconds = ddp_exchange_seconds(self.replica) if self.world.world_size > 1 else None
-        if seconds is None:
-            return {}
-        exchange, overlap = seconds
-        return {
-            "rank_wait_seconds": self.world.gather(max(0.0, exchange - overlap)),
-            "rank_overlap_seconds": self.world.gather(overlap),
-        }
