@@ -1,4 +1,8 @@
-"""Prepare a recipe's data once, before any rank starts, and note beside it which data that is. Imports no torch."""
+"""Prepare a recipe's data once, before any rank starts, and write beside it which data that is. Imports no torch.
+
+Descriptions and errors of recipes name the URL that the user gave. They pass through here, and lose its password or
+signature, before they reach a report, a manifest, a log or W&B.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,26 @@ import json
 import os
 from pathlib import Path
 
+from flyte_ddp.errors import DataError
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.source_code import digest_of, packages_of
+from flyte_ddp.storage import redact_url
 
 NOTE = "data.json"
 
 
 def prepare_data(recipe: Recipe, source: str, directory: Path) -> None:
-    """Run `recipe.prepare` into the empty `directory` and leave the note that `describe_data` reads.
+    """Run `recipe.prepare` into the empty `directory` and write the note that `describe_data` reads.
 
     Raises:
         DataError: from the recipe.
+        StorageDenied: the data may not be read with the credentials of this process.
+        StorageUnavailable: the data's store could not be reached.
     """
-    description = recipe.prepare(source, directory)
+    try:
+        description = redact_url(recipe.prepare(source, directory))
+    except DataError as error:
+        raise DataError(redact_url(str(error))) from error.__cause__
     digest = hashlib.sha256()
     for file in sorted(path for path in directory.rglob("*") if path.is_file()):
         digest.update(file.relative_to(directory).as_posix().encode() + b"\0")
@@ -38,7 +49,7 @@ def describe_data(directory: str | os.PathLike[str]) -> dict[str, str]:
     """Return the note of `prepare_data`.
 
     Returns:
-        "description": which data it is, in words; "fingerprint": a SHA-256 of all that was prepared;
+        "description": the data, in words; "fingerprint": a SHA-256 of all prepared files;
         "recipe_version": a SHA-256 of all code that a run of the recipe ships: the library, the recipe's whole package
         and the packages of recipes in settings.toml.
     """

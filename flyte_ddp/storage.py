@@ -11,6 +11,7 @@ Every error of a store becomes one of three: FileNotFoundError (proven missing),
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -18,6 +19,7 @@ import logging
 import os
 import random
 import re
+import sys
 import threading
 import time
 import urllib.parse
@@ -131,7 +133,7 @@ def open_filesystem(
     field: str = "url",
     *,
     num_tries: int = 4,
-    timeout: float = 0.0,
+    request_timeout: float = 0.0,
     anonymous: bool = False,
     endpoint_url: str = "",
     **options: Any,
@@ -141,7 +143,7 @@ def open_filesystem(
     Args:
         field: named in errors.
         num_tries: tries of each request to S3 before its error is raised.
-        timeout: seconds without a byte before a request to S3 fails; 0 for `READ_TIMEOUT`.
+        request_timeout: seconds without a byte before a request to S3 fails; 0 for `READ_TIMEOUT`.
         anonymous: do without credentials, for public buckets.
         endpoint_url: of the store; "" for that of the environment.
         options: for fsspec, over those made here.
@@ -150,9 +152,10 @@ def open_filesystem(
         ConfigError: no such kind of URL is known here.
     """
     protocol = fsspec.utils.get_protocol(url)
+    request_timeout = request_timeout or READ_TIMEOUT
     own: dict[str, Any] = {}
     if protocol in ("s3", "s3a"):
-        own = _s3_options(num_tries, timeout or READ_TIMEOUT, anonymous)
+        own = _s3_options(num_tries, request_timeout, anonymous)
     elif protocol in ("gs", "gcs") and anonymous:
         own["token"] = "anon"
     elif protocol in ("abfs", "abfss", "az", "adl"):
@@ -167,7 +170,7 @@ def open_filesystem(
         ) from error
     if protocol in ("s3", "s3a"):
         file_system.retries = 1  # s3fs has tries of its own, around those of its client
-        _limit_requests(file_system, (timeout or READ_TIMEOUT) * num_tries)
+        _limit_requests(file_system, request_timeout * num_tries)
     return file_system, path
 
 
@@ -261,6 +264,7 @@ class Storage:
     Args:
         field: what users call this place; named in errors.
         timeout: seconds that an operation waits for the store; 0 for a single try.
+        options: of `open_filesystem`.
 
     Attributes:
         stop: set it to end waiting: what waits raises StorageUnavailable.
@@ -273,12 +277,13 @@ class Storage:
         StorageUnavailable: the store could not be reached for `timeout` seconds.
     """
 
-    def __init__(self, url: str, field: str = "checkpoints", timeout: float = STORE_TIMEOUT) -> None:
+    def __init__(self, url: str, field: str = "checkpoints", timeout: float = STORE_TIMEOUT, **options: Any) -> None:
         self.url = url if "?" in url else url.rstrip("/") or "/"
         self.field = field
         self.timeout = timeout
         self.stop = threading.Event()
-        self.file_system, self.root = open_filesystem(self.url, field, num_tries=1)  # `retry` is what tries again
+        # `retry` is what tries again.
+        self.file_system, self.root = open_filesystem(self.url, field, **{"num_tries": 1, **options})
         protocol = self.file_system.protocol
         protocols = (protocol,) if isinstance(protocol, str) else protocol
         self.is_local = "file" in protocols
@@ -491,8 +496,10 @@ class Storage:
 
     def _denied(self, error: Exception) -> StorageDenied:
         status, code = _answer(error)
-        if self.is_local:
-            remedy = "give a directory in which this process may create files"
+        if isinstance(error, IsADirectoryError):
+            remedy = "give a file"
+        elif self.is_local:
+            remedy = "give a place where this process may read and create files"
         elif code in ("NoSuchBucket", "ContainerNotFound", "InvalidBucketName"):
             remedy = "create the bucket or correct the URL"
         elif any(type(cause).__name__ in _NO_CREDENTIALS for cause in _causes(error)):
@@ -501,11 +508,11 @@ class Storage:
                 "FLYTE_AZURE_*) in its environment, or a service account that may use the bucket"
             )
         elif status in (401, 403) or isinstance(error, PermissionError):
-            remedy = "correct the keys, or allow their owner to read, write, list and delete there"
+            remedy = "correct the keys, or give their owner the permission"
         else:
             remedy = "correct the URL, the endpoint or the keys"
         return StorageDenied(
-            f"{self.field}: expected a place that this process may read and write, got {redact_url(self.url)}: "
+            f"{self.field}: expected a place that this process may use, got {redact_url(self.url)}: "
             f"{_describe(error)}; {remedy}"
         )
 
@@ -541,6 +548,26 @@ def _locked(path: str) -> Iterator[None]:
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _close_sessions() -> None:
+    """Close the connections of all file systems that this process has shared.
+
+    flytekit opens some whose loop is its own; s3fs does not close those, and their client ends a healthy process with
+    an error message ("Unclosed client session").
+    """
+    for module, name, session in (("s3fs", "S3FileSystem", "_s3creator"), ("gcsfs", "GCSFileSystem", "_session")):
+        cls = getattr(sys.modules.get(module), name, None)
+        for file_system in list(getattr(cls, "_cache", {}).values()):
+            with contextlib.suppress(Exception):  # the process is ending: there is nothing left to fail
+                loop = file_system.loop or file_system.storage_options["loop"]
+                if loop.is_running():
+                    close = getattr(file_system, session).__aexit__(None, None, None)
+                    asyncio.run_coroutine_threadsafe(close, loop).result(timeout=2)
+
+
+# Not `atexit.register`: flytekit's own handler, which ends its loop, would come first.
+getattr(threading, "_register_atexit", atexit.register)(_close_sessions)
 
 
 def _answer(error: BaseException) -> tuple[int, str]:

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.errors import ConfigError, DataError
+from flyte_ddp.errors import ConfigError, DataError, StorageUnavailable
 from flyte_ddp.launch.spawn import check
 from flyte_ddp.prepare import describe_data, prepare_data
 from flyte_ddp.rank.batch_norm import keep_frozen_statistics
@@ -29,7 +29,6 @@ from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.image_folder.files import (
     Access,
     FileReader,
-    StoreUnreachable,
     UnreadableImage,
     decoded,
     list_files,
@@ -138,23 +137,24 @@ def test_a_tree_that_cannot_be_trained_on_is_refused_with_the_reason(tmp_path, p
     (tmp_path / "tree").mkdir()
     source = write_tree(tree, tmp_path / "tree")
 
-    with pytest.raises(DataError, match=reason) as caught:
+    with pytest.raises((ConfigError, DataError), match=reason) as caught:
         prepare(source, prepared)
 
-    assert str(caught.value).startswith(f"data: {source} ")
+    assert str(caught.value).startswith("data: ")
+    assert source in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ("s3://no-such-bucket/images", "s3://no-such-bucket/images cannot be listed: FileNotFoundError"),
-        ("nope://images", "nope://images cannot be used: .*accepted is"),
-        ("s3://somebody:secret@bucket/images", "holds a user name or a password; give them in the environment"),
+        ("s3://no-such-bucket/images", "data: .*got s3://no-such-bucket/images: .*; create the bucket or correct"),
+        ("nope://images", "data: expected a path or a URL that fsspec knows, got 'nope://images'"),
+        ("s3://somebody:secret@bucket/images", "without a user name or a password; give them in the environment"),
     ],
 )
 def test_a_source_that_cannot_be_listed_is_refused(store, prepared, source, reason):
-    with pytest.raises(DataError, match=reason) as caught:
+    with pytest.raises((ConfigError, DataError), match=reason) as caught:
         prepare(source, prepared)
 
     assert "secret@" not in str(caught.value)
@@ -163,7 +163,7 @@ def test_a_source_that_cannot_be_listed_is_refused(store, prepared, source, reas
 def test_an_empty_prefix_is_refused(store, prepared):
     url = store.fill(image_tree(classes=("blue", "red")))
 
-    with pytest.raises(DataError, match=f"{url}/nothing holds no files; accepted is"):
+    with pytest.raises(DataError, match=f"expected a directory or a prefix .* got {url}/nothing, which holds no files"):
         prepare(f"{url}/nothing", prepared)
 
 
@@ -173,10 +173,10 @@ def test_an_empty_prefix_is_refused(store, prepared):
         ({"trainable": "tail"}, "trainable: 'tail' is out of range; accepted is all or head"),
         ({"unreadable": "ignore"}, "unreadable: 'ignore' is out of range"),
         ({"held_out": 1.0}, "held_out: 1.0 is out of range"),
-        ({"num_tries": 0}, "num_tries: 0 is out of range"),
+        ({"store_timeout": 0.0}, "store_timeout: 0.0 is out of range"),
         ({"image_size": 8}, "image_size: 8 is out of range"),
         ({"architecture": "vit_b_16", "image_size": 100}, "image_size: 100 .* a multiple of 16"),
-        ({"endpoint_url": "https://me:secret@store"}, "endpoint_url: the URL holds a user name or a password"),
+        ({"endpoint_url": "https://me:secret@store"}, "endpoint_url: expected a URL without a user name or a password"),
     ],
 )
 def test_an_option_outside_its_range_is_refused(options, reason):
@@ -261,24 +261,24 @@ def test_requests_are_signed_unless_anonymous_and_go_to_the_endpoint_given(store
 
 
 def test_options_of_object_stores_are_refused_elsewhere(tmp_path, prepared):
-    with pytest.raises(DataError, match=r"anonymous: .*accepted with s3:// and gs:// only"):
+    with pytest.raises(DataError, match=r"anonymous: expected none with .* for s3:// and gs:// only"):
         prepare(write_tree(image_tree(), tmp_path / "tree"), prepared, anonymous=True)
 
 
 # With patience
 
 
-def _one_file(store, timeout=20.0, num_tries=4, cache=""):
+def _one_file(store, timeout=20.0, store_timeout=60.0, cache=""):
     """A reader of a bucket with a single image, and the image's file and contents."""
     contents = image_bytes(COLOURS["red"])
     url, [file] = list_files(store.fill({"a.png": contents}), Access())
     store.requests.clear()
-    return FileReader(url, Access(timeout=timeout, num_tries=num_tries), cache=cache), file, contents
+    return FileReader(url, Access(timeout=timeout, store_timeout=store_timeout), cache=cache), file, contents
 
 
 @pytest.mark.parametrize("fault", ["throttle", "cut", "short", "slow"])
 def test_what_passes_is_tried_again(store, fault):
-    reader, file, contents = _one_file(store, timeout=2.0 if fault == "slow" else 60.0, num_tries=6)
+    reader, file, contents = _one_file(store, timeout=2.0 if fault == "slow" else 60.0)
     store.faults["images/a.png"] = [fault]
 
     assert reader.read(file) == contents
@@ -290,21 +290,21 @@ def test_what_passes_is_tried_again(store, fault):
     [
         (
             "throttle",
-            StoreUnreachable,
-            r"/a.png could not be read in 3 tries; the last one: .*reduce your request rate",
+            StorageUnavailable,
+            r".* could not be reached for 1 s: .*reduce your request rate",
         ),
-        ("slow", StoreUnreachable, "/a.png could not be read in 3 tries; the last one: .*[Tt]ime"),
-        ("short", UnreadableImage, r"/a.png cannot be read: it has \d+ bytes, \d+ were listed"),
+        ("slow", StorageUnavailable, ".* could not be reached for 1 s: .*(Timeout|no answer)"),
+        ("short", UnreadableImage, r"/a.png cannot be read: expected the listed \d+ bytes, got \d+"),
     ],
 )
 def test_patience_ends_with_the_name_and_the_reason(store, fault, error, reason):
-    reader, file, _ = _one_file(store, timeout=0.3 if fault == "slow" else 60.0, num_tries=3)
+    reader, file, _ = _one_file(store, timeout=0.3 if fault == "slow" else 60.0, store_timeout=1.0)
     store.faults["images/a.png"] = [fault] * 20
 
     with pytest.raises(error, match=f"^data: .*{reason}"):
         reader.read(file)
     store.faults.clear()
-    assert fault == "slow" or len(store.asked_for("a.png")) == 3
+    assert fault == "slow" or len(store.asked_for("a.png")) >= 2
 
 
 def test_what_is_missing_is_asked_for_once(store):
@@ -621,13 +621,14 @@ def test_weights_that_do_not_fit_are_refused_before_any_training(tmp_path, prepa
         (state_file, {"architecture": "mobilenet_v3_small"}, "is of another model: .* such as .*; accepted is"),
         (tmp_path / "code.pt", {}, "is damaged or more than tensors"),
         (tmp_path / "text.pt", {}, "is damaged or more than tensors"),
-        (tmp_path / "missing.pt", {}, "cannot be read: FileNotFoundError.*; accepted are none, default, or"),
+        (tmp_path / "missing.pt", {}, "weights: expected none, default, or .*missing.pt', which does not exist"),
     ):
         directory = prepared / weights.name
         directory.mkdir()
         with pytest.raises(DataError, match=reason) as caught:
             prepare("", directory, weights=str(weights), **options)
-        assert str(caught.value).startswith(f"weights: '{weights}' ")
+        assert str(caught.value).startswith("weights: ")
+        assert f"'{weights}'" in str(caught.value)
     assert "this ran" not in capsys.readouterr().out
 
 
@@ -669,7 +670,7 @@ def test_the_statistics_of_a_frozen_batch_norm_stay_and_those_of_a_trained_one_m
 def test_synchronized_batch_norm_is_refused_on_cpus_before_any_rank_starts(tmp_path):
     job = Job("image_folder", TrainingConfig(sync_batch_norm=True), str(tmp_path), 0.0)
     check(job, 1)
-    with pytest.raises(ConfigError, match="^sync_batch_norm: true needs GPUs.*accepted here is false"):
+    with pytest.raises(ConfigError, match="^sync_batch_norm: expected false for ranks without GPUs, got true"):
         check(job, 2)
 
 
@@ -715,7 +716,7 @@ def bucket_run(request, store, tmp_path_factory):
             epochs=3,
             global_batch_size=16,
             data_workers=request.param,
-            recipe_options={"image_size": 32, "unreadable": "skip", "cache": str(directory / "cache"), "num_tries": 3},
+            recipe_options={"image_size": 32, "unreadable": "skip", "cache": str(directory / "cache")},
         )
     store.before_request = lambda name: None
     run.gone = gone[0]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from flyte_ddp.errors import DataError
+from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.prepare import describe_data, prepare_data
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.pet_names.recipe import ALPHABET, BLANK, IGNORED, TRAINING_NAMES, WINDOW, whole_names, windows
@@ -177,7 +177,7 @@ def test_bundled_names_are_usable_distinct_and_enough(tmp_path):
         ("mixed.json", '["rex", null]', "element 1 of the list is None"),
         ("picture.txt", b"\x89PNG\xff\xfe", "not text in UTF-8"),
         ("half.csv.gz", gzip.compress(b"Animal's Name\n" + bytes(range(256)), mtime=0)[:100], "is damaged"),
-        ("missing.csv", None, "cannot be read: FileNotFoundError"),
+        ("missing.csv", None, "which does not exist"),
     ],
 )
 def test_unusable_data_is_named_with_what_is_accepted(tmp_path, file, contents, said):
@@ -185,12 +185,12 @@ def test_unusable_data_is_named_with_what_is_accepted(tmp_path, file, contents, 
     if contents is not None:
         source.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
     (tmp_path / "data").mkdir()
-    with pytest.raises(DataError, match=f"^data: {re.escape(str(source))}.*{said}"):
+    with pytest.raises(DataError, match=f"^data: .*{re.escape(str(source))}.*{said}"):
         prepared(tmp_path / "data", source)
 
 
 def test_unknown_protocol_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"nowhere://names.csv cannot be read"):
+    with pytest.raises(ConfigError, match=r"expected a path or a URL that fsspec knows, got 'nowhere://names.csv'"):
         prepared(tmp_path, "nowhere://names.csv")
 
 

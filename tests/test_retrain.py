@@ -415,7 +415,7 @@ def test_a_training_whose_loss_becomes_nan_fails_and_leaves_the_champion(retrain
         ({"champion": ""}, "champion: '' names no place; accepted in a local run is a directory or a URL"),
         ({"train_on": "moon"}, "train_on: 'moon' is unknown; accepted is one_node or cluster"),
         ({"start_from": "zero"}, "start_from: 'zero' is out of range; accepted is champion or scratch"),
-        ({"champion": "/proc/none"}, "champion: expected a place that this process may read and write, got /proc/none"),
+        ({"champion": "/proc/none"}, "champion: expected a place that this process may use, got /proc/none"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_trained(retrain, inputs, said, capfd):

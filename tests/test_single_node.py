@@ -88,7 +88,7 @@ def test_the_help_explains_every_flag():
         (["--config", '{"global_batch_size": 33}', "--num_processes", "2"], "expected a multiple of 2, got 33"),
         (
             ["--checkpoints", "/proc/none"],
-            "checkpoints: expected a place that this process may read and write, got /proc",
+            "checkpoints: expected a place that this process may use, got /proc/none",
         ),
         (
             ["--config", "nowhere.yaml"],
@@ -96,7 +96,7 @@ def test_the_help_explains_every_flag():
         ),
         (["--data", "/nowhere"], "data: expected a directory, a file or a URL, got '/nowhere', which does not exist"),
         (["--data", "tests"], "cannot be used: recipe digits trains on scikit-learn's own images only"),
-        (["--recipe", "mnist", "--data", "tests"], "tests holds no train-images-idx3-ubyte"),
+        (["--recipe", "mnist", "--data", "tests"], "tests, which holds no train-images-idx3-ubyte"),
     ],
 )
 def test_bad_input_is_refused_in_words_and_without_a_traceback(arguments, said):

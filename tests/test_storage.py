@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
 import socket
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +18,7 @@ from flyte_ddp.errors import ConfigError, StorageDenied, StorageUnavailable
 from flyte_ddp.storage import Storage, open_filesystem, redact_url, storage_environment
 from tests.support.image_store import running_store
 
+REPOSITORY = Path(__file__).parents[1]
 AWS_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
 
 
@@ -199,7 +204,7 @@ def test_keys_that_are_wrong_or_not_allowed_are_refused_at_once(store, url, code
     store.fault = code
     try:
         for action in (place.check_access, lambda: place.read("a"), lambda: place.delete("a"), place.names):
-            with pytest.raises(StorageDenied, match="correct the keys, or allow their owner") as caught:
+            with pytest.raises(StorageDenied, match="correct the keys, or give their owner") as caught:
                 action()
             assert "\n" not in str(caught.value)
     finally:
@@ -217,7 +222,7 @@ def test_a_bucket_that_is_not_there_is_the_users_mistake_and_not_an_empty_one(st
 def test_a_directory_in_which_nothing_can_be_created_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     for directory in ("/proc/run", str(tmp_path / "file" / "below")):
-        with pytest.raises(ConfigError, match="checkpoints: expected a place .*in which this process may create files"):
+        with pytest.raises(ConfigError, match="checkpoints: expected a place .*where this process may read and create"):
             Storage(directory, timeout=0).check_access()
 
 
@@ -304,3 +309,41 @@ def test_a_file_system_is_not_shared_with_who_had_other_keys(monkeypatch):
 def test_urls_are_shown_without_passwords_and_signatures(url, shown):
     assert redact_url(url) == shown
     assert redact_url(shown) == shown
+
+
+def test_only_storage_opens_urls():
+    opens = re.compile(r"\bfsspec\.|(import|from) (fsspec|s3fs|gcsfs|adlfs|boto)")
+    found = [
+        f"{file.relative_to(REPOSITORY)}:{number}: {line.strip()}"
+        for package in ("flyte_ddp", "tasks", "workflows")
+        for file in sorted((REPOSITORY / package).rglob("*.py"))
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if file.name != "storage.py" and opens.search(line)
+    ]
+    assert found == []
+
+
+def test_a_process_that_used_a_store_ends_without_a_word(store, url, tmp_path):
+    """flytekit leaves its own session open, whose client ends the process with "Unclosed client session"."""
+    program = """
+import sys, threading
+from flyte_ddp.storage import Storage
+from flytekit.configuration import DataConfig
+from flytekit.core.data_persistence import FileAccessProvider
+url, directory = sys.argv[1:]
+place = Storage(url)
+place.write("a", b"1")
+thread = threading.Thread(target=Storage(url).read, args=("a",))
+thread.start()
+thread.join()
+flyte = FileAccessProvider(directory, url, DataConfig.auto())
+flyte.get_data(url + "/a", directory + "/a")
+"""
+    command = [sys.executable, "-c", program, url, str(tmp_path)]
+    flyte = {
+        "FLYTE_AWS_ENDPOINT": store.endpoint_url,
+        "FLYTE_AWS_ACCESS_KEY_ID": "key",
+        "FLYTE_AWS_SECRET_ACCESS_KEY": "secret",
+    }
+    done = subprocess.run(command, cwd=REPOSITORY, env={**os.environ, **flyte}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -18,6 +18,7 @@ from flyte_ddp.errors import DataError
 from flyte_ddp.recipes.arrays import load_images, save_images
 from flyte_ddp.recipes.base import Recipe
 from flyte_ddp.recipes.download import download
+from flyte_ddp.storage import Storage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -94,22 +95,22 @@ def _download_all() -> Path:
 
 
 def _read(origin: str, name: str) -> bytes:
-    """The unpacked contents of the IDX file `name`, wherever below the directory or URL `origin` it lies."""
-    import fsspec
+    """Return the unpacked contents of the IDX file `name`, wherever below the directory or URL `origin` it lies."""
+    storage = Storage(origin, "data")
+    for file in (f"{folder}{name}{packing}" for folder in ("", "raw/", "MNIST/raw/") for packing in ("", ".gz")):
+        try:
+            contents = storage.read(file)
+        except FileNotFoundError:
+            continue
+        return _unpack(contents, name, storage.join(file))
+    raise DataError(
+        f"data: expected a directory with the four IDX files of MNIST, got {origin}, which holds no {name} "
+        f"or {name}.gz, nor do raw/ and MNIST/raw/ in it"
+    )
 
-    file_system, root = fsspec.url_to_fs(origin)
-    places = [
-        f"{root.rstrip('/')}{folder}/{name}{packing}"
-        for folder in ("", "/raw", "/MNIST/raw")
-        for packing in ("", ".gz")
-    ]
-    place = next((place for place in places if file_system.exists(place)), None)
-    if place is None:
-        raise DataError(
-            f"data: {origin} holds no {name} or {name}.gz, nor do raw/ and MNIST/raw/ in it; "
-            "accepted is a directory with the four IDX files of MNIST"
-        )
-    contents: bytes = file_system.cat_file(place)
+
+def _unpack(contents: bytes, name: str, place: str) -> bytes:
+    """Return `contents`, packed or not, which were read from `place`, once they are what MNIST has as `name`."""
     try:
         contents = gzip.decompress(contents) if place.endswith(".gz") else contents
     except (OSError, EOFError, zlib.error) as error:
@@ -117,8 +118,8 @@ def _read(origin: str, name: str) -> bytes:
     found = hashlib.md5(contents, usedforsecurity=False).hexdigest()
     if found != CHECKSUMS[name]:
         raise DataError(
-            f"data: {place} is damaged or not MNIST's: its contents have the MD5 sum {found}, "
-            f"published is {CHECKSUMS[name]}; delete it and fetch it again"
+            f"data: {place} is damaged or not of MNIST: expected contents with the MD5 sum {CHECKSUMS[name]}, "
+            f"got {found}; delete it and fetch it again"
         )
     return contents
 

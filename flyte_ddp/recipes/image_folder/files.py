@@ -1,7 +1,7 @@
-"""Image files at any fsspec URL: list them, fetch them with patience, keep them on disk, decode them.
+"""Image files at any fsspec URL: list them, fetch them with retries, cache them on disk, decode them.
 
-Knows neither classes nor models, and imports no torch. Credentials come from the environment, where fsspec's file
-systems look for them (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, ...), and never pass through here.
+Knows neither classes nor models, and imports no torch. Credentials come from the environment (`flyte_ddp.storage`) and
+are in no index, option or pickle.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ import hashlib
 import io
 import logging
 import os
-import random
-import time
-import urllib.parse
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,42 +18,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import fsspec
-from fsspec.asyn import AsyncFileSystem
-
-from flyte_ddp.errors import DataError
+from flyte_ddp.errors import DataError, StorageDenied
+from flyte_ddp.storage import Storage, has_password
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FIRST_WAIT, LONGEST_WAIT = 0.2, 20.0  # seconds before the second try at a file, and at most before a later one
-PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+MAX_SHORT_READS = 3  # reads of a file with another size than listed, before it counts as damaged
 
 logger = logging.getLogger(__name__)
-_jitter = random.SystemRandom()  # of its own: the shared generator draws a sample's augmentation
 
 
 class UnreadableImage(DataError):
     """An image is missing, forbidden, cut short or no image: another try would end the same way."""
 
 
-class StoreUnreachable(OSError):
-    """The store did not answer, or only with errors that pass, until patience ended."""
-
-
 @dataclass(frozen=True)
 class Access:
-    """How a store is spoken to. The same in every process, so without secrets."""
+    """How a store is accessed. The same in every process, so without secrets."""
 
     endpoint_url: str = ""  # of a store that speaks S3's or Google's protocol; "" for theirs
     anonymous: bool = False  # for public buckets, without credentials
-    timeout: float = 30.0  # seconds for one try at one file, > 0
-    num_tries: int = 5  # at one file, >= 1
+    timeout: float = 30.0  # seconds without a byte before one try at one file fails, > 0
+    store_timeout: float = 240.0  # seconds that a file waits for a store that cannot be reached, > 0
 
 
 @dataclass(frozen=True)
 class File:
-    """What a listing tells of one file."""
+    """A file as it was listed."""
 
     name: str  # relative to what was listed
     size: int  # bytes; -1 where the store does not tell
@@ -64,58 +53,55 @@ class File:
 
 
 def list_files(url: str, access: Access) -> tuple[str, list[File]]:
-    """All files below the directory `url`, sorted by name. An object store is asked page by page.
-
-    Returns:
-        (the URL in full, files)
+    """Return (the URL in full, all files below it sorted by name). An object store is listed page by page.
 
     Raises:
-        DataError: it cannot be listed or holds nothing.
+        DataError: there is nothing, or the URL has a password.
+        StorageDenied: it may not be listed with the credentials of this process.
+        StorageUnavailable: the store could not be reached for `access.store_timeout` seconds.
     """
     refuse_credentials("data", url)
+    # S3's own client repeats a page that fails, for which a listing need not begin again.
+    storage = _open(url, access, num_tries=4)
+    root = storage.root.rstrip("/")
     try:
-        # S3's own client repeats a page that fails, for which a listing need not begin again.
-        file_system, root = _open(url, access, access.num_tries)
-        root = root.rstrip("/")
-        found = file_system.find(root, detail=True)
-    except DataError:
-        raise
-    except Exception as error:  # every file system has errors of its own
-        raise DataError(
-            f"data: {url} cannot be listed: {type(error).__name__}: {error}; accepted is a directory or a prefix that "
-            "may be listed with the credentials in this process's environment, or without any (anonymous)"
-        ) from error
+        found = storage.retry(lambda: storage.file_system.find(root, detail=True))
+    except FileNotFoundError:
+        found = {}
     files = [_file(path[len(root) :].lstrip("/"), info) for path, info in found.items() if not path.endswith("/")]
     if not files or [file.name for file in files] == [""]:
-        raise DataError(f"data: {url} holds no files; accepted is a directory or a prefix with a folder for each class")
-    return file_system.unstrip_protocol(root), sorted(files, key=lambda file: file.name)
+        raise DataError(
+            f"data: expected a directory or a prefix with a folder for each class, got {url}, which holds no files"
+        )
+    return storage.file_system.unstrip_protocol(root), sorted(files, key=lambda file: file.name)
 
 
 def refuse_credentials(field: str, url: str) -> None:
-    """Raise DataError where `url` holds a password, which would end in logs and reports. It is not repeated."""
-    if "@" in urllib.parse.urlsplit(url).netloc:
-        raise DataError(f"{field}: the URL holds a user name or a password; give them in the environment instead")
+    """Raise DataError where `url` has a password, which every rank would store. The message does not repeat it."""
+    if has_password(url):
+        raise DataError(
+            f"{field}: expected a URL without a user name or a password; give them in the environment instead"
+        )
 
 
 @dataclass(frozen=True)
 class _Client:
-    """What a process has opened for itself."""
+    """The connections and threads of one process."""
 
     process: int
-    file_system: Any
-    root: str
+    storage: Storage
     threads: ThreadPoolExecutor
 
 
 class FileReader:
     """Reads files below `url`, each process through one client of its own.
 
-    A client has connections and threads, which do not survive a fork, so it is opened at the first read, and a copy
-    that another process gets of this object leaves it behind.
+    A client has connections and threads, which do not survive a fork. So it is opened at the first read, and is not
+    part of a pickle.
 
     Args:
-        concurrency: files on their way at once.
-        cache: a local directory for what was read, shared by all processes of a node; "" for none.
+        concurrency: files read at once.
+        cache: a local directory that all processes of a node share; "" for none.
     """
 
     def __init__(self, url: str, access: Access, concurrency: int = 1, cache: str = "") -> None:
@@ -129,10 +115,10 @@ class FileReader:
         return {**self.__dict__, "_client": None}
 
     def read_all(self, files: Sequence[File]) -> list[bytes | UnreadableImage]:
-        """The contents of each of `files`, several of which are on their way at once, or why it has none.
+        """Return the contents of each of `files`, or the reason why it has none. Several are read at once.
 
         Raises:
-            StoreUnreachable: as `read`.
+            StorageUnavailable: as `read`.
         """
 
         def read(file: File) -> bytes | UnreadableImage:
@@ -144,11 +130,11 @@ class FileReader:
         return list(self._opened().threads.map(read, files))
 
     def read(self, file: File) -> bytes:
-        """The contents of `file`.
+        """Return the contents of `file`.
 
         Raises:
-            UnreadableImage: it is missing or forbidden, or its length is never the listed one.
-            StoreUnreachable: time-outs, throttling or other errors outlasted all tries.
+            UnreadableImage: it is missing or forbidden, or its size is never the listed one.
+            StorageUnavailable: timeouts, throttling or other errors lasted longer than `store_timeout`.
         """
         if self.cache is None:
             return self._fetch(file)
@@ -167,7 +153,7 @@ class FileReader:
         return contents
 
     def _keep(self, kept: Path, contents: bytes) -> None:
-        """Put `contents` in the cache whole. fsspec's caches write under the final name, where others see a part."""
+        """Put `contents` in the cache, whole or not at all; fsspec's caches let other processes see a part."""
         temporary = kept.with_name(f"{kept.name}.{uuid.uuid4().hex}.tmp")
         try:
             kept.parent.mkdir(parents=True, exist_ok=True)
@@ -180,44 +166,31 @@ class FileReader:
             self.cache = None
 
     def _fetch(self, file: File) -> bytes:
-        client = self._opened()
-        limits = {"timeout": self.access.timeout} if isinstance(client.file_system, AsyncFileSystem) else {}
-        reason, is_cut = "", False
-        for number in range(self.access.num_tries):
-            if number:
-                # A share of it by chance, so that processes which failed together do not come back together.
-                time.sleep(min(LONGEST_WAIT, FIRST_WAIT * 2 ** (number - 1)) * _jitter.uniform(0.5, 1.0))
+        storage = self._opened().storage
+        for _ in range(MAX_SHORT_READS):
             try:
-                contents: bytes = client.file_system.cat_file(f"{client.root}/{file.name}", **limits)
-            except PERMANENT as error:
-                raise UnreadableImage(f"data: {self.join(file)} cannot be read: {_words(error)}") from error
-            except Exception as error:  # every file system has errors of its own
-                reason, is_cut = _words(error), False
-                continue
+                contents = storage.read(file.name)
+            except (FileNotFoundError, StorageDenied) as error:
+                reason = f"{type(error).__name__}: {error}"
+                raise UnreadableImage(f"data: {self.join(file)} cannot be read: {reason}") from error
             if file.size in (-1, len(contents)):
                 return contents
-            reason, is_cut = f"it has {len(contents)} bytes, {file.size} were listed", True
-        if is_cut:
-            raise UnreadableImage(f"data: {self.join(file)} cannot be read: {reason}")
-        raise StoreUnreachable(
-            f"data: {self.join(file)} could not be read in {self.access.num_tries} tries; the last one: {reason}"
-        )
+        reason = f"expected the listed {file.size} bytes, got {len(contents)}"
+        raise UnreadableImage(f"data: {self.join(file)} cannot be read: {reason}")
 
     def _opened(self) -> _Client:
         if self._client is None or self._client.process != os.getpid():
             threads = ThreadPoolExecutor(self.concurrency, thread_name_prefix="read-images")
-            self._client = _Client(os.getpid(), *_open(self.url, self.access, num_tries=1), threads)
+            self._client = _Client(os.getpid(), _open(self.url, self.access), threads)
         return self._client
 
     def join(self, file: File) -> str:
-        """The full URL of `file`."""
+        """Return the full URL of `file`."""
         return f"{self.url}/{file.name}"
 
 
 def decoded(contents: bytes) -> Image:
-    """The image as RGB, upright.
-
-    Transparent parts lie on white; 16 bits are scaled to 8.
+    """Decode an image to RGB, upright, with transparent parts on white and 16 bits scaled to 8.
 
     Raises:
         Exception: of any kind; a damaged file can fail anywhere in the reading.
@@ -239,44 +212,27 @@ def decoded(contents: bytes) -> Image:
     return image.convert("RGB")
 
 
-def _open(url: str, access: Access, num_tries: int) -> tuple[Any, str]:
-    """(file system, root) with a client that tries each request `num_tries` times."""
-    protocol = fsspec.utils.get_protocol(url)
-    options: dict[str, Any] = {}
-    if protocol in ("s3", "s3a"):
-        options["config_kwargs"] = {
-            "connect_timeout": access.timeout,
-            "read_timeout": access.timeout,
-            "retries": {"mode": "standard", "total_max_attempts": num_tries},
-        }
-        # Else each image costs a second request, which asks for its size.
-        options["max_concurrency"] = 1
-        options["use_listings_cache"] = False
-        if access.anonymous:
-            options["anon"] = True
-    elif protocol in ("gs", "gcs"):
-        if access.anonymous:
-            options["token"] = "anon"
-    elif access.anonymous or access.endpoint_url:
-        field = "anonymous" if access.anonymous else "endpoint_url"
-        raise DataError(f"{field}: {url} has no such thing; accepted with s3:// and gs:// only")
-    if access.endpoint_url:
-        options["endpoint_url"] = access.endpoint_url
-    try:
-        # Not fsspec's shared instance, which a process that was forked would share with its parent.
-        file_system, root = fsspec.url_to_fs(url, skip_instance_cache=True, **options)
-    except (ValueError, ImportError) as error:  # a protocol that fsspec does not know or has no package for
-        raise DataError(f"data: {url} cannot be used: {error}; accepted is a path or URL that fsspec knows") from error
-    if protocol in ("s3", "s3a"):
-        file_system.retries = 1  # tries of its own, around those of its client
-    return file_system, root
+def _open(url: str, access: Access, num_tries: int = 1) -> Storage:
+    """Open `url` for this process alone; `num_tries` are those of each request."""
+    field = "anonymous" if access.anonymous else "endpoint_url" if access.endpoint_url else ""
+    if field and not url.startswith(("s3://", "s3a://", "gs://", "gcs://")):
+        raise DataError(f"{field}: expected none with {url}; it is for s3:// and gs:// only")
+    return Storage(
+        url,
+        "data",
+        access.store_timeout,
+        num_tries=num_tries,
+        request_timeout=access.timeout,
+        anonymous=access.anonymous,
+        endpoint_url=access.endpoint_url,
+        # fsspec's shared instance would be shared with the parent of a forked process too.
+        skip_instance_cache=True,
+        # More would cost each image a second request, which asks for its size.
+        **({"max_concurrency": 1} if url.startswith(("s3://", "s3a://")) else {}),
+    )
 
 
 def _file(name: str, info: dict[str, Any]) -> File:
     size = info.get("size")
     version = next((info[key] for key in ("ETag", "etag", "mtime", "last_modified") if info.get(key)), "")
     return File(name, -1 if size is None else int(size), str(version))
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".removesuffix(": ")

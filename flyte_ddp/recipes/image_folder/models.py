@@ -8,10 +8,9 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import fsspec
-
 from flyte_ddp.errors import DataError
 from flyte_ddp.recipes.quick_torchvision import import_torchvision
+from flyte_ddp.storage import fetch_file
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,13 +67,12 @@ def fetch_weights(weights: str, architecture: str, file: Path) -> None:
         _fetch_default(architecture, file)
         return
     try:
-        with fsspec.open(weights, "rb") as source, open(file, "wb") as target:
-            shutil.copyfileobj(source, target)
-    except Exception as error:  # every file system has errors of its own
+        fetch_file(weights, file, "weights")
+    except FileNotFoundError:
         raise DataError(
-            f"weights: {weights!r} cannot be read: {type(error).__name__}: {error}; accepted are none, default, or the "
-            "path or URL of a state dict"
-        ) from error
+            "weights: expected none, default, or the path or URL of a state dict, "
+            f"got {weights!r}, which does not exist"
+        ) from None
 
 
 def _fetch_default(architecture: str, file: Path) -> None:

@@ -70,8 +70,8 @@ class ImageFolder(Recipe):
     unreadable: str = "fail"  # what an image that cannot be read does: fail, or skip (another of its class stands in)
     endpoint_url: str = ""  # of an object store other than Amazon's or Google's
     anonymous: bool = False  # no credentials, for public buckets; else they come from the environment
-    timeout: float = 30.0  # seconds for one try at one image, > 0
-    num_tries: int = 5  # at one image, >= 1
+    timeout: float = 30.0  # seconds without a byte before one try at one image fails, > 0
+    store_timeout: float = 240.0  # seconds to wait for a store that is away, > 0; less than the config's stall_timeout
     concurrent_reads: int = 8  # images that each loader process has on their way at once, >= 1
     cache: str = ""  # local directory in which each node keeps the images it has read; "" for none
 
@@ -91,10 +91,13 @@ class ImageFolder(Recipe):
             ("unreadable", self.unreadable in ("fail", "skip"), "fail or skip"),
             ("image_size", self.image_size == 0 or self.image_size >= 16, "0, or at least 16 pixels"),
             ("held_out", 0 < self.held_out < 1, "a share above 0 and below 1"),
-            ("timeout", 0 < self.timeout < math.inf, "a finite number above 0"),
+            *(
+                (name, 0 < getattr(self, name) < math.inf, "a finite number above 0")
+                for name in ("timeout", "store_timeout")
+            ),
             *(
                 (name, getattr(self, name) >= 1, "a whole number of at least 1")
-                for name in ("min_images", "num_tries", "concurrent_reads")
+                for name in ("min_images", "concurrent_reads")
             ),
         ):
             if not holds:
@@ -175,7 +178,7 @@ class ImageFolder(Recipe):
         ]
 
     def _access(self) -> Access:
-        return Access(self.endpoint_url, self.anonymous, self.timeout, self.num_tries)
+        return Access(self.endpoint_url, self.anonymous, self.timeout, self.store_timeout)
 
 
 class Images:

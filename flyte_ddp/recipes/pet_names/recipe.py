@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from flyte_ddp.errors import DataError
 from flyte_ddp.events import Prediction
 from flyte_ddp.recipes.base import Recipe
+from flyte_ddp.storage import read_file
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -242,16 +243,12 @@ def _usable(raw: Sequence[str]) -> tuple[list[str], str]:
 
 def _read(source: str) -> str:
     """The text in the file at `source`."""
-    import fsspec
-
     try:
-        file_system, path = fsspec.url_to_fs(source)
-        contents: bytes = file_system.cat_file(path)
-    except Exception as error:  # every file system has errors of its own
+        contents = read_file(source, "data")
+    except FileNotFoundError:
         raise DataError(
-            f"data: {source} cannot be read: {type(error).__name__}: {error}; "
-            "accepted is a path or URL of a CSV, JSON or text file with names"
-        ) from error
+            f"data: expected a CSV, JSON or text file with names, got {source}, which does not exist"
+        ) from None
     try:
         return (gzip.decompress(contents) if contents[:2] == b"\x1f\x8b" else contents).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error) as error:
