@@ -31,7 +31,7 @@ from tests.kubernetes.store import FORBIDDEN, Store
 
 PROJECT, DOMAIN = "flytesnacks", "development"
 NESTED = "n2/data/0/n2-n1/0/n0"  # a node two levels down, as Flyte's metadata prefix has it; a top-level one is n1/data
-UNHEALTHY = re.compile(r"WARNING|ERROR|CRITICAL|Traceback|Unclosed|kube_config_path|Warning:", re.IGNORECASE)
+UNHEALTHY = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|Warning:|Traceback|Unclosed|kube_config_path")
 NEWER = "code that is newer than the image"
 OWN = "a recipe of a user's own"
 
