@@ -38,7 +38,7 @@ SETTINGS = {"SANDBOX": "1", "WANDB_MODE": "offline"}
 SMALL_CLUSTER = {
     "kind": "kubernetes",
     "num_nodes": 2,
-    "worker_cpus": 0.25,
+    "worker_cpus": 0.5,
     "worker_memory": "1Gi",
     "shared_memory": "128Mi",
     "scheduler_cpus": 0.25,
