@@ -103,9 +103,8 @@ class Frame:
 
     def say_outputs(self, **outputs: FlyteFile) -> None:
         """Print where the outputs are: their URLs in a pod, their paths in a local run."""
-        width = max(map(len, outputs)) + 2
         for name, file in outputs.items():
-            self.say(f"{name.replace('_', ' '):<{width}}{file.remote_path or file.path}")
+            self.say(f"{name.replace('_', ' '):<20}{file.remote_path or file.path}")
         if not self.is_local:
             page = self.execution.url or "Flyte's console"
             self.say(f'the report is also in {page}: click this task, then "Flyte Deck"')

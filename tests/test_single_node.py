@@ -243,7 +243,7 @@ def test_a_retry_goes_on_from_the_checkpoints_of_whichever_attempt_wrote_them(tm
     assert "resumed" in output
     # What it prints at the end can be reached from elsewhere, and so can the files of the offline W&B run.
     lines = output[output.index("accuracy per epoch") :].splitlines()
-    assert f"model state  file://{state}" in [line.strip() for line in lines]
+    assert f"model state file://{state}" in [" ".join(line.split()) for line in lines]
     assert any(line.startswith("report") and "/report.html" in line for line in lines)
     assert any('"Flyte Deck"' in line for line in lines)
     (archive,) = (checkpoints / "wandb").iterdir()
