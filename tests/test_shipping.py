@@ -159,7 +159,12 @@ def test_every_way_of_registering_ships_all_of_the_code_and_the_users_recipes(re
     assert "version" in record, record
     shipped = files_in(record["archive"])
     assert shipped == expected_files(checkout)
-    assert {"vineyard/net.py", "recipes/wine.py", "flyte_ddp/rank/main.py", "flyte_ddp/recipes/names.txt"} <= shipped
+    assert {
+        "vineyard/net.py",
+        "recipes/wine.py",
+        "flyte_ddp/rank/main.py",
+        "flyte_ddp/recipes/pet_names/names.txt",
+    } <= shipped
 
 
 def test_a_package_ships_the_same(registered, checkout):
