@@ -27,7 +27,6 @@ class Limits:
     """The values that a field accepts, beyond its type."""
 
     minimum: float | None = None  # the smallest accepted number
-    maximum: float | None = None  # the largest
     above: float | None = None  # every accepted number is larger than this
     below: float | None = None  # and smaller than this
     choices: tuple[str, ...] = ()
@@ -38,13 +37,13 @@ class Limits:
     def accept(self, value: Any) -> bool:
         """Check `value`, which has the field's type already."""
         if isinstance(value, str):
-            return (not self.choices or value in self.choices) and bool(re.fullmatch(self.pattern or ".*", value))
+            is_match = not self.pattern or re.fullmatch(self.pattern, value)
+            return bool(is_match and (not self.choices or value in self.choices))
         if not isinstance(value, (int, float)) or self == ANY:
             return True
         return (
             math.isfinite(value)
             and (self.minimum is None or value >= self.minimum)
-            and (self.maximum is None or value <= self.maximum)
             and (self.above is None or value > self.above)
             and (self.below is None or value < self.below)
         )
@@ -61,7 +60,6 @@ class Limits:
         bounds = [
             *([f"of at least {self.minimum:g}"] if self.minimum is not None else []),
             *([f"above {self.above:g}"] if self.above is not None else []),
-            *([f"of at most {self.maximum:g}"] if self.maximum is not None else []),
             *([f"below {self.below:g}"] if self.below is not None else []),
         ]
         return " ".join([noun, " and ".join(bounds)]).rstrip() + (f" ({self.unit})" if self.unit else "")
