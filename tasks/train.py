@@ -64,10 +64,11 @@ def train_on_cluster(
     URL of a state dict to start from, which every rank reads; by default the weights are fresh.
     """
     from flyte_ddp.cluster.connect import open_cluster
-    from flyte_ddp.launch.dask.launcher import train_on_dask
+    from flyte_ddp.launch.dask.launcher import check, train_on_dask
 
     with open_frame(Report(), recipe, checkpoints) as frame:
         run = _Run(frame, recipe, config, initial_state, model_artifact)
+        check(run.job, cluster)  # before pods are started for it
         with open_cluster(cluster, frame.name) as client:
             result = train_on_dask(
                 run.job,

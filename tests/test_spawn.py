@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.errors import ConfigError, DataError, RankFailure
+from flyte_ddp.errors import ConfigError, DataError, OutOfMemory, RankFailure
 from flyte_ddp.launch import spawn, supervisor
 from flyte_ddp.rank.job import Job
 from tests.support.runs import how_it_ended, new_run, start_parent, wait_for_step
@@ -144,6 +145,21 @@ def test_what_only_the_user_can_correct_is_one_line(tmp_path, monkeypatch):
         "rank 0 failed: StorageDenied: checkpoints: expected a place to write to, got s3://bucket/run"
     ]
     assert caught.value.is_user_error
+
+
+def test_a_second_kill_for_lack_of_memory_without_progress_ends_the_run_for_good(tmp_path, monkeypatch):
+    counts = itertools.count()
+    monkeypatch.setattr(supervisor, "count_oom_kills", lambda: next(counts))
+    monkeypatch.setenv("FAULT", "kill 0 2")
+    run = new_run(tmp_path)
+
+    with pytest.raises(RankFailure, match="rank 0 was killed by SIGKILL: its container ran out of memory"):
+        run.train(1)
+    with pytest.raises(
+        OutOfMemory, match=r"^memory: expected a larger limit of the task \(training.memory_gib in"
+    ) as caught:
+        run.train(1)
+    assert "\n" not in str(caught.value)
 
 
 # A run that hangs

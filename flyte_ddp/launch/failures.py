@@ -6,7 +6,7 @@ import builtins
 import re
 from dataclasses import dataclass
 
-from flyte_ddp.errors import OUT_OF_MEMORY, RankFailure, StorageUnavailable
+from flyte_ddp.errors import OUT_OF_MEMORY, NodeLost, RankFailure, StorageUnavailable
 
 MAX_LINES = 30  # of a traceback or a log in an error; with what stands around it, a screen
 MAX_WIDTH = 300  # characters of such a line
@@ -28,7 +28,7 @@ class Ended:
         resumed_step: that it had started from; -1 if it ended before that was known.
     """
 
-    failure: Exception
+    failure: RankFailure | NodeLost
     step: int
     resumed_step: int
 
@@ -50,13 +50,12 @@ def is_bug(ended: Ended, previous: Ended | None) -> bool:
 
 def is_out_of_memory(ended: Ended | None) -> bool:
     """Return whether the kernel ended the attempt for lack of memory."""
-    return ended is not None and getattr(ended.failure, "cause", "") == OUT_OF_MEMORY
+    return ended is not None and ended.failure.cause == OUT_OF_MEMORY
 
 
 def is_store_outage(ended: Ended | None) -> bool:
     """Return whether the attempt ended because the store could not be reached."""
-    cause = getattr(ended.failure, "cause", "") if ended else ""
-    return cause.partition(":")[0] == StorageUnavailable.__name__
+    return ended is not None and ended.failure.cause.partition(":")[0] == StorageUnavailable.__name__
 
 
 def made_no_progress(ended: Ended, previous: Ended | None) -> bool:

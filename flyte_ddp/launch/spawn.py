@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import logging
 import socket
 import sys
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from flyte_ddp import events
-from flyte_ddp.errors import ConfigError, RankFailure
+from flyte_ddp.errors import OUT_OF_MEMORY, ConfigError, OutOfMemory, RankFailure, StorageUnavailable
 from flyte_ddp.launch.devices import (
     MISSING_GPUS_HINT,
     default_num_processes,
@@ -25,6 +26,7 @@ from flyte_ddp.launch.devices import (
     requested_gpus,
 )
 from flyte_ddp.launch.dispatch import Dispatcher
+from flyte_ddp.launch.failures import first_line
 from flyte_ddp.launch.signals import stop_on_signals
 from flyte_ddp.launch.supervisor import supervise
 from flyte_ddp.ownership import Ownership
@@ -32,6 +34,7 @@ from flyte_ddp.rank.job import Job, NodeRanks, grow_accumulation
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.storage import Storage
 
+OOM_NOTE = "out-of-memory.json"  # beside the checkpoints
 logger = logging.getLogger(__name__)
 MORE_ACCUMULATION = "a GPU ran out of memory: the ranks restart from the last checkpoint with gradient_accumulation %d"
 
@@ -99,11 +102,38 @@ def train(
                     break
                 except RankFailure as failure:
                     grown = grow_accumulation(job, failure, num_processes)
+                    if failure.cause == OUT_OF_MEMORY:
+                        refuse_repeated_oom(job, state, failure)
                     if grown is None:
                         raise
                     job = grown
                     logger.warning(MORE_ACCUMULATION, job.config.gradient_accumulation)
     return Result.of(state)
+
+
+def refuse_repeated_oom(job: Job, state: events.RunState, failure: RankFailure) -> None:
+    """Note beside the checkpoints that the ranks ran out of memory, for the next attempt at the same run.
+
+    Raises:
+        OutOfMemory: the attempt before this one did so too, and nothing was saved in between.
+    """
+    storage = Storage(job.checkpoints, timeout=0)
+    resumed_step = state.started.resumed_step if state.started else 0
+    previous = -1
+    with contextlib.suppress(FileNotFoundError, StorageUnavailable):
+        previous = json.loads(storage.read(OOM_NOTE))["resumed_step"]
+    is_first = resumed_step > previous
+    with contextlib.suppress(StorageUnavailable):
+        if is_first:
+            storage.write(OOM_NOTE, json.dumps({"resumed_step": resumed_step}).encode())
+        else:
+            storage.delete(OOM_NOTE)  # for the next run, in which the user has changed something
+    if is_first:
+        return
+    raise OutOfMemory(
+        "memory: expected a larger limit of the task (training.memory_gib in settings.toml), or a smaller "
+        f"evaluation_batch_size, data_workers or model: the ranks ran out of memory twice. {first_line(failure)}"
+    ) from failure
 
 
 def check(job: Job, num_processes: int) -> None:

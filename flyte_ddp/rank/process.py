@@ -130,7 +130,6 @@ def run_rank(
             link.send("stopped")
         else:
             text = traceback.format_exc()
-            print(text, file=sys.stderr)  # noqa: T201 - the rank's own log
             message = str(error)
             if type(error).__name__ == CUDA_OUT_OF_MEMORY:
                 message += f". {MEMORY_HINT}"
@@ -139,6 +138,9 @@ def run_rank(
                 and not isinstance(error, StorageUnavailable)  # which may also say that a connection was refused
                 and bool(PEER_FAILURE.search(str(error)))
             )
+            # The supervisor reports the cause, once. Of its consequences a line in the log is enough.
+            if is_consequence:
+                print(f"{type(error).__name__}: {message}".partition("\n")[0], file=sys.stderr)  # noqa: T201
             link.send("error", type(error).__name__, message, text, is_consequence)
     else:
         gc.collect()  # ends loader processes, which would else leave their semaphores to the resource tracker

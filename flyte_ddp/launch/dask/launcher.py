@@ -225,9 +225,10 @@ class _Launcher:
                 f"{self.config.max_restarts}): {failure}"
             ) from failure
         self.num_restarts += 1
+        is_known = previous is not None and previous.failure.cause == failure.cause != ""
         logger.warning(
             "the gang was lost at step %d and restarts from its last checkpoint (restart %d of at most %d): %s",
-            *(ended.step, self.num_restarts, self.config.max_restarts, what),
+            *(ended.step, self.num_restarts, self.config.max_restarts, what if is_known else failure),
         )
 
     def _wait_for_store(self) -> None:
