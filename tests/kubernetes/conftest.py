@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 IMAGE = os.environ.get("FLYTE_DDP_TEST_IMAGE", "flyte-ddp:dev")
 
 # Small enough for two nodes of two cores that other pods share.
-SMALL = {"kind": "kubernetes", "num_nodes": 2, "start_timeout": 180}
+SMALL = {"kind": "kubernetes", "num_nodes": 2, "start_timeout": 400}
 SMALL_PODS = {
     "image": IMAGE,
     "worker_cpus": 0.25,
@@ -128,7 +128,7 @@ class Namespace:
     def phase(self, pod: str) -> str:
         return self.kubectl("get", "pod", pod, "--output", "jsonpath={.status.phase}", check=False)
 
-    def wait_for_line(self, pod: str, line: str, timeout: float = 180) -> str:
+    def wait_for_line(self, pod: str, line: str, timeout: float = 400) -> str:
         """The pod's log, once it has `line`."""
 
         def logged() -> str:
@@ -138,7 +138,7 @@ class Namespace:
 
         return str(eventually(logged, timeout, f"{line!r} in the log of {pod}"))
 
-    def wait_for_end(self, pod: str, timeout: float = 120) -> int:
+    def wait_for_end(self, pod: str, timeout: float = 300) -> int:
         """The exit status of the pod's container."""
         eventually(lambda: self.phase(pod) in ("Failed", "Succeeded"), timeout, f"the end of {pod}")
         path = "jsonpath={.status.containerStatuses[0].state.terminated.exitCode}"

@@ -150,7 +150,7 @@ def test_a_driver_that_was_killed_takes_its_cluster_along_when_its_pod_goes(name
     namespace.start_driver("removed", DRIVER % (small_cluster(image=""), "time.sleep(600)"))
     namespace.wait_for_line("removed", "the cluster is up")
     namespace.kubectl("exec", "removed", "--", "bash", "-c", "kill -KILL $(cat /proc/1/task/1/children)")
-    namespace.wait_for_end("removed", timeout=20)
+    namespace.wait_for_end("removed", timeout=60)
     assert len(namespace.clusters()) == 1
     namespace.kubectl("delete", "pod", "removed")
     eventually(lambda: not namespace.clusters(), 60, "the deletion of what the pod owned")
@@ -164,7 +164,7 @@ def test_an_idle_driver_keeps_its_cluster_and_a_killed_one_loses_it(namespace: N
     time.sleep(80)
     assert len(namespace.clusters()) == 1, f"gone after {time.monotonic() - up_at:.0f} s of a driver that lives"
     namespace.kubectl("exec", "killed", "--", "bash", "-c", "kill -KILL $(cat /proc/1/task/1/children)")
-    namespace.wait_for_end("killed", timeout=20)
+    namespace.wait_for_end("killed", timeout=60)
     assert namespace.phase("killed") == "Failed"
     eventually(lambda: not namespace.clusters(), 120, "the deletion of an idle cluster")
 

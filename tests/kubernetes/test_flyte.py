@@ -167,7 +167,7 @@ class Flyte:
     def run(self, package: Package, task: str, node: str, inputs: LiteralMap) -> LiteralMap:
         """The outputs of a task that ends well at its first attempt, without a word of warning."""
         pod = self.start(package, task, node, inputs)
-        code = self.namespace.wait_for_end(pod, timeout=400)
+        code = self.namespace.wait_for_end(pod, timeout=900)
         log = self.namespace.log(pod)
         outputs = self.outputs(node)
         assert outputs is not None, f"exit code {code}\n{self.error(node)}\n{log}"
@@ -280,7 +280,7 @@ def test_attempts_go_on_from_each_others_checkpoints_until_one_leaves_typed_outp
 
     # A rank is killed: the task itself ends, and says that another attempt may do better.
     pod = train(0)
-    eventually(lambda: newest_step() >= 5, 240, "a checkpoint of the first attempt")
+    eventually(lambda: newest_step() >= 5, 600, "a checkpoint of the first attempt")
     kill_a_rank = "kill -KILL $(grep -l '[s]pawn_main' /proc/[0-9]*/cmdline | cut -d/ -f3 | sort -n | tail -n 1)"
     flyte.namespace.kubectl("exec", pod, "--", "bash", "-c", kill_a_rank)
     flyte.namespace.wait_for_end(pod)
@@ -293,7 +293,7 @@ def test_attempts_go_on_from_each_others_checkpoints_until_one_leaves_typed_outp
 
     # The whole pod is killed, as by a node that goes: it can leave no word.
     pod = train(1)
-    eventually(lambda: newest_step() >= first_end + 5, 240, "a checkpoint of the second attempt")
+    eventually(lambda: newest_step() >= first_end + 5, 600, "a checkpoint of the second attempt")
     flyte.namespace.kubectl("exec", pod, "--", "bash", "-c", "kill -KILL $(cat /proc/1/task/1/children)")
     flyte.namespace.wait_for_end(pod)
     assert flyte.error(NESTED, 1) is None
@@ -301,7 +301,7 @@ def test_attempts_go_on_from_each_others_checkpoints_until_one_leaves_typed_outp
     second_end = newest_step()
 
     pod = train(2)
-    assert flyte.namespace.wait_for_end(pod, timeout=400) == 0, flyte.namespace.log(pod)
+    assert flyte.namespace.wait_for_end(pod, timeout=900) == 0, flyte.namespace.log(pod)
     outputs = flyte.outputs(NESTED, 2)
     assert outputs is not None, f"{flyte.error(NESTED, 2)}\n{flyte.namespace.log(pod)}"
     assert flyte.error(NESTED, 2) is None
@@ -390,10 +390,10 @@ def test_a_multi_node_task_starts_its_cluster_and_its_workers_run_the_registered
         cluster=cluster_input(tasks, pod_template=template),
     )
     pod = flyte.start(newer, "tasks.train.train_on_cluster", NESTED, inputs)
-    (cluster,) = eventually(lambda: flyte.namespace.items("daskclusters"), 120, "a Dask cluster")
+    (cluster,) = eventually(lambda: flyte.namespace.items("daskclusters"), 300, "a Dask cluster")
     policy = flyte.namespace.items("networkpolicies", "app.kubernetes.io/managed-by=flyte-ddp")[0]
-    workers = eventually(lambda: flyte.namespace.items("pods", "dask.org/component=worker"), 60, "a worker's pod")
-    code = flyte.namespace.wait_for_end(pod, timeout=400)
+    workers = eventually(lambda: flyte.namespace.items("pods", "dask.org/component=worker"), 300, "a worker's pod")
+    code = flyte.namespace.wait_for_end(pod, timeout=900)
     log = flyte.namespace.log(pod)
     outputs = flyte.outputs(NESTED)
     assert outputs is not None, f"exit code {code}\n{flyte.error(NESTED)}\n{log}"

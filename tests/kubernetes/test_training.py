@@ -56,7 +56,7 @@ class Driver:
         lines = [line for line in self.namespace.log(self.pod).splitlines() if line.startswith("{")]
         return [each for each in map(json.loads, lines) if values.items() <= each.items()]
 
-    def wait_for(self, timeout: float = 240, **values: Any) -> dict[str, Any]:
+    def wait_for(self, timeout: float = 600, **values: Any) -> dict[str, Any]:
         """The first thing that it prints with these values."""
 
         def said() -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ class Driver:
         return [each for each in self.said() if "the gang was lost" in each.get("log", "")]
 
     def succeeded(self) -> None:
-        assert self.namespace.wait_for_end(self.pod, timeout=240) == 0, self.namespace.log(self.pod)
+        assert self.namespace.wait_for_end(self.pod, timeout=600) == 0, self.namespace.log(self.pod)
 
     def pods(self, component: str) -> list[dict[str, Any]]:
         """The pods of its cluster."""
@@ -283,7 +283,7 @@ def test_a_deleted_driver_pod_leaves_a_last_checkpoint_and_no_cluster_and_the_ne
     assert started["resumed_step"] == last > 0
     # Not by a deletion without grace: that, too, begins with a SIGTERM, on which the driver deletes the cluster itself.
     namespace.kubectl("exec", "second", "--", "bash", "-c", "kill -KILL $(cat /proc/1/task/1/children)")
-    namespace.wait_for_end("second", timeout=20)
+    namespace.wait_for_end("second", timeout=60)
     assert len(namespace.clusters()) == 1
     namespace.kubectl("delete", "pod", "second")
     eventually(lambda: not namespace.clusters(), 60, "the deletion of what the pod owned")
