@@ -39,7 +39,7 @@ CAUSE_GRACE = 0.5  # seconds in which a second failure may turn out to be the ca
 POLL_INTERVAL = 0.1  # seconds between checks of logs, heartbeats and the stop request
 LOG_TAIL = 20  # lines of a dead rank's output in the error
 MAX_MESSAGE = 6  # lines of an exception's own message
-STACK_LINES = 12  # of each rank's main thread in the error of a stall; the log has all threads
+STACK_LINES = 36  # of all ranks' main threads together in the error of a stall; the log has all threads
 DEATH_GRACE = 2.0  # seconds for the kernel to end killed processes, and for their new parent to reap them
 
 _hiding = threading.Lock()
@@ -279,7 +279,8 @@ class _Ranks:
                 for line in [head, *stacks.splitlines()]:
                     self.relay(f"[rank {rank.number}] {line}")
                 # The threads are listed from the newest to the oldest, which is the main thread.
-                main_thread = stacks.strip().split("\n\n")[-1].splitlines()[:STACK_LINES]
+                num_lines = max(3, min(12, STACK_LINES // len(self.ranks)))
+                main_thread = stacks.strip().split("\n\n")[-1].splitlines()[:num_lines]
                 lines += [head, *main_thread]
         raise RankFailure("\n".join(lines), -1, "stall", "stall")
 

@@ -249,8 +249,8 @@ class Attempt:
         _, _, cause = min(self.failures, key=lambda failure: failure[:2])
         if isinstance(cause, RankFailure) and cause.kind == "stall":
             stalls = [str(failure) for _, _, failure in self.failures if getattr(failure, "kind", "") == "stall"]
-            lines_each = max(6, MAX_LINES // len(stalls))
-            stacks = [shorten(stall, lines_each) for stall in sorted(stalls, key=natural_key)]
+            num_lines = max(5, MAX_LINES // len(stalls))  # a stack begins where the rank stands
+            stacks = ["\n".join(stall.splitlines()[:num_lines]) for stall in sorted(stalls, key=natural_key)]
             return RankFailure("\n".join(stacks), cause.rank, cause.kind, cause.cause)
         if isinstance(cause, NodeLost) and cause.worker and "\n" not in str(cause):
             end = worker_end(self.run.config, cause.worker, WORKER_LOG_LINES)
