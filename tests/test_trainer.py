@@ -25,12 +25,14 @@ from flyte_ddp.rank.checkpoint import CheckpointStore
 from flyte_ddp.rank.data import epoch_order
 from flyte_ddp.rank.job import Job, grow_accumulation
 from flyte_ddp.rank.optim import learning_rate_factor
+from flyte_ddp.rank.parallel import place_model
 from flyte_ddp.rank.progress import Progress
 from flyte_ddp.rank.step_timing import time_costs
+from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import get_recipe
 from tests.support import recipes
 from tests.support.runs import new_run
-from tests.support.trainers import Recorder, new_trainer
+from tests.support.trainers import CPU, Recorder, new_trainer
 
 CLIP = 0.5  # small enough to clip some steps of the run that uses it
 ADAM = {"optimizer": "adam", "precision": "bf16", "learning_rate": 0.01, "weight_decay": 0.01}
@@ -300,6 +302,13 @@ def test_models_with_3d_convolutions_train_with_the_default_memory_format(tmp_pa
 
     assert trainer.config.channels_last
     assert trainer.fit().epochs[0].train_loss > 0
+
+
+def test_weights_with_one_input_channel_get_the_strides_that_choose_the_channels_last_kernels():
+    placed = place_model(torch.nn.Conv2d(1, 4, 3), TrainingConfig(), World(0, 0, 1, CPU))
+
+    assert placed.weight.stride() == torch.nn.Conv2d(1, 4, 3).to(memory_format=torch.channels_last).weight.stride()
+    assert placed.weight.is_leaf
 
 
 def test_the_step_times_of_a_model_leave_it_as_it_was(tmp_path):

@@ -21,10 +21,11 @@ def place_model(model: nn.Module, config: TrainingConfig, world: World) -> nn.Mo
     model = synchronize(model.to(world.device), config, world)
     accept_single_values(model)
     if config.channels_last:
-        # Not by model.to(memory_format=...), which fails at the 5-D weights of 3-D convolutions.
+        # Not by model.to(memory_format=...), which fails at the 5-D weights of 3-D convolutions. Not by `contiguous`,
+        # which leaves the strides of a weight with one input channel, and so the slower kernels.
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.dim() == 4:
-                tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
+                tensor.data = tensor.data.to(memory_format=torch.channels_last)
     return model
 
 
