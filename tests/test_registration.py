@@ -307,6 +307,11 @@ def test_flytekits_remote_commands_can_build_the_options_of_every_launch_plan(pa
         context = context_of(command, info_name=name, obj=parameters)
         options = {option.name for option in command.get_params(context)}
         assert options >= set(spec.default_inputs.parameters) - set(spec.fixed_inputs.literals), name
+        for parameter in spec.default_inputs.parameters.values():  # no JSON object is an open default
+            default = parameter.default
+            scalar = default.scalar.union.value.scalar if default.scalar.HasField("union") else default.scalar
+            assert not scalar.HasField("binary"), name
+            assert not scalar.HasField("generic"), name
         assert command.get_help(context), name
 
 
