@@ -43,7 +43,7 @@ SMALL_CLUSTER = {
     "shared_memory": "128Mi",
     "scheduler_cpus": 0.25,
     "scheduler_memory": "512Mi",
-    "start_timeout": 240,
+    "start_timeout": 400,
 }
 
 
@@ -93,18 +93,18 @@ class Execution:
     def is_over(self) -> bool:
         return self.phase in (Phase.SUCCEEDED, Phase.FAILED, Phase.ABORTED, Phase.TIMED_OUT)
 
-    def wait(self, timeout: float = 420) -> FlyteWorkflowExecution:
+    def wait(self, timeout: float = 900) -> FlyteWorkflowExecution:
         """Return the execution once it is over."""
         eventually(lambda: self.is_over, timeout, f"the end of {self.name}; its pods: {self.pods()}")
         return self.sync()
 
-    def outputs(self, timeout: float = 420) -> Any:
+    def outputs(self, timeout: float = 900) -> Any:
         """Return the outputs of an execution that has to succeed."""
         execution = self.wait(timeout)
         assert execution.closure.phase == Phase.SUCCEEDED, f"{self.name}: {execution.error}\n{self.logs()}"
         return execution.outputs
 
-    def error(self, timeout: float = 420) -> str:
+    def error(self, timeout: float = 900) -> str:
         """Return the error of an execution that has to fail."""
         execution = self.wait(timeout)
         assert execution.closure.phase == Phase.FAILED, self.name
@@ -115,7 +115,7 @@ class Execution:
         pods = sorted(items("pods", f"execution-id={self.name}"), key=lambda pod: pod["metadata"]["creationTimestamp"])
         return [pod["metadata"]["name"] for pod in pods]
 
-    def pod_of(self, task: str, attempt: int = 0, timeout: float = 180) -> str:
+    def pod_of(self, task: str, attempt: int = 0, timeout: float = 600) -> str:
         """Return the running pod of an attempt of a task, such as train-on-one-node, once there is one."""
 
         def running() -> str:

@@ -69,7 +69,7 @@ def test_a_healthy_run_prints_no_warning_and_no_path_of_its_pod(trained: Executi
 def test_several_nodes_train_without_a_word_about_keys(checkout: Checkout, unique: str) -> None:
     seed = json.dumps({"epochs": 3, "seed": int(unique, 16)})
     execution = checkout.train_on_cluster("--recipe", "digits", "--config", seed)
-    outputs = execution.outputs(600)
+    outputs = execution.outputs()
     assert len(outputs["epoch_accuracies"]) == 3
     (started,) = [event for event in execution.history(outputs) if event["event"] == "RunStarted"]
     assert started["world_size"] == 2
@@ -104,7 +104,7 @@ def test_a_recipe_in_a_package_of_two_files_trains_on_several_nodes(
 ) -> None:
     config = json.dumps({"epochs": 3, "seed": int(unique, 16)})
     execution = checkout_with_recipes.train_on_cluster("--recipe", "recipes.cellar.wines.Cellar", "--config", config)
-    assert len(execution.outputs(600)["epoch_accuracies"]) == 3
+    assert len(execution.outputs()["epoch_accuracies"]) == 3
 
 
 def test_a_pods_deletion_in_mid_run_costs_no_more_than_the_last_steps(
@@ -114,9 +114,9 @@ def test_a_pods_deletion_in_mid_run_costs_no_more_than_the_last_steps(
     execution = checkout.train("--recipe", "digits", "--config", config)
     aborted.append(execution)
     pod = execution.pod_of("train-on-one-node")
-    eventually(lambda: "epoch 5/" in execution.log(pod), 120, f"epoch 5 in the log of {pod}")
+    eventually(lambda: "epoch 5/" in execution.log(pod), 600, f"epoch 5 in the log of {pod}")
     kubectl("delete", "pod", pod, "--wait=false")
-    outputs = execution.outputs(600)
+    outputs = execution.outputs()
     started = [event for event in execution.history(outputs) if event["event"] == "RunStarted"][-1]
     assert started["resumed_step"] > 0
     assert len(outputs["epoch_accuracies"]) == 60
@@ -129,7 +129,7 @@ def test_an_aborted_execution_takes_its_dask_cluster_with_it(
     execution = checkout.train_on_cluster("--recipe", "digits", "--config", config)
     aborted.append(execution)
     pod = execution.pod_of("train-on-cluster")
-    eventually(lambda: "epoch 2/" in execution.log(pod), 300, f"epoch 2 in the log of {pod}")
+    eventually(lambda: "epoch 2/" in execution.log(pod), 600, f"epoch 2 in the log of {pod}")
     owned = f"dask.org/cluster-name={next(iter(clusters_of(pod)))}"
     checkout.remote.terminate(checkout.remote.fetch_execution(name=execution.name), "somebody changed their mind")
     start = time.monotonic()
@@ -177,7 +177,7 @@ def test_a_launch_plan_is_started_by_hand_as_the_readme_says(
     assert "--kickoff_time" in shown.stdout
     execution = checkout.started(checkout.call(*plan, "--kickoff_time", "now"))
     aborted.append(execution)
-    outputs = execution.outputs(600)
+    outputs = execution.outputs()
     assert outputs["outcome"] in ("promoted_first", "promoted", "not_better", "unchanged")
 
 
@@ -216,7 +216,7 @@ def test_a_cron_of_a_minute_retrains_and_promotes(
 
     try:
         first = eventually(scheduled, 180, "a scheduled execution")[-1]
-        assert first.outputs(600)["outcome"] in ("promoted_first", "promoted", "not_better", "unchanged")
+        assert first.outputs()["outcome"] in ("promoted_first", "promoted", "not_better", "unchanged")
     finally:
         every_minute.call("pyflyte", "launchplan", *where, "--deactivate", "retrain_nightly", version)
         aborted.extend(scheduled())
