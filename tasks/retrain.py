@@ -12,6 +12,7 @@ from flytekit import Deck, task
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.errors import ChampionError, ConfigError
+from flyte_ddp.launch.devices import check_requested_gpus
 from flyte_ddp.promotion.champion import ChampionStore
 from flyte_ddp.promotion.policy import Challenge, Outcome, Terms, Verdict, judge, plan
 from flyte_ddp.recipes import config_of
@@ -84,6 +85,7 @@ def judge_challenger(
 ) -> RetrainingOutputs:
     """Measure challenger and champion on the same held-out data, and promote the challenger if it is better."""
     with flyte_errors():
+        check_requested_gpus()
         execution = _execution()
         store = ChampionStore(champion)
         verdict = judge(

@@ -20,9 +20,15 @@ MISSING_GPUS_HINT = (
 REQUESTED_VARIABLE = "FLYTE_DDP_REQUESTED_GPUS"  # in the environment of a task that was registered with GPUs
 
 
-def requested_gpus() -> int:
-    """Return the number of GPUs that the task in this container requested; 0 outside of such a task."""
-    return int(os.environ.get(REQUESTED_VARIABLE) or 0)
+def check_requested_gpus() -> None:
+    """Raise ConfigError if this process can use fewer GPUs than its task requested: it would compute on CPUs."""
+    from flyte_ddp.errors import ConfigError
+
+    requested = int(os.environ.get(REQUESTED_VARIABLE) or 0)
+    if (found := num_gpus()) < requested:
+        raise ConfigError(
+            f"GPUs: expected {requested}, as this task requested, got {found} that it can use. {MISSING_GPUS_HINT}"
+        )
 
 
 def num_gpus() -> int:

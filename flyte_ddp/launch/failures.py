@@ -13,8 +13,8 @@ MAX_WIDTH = 300  # characters of such a line
 HEAD_LINES = 4  # of a text that is shortened: where a traceback begins
 
 # Exceptions of these classes may be a machine's or a network's doing. Other builtin ones are bugs.
-OTHERS_DOING = (RuntimeError, OSError, MemoryError, EOFError, SystemError)
-ALSO_BUGS = ("NotImplementedError", "RecursionError")  # RuntimeErrors that are nobody else's doing
+ENVIRONMENT_ERRORS = (RuntimeError, OSError, MemoryError, EOFError, SystemError)
+BUGS = ("NotImplementedError", "RecursionError")  # RuntimeErrors that only code raises
 
 _CHAINED = re.compile(r"\n+(?:During handling of the above|The above) exception[^\n]*\n+")
 
@@ -38,10 +38,10 @@ def is_bug(ended: Ended, previous: Ended | None) -> bool:
     failure = ended.failure
     if not isinstance(failure, RankFailure) or failure.kind != "exception" or is_store_outage(ended):
         return False
-    if failure.is_user_error or failure.error_name in ALSO_BUGS:
+    if failure.is_user_error or failure.error_name in BUGS:
         return True
     kind = getattr(builtins, failure.error_name, None)
-    if isinstance(kind, type) and not issubclass(kind, OTHERS_DOING):
+    if isinstance(kind, type) and not issubclass(kind, ENVIRONMENT_ERRORS):
         return True
     if previous is None or not isinstance(previous.failure, RankFailure):
         return False

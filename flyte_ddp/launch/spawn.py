@@ -18,12 +18,11 @@ from dataclasses import dataclass, field
 from flyte_ddp import events
 from flyte_ddp.errors import OUT_OF_MEMORY, ConfigError, OutOfMemory, RankFailure, StorageUnavailable
 from flyte_ddp.launch.devices import (
-    MISSING_GPUS_HINT,
+    check_requested_gpus,
     default_num_processes,
     has_mig_slices,
     num_cores,
     num_gpus,
-    requested_gpus,
 )
 from flyte_ddp.launch.dispatch import Dispatcher
 from flyte_ddp.launch.failures import first_line
@@ -146,12 +145,8 @@ def check(job: Job, num_processes: int) -> None:
     get_recipe(job.recipe, job.config.recipe_options)
     if num_processes < 1:
         raise ConfigError(f"num_processes: expected a whole number of at least 1, got {num_processes}")
+    check_requested_gpus()
     gpus = num_gpus()
-    if gpus < requested_gpus():
-        raise ConfigError(
-            f"GPUs: expected {requested_gpus()}, as this task requested, got {gpus} that it can use. "
-            f"{MISSING_GPUS_HINT}"
-        )
     if gpus and num_processes > gpus:
         raise ConfigError(f"num_processes: expected at most {gpus}, one per GPU, got {num_processes}")
     check_backend(job, gpus > 0, num_processes)

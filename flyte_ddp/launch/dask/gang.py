@@ -39,7 +39,7 @@ SCHEDULER_TOPIC = "all"  # where the scheduler reports, among other things, that
 
 @dataclass
 class Run:
-    """What all attempts of a run have in common."""
+    """The parts of a run that all its attempts share."""
 
     name: str  # also of its plugin in the workers
     client: Client

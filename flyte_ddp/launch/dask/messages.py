@@ -1,4 +1,4 @@
-"""What the driver and a node's supervisor send each other, as JSON: neither executes what the other one sends.
+"""The messages between the driver and a node's supervisor, in JSON: neither executes what the other one sends.
 
 Knows nothing of Dask, which only carries it. A supervisor gets its job as the first line of a pipe, then one command
 per line. It answers with one message per line.
