@@ -37,7 +37,8 @@ def ours_windows(count: int) -> list[str]:
 def tutorial(count: int) -> list[str]:
     import torch
 
-    from flyte_ddp.recipes.pet_names.recipe import ALPHABET, BLANK, END, WINDOW
+    from flyte_ddp.recipes.pet_names.alphabet import ALPHABET, BLANK, END
+    from flyte_ddp.recipes.pet_names.recipe import WINDOW
 
     random.seed(0)
     model = new_model(WINDOW).eval()
@@ -63,8 +64,8 @@ def new_model(window: int) -> NameModel:
     """Return the recipes' model with fresh weights, the same for any window; its names have about four letters."""
     import torch
 
+    from flyte_ddp.recipes.pet_names.alphabet import END
     from flyte_ddp.recipes.pet_names.model import NameModel
-    from flyte_ddp.recipes.pet_names.recipe import END
 
     torch.manual_seed(0)
     model = NameModel(window)

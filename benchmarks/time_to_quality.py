@@ -66,8 +66,9 @@ def tutorial(names: str, num_epochs: int, started: float) -> None:
     from torch import nn
     from torch.utils.data import DataLoader, Dataset
 
+    from flyte_ddp.recipes.pet_names.alphabet import ALPHABET, BLANK, END
     from flyte_ddp.recipes.pet_names.model import NameModel
-    from flyte_ddp.recipes.pet_names.recipe import ALPHABET, BLANK, END, WINDOW
+    from flyte_ddp.recipes.pet_names.recipe import WINDOW
 
     class Windows(Dataset[Any]):
         """One sample per letter of each name and per end of a name, encoded when it is read."""
@@ -131,7 +132,7 @@ def _split(names: str) -> tuple[list[str], list[str]]:
 
     from flyte_ddp.prepare import prepare_data
     from flyte_ddp.recipes import get_recipe
-    from flyte_ddp.recipes.pet_names.recipe import ALPHABET, BLANK
+    from flyte_ddp.recipes.pet_names.alphabet import ALPHABET, BLANK
 
     def spelled(file: Path) -> list[str]:
         with np.load(file) as arrays:

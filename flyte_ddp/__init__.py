@@ -1,6 +1,33 @@
-"""Distributed PyTorch training. This package knows PyTorch and has never heard of Flyte.
+"""Distributed PyTorch training: a recipe's loop with DistributedDataParallel on one machine or a Dask cluster.
 
-Start at `flyte_ddp.rank.trainer` for what a rank does, at `flyte_ddp.launch.spawn` for what starts and watches the
-ranks, and at
-`flyte_ddp.recipes` for what is trained.
+It does not know Flyte. Start reading at `flyte_ddp.rank.trainer`, the training loop. `flyte_ddp.launch.spawn` starts
+and watches the ranks; `flyte_ddp.recipes` has models with their data.
+
+`Recipe` and `DataError` are for your own recipes, `load_champion` is for serving. Each is imported at its first use, so
+`import flyte_ddp` costs nothing.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flyte_ddp.errors import DataError
+    from flyte_ddp.promotion.champion import load as load_champion
+    from flyte_ddp.recipes.base import Recipe
+
+_EXPORTS = {
+    "DataError": ("flyte_ddp.errors", "DataError"),
+    "Recipe": ("flyte_ddp.recipes.base", "Recipe"),
+    "load_champion": ("flyte_ddp.promotion.champion", "load"),
+}
+
+__all__ = ["DataError", "Recipe", "load_champion"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _EXPORTS[name]
+    return getattr(importlib.import_module(module), attribute)

@@ -20,7 +20,6 @@ LAYERS = {
     "flyte_ddp.promotion": 5,
     "flyte_ddp.launch": 4,
     "flyte_ddp.rank": 3,
-    "flyte_ddp.recipes.pet_names.generate": 3,
     "flyte_ddp.prepare": 2,
     "flyte_ddp.observers": 2,
     "flyte_ddp.recipes": 1,
@@ -142,6 +141,19 @@ for module in {modules!r}:
     slow = sorted(set({SLOW!r}) & (set(sys.modules) - before))
     if slow:
         print(module, "imports", *slow)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+
+    assert (done.returncode, done.stdout, done.stderr[-2000:]) == (0, "", "")
+
+
+def test_what_is_for_users_is_exported_and_imported_only_when_it_is_used():
+    program = """
+import sys
+import flyte_ddp
+assert not [name for name in sys.modules if name.startswith("flyte_ddp.")], "import flyte_ddp imports more"
+from flyte_ddp import DataError, Recipe, load_champion
+assert issubclass(DataError, ValueError) and Recipe.prepare and callable(load_champion)
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
 

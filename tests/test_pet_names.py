@@ -10,7 +10,8 @@ import torch
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.prepare import describe_data, prepare_data
 from flyte_ddp.recipes import get_recipe
-from flyte_ddp.recipes.pet_names.recipe import ALPHABET, BLANK, IGNORED, TRAINING_NAMES, WINDOW, whole_names, windows
+from flyte_ddp.recipes.pet_names.alphabet import ALPHABET, BLANK
+from flyte_ddp.recipes.pet_names.recipe import IGNORED, TRAINING_NAMES, WINDOW, whole_names, windows
 from tests.support.runs import new_run
 
 WHOLE = "flyte_ddp.recipes.pet_names.recipe.PetNames"
@@ -168,14 +169,14 @@ def test_bundled_names_are_usable_distinct_and_enough(tmp_path):
 @pytest.mark.parametrize(
     ("file", "contents", "said"),
     [
-        ("few.txt", "rex\nbo\nrex\n", "has 2 usable names.*at least 20"),
-        ("none.txt", "", "has 0 usable names"),
-        ("register.csv", "id,pet\n1,rex\n", "columns id, pet; accepted is .*Animal's Name"),
-        ("empty.csv", "", "columns none"),
-        ("names.json", "[1, 2", "not valid JSON"),
-        ("object.json", '{"names": []}', "JSON dict; accepted is a list of strings"),
-        ("mixed.json", '["rex", null]', "element 1 of the list is None"),
-        ("picture.txt", b"\x89PNG\xff\xfe", "not text in UTF-8"),
+        ("few.txt", "rex\nbo\nrex\n", "expected at least 20 distinct names .* got 2 usable names in"),
+        ("none.txt", "", "got 0 usable names in"),
+        ("register.csv", "id,pet\n1,rex\n", "with the columns id, pet"),
+        ("empty.csv", "", "with the columns none"),
+        ("names.json", "[1, 2", "expected a JSON list of strings, got"),
+        ("object.json", '{"names": []}', "expected a JSON list of strings, got a JSON dict"),
+        ("mixed.json", '["rex", null]', "expected only strings in .*, got None as element 1"),
+        ("picture.txt", b"\x89PNG\xff\xfe", "expected CSV, JSON or plain text in UTF-8"),
         ("half.csv.gz", gzip.compress(b"Animal's Name\n" + bytes(range(256)), mtime=0)[:100], "is damaged"),
         ("missing.csv", None, "which does not exist"),
     ],
@@ -185,8 +186,9 @@ def test_unusable_data_is_named_with_what_is_accepted(tmp_path, file, contents, 
     if contents is not None:
         source.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
     (tmp_path / "data").mkdir()
-    with pytest.raises(DataError, match=f"^data: .*{re.escape(str(source))}.*{said}"):
+    with pytest.raises(DataError, match=f"^data: .*{said}") as caught:
         prepared(tmp_path / "data", source)
+    assert str(source) in str(caught.value)
 
 
 def test_unknown_protocol_is_named(tmp_path):
@@ -228,7 +230,7 @@ def test_spelling_letter_by_letter_equals_reading_at_once(recipe):
     at_once = model(inputs)[:, -1] if model.window else model(inputs)[0]
     state = None
     for place, letter in enumerate([BLANK, *(ALPHABET.index(letter) for letter in name)]):
-        logits, state = model.spell(torch.tensor([letter]), state)
+        logits, state = model.next_letter(torch.tensor([letter]), state)
         torch.testing.assert_close(logits[0], at_once[place])
 
 

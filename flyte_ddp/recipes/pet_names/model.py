@@ -1,4 +1,4 @@
-"""The pet-name tutorial's model. Apart from its recipes because these are read by processes that never need torch."""
+"""The pet-name tutorial's model. Apart from its recipes, which processes read that never need torch."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from flyte_ddp.recipes.pet_names.recipe import ALPHABET, BLANK
+from flyte_ddp.recipes.pet_names.alphabet import ALPHABET, BLANK
 
 WIDTH, NUM_LAYERS, DROPOUT = 128, 4, 0.1  # the tutorial's
 
-State = tuple[Tensor, ...]  # what the model remembers of N names that it spells: tensors of shape (*, N, *)
+State = tuple[Tensor, ...]  # the recurrent state of N names: tensors of shape (*, N, *)
 
 
 class NameModel(nn.Module):
-    """From letters to the logits of the letters that follow.
+    """Predict, for each letter of a name, the letter that follows.
 
     Args:
-        window: how many letters it looks back, where rows are windows with blanks on the left; 0 where rows are whole
-            names from their start with blanks on the right. It is part of the state dict, because names must be spelled
-            the way the model was trained.
+        window: letters the model sees, where rows are windows with blanks on the left; 0 where rows are whole names
+            with blanks on the right. It is part of the state dict, because names must be generated the way the model
+            was trained.
     """
 
     def __init__(self, window: int = 0) -> None:
@@ -38,8 +38,8 @@ class NameModel(nn.Module):
         self.window = int(state["window"])
 
     def forward(self, letters: Tensor) -> Tensor:
-        """Logits (N, t, 31) for letters (N, T), indices into `ALPHABET`; t is less than T where the rest is blank."""
-        if self.window or letters.is_cuda:  # the lengths would have to come from the GPU, which is waiting
+        """Return logits (N, t, 31) for letters (N, T), indices into `ALPHABET`; t < T where all further are blank."""
+        if self.window or letters.is_cuda:  # to read the lengths would make the host wait for the GPU
             return self.logits(self.lstm(_one_hot(letters))[0])
         # A batch is two thirds blank or more: packed it takes a CPU half the time.
         lengths = (letters != BLANK).sum(dim=1) + 1
@@ -51,10 +51,12 @@ class NameModel(nn.Module):
         logits: Tensor = self.fc(hidden)
         return logits
 
-    def spell(self, letters: Tensor, state: State | None) -> tuple[Tensor, State]:
-        """The logits (N, 31) of what follows after `letters` (N,), one more of each name, and what to remember.
+    def next_letter(self, letters: Tensor, state: State | None) -> tuple[Tensor, State]:
+        """Return the logits (N, 31) of the letters that follow `letters` (N,), and the new state.
 
-        A name begins with `BLANK` and no state.
+        Args:
+            letters: the next letter of each name; the first one is `BLANK`.
+            state: the state returned for the letters before; None at the beginning.
         """
         if not self.window:
             hidden, state = self.lstm(_one_hot(letters[:, None]), state)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from flyte_ddp.errors import DataError
 from flyte_ddp.events import Prediction
 from flyte_ddp.recipes.base import Recipe
+from flyte_ddp.recipes.pet_names.alphabet import ALPHABET, BLANK, END
 from flyte_ddp.storage import read_file
 
 if TYPE_CHECKING:
@@ -31,17 +32,14 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.data import Dataset
 
-# The tutorial's 31 characters in its order: * stands for no letter (yet), + for the end of the name.
-ALPHABET = "*+abcdefghijklmnopqrstuvwxyz-. "
-BLANK, END = ALPHABET.index("*"), ALPHABET.index("+")
-IGNORED = 255  # at places in the targets that are none
-WINDOW = 8  # letters that the tutorial's model looks back
+IGNORED = 255  # in the targets: no target at this position
+WINDOW = 8  # letters that the tutorial's model sees
 
-TRAINING_NAMES = "training_names.txt"  # what `prepare` leaves for whoever must not repeat them: one a line, each once
+TRAINING_NAMES = "training_names.txt"  # written by `prepare`: the distinct training names, one a line
 NAME_COLUMNS = ("animal's name", "name")  # of a CSV file, lower-cased; the first is the Seattle register's
-LONGEST = 40  # characters; the register's longest name has 37
-FEWEST = 20  # distinct names
-HELD_OUT_SHARE = 10  # one in so many distinct names
+MAX_LENGTH = 40  # characters; the register's longest name has 37
+MIN_NAMES = 20  # distinct names
+HELD_OUT_RATIO = 10  # one of so many distinct names is held out
 
 
 class PetNames(Recipe):
@@ -70,12 +68,12 @@ class PetNames(Recipe):
     def prepare(self, source: str, directory: Path) -> str:
         """Write `train.npz` and `test.npz`, and the distinct training names to `TRAINING_NAMES`.
 
-        A tenth of the distinct names is held out, chosen by a hash of the name, so never one that is trained on.
-        Training keeps every name as often as it occurs; a held-out name counts once.
+        A tenth of the distinct names is held out, chosen by a hash of the name, so no training name is among them.
+        Training keeps repeated names; a held-out name occurs once.
 
         Args:
-            source: a local path or any fsspec URL of a CSV file with a column "Animal's Name" or "name", a JSON list of
-                strings, or text with a name a line, each of them packed with gzip or not; "" takes the recipe's list.
+            source: a path or URL of a CSV file with a column "Animal's Name" or "name", a JSON list of strings, or text
+                with a name a line, each packed with gzip or not; "" for the recipe's own list.
         """
         import numpy as np
 
@@ -83,12 +81,12 @@ class PetNames(Recipe):
         names, left_out = _usable(_parsed(raw, source) if source else raw.splitlines())
         distinct = sorted(set(names), key=lambda name: hashlib.sha256(name.encode()).digest())
         where = source or "names.txt, the recipe's own list"
-        if len(distinct) < FEWEST:
+        if len(distinct) < MIN_NAMES:
             raise DataError(
-                f"data: {where} has {len(distinct)} usable names{left_out}; accepted are at least {FEWEST} distinct "
-                f"names of the letters a to z, hyphen, full stop and space, of at most {LONGEST} characters"
+                f"data: expected at least {MIN_NAMES} distinct names of at most {MAX_LENGTH} letters from a to z, "
+                f"hyphens, full stops and spaces, got {len(distinct)} usable names in {where}{left_out}"
             )
-        held_out = distinct[: len(distinct) // HELD_OUT_SHARE]
+        held_out = distinct[: len(distinct) // HELD_OUT_RATIO]
         training = distinct[len(held_out) :]
         kept = set(training)
         for file, rows in (
@@ -103,7 +101,7 @@ class PetNames(Recipe):
         )
 
     def encoded(self, names: Sequence[str], held_out: bool) -> tuple[NDArray[Any], NDArray[Any]]:
-        """The inputs and targets of `names` as `datasets` holds them."""
+        """Return the inputs and targets of `names` as `datasets` has them."""
         return whole_names(names)
 
     def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
@@ -126,9 +124,9 @@ class PetNames(Recipe):
         return batch
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The cross-entropy of the logits (B, t, 31) against targets (B, T) with T >= t, summed over each row, (B,).
+        """Return the cross-entropy of logits (B, t, 31) against targets (B, T), t <= T, summed over each row, (B,).
 
-        The model leaves out columns that no row of the batch reaches, and so have no targets.
+        The model leaves out columns that no name of the batch reaches. They have no targets.
         """
         from torch.nn import functional
 
@@ -145,7 +143,7 @@ class PetNames(Recipe):
         return (targets != IGNORED).sum(dim=1)
 
     def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
-        """For each name the letter in its middle: what comes after the letters before it?"""
+        """Show for each name the letter in its middle, with the letters before it."""
         shown = []
         for letters, logits, row in zip(batch.tolist(), outputs, targets, strict=True):
             places = (row != IGNORED).nonzero().flatten().tolist()
@@ -166,8 +164,8 @@ class PetNames(Recipe):
 class PetNameWindows(PetNames):
     """The same LSTM on the tutorial's windows of eight letters, one for each letter of a name and one for its end.
 
-    Samples are rows of `WINDOW` bytes, inputs and targets one place apart and filled up with `BLANK` on the left. As in
-    the tutorial all eight are targets in training, the blanks too. Of held-out names only the last one is.
+    Samples are rows of `WINDOW` bytes, with `BLANK` on the left. Targets are the inputs shifted by one position. As in
+    the tutorial all eight are targets in training, also the blanks. Of held-out names only the last one is.
     """
 
     defaults: ClassVar[dict[str, Any]] = {"epochs": 8, "global_batch_size": 256, "learning_rate": 2e-3} | {
@@ -187,7 +185,7 @@ class PetNameWindows(PetNames):
 
 
 def whole_names(names: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Inputs and targets of `names`, both (N, longest + 1) in bytes, as `PetNames` describes them."""
+    """Return inputs and targets of `names`, both (N, longest + 1) bytes, as `PetNames` describes them."""
     import numpy as np
 
     letters, lengths = _letters(names)
@@ -201,7 +199,7 @@ def whole_names(names: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def windows(names: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Inputs and targets of every prefix of `names`, name by name: both (letters + ends, `WINDOW`) in bytes."""
+    """Return inputs and targets of every prefix of `names`, name by name: both (letters + ends, `WINDOW`) bytes."""
     import numpy as np
 
     letters, lengths = _letters(names)
@@ -215,7 +213,7 @@ def windows(names: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def _letters(names: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """All letters of `names` in one array, as indices into `ALPHABET`, and the names' lengths."""
+    """Return all letters of `names` in one array, as indices into `ALPHABET`, and the lengths of the names."""
     import numpy as np
 
     index_of = np.zeros(128, dtype=np.uint8)
@@ -225,7 +223,7 @@ def _letters(names: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def _usable(raw: Sequence[str]) -> tuple[list[str], str]:
-    """The names in lower case that the model has letters for, and how many others there were, as words."""
+    """Return the names in lower case that the model has letters for, and a description of those left out."""
     names, left_out = [], Counter[str]()
     for name in raw:
         name = name.strip().lower()
@@ -233,8 +231,8 @@ def _usable(raw: Sequence[str]) -> tuple[list[str], str]:
             left_out["empty"] += 1
         elif not re.fullmatch("[a-z. -]+", name):
             left_out["with other characters than a to z, hyphen, full stop and space"] += 1
-        elif len(name) > LONGEST:
-            left_out[f"longer than {LONGEST} characters"] += 1
+        elif len(name) > MAX_LENGTH:
+            left_out[f"longer than {MAX_LENGTH} characters"] += 1
         else:
             names.append(name)
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.most_common())
@@ -242,7 +240,7 @@ def _usable(raw: Sequence[str]) -> tuple[list[str], str]:
 
 
 def _read(source: str) -> str:
-    """The text in the file at `source`."""
+    """Return the text of the file at `source`, unpacked."""
     try:
         contents = read_file(source, "data")
     except FileNotFoundError:
@@ -254,11 +252,11 @@ def _read(source: str) -> str:
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"data: {source} is damaged: {error}; fetch it again") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"data: {source} is not text in UTF-8: {error}; accepted is CSV, JSON or plain text") from error
+        raise DataError(f"data: expected CSV, JSON or plain text in UTF-8, got {source}: {error}") from error
 
 
 def _parsed(text: str, source: str) -> list[str]:
-    """The names in `text`, which is JSON, CSV or a name a line: what it looks like decides, and `.csv` in its name."""
+    """Return the names in `text`: JSON, CSV or a name a line, told by its contents and by `.json` or `.csv`."""
     if text.lstrip()[:1] in ("[", "{") or re.search(r"\.json(\.gz)?$", source):
         return _parsed_json(text, source)
     rows = csv.reader(io.StringIO(text, newline=""))
@@ -271,8 +269,8 @@ def _parsed(text: str, source: str) -> list[str]:
         raise DataError(f"data: {source} is damaged: line {rows.line_num}: {error}") from error
     if re.search(r"\.csv(\.gz)?$", source):
         raise DataError(
-            f"data: {source} has the columns {', '.join(header) or 'none'}; accepted is a CSV file with a column "
-            '"Animal\'s Name" or "name"'
+            f'data: expected a CSV file with a column "Animal\'s Name" or "name", got {source} with the columns '
+            f"{', '.join(header) or 'none'}"
         )
     return text.splitlines()
 
@@ -281,10 +279,10 @@ def _parsed_json(text: str, source: str) -> list[str]:
     try:
         names = json.loads(text)
     except ValueError as error:
-        raise DataError(f"data: {source} is not valid JSON: {error}; accepted is a list of strings") from error
+        raise DataError(f"data: expected a JSON list of strings, got {source}: {error}") from error
     if not isinstance(names, list):
-        raise DataError(f"data: {source} holds a JSON {type(names).__name__}; accepted is a list of strings")
+        raise DataError(f"data: expected a JSON list of strings, got a JSON {type(names).__name__} in {source}")
     for index, name in enumerate(names):
         if not isinstance(name, str):
-            raise DataError(f"data: {source}: element {index} of the list is {name!r}; accepted are strings only")
+            raise DataError(f"data: expected only strings in {source}, got {name!r} as element {index} of the list")
     return names
