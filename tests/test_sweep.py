@@ -128,7 +128,7 @@ def test_no_more_models_are_drawn_than_there_are_different_ones():
             "grid: expected at most 1,000 combinations, got 1,600; num_models",
         ),
         ({"epochs": [1]}, -1, "num_models: expected an integer from 0 to 1000, got -1"),
-        ({"learning_rate": [0.1, -1]}, 0, "learning_rate: expected a finite number above 0, got -1.0"),
+        ({"learning_rate": [0.1, -1]}, 0, "learning_rate: expected a finite number above 0, got -1"),
         ({"learning_rate": [0.1, "fast"]}, 0, "learning_rate: expected a finite number above 0, got 'fast'"),
         ({"recipe_options.size": [1]}, 0, "recipe_options: recipe 'digits' has no option 'size'"),
         ({"global_batch_size": [64, 33]}, 0, "global_batch_size: expected a multiple of 2, got 33"),
@@ -453,7 +453,7 @@ GRID = {"learning_rate": [0.001, 0.01], "global_batch_size": [32, 64, 128]}
 
 def test_a_grid_is_drawn_in_a_facet_for_each_value_of_all_hyperparameters_but_one():
     meaning, over_epochs, over_time = sweep_panels(made_up_runs(GRID))
-    assert meaning == "coloured by global_batch_size"
+    assert meaning == "colored by global_batch_size"
     for panels in (over_epochs, over_time):
         assert [panel.title for panel in panels] == ["learning_rate 0.001", "learning_rate 0.01"]
     names = [panel.name for panel in over_epochs + over_time]
@@ -462,13 +462,13 @@ def test_a_grid_is_drawn_in_a_facet_for_each_value_of_all_hyperparameters_but_on
 
 def test_models_that_differ_in_their_seed_alone_have_one_colour():
     meaning, panels, _ = sweep_panels(made_up_runs({"learning_rate": [0.1, 0.01], "seed": [0, 1, 2]}))
-    assert (meaning, [panel.title for panel in panels]) == ("coloured by learning_rate", ["By learning_rate"])
+    assert (meaning, [panel.title for panel in panels]) == ("colored by learning_rate", ["By learning_rate"])
 
 
 def test_a_random_search_is_drawn_in_one_facet_with_the_best_in_colour():
     meaning, panels, _ = sweep_panels(made_up_runs({"learning_rate": RANGE, "global_batch_size": [32, 64]}, 30))
     assert (meaning, [panel.title for panel in panels]) == (
-        "with the numbers of those that are best so far",
+        "the best models so far have colors and numbers",
         ["All models"],
     )
     assert sweep_panels(made_up_runs({"epochs": [8]}, m1=FAILED))[1:] == ([], [])
