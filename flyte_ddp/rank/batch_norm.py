@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import types
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -28,20 +28,16 @@ def accept_single_values(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.track_running_stats:
-            module.forward = _forward_of(module)  # type: ignore[method-assign, assignment]
+            # A bound method, so that a deep copy of the module gets its own.
+            module.forward = types.MethodType(_forward, module)  # type: ignore[method-assign]
 
 
-def _forward_of(module: _BatchNorm) -> Callable[[Tensor], Tensor]:
-    forward = module.forward
-
-    def forward_or_use_running_statistics(inputs: Tensor) -> Tensor:
-        if module.training and inputs.numel() == inputs.size(1):
-            return functional.batch_norm(
-                inputs, module.running_mean, module.running_var, module.weight, module.bias, eps=module.eps
-            )
-        return forward(inputs)
-
-    return forward_or_use_running_statistics
+def _forward(module: _BatchNorm, inputs: Tensor) -> Tensor:
+    if module.training and inputs.numel() == inputs.size(1):
+        return functional.batch_norm(
+            inputs, module.running_mean, module.running_var, module.weight, module.bias, eps=module.eps
+        )
+    return type(module).forward(module, inputs)
 
 
 def keep_frozen_statistics(model: nn.Module) -> None:
