@@ -14,20 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flyte_ddp.errors import DataError
-    from flyte_ddp.promotion.champion import load as load_champion
+    from flyte_ddp.promotion.champion import load_champion
     from flyte_ddp.recipes.base import Recipe
 
-_EXPORTS = {
-    "DataError": ("flyte_ddp.errors", "DataError"),
-    "Recipe": ("flyte_ddp.recipes.base", "Recipe"),
-    "load_champion": ("flyte_ddp.promotion.champion", "load"),
+_HOMES = {
+    "DataError": "flyte_ddp.errors",
+    "Recipe": "flyte_ddp.recipes.base",
+    "load_champion": "flyte_ddp.promotion.champion",
 }
 
 __all__ = ["DataError", "Recipe", "load_champion"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, attribute = _EXPORTS[name]
-    return getattr(importlib.import_module(module), attribute)
+    return getattr(importlib.import_module(_HOMES[name]), name)

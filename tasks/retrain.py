@@ -1,4 +1,4 @@
-"""The tasks around the training of a challenger: decide whether to train one, and whether it becomes the champion."""
+"""The tasks before and after the training of a challenger: decide to train it, and to promote it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 from flyte_ddp.errors import ChampionError, ConfigError
 from flyte_ddp.launch.devices import check_requested_gpus
 from flyte_ddp.promotion.champion import ChampionStore
-from flyte_ddp.promotion.policy import Challenge, Outcome, Terms, Verdict, judge, plan
+from flyte_ddp.promotion.policy import Challenge, Outcome, PromotionCriteria, PromotionResult, judge, plan
 from flyte_ddp.recipes import config_of
+from flyte_ddp.storage import redact_url
 from tasks.failures import flyte_errors
 from tasks.flyte_context import Execution, current_execution, share_storage_credentials
 from tasks.inputs import TrainingOverrides, given
@@ -26,21 +27,21 @@ from tasks.resources import EVALUATION_TASK, SMALL_TASK, code_version
 
 ONE_NODE, CLUSTER, NOTHING = "one_node", "cluster", "nothing"
 DECK_NAME = "Retraining"
-MOST_VERSIONS = 20  # in the report
+MAX_VERSIONS = 20  # in the report
 WITH_DECK = {"enable_deck": True, "deck_fields": ()}
 
 
 class RetrainingPlan(NamedTuple):
-    """What to do next. Which champion is meant is settled here, for all tasks that follow."""
+    """What to do next, and the champion that all later tasks use."""
 
     train_on: str  # one_node, cluster or nothing
-    outcome: str  # "" where there is something to train
+    outcome: str  # "" if there is something to train
     reason: str
     champion: str  # URL of the champion and its predecessors
     initial_state: str  # URL of the state dict that the challenger starts from; "" for fresh weights
 
 
-# None of these is cached: what they look at, the champion, changes.
+# None of these is cached, because the champion that they read changes.
 @task(**SMALL_TASK, retries=2)
 def plan_retraining(
     kickoff_time: datetime.datetime,
@@ -54,15 +55,15 @@ def plan_retraining(
     min_samples: int,
     min_share: float,
 ) -> RetrainingPlan:
-    """Decide, before a GPU is asked for, whether there is a challenger to train, and from which weights."""
+    """Decide, before a GPU is requested, if there is a challenger to train, and from which weights."""
     with flyte_errors():
         if train_on not in (ONE_NODE, CLUSTER):
-            raise ConfigError(f"train_on: {train_on!r} is unknown; accepted is {ONE_NODE} or {CLUSTER}")
+            raise ConfigError(f"train_on: expected one of {ONE_NODE}, {CLUSTER}, got {train_on!r}")
         execution = _execution()
-        terms = Terms(start_from, margin, min_samples, min_share)
+        criteria = PromotionCriteria(start_from, margin, min_samples, min_share)
         store = ChampionStore(champion or _default_champion(execution, recipe))
         store.storage.check_access("champion")
-        planned = plan(store, _challenge(kickoff_time, recipe, config, data, execution), terms)
+        planned = plan(store, _challenge(kickoff_time, recipe, config, data, execution), criteria)
     return RetrainingPlan(
         train_on=train_on if planned.train else NOTHING,
         outcome=planned.outcome,
@@ -88,20 +89,21 @@ def judge_challenger(
         check_requested_gpus()
         execution = _execution()
         store = ChampionStore(champion)
-        verdict = judge(
+        result = judge(
             store,
             _challenge(kickoff_time, recipe, config, data, execution),
-            Terms(start_from, margin),
+            PromotionCriteria(start_from, margin),
             Path(challenger.download()).read_bytes(),
         )
-    return _outputs(store, recipe, verdict, execution)
+        return _outputs(store, recipe, result, execution)
 
 
 @task(**SMALL_TASK, retries=2, **WITH_DECK)
 def keep_champion(champion: str, recipe: str, outcome: str, reason: str) -> RetrainingOutputs:
-    """Say why nothing was trained."""
-    execution = _execution()
-    return _outputs(ChampionStore(champion), recipe, Verdict(Outcome(outcome), reason), execution)
+    """Report why nothing was trained."""
+    with flyte_errors():
+        execution = _execution()
+        return _outputs(ChampionStore(champion), recipe, PromotionResult(Outcome(outcome), reason), execution)
 
 
 def _execution() -> Execution:
@@ -110,9 +112,9 @@ def _execution() -> Execution:
 
 
 def _default_champion(execution: Execution, recipe: str) -> str:
-    """A place in Flyte's own store that all executions of a project and domain share."""
+    """Return a place in Flyte's own store that all executions of a project and domain share."""
     if not execution.run_id:
-        raise ConfigError("champion: '' names no place; accepted in a local run is a directory or a URL")
+        raise ConfigError("champion: expected a directory or a URL in a local run, got ''")
     # Beside the checkpoints of this execution, whose URL ends in checkpoints/PROJECT/DOMAIN/EXECUTION/NODE.
     root, _, place = execution.checkpoints.rpartition("/checkpoints/")
     project, domain, *_ = place.split("/")
@@ -132,11 +134,11 @@ def _challenge(
     )
 
 
-def _outputs(store: ChampionStore, recipe: str, verdict: Verdict, execution: Execution) -> RetrainingOutputs:
-    """The outputs of whichever task comes last, with a word on the terminal and the report in the Deck."""
-    outcome = verdict.outcome.value
-    print(f"{outcome}: {verdict.reason}\nchampion  {store.version_in_use() or 'none'} in {store.url}")  # noqa: T201
-    page = _Report(store, recipe, verdict, execution)
+def _outputs(store: ChampionStore, recipe: str, result: PromotionResult, execution: Execution) -> RetrainingOutputs:
+    """Return the outputs of the last task, print the outcome and show the report in the Deck."""
+    outcome = result.outcome.value
+    print(f"{outcome}: {result.reason}\nchampion  {store.version_in_use() or 'none'} in {redact_url(store.url)}")  # noqa: T201
+    page = _Report(store, recipe, result, execution)
     page.close(None)
     Deck(DECK_NAME, page.render_fragment())
     directory = Path(flytekit.current_context().working_directory)
@@ -145,11 +147,11 @@ def _outputs(store: ChampionStore, recipe: str, verdict: Verdict, execution: Exe
     report.write_text(page.render(), encoding="utf-8")
     return RetrainingOutputs(
         outcome=outcome,
-        reason=verdict.reason,
+        reason=result.reason,
         champion=store.version_in_use(),
         metrics={
             f"{who}_{name}": value
-            for who, values in (("challenger", verdict.challenger), ("champion", verdict.champion))
+            for who, values in (("challenger", result.challenger), ("champion", result.champion))
             for name, value in values.items()
         },
         report=FlyteFile(str(report)),
@@ -161,11 +163,11 @@ class _Report(Page):
 
     template = "{% block body %}{{ facts(sections) }}{% endblock %}"
 
-    def __init__(self, store: ChampionStore, recipe: str, verdict: Verdict, execution: Execution) -> None:
+    def __init__(self, store: ChampionStore, recipe: str, result: PromotionResult, execution: Execution) -> None:
         super().__init__({"Execution": execution.url} if execution.url else None)
         self.store = store
         self.recipe = recipe
-        self.verdict = verdict
+        self.result = result
 
     @property
     def title(self) -> str:
@@ -188,20 +190,20 @@ class _Report(Page):
                 each.data,
                 marked=each.version == manifest.get("version"),
             )
-            for each in reversed(self.store.versions(MOST_VERSIONS))
+            for each in reversed(self.store.versions(MAX_VERSIONS))
         ]
         return {
-            "lead": f"{self.verdict.outcome.value}: {self.verdict.reason}",
+            "lead": f"{self.result.outcome.value}: {self.result.reason}",
             "tiles": [
                 tile(who, _measured(name, value), note)
                 for who, values, note in (
-                    ("Challenger", self.verdict.challenger, "on the held-out data"),
-                    ("Champion before", self.verdict.champion, "on the same data"),
+                    ("Challenger", self.result.challenger, "on the held-out data"),
+                    ("Champion before", self.result.champion, "on the same data"),
                 )
                 for name, value in values.items()
             ],
             "sections": [
-                section("The champion now", facts, self.store.url, has_long_values=True),
+                section("The champion now", facts, redact_url(self.store.url), has_long_values=True),
                 section("Versions", versions, "the newest first; bold: in use"),
             ],
         }

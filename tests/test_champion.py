@@ -14,9 +14,19 @@ import pytest
 import torch
 from moto.server import ThreadedMotoServer
 
-from flyte_ddp.errors import ChampionChanged, ConfigError, CorruptChampion, MissingChampion, NoChampion
-from flyte_ddp.promotion import champion
+from flyte_ddp import load_champion
+from flyte_ddp.errors import (
+    ChampionChanged,
+    ConfigError,
+    CorruptChampion,
+    MissingChampion,
+    NoChampion,
+    StorageDenied,
+    StorageUnavailable,
+)
+from flyte_ddp.promotion.__main__ import main
 from flyte_ddp.promotion.champion import ChampionStore, Manifest
+from flyte_ddp.storage import Storage
 from tests.support.dask_runs import eventually
 
 
@@ -89,7 +99,7 @@ def file_of(store, name):
 
 def test_what_is_promoted_is_loaded_by_one_call(url):
     written = promote(ChampionStore(url), 1)
-    state, read = champion.load(url)
+    state, read = load_champion(url)
 
     assert torch.equal(state["weight"], torch.ones(1000))
     assert read == written
@@ -107,19 +117,19 @@ def test_every_version_is_kept_with_its_parent(url):
         (versions[1], versions[0]),
         (versions[2], versions[1]),
     ]
-    assert number_in(champion.load(url)) == 3
+    assert number_in(load_champion(url)) == 3
 
 
 def test_where_nothing_was_promoted_there_is_no_champion(url):
     store = ChampionStore(url)
     assert (store.pointer(), store.versions(), store.version_in_use()) == (b"", [], "")
     with pytest.raises(NoChampion, match="has no champion yet"):
-        champion.load(url)
+        load_champion(url)
 
 
 def test_an_unknown_kind_of_url_is_refused():
-    with pytest.raises(ConfigError, match="champion: 'nope://x' cannot be used"):
-        champion.load("nope://x")
+    with pytest.raises(ConfigError, match="champion: expected a path or a URL that fsspec knows, got 'nope://x'"):
+        load_champion("nope://x")
 
 
 def test_a_reader_that_is_between_two_files_of_the_old_version_reads_it_to_its_end(url):
@@ -141,7 +151,7 @@ def test_readers_never_see_half_a_promotion(url):
     def read():
         try:
             while not done.is_set():
-                seen.append(number_in(champion.load(url)))
+                seen.append(number_in(load_champion(url)))
         except BaseException as error:
             problems.append(error)
 
@@ -161,7 +171,7 @@ def test_readers_never_see_half_a_promotion(url):
 def test_a_promotion_that_is_cut_short_changes_nothing(url, cut, monkeypatch):
     store = ChampionStore(url)
     first = promote(store, 1).version
-    write, put = champion.Storage.write, champion.replace
+    write, put = Storage.write, Storage.replace
 
     def cut_write(storage, name, contents):
         if name == cut:
@@ -173,13 +183,13 @@ def test_a_promotion_that_is_cut_short_changes_nothing(url, cut, monkeypatch):
             raise SystemExit
         put(storage, name, contents, replaced)
 
-    monkeypatch.setattr(champion.Storage, "write", cut_write)
-    monkeypatch.setattr(champion, "replace", cut_put)
+    monkeypatch.setattr(Storage, "write", cut_write)
+    monkeypatch.setattr(Storage, "replace", cut_put)
     with pytest.raises(SystemExit):
         promote(store, 2)
     monkeypatch.undo()
 
-    assert number_in(champion.load(url)) == 1
+    assert number_in(load_champion(url)) == 1
     assert promote(store, 3).parent == first
 
 
@@ -191,12 +201,12 @@ def test_of_two_promotions_over_the_same_champion_the_second_is_told_and_leaves_
     promote(store, 1)
     pointer = store.pointer()
     store.promote(state_file(2), manifest(2), pointer)
-    with pytest.raises(ChampionChanged, match="was replaced meanwhile"):
+    with pytest.raises(ChampionChanged, match="another version was put in use meanwhile"):
         store.promote(state_file(3), manifest(3), pointer)
 
-    assert number_in(champion.load(url)) == 2
+    assert number_in(load_champion(url)) == 2
     assert sorted(each.metrics["test_loss"] for each in store.versions()) == [1, 2]
-    names = {name for each in champion.Storage(f"{store.url}/versions").names() for name in store._place(each).names()}
+    names = {name for each in Storage(f"{store.url}/versions").names() for name in store._storage_of(each).names()}
     assert names == {"manifest.json", "model_state.pt"}
 
 
@@ -205,7 +215,7 @@ def test_of_two_first_promotions_one_is_told(url):
     store.promote(state_file(1), manifest(1), b"")
     with pytest.raises(ChampionChanged):
         store.promote(state_file(2), manifest(2), b"")
-    assert number_in(champion.load(url)) == 1
+    assert number_in(load_champion(url)) == 1
 
 
 def test_many_promoters_at_once_lose_no_promotion(tmp_path):
@@ -238,25 +248,30 @@ def test_s3_refuses_the_put_when_another_promotion_came_after_the_look(bucket, m
     store = ChampionStore(url)
     if has_champion:
         promote(store, 1)
-    look = champion._check_unchanged
+    look = Storage._check_unchanged
 
     def look_and_be_late(*arguments):
         look(*arguments)
         monkeypatch.undo()
         promote(ChampionStore(url), 2)
 
-    monkeypatch.setattr(champion, "_check_unchanged", look_and_be_late)
+    monkeypatch.setattr(Storage, "_check_unchanged", look_and_be_late)
     with pytest.raises(ChampionChanged):
         promote(store, 3)
-    assert number_in(champion.load(url)) == 2
+    assert number_in(load_champion(url)) == 2
 
 
-def s3_error(code):
+def s3_error(code, status):
     from botocore.exceptions import ClientError
 
     error = OSError(code)
-    error.__cause__ = ClientError({"Error": {"Code": code}}, "PutObject")
+    answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    error.__cause__ = ClientError(answer, "PutObject")
     return error
+
+
+def is_conditional(options):
+    return bool({"IfMatch", "IfNoneMatch"} & options.keys())
 
 
 def test_a_put_that_was_sent_twice_because_its_answer_was_lost_counts_as_done(bucket, monkeypatch):
@@ -264,14 +279,14 @@ def test_a_put_that_was_sent_twice_because_its_answer_was_lost_counts_as_done(bu
     promote(store, 1)
     put = store.storage.file_system.pipe_file
 
-    def put_and_lose_the_answer(path, contents, **condition):
-        put(path, contents, **condition)
-        if condition:
-            raise s3_error("PreconditionFailed")
+    def put_and_lose_the_answer(path, contents, **options):
+        put(path, contents, **options)
+        if is_conditional(options):
+            raise s3_error("PreconditionFailed", 412)
 
     monkeypatch.setattr(store.storage.file_system, "pipe_file", put_and_lose_the_answer)
     promote(store, 2)
-    assert number_in(champion.load(store.url)) == 2
+    assert number_in(load_champion(store.url)) == 2
 
 
 @pytest.mark.parametrize(("code", "is_done"), [("NotImplemented", True), ("AccessDenied", False)])
@@ -279,16 +294,16 @@ def test_only_a_store_without_conditional_puts_is_written_without_one(bucket, mo
     store = ChampionStore(f"{bucket}/{uuid.uuid4().hex}")
     put = store.storage.file_system.pipe_file
 
-    def refuse_conditions(path, contents, **condition):
-        if condition:
-            raise s3_error(code)
-        put(path, contents)
+    def refuse_conditions(path, contents, **options):
+        if is_conditional(options):
+            raise s3_error(code, 501 if is_done else 403)
+        put(path, contents, **options)
 
     monkeypatch.setattr(store.storage.file_system, "pipe_file", refuse_conditions)
     if is_done:
         promote(store, 1)
     else:
-        with pytest.raises(OSError, match=code):
+        with pytest.raises(StorageDenied, match=code):
             promote(store, 1)
     assert bool(store.pointer()) == is_done
 
@@ -309,13 +324,13 @@ def flip(file):
 @pytest.mark.parametrize(
     ("name", "damage", "kind", "said"),
     [
-        ("model_state.pt", cut, CorruptChampion, "model_state.pt is not what was written"),
-        ("model_state.pt", flip, CorruptChampion, "model_state.pt is not what was written"),
+        ("model_state.pt", cut, CorruptChampion, "model_state.pt is damaged"),
+        ("model_state.pt", flip, CorruptChampion, "model_state.pt is damaged"),
         ("model_state.pt", os.unlink, MissingChampion, "model_state.pt is missing"),
-        ("manifest.json", flip, CorruptChampion, "manifest.json is not what was written"),
+        ("manifest.json", flip, CorruptChampion, "manifest.json is damaged"),
         ("manifest.json", os.unlink, MissingChampion, "manifest.json is missing"),
-        ("champion.json", cut, CorruptChampion, "champion.json is not what was written"),
-        ("champion.json", lambda file: file.write_text("[]"), CorruptChampion, "champion.json is not what was written"),
+        ("champion.json", cut, CorruptChampion, "champion.json is damaged"),
+        ("champion.json", lambda file: file.write_text("[]"), CorruptChampion, "champion.json is damaged"),
     ],
 )
 def test_damage_is_named_and_nothing_is_handed_out(tmp_path, name, damage, kind, said):
@@ -323,9 +338,9 @@ def test_damage_is_named_and_nothing_is_handed_out(tmp_path, name, damage, kind,
     promote(store, 1)
     damage(file_of(store, name))
     with pytest.raises(kind, match=said):
-        champion.load(str(tmp_path))
+        load_champion(str(tmp_path))
     promote(store, 2)  # which damage does not prevent
-    assert number_in(champion.load(str(tmp_path))) == 2
+    assert number_in(load_champion(str(tmp_path))) == 2
 
 
 class Harm:
@@ -338,7 +353,7 @@ def test_a_state_that_is_more_than_tensors_is_not_unpickled(tmp_path, monkeypatc
     store = ChampionStore(str(tmp_path / "champion"))
     store.promote(pickle.dumps(Harm(), protocol=2), manifest(), b"")
     with pytest.raises(CorruptChampion, match="not a state dict of tensors"):
-        champion.load(store.url)
+        load_champion(store.url)
     assert not (tmp_path / "harm").exists()
 
 
@@ -350,6 +365,26 @@ def test_a_manifest_of_a_later_version_of_this_package_can_be_read(tmp_path):
     assert [each.metrics for each in store.versions()] == [{"test_loss": 1.0}]
 
 
+def test_a_champion_that_cannot_be_read_for_now_is_neither_missing_nor_replaced(monkeypatch):
+    store = ChampionStore(f"memory://{uuid.uuid4().hex}", timeout=0.2)
+    promote(store, 1)
+    read = store.storage.file_system.cat_file
+
+    def refuse(path, **options):
+        raise ConnectionError("Connection refused")
+
+    for name in ("champion.json", "manifest.json", "model_state.pt"):
+        monkeypatch.setattr(
+            store.storage.file_system,
+            "cat_file",
+            lambda path, name=name, **options: refuse(path) if path.endswith(name) else read(path, **options),
+        )
+        with pytest.raises(StorageUnavailable, match="^champion: .* could not be reached for 0.2 s: ConnectionError"):
+            store.load()
+    monkeypatch.undo()
+    assert number_in(store.load()) == 1
+
+
 # Rollback
 
 
@@ -358,10 +393,10 @@ def test_a_rollback_puts_the_parent_in_use_again_and_forth(url):
     first, second, third = (promote(store, number).version for number in (1, 2, 3))
 
     assert store.rollback().version == second
-    assert number_in(champion.load(url)) == 2
+    assert number_in(load_champion(url)) == 2
     assert store.rollback().version == first
     assert store.rollback(third).version == third
-    assert number_in(champion.load(url)) == 3
+    assert number_in(load_champion(url)) == 3
     assert len(store.versions()) == 3
 
 
@@ -372,7 +407,7 @@ def test_a_rollback_needs_nothing_of_a_champion_whose_files_are_gone(tmp_path):
     for name in ("model_state.pt", "manifest.json"):
         file_of(store, name).unlink()
     store.rollback()
-    assert number_in(champion.load(str(tmp_path))) == 1
+    assert number_in(load_champion(str(tmp_path))) == 1
 
 
 def test_a_rollback_to_what_cannot_be_used_is_refused(tmp_path):
@@ -380,35 +415,35 @@ def test_a_rollback_to_what_cannot_be_used_is_refused(tmp_path):
     with pytest.raises(NoChampion):
         store.rollback()
     first = promote(store, 1).version
-    with pytest.raises(ConfigError, match=f"none before the one in use; accepted is {first}"):
+    with pytest.raises(ConfigError, match=f"expected one of {first}, got none, and the version in use has no parent"):
         store.rollback()
-    with pytest.raises(ConfigError, match=f"version: '../x' is not in .*; accepted is {first}"):
+    with pytest.raises(ConfigError, match=f"version: expected one of {first}, got '../x' in "):
         store.rollback("../x")
     file = file_of(store, "model_state.pt")
     promote(store, 2)
     flip(file)
     with pytest.raises(CorruptChampion):
         store.rollback()
-    assert number_in(champion.load(str(tmp_path))) == 2
+    assert number_in(load_champion(str(tmp_path))) == 2
 
 
 def test_the_command_lists_shows_and_rolls_back(tmp_path, capsys):
     store = ChampionStore(str(tmp_path))
     first, second = promote(store, 1), promote(store, 2)
-    store.note_challenge({"outcome": "not_better"})
+    store.record_challenge({"outcome": "not_better"})
 
-    assert champion.main(["list", store.url]) == 0
+    assert main(["list", store.url]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert sorted(line[0] for line in lines) == [" ", "*"]
     assert next(line for line in lines if line[0] == "*").startswith(f"* {second.version}  digits  test_loss 2")
-    champion.main(["show", store.url])
+    main(["show", store.url])
     shown = json.loads(capsys.readouterr().out)
     assert shown["champion"]["version"] == second.version
     assert shown["last_challenge"] == {"outcome": "not_better"}
-    champion.main(["rollback", store.url])
+    main(["rollback", store.url])
     assert capsys.readouterr().out == f"{first.version} is in use again\n"
-    assert number_in(champion.load(store.url)) == 1
+    assert number_in(load_champion(store.url)) == 1
     with pytest.raises(SystemExit) as ended:
-        champion.main(["rollback", store.url, "nope"])
+        main(["rollback", store.url, "nope"])
     assert ended.value.code == 1
-    assert "version: 'nope' is not in" in capsys.readouterr().err
+    assert "got 'nope' in" in capsys.readouterr().err

@@ -1,7 +1,7 @@
-"""Whether a challenger is worth training, and whether it becomes the champion.
+"""The rules of promotion: if a challenger is worth training, and if it becomes the champion.
 
-Both questions have an answer for everything that a night may bring, one of `Outcome`, with the reason in words. Knows
-no Flyte: who trains the challenger, and where, lies between `plan` and `judge`. Imports no torch before it is asked.
+Every case ends in one `Outcome` with its reason in words. Knows no Flyte: the training of the challenger lies between
+`plan` and `judge`. Imports no torch at the top.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import io
 import json
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.errors import ChampionChanged, ConfigError, CorruptChampion, MissingChampion, NoChampion
+from flyte_ddp.errors import ChampionChanged, CorruptChampion, MissingChampion, NoChampion
+from flyte_ddp.fields import field as limited
+from flyte_ddp.fields import validate
 from flyte_ddp.prepare import describe_data
 from flyte_ddp.promotion.champion import ChampionStore, Manifest
 from flyte_ddp.recipes import get_recipe
@@ -28,12 +29,12 @@ FROM_CHAMPION, FROM_SCRATCH = "champion", "scratch"
 
 
 class Outcome(str, Enum):
-    """How a retraining ended. With the first four there is a new champion, with the others the old one stays."""
+    """How a retraining ended. The first four put a new champion in use; with the others the old one stays."""
 
     PROMOTED = "promoted"  # better than the champion by the margin
     PROMOTED_FIRST = "promoted_first"  # there was no champion
-    PROMOTED_OVER_MISSING = "promoted_over_missing"  # files of the champion are gone, so nobody could use it
-    PROMOTED_OVER_CORRUPT = "promoted_over_corrupt"  # its checksum is wrong, so nobody would use it
+    PROMOTED_OVER_MISSING = "promoted_over_missing"  # files of the champion are missing, so it cannot be used
+    PROMOTED_OVER_CORRUPT = "promoted_over_corrupt"  # its checksum is wrong, so it cannot be used
     NOT_BETTER = "not_better"
     NOT_FINITE = "not_finite"  # the challenger's weights or its loss are NaN or infinite
     UNCHANGED = "unchanged"  # nothing to train: the same data, code, config and champion as the last time
@@ -50,112 +51,109 @@ PROMOTIONS = (
 
 
 @dataclass(frozen=True)
-class Terms:
-    """Under which a challenger is trained, and wins.
+class PromotionCriteria:
+    """When a challenger is trained, and when it wins.
 
     Raises:
-        ConfigError: a value outside the range given beside its field.
+        ConfigError: a value lies outside the limits of its field.
     """
 
-    start_from: str = FROM_CHAMPION  # the challenger's first weights: champion or scratch
-    margin: float = 0.01  # share of the champion's held-out loss by which the challenger's must be lower, >= 0
-    min_samples: int = 1  # training samples, and held-out samples, without which nothing is trained, >= 1
-    min_share: float = 0.5  # likewise, as a share of what the champion had, in [0, 1]
+    start_from: str = limited(FROM_CHAMPION, choices=(FROM_CHAMPION, FROM_SCRATCH))  # the challenger's first weights
+    # share of the champion's held-out loss by which the challenger's must be lower
+    margin: float = limited(0.01, minimum=0)
+    min_samples: int = limited(1, minimum=1)  # training samples, and held-out samples, without which nothing is trained
+    min_share: float = limited(0.5, minimum=0, maximum=1)  # likewise, as a share of those of the champion
 
     def __post_init__(self) -> None:
-        for name, holds, accepted in (
-            ("start_from", self.start_from in (FROM_CHAMPION, FROM_SCRATCH), f"{FROM_CHAMPION} or {FROM_SCRATCH}"),
-            ("margin", 0 <= self.margin < math.inf, "a finite number of at least 0"),
-            ("min_samples", self.min_samples >= 1, "a whole number of at least 1"),
-            ("min_share", 0 <= self.min_share <= 1, "a number from 0 to 1"),
-        ):
-            if not holds:
-                raise ConfigError(f"{name}: {getattr(self, name)!r} is out of range; accepted is {accepted}")
+        validate(self)
 
 
 @dataclass(frozen=True)
 class Challenge:
-    """What is trained on what, and what the manifest of the result has to say of its origin."""
+    """A challenger's origin: recipe, config and data, and what else its manifest records."""
 
     recipe: str
     config: TrainingConfig
     directory: Path  # of the prepared data
     kickoff_time: str  # UTC, ISO 8601
     code_version: str
-    execution: str  # the same for all attempts of the task that judges; "" where nothing names it
+    execution: str  # the same for all attempts of the task that judges; "" in a local run
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Whether to train, and from which weights; where not, why not."""
+    """The decision to train a challenger or not, and from which weights."""
 
     train: bool
-    outcome: str  # "" where there is something to train
+    outcome: str  # "" if there is something to train
     reason: str
     initial_state: str = ""  # URL of a state dict; "" for fresh weights
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PromotionResult:
     """How a challenge ended."""
 
     outcome: Outcome
     reason: str
-    challenger: Mapping[str, float] = field(default_factory=dict)  # test_loss and accuracy, where they were measured
+    challenger: Mapping[str, float] = field(default_factory=dict)  # test_loss and accuracy; empty if not measured
     champion: Mapping[str, float] = field(default_factory=dict)  # those of the champion before it, on the same data
 
 
 @dataclass(frozen=True)
-class _Holder:
-    """The version in use as a challenger meets it: with a state, or with the outcome for whoever replaces it."""
+class CurrentModel:
+    """The current champion, or why it cannot be used."""
 
     version: str
     state: Mapping[str, Any] | None
     manifest: Manifest | None
-    outcome: Outcome
-    reason: str
+    outcome: Outcome  # of a challenger that replaces it
+    reason: str  # why it cannot be used; "" if it can
 
 
-def plan(store: ChampionStore, challenge: Challenge, terms: Terms) -> Plan:
-    """Decide before anything expensive whether there is something to train.
+def plan(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria) -> Plan:
+    """Decide, before anything expensive, if there is something to train.
 
     Raises:
         DataError: the recipe cannot read its data.
     """
     num_train, num_test = _num_samples(challenge)
-    if min(num_train, num_test) < terms.min_samples:
-        return _nothing(
+    if min(num_train, num_test) < criteria.min_samples:
+        return _skip(
             Outcome.TOO_LITTLE_DATA,
             f"there are {num_train:,} training and {num_test:,} held-out samples, and min_samples is "
-            f"{terms.min_samples:,}",
+            f"{criteria.min_samples:,}",
         )
-    holder = _holder(store, store.pointer())
-    if holder.state is None or holder.manifest is None:
-        return _plan_for_new(store, challenge, terms, holder)
-    if problem := _incompatibility(challenge, holder):
-        return _nothing(Outcome.INCOMPATIBLE, problem)
-    held = holder.manifest
-    if num_train < terms.min_share * held.num_train_samples or num_test < terms.min_share * held.num_test_samples:
-        return _nothing(
+    current = _load_current(store, store.pointer())
+    if current.state is None or current.manifest is None:
+        return _plan_training(store, challenge, criteria, current)
+    if problem := _describe_mismatch(challenge, current):
+        return _skip(Outcome.INCOMPATIBLE, problem)
+    manifest = current.manifest
+    if (
+        num_train < criteria.min_share * manifest.num_train_samples
+        or num_test < criteria.min_share * manifest.num_test_samples
+    ):
+        return _skip(
             Outcome.TOO_LITTLE_DATA,
-            f"there are {num_train:,} training and {num_test:,} held-out samples, less than {terms.min_share:g} of the "
-            f"champion's {held.num_train_samples:,} and {held.num_test_samples:,} (min_share)",
+            f"there are {num_train:,} training and {num_test:,} held-out samples, less than {criteria.min_share:g} of "
+            f"the champion's {manifest.num_train_samples:,} and {manifest.num_test_samples:,} (min_share)",
         )
     origin = _origin(challenge)
-    if {name: getattr(held, name) for name in origin} == origin:
-        return _nothing(Outcome.UNCHANGED, "data, recipe, config and code are those that the champion was trained with")
-    return _plan_for_new(store, challenge, terms, holder)
+    if {name: getattr(manifest, name) for name in origin} == origin:
+        return _skip(Outcome.UNCHANGED, "data, recipe, config and code are those that the champion was trained with")
+    return _plan_training(store, challenge, criteria, current)
 
 
-def judge(store: ChampionStore, challenge: Challenge, terms: Terms, state: bytes) -> Verdict:
+def judge(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria, state: bytes) -> PromotionResult:
     """Measure challenger and champion on the same held-out data, and promote the challenger if it is better.
 
-    Better is a loss lower by the margin: every recipe has a loss, and unlike an accuracy it does not jump. Where
-    another champion comes in between, the challenger is measured against that one. An attempt of a task whose earlier
-    attempt has promoted this very state finds it in use, and says so.
+    Better means a loss that is lower by the margin: every recipe has a loss, and unlike an accuracy it does not jump.
+    If another version is put in use meanwhile, the challenger is compared with that one. If an earlier attempt of the
+    same task has promoted this state already, the result is that promotion.
 
     Args:
-        state: the challenger, a file with a state dict.
+        state: the challenger: the contents of a file with a state dict.
     """
     import torch
 
@@ -163,118 +161,120 @@ def judge(store: ChampionStore, challenge: Challenge, terms: Terms, state: bytes
     measured = _metrics(challenge, challenger)
     while True:
         pointer = store.pointer()
-        holder = _holder(store, pointer)
-        if (held := holder.manifest) and _was_promoted(challenge, held, state):
-            outcome = Outcome.PROMOTED if held.parent else Outcome.PROMOTED_FIRST
-            return Verdict(outcome, "an earlier attempt of this task promoted it", measured)
-        verdict = _verdict(challenge, terms, challenger, measured, holder)
-        if verdict.outcome in PROMOTIONS:
+        current = _load_current(store, pointer)
+        if (manifest := current.manifest) and _is_promoted(challenge, manifest, state):
+            outcome = Outcome.PROMOTED if manifest.parent else Outcome.PROMOTED_FIRST
+            return PromotionResult(outcome, "an earlier attempt of this task promoted it", measured)
+        result = _compare(challenge, criteria, challenger, measured, current)
+        if result.outcome in PROMOTIONS:
             try:
-                store.promote(state, _manifest(challenge, verdict), pointer)
+                store.promote(state, _manifest(challenge, result), pointer)
             except ChampionChanged:
                 continue
-        store.note_challenge(
+        store.record_challenge(
             {
-                **_identity(challenge, terms, holder),
-                **dataclasses.asdict(verdict),
+                **_identity(challenge, criteria, current),
+                **dataclasses.asdict(result),
                 "execution": challenge.execution,
                 "kickoff_time": challenge.kickoff_time,
                 "ended_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             }
         )
-        return verdict
+        return result
 
 
-def _verdict(
+def _compare(
     challenge: Challenge,
-    terms: Terms,
+    criteria: PromotionCriteria,
     challenger: Mapping[str, Any],
     measured: Mapping[str, float],
-    holder: _Holder,
-) -> Verdict:
-    if problem := _not_finite(challenge, challenger):
-        return Verdict(Outcome.NOT_FINITE, problem)
+    current: CurrentModel,
+) -> PromotionResult:
+    if problem := _describe_not_finite(challenge, challenger):
+        return PromotionResult(Outcome.NOT_FINITE, problem)
     if not measured:
-        return Verdict(Outcome.NOT_FINITE, "the challenger's loss on the held-out data is not finite")
-    if holder.state is None:
-        return Verdict(holder.outcome, holder.reason, measured)
-    if problem := _incompatibility(challenge, holder):
-        return Verdict(Outcome.INCOMPATIBLE, problem, measured)
-    held = _metrics(challenge, holder.state)
-    if not held:
+        return PromotionResult(Outcome.NOT_FINITE, "the challenger's loss on the held-out data is not finite")
+    if current.state is None:
+        return PromotionResult(current.outcome, current.reason, measured)
+    if problem := _describe_mismatch(challenge, current):
+        return PromotionResult(Outcome.INCOMPATIBLE, problem, measured)
+    champion = _metrics(challenge, current.state)
+    if not champion:
         reason = "the champion's loss on the same held-out data is not finite"
-        return Verdict(Outcome.PROMOTED, reason, measured)
-    needed = held["test_loss"] - terms.margin * abs(held["test_loss"])
+        return PromotionResult(Outcome.PROMOTED, reason, measured)
+    needed = champion["test_loss"] - criteria.margin * abs(champion["test_loss"])
     is_better = measured["test_loss"] < needed
     reason = (
         f"on the same held-out data the challenger's loss is {measured['test_loss']:.6g} and the champion's "
-        f"{held['test_loss']:.6g}; below {needed:.6g} it is better (margin {terms.margin:g})"
+        f"{champion['test_loss']:.6g}; below {needed:.6g} it is better (margin {criteria.margin:g})"
     )
-    return Verdict(Outcome.PROMOTED if is_better else Outcome.NOT_BETTER, reason, measured, held)
+    return PromotionResult(Outcome.PROMOTED if is_better else Outcome.NOT_BETTER, reason, measured, champion)
 
 
-def _plan_for_new(store: ChampionStore, challenge: Challenge, terms: Terms, holder: _Holder) -> Plan:
-    """Train, unless the very same challenge has been judged already: it would end the same way."""
+def _plan_training(
+    store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria, current: CurrentModel
+) -> Plan:
+    """Plan a training, unless the same challenge was judged before: it would end the same way."""
     last = store.last_challenge()
-    identity = _identity(challenge, terms, holder)
+    identity = _identity(challenge, criteria, current)
     if {name: last.get(name) for name in identity} == identity:
-        return _nothing(
+        return _skip(
             Outcome.UNCHANGED,
             f"data, recipe, config, code and champion are those of the last challenge, which ended at "
             f"{last['ended_at']}: {last['outcome']}",
         )
-    if holder.state is None or terms.start_from == FROM_SCRATCH:
-        return Plan(True, "", holder.reason if holder.state is None else "from fresh weights")
-    return Plan(True, "", f"from the weights of {holder.version}", store.state_url(holder.version))
+    if current.state is None or criteria.start_from == FROM_SCRATCH:
+        return Plan(True, "", current.reason if current.state is None else "from fresh weights")
+    return Plan(True, "", f"from the weights of {current.version}", store.state_url(current.version))
 
 
-def _nothing(outcome: Outcome, reason: str) -> Plan:
+def _skip(outcome: Outcome, reason: str) -> Plan:
     return Plan(False, outcome.value, reason)
 
 
-def _holder(store: ChampionStore, pointer: bytes) -> _Holder:
+def _load_current(store: ChampionStore, pointer: bytes) -> CurrentModel:
     version = store.version_in_use(pointer)
     try:
         state, manifest = store.load(pointer)
     except NoChampion:
-        return _Holder(version, None, None, Outcome.PROMOTED_FIRST, "there is no champion yet")
+        return CurrentModel(version, None, None, Outcome.PROMOTED_FIRST, "there is no champion yet")
     except MissingChampion as error:
-        return _Holder(version, None, None, Outcome.PROMOTED_OVER_MISSING, f"nobody can use the champion: {error}")
+        return CurrentModel(version, None, None, Outcome.PROMOTED_OVER_MISSING, f"the champion cannot be used: {error}")
     except CorruptChampion as error:
-        return _Holder(version, None, None, Outcome.PROMOTED_OVER_CORRUPT, f"nobody can use the champion: {error}")
-    return _Holder(version, state, manifest, Outcome.PROMOTED, "")
+        return CurrentModel(version, None, None, Outcome.PROMOTED_OVER_CORRUPT, f"the champion cannot be used: {error}")
+    return CurrentModel(version, state, manifest, Outcome.PROMOTED, "")
 
 
-def _incompatibility(challenge: Challenge, holder: _Holder) -> str:
-    """Why the champion cannot be measured with the challenge's recipe, "" where it can.
+def _describe_mismatch(challenge: Challenge, current: CurrentModel) -> str:
+    """Describe why the champion cannot be measured with the challenge's recipe; "" if it can.
 
-    Such a champion is not replaced: whoever serves it expects a model of its kind. That is for a person to decide.
+    Such a champion is not replaced: a serving process expects a model of its kind. A person has to decide that.
     """
     from flyte_ddp.rank.initial_state import mismatch
 
-    assert holder.state is not None
-    assert holder.manifest is not None
-    problem = f"it is of recipe {holder.manifest.recipe!r}" if holder.manifest.recipe != challenge.recipe else ""
-    problem = problem or mismatch(_model(challenge).state_dict(), holder.state)
+    assert current.state is not None
+    assert current.manifest is not None
+    problem = f"it is of recipe {current.manifest.recipe!r}" if current.manifest.recipe != challenge.recipe else ""
+    problem = problem or mismatch(_model(challenge).state_dict(), current.state)
     if not problem:
         return ""
     return (
-        f"the champion {holder.version} does not fit recipe {challenge.recipe!r} with this config: {problem}; give a "
+        f"the champion {current.version} does not fit recipe {challenge.recipe!r} with this config: {problem}; give a "
         "model of another kind a place of its own (champion)"
     )
 
 
-def _was_promoted(challenge: Challenge, held: Manifest, state: bytes) -> bool:
-    """Whether an earlier attempt of the same task made `state` the champion, and then was kept from telling."""
+def _is_promoted(challenge: Challenge, manifest: Manifest, state: bytes) -> bool:
+    """Tell if an earlier attempt of the same task made `state` the champion, and failed later."""
     return (
         challenge.execution != ""
-        and held.execution == challenge.execution
-        and held.sha256 == hashlib.sha256(state).hexdigest()
+        and manifest.execution == challenge.execution
+        and manifest.sha256 == hashlib.sha256(state).hexdigest()
     )
 
 
 def _metrics(challenge: Challenge, state: Mapping[str, Any]) -> dict[str, float]:
-    """Loss and accuracy of `state` on the held-out data; empty where the loss is not finite."""
+    """Measure loss and accuracy of `state` on the held-out data; empty if the loss is not finite."""
     from flyte_ddp.errors import NonFiniteLoss
     from flyte_ddp.rank.evaluation import evaluate_state
 
@@ -286,8 +286,8 @@ def _metrics(challenge: Challenge, state: Mapping[str, Any]) -> dict[str, float]
     return {"test_loss": loss, "accuracy": accuracy}
 
 
-def _not_finite(challenge: Challenge, state: Mapping[str, Any]) -> str:
-    """Which tensors of `state` are spoiled, in words. A buffer may be infinite, as masks of attention are."""
+def _describe_not_finite(challenge: Challenge, state: Mapping[str, Any]) -> str:
+    """Name the tensors of `state` that are not finite. A buffer may be infinite, as masks of attention are."""
     import torch
 
     parameters = {name for name, _ in _model(challenge).named_parameters()}
@@ -302,7 +302,7 @@ def _not_finite(challenge: Challenge, state: Mapping[str, Any]) -> str:
 
 def _model(challenge: Challenge) -> Any:
     recipe = get_recipe(challenge.recipe, challenge.config.recipe_options)
-    recipe.datasets(challenge.directory)  # from which it may learn how many classes its model has to tell apart
+    recipe.datasets(challenge.directory)  # sets, for some recipes, the number of classes
     return recipe.model()
 
 
@@ -313,7 +313,7 @@ def _num_samples(challenge: Challenge) -> tuple[int, int]:
 
 
 def _origin(challenge: Challenge) -> dict[str, Any]:
-    """All that decides what training makes of the same first weights, by the names that a manifest has for it."""
+    """Return everything that decides the result of a training from given weights, by the manifest's names."""
     note = describe_data(challenge.directory)
     return {
         "recipe": challenge.recipe,
@@ -324,13 +324,13 @@ def _origin(challenge: Challenge) -> dict[str, Any]:
     }
 
 
-def _identity(challenge: Challenge, terms: Terms, holder: _Holder) -> dict[str, Any]:
-    """All that decides how a challenge ends."""
-    against = {"version": holder.version, "outcome": holder.outcome.value}
-    return {**_origin(challenge), "against": against, "start_from": terms.start_from, "margin": terms.margin}
+def _identity(challenge: Challenge, criteria: PromotionCriteria, current: CurrentModel) -> dict[str, Any]:
+    """Return everything that decides how a challenge ends."""
+    against = {"version": current.version, "outcome": current.outcome.value}
+    return {**_origin(challenge), "against": against, "start_from": criteria.start_from, "margin": criteria.margin}
 
 
-def _manifest(challenge: Challenge, verdict: Verdict) -> Manifest:
+def _manifest(challenge: Challenge, result: PromotionResult) -> Manifest:
     num_train, num_test = _num_samples(challenge)
     return Manifest(
         **_origin(challenge),
@@ -341,7 +341,7 @@ def _manifest(challenge: Challenge, verdict: Verdict) -> Manifest:
         data=describe_data(challenge.directory)["description"],
         num_train_samples=num_train,
         num_test_samples=num_test,
-        metrics=dict(verdict.challenger),
-        parent_metrics=dict(verdict.champion),
+        metrics=dict(result.challenger),
+        parent_metrics=dict(result.champion),
         execution=challenge.execution,
     )

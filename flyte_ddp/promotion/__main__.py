@@ -1,0 +1,61 @@
+"""`python -m flyte_ddp.promotion`: show, list and roll back the champion at a URL."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+
+from flyte_ddp.errors import ChampionChanged, ChampionError, ConfigError, StorageUnavailable
+from flyte_ddp.promotion.champion import ChampionStore
+
+COMMANDS = {
+    "show": "print the manifest of the version in use, and how the last challenge ended",
+    "list": "print all versions, oldest first; * marks the one in use",
+    "rollback": "put the version before the one in use, or VERSION, in use again",
+}
+STORE_TIMEOUT = 30.0  # seconds to wait for a store that is away: a person is waiting too
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m flyte_ddp.promotion", description="Show, list and roll back the champion: the model in use."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("url", metavar="URL", help="of the champion: any fsspec URL or a directory")
+        if name == "rollback":
+            command.add_argument("version", metavar="VERSION", nargs="?", default="")
+    options = parser.parse_args(arguments)
+    try:
+        store = ChampionStore(options.url, STORE_TIMEOUT)
+        if options.command == "show":
+            text = json.dumps(
+                {"champion": dataclasses.asdict(store.manifest()), "last_challenge": store.last_challenge()}, indent=1
+            )
+        elif options.command == "list":
+            text = format_versions(store)
+        else:
+            text = f"{store.rollback(options.version).version} is in use again"
+    except (ChampionError, ChampionChanged, ConfigError, StorageUnavailable) as error:
+        parser.exit(1, f"error: {error}\n")
+    sys.stdout.write(f"{text}\n")
+    return 0
+
+
+def format_versions(store: ChampionStore) -> str:
+    """Return a line for each version."""
+    in_use = store.version_in_use()
+    return "\n".join(
+        f"{'*' if each.version == in_use else ' '} {each.version}  {each.recipe}  "
+        + "  ".join(f"{name} {value:.4g}" for name, value in each.metrics.items())
+        + f"  parent {each.parent or 'none'}  {each.data}"
+        for each in store.versions()
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
