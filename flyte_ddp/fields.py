@@ -27,6 +27,7 @@ class Limits:
     """The values that a field accepts, beyond its type."""
 
     minimum: float | None = None  # the smallest accepted number
+    maximum: float | None = None  # the largest
     above: float | None = None  # every accepted number is larger than this
     below: float | None = None  # and smaller than this
     choices: tuple[str, ...] = ()
@@ -44,6 +45,7 @@ class Limits:
         return (
             math.isfinite(value)
             and (self.minimum is None or value >= self.minimum)
+            and (self.maximum is None or value <= self.maximum)
             and (self.above is None or value > self.above)
             and (self.below is None or value < self.below)
         )
@@ -59,6 +61,7 @@ class Limits:
         noun = "a whole number" if kind is int else "a number" if self == ANY else "a finite number"
         bounds = [
             *([f"of at least {self.minimum:g}"] if self.minimum is not None else []),
+            *([f"of at most {self.maximum:g}"] if self.maximum is not None else []),
             *([f"above {self.above:g}"] if self.above is not None else []),
             *([f"below {self.below:g}"] if self.below is not None else []),
         ]
