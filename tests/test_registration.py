@@ -138,6 +138,9 @@ def test_a_task_with_a_gpu_says_which_and_has_shared_memory(package):
         "1Gi" if package.profile == "sandbox" else "8Gi"
     )
     assert bool(with_gpu) == (package.profile == "gpu")
+    for name, task in package.tasks.items():  # so that it fails where it finds fewer
+        found = {pair.key: pair.value for pair in task.container.env}.get("FLYTE_DDP_REQUESTED_GPUS", "")
+        assert found == resources(task.container.resources.limits)[3], name
 
 
 def test_the_key_of_wandb_goes_to_tasks_that_use_it_and_nowhere_when_offline(package):
