@@ -1,0 +1,82 @@
+"""Prepared data from a store: with Flyte's keys alone, with a signed URL, and while the store is away."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from flyte_ddp import storage
+from flyte_ddp.errors import DataError, StorageDenied, StorageUnavailable
+from flyte_ddp.prepare import describe_data, prepare_data
+from flyte_ddp.recipes import Recipe, get_recipe
+from tests.support.image_store import running_store
+
+NAMES = "\n".join(f"{first}{second}o" for first in "bcdfgh" for second in "aeiou")
+
+
+@pytest.fixture(scope="module")
+def store():
+    with running_store() as found:
+        yield found
+
+
+def test_data_is_read_with_the_keys_that_flyte_gives_a_task(store, tmp_path, monkeypatch):
+    url = store.fill({"names.txt": NAMES.encode()})
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("FLYTE_AWS_ENDPOINT", store.endpoint_url)
+    monkeypatch.setenv("FLYTE_AWS_ACCESS_KEY_ID", "flyte-key")
+    monkeypatch.setenv("FLYTE_AWS_SECRET_ACCESS_KEY", "flyte-secret")
+    prepare_data(get_recipe("pet_names"), f"{url}/names.txt", tmp_path)
+
+    assert f"pet names from {url}/names.txt: 30 usable" in describe_data(tmp_path)["description"]
+    (tmp_path / "mnist").mkdir()
+    with pytest.raises(DataError, match=f"got {url}, which holds no train-images"):
+        prepare_data(get_recipe("mnist"), url, tmp_path / "mnist")
+    assert store.requests
+    assert all("Credential=flyte-key/" in key for *_, key in store.requests)
+
+
+def test_neither_the_note_nor_an_error_holds_a_signature(store, tmp_path):
+    url = store.fill({"names.txt": NAMES.encode(), "few.txt": b"rex"}).replace("s3://", f"{store.endpoint_url}/")
+    prepare_data(get_recipe("pet_names"), f"{url}/names.txt?X-Amz-Signature=secret", tmp_path)
+
+    assert f"{url}/names.txt?X-Amz-Signature=..." in describe_data(tmp_path)["description"]
+    for name in ("few.txt", "missing.txt"):
+        with pytest.raises(DataError, match="X-Amz-Signature=...") as caught:
+            prepare_data(get_recipe("pet_names"), f"{url}/{name}?X-Amz-Signature=secret", tmp_path)
+        assert "secret" not in str(caught.value)
+
+    class Own(Recipe):
+        def prepare(self, source, directory):
+            raise DataError(f"data: {source} is not what this recipe reads")
+
+    with pytest.raises(DataError, match="^data: https://...@host/a is not what"):
+        prepare_data(Own(), "https://me:secret@host/a", tmp_path)
+
+
+def test_data_waits_for_a_store_that_is_away(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "FIRST_PAUSE", 0.05)
+    url = store.fill({"names.txt": NAMES.encode()})
+    store.fault = "unavailable"
+    threading.Timer(1.0, lambda: setattr(store, "fault", "")).start()
+    prepare_data(get_recipe("pet_names"), f"{url}/names.txt", tmp_path)
+    assert "30 usable" in describe_data(tmp_path)["description"]
+
+
+@pytest.mark.parametrize(("fault", "error"), [("unavailable", StorageUnavailable), ("AccessDenied", StorageDenied)])
+def test_and_ends_recoverably_or_as_the_users_mistake(store, tmp_path, monkeypatch, fault, error):
+    monkeypatch.setattr(storage.Storage.__init__, "__defaults__", ("checkpoints", 1.0))
+    monkeypatch.setattr(storage.read_file, "__defaults__", ("url", 1.0))
+    url = store.fill({"names.txt": NAMES.encode()})
+    store.fault = fault
+    try:
+        for recipe in ("pet_names", "mnist"):
+            with pytest.raises(error, match="^data: "):
+                prepare_data(get_recipe(recipe), f"{url}/names.txt", tmp_path)
+        images = get_recipe("image_folder", {"store_timeout": 1.0})
+        with pytest.raises(error, match="^data: "):
+            prepare_data(images, url, tmp_path)
+    finally:
+        store.fault = ""
