@@ -359,13 +359,16 @@ def test_a_lost_worker_a_sigterm_and_a_retry_cost_nothing_but_time(tmp_path, dat
             done.append("killed")
             os.kill(pid_of_worker_with(record, "slow"), signal.SIGKILL)
         elif run.trial.number == 2 and done == ["quick", "killed"] and isinstance(event, events.RunStarted):
+            done.append("restarted")
+        # Not earlier: the restarted trial has to get further than where it went on.
+        elif run.trial.number == 2 and done[2:] == ["restarted"] and isinstance(event, events.EpochFinished):
             done.append("stopped")
             os.kill(os.getpid(), signal.SIGTERM)
 
     watch = Watch(react)
     with pytest.raises(TrainingStopped, match=r"SIGTERM: the sweep was stopped with 1 of 2 trials done. To resume"):
         sweep(found, tmp_path / "checkpoints", data, client, watch)
-    assert done == ["quick", "killed", "stopped"]
+    assert done == ["quick", "killed", "restarted", "stopped"]
     assert watch.starts(1) == [0]  # the others hear nothing of it
     first, second = watch.starts(2)
     assert (first, second > 0) == (0, True)
