@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
 
 from flyte_ddp.errors import CheckpointError, ConfigError, RankFailure, StorageUnavailable
-from flyte_ddp.rank.checkpoint import CheckpointStore, copy_state, portable
+from flyte_ddp.events import StepFinished
+from flyte_ddp.rank.checkpoint import CheckpointStore, copy_state, load_state, portable
 from flyte_ddp.storage import Storage
+from tests.kubernetes.store import Store
 from tests.support.runs import REPOSITORY, new_run
 
 
@@ -559,23 +560,21 @@ def test_other_data_do_not_go_on_from_a_checkpoint(tmp_path, one_epoch):
 
 
 @pytest.fixture(scope="module")
-def bucket():
-    """The URL of an empty bucket on an S3 server of this machine, which the environment names."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
+def server():
+    """An S3 server of this machine, which the environment names."""
+    server = Store("127.0.0.1")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        patch.setenv("AWS_ACCESS_KEY_ID", "test")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        import s3fs
-
-        name = f"bucket-{uuid.uuid4().hex}"
-        s3fs.S3FileSystem().mkdir(name)
-        yield f"s3://{name}"
-        s3fs.S3FileSystem.clear_instance_cache()
+        for name, value in {**server.keys, "AWS_ENDPOINT_URL": server.url}.items():
+            patch.setenv(name, value)
+        yield server
     server.stop()
+
+
+@pytest.fixture(scope="module")
+def bucket(server):
+    """The URL of an empty bucket."""
+    server.files.mkdir("bucket")
+    return "s3://bucket"
 
 
 def test_checkpoints_in_a_bucket_are_saved_pruned_and_loaded(bucket):
@@ -601,16 +600,54 @@ def test_a_bucket_that_is_not_there_is_refused(bucket):
     assert Storage(f"{bucket}/fresh").names() == []
 
 
-def test_a_run_goes_on_from_a_bucket(bucket, tmp_path, finished_run):
-    new_run(tmp_path / "first").train(2, checkpoints=f"{bucket}/training", epochs=1)
-    run = new_run(tmp_path / "second").train(2, checkpoints=f"{bucket}/training")
+def take_away(outage, seconds=4.0, run=None, step=0):
+    """Take a store away for some seconds, now or when `run` reaches `step`.
 
+    Returns:
+        A list that will hold the steps that `run` had reached when the store went away and when it came back.
+    """
+    steps = []
+
+    def hold():
+        with outage():
+            steps.append(run.last_step if run else 0)
+            time.sleep(seconds)
+            steps.append(run.last_step if run else 0)
+
+    def watch(event):
+        type(run).handle(run, event)
+        if isinstance(event, StepFinished) and event.step == step:
+            threading.Thread(target=hold).start()
+
+    if run:
+        run.handle = watch
+    else:
+        threading.Thread(target=hold).start()
+        while not steps:
+            time.sleep(0.01)
+    return steps
+
+
+def test_a_run_goes_on_from_a_bucket_that_was_away_in_mid_run_and_at_resume(
+    server, bucket, tmp_path, finished_run, monkeypatch
+):
+    monkeypatch.setenv("STEP_SECONDS", "0.2")
+    config = {"checkpoints": f"{bucket}/training", "checkpoint_interval": 1}
+    first, second = new_run(tmp_path / "first"), new_run(tmp_path / "second")
+    hung = take_away(server.hanging, run=first, step=2)  # beyond its last step, and the wait for its last checkpoint
+    first.train(2, epochs=1, **config)
+    assert hung[1] >= 9
+    take_away(server.refusing)
+    refused = take_away(server.refusing, 2, second, 12)
+    run = second.train(2, **config)
+
+    assert refused[1] > refused[0]
+    for said in ("cannot be reached", "answers again"):  # once, for the outage in mid-run
+        assert sum(said in line for line in run.lines) == 1, run.lines
     assert run.started.resumed_step == 9
     assert run.started.resumed_from.startswith(f"{bucket}/training/step-0000000009")
+    assert run.started.skipped_checkpoints == []
     assert run.result.finished.model_state_url == f"{bucket}/training/model_state.pt"
-    import fsspec
-
-    with fsspec.open(run.result.finished.model_state_url) as file:
-        state = torch.load(file, weights_only=True)
+    state = load_state(run.result.finished.model_state_url)
     whole = finished_run("Tiny", 2).state()
     assert all(torch.equal(value, whole[name]) for name, value in state.items())
