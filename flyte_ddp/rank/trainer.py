@@ -44,9 +44,6 @@ class Trainer:
         data_fingerprint: noted in checkpoints, so that none is continued on other data.
         initial_state: URL of the state dict from which the run starts if there is no checkpoint yet; noted in
             checkpoints likewise. "" leaves the model's own weights.
-
-    Raises:
-        ConfigError: the global batch does not divide evenly over ranks and micro-batches.
     """
 
     def __init__(
@@ -121,7 +118,7 @@ class Trainer:
             )
             self.loss_watch.add(loss_sum, progress.step + 1, progress.epoch)
             is_logged = (progress.step + 1) % config.log_interval == 0 or progress.step == 0
-            gradient_norm = clip_gradients(self.model, config.gradient_clip_norm, needed=is_logged)
+            norm = clip_gradients(self.model, config.gradient_clip_norm, needed=is_logged)
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(config, progress.step, self.num_steps)
             self.optimizer.step()
@@ -135,7 +132,7 @@ class Trainer:
             self.beat()
             self.store.check()
             if is_logged:
-                self._report_step(log_sums, gradient_norm)
+                self._report_step(log_sums, norm)
                 log_sums = self._new_sums()
             stops = poll.stop_agreed()
             if stops or (config.checkpoint_interval and progress.step % config.checkpoint_interval == 0):
