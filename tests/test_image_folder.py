@@ -30,7 +30,7 @@ from flyte_ddp.recipes.image_folder.files import (
     Access,
     FileReader,
     UnreadableImage,
-    decoded,
+    decode_image,
     list_files,
 )
 from flyte_ddp.recipes.image_folder.index import read_index
@@ -112,21 +112,24 @@ def test_without_split_directories_a_share_is_held_out_that_stays_when_images_ar
 
 BROKEN_TREES = {
     "empty": ({}, "holds no files"),
-    "no images": ({"train/a/readme.txt": b"", "val/a/b.csv": b""}, "holds no images among 2 files; accepted are .jpg"),
-    "no folders": ({"a.png": b"", "b.png": b""}, "of no class alone; accepted are at least two classes"),
-    "one class": (image_tree(classes=("red",)), "of 'red' alone; accepted are at least two classes"),
-    "train alone": (image_tree(("train",)), "holds train/ alone; accepted is one of val, "),
+    "no images": (
+        {"train/a/readme.txt": b"", "val/a/b.csv": b""},
+        "expected images .*.jpg, .*, got 2 other files",
+    ),
+    "no folders": ({"a.png": b"", "b.png": b""}, "at least two classes, got no class in"),
+    "one class": (image_tree(classes=("red",)), "at least two classes, got 'red' in"),
+    "train alone": (image_tree(("train",)), "expected one of val, .* beside train/, got train/ only"),
     "class only held out": (
         {name: b"" for name in image_tree() if not name.startswith("train/green")},
-        "no training images of class 'green'; accepted is",
+        "got no training images of class 'green' in",
     ),
     "class not held out": (
         {name: b"" for name in image_tree() if not name.startswith("val/green")},
-        r"no held-out \(in val/\) images of class 'green'; accepted is",
+        r"got no held-out \(in val/\) images of class 'green' in",
     ),
     "too few": (
         {name: b"" for name in image_tree() if not name.startswith("train/blue/") or name.endswith("000.png")},
-        "1 training images of class 'blue'; accepted are at least 2",
+        "expected at least 2 training images of each class .*, got 1 of class 'blue'",
     ),
 }
 
@@ -170,12 +173,12 @@ def test_an_empty_prefix_is_refused(store, prepared):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"trainable": "tail"}, "trainable: 'tail' is out of range; accepted is all or head"),
-        ({"unreadable": "ignore"}, "unreadable: 'ignore' is out of range"),
-        ({"held_out": 1.0}, "held_out: 1.0 is out of range"),
-        ({"store_timeout": 0.0}, "store_timeout: 0.0 is out of range"),
-        ({"image_size": 8}, "image_size: 8 is out of range"),
-        ({"architecture": "vit_b_16", "image_size": 100}, "image_size: 100 .* a multiple of 16"),
+        ({"trainable": "tail"}, "trainable: expected all or head, got 'tail'"),
+        ({"unreadable": "ignore"}, "unreadable: expected fail or skip, got 'ignore'"),
+        ({"held_out": 1.0}, "held_out: expected a share above 0 and below 1, got 1.0"),
+        ({"store_timeout": 0.0}, "store_timeout: expected a finite number above 0, got 0.0"),
+        ({"image_size": 8}, "image_size: expected 0, or at least 16 pixels, got 8"),
+        ({"architecture": "vit_b_16", "image_size": 100}, "image_size: expected a multiple of 16, got 100"),
         ({"endpoint_url": "https://me:secret@store"}, "endpoint_url: expected a URL without a user name or a password"),
     ],
 )
@@ -187,7 +190,7 @@ def test_an_option_outside_its_range_is_refused(options, reason):
 
 
 def test_an_unknown_architecture_is_refused_with_those_there_are(prepared):
-    with pytest.raises(DataError, match="architecture: 'resnet19' is unknown; accepted are .*resnet152, resnet18"):
+    with pytest.raises(DataError, match="architecture: expected one of .*resnet152, resnet18.*, got 'resnet19'"):
         prepare("", prepared, architecture="resnet19")
 
 
@@ -439,7 +442,7 @@ PALETTE = HALF_RED.convert("RGB").convert("P", palette=Image.Palette.ADAPTIVE)
     ids=["grey", "black and white", "alpha", "grey alpha", "webp", "palette", "gif", "16 bit png", "16 bit tiff"],
 )
 def test_every_kind_of_image_becomes_rgb(contents, first, last):
-    image = decoded(contents)
+    image = decode_image(contents)
 
     assert (image.mode, image.size) == ("RGB", (4, 2))
     assert first is None or image.getpixel((0, 0)) == first
@@ -447,7 +450,7 @@ def test_every_kind_of_image_becomes_rgb(contents, first, last):
 
 
 def test_cmyk_becomes_rgb():
-    image = decoded(_saved(Image.new("RGB", (16, 16), (200, 30, 30)).convert("CMYK"), "JPEG", quality=95))
+    image = decode_image(_saved(Image.new("RGB", (16, 16), (200, 30, 30)).convert("CMYK"), "JPEG", quality=95))
 
     assert image.mode == "RGB"
     assert np.allclose(image.getpixel((8, 8)), (200, 30, 30), atol=12)
@@ -456,7 +459,7 @@ def test_cmyk_becomes_rgb():
 def test_an_image_is_turned_as_its_camera_says():
     wide = Image.new("RGB", (16, 8), "white")
     wide.paste("black", (0, 0, 8, 8))
-    upright = decoded(_saved(wide, "PNG", exif=_exif(6)))  # a quarter turn to the right
+    upright = decode_image(_saved(wide, "PNG", exif=_exif(6)))  # a quarter turn to the right
 
     assert upright.size == (8, 16)
     assert (upright.getpixel((4, 2)), upright.getpixel((4, 13))) == ((0,) * 3, (255,) * 3)
@@ -536,7 +539,7 @@ def test_or_the_next_of_its_class_stands_in_and_is_counted(tmp_path, prepared, k
     assert (train.num_replaced, test.num_replaced) == (1, 0)
     train[5]
     assert train.num_replaced == 2
-    told = [record.getMessage() for record in caplog.records if "stands in" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "replaces it" in record.getMessage()]
     assert len(told) == 1
     assert "train/green/001.png" in told[0]
 
@@ -618,7 +621,11 @@ def test_weights_that_do_not_fit_are_refused_before_any_training(tmp_path, prepa
     torch.save({"conv1.weight": _Code()}, tmp_path / "code.pt")
     (tmp_path / "text.pt").write_text("no weights")
     for weights, options, reason in (
-        (state_file, {"architecture": "mobilenet_v3_small"}, "is of another model: .* such as .*; accepted is"),
+        (
+            state_file,
+            {"architecture": "mobilenet_v3_small"},
+            "entries are missing, unknown or of another shape",
+        ),
         (tmp_path / "code.pt", {}, "is damaged or more than tensors"),
         (tmp_path / "text.pt", {}, "is damaged or more than tensors"),
         (tmp_path / "missing.pt", {}, "weights: expected none, default, or .*missing.pt', which does not exist"),
@@ -645,7 +652,7 @@ def test_torchvisions_weights_are_fetched_once_and_their_absence_is_one_line(
 
     fetched = []
     monkeypatch.setattr(torch.hub, "download_url_to_file", fetch)
-    with pytest.raises(DataError, match=r"^weights: 'default' cannot be fetched from https://.*no route.*accepted are"):
+    with pytest.raises(DataError, match=r"^weights: 'default' cannot be downloaded from .*no route.*; give none"):
         prepare("", prepared, weights="default")
     for name in ("second", "third"):
         (prepared / name).mkdir()
@@ -733,7 +740,7 @@ def test_an_image_deleted_in_mid_epoch_is_named_once_a_process_and_counted_each_
     assert [epoch.num_replaced for epoch in bucket_run.result.epochs] == [1, 1, 1]
     told = [line for line in bucket_run.lines if bucket_run.gone in line]
     assert 1 <= len(told) <= 2
-    assert all("FileNotFoundError" in line and "another image of its class stands in" in line for line in told)
+    assert all("FileNotFoundError" in line and "another image of its class replaces it" in line for line in told)
 
 
 def test_each_other_image_is_asked_for_once_by_whoever_reads_it_first(bucket_run):

@@ -434,5 +434,5 @@ def test_a_run_that_differs_in_anything_is_another_one(outputs, checkpoints):
 def test_a_mistake_is_one_line_before_a_cluster_is_started(tmp_path):
     with pytest.raises(InputError, match="^world_sizes: 5 ranks: .* expected a multiple of 5, got 12"):
         study(tmp_path, world_sizes=[1, 5])
-    with pytest.raises(InputError, match="^recipe: 'nope' is unknown"):
+    with pytest.raises(InputError, match="^recipe: expected digits, .*, got 'nope'"):
         study(tmp_path, recipe="nope")

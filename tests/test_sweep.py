@@ -130,7 +130,7 @@ def test_no_more_models_are_drawn_than_there_are_different_ones():
         ({"epochs": [1]}, -1, "num_models: expected an integer from 0 to 1000, got -1"),
         ({"learning_rate": [0.1, -1]}, 0, "learning_rate: expected a finite number above 0, got -1"),
         ({"learning_rate": [0.1, "fast"]}, 0, "learning_rate: expected a finite number above 0, got 'fast'"),
-        ({"recipe_options.size": [1]}, 0, "recipe_options: recipe 'digits' has no option 'size'"),
+        ({"recipe_options.size": [1]}, 0, "recipe_options: expected no options for recipe 'digits', got 'size'"),
         ({"global_batch_size": [64, 33]}, 0, "global_batch_size: expected a multiple of 2, got 33"),
     ],
 )

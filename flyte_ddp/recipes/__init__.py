@@ -31,7 +31,7 @@ __all__ = ["BUILTIN", "DataError", "Recipe", "config_of", "get_recipe"]
 
 
 def config_of(name: str, overrides: Mapping[str, Any]) -> TrainingConfig:
-    """The config of a run of recipe `name`: the user's `overrides` over the recipe's own defaults, options included.
+    """Return the config of a run of recipe `name`: the user's `overrides` over the recipe's defaults, with all options.
 
     Raises:
         ConfigError: an unknown recipe, field or option, or a value of the wrong type or range.
@@ -42,23 +42,23 @@ def config_of(name: str, overrides: Mapping[str, Any]) -> TrainingConfig:
 
 
 def get_recipe(name: str, options: Mapping[str, Any] | None = None) -> Recipe:
-    """The recipe called `name`, told `options`: values for fields of its class, which then is a dataclass.
+    """Return the recipe called `name` with `options`, which are values of fields of its class.
 
     Raises:
         ConfigError: `name` is neither built in nor the dotted name of a `Recipe` that can be imported; it has no such
             option, or refuses the value.
     """
-    return _told(_found(name), name, options or {})
+    return _with_options(_find(name), name, options or {})
 
 
-def _told(recipe: Recipe | type[Recipe], name: str, options: Mapping[str, Any]) -> Recipe:
+def _with_options(recipe: Recipe | type[Recipe], name: str, options: Mapping[str, Any]) -> Recipe:
     given: dict[str, Any] = check("recipe_options", options, dict[str, Any])
     types = _option_types(recipe)
     for option, value in given.items():
         if option not in types:
-            accepted = f"accepted are {', '.join(types)}" if types else "it has none"
-            raise ConfigError(f"recipe_options: recipe {name!r} has no option {option!r}; {accepted}")
-        if types[option] in (int, float, bool, str):  # what else a recipe may want, it checks itself
+            expected = f"one of {', '.join(types)}" if types else "no options"
+            raise ConfigError(f"recipe_options: expected {expected} for recipe {name!r}, got {option!r}")
+        if types[option] in (int, float, bool, str):  # values of other types are checked by the recipe
             given[option] = check(f"recipe_options.{option}", value, types[option])
     try:
         if isinstance(recipe, Recipe):
@@ -66,36 +66,36 @@ def _told(recipe: Recipe | type[Recipe], name: str, options: Mapping[str, Any]) 
         return recipe(**given)
     except ConfigError:
         raise
-    except (TypeError, ValueError) as error:  # an option without a default that is not given, or what the class refuses
-        raise ConfigError(f"recipe_options: {given!r} is refused by recipe {name!r}: {error}") from error
+    except (TypeError, ValueError) as error:  # a missing option without a default, or a value that the class refuses
+        raise ConfigError(f"recipe_options: recipe {name!r} refuses {given!r}: {error}") from error
 
 
 def _option_types(recipe: Any) -> dict[str, Any]:
-    """The options that `recipe` takes, with their types; none where it is no dataclass."""
+    """Return the options of `recipe` with their types; none if it is not a dataclass."""
     if not dataclasses.is_dataclass(recipe):
         return {}
     hints = typing.get_type_hints(recipe if isinstance(recipe, type) else type(recipe))
     return {field.name: hints[field.name] for field in dataclasses.fields(recipe) if field.init}
 
 
-def _found(name: str) -> Recipe | type[Recipe]:
+def _find(name: str) -> Recipe | type[Recipe]:
     path = BUILTIN.get(name, name).replace(":", ".")
     module_name, _, attribute = path.rpartition(".")
-    accepted = f"accepted are {', '.join(sorted(BUILTIN))}, or the dotted name of a Recipe, such as my_module.MyRecipe"
+    expected = f"expected {', '.join(sorted(BUILTIN))}, or the dotted name of a Recipe, such as my_module.MyRecipe"
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path):
-        raise ConfigError(f"recipe: {name!r} is unknown; {accepted}")
+        raise ConfigError(f"recipe: {expected}, got {name!r}")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # A missing dependency of the user's module is the user's news, not "unknown recipe".
+        # A missing dependency of the user's module is another error than an unknown recipe.
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise ConfigError(f"recipe: {name!r} is unknown: there is no module {error.name!r}; {accepted}") from None
+            raise ConfigError(f"recipe: {expected}, got {name!r}: there is no module {error.name!r}") from None
         raise ConfigError(f"recipe: {name!r} cannot be imported: {error}; install what its module needs") from error
     except Exception as error:  # of any kind: the module is the user's
         raise ConfigError(
-            f"recipe: {name!r} cannot be imported: {type(error).__name__}: {error}; accepted is a module that imports"
+            f"recipe: {name!r} cannot be imported: {type(error).__name__}: {error}; correct its module"
         ) from error
     found = getattr(module, attribute, None)
     if not isinstance(found, Recipe) and not (isinstance(found, type) and issubclass(found, Recipe)):
-        raise ConfigError(f"recipe: {name!r} names no Recipe in module {module_name}; {accepted}")
+        raise ConfigError(f"recipe: {expected}, got {name!r}, which is no Recipe in module {module_name}")
     return found

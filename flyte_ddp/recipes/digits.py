@@ -30,7 +30,7 @@ class Digits(Recipe):
         import numpy as np
 
         if source:
-            raise DataError(f"data: {source!r} cannot be used: recipe digits trains on scikit-learn's own images only")
+            raise DataError(f"data: expected none, got {source!r}; recipe digits uses scikit-learn's own")
         # The file is read where it lies: importing sklearn.datasets to do the same takes 3 s.
         package = importlib.util.find_spec("sklearn")
         if package is None or package.origin is None:

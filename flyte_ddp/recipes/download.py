@@ -1,4 +1,7 @@
-"""Fetch one file over HTTP so that a broken connection costs what was not yet received, and nothing else."""
+"""Download one file over HTTP: checked, from several mirrors, and resumed after a broken connection.
+
+Written here because pooch, the usual library for this, starts a broken download again from the beginning.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ TIMEOUT = 30.0  # seconds without a byte
 
 
 def download(urls: Sequence[str], file: Path, md5: str) -> None:
-    """Have the contents of one of `urls` in `file`, whole and with the given MD5 sum.
+    """Download one of `urls` to `file`, complete and with the given MD5 sum.
 
-    What has arrived is kept beside `file` as `.part`, and the next try, also that of another process later on, asks
-    only for the rest. A finished part with another sum is thrown away.
+    Received bytes are kept beside `file` as `.part`. The next try, also of a later process, requests only the rest. A
+    complete part with another sum is deleted.
 
     Raises:
-        DataError: no mirror gave the file; the message has every mirror's reason.
+        DataError: no mirror returned the file; the message has the reason of every mirror.
     """
     if file.exists() and _md5(file) == md5:
         return
@@ -40,7 +43,7 @@ def download(urls: Sequence[str], file: Path, md5: str) -> None:
                     return
                 part.unlink()
                 reason = "its contents have another MD5 sum than published"
-            # URLError and time-outs are OSErrors.
+            # URLError and timeouts are OSErrors.
             except (OSError, EOFError, http.client.HTTPException) as error:
                 reason = str(error)
                 if isinstance(error, urllib.error.HTTPError) and 400 <= error.code < 500 and error.code != 429:
@@ -49,18 +52,18 @@ def download(urls: Sequence[str], file: Path, md5: str) -> None:
         reasons.append(f"{url}: {reason}")
     raise DataError(
         f"data: {file.name} could not be downloaded: {'; '.join(reasons)}. "
-        "Give a directory that holds the files instead, or try again: what has arrived is kept"
+        "Give a directory that has the files, or try again: received bytes are kept"
     )
 
 
 def _continue(url: str, part: Path) -> None:
-    """Append to `part` what it still lacks of `url`."""
+    """Append to `part` the bytes of `url` that it does not have."""
     done = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={done}-"} if done else {})
     try:
         response = urllib.request.urlopen(request, timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
-        if error.code == 416:  # nothing lies beyond what we have: it is whole
+        if error.code == 416:  # nothing follows: the part is complete
             return
         raise
     with response:

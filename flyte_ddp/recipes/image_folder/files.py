@@ -189,7 +189,7 @@ class FileReader:
         return f"{self.url}/{file.name}"
 
 
-def decoded(contents: bytes) -> Image:
+def decode_image(contents: bytes) -> Image:
     """Decode an image to RGB, upright, with transparent parts on white and 16 bits scaled to 8.
 
     Raises:

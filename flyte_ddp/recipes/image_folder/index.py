@@ -1,6 +1,6 @@
-"""Which images there are, of which class, for training or held out: drawn up from a listing once, read by every rank.
+"""The index of the images: each with its class, for training or held out. Written once, read by every rank.
 
-Knows nothing of how files are listed or read, and imports no torch.
+Does not know how files are listed or read, and imports no torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Labelled = Sequence[tuple[str, File]]  # images, each with the name of its class
 class ImageList:
     """The images of one split.
 
-    As arrays of bytes: every loader process holds them, and as Python objects a million would take ten times the room.
+    Arrays of bytes, because every loader process has them: Python objects would take ten times the memory.
     """
 
     names: NDArray[Any]  # (N,) relative to the URL
@@ -49,7 +49,7 @@ class ImageList:
 
 @dataclass(frozen=True)
 class Index:
-    """What `write_index` wrote down."""
+    """The contents of the files of `write_index`."""
 
     url: str
     image_size: int  # pixels
@@ -59,7 +59,7 @@ class Index:
 
 
 def write_index(directory: Path, url: str, image_size: int, train: Labelled, test: Labelled) -> None:
-    """Leave in `directory` what `read_index` reads."""
+    """Write the index to `directory`, for `read_index`."""
     import numpy as np
 
     classes = sorted({label for label, _ in train})
@@ -76,7 +76,7 @@ def write_index(directory: Path, url: str, image_size: int, train: Labelled, tes
 
 
 def read_index(directory: Path) -> Index:
-    """The index in `directory`."""
+    """Read the index in `directory`."""
     import numpy as np
 
     lists = []
@@ -87,34 +87,36 @@ def read_index(directory: Path) -> Index:
 
 
 def split_images(where: str, files: Sequence[File], share: float, min_images: int) -> tuple[Labelled, Labelled, str]:
-    """Training and held-out images among `files`, and what to call them in the report.
+    """Return the training and the held-out images among `files`, and a description for the report.
 
-    With directories `train` and one of `HELD_OUT` the folders in them are the classes. Else the folders beside each
-    other are, and `share` of their images is held out: an image by its name alone, so it stays on its side when others
-    are added.
+    If there are directories `train` and one of `HELD_OUT`, the folders in them are the classes. Else the top folders
+    are the classes, and `share` of their images is held out. An image's side depends on its name only, so it does not
+    change when others are added.
 
     Args:
-        where: named in errors.
+        where: the URL, for errors.
 
     Raises:
         DataError: no images, fewer than two classes, a class that one side lacks, or one with fewer than `min_images`.
     """
     images = [file for file in files if file.name.lower().endswith(SUFFIXES) and not _is_hidden(file.name)]
     if not images:
-        raise DataError(f"data: {where} holds no images among {len(files):,} files; accepted are {', '.join(SUFFIXES)}")
+        raise DataError(f"data: expected images ({', '.join(SUFFIXES)}), got {len(files):,} other files in {where}")
     tops = {file.name.split("/")[0] for file in images if "/" in file.name}
     if TRAIN in tops and tops <= {TRAIN, *HELD_OUT}:
         held_out = next((name for name in HELD_OUT if name in tops), "")
         if not held_out:
-            raise DataError(f"data: {where} holds {TRAIN}/ alone; accepted is one of {', '.join(HELD_OUT)} beside it")
+            raise DataError(
+                f"data: expected one of {', '.join(HELD_OUT)} beside {TRAIN}/, got {TRAIN}/ only in {where}"
+            )
         train, test = _in_folders(images, TRAIN + "/"), _in_folders(images, held_out + "/")
         how = f"in {held_out}/"
     else:
         labelled = _in_folders(images, "")
-        train = [pair for pair in labelled if _place(pair[1].name) >= share]
-        test = [pair for pair in labelled if _place(pair[1].name) < share]
+        train = [pair for pair in labelled if _hash_to_unit(pair[1].name) >= share]
+        test = [pair for pair in labelled if _hash_to_unit(pair[1].name) < share]
         how = f"{share:g} of all, by name"
-    counts = _counted(where, train, test, how, min_images)
+    counts = _check_classes(where, train, test, how, min_images)
     others = len(files) - len(train) - len(test)
     left_out = f", {others:,} other files left out" if others else ""
     return (
@@ -124,30 +126,30 @@ def split_images(where: str, files: Sequence[File], share: float, min_images: in
     )
 
 
-def _counted(where: str, train: Labelled, test: Labelled, how: str, min_images: int) -> Mapping[str, int]:
-    """The number of training images of each class, once nothing is wrong with them."""
+def _check_classes(where: str, train: Labelled, test: Labelled, how: str, min_images: int) -> Mapping[str, int]:
+    """Return the number of training images of each class, after checking both splits."""
     counts, held_out = (Counter(label for label, _ in images) for images in (train, test))
     found = sorted({*counts, *held_out})
     if len(found) < 2:
         names = ", ".join(map(repr, found)) or "no class"
-        raise DataError(f"data: {where} holds folders with images of {names} alone; accepted are at least two classes")
+        raise DataError(f"data: expected folders with images of at least two classes, got {names} in {where}")
     for lacking, kind in ((counts, "training"), (held_out, f"held-out ({how})")):
         if missing := [repr(name) for name in found if name not in lacking]:
             more = f" and {len(missing) - 5} others" if len(missing) > 5 else ""
             raise DataError(
-                f"data: {where} holds no {kind} images of class {', '.join(missing[:5])}{more}; accepted is a folder "
-                "with images of each class on both sides"
+                f"data: expected training and held-out images of each class, got no {kind} images of class "
+                f"{', '.join(missing[:5])}{more} in {where}"
             )
     if few := [name for name in found if counts[name] < min_images]:
         raise DataError(
-            f"data: {where} holds {counts[few[0]]} training images of class {few[0]!r}; accepted are at least "
-            f"{min_images} of each (min_images)"
+            f"data: expected at least {min_images} training images of each class (min_images), got "
+            f"{counts[few[0]]} of class {few[0]!r} in {where}"
         )
     return counts
 
 
 def _in_folders(images: Sequence[File], directory: str) -> list[tuple[str, File]]:
-    """Those of `images` that lie in a folder below `directory`, with the folder's name."""
+    """Return those of `images` in a folder below `directory`, each with the folder's name."""
     start = len(directory)
     return [
         (file.name[start:].split("/")[0], file)
@@ -160,7 +162,7 @@ def _is_hidden(name: str) -> bool:
     return any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
 
 
-def _place(name: str) -> float:
-    """A number in [0, 1) that looks drawn by chance but is the name's own, whatever other names there are."""
+def _hash_to_unit(name: str) -> float:
+    """Return a pseudo-random number in [0, 1) that depends on the name only."""
     digest = hashlib.sha256(os.fsencode(name)).digest()
     return int.from_bytes(digest[:8], "big") / (1 << 64)

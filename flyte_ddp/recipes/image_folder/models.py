@@ -25,19 +25,19 @@ def check_architecture(name: str) -> None:
     if name in COMMON:
         return
     models = import_torchvision().models
-    accepted = [model for model in models.list_models(models) if model not in NOT_PLAIN]
-    if name not in accepted:
-        raise DataError(f"architecture: {name!r} is unknown; accepted are {', '.join(accepted)}")
+    known = [model for model in models.list_models(models) if model not in NOT_PLAIN]
+    if name not in known:
+        raise DataError(f"architecture: expected one of {', '.join(known)}, got {name!r}")
 
 
 def patch_size(architecture: str) -> int:
-    """Pixels of which the sides of the model's images must be a multiple."""
+    """Return the number of pixels that must divide the sides of the model's images."""
     found = re.fullmatch(r"vit_[a-z]_(\d+)", architecture)
     return int(found[1]) if found else 1
 
 
 def build_model(architecture: str, num_classes: int, image_size: int) -> tuple[nn.Module, str]:
-    """The model with fresh weights, and the name of its last layer, which gives the logits."""
+    """Return the model with fresh weights, and the name of its last layer, which computes the logits."""
     from torch import nn
 
     options = {"image_size": image_size} if architecture.startswith("vit_") else {}
@@ -52,13 +52,13 @@ def build_model(architecture: str, num_classes: int, image_size: int) -> tuple[n
 
 
 def freeze_all_but(model: nn.Module, head: str) -> None:
-    """Leave only the parameters of layer `head` to be trained."""
+    """Train only the parameters of layer `head`."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad = name.startswith(head + ".")
 
 
 def fetch_weights(weights: str, architecture: str, file: Path) -> None:
-    """Have the state dict that `weights` means in `file`: torchvision's for "default", else that at the path or URL.
+    """Copy the state dict named by `weights` to `file`: torchvision's for "default", else that at the path or URL.
 
     Raises:
         DataError: it cannot be fetched.
@@ -89,30 +89,29 @@ def _fetch_default(architecture: str, file: Path) -> None:
         shutil.copyfile(kept, file)
     except (OSError, RuntimeError) as error:  # RuntimeError: another sum
         raise DataError(
-            f"weights: 'default' cannot be fetched from {url}: {error}; accepted are also none, or the path or URL of "
-            "a state dict within reach"
+            f"weights: 'default' cannot be downloaded from {url}: {error}; give none, or a state dict's path or URL"
         ) from error
 
 
 def load_weights(model: nn.Module, head: str, file: Path, weights: str) -> None:
-    """Load the state dict in `file`, but not a last layer that is for other classes.
+    """Load the state dict in `file`, except a last layer for other classes.
 
     Args:
-        weights: what the user called it, for errors.
+        weights: the user's name for it, for errors.
 
     Raises:
         DataError: it is no state dict of tensors, or one of another model.
     """
     import torch
 
-    accepted = "accepted is a state dict of the same model"
+    expected = "weights: expected a state dict of the same model"
     try:
         state: Any = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"weights: {weights!r} is damaged or more than tensors: {reason}; {accepted}") from error
+        raise DataError(f"{expected}, got {weights!r}, which is damaged or more than tensors: {reason}") from error
     if not isinstance(state, dict):
-        raise DataError(f"weights: {weights!r} holds a {type(state).__name__}; {accepted}")
+        raise DataError(f"{expected}, got {weights!r} with a {type(state).__name__}")
     own = model.state_dict()
     fitting = {
         name for name in own if isinstance(state.get(name), torch.Tensor) and state[name].shape == own[name].shape
@@ -121,7 +120,7 @@ def load_weights(model: nn.Module, head: str, file: Path, weights: str) -> None:
     wrong += sorted(str(name) for name in state.keys() - own.keys())
     if wrong:
         raise DataError(
-            f"weights: {weights!r} is of another model: {len(wrong)} entries are missing, unknown or of another shape, "
-            f"such as {', '.join(wrong[:3])}; {accepted}"
+            f"{expected}, got {weights!r}, of which {len(wrong)} entries are missing, unknown or of another shape, "
+            f"such as {', '.join(wrong[:3])}"
         )
     model.load_state_dict({**own, **{name: state[name] for name in fitting}})

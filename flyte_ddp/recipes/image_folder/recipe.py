@@ -23,7 +23,7 @@ from flyte_ddp.recipes.image_folder.files import (
     Access,
     FileReader,
     UnreadableImage,
-    decoded,
+    decode_image,
     list_files,
     refuse_credentials,
 )
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 IMAGE_SIZE = 224  # pixels: what torchvision's weights were trained with
 MEAN, STANDARD_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as torchvision's weights want
-SMALLEST_CROP = (0.35, 1.0)  # share of an image's area; torchvision's 0.08 is for training from nothing, for long
-MOST_STAND_INS = 10  # images of a class tried in place of one; if none can be read, it is not the image's fault
+CROP_SCALE = (0.35, 1.0)  # share of an image's area; torchvision's 0.08 is for long trainings from fresh weights
+MAX_REPLACEMENTS = 10  # images of a class tried in place of one; if none can be read, the image is not the cause
 SHOWN_SIZE, SHOWN_SCORES = 64, 10  # of a prediction in the report: pixels of a side, likeliest classes
 OWN_IMAGES, WEIGHTS = "images", "weights.pt"  # in the directory of the prepared data
 
@@ -57,22 +57,22 @@ class ImageFolder(Recipe):
     """A torchvision model with a new last layer on images of yours.
 
     Raises:
-        ValueError: an option outside what stands beside it.
+        ValueError: an option outside the range given beside it.
     """
 
     architecture: str = "resnet18"  # of torchvision's classification models, such as mobilenet_v3_small or vit_b_16
     weights: str = "none"  # to begin with: none, default (torchvision's), or the path or URL of a state dict
-    trainable: str = "all"  # what is trained: all, or head (the last layer)
+    trainable: str = "all"  # layers that are trained: all, or head (the last one)
     image_size: int = 0  # pixels of each side of what the model sees; 0 is 224, and for the drawn images their own 64
-    augment: bool = True  # crop and flip training images by chance
+    augment: bool = True  # crop and flip training images randomly
     held_out: float = 0.2  # share of the images, where there is no directory of held-out ones; in (0, 1)
     min_images: int = 2  # training images that each class must have, >= 1
-    unreadable: str = "fail"  # what an image that cannot be read does: fail, or skip (another of its class stands in)
+    unreadable: str = "fail"  # for an image that cannot be read: fail, or skip (another one of its class replaces it)
     endpoint_url: str = ""  # of an object store other than Amazon's or Google's
     anonymous: bool = False  # no credentials, for public buckets; else they come from the environment
     timeout: float = 30.0  # seconds without a byte before one try at one image fails, > 0
     store_timeout: float = 240.0  # seconds to wait for a store that is away, > 0; less than the config's stall_timeout
-    concurrent_reads: int = 8  # images that each loader process has on their way at once, >= 1
+    concurrent_reads: int = 8  # images that each loader process reads at once, >= 1
     cache: str = ""  # local directory in which each node keeps the images it has read; "" for none
 
     defaults = {
@@ -86,7 +86,7 @@ class ImageFolder(Recipe):
     }
 
     def __post_init__(self) -> None:
-        for name, holds, accepted in (
+        for name, holds, expected in (
             ("trainable", self.trainable in ("all", "head"), "all or head"),
             ("unreadable", self.unreadable in ("fail", "skip"), "fail or skip"),
             ("image_size", self.image_size == 0 or self.image_size >= 16, "0, or at least 16 pixels"),
@@ -101,13 +101,13 @@ class ImageFolder(Recipe):
             ),
         ):
             if not holds:
-                raise ValueError(f"{name}: {getattr(self, name)!r} is out of range; accepted is {accepted}")
+                raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
         patch = patch_size(self.architecture)
         if self.image_size % patch:
-            raise ValueError(f"image_size: {self.image_size} is out of range; accepted is a multiple of {patch}")
+            raise ValueError(f"image_size: expected a multiple of {patch}, got {self.image_size}")
         for name in ("endpoint_url", "weights"):
             refuse_credentials(name, getattr(self, name))
-        # What `datasets` finds out and `model` needs.
+        # Set by `datasets` for `model`.
         self._directory = Path()
         self._image_size = 0
 
@@ -136,7 +136,7 @@ class ImageFolder(Recipe):
         return f"{description}, " + (f"read from {url}" if source else "drawn here")
 
     def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
-        """The images in bytes, (3, S, S), and the numbers of their classes."""
+        """Return the images in bytes, (3, S, S), and the numbers of their classes."""
         index = read_index(directory)
         self.class_names = index.classes
         self._directory, self._image_size = directory, index.image_size
@@ -150,7 +150,7 @@ class ImageFolder(Recipe):
         return cast("tuple[Dataset[Any], Dataset[Any]]", (train, test))
 
     def model(self) -> nn.Module:
-        """The architecture with a last layer for the classes. `datasets`, which finds them, must be called before."""
+        """Return the architecture with a last layer for the classes, which `datasets` must have found before."""
         if not self.class_names:
             raise RuntimeError("image_folder: model() is called before datasets(), which finds out the classes")
         model, head = build_model(self.architecture, len(self.class_names), self._image_size)
@@ -166,7 +166,7 @@ class ImageFolder(Recipe):
         return pixels.sub_(mean).div_(deviation)
 
     def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
-        """As usual, but with small images and the likeliest classes only: this travels to the report."""
+        """Return the default predictions with smaller images and only the likeliest classes, as the report needs."""
         from torch.nn import functional
 
         if batch.shape[-1] > SHOWN_SIZE:
@@ -184,9 +184,9 @@ class ImageFolder(Recipe):
 class Images:
     """One split as samples: (image in bytes (3, S, S), number of its class).
 
-    An image that cannot be read is either fatal or, with `skips`, replaced by the next of its class that can. It is not
-    left out: every rank has to bring to a step as many samples as the others count on, and which image stands in is
-    the same for every number of ranks and after a restart.
+    An image that cannot be read is an error or, with `skips`, replaced by the next readable one of its class. It is not
+    left out, because all ranks must have the same number of samples in a step. The replacement is the same for every
+    number of ranks and after a restart.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class Images:
         self.image_size = image_size
         self.augments = augments
         self.skips = skips
-        # How often each was replaced, in memory that the loader processes share. A sample is loaded by one at a time.
+        # How often each was replaced, in memory shared by the loader processes. One process loads a sample at a time.
         self._replaced = torch.zeros(len(images), dtype=torch.int32).share_memory_()
         self._ahead: dict[int, bytes | UnreadableImage] = {}
 
@@ -215,11 +215,11 @@ class Images:
 
     @property
     def num_replaced(self) -> int:
-        """Samples asked for so far, by all loader processes of this rank, for which another image stood in."""
+        """The number of replaced samples so far, in all loader processes of this rank."""
         return int(self._replaced.sum())
 
     def prefetch(self, indices: Sequence[int]) -> None:
-        """Fetch what the next calls of `__getitem__` will ask for, all at once."""
+        """Read the samples of the next calls of `__getitem__`, all at once."""
         contents = self.reader.read_all([self.images.file(sample) for sample in indices])
         self._ahead = dict(zip(indices, contents, strict=True))
 
@@ -229,11 +229,11 @@ class Images:
         except UnreadableImage as error:
             if not self.skips:
                 raise
-            image = self._stand_in(sample, error)
+            image = self._replacement(sample, error)
         transforms = import_torchvision().transforms
         size = self.image_size
         if self.augments:
-            image = transforms.RandomHorizontalFlip()(transforms.RandomResizedCrop(size, SMALLEST_CROP)(image))
+            image = transforms.RandomHorizontalFlip()(transforms.RandomResizedCrop(size, CROP_SCALE)(image))
         else:
             # All but an eighth of the shorter side, as torchvision's own evaluation has it.
             image = transforms.CenterCrop(size)(transforms.Resize(size * 8 // 7)(image))
@@ -247,19 +247,19 @@ class Images:
         if isinstance(contents, UnreadableImage):
             raise contents
         try:
-            return decoded(contents)
+            return decode_image(contents)
         except Exception as error:  # of any kind: a damaged file can fail anywhere in the reading
             raise UnreadableImage(f"data: {self.reader.join(file)} is no image that can be read: {error}") from error
 
-    def _stand_in(self, sample: int, error: UnreadableImage) -> Any:
-        """The next image of the class of `sample` that can be read."""
+    def _replacement(self, sample: int, error: UnreadableImage) -> Any:
+        """Return the next image of the class of `sample` that can be read."""
         if not self._replaced[sample]:
-            logger.warning("%s; another image of its class stands in for it", error)
+            logger.warning("%s; another image of its class replaces it", error)
         self._replaced[sample] += 1
         label = self.images.labels[sample]
         (same_class,) = (self.images.labels == label).nonzero()
         following = [*same_class[same_class > sample], *same_class[same_class < sample]]
-        for other in following[:MOST_STAND_INS]:
+        for other in following[:MAX_REPLACEMENTS]:
             try:
                 return self._image(int(other))
             except UnreadableImage as next_error:
