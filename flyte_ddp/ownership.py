@@ -28,6 +28,7 @@ from flyte_ddp.storage import Storage, redact_url
 
 OWNER = "owner.json"
 BEAT_INTERVAL = 20.0  # seconds between two signs of life
+RELEASE_TIMEOUT = 5.0  # seconds to release a place in
 CLOCK_MARGIN = 120.0  # seconds by which the clocks of two machines may differ
 
 
@@ -113,7 +114,13 @@ class Ownership:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        with self._lock, contextlib.suppress(Exception):  # to end a run well is worth more than to say so
+        # Not waited for without end: a process that was asked to stop has seconds, and its store may hang.
+        release = threading.Thread(target=self._release, name="release", daemon=True)
+        release.start()
+        release.join(RELEASE_TIMEOUT)
+
+    def _release(self) -> None:
+        with self._lock, contextlib.suppress(Exception):  # the end of a run must not fail here
             self._put(self._beats, dataclasses.replace(self._owner, beat_at=time.time(), released=True))
 
     def _take(self, owner: Owner, is_first: bool) -> None:

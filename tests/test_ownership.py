@@ -169,3 +169,13 @@ def test_a_run_owns_its_place_and_a_second_one_starts_no_process(tmp_path):
     _, owner = read_owner(Storage(str(run.checkpoints)))
     assert owner.released
     assert dataclasses.replace(owner, token="").run == ""
+
+
+def test_the_end_of_a_run_does_not_wait_for_a_store_that_hangs(tmp_path, monkeypatch):
+    answers = threading.Event()
+    monkeypatch.setattr(ownership, "RELEASE_TIMEOUT", 0.2)
+    with owns(str(tmp_path)):
+        monkeypatch.setattr(Storage, "replace", lambda *arguments: answers.wait(60))
+        ended = time.monotonic()
+    assert time.monotonic() - ended < 20
+    answers.set()
