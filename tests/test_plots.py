@@ -37,6 +37,14 @@ def test_a_run_has_every_panel_there_is_data_for():
 
 
 UNUSUAL = {
+    "two steps with losses far apart": [
+        sample_run.started(),
+        *(
+            dataclasses.replace(step, loss=loss)
+            for step, loss in zip(sample_run.steps(1, 10), (2.3, 0.02), strict=True)
+        ),
+        sample_run.epoch(1),
+    ],
     "one step": [sample_run.started(), *sample_run.steps(1, 1)],
     "one epoch without step events": [sample_run.started(epochs=1), sample_run.epoch(1)],
     "a resumed run": [
@@ -77,6 +85,7 @@ UNUSUAL = {
 }
 
 
+@pytest.mark.filterwarnings("error::UserWarning")  # a healthy run's log has no warning
 @pytest.mark.parametrize("events", UNUSUAL.values(), ids=UNUSUAL.keys())
 def test_unusual_runs_are_drawn_too(events: list[Event]):
     panels = panels_of(events)

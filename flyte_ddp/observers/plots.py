@@ -125,7 +125,7 @@ def _draw_loss(axes: Axes, state: RunState) -> None:
         # A few very low batch losses must not compress the rest of the curve.
         lowest = [value for _, value in epochs + tests]
         if len(steps) > 1:
-            lowest.append(statistics.quantiles([value for _, value in steps], n=20)[0])
+            lowest.append(statistics.quantiles([value for _, value in steps], n=20, method="inclusive")[0])
         axes.set_ylim(bottom=min(lowest) / 1.5)
     style(axes, "Loss")
 
