@@ -41,6 +41,7 @@ ONE_WORKER_TO_A_NODE = {
 }
 DEATH_NOTICED = 10  # seconds
 STORE_OUTAGE = 60  # seconds
+PATIENT = 90  # seconds of silence that a busy machine may cause, where silence is not what a test is about
 SILENCE_NOTICED = 30  # seconds; with node_timeout at its default
 
 
@@ -154,7 +155,7 @@ class Bereaved:
 
 @pytest.fixture(scope="module")
 def bereaved(start: Callable[..., Driver], namespace: Namespace) -> Bereaved:
-    driver = start("bereaved", "undisturbed", "bereaved", pod_template=ONE_WORKER_TO_A_NODE)
+    driver = start("bereaved", "undisturbed", "bereaved", pod_template=ONE_WORKER_TO_A_NODE, node_timeout=PATIENT)
     driver.wait_for_step("undisturbed", 3)
     pods = driver.pods("worker")
     driver.wait_for_step("bereaved", 3)
@@ -191,7 +192,7 @@ def test_a_deleted_worker_pod_costs_nothing_but_time(bereaved: Bereaved, store: 
 def test_a_store_that_is_away_in_mid_training_and_at_a_restart_costs_nothing_but_time(
     start: Callable[..., Driver], namespace: Namespace, store: Store, bereaved: Bereaved
 ) -> None:
-    driver = start("outages", "refusing", "hanging")
+    driver = start("outages", "refusing", "hanging", node_timeout=PATIENT)
     for run in ("refusing", "hanging"):
         driver.wait_for_step(run, 3)
         pod = driver.pods("worker")[0]["metadata"]["name"]
