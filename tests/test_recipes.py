@@ -378,7 +378,7 @@ def test_a_download_that_another_process_began_goes_on_where_it_was(serve, tmp_p
     server = serve(CONTENTS)
     server.faults = [70_000] * download.NUM_TRIES
     server.faults[1:] = [1_000] * (download.NUM_TRIES - 1)
-    with pytest.raises(DataError, match=r"file could not be downloaded: .*after 1000 of .*what has arrived is kept"):
+    with pytest.raises(DataError, match=r"file could not be downloaded: .*after 1000 of .*received bytes are kept"):
         download.download([server.url()], tmp_path / "file", _md5(CONTENTS))
     assert not (tmp_path / "file").exists()
 
