@@ -1,4 +1,4 @@
-"""Images and labels as one npz file: what recipes whose data fits in memory leave between `prepare` and `datasets`."""
+"""Images and labels as one npz file, for recipes whose data fits in memory: from `prepare` to `datasets`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def save_images(file: Path, images: NDArray[Any], labels: NDArray[Any]) -> None:
 
 
 def load_images(file: Path) -> Dataset[Any]:
-    """The images and labels of `save_images` as a TensorDataset."""
+    """Return the images and labels of `save_images` as a TensorDataset."""
     import numpy as np
     import torch
     from torch.utils.data import TensorDataset

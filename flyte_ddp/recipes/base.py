@@ -1,8 +1,8 @@
-"""What a recipe is: a model with its data. It never sees a rank, a device or a launcher.
+"""The base class of recipes. A recipe is a model with its data; it never sees a rank, a device or a launcher.
 
-This module and the built-in recipes import torch inside their methods. The process that supervises the ranks reads
-`defaults` and calls `prepare` and nothing else, and torch's import costs it 3.5 s of processor time that the ranks
-could use. A recipe of yours may import what it likes at its top; it only starts a little later.
+This module and the built-in recipes import torch inside their methods. The supervisor of the ranks only reads
+`defaults` and calls `prepare`, and the import of torch would cost it 3.5 s of processor time that the ranks could use.
+Your own recipes may import anything at the top of the file; their runs start a little later.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ if TYPE_CHECKING:
 class Recipe:
     """A model with its data. Define `prepare`, `datasets` and `model`; the rest has defaults for classification.
 
-    Every method may be called in a process of its own, so what one leaves for another goes through files in
-    `directory`, not through attributes.
+    Every method may be called in another process, so methods pass data to each other by files in `directory`, not by
+    attributes.
 
-    A recipe with options of its own is a frozen dataclass with a field for each of them, of a type that JSON has. Users
-    give them in the config as `{"recipe_options": {"field": value}}`; every method finds them as attributes.
+    A recipe with options is a frozen dataclass with one field for each, of a type that JSON has. Users set them in the
+    config by `{"recipe_options": {"field": value}}`; the methods read them as attributes.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {}
-    """`TrainingConfig` fields for which this recipe wants another default."""
+    """Defaults of this recipe for fields of `TrainingConfig`."""
 
     class_names: Sequence[str] = ()
     """Names of the classes in the order of the model's outputs; "0", "1", ... where empty."""
 
     def prepare(self, source: str, directory: Path) -> str:
-        """Fetch and check the data, once per run, and leave in `directory` what `datasets` reads.
+        """Fetch and check the data, once per run, and write to `directory` the files that `datasets` reads.
 
         Args:
-            source: a path or URL that the user gave, or "" for the recipe's own data.
-            directory: an empty local directory. It is handed to every rank, on other machines as a copy.
+            source: the path or URL given by the user, or "" for the recipe's own data. Read it with
+                `flyte_ddp.storage`, which has the task's credentials and retries.
+            directory: an empty local directory. Every rank gets it, on other machines as a copy.
 
         Returns:
-            Which data this is, in words, for the log and the report.
+            A description of the data, for the log and the report.
 
         Raises:
             DataError: the data is missing, damaged or not of the right kind.
@@ -50,24 +51,24 @@ class Recipe:
         raise NotImplementedError(f"{type(self).__name__} does not define prepare")
 
     def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
-        """The training and the held-out data, each sample an (input, target) pair.
+        """Return the training and the held-out data; each sample is an (input, target) pair.
 
-        A `TensorDataset` is moved to the device whole where it fits and batched there by index; anything else with
-        `__len__` and `__getitem__` is read through a DataLoader. Such a data set may also have `prefetch(indices)`,
-        which is told the samples of a batch before they are asked for one by one, and `num_replaced`: how many of the
-        samples asked for so far could not be read and had another stand in for them.
+        A `TensorDataset` is moved to the device as a whole if it fits, and batched there by index. Any other data set
+        with `__len__` and `__getitem__` is read through a DataLoader. It may also have `prefetch(indices)`, which is
+        called with the samples of a batch before they are read one by one, and `num_replaced`, the number of samples so
+        far that could not be read and were replaced by others.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define datasets")
 
     def model(self) -> nn.Module:
-        """A model with fresh weights. The random generator is seeded before the call.
+        """Return a model with fresh weights. The random generator is seeded before the call.
 
-        `datasets` has been called before on the same recipe, which may have learned from it how many classes there are.
+        `datasets` is called before on the same object, so it may set the number of classes.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define model")
 
     def inputs(self, batch: Tensor) -> Tensor:
-        """What the model takes, from a batch as `datasets` holds it, on the device: normalization goes here.
+        """Convert a batch of `datasets` to the model's input, on the device; for example normalize it.
 
         By default images in bytes, (B, H, W) or (B, C, H, W), become floats in [0, 1] of shape (B, C, H, W).
         """
@@ -80,29 +81,29 @@ class Recipe:
         return batch.float().div_(255)
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss of each sample, (B,): summed over the sample's targets, not averaged.
+        """Return the loss of each sample, (B,): summed over the sample's targets, not averaged.
 
-        By default the cross-entropy of logits (B, C) against classes (B,).
+        By default it is the cross-entropy of logits (B, C) against classes (B,).
         """
         from torch.nn import functional
 
         return functional.cross_entropy(outputs.float(), targets, reduction="none")
 
     def num_correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """How many targets of each sample are predicted right, (B,)."""
+        """Return the number of correctly predicted targets of each sample, (B,)."""
         return outputs.argmax(dim=1) == targets
 
     def num_targets(self, targets: Tensor) -> Tensor | None:
-        """How many targets each of the N samples has, (N,), where that is not one each. Losses are means over these.
+        """Return the number of targets of each of the N samples, (N,); None for one each. Losses are means over these.
 
-        Called once with the targets of a whole `TensorDataset`; not used for data read through a DataLoader.
+        Called once with all targets of a `TensorDataset`; not used for data read through a DataLoader.
         """
         return None
 
     def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
-        """What to show of these held-out samples; all tensors are on the CPU.
+        """Return what the report shows of these held-out samples; all tensors are on the CPU.
 
-        By default truth, best guess and the score of every class, with the image where `batch` holds bytes.
+        By default it is the truth, the best guess and the score of every class, with the image if `batch` has bytes.
         """
         scores = outputs.float().softmax(dim=1)
         names = list(self.class_names) or [str(index) for index in range(scores.shape[1])]
@@ -118,7 +119,7 @@ class Recipe:
 
 
 def _png(sample: Tensor) -> bytes:
-    """`sample` as a PNG where it is an image in bytes, (H, W) or (1 or 3, H, W); nothing where it is not."""
+    """Return `sample` as a PNG if it is an image in bytes, (H, W) or (1 or 3, H, W); else b""."""
     import io
 
     import torch

@@ -45,7 +45,7 @@ class Mnist(Recipe):
 
         Args:
             source: a directory or URL that holds the IDX files, packed (.gz) or not, directly or in `raw` or
-                `MNIST/raw` below; "" downloads them to the user's cache, where an interrupted download goes on.
+                `MNIST/raw` below; "" downloads them to the user's cache, where an interrupted download resumes.
         """
         import numpy as np
 
@@ -84,10 +84,10 @@ class Mnist(Recipe):
 
 
 def _download_all() -> Path:
-    """The user's cache of the packed files, complete and checked."""
+    """Download the packed files where necessary, and return the user's cache of them."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flyte-ddp" / "mnist"
     if not all((cache / f"{name}.gz").exists() for name in CHECKSUMS):
-        from torchvision.datasets import MNIST  # 8 s of imports, so only where there is something to download
+        from torchvision.datasets import MNIST  # 8 s of imports, so only if there is something to download
 
         for name, md5 in MNIST.resources:
             download([mirror + name for mirror in MNIST.mirrors], cache / name, md5)
@@ -125,7 +125,7 @@ def _unpack(contents: bytes, name: str, place: str) -> bytes:
 
 
 def _idx(contents: bytes) -> NDArray[Any]:
-    """The array of bytes in an IDX file: a big-endian header of 4 + 4 * dimensions bytes, then the values."""
+    """Return the array in an IDX file: a big-endian header of 4 + 4 * dimensions bytes, then one byte a value."""
     import numpy as np
 
     num_dimensions = contents[3]

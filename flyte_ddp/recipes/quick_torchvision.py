@@ -1,8 +1,8 @@
-"""torchvision without torch's compiler, whose import is nine tenths of torchvision's own: 8 s of a processor's time.
+"""Import torchvision without torch's compiler, which is nine tenths of the import: 8 s of processor time per process.
 
-Every rank and every loader process would pay it. One line of torchvision 0.29 asks for it: `roi_align`, of which no
-classification model knows, takes one function from `torch._dynamo.utils`. (`transforms.v2` asks for it too, so it is
-`transforms` that is used here: on a PIL image they draw and do the same.)
+One line of torchvision 0.29 imports the compiler: `roi_align`, which no classification model uses, takes one function
+from `torch._dynamo.utils`. `transforms.v2` imports it too, so the recipes use `transforms`, which gives the same for
+PIL images.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ COMPILER = "torch._dynamo.utils"
 
 
 def import_torchvision() -> Any:
-    """The module `torchvision`, with its `models` and `transforms`."""
+    """Return the module `torchvision`, with its `models` and `transforms`."""
     if COMPILER not in sys.modules:
-        sys.modules[COMPILER] = _Understudy(COMPILER)
+        sys.modules[COMPILER] = _Placeholder(COMPILER)
     return importlib.import_module("torchvision")
 
 
-class _Understudy(types.ModuleType):
-    """Has the one function. To be asked for anything else, or to have it called, imports the module and steps back."""
+class _Placeholder(types.ModuleType):
+    """Placeholder that has the one function; any other use imports the real module and removes the placeholder."""
 
     def is_compile_supported(self, device_type: str) -> Any:
         return self.__getattr__("is_compile_supported")(device_type)

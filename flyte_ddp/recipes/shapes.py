@@ -1,4 +1,4 @@
-"""Drawn images of four shapes: what a recipe of images trains on where the user has given none."""
+"""Drawn images of four shapes, for a recipe of images without data from the user."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ SEED = 0
 def draw_images(directory: Path) -> None:
     """Write `train` and `val`, each with a folder of PNGs for each class; the same files every time.
 
-    Each class has a shape and a hue, so a few epochs are enough to tell them apart. The rest is drawn anew each time:
-    shade, size, place, angle, background and specks.
+    Each class has a shape and a hue, so a few epochs are enough to learn them. Shade, size, position, angle, background
+    and specks are random for each image.
     """
     from PIL import Image, ImageColor, ImageDraw
 
