@@ -60,7 +60,7 @@ test-kubernetes: $(INSTALLED)  ## the tests on the cluster that KUBECONFIG names
 	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -m kubernetes tests/kubernetes
 
 test-flyte: $(INSTALLED)  ## real executions on the Flyte that FLYTECTL_CONFIG names, whose nodes (KUBECONFIG) have IMAGE
-	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -m flyte tests/flyte
+	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -v -rP -m flyte tests/flyte
 
 lint: $(INSTALLED)  ## ruff, mypy, strict on flyte_ddp/, and known vulnerabilities of the pinned packages
 	$(BIN)/ruff check .
