@@ -135,7 +135,7 @@ def test_operations_go_on_when_the_store_is_back_and_one_line_says_so(store, url
     lines = [record.getMessage() for record in caplog.records if record.name == "flyte_ddp.storage"]
     assert len(lines) == 2
     assert "cannot be reached" in lines[0]
-    assert "answers again after 1 s" in lines[1]
+    assert re.search(r" answers again after \d+ s$", lines[1])  # how many depends on the machine
 
 
 def test_a_server_that_stops_and_starts_again_is_waited_for(monkeypatch, fast):
