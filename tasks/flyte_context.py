@@ -23,6 +23,7 @@ class Execution:
     run_id: str  # names the W&B run; "" in a local run, where nothing names it
     attempt_id: str  # names what belongs to this attempt alone; "" in a local run
     url: str  # the execution in Flyte's console; "" where Flyte does not tell
+    previous_pod: str = ""  # name of the pod of the attempt before; "" for the first attempt
 
 
 def current_execution(parameters: ExecutionParameters) -> Execution:
@@ -43,6 +44,7 @@ def current_execution(parameters: ExecutionParameters) -> Execution:
         run_id=f"{execution.name}-{node}",
         attempt_id=f"{execution.name}-{node}-{attempt}",
         url=os.environ.get("FLYTE_EXECUTION_URL", ""),
+        previous_pod=f"{execution.name}-{node}-{int(attempt) - 1}" if int(attempt) else "",
     )
 
 

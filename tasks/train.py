@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flytekit import task
 
+from flyte_ddp.errors import OUT_OF_MEMORY
 from flyte_ddp.events import Event, Listener
 from flyte_ddp.launch import spawn
 from flyte_ddp.launch.spawn import Result
@@ -37,6 +38,7 @@ def train_on_one_node(
     """
     with open_frame(Report(), recipe, checkpoints) as frame:
         run = _Run(frame, recipe, config, initial_state, model_artifact)
+        check_previous_pod(run.job, frame.execution.previous_pod)
         result = spawn.train(
             run.job,
             data=lambda: data.download() or data.path,
@@ -80,6 +82,26 @@ def train_on_cluster(
                 run_name=frame.name,
             )
         return run.outputs(result)
+
+
+def check_previous_pod(job: Job, pod: str) -> None:
+    """End a run whose pod was killed for its memory twice without a new checkpoint, because a retry would end likewise.
+
+    Kubernetes kills all of a container (cgroup v2), so only the next attempt can see it.
+
+    Args:
+        pod: name of the pod of the attempt before; "" for the first attempt.
+
+    Raises:
+        OutOfMemory: names what to change.
+    """
+    if not pod:
+        return
+    from flyte_ddp.cluster.kubernetes.api import pod_end
+
+    if pod_end(pod) == OUT_OF_MEMORY:
+        failure = f"The pod of the attempt before, {pod}, ended with {OUT_OF_MEMORY}"
+        spawn.refuse_repeated_oom(job, spawn.newest_step(job.checkpoints), failure)
 
 
 class _Run:

@@ -30,7 +30,10 @@ from flyte_ddp.cluster.kubernetes.manifest import (
 )
 from flyte_ddp.cluster.kubernetes.orphans import duration
 from flyte_ddp.cluster.kubernetes.preflight import NEEDED_EVERYWHERE, requests_of, tolerates
-from flyte_ddp.errors import ClusterError, ConfigError, PreflightError
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.errors import ClusterError, ConfigError, OutOfMemory, PreflightError
+from flyte_ddp.rank.job import Job
+from tasks.train import check_previous_pod
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -696,3 +699,28 @@ def test_the_status_of_a_lost_workers_pod_tells_how_its_container_ended(
     end = worker_end(config, "ddp-x-00000000-0-default-worker-3f2a")
     assert (end.reason, end.is_out_of_memory) == (reason, reason == "OOMKilled")
     assert str(end).endswith("raise kubernetes.worker_memory") is end.is_out_of_memory
+
+
+def test_a_task_whose_pod_was_killed_for_its_memory_twice_at_the_same_step_ends(
+    api_server: ApiServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Kubernetes kills the whole container, so the attempt after it has to look at the pod of the one before."""
+    ended: dict[str, str] = {}
+    status = {"name": "main", "image": "i", "imageID": "", "ready": False, "restartCount": 0}
+
+    def reply(method: str, path: str, body: object) -> tuple[int, object]:
+        name = path.split("?")[0].rpartition("/")[2]
+        state = {"terminated": {"exitCode": 137, "reason": ended.get(name, "Error")}}
+        found = {"metadata": {"name": name}, "spec": {"containers": [{"name": "main"}]}}
+        return 200, {**found, "status": {"phase": "Failed", "containerStatuses": [{**status, "state": state}]}}
+
+    api_server.reply = reply  # type: ignore[method-assign]
+    job = Job("digits", TrainingConfig(), str(tmp_path), 0.0)
+    check_previous_pod(job, "")  # the first attempt
+    ended |= {"e-n1-0": "OOMKilled", "e-n1-2": "OOMKilled", "e-n1-3": "OOMKilled"}
+    check_previous_pod(job, "e-n1-0")
+    (tmp_path / "step-0000000020.json").touch()
+    check_previous_pod(job, "e-n1-1")  # ended otherwise
+    check_previous_pod(job, "e-n1-2")  # it came further than the first
+    with pytest.raises(OutOfMemory, match=r"memory: expected a larger limit .* The pod of the attempt before, e-n1-3"):
+        check_previous_pod(job, "e-n1-3")

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import logging
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -102,7 +103,8 @@ def train(
                 except RankFailure as failure:
                     grown = grow_accumulation(job, failure, num_processes)
                     if failure.cause == OUT_OF_MEMORY:
-                        refuse_repeated_oom(job, state, failure)
+                        resumed_step = state.started.resumed_step if state.started else 0
+                        refuse_repeated_oom(job, resumed_step, failure)
                     if grown is None:
                         raise
                     job = grown
@@ -110,14 +112,23 @@ def train(
     return Result.of(state)
 
 
-def refuse_repeated_oom(job: Job, state: events.RunState, failure: RankFailure) -> None:
-    """Note beside the checkpoints that the ranks ran out of memory, for the next attempt at the same run.
+def newest_step(checkpoints: str) -> int:
+    """Return the step of the newest checkpoint, from which the next attempt resumes; 0 if there is none."""
+    names = Storage(checkpoints).names()
+    return max((int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d+)\.json", name))), default=0)
+
+
+def refuse_repeated_oom(job: Job, resumed_step: int, failure: object) -> None:
+    """Note beside the checkpoints that an attempt ran out of memory, for the next attempt at the same run.
+
+    Args:
+        resumed_step: from which the attempt had started, or the next one starts.
+        failure: how it ended; its first line is shown.
 
     Raises:
-        OutOfMemory: the attempt before this one did so too, and nothing was saved in between.
+        OutOfMemory: the attempt before it did so too, and nothing was saved in between.
     """
     storage = Storage(job.checkpoints, timeout=0)
-    resumed_step = state.started.resumed_step if state.started else 0
     previous = -1
     with contextlib.suppress(FileNotFoundError, StorageUnavailable):
         previous = json.loads(storage.read(OOM_NOTE))["resumed_step"]
@@ -132,7 +143,7 @@ def refuse_repeated_oom(job: Job, state: events.RunState, failure: RankFailure) 
     raise OutOfMemory(
         "memory: expected a larger limit of the task (training.memory_gib in settings.toml), or a smaller "
         f"evaluation_batch_size, data_workers or model: the ranks ran out of memory twice. {first_line(failure)}"
-    ) from failure
+    ) from (failure if isinstance(failure, Exception) else None)
 
 
 def check(job: Job, num_processes: int) -> None:

@@ -131,6 +131,17 @@ def worker_end(config: ClusterConfig, worker_name: str, num_lines: int) -> Worke
     return WorkerEnd("", "")
 
 
+def pod_end(name: str) -> str:
+    """Return why a container of pod `name` in this pod's namespace failed, such as OOMKilled; "" if unknown."""
+    try:
+        pod = call("CoreV1Api", "read_namespaced_pod", name, target_namespace(ClusterConfig()), patience=0)
+        ended = [status.state.terminated for status in pod.status.container_statuses or []]
+        return next((str(each.reason or "") for each in ended if each and each.exit_code), "")
+    except Exception as error:  # of any kind: a diagnosis must not end a run
+        logger.debug("how pod %s ended is unknown: %s", name, api_message(error))
+        return ""
+
+
 def is_in_pod() -> bool:
     """Return whether this process runs in a pod that may use the API."""
     return (POD_IDENTITY / "token").exists() and "KUBERNETES_SERVICE_HOST" in os.environ
