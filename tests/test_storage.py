@@ -45,7 +45,6 @@ def fast(monkeypatch):
     """Short pauses, so that a test need not wait."""
     monkeypatch.setattr(storage, "FIRST_PAUSE", 0.05)
     monkeypatch.setattr(storage, "MAX_PAUSE", 0.2)
-    monkeypatch.setattr(storage, "READ_TIMEOUT", 1.0)
     monkeypatch.setattr(storage, "_reached", set())
 
 
@@ -107,6 +106,7 @@ def test_a_store_that_is_away_is_waited_for_and_then_reported_in_one_line(fault,
         server.bind(("127.0.0.1", 0))
         if fault == "hangs":
             server.listen(50)  # the kernel accepts; nobody answers
+            monkeypatch.setattr(storage, "READ_TIMEOUT", 1.0)
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
