@@ -373,9 +373,7 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_any_process_starts(
     (tmp_path / "a-file").write_text("")
     url = place.format(tmp_path) if "://" in place else str(tmp_path / place)
 
-    with pytest.raises(
-        ConfigError, match=r"checkpoints: '.*(a-file/below|no-such-protocol).*' cannot be .*; accepted is"
-    ):
+    with pytest.raises(ConfigError, match=r"checkpoints: expected a .*, got .*(a-file/below|no-such-protocol)"):
         new_run(tmp_path).train(2, checkpoints=url)
 
 
