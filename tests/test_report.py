@@ -292,7 +292,12 @@ def test_the_deck_in_flytes_own_page_shows_the_report(chromium: browser.Browser,
     )
     assert chromium.open(file, width=360) == []
     assert chromium.evaluate("document.documentElement.scrollWidth") <= 360
-    assert chromium.evaluate("document.querySelector('.training-report h1').checkVisibility()")
+    # Flyte's own script shows the first Deck, which on a busy machine takes a moment.
+    assert chromium.evaluate(
+        """new Promise(done => { const look = left =>
+            document.querySelector('.training-report h1').checkVisibility() ? done(true)
+            : left ? setTimeout(() => look(left - 1), 100) : done(false); look(100) })"""
+    )
     # The style of the report stays within the report.
     assert chromium.evaluate("getComputedStyle(document.body).backgroundColor") == "rgba(0, 0, 0, 0)"
 
