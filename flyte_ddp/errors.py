@@ -6,7 +6,7 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """What the user gave cannot be run. The message names the field, the value and what would be accepted."""
+    """Invalid user input. The message names the field, what was expected and what was given."""
 
 
 class DataError(ValueError):

@@ -1,4 +1,4 @@
-"""Who may write to a run's place: one run at a time, named by a token in `owner.json`.
+"""Ownership of a run's place: one run at a time may write there, named by a token in `owner.json`.
 
 Two runs in one place would delete each other's checkpoints. So the process that starts a run takes the place before
 anything is written there, renews its sign of life, and releases the place at the end. Rank 0 compares the token before

@@ -1,4 +1,4 @@
-"""What surrounds a forward pass: its inputs, its precision, its random draws, and the model's mode."""
+"""The setting of a forward pass: its inputs, precision, random draws and the model's mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run starts: the weights it was given, and whether a checkpoint is one of this very run."""
+"""The start of a run: the weights it was given, and the check that a checkpoint belongs to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank is started from: plain values that any process on any machine can read. Imports no torch."""
+"""The arguments of a rank: plain values that any process on any machine can read. Imports no torch."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class SupervisorLink:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether this rank was asked to end the run. The other ranks may not have been, or not yet."""
+        """True once this rank was asked to end the run. The other ranks may not have been asked yet."""
         return self._stop.is_set()
 
     def beat(self, step: int) -> None:

@@ -25,7 +25,7 @@ class Supervisor(Protocol):
 
     @property
     def stop_requested(self) -> bool:
-        """Whether this rank was asked to end the run. The other ranks may not have been, or not yet."""
+        """True once this rank was asked to end the run. The other ranks may not have been asked yet."""
 
     def beat(self, step: int) -> None:
         """Report progress; `step` counts optimizer steps from the start of the run."""
