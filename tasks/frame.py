@@ -56,7 +56,7 @@ class Frame:
 
     @property
     def is_local(self) -> bool:
-        """Whether the task runs in the user's own process and not in a pod of Flyte."""
+        """True if the task runs in the user's own process and not in a pod of Flyte."""
         return not self.execution.run_id
 
     def say(self, line: str) -> None:

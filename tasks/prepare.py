@@ -35,7 +35,7 @@ PreparedData = Annotated[FlyteDirectory, HashMethod(_contents_hash)]
 
 
 class Prepared(NamedTuple):
-    """What the tasks that follow train with: nothing in it has to be resolved or checked again."""
+    """The inputs of the tasks that follow, resolved and checked."""
 
     data: PreparedData
     config: TrainingOverrides  # with a value for every field

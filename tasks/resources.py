@@ -1,4 +1,4 @@
-"""What the tasks ask of Kubernetes: constants, from settings.toml and the environment variables that it names.
+"""The resources that tasks request: constants, from settings.toml and the environment variables that it names.
 
 Local runs ask for nothing.
 """

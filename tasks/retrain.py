@@ -32,7 +32,7 @@ WITH_DECK = {"enable_deck": True, "deck_fields": ()}
 
 
 class RetrainingPlan(NamedTuple):
-    """What to do next, and the champion that all later tasks use."""
+    """The next step, and the champion that all later tasks use."""
 
     train_on: str  # one_node, cluster or nothing
     outcome: str  # "" if there is something to train

@@ -21,7 +21,7 @@ MAX_OPERATION_SECONDS = 1800.0  # after which such an operation counts as a stal
 
 
 class Supervisor(Protocol):
-    """What the loop needs of its supervisor; `rank.process.SupervisorLink` is one."""
+    """The supervisor as the loop sees it; `rank.process.SupervisorLink` is one."""
 
     @property
     def stop_requested(self) -> bool:

@@ -31,7 +31,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which reports and saves for all."""
+        """True for rank 0, which reports and saves for all."""
         return self.rank == 0
 
     def sum(self, *values: torch.Tensor | float) -> list[float]:
