@@ -10,6 +10,7 @@ from flyte_ddp import storage
 from flyte_ddp.errors import DataError, StorageDenied, StorageUnavailable
 from flyte_ddp.prepare import describe_data, prepare_data
 from flyte_ddp.recipes import Recipe, get_recipe
+from flyte_ddp.storage import directory
 from tests.support.image_store import running_store
 
 NAMES = "\n".join(f"{first}{second}o" for first in "bcdfgh" for second in "aeiou")
@@ -57,7 +58,7 @@ def test_neither_the_note_nor_an_error_holds_a_signature(store, tmp_path):
 
 
 def test_data_waits_for_a_store_that_is_away(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(directory, "FIRST_PAUSE", 0.05)
     url = store.fill({"names.txt": NAMES.encode()})
     store.fault = "unavailable"
     threading.Timer(1.0, lambda: setattr(store, "fault", "")).start()

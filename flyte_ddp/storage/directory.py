@@ -1,0 +1,312 @@
+"""A directory of files at any path or fsspec URL: whole writes, retries with back-off, one line per outage."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from flyte_ddp.errors import FileChanged, StorageDenied, StorageUnavailable
+from flyte_ddp.storage.failures import Meaning, answer, describe, meaning_of, remedy_for
+from flyte_ddp.storage.filesystem import open_filesystem
+from flyte_ddp.storage.urls import redact_url
+
+T = TypeVar("T")
+
+UPLOAD_PART = 8 << 20  # bytes of one request
+FIRST_PAUSE, MAX_PAUSE = 0.5, 15.0  # seconds between two tries
+STORE_TIMEOUT = 600.0  # seconds that an operation keeps trying while the store is away
+ACCESS_CHECK_TIMEOUT = 60.0  # seconds; nothing has been started yet that would be lost
+
+logger = logging.getLogger(__name__)
+_jitter = random.SystemRandom()  # of its own: the shared generator belongs to the training
+_lock = threading.Lock()
+_outages: dict[str, float] = {}  # store -> when it went away, so that a whole process logs an outage once
+_reached: set[str] = set()  # stores that have answered this process
+
+
+class Storage:
+    """The files directly below `url`, such as a run's checkpoints. Names are relative to it; contents are bytes.
+
+    Every operation waits with back-off while the store cannot be reached. One line is logged when a store goes away
+    and one when it is back.
+
+    Args:
+        field: what users call this place; named in errors.
+        timeout: seconds that an operation waits for the store; 0 for a single try.
+        options: of `open_filesystem`.
+
+    Attributes:
+        stop: set it to end waiting: what waits raises StorageUnavailable.
+
+    Raises:
+        ConfigError: no such kind of URL is known here.
+
+    Each operation raises:
+        StorageDenied: credentials are missing, wrong or not sufficient, or there is no such bucket.
+        StorageUnavailable: the store could not be reached for `timeout` seconds.
+    """
+
+    def __init__(self, url: str, field: str = "checkpoints", timeout: float = STORE_TIMEOUT, **options: Any) -> None:
+        self.url = url if "?" in url else url.rstrip("/") or "/"
+        self.field = field
+        self.timeout = timeout
+        self.stop = threading.Event()
+        # `retry` is what tries again.
+        self.file_system, self.root = open_filesystem(self.url, field, **{"num_tries": 1, **options})
+        protocol = self.file_system.protocol
+        protocols = (protocol,) if isinstance(protocol, str) else protocol
+        self.is_local = "file" in protocols
+        self._upload_options = {"chunksize": UPLOAD_PART} if "s3" in protocols else {}
+        if self.is_local:
+            self.url = self.root  # absolute: a process with another working directory means the same place
+
+    def join(self, name: str) -> str:
+        """Return the full URL of `name`."""
+        return f"{self.url}/{name}"
+
+    def check_access(self, field: str = "") -> None:
+        """Write, read and delete a small file, before anything that needs this place is started.
+
+        Args:
+            field: named in errors in place of that of this object.
+
+        Raises:
+            StorageDenied: this process may not; in one line, with the remedy.
+            StorageUnavailable: the store could not be reached for `ACCESS_CHECK_TIMEOUT` seconds.
+        """
+        probe = Storage(self.url, field or self.field, min(self.timeout, ACCESS_CHECK_TIMEOUT))
+        name, contents = f".probe-{uuid.uuid4().hex}", b"written to see that it can be"
+        try:
+            probe.write(name, contents)
+        except FileNotFoundError as error:  # a directory that cannot be created, below /proc for example
+            raise probe._denied(error) from None
+        try:
+            if probe.read(name) != contents:
+                raise StorageDenied(f"{probe.field}: {redact_url(self.url)} does not return what was written to it")
+        finally:
+            probe.delete(name)
+
+    def write(self, name: str, contents: bytes) -> None:
+        """Put `contents` at `name`, replacing what was there. No reader ever sees a part of it."""
+        self.retry(lambda: self._write(f"{self.root}/{name}", contents))
+
+    def replace(self, name: str, contents: bytes, replaced: bytes) -> None:
+        """Put `contents` at `name` if what is there is still `replaced`; b"" stands for no file.
+
+        On a local disk under a lock, on S3 by a conditional put. A store that has neither leaves the moment between the
+        look and the put, some milliseconds in which the last of two writers wins.
+
+        Raises:
+            FileChanged: another process has replaced it.
+        """
+        if self.is_local:
+            with _locked(os.path.join(self.root, ".lock")):
+                self._check_unchanged(name, replaced)
+                self.write(name, contents)
+            return
+        tag = self.retry(lambda: self._entity_tag(name))  # before the look: if it changes in between, the put fails
+        self._check_unchanged(name, replaced)
+        if "s3" not in self.file_system.protocol:
+            self.write(name, contents)
+            return
+        condition = {"IfMatch": tag} if tag else {"IfNoneMatch": "*"}
+        try:
+            self.retry(lambda: self.file_system.pipe_file(f"{self.root}/{name}", contents, **condition))
+        except OSError as error:
+            status, code = answer(error)
+            if status == 501 or code == "NotImplemented":  # a store that speaks S3 without this part of it
+                self.write(name, contents)
+            elif not (
+                isinstance(error, (FileNotFoundError, FileExistsError))
+                or status in (404, 409, 412)
+                or code in ("PreconditionFailed", "ConditionalRequestConflict")
+            ):
+                raise
+            elif self.read(name) != contents:  # else this put was sent again after its answer was lost on the way
+                raise FileChanged(f"{self.join(name)} was replaced meanwhile") from error
+
+    def _entity_tag(self, name: str) -> str:
+        self.file_system.invalidate_cache()
+        try:
+            return str(self.file_system.info(f"{self.root}/{name}").get("ETag", ""))
+        except FileNotFoundError:
+            return ""
+
+    def _check_unchanged(self, name: str, replaced: bytes) -> None:
+        try:
+            current = self.read(name)
+        except FileNotFoundError:
+            current = b""
+        if current != replaced:
+            raise FileChanged(f"{self.join(name)} was replaced meanwhile")
+
+    @property
+    def last_upload_at(self) -> float:
+        """When the last upload of this process, or part of one, arrived: monotonic clock; 0 where it is not known."""
+        return float(getattr(self.file_system, "last_upload_at", 0.0))
+
+    def _write(self, path: str, contents: bytes) -> None:
+        if not self.is_local:
+            # An object store shows an object once it is complete.
+            self.file_system.pipe_file(path, contents, **self._upload_options)
+            return
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        temporary = f"{path}.{uuid.uuid4().hex}.tmp"
+        try:
+            with open(temporary, "wb") as file:
+                file.write(contents)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def read(self, name: str) -> bytes:
+        """Return the contents of `name`.
+
+        Raises:
+            FileNotFoundError: the store says that there is none.
+        """
+        contents: bytes = self.retry(lambda: self.file_system.cat_file(f"{self.root}/{name}"))
+        return contents
+
+    def delete(self, name: str) -> None:
+        """Remove `name`, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            self.retry(lambda: self.file_system.rm_file(f"{self.root}/{name}"))
+
+    def rename(self, name: str, new_name: str) -> None:
+        """Give the file `name` another name, replacing what has that name.
+
+        Raises:
+            FileNotFoundError: there is no `name`.
+        """
+        path, new_path = f"{self.root}/{name}", f"{self.root}/{new_name}"
+        if self.is_local:
+            self.retry(lambda: os.replace(path, new_path))
+            return
+        # Two steps, so that a retry after a lost answer does not look for what is already gone.
+        self.retry(lambda: self.file_system.cp_file(path, new_path))
+        self.delete(name)
+
+    def names(self) -> list[str]:
+        """Return the names of the files directly below, unsorted; none where the directory does not exist."""
+
+        def list_names() -> list[str]:
+            self.file_system.invalidate_cache()
+            return [entry.rsplit("/", 1)[-1] for entry in self.file_system.ls(self.root, detail=False)]
+
+        try:
+            return self.retry(list_names)
+        except FileNotFoundError:
+            return []
+
+    def retry(self, action: Callable[[], T]) -> T:
+        """Return the result of `action`, which uses `file_system`; try it again while the store cannot be reached.
+
+        An answer that depends on a condition (HTTP 409, 412 and 501) is raised as it is.
+        """
+        deadline = time.monotonic() + self.timeout
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                result = action()
+            except Exception as error:  # every file system has errors of its own
+                self._raise_if_final(error)
+                _note_outage(self._store, error)
+                left = deadline - time.monotonic()
+                # A part by chance, so that ranks which failed together do not come back together.
+                if left <= 0 or self.stop.wait(min(left, pause * _jitter.uniform(0.5, 1.0))):
+                    raise StorageUnavailable(
+                        f"{self.field}: {redact_url(self.url)} could not be reached for {self.timeout:g} s: "
+                        f"{describe(error)}"
+                    ) from None
+                pause = min(2 * pause, MAX_PAUSE)
+            else:
+                _note_answer(self._store)
+                return result
+
+    @property
+    def _store(self) -> str:
+        """The part of the URL that comes and goes as a whole."""
+        if self.is_local:
+            return self.url
+        scheme, _, rest = self.url.rpartition("::")[2].partition("://")
+        return redact_url(f"{scheme}://{rest.partition('/')[0]}")
+
+    def _raise_if_final(self, error: Exception) -> None:
+        """Raise what `error` means, if trying again cannot change it."""
+        meaning = meaning_of(error, has_answered=self._store in _reached)
+        if meaning is Meaning.FINAL:
+            raise error
+        if meaning is Meaning.MISSING:
+            raise FileNotFoundError(errno.ENOENT, describe(error))
+        if meaning is Meaning.DENIED:
+            raise self._denied(error) from None
+
+    def _denied(self, error: Exception) -> StorageDenied:
+        return StorageDenied(
+            f"{self.field}: expected a place that this process may use, got {redact_url(self.url)}: "
+            f"{describe(error)}; {remedy_for(error, self.is_local)}"
+        )
+
+
+def read_file(url: str, field: str = "url", timeout: float = STORE_TIMEOUT) -> bytes:
+    """Return the contents of the one file at `url`. Raises as `Storage.read` does."""
+    place = Storage(url, field, timeout)
+    contents: bytes = place.retry(lambda: place.file_system.cat_file(place.root))
+    return contents
+
+
+def write_file(url: str, contents: bytes, field: str = "url", timeout: float = STORE_TIMEOUT) -> None:
+    """Put `contents` at `url`, whole or not at all. Raises as `Storage.write` does."""
+    place = Storage(url, field, timeout)
+    place.retry(lambda: place._write(place.root, contents))
+
+
+def fetch_file(url: str, file: str | os.PathLike[str], field: str = "url", timeout: float = STORE_TIMEOUT) -> None:
+    """Copy the file at `url` to the local path `file` without holding it in memory. Raises as `Storage.read` does."""
+    place = Storage(url, field, timeout)
+    part = Path(file).with_name(f"{Path(file).name}.{uuid.uuid4().hex}.part")
+    try:
+        place.retry(lambda: place.file_system.get_file(place.root, str(part)))
+        os.replace(part, file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """Exclusive file lock among all processes that share the disk; released if the holder dies."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _note_outage(store: str, error: BaseException) -> None:
+    with _lock:
+        is_new = store not in _outages
+        _outages.setdefault(store, time.monotonic())
+    if is_new:
+        logger.warning("%s cannot be reached: %s; waiting for it", store, describe(error))
+
+
+def _note_answer(store: str) -> None:
+    with _lock:
+        _reached.add(store)
+        since = _outages.pop(store, None)
+    if since is not None:
+        logger.warning("%s answers again after %.0f s", store, time.monotonic() - since)

@@ -1,0 +1,137 @@
+"""What the errors of the stores' clients mean. Every kind of file system has errors of its own.
+
+They become one of three: FileNotFoundError (proven missing), `StorageDenied` (the user's mistake) or
+`StorageUnavailable` (the store may come back).
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+from collections.abc import Iterator, Mapping
+
+from flyte_ddp.storage.urls import redact_url
+
+# Classes of errors that mean "no usable credentials", of any store's client; by name, so that none is imported here.
+_NO_CREDENTIALS = {
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "CredentialRetrievalError",
+    "NoAuthTokenError",
+    "ProfileNotFound",
+    "DefaultCredentialsError",
+    "ClientAuthenticationError",
+}
+# Answers that no second try changes, apart from those with HTTP status 401 and 403.
+_REFUSALS = {
+    "AccountProblem",
+    "AllAccessDisabled",
+    "AuthorizationHeaderMalformed",
+    "ContainerNotFound",
+    "ExpiredToken",
+    "InvalidAccessKeyId",
+    "InvalidBucketName",
+    "InvalidToken",
+    "NoSuchBucket",
+    "PermanentRedirect",
+    "SignatureDoesNotMatch",
+}
+# Mistakes in a program or in a machine: to wait for another result would hide them.
+_NOT_OF_THE_STORE = (TypeError, AttributeError, NameError, NotImplementedError, ImportError, MemoryError)
+
+
+class Meaning(enum.Enum):
+    """The meaning of an error for the operation that met it."""
+
+    AWAY = "the store may come back"
+    MISSING = "there is no such file"
+    DENIED = "the user's mistake"
+    FINAL = "the operation's own result, or a bug: another try would end likewise"
+
+
+def meaning_of(error: Exception, has_answered: bool) -> Meaning:
+    """Return what `error` means.
+
+    Args:
+        has_answered: True if the store has answered this process before.
+    """
+    if isinstance(error, _NOT_OF_THE_STORE):
+        return Meaning.FINAL
+    status, code = answer(error)
+    if code in _REFUSALS:
+        return Meaning.DENIED
+    if isinstance(error, (FileNotFoundError, FileExistsError)) or status in (409, 412, 501):
+        return Meaning.FINAL
+    if code in ("PreconditionFailed", "ConditionalRequestConflict", "NotImplemented"):
+        return Meaning.FINAL
+    if status == 404:
+        return Meaning.MISSING
+    if _lacks_credentials(error):
+        return Meaning.AWAY if has_answered else Meaning.DENIED  # the service that issues them may be away
+    if (
+        status in (401, 403)
+        # ValueError: an address that is none.
+        or isinstance(error, (PermissionError, IsADirectoryError, NotADirectoryError, ValueError))
+        or (isinstance(error, OSError) and error.errno in (errno.EROFS, errno.ENAMETOOLONG))
+        or str(error).startswith("Forbidden: ")  # gcsfs
+        or "CERTIFICATE_VERIFY_FAILED" in str(error)
+    ):
+        return Meaning.DENIED
+    return Meaning.AWAY
+
+
+def remedy_for(error: Exception, is_local: bool) -> str:
+    """Return what a user can do about `error`, which means DENIED.
+
+    Args:
+        is_local: True if the place is a directory on a disk.
+    """
+    status, code = answer(error)
+    if isinstance(error, IsADirectoryError):
+        return "give a file"
+    if is_local:
+        return "give a place where this process may read and create files"
+    if code in ("NoSuchBucket", "ContainerNotFound", "InvalidBucketName"):
+        return "create the bucket or correct the URL"
+    if _lacks_credentials(error):
+        return (
+            "give this process credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or Flyte's FLYTE_AWS_*, "
+            "FLYTE_AZURE_*) in its environment, or a service account that may use the bucket"
+        )
+    if status in (401, 403) or isinstance(error, PermissionError):
+        return "correct the keys, or give their owner the permission"
+    return "correct the URL, the endpoint or the keys"
+
+
+def answer(error: BaseException) -> tuple[int, str]:
+    """Return (HTTP status, error code) of the store's answer that `error` stands for; 0 and "" where it has none."""
+    for cause in _causes(error):
+        response = getattr(cause, "response", None)
+        if isinstance(response, Mapping):  # botocore
+            code = str(response.get("Error", {}).get("Code", ""))
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode") or code
+        else:  # azure, aiohttp, gcsfs
+            code = str(getattr(cause, "error_code", None) or "")
+            values = (getattr(cause, name, None) for name in ("status_code", "status", "code"))
+            status = next((value for value in values if value is not None), "")
+        if str(status).isdigit() or code:
+            return int(status) if str(status).isdigit() else 0, code
+    return 0, ""
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def describe(error: BaseException) -> str:
+    """Return class and message of `error` in one line that ends, without secrets."""
+    message = " ".join(str(error).split())
+    if len(message) > 300:
+        message = message[:300] + "..."
+    return redact_url(f"{type(error).__name__}: {message}".removesuffix(": "))
+
+
+def _lacks_credentials(error: Exception) -> bool:
+    return any(type(cause).__name__ in _NO_CREDENTIALS for cause in _causes(error))
