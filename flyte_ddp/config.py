@@ -54,6 +54,8 @@ class TrainingConfig:
     stall_timeout: float = field(300.0, above=0, unit="seconds")  # without progress of any rank until the run is ended
     # without the checkpoints' store until the attempt ends recoverably
     store_timeout: float = field(600.0, above=0, unit="seconds")
+    # of a Flyte task, all its attempts together, until it ends for good with a last checkpoint; 0 is no limit
+    max_hours: float = field(0.0, minimum=0, unit="hours")
     recipe_options: dict[str, Any] = field(factory=dict)  # fields of the recipe's class
 
     def __post_init__(self) -> None:

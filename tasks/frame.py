@@ -7,8 +7,11 @@ report ends as finished, failed or interrupted, and an error leaves in the form 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,9 +21,10 @@ from typing import Any
 import flytekit
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.weights_and_biases import Wandb
-from flyte_ddp.storage import Storage, fetch_file
+from flyte_ddp.storage import Storage, fetch_file, redact_url
 from tasks.deck import DeckPublisher
 from tasks.failures import flyte_errors
 from tasks.flyte_context import Execution, current_execution, share_storage_credentials
@@ -34,6 +38,7 @@ FRAMED: dict[str, Any] = {
     "deck_fields": (),  # the report alone: flytekit's own tabs repeat the source and the inputs
 }
 RUN_ID = "wandb-run-id"  # a file beside the checkpoints, so that every attempt continues the same W&B run
+FIRST_START = "first-start.json"  # likewise, so that `max_hours` counts all attempts
 # In a local run, and in a pod in which Flyte passes secrets as variables.
 KEY_VARIABLES = ("WANDB_API_KEY", "_FSEC_WANDB_API_KEY")
 
@@ -53,6 +58,8 @@ class Frame:
 
     def __post_init__(self) -> None:
         self.publisher = DeckPublisher(self.report)
+        self._time_limit: threading.Timer | None = None
+        self._time_is_up = ""  # what an error says of the limit when it is reached
 
     @property
     def is_local(self) -> bool:
@@ -62,6 +69,46 @@ class Frame:
     def say(self, line: str) -> None:
         """Print a line for people, above the progress bar if there is one. Any thread may call this."""
         self.bar.write(line)
+
+    def limit_time(self, max_hours: float) -> None:
+        """End the task `max_hours` after the start of its first attempt as SIGTERM does; 0 is no limit.
+
+        Raises:
+            ConfigError: earlier attempts have taken that long.
+        """
+        if not max_hours:
+            return
+        message = f"max_hours: the run has taken {max_hours:g} h, all attempts together, which is its limit"
+        remaining = self._first_start() + 3600 * max_hours - time.time()
+        if remaining <= 0:
+            raise ConfigError(f"{message}. Its checkpoints are in {redact_url(self.storage.url)}")
+
+        def stop() -> None:
+            self._time_is_up = message
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        self._time_limit = threading.Timer(remaining, stop)
+        self._time_limit.daemon = True
+        self._time_limit.start()
+
+    def _first_start(self) -> float:
+        """Return when the first attempt of this execution started, in seconds since the epoch."""
+        if self.is_local:
+            return self.opened_at
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+            noted = json.loads(self.storage.read(FIRST_START))
+            if noted["run"] == self.execution.run_id:
+                return float(noted["time"])
+        note = {"run": self.execution.run_id, "time": self.opened_at}
+        self.storage.write(FIRST_START, json.dumps(note).encode())
+        return self.opened_at
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return `error`, or a ConfigError with its text if the time limit caused it: a retry would end likewise."""
+        if not self._time_is_up or not isinstance(error, (TrainingStopped, SystemExit)):
+            return error
+        rest = str(error).removeprefix("SIGTERM: ") if isinstance(error, TrainingStopped) else "nothing was running yet"
+        return ConfigError(f"{self._time_is_up}: {rest}")
 
     def wandb_run_id(self) -> str:
         """Return the id of the W&B run: the one that an earlier attempt wrote beside its checkpoints, or a new one."""
@@ -111,6 +158,8 @@ class Frame:
 
     def close(self, error: BaseException | None) -> None:
         """Complete the report. Only the first call, and the first with an error, changes it."""
+        if self._time_limit is not None:
+            self._time_limit.cancel()
         if not self.report.closed_at or (error is not None and self.report.error is None):
             self.report.close(error)
             self.publisher.close(error)
@@ -147,7 +196,10 @@ def open_frame(report: Page, recipe: str, checkpoints: str, purpose: str = "") -
             with _launcher_logs(frame.say):
                 yield frame
         except BaseException as error:
-            frame.close(error)
+            reason = frame.explain(error)
+            frame.close(reason)
+            if reason is not error:
+                raise reason from None  # it has the text of `error`
             raise
         frame.close(None)
 

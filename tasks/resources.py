@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
 
@@ -26,7 +27,7 @@ SETTINGS = load_settings()
 
 
 def _resources(size: Size, num_gpus: int = 0) -> dict[str, Any]:
-    """Return requests and limits of `size`, its CPUs and memory once for each GPU.
+    """Return requests and limits of `size`, its CPUs and memory once for each GPU, and its timeout.
 
     Both are given, and alike: with `resources=` alone Flyte sets no limits, and Kubernetes may then evict the pod in
     favour of others.
@@ -38,7 +39,12 @@ def _resources(size: Size, num_gpus: int = 0) -> dict[str, Any]:
         ephemeral_storage=f"{size.disk_gib}Gi",
         gpu=str(num_gpus) if num_gpus else None,
     )
-    return {"requests": asked, "limits": asked}
+    return {"requests": asked, "limits": asked, "timeout": _timeout(size)}
+
+
+def _timeout(size: Size) -> timedelta:
+    """Return how long an attempt may take, its waiting for a node included. Zero is no limit."""
+    return timedelta(hours=size.timeout_hours)
 
 
 # W&B's own variables, for the tasks that record a run. Only the mode online needs the key. Flyte mounts secrets as
@@ -76,6 +82,7 @@ TRAINING_TASK: dict[str, Any] = {
 EVALUATION_TASK: dict[str, Any] = {
     **TRAINING_TASK,
     **_resources(SETTINGS.training, min(1, SETTINGS.gpus)),
+    "timeout": _timeout(SETTINGS.small),
     "environment": {**_CODE, **_requested(min(1, SETTINGS.gpus))},
 }
 

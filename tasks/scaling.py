@@ -75,6 +75,7 @@ def train_at_world_sizes(
     report = ScalingReport(recipe, num_runs, projected_world_sizes, target_loss, cluster.resolved_kind)
     with open_frame(report, recipe, checkpoints, "scaling") as frame:
         resolved = _check(recipe, config, world_sizes, learning_rates, target_loss, projected_world_sizes, cluster)
+        frame.limit_time(resolved.max_hours)
         data.download()
         observer = _Observer(frame, report)
         with open_cluster(resize_cluster(cluster, max(world_sizes)), frame.name) as client:

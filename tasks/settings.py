@@ -27,11 +27,12 @@ class SettingsError(click.UsageError, ValueError):
 
 @dataclass(frozen=True)
 class Size:
-    """The resources of one task."""
+    """The resources and the time of one task."""
 
     cpus: int
     memory_gib: int
     disk_gib: int
+    timeout_hours: int  # of one attempt; 0: none
     shared_memory_gib: int = 0
 
 

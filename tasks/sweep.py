@@ -12,6 +12,7 @@ from flytekit.types.structured import StructuredDataset
 from flyte_ddp.events import EpochFinished, Event, RunStarted
 from flyte_ddp.observers.figures import percent
 from flyte_ddp.observers.weights_and_biases import Wandb
+from flyte_ddp.recipes import config_of
 from flyte_ddp.sweep.results import FINISHED, STOPPED_EARLY, TrialRun, build_table, find_best
 from flyte_ddp.sweep.search import EarlyStopping, build_trials
 from tasks.failures import flyte_errors
@@ -74,6 +75,7 @@ def train_sweep(
     report = SweepReport(recipe)
     with open_frame(report, recipe, checkpoints, "sweep") as frame:
         trials = build_trials(recipe, given(config), grid, num_models, seed)
+        frame.limit_time(config_of(recipe, given(config)).max_hours)
         data.download()
         observer = _Observer(frame, report, len(trials))
         with open_cluster(cluster, frame.name) as client:

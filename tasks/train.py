@@ -112,6 +112,7 @@ class _Run:
     ) -> None:
         self.frame = frame
         resolved = config_of(recipe, given(config))
+        frame.limit_time(resolved.max_hours)
         self.job = Job(recipe, resolved, frame.storage.url, frame.opened_at, initial_state, run=frame.execution.run_id)
         wandb = frame.wandb(frame.wandb_run_id(), model_artifact=model_artifact)
         self.listeners: list[Listener] = [

@@ -34,6 +34,7 @@ PROFILES = {
 SMALL = {"sandbox": ("1", "2Gi", "4Gi", ""), "gpu": ("1", "2Gi", "20Gi", "")}
 DRIVER = {"sandbox": ("1", "2Gi", "4Gi", ""), "gpu": ("1", "8Gi", "20Gi", "")}
 TRAINING = {"sandbox": ("2", "4Gi", "4Gi", ""), "gpu": ("16", "64Gi", "50Gi", "4")}
+TIMEOUTS = {"sandbox": (1, 4), "gpu": (6, 48)}  # hours, of a small task and of one that trains or drives
 EVALUATION = {"sandbox": ("2", "4Gi", "4Gi", ""), "gpu": ("4", "16Gi", "50Gi", "1")}
 
 
@@ -174,6 +175,18 @@ def test_retries_preemption_caches_and_decks_are_as_each_task_can_bear(package):
                 metadata.generates_deck.value,
             )
             assert found == (expected.retries, expected.interruptible, expected.cached, expected.deck), name
+
+
+def test_every_attempt_of_every_task_has_a_timeout(package):
+    """Also in the nodes: Flyte reads it there."""
+    small, training = TIMEOUTS[package.profile]
+    for name, task in package.tasks.items():
+        trains = name.rpartition(".")[2].startswith("train_")
+        assert task.metadata.timeout.seconds == 3600 * (training if trains else small), name
+    for spec in package.workflows.values():
+        for node in spec.template.nodes:
+            if (task := package.tasks.get(node.task_node.reference_id.name)) is not None:
+                assert node.metadata.timeout == task.metadata.timeout, node.id
 
 
 def test_nodes_inherit_what_their_tasks_say(package):

@@ -182,7 +182,11 @@ def execute_as_flyte_would(directory, attempt, inputs):
 
 @pytest.fixture
 def inputs(tmp_path):
-    """The task's inputs as Flyte stores them: a slow recipe with a checkpoint every few steps."""
+    return write_inputs(tmp_path, epochs=3)
+
+
+def write_inputs(tmp_path, **config):
+    """Write the task's inputs as Flyte stores them: a slow recipe with a checkpoint every few steps."""
     from flytekit.core.context_manager import FlyteContextManager
     from flytekit.core.type_engine import TypeEngine
     from flytekit.types.directory import FlyteDirectory
@@ -197,7 +201,7 @@ def inputs(tmp_path):
     prepare_data(get_recipe(recipe), "", data)
     values = {
         "recipe": recipe,
-        "config": TrainingOverrides(epochs=3, checkpoint_interval=2),
+        "config": TrainingOverrides(**config, checkpoint_interval=2),
         "data": FlyteDirectory(str(data)),
         "num_processes": 2,
         "checkpoints": "",
@@ -253,6 +257,26 @@ def test_a_retry_goes_on_from_the_checkpoints_of_whichever_attempt_wrote_them(tm
     assert f"kept at {archive}" in output
     assert "/tmp/flyte-" not in output.replace(str(tmp_path), "")
     assert "Training" in (prefix / "deck.html").read_text()
+
+
+def test_a_run_ends_for_good_when_all_its_attempts_have_taken_max_hours(tmp_path):
+    from flyteidl.core import errors_pb2
+
+    checkpoints = tmp_path / "data/checkpoints/project/domain/f1/n1"
+    checkpoints.mkdir(parents=True)
+    note = {"run": "f1-n1", "time": time.time() - 3600 + 9}  # of an attempt before
+    (checkpoints / "first-start.json").write_text(json.dumps(note))
+    inputs = write_inputs(tmp_path, epochs=100_000, max_hours=1.0)
+    for attempt, end in ((1, r"the (run was stopped|ranks were killed)|nothing was running"), (2, "Its checkpoints")):
+        process, prefix = execute_as_flyte_would(tmp_path, attempt, inputs)
+        try:
+            output, _ = process.communicate(timeout=120)
+        finally:
+            process.kill()
+        error = errors_pb2.ErrorDocument.FromString((prefix / "error.pb").read_bytes()).error
+        assert re.search(f"max_hours: the run has taken 1 h, all attempts together, which is its limit.*{end}", output)
+        assert error.kind == errors_pb2.ContainerError.NON_RECOVERABLE
+        assert "Traceback" not in error.message
 
 
 def test_a_killed_rank_is_worth_another_attempt_and_a_bug_is_not(tmp_path, inputs, monkeypatch):
