@@ -54,13 +54,14 @@ def plan_retraining(
     margin: float,
     min_samples: int,
     min_share: float,
+    allow: str,
 ) -> RetrainingPlan:
     """Decide, before a GPU is requested, if there is a challenger to train, and from which weights."""
     with flyte_errors():
         if train_on not in (ONE_NODE, CLUSTER):
             raise ConfigError(f"train_on: expected one of {ONE_NODE}, {CLUSTER}, got {train_on!r}")
         execution = _execution()
-        criteria = PromotionCriteria(start_from, margin, min_samples, min_share)
+        criteria = PromotionCriteria(start_from, margin, min_samples, min_share, allow)
         store = ChampionStore(champion or _default_champion(execution, recipe))
         store.storage.check_access("champion")
         planned = plan(store, _challenge(kickoff_time, recipe, config, data, execution), criteria)
@@ -83,6 +84,7 @@ def judge_challenger(
     challenger: PythonPickledFile,
     start_from: str,
     margin: float,
+    allow: str,
 ) -> RetrainingOutputs:
     """Measure challenger and champion on the same held-out data, and promote the challenger if it is better."""
     with flyte_errors():
@@ -92,7 +94,7 @@ def judge_challenger(
         result = judge(
             store,
             _challenge(kickoff_time, recipe, config, data, execution),
-            PromotionCriteria(start_from, margin),
+            PromotionCriteria(start_from, margin, allow=allow),
             Path(challenger.download()).read_bytes(),
         )
         return _outputs(store, recipe, result, execution)
@@ -112,13 +114,28 @@ def _execution() -> Execution:
 
 
 def _default_champion(execution: Execution, recipe: str) -> str:
-    """Return a place in Flyte's own store that all executions of a project and domain share."""
+    """Return a place in the bucket of Flyte's raw outputs that all executions of a project and domain share.
+
+    At the bucket's top: a lifecycle rule for the raw outputs must not delete the model in use.
+    """
     if not execution.run_id:
         raise ConfigError("champion: expected a directory or a URL in a local run, got ''")
     # Beside the checkpoints of this execution, whose URL ends in checkpoints/PROJECT/DOMAIN/EXECUTION/NODE.
     root, _, place = execution.checkpoints.rpartition("/checkpoints/")
     project, domain, *_ = place.split("/")
-    return "/".join([root, "champions", project, domain, recipe])
+    url, earlier = ("/".join([place, "champions", project, domain, recipe]) for place in (_bucket_of(root), root))
+    if url != earlier and ChampionStore(earlier).pointer() and not ChampionStore(url).pointer():
+        raise ConfigError(
+            f"champion: expected it in {redact_url(url)}, where no lifecycle rule for raw outputs deletes it, got one "
+            f"in {redact_url(earlier)}: move it there, or name its URL as the input `champion`"
+        )
+    return url
+
+
+def _bucket_of(url: str) -> str:
+    """Return the URL of the bucket that `url` lies in; `url` itself where its store has no buckets."""
+    scheme, separator, path = url.partition("://")
+    return url if not separator or scheme in ("file", "memory") else f"{scheme}://{path.partition('/')[0]}"
 
 
 def _challenge(

@@ -427,6 +427,31 @@ def test_a_rollback_to_what_cannot_be_used_is_refused(tmp_path):
     assert number_in(load_champion(str(tmp_path))) == 2
 
 
+def test_pruning_keeps_the_newest_and_what_is_in_use_with_its_parent(url):
+    store = ChampionStore(url)
+    versions = [promote(store, number).version for number in range(6)]
+    store.rollback(versions[2])
+    assert store.prune(2) == [versions[0], versions[3]]
+    assert [each.version for each in store.versions()] == [versions[1], versions[2], versions[4], versions[5]]
+    assert store._list_versions() == [each.version for each in store.versions()]
+    assert number_in(load_champion(url)) == 2
+    assert number_in((store.rollback(), store.load())[1]) == 1
+    assert store.prune(2) == [versions[2]]
+
+
+def test_nothing_is_pruned_where_it_is_unknown_what_is_in_use(tmp_path, capsys):
+    store = ChampionStore(str(tmp_path))
+    for number in range(3):
+        promote(store, number)
+    (tmp_path / "champion.json").write_text("{")
+    for arguments, said in (([], "champion.json is damaged"), (["--keep", "0"], "keep: expected a whole number")):
+        with pytest.raises(SystemExit) as ended:
+            main(["prune", store.url, *(arguments or ["--keep", "1"])])
+        assert ended.value.code == 1
+        assert said in capsys.readouterr().err
+    assert len(store.versions()) == 3
+
+
 def test_the_command_lists_shows_and_rolls_back(tmp_path, capsys):
     store = ChampionStore(str(tmp_path))
     first, second = promote(store, 1), promote(store, 2)

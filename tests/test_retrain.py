@@ -173,15 +173,34 @@ def test_a_champion_that_nobody_can_use_is_replaced_by_one_trained_from_scratch(
     judge(store, make(), PromotionCriteria(), model_state(3))
     broken = store.version_in_use()
     damaged(store, name, damage)
-    planned = plan(store, make(), PromotionCriteria())
+    other = ({*challenges.REPLACEMENTS} - {outcome}).pop()
+    for allow in ("", other.value):  # unless that is allowed by its name, nothing is trained or replaced
+        before, criteria = store.pointer(), PromotionCriteria(allow=allow)
+        for decide in (plan, lambda *given: judge(*given, model_state(6))):
+            with pytest.raises(ConfigError, match=rf"^allow: expected {outcome.value}, got '{allow}', .*{name}"):
+                decide(store, make(), criteria)
+        assert store.pointer() == before
+    allowed = PromotionCriteria(allow=outcome.value)
+    planned = plan(store, make(), allowed)
     assert (planned.train, planned.initial_state) == (True, "")
     assert name in planned.reason
 
-    result = judge(store, make(), PromotionCriteria(), model_state(6))
+    result = judge(store, make(), allowed, model_state(6))
     assert result.outcome == outcome
     assert name in result.reason
     assert scale_of(store) == 6
-    assert store.manifest().parent == broken
+    assert (store.manifest().parent, store.manifest().outcome) == (broken, outcome.value)
+
+
+def test_a_champion_whose_pointer_is_gone_is_missing_and_not_the_first(store, make):
+    """As a lifecycle rule leaves it, which deletes the oldest object first."""
+    judge(store, make(), PromotionCriteria(), model_state(3))
+    judge(store, make(seed=1), PromotionCriteria(), model_state(6))
+    Path(store.url, "champion.json").unlink()
+    with pytest.raises(ConfigError, match=r"^allow: expected promoted_over_missing.*champion.json is missing"):
+        plan(store, make(), PromotionCriteria())
+    store.rollback(store.versions()[0].version)
+    assert scale_of(store) == 3
 
 
 def test_a_champion_of_another_kind_is_neither_trained_against_nor_replaced(store, make):
@@ -270,7 +289,7 @@ def test_a_challenge_that_was_lost_is_not_fought_again_until_something_changes(s
     ):
         assert plan(store, given, criteria).train
     damaged(store, "model_state.pt", os.unlink)
-    assert plan(store, make("5"), PromotionCriteria()).train
+    assert plan(store, make("5"), PromotionCriteria(allow="promoted_over_missing")).train
 
 
 def test_a_promotion_that_was_rolled_back_is_not_repeated_the_next_night(store, make):
@@ -337,7 +356,8 @@ def test_a_challenge_is_judged_in_a_bucket_as_on_a_disk(bucket, make):  # noqa: 
     assert judge(store, make("5"), PromotionCriteria(), model_state(6)).outcome == Outcome.NOT_BETTER
     assert plan(store, make("5"), PromotionCriteria()).outcome == Outcome.UNCHANGED
     store.storage.file_system.rm_file(planned.initial_state)
-    assert judge(store, make("5"), PromotionCriteria(), model_state(6)).outcome == Outcome.PROMOTED_OVER_MISSING
+    allowed = PromotionCriteria(allow="promoted_over_missing")
+    assert judge(store, make("5"), allowed, model_state(6)).outcome == Outcome.PROMOTED_OVER_MISSING
 
 
 @pytest.mark.parametrize(
@@ -347,6 +367,7 @@ def test_a_challenge_is_judged_in_a_bucket_as_on_a_disk(bucket, make):  # noqa: 
         ("margin", -0.1, "a finite number of at least 0"),
         ("margin", float("nan"), "a finite number of at least 0"),
         ("min_samples", 0, "a whole number of at least 1"),
+        ("allow", "promoted", "promoted_over_missing or promoted_over_corrupt"),
         ("min_share", 1.5, "a finite number of at least 0 and of at most 1"),
     ],
 )
@@ -429,13 +450,19 @@ def test_bad_input_is_refused_before_anything_is_trained(retrain, inputs, said, 
     assert "epoch" not in "".join(capfd.readouterr())
 
 
-def test_by_default_the_champion_lies_where_all_executions_of_the_project_find_it():
+def test_by_default_the_champion_lies_where_all_find_it_and_no_rule_for_raw_outputs_reaches(bucket, make):  # noqa: F811
     from tasks.flyte_context import Execution
     from tasks.retrain import _default_champion
 
-    checkpoints = "s3://bucket/data/checkpoints/project/production/f1/n2-n0-n0"
+    checkpoints = f"{bucket}/data/checkpoints/project/production/f1/n2-n0-n0"
     execution = Execution(checkpoints, "f1-n2-n0-n0", "f1-n2-n0-n0-0", "")
-    assert _default_champion(execution, "digits") == "s3://bucket/data/champions/project/production/digits"
+    assert _default_champion(execution, "digits") == f"{bucket}/champions/project/production/digits"
+    # An earlier version of this package put it among the raw outputs. It must not be taken for missing.
+    earlier = ChampionStore(f"{bucket}/data/champions/project/production/digits")
+    judge(earlier, make(), PromotionCriteria(), model_state(3))
+    with pytest.raises(ConfigError, match=rf"^champion: expected it in {bucket}/champions/.* got one in {earlier.url}"):
+        _default_champion(execution, "digits")
+    assert _default_champion(execution, "mnist") == f"{bucket}/champions/project/production/mnist"
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ def retrain_wf(
     margin: float = 0.01,
     min_samples: int = 1,
     min_share: float = 0.5,
+    allow: str = "",
     checkpoints: str = "",
     model_artifact: str = "",
 ) -> RetrainingOutputs:
@@ -56,6 +57,8 @@ def retrain_wf(
         margin: share of the champion's loss on the held-out data by which the challenger's must be lower
         min_samples: minimum of training samples, and of held-out samples; with fewer nothing is trained
         min_share: likewise, as a share of what the champion was trained on
+        allow: promoted_over_missing or promoted_over_corrupt, to replace a champion whose files are missing or damaged
+            by a model that was not compared with it; by default that fails
         checkpoints: directory or URL for the challenger's checkpoints; by default a place of the execution's own
         model_artifact: name of the W&B artifact to keep the challenger as; none by default
     """
@@ -71,6 +74,7 @@ def retrain_wf(
         margin=margin,
         min_samples=min_samples,
         min_share=min_share,
+        allow=allow,
     )
     # A branch starts as soon as its condition can be evaluated, even if other inputs are missing (flyteorg/flyte#3512).
     # This condition is an output of the last node, so all of them are there.
@@ -88,6 +92,7 @@ def retrain_wf(
                 initial_state=planned.initial_state,
                 start_from=start_from,
                 margin=margin,
+                allow=allow,
                 checkpoints=checkpoints,
                 model_artifact=model_artifact,
             )
@@ -104,6 +109,7 @@ def retrain_wf(
                 initial_state=planned.initial_state,
                 start_from=start_from,
                 margin=margin,
+                allow=allow,
                 checkpoints=checkpoints,
                 model_artifact=model_artifact,
             )
@@ -129,6 +135,7 @@ def challenge_on_one_node(
     initial_state: str,
     start_from: str,
     margin: float,
+    allow: str,
     checkpoints: str,
     model_artifact: str,
 ) -> RetrainingOutputs:
@@ -151,6 +158,7 @@ def challenge_on_one_node(
         challenger=trained.model_state,
         start_from=start_from,
         margin=margin,
+        allow=allow,
     )
 
 
@@ -165,6 +173,7 @@ def challenge_on_cluster(
     initial_state: str,
     start_from: str,
     margin: float,
+    allow: str,
     checkpoints: str,
     model_artifact: str,
 ) -> RetrainingOutputs:
@@ -187,6 +196,7 @@ def challenge_on_cluster(
         challenger=trained.model_state,
         start_from=start_from,
         margin=margin,
+        allow=allow,
     )
 
 

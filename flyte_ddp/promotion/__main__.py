@@ -1,4 +1,4 @@
-"""`python -m flyte_ddp.promotion`: show, list and roll back the champion at a URL."""
+"""`python -m flyte_ddp.promotion`: show, list, roll back and prune the champion at a URL."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ COMMANDS = {
     "show": "print the manifest of the version in use, and how the last challenge ended",
     "list": "print all versions, oldest first; * marks the one in use",
     "rollback": "put the version before the one in use, or VERSION, in use again",
+    "prune": "delete all versions but the newest --keep, the one in use and its parent",
 }
 STORE_TIMEOUT = 30.0  # seconds to wait for a store that is away: a person is waiting too
 
@@ -21,7 +22,8 @@ STORE_TIMEOUT = 30.0  # seconds to wait for a store that is away: a person is wa
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m flyte_ddp.promotion", description="Show, list and roll back the champion: the model in use."
+        prog="python -m flyte_ddp.promotion",
+        description="The champion, which is the model in use, and the versions before it.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in COMMANDS.items():
@@ -29,6 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("url", metavar="URL", help="of the champion: any fsspec URL or a directory")
         if name == "rollback":
             command.add_argument("version", metavar="VERSION", nargs="?", default="")
+        if name == "prune":
+            command.add_argument("--keep", type=int, default=10, help="newest versions to keep (default 10)")
     options = parser.parse_args(arguments)
     try:
         store = ChampionStore(options.url, STORE_TIMEOUT)
@@ -38,6 +42,9 @@ def main(arguments: list[str] | None = None) -> int:
             )
         elif options.command == "list":
             text = format_versions(store)
+        elif options.command == "prune":
+            deleted = store.prune(options.keep)
+            text = "\n".join([*deleted, f"{len(deleted)} versions deleted"])
         else:
             text = f"{store.rollback(options.version).version} is in use again"
     except (ChampionError, ChampionChanged, ConfigError, StorageUnavailable) as error:
@@ -52,7 +59,7 @@ def format_versions(store: ChampionStore) -> str:
     return "\n".join(
         f"{'*' if each.version == in_use else ' '} {each.version}  {each.recipe}  "
         + "  ".join(f"{name} {value:.4g}" for name, value in each.metrics.items())
-        + f"  parent {each.parent or 'none'}  {each.data}"
+        + f"  {each.outcome or 'promoted'} over {each.parent or 'none'}  {each.data}"
         for each in store.versions()
     )
 

@@ -59,6 +59,7 @@ class Manifest:
     parent_metrics: dict[str, float]  # of its parent, on the same data; empty if it could not be measured
     code_version: str  # of the code that trained it
     execution: str  # that trained it; "" for a local run
+    outcome: str = ""  # why it replaced its parent, such as promoted or promoted_over_missing
     sha256: str = ""  # of the file with the state dict
     bytes: int = 0  # likewise
 
@@ -100,7 +101,10 @@ class ChampionStore:
         Raises:
             NoChampion, MissingChampion, CorruptChampion: there is no such manifest.
         """
-        named = self.parse(self.pointer() if pointer is None else pointer)
+        contents = self.pointer() if pointer is None else pointer
+        if not contents and self.last_challenge().get("had_champion"):
+            raise MissingChampion(f"{self.storage.join(POINTER)} is missing")
+        named = self.parse(contents)
         contents = self._read(named.version, MANIFEST)
         if hashlib.sha256(contents).hexdigest() != named.manifest_sha256:
             raise CorruptChampion(f"{self._url(named.version, MANIFEST)} is damaged: its SHA-256 differs")
@@ -222,6 +226,30 @@ class ChampionStore:
     def record_challenge(self, record: dict[str, Any]) -> None:
         """Record how the last challenge ended, also one that changed nothing."""
         self.storage.write(LAST_CHALLENGE, _json(record))
+
+    def prune(self, keep: int) -> list[str]:
+        """Delete old versions and return their names.
+
+        The newest `keep` stay, and so do the version in use and its parent, to which a rollback leads.
+
+        Raises:
+            ConfigError: `keep` is less than 1.
+            ChampionError: no version is in use, or the pointer is damaged: nothing is deleted.
+        """
+        if keep < 1:
+            raise ConfigError(f"keep: expected a whole number of at least 1, got {keep}")
+        deleted = []
+        for version in self._list_versions()[:-keep]:
+            pointer = self.parse(self.pointer())  # again each time: somebody may roll back meanwhile
+            if version in (pointer.version, pointer.parent):
+                continue
+            storage = self._storage_of(version)
+            for name in sorted(storage.names()):  # the manifest first: without it there is no such version
+                storage.delete(name)
+            if storage.is_local:
+                storage.file_system.rmdir(storage.root)
+            deleted.append(version)
+        return deleted
 
     def _point_to(self, manifest: Manifest, contents: bytes, replaced: bytes) -> None:
         pointer = Pointer(manifest.version, hashlib.sha256(contents).hexdigest(), manifest.parent)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.errors import ChampionChanged, CorruptChampion, MissingChampion, NoChampion
+from flyte_ddp.errors import ChampionChanged, ConfigError, CorruptChampion, MissingChampion, NoChampion
 from flyte_ddp.fields import field as limited
 from flyte_ddp.fields import validate
 from flyte_ddp.prepare import describe_data
@@ -42,11 +42,11 @@ class Outcome(str, Enum):
     INCOMPATIBLE = "incompatible"  # nothing is trained, because the champion is a model of another kind
 
 
+REPLACEMENTS = (Outcome.PROMOTED_OVER_MISSING, Outcome.PROMOTED_OVER_CORRUPT)  # of what nothing was compared with
 PROMOTIONS = (
     Outcome.PROMOTED,
     Outcome.PROMOTED_FIRST,
-    Outcome.PROMOTED_OVER_MISSING,
-    Outcome.PROMOTED_OVER_CORRUPT,
+    *REPLACEMENTS,
 )
 
 
@@ -63,6 +63,12 @@ class PromotionCriteria:
     margin: float = limited(0.01, minimum=0)
     min_samples: int = limited(1, minimum=1)  # training samples, and held-out samples, without which nothing is trained
     min_share: float = limited(0.5, minimum=0, maximum=1)  # likewise, as a share of those of the champion
+    # an outcome that replaces a champion without a comparison, because its files are missing or damaged; "": none
+    allow: str = limited(
+        "",
+        pattern="|".join(["", *(outcome.value for outcome in REPLACEMENTS)]),
+        example=" or ".join(outcome.value for outcome in REPLACEMENTS),
+    )
 
     def __post_init__(self) -> None:
         validate(self)
@@ -116,6 +122,7 @@ def plan(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria
 
     Raises:
         DataError: the recipe cannot read its data.
+        ConfigError: the champion cannot be used, and `criteria.allow` does not name what would replace it.
     """
     num_train, num_test = _num_samples(challenge)
     if min(num_train, num_test) < criteria.min_samples:
@@ -124,7 +131,7 @@ def plan(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria
             f"there are {num_train:,} training and {num_test:,} held-out samples, and min_samples is "
             f"{criteria.min_samples:,}",
         )
-    current = _load_current(store, store.pointer())
+    current = _load_current(store, store.pointer(), criteria)
     if current.state is None or current.manifest is None:
         return _plan_training(store, challenge, criteria, current)
     if problem := _describe_mismatch(challenge, current):
@@ -154,6 +161,9 @@ def judge(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteri
 
     Args:
         state: the challenger: the contents of a file with a state dict.
+
+    Raises:
+        ConfigError: as `plan`.
     """
     import torch
 
@@ -161,7 +171,7 @@ def judge(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteri
     measured = _metrics(challenge, challenger)
     while True:
         pointer = store.pointer()
-        current = _load_current(store, pointer)
+        current = _load_current(store, pointer, criteria)
         if (manifest := current.manifest) and _is_promoted(challenge, manifest, state):
             outcome = Outcome.PROMOTED if manifest.parent else Outcome.PROMOTED_FIRST
             return PromotionResult(outcome, "an earlier attempt of this task promoted it", measured)
@@ -175,6 +185,7 @@ def judge(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteri
             {
                 **_identity(challenge, criteria, current),
                 **dataclasses.asdict(result),
+                "had_champion": result.outcome in PROMOTIONS or current.version != "",
                 "execution": challenge.execution,
                 "kickoff_time": challenge.kickoff_time,
                 "ended_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -232,16 +243,22 @@ def _skip(outcome: Outcome, reason: str) -> Plan:
     return Plan(False, outcome.value, reason)
 
 
-def _load_current(store: ChampionStore, pointer: bytes) -> CurrentModel:
+def _load_current(store: ChampionStore, pointer: bytes, criteria: PromotionCriteria) -> CurrentModel:
     version = store.version_in_use(pointer)
     try:
         state, manifest = store.load(pointer)
     except NoChampion:
         return CurrentModel(version, None, None, Outcome.PROMOTED_FIRST, "there is no champion yet")
-    except MissingChampion as error:
-        return CurrentModel(version, None, None, Outcome.PROMOTED_OVER_MISSING, f"the champion cannot be used: {error}")
-    except CorruptChampion as error:
-        return CurrentModel(version, None, None, Outcome.PROMOTED_OVER_CORRUPT, f"the champion cannot be used: {error}")
+    except (MissingChampion, CorruptChampion) as error:
+        is_missing = isinstance(error, MissingChampion)
+        outcome = Outcome.PROMOTED_OVER_MISSING if is_missing else Outcome.PROMOTED_OVER_CORRUPT
+        if outcome.value != criteria.allow:
+            raise ConfigError(
+                f"allow: expected {outcome.value}, got {criteria.allow!r}, and the champion cannot be used: {error}. "
+                "Restore its files or roll back with `python -m flyte_ddp.promotion rollback`; only if neither is "
+                "possible allow a model that was not compared with it"
+            ) from error
+        return CurrentModel(version, None, None, outcome, f"the champion cannot be used: {error}")
     return CurrentModel(version, state, manifest, Outcome.PROMOTED, "")
 
 
@@ -344,4 +361,5 @@ def _manifest(challenge: Challenge, result: PromotionResult) -> Manifest:
         metrics=dict(result.challenger),
         parent_metrics=dict(result.champion),
         execution=challenge.execution,
+        outcome=result.outcome.value,
     )
