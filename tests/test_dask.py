@@ -35,15 +35,19 @@ from flyte_ddp.errors import (
     StorageUnavailable,
     TrainingStopped,
 )
+from flyte_ddp.launch.dask import calls, gang, growth, roll_call
 from flyte_ddp.launch.dask import launcher as dask
 from flyte_ddp.launch.dask.archive import delete_archive
 from flyte_ddp.launch.dask.code import packed_code
 from flyte_ddp.launch.dask.launcher import train_on_dask, usable_sizes
 from flyte_ddp.launch.dask.messages import Inbox, NodeJob, decode, encode
+from flyte_ddp.launch.dask.node import DriverLink
 from flyte_ddp.launch.dask.placement import Worker, assign_nodes
 from flyte_ddp.launch.failures import Ended, is_bug
+from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.rank.checkpoint import load_state
 from flyte_ddp.rank.job import Job, NodeRanks
+from flyte_ddp.sweep.runner import one_node_config
 from tests.support.dask_runs import eventually, ranks_below, start_driver, train
 from tests.support.image_store import running_store
 from tests.support.runs import REPOSITORY, how_it_ended, new_run, wait_for_step
@@ -164,6 +168,91 @@ def test_a_killed_worker_costs_nothing_but_time(client, tmp_path, finished_run, 
     assert "its worker is gone" in caplog.text
 
 
+def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
+    start_worker, scheduler, tmp_path, finished_run, caplog
+):
+    """On a cluster that somebody scales; a step takes long on one node, so that the second one is there in time."""
+    pace = {"STEP_SECONDS": "0.05", "ALONE_SECONDS": "1.5"}
+    nannies = [start_worker(scheduler, f"node-{index}", **pace) for index in range(2)]
+
+    class Elastic(type(new_run(tmp_path))):
+        def handle(self, event):
+            super().handle(event)
+            if isinstance(event, events.StepFinished) and event.step == 5 and nannies:
+                nanny = nannies.pop()
+                for process in [nanny, *psutil.Process(nanny.pid).children()]:
+                    process.kill()
+            elif isinstance(event, events.RunStarted) and event.world_size == 1:
+                start_worker(scheduler, "node-2", **pace)
+
+    config = ClusterConfig(
+        kind="existing", scheduler_address=scheduler, min_nodes=1, return_timeout=0.1, grow_delay=1, max_restarts=1
+    )
+    with open_cluster(config, "test") as client:
+        run = train(Elastic(tmp_path, new_run(tmp_path).recipe), client, config, checkpoint_interval=2)
+
+    whole, shrunk, grown = said(run, events.RunStarted)
+    assert [event.world_size for event in (whole, shrunk, grown)] == [2, 1, 2]
+    torch.testing.assert_close(run.state(), finished_run().state())
+    # The growth lost no step and used up no restart: the gang took a checkpoint before it ended.
+    steps = [event.step for event in run.events[run.events.index(shrunk) :] if isinstance(event, events.StepFinished)]
+    assert steps == list(range(shrunk.resumed_step + 1, 28))
+    assert f"the gang ended at step {grown.resumed_step}, after a checkpoint, to grow from 1 to 2 nodes" in caplog.text
+
+
+class GrowsAtOnce(growth.GrowthWatch):
+    """Finds a worker for a larger gang as soon as there is a gang, and calls `on_growth` when that is noticed."""
+
+    on_growth = staticmethod(lambda: None)
+
+    @property
+    def members(self):
+        self.on_growth()
+        return frozenset({*(each.address for each in self.gang), "tcp://a-third"})
+
+    @members.setter
+    def members(self, value):
+        pass
+
+
+def test_a_newcomer_that_is_gone_again_costs_a_moment_and_a_stop_during_a_growth_wins(client, tmp_path, monkeypatch):
+    run, stop, commands = new_run(tmp_path), StopRequest(), []
+
+    async def send(*arguments):
+        commands.append(arguments[-1])
+        await calls.send_command(*arguments)
+
+    def stop_in_second_gang():
+        if len(said(run, events.RunStarted)) == 2 and not stop.is_set():
+            stop.set("SIGTERM")
+
+    monkeypatch.setattr(GrowsAtOnce, "on_growth", staticmethod(stop_in_second_gang))
+    monkeypatch.setattr(dask, "GrowthWatch", GrowsAtOnce)
+    monkeypatch.setattr(dask, "REUNION_TIMEOUT", 1.0)
+    monkeypatch.setattr(gang, "send_command", send)
+    elastic = dataclasses.replace(LOCAL, num_nodes=3, min_nodes=2, return_timeout=0.1, max_restarts=0)
+    with pytest.raises(TrainingStopped, match="^SIGTERM: the run was stopped at step"):
+        train(run, client, elastic, stop=stop)
+    first, second = said(run, events.RunStarted)
+    assert (first.world_size, second.world_size) == (2, 2)
+    assert second.resumed_step > 0
+    assert commands[-1] == "stop 20 SIGTERM"
+    assert list(run.checkpoints.glob("step-*.json"))
+
+
+def test_a_stop_leaves_ranks_that_end_to_grow_less_time():
+    commands_in, commands = os.pipe()  # left open: its end, like a driver's silence, would end this process
+    link = DriverLink(os.fdopen(commands_in, "rb"), io.BytesIO(), driver_timeout=float("inf"))
+    for line in ("go", "stop 600 the gang grows", "stop 600 the gang grows"):
+        os.write(commands, f"{line}\n".encode())
+    assert eventually(link.stop.is_set)
+    assert link.stop.deadline - time.monotonic() > 500
+    os.write(commands, b"stop 20 SIGTERM\n")
+    assert eventually(lambda: link.stop.reason == "SIGTERM")
+    assert link.stop.deadline - time.monotonic() < 21
+    assert not link.stop.is_urgent
+
+
 def test_a_bug_fails_at_once_with_the_ranks_traceback(client, tmp_path, fault):
     fault("raise 1 3")
     run = new_run(tmp_path)
@@ -239,7 +328,7 @@ class Scripted:
         self.endings = list(endings)
         self.num_attempts = 0
 
-    def __call__(self, run, number, nodes, make_jobs):
+    def __call__(self, run, number, nodes, make_jobs, growth):
         self.num_attempts += 1
         self.error, self.step, self.resumed_step = self.endings.pop(0)
         return self
@@ -327,12 +416,27 @@ def test_a_nodes_job_crosses_as_json_and_shows_no_secret():
 
 
 def test_workers_with_other_versions_are_refused(client, tmp_path, monkeypatch):
-    monkeypatch.setattr(dask, "own_versions", lambda: {"python": "3.12.1", "torch": "1.0"})
+    monkeypatch.setattr(roll_call, "own_versions", lambda: {"python": "3.12.1", "torch": "1.0"})
     with pytest.raises(ConfigError, match=r"python 3.12.1, .* got 3\.\S+ on worker \d at tcp://"):
         train(new_run(tmp_path), client, LOCAL)
-    monkeypatch.setattr(dask, "own_versions", lambda: {"torch": "1.0"})
+    monkeypatch.setattr(roll_call, "own_versions", lambda: {"torch": "1.0"})
     with pytest.raises(ConfigError, match=r"torch 1.0, .* got \d\S+ on worker \d at tcp://"):
         train(new_run(tmp_path), client, LOCAL)
+
+
+def test_workers_with_other_versions_that_join_in_mid_run_are_left_out(client, monkeypatch, caplog):
+    roll = roll_call.RollCall(client, "run")
+    assert len(roll.present_workers()) == 2
+    joined = client.scheduler_info(n_workers=-1)["workers"].popitem()[0]
+    roll.known.discard(joined)
+    roll.is_strict = False
+    monkeypatch.setattr(roll_call, "own_versions", lambda: {"torch": "1.0"})
+    for _ in range(2):
+        assert [each.address for each in roll.present_workers()] == list(roll.known)
+    assert joined in roll.unfit
+    assert [record.message for record in caplog.records if "torch 1.0" in record.message] == [
+        f"the run goes on without a worker: {roll.unfit[joined]}"
+    ]
 
 
 def test_missing_workers_are_counted(client, tmp_path):
@@ -484,6 +588,88 @@ def test_ranks_go_by_host_and_name_whatever_the_addresses():
     assert [each.name for each in assign_nodes(after, 4, config)] == ["w-2", "w-10", "w-3", "w-4"]
 
 
+@dataclasses.dataclass
+class Present:
+    """A roll call of workers that the test names."""
+
+    names: tuple = ()
+    busy: tuple = ()
+    gpus: tuple = ("0",)
+    unfit: dict = dataclasses.field(default_factory=dict)
+
+    def present_workers(self, leave_out=()):
+        every = [
+            dataclasses.replace(worker(name, "10.0.0.1", self.gpus), is_busy=name in self.busy) for name in self.names
+        ]
+        return [each for each in every if each.address not in {*leave_out, *self.unfit}]
+
+    def mark_unfit(self, address, why):
+        self.unfit[address] = why
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """watch(present, gang, sizes, **config): `seen(seconds)` is the size that is possible when it looks then."""
+
+    def make(present, gang, sizes, check=lambda nodes: None, not_before=0.0, **config):
+        config = ClusterConfig(**{"num_nodes": sizes[0], "grow_delay": 30, **config})
+        gang = [worker(name, "10.0.0.1", present.gpus) for name in gang]
+        made = growth.GrowthWatch(gang, sizes, config, present, check, not_before, 60)
+        made.close()
+
+        def seen(seconds):
+            monkeypatch.setattr(growth.time, "monotonic", lambda: seconds)
+            return len(made._find_members())
+
+        return seen
+
+    return make
+
+
+def test_a_gang_grows_when_idle_workers_have_been_there_for_a_while(watch):
+    present = Present(("w-1", "w-2"))
+    seen = watch(present, ["w-1"], [2, 1])
+    assert [seen(100), seen(129), seen(130)] == [0, 0, 2]
+    present.names = ("w-1",)  # gone, and back: it has to stay again
+    assert seen(131) == 0
+    present.names = ("w-1", "w-2")
+    assert [seen(140), seen(169), seen(170)] == [0, 0, 2]
+    present.busy = ("w-2",)
+    assert seen(171) == 0
+    assert watch(Present(("w-1", "w-2")), ["w-1"], [2, 1], grow_delay=0, not_before=150)(149) == 0
+    assert watch(Present(("w-1", "w-2")), ["w-1"], [2, 1], grow_delay=0, not_before=150)(150) == 2
+
+
+def test_a_gang_grows_to_sizes_that_split_the_batch_with_workers_that_can_take_part(watch):
+    names = ("w-1", "w-2", "w-3", "w-4", "w-5")
+    assert [watch(Present(names[:num]), names[:2], [6, 4, 3, 2], grow_delay=0)(1) for num in (2, 3, 4, 5)] == [
+        0,
+        3,
+        4,
+        4,
+    ]
+    assert watch(Present(names[:3]), names[:2], [4, 2], grow_delay=0)(1) == 0
+    assert watch(Present(names[:2], gpus=("0", "1")), names[:1], [2, 1], grow_delay=0, gpus_per_node=1)(1) == 2
+    assert watch(Present(names[:2], gpus=()), names[:1], [2, 1], grow_delay=0, gpus_per_node=1)(1) == 0
+
+    def refuse(nodes):
+        if nodes[0].name == "w-3":
+            raise ConfigError("checkpoints: another directory on w-3")
+
+    present = Present(names[:4])
+    seen = watch(present, names[:2], [4, 3, 2], check=refuse, grow_delay=0)
+    assert [seen(1), seen(2)] == [0, 3]
+    assert list(present.unfit.values()) == ["checkpoints: another directory on w-3"]
+
+
+def test_a_gang_of_full_size_and_a_trial_of_a_sweep_look_for_no_worker(monkeypatch):
+    monkeypatch.setattr(growth.threading, "Thread", None)  # not even started
+    gang = [worker("w-1", "10.0.0.1")]
+    config = one_node_config(ClusterConfig(num_nodes=4, min_nodes=1))
+    sizes = usable_sizes(Job("digits", dask_config(), "", 0.0), config)
+    assert growth.GrowthWatch(gang, sizes, config, None, None, 0.0, 60).members == frozenset()
+
+
 def test_a_smaller_gang_still_shares_the_global_batch_evenly(tmp_path):
     job = Job("digits", dask_config(global_batch_size=24), str(tmp_path), 0.0)
     assert usable_sizes(job, ClusterConfig(num_nodes=6, min_nodes=2)) == [6, 4, 3, 2]
@@ -500,6 +686,11 @@ def test_bad_input_is_refused_before_any_cluster_is_asked(tmp_path):
     job = Job("digits", dask_config(global_batch_size=32), str(tmp_path), 0.0)
     with pytest.raises(ConfigError, match="global_batch_size: expected a multiple of 3, got 32"):
         train_on_dask(job, str, None, ClusterConfig(num_nodes=3))
+    message = (
+        "min_nodes: expected a smaller number of nodes, because global_batch_size 32 splits evenly at none from 3 to 3"
+    )
+    with pytest.raises(ConfigError, match=message):
+        train_on_dask(job, str, None, ClusterConfig(num_nodes=4, min_nodes=3))
     nccl = dataclasses.replace(job, config=dask_config(backend="nccl"))
     with pytest.raises(ConfigError, match="backend: expected auto or gloo for ranks without GPUs"):
         train_on_dask(nccl, str, None, ClusterConfig(num_nodes=2))

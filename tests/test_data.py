@@ -7,6 +7,8 @@ from collections import Counter
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from flyte_ddp.config import TrainingConfig
@@ -119,6 +121,52 @@ def test_an_epoch_that_goes_on_in_the_middle_has_the_batches_that_were_left():
     assert [share.micro_batches[0].tolist() for share in rest] == [
         share.micro_batches[0].tolist() for share in whole[3:]
     ]
+
+
+@st.composite
+def _changing_sizes(draw):
+    """An epoch of some samples, and the world sizes at which its batches are trained, a few batches each."""
+    per_rank, accumulation = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    batch = per_rank * accumulation * draw(st.sampled_from([1, 2, 4, 6, 8, 12]))
+    sizes = [size for size in range(1, batch + 1) if batch % (size * accumulation) == 0]
+    config = TrainingConfig(global_batch_size=batch, gradient_accumulation=accumulation, seed=draw(st.integers(0, 99)))
+    stretches = st.tuples(st.sampled_from(sizes), st.integers(0, 5))  # an attempt may end before its first step
+    return config, draw(st.integers(1, 5 * batch)), draw(st.integers(1, 4)), draw(st.lists(stretches, max_size=8))
+
+
+def _counted_in_batch(ranks, number):
+    """The samples whose losses count in the batch, in the order of the ranks, and over how many they are a mean."""
+    samples = [
+        index
+        for shards in ranks
+        for part, weight in zip(shards[number].micro_batches, shards[number].weights, strict=True)
+        for index in part.tolist()
+        if weight
+    ]
+    (num_targets,) = {shards[number].num_targets for shards in ranks}
+    return samples, num_targets
+
+
+@settings(max_examples=150, deadline=None, database=None)
+@given(_changing_sizes())
+def test_a_run_that_shrinks_and_grows_sees_each_sample_once_in_the_batches_of_an_undisturbed_one(run):
+    config, num_samples, epoch, stretches = run
+    samples = LoadedSamples(TensorDataset(torch.arange(num_samples), torch.arange(num_samples)), config, _world(0, 1))
+
+    def shards_from(first_batch, world_size):
+        return [
+            epoch_shards(samples, config, _world(rank, world_size), epoch, first_batch) for rank in range(world_size)
+        ]
+
+    undisturbed = shards_from(0, 1)
+    expected = [_counted_in_batch(undisturbed, number) for number in range(len(undisturbed[0]))]
+    seen = []
+    for world_size, num_steps in [*stretches, (1, len(expected))]:
+        ranks = shards_from(len(seen), world_size)
+        seen += [_counted_in_batch(ranks, number) for number in range(min(num_steps, len(ranks[0])))]
+
+    assert seen == expected
+    assert sorted(index for batch, _ in seen for index in batch) == list(range(num_samples))
 
 
 def test_another_seed_is_another_order():

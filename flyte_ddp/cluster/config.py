@@ -97,6 +97,9 @@ class ClusterConfig:
     # of the whole start: pods scheduled, images pulled, workers connected
     start_timeout: float = field(900.0, above=0, unit="seconds")
     return_timeout: float = field(60.0, above=0, unit="seconds")  # until a run with min_nodes continues without a node
+    # that idle workers have been there until a run with fewer than num_nodes continues with them
+    grow_delay: float = field(30.0, minimum=0, unit="seconds")
+    grow_interval: float = field(300.0, minimum=0, unit="seconds")  # between two growths, at least
     scheduler_address: str = field("")  # of kind existing, such as tcp://10.0.0.7:8786; "": DASK_SCHEDULER_ADDRESS
     kubernetes: KubernetesConfig = field(factory=KubernetesConfig)  # of kind kubernetes alone
 

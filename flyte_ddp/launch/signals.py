@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 import types
 from collections.abc import Iterator
 
@@ -17,10 +18,19 @@ class StopRequest:
     def __init__(self) -> None:
         self.reason = ""
         self.num_requests = 0
+        self.deadline = float("inf")  # monotonic; the run is killed then if it has not ended
 
     def set(self, reason: str) -> None:
+        """Request the end of the run. The second request is urgent."""
         self.reason = self.reason or reason
+        self.deadline = min(self.deadline, time.monotonic() + STOP_GRACE)
         self.num_requests += 1
+
+    def revise(self, reason: str, grace: float) -> None:
+        """Request the end of the run within `grace` seconds for this reason, without urgency, whatever was before."""
+        self.reason = reason
+        self.deadline = min(self.deadline, time.monotonic() + grace)
+        self.num_requests = max(1, self.num_requests)
 
     def is_set(self) -> bool:
         return self.num_requests > 0

@@ -31,7 +31,7 @@ from flyte_ddp import events
 from flyte_ddp.errors import OUT_OF_MEMORY, RankFailure, TrainingStopped
 from flyte_ddp.launch.devices import visible_gpus
 from flyte_ddp.launch.failures import shorten, shorten_traceback
-from flyte_ddp.launch.signals import STOP_GRACE, StopRequest
+from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.rank.job import Job, NodeRanks, rank_log, rank_stacks
 from flyte_ddp.rank.process import run_rank
 
@@ -141,8 +141,7 @@ class _Ranks:
         on_beat: Callable[[int], None] | None,
     ) -> None:
         """Pass data and events on until every rank has succeeded. Raise if one fails, or if none makes progress."""
-        stop_deadline = 0.0
-        has_data = False
+        has_sent_stop = has_data = False
         while any(rank.process.is_alive() or not rank.outcome for rank in self.ranks):
             live = [rank for rank in self.ranks if not rank.up.closed]
             ready = wait(
@@ -167,11 +166,11 @@ class _Ranks:
                 on_beat(self._step())
             if stop.is_set() and not has_data:
                 raise TrainingStopped(f"{stop.reason}: the run was stopped while its data were prepared")
-            if stop.is_set() and not stop_deadline:
-                stop_deadline = time.monotonic() + STOP_GRACE
+            if stop.is_set() and not has_sent_stop:
+                has_sent_stop = True
                 for rank in self.ranks:
                     _send(rank, "stop")
-            if stop.is_urgent or (stop_deadline and time.monotonic() > stop_deadline):
+            if stop.is_urgent or time.monotonic() > stop.deadline:
                 raise TrainingStopped(f"{stop.reason}: the ranks were killed {self._position()}")
             if not live and not self.failures:
                 time.sleep(POLL_INTERVAL / 10)  # every pipe has ended, the processes are about to

@@ -27,17 +27,18 @@ from flyte_ddp.recipes import get_recipe
 from tests.support.runs import REPOSITORY, Run, _Printer, new_run, print_json
 
 
-def train(run: Run, client, cluster: ClusterConfig, at_step=None, **config):
+def train(run: Run, client, cluster: ClusterConfig, at_step=None, stop=None, **config):
     """Train `run` to its end, or to the error, which is raised.
 
     Args:
         at_step: (step, function): calls the function once, when the run has reached the step.
+        stop: the request that ends the run.
     """
     job = Job(
         run.recipe, resolve(get_recipe(run.recipe).defaults, config), run.url or str(run.checkpoints), time.time()
     )
     listeners = [run, _At(*at_step)] if at_step else [run]
-    run.result = train_on_dask(job, lambda: str(run.data()), client, cluster, listeners, run.relay)
+    run.result = train_on_dask(job, lambda: str(run.data()), client, cluster, listeners, run.relay, stop=stop)
     return run
 
 

@@ -22,6 +22,7 @@ from flyte_ddp.cluster.connect import worker_end
 from flyte_ddp.errors import OUT_OF_MEMORY, NodeLost, RankFailure, TrainingStopped
 from flyte_ddp.launch.dask import worker
 from flyte_ddp.launch.dask.calls import ANSWER_TIMEOUT, ByValue, call_scheduler, call_workers, send_command
+from flyte_ddp.launch.dask.growth import GrowthWatch
 from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, GO, KILL, KILL_GRACE, STOP, NodeJob, decode
 from flyte_ddp.launch.dask.placement import Node, natural_key
 from flyte_ddp.launch.failures import MAX_LINES, shorten
@@ -55,12 +56,19 @@ class Attempt:
     """One gang, from its start to its end on every node."""
 
     def __init__(
-        self, run: Run, number: int, nodes: list[Node], make_jobs: Callable[[list[Node]], list[NodeJob]]
+        self,
+        run: Run,
+        number: int,
+        nodes: list[Node],
+        make_jobs: Callable[[list[Node]], list[NodeJob]],
+        growth: GrowthWatch,
     ) -> None:
         self.run = run
         self.client = run.client
         self.nodes = nodes
         self.make_jobs = make_jobs
+        self.growth = growth
+        self.larger: frozenset[str] = frozenset()  # addresses of the workers of the gang that follows this one
         self.name = f"{run.name}-{number}"  # also of the topic of its messages
         self.step = 0  # that the gang has reached
         self.resumed_step = -1  # that it started from, once that is known
@@ -71,8 +79,11 @@ class Attempt:
         self.departures: queue.SimpleQueue[str] = queue.SimpleQueue()  # addresses of workers that the scheduler lost
         self.failures: list[tuple[bool, float, Exception]] = []  # (may be a consequence, when noticed, failure)
 
-    def train(self) -> None:
+    def train(self) -> bool:
         """Run the gang to its end. When this returns or raises, no rank runs on a node that can be reached.
+
+        Returns:
+            True if the training is finished; False if the gang has ended, after a checkpoint, to start again larger.
 
         Raises:
             RankFailure: a rank failed; as far as can be known it is the cause, not a consequence.
@@ -80,7 +91,8 @@ class Attempt:
             TrainingStopped: the run was stopped.
         """
         stop = self.run.stop
-        stop_deadline = float("inf")
+        deadline = float("inf")  # for the nodes to end in
+        is_stopping = False
         self.client.subscribe_topic(self.name, lambda event: self.arrivals.put((time.monotonic(), event[1])))
         self.client.subscribe_topic(SCHEDULER_TOPIC, self._note_departure)
         try:
@@ -89,18 +101,33 @@ class Attempt:
                 self._send_command()
                 self._receive()
                 self._check_silence()
-                if stop.is_set() and self.command == GO:
-                    self._set_command(f"{STOP} {stop.reason}")
-                    stop_deadline = time.monotonic() + STOP_GRACE + KILL_TIMEOUT
-                if stop.is_urgent or time.monotonic() > stop_deadline:
+                if stop.is_set() and not is_stopping:  # also while it grows
+                    is_stopping = True
+                    deadline = self._stop_nodes(stop.reason, STOP_GRACE)
+                elif self.command == GO and self.step > self.resumed_step >= 0:
+                    self.larger = self.growth.members
+                    if self.larger:
+                        reason = f"the gang grows from {len(self.nodes)} to {len(self.larger)} nodes"
+                        deadline = self._stop_nodes(reason, self.growth.grace)
+                if stop.is_urgent or time.monotonic() > deadline:
                     break
         finally:
             self._end()
-        if all(node.end and node.end["outcome"] == "done" for node in self.nodes):
-            return
+        outcomes = [node.end["outcome"] if node.end else "" for node in self.nodes]
+        if all(outcome == "done" for outcome in outcomes):
+            return True
         if stop.is_set():
             raise self._stopped()
+        if self.larger and all(outcome == "stopped" for outcome in outcomes):
+            return False
+        if not self.failures:
+            raise NodeLost(f"nodes did not end within {self.growth.grace:g} s, to start again larger", "")
         raise self._root_cause()
+
+    def _stop_nodes(self, reason: str, grace: float) -> float:
+        """Order a last checkpoint and the end; return when the nodes must have ended."""
+        self._set_command(f"{STOP} {grace:g} {reason}")
+        return time.monotonic() + grace + KILL_TIMEOUT
 
     def _start(self) -> None:
         """Put the code on the nodes, agree on where they meet, and start their supervisors.
@@ -212,7 +239,7 @@ class Attempt:
             failure = RankFailure(f"{node}: {message}", node.end["rank"], kind, node.end["cause"], is_consequence)
             # When one node's ranks stand still, the others' do too, and all their stacks are worth reading.
             self.failures.append((is_consequence or kind == "stall", time.monotonic(), failure))
-        elif outcome == "broken" or (outcome == "killed" and self.command == GO):
+        elif outcome == "broken" or (outcome == "killed" and self.command != KILL and not self.run.stop.is_set()):
             self._mark_lost(node, message, node.end.get("cause", ""))
 
     def _end_of_task(self, node: Node) -> str:
@@ -261,12 +288,14 @@ class Attempt:
         return cause
 
     def _stopped(self) -> TrainingStopped:
-        for node in self.nodes:
-            if node.end and node.end["outcome"] == "stopped":
-                return TrainingStopped(node.end["message"])
+        stopped = [node.end["message"] for node in self.nodes if node.end and node.end["outcome"] == "stopped"]
+        for message in stopped:
+            if message.startswith(self.run.stop.reason):  # else they had ended already, to grow
+                return TrainingStopped(message)
+        how = "the run was stopped" if stopped else "the ranks were killed"
         return TrainingStopped(
-            f"{self.run.stop.reason}: the ranks were killed at step {self.step}. Their checkpoints are in "
-            f"{self.run.checkpoints}: the same run with the same checkpoints resumes there"
+            f"{self.run.stop.reason}: {how} at step {self.step}. Its checkpoints are in {self.run.checkpoints}: the "
+            "same run with the same checkpoints resumes there"
         )
 
     def _end(self) -> None:

@@ -14,10 +14,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.metadata
 import itertools
 import logging
-import platform
+import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -39,13 +38,15 @@ from flyte_ddp.errors import (
     WorkersLost,
 )
 from flyte_ddp.launch.dask import worker
-from flyte_ddp.launch.dask.calls import call_scheduler, call_workers
+from flyte_ddp.launch.dask.calls import call_workers
 from flyte_ddp.launch.dask.code import packed_code
 from flyte_ddp.launch.dask.data import SharedData, check_same_directory, run_in_background
 from flyte_ddp.launch.dask.gang import POLL_INTERVAL, Attempt, Run
+from flyte_ddp.launch.dask.growth import GrowthWatch
 from flyte_ddp.launch.dask.messages import NodeJob
 from flyte_ddp.launch.dask.placement import Node, Worker, assign_nodes
 from flyte_ddp.launch.dask.pool import Pool
+from flyte_ddp.launch.dask.roll_call import RollCall
 from flyte_ddp.launch.dispatch import Dispatcher
 from flyte_ddp.launch.failures import Ended, first_line, is_bug, is_out_of_memory, is_store_outage, made_no_progress
 from flyte_ddp.launch.signals import StopRequest, stop_on_signals
@@ -57,6 +58,7 @@ from flyte_ddp.recipes import get_recipe
 from flyte_ddp.storage import Storage, storage_environment
 
 ROLL_CALL_INTERVAL = 1.0  # seconds between two checks of which workers are there
+REUNION_TIMEOUT = 5.0  # seconds for all workers of a larger gang to be idle, after the smaller one has ended
 
 logger = logging.getLogger(__name__)
 
@@ -127,12 +129,19 @@ def check(job: Job, config: ClusterConfig) -> None:
     """Check the run before anything is asked of its cluster.
 
     Raises:
-        ConfigError: an unknown recipe or option of it, a batch that cannot be split evenly, NCCL without GPUs.
+        ConfigError: an unknown recipe or option of it, a batch that cannot be split evenly at `num_nodes`, or at none
+            of the smaller sizes that `min_nodes` allows, NCCL without GPUs.
     """
     get_recipe(job.recipe, job.config.recipe_options)
     world_size = config.num_nodes * config.ranks_per_node
     job.config.batch_size_per_rank(world_size)
     check_backend(job, config.gpus_per_node > 0, world_size)
+    if config.enough_nodes < config.num_nodes and usable_sizes(job, config) == [config.num_nodes]:
+        raise ConfigError(
+            f"min_nodes: expected a smaller number of nodes, because global_batch_size {job.config.global_batch_size} "
+            f"splits evenly at none from {config.min_nodes} to {config.num_nodes - 1} ({config.ranks_per_node} ranks "
+            f"each), or 0 for a run that needs all {config.num_nodes}, got {config.min_nodes}"
+        )
 
 
 def usable_sizes(job: Job, config: ClusterConfig) -> list[int]:
@@ -170,27 +179,41 @@ class _Launcher:
         self.prepared = run_in_background(data)
         self.num_restarts = 0
         self.previous: Ended | None = None  # the attempt before this one
-        self.known: set[str] = set()  # addresses of workers that were found to have our versions
+        self.roll_call = RollCall(run.client, run.name)
+        self.is_growing = False  # the attempt before this one ended to grow
+        self.grown_at = -math.inf  # monotonic: when one last did so
 
     def close(self) -> None:
         """Leave nothing in the workers, nor beside the checkpoints. Does not raise."""
-        call_workers(self.client, self.known & set(self._listed_workers()), worker.uninstall, self.run.name)
+        asked = self.roll_call.known & set(self.roll_call.listed_workers())
+        call_workers(self.client, asked, worker.uninstall, self.run.name)
         self._release()
         self.data.close()
 
     def launch(self) -> None:
         """Make attempts until one succeeds. Raises as `train_on_dask`."""
+        expected: frozenset[str] = frozenset()  # addresses of the workers of the next gang, where they are known
+        patience = self.config.return_timeout if self.config.min_nodes else self.config.start_timeout
         for number in itertools.count():
             sizes = usable_sizes(self.job, self.config)
-            workers = self._gather(sizes)
+            workers = self._gather(sizes, expected, REUNION_TIMEOUT if self.is_growing else patience)
+            self.roll_call.is_strict = False
             directory = self._wait_for_data()
             nodes = assign_nodes(workers, next(size for size in sizes if size <= len(workers)), self.config)
             check_same_directory(self.client, self.storage, nodes)
-            attempt = Attempt(self.run, number, nodes, functools.partial(self._make_jobs, directory))
+            growth = self._watch_for_growth(workers, nodes, sizes)
+            attempt = Attempt(self.run, number, nodes, functools.partial(self._make_jobs, directory), growth)
             try:
-                attempt.train()
-                return
+                if attempt.train():
+                    return
+                self.is_growing, self.grown_at, expected = True, time.monotonic(), attempt.larger
+                logger.warning(
+                    "the gang ended at step %d, after a checkpoint, to grow from %d to %d nodes",
+                    *(attempt.step, len(nodes), len(expected)),
+                )
             except (RankFailure, NodeLost) as error:
+                # Without the loss of a node the same ones go on: for a larger gang the watch waits.
+                self.is_growing, expected = False, frozenset(node.address for node in nodes)
                 self._release()
                 grown = None
                 if isinstance(error, RankFailure):
@@ -200,7 +223,28 @@ class _Launcher:
                     logger.warning(MORE_ACCUMULATION, grown.config.gradient_accumulation)
                 else:
                     self._decide(Ended(error, attempt.step, attempt.resumed_step))
+            finally:
+                growth.close()
             self._wait_for_store()
+
+    def _watch_for_growth(self, workers: Sequence[Worker], nodes: Sequence[Node], sizes: Sequence[int]) -> GrowthWatch:
+        """Return the watch for workers with which the gang of these nodes could be larger."""
+        addresses = {node.address for node in nodes}
+        probe = Storage(self.storage.url, timeout=0)
+
+        def check_nodes(newcomers: Sequence[Node]) -> None:
+            probe.names()  # while the store is away, the gang could not save its state
+            check_same_directory(self.client, probe, newcomers)
+
+        return GrowthWatch(
+            [each for each in workers if each.address in addresses],
+            sizes,
+            self.config,
+            self.roll_call,
+            check_nodes,
+            not_before=self.grown_at + self.config.grow_interval,
+            grace=self.job.config.store_timeout,
+        )
 
     def _decide(self, ended: Ended) -> None:
         """Log the restart that follows, or raise if there is none."""
@@ -267,23 +311,29 @@ class _Launcher:
         if self.pool:
             self.pool.release(self.run.name)
 
-    def _gather(self, sizes: Sequence[int]) -> list[Worker]:
+    def _gather(self, sizes: Sequence[int], expected: frozenset[str], patience: float) -> list[Worker]:
         """Return the workers for the next attempt: all of them, or after a while as many as a smaller size needs.
+
+        Args:
+            expected: addresses of workers that are enough as soon as all of them are idle.
+            patience: seconds after which a smaller size is enough.
 
         Raises:
             ClusterError, WorkersLost after a failure: there are too few of them in time.
         """
         begun = time.monotonic()
-        patience = self.config.return_timeout if self.config.min_nodes else self.config.start_timeout
         while True:
             self._check_stop()
-            workers = self._present_workers()
+            workers = self.roll_call.present_workers()
             if self.pool is None:
                 workers = [each for each in workers if not each.is_busy]
             else:
                 workers = self.pool.claim(self.run.name, workers, self.config.gpus_per_node)
                 if not workers and self.pool.is_in_use():
                     begun = time.monotonic()  # it waits for its turn: no worker is missing
+            chosen = [each for each in workers if each.address in expected]
+            if chosen and len(chosen) == len(expected):
+                return chosen
             waited = time.monotonic() - begun
             if len(workers) >= sizes[0] or (len(workers) >= sizes[-1] and waited > patience):
                 return workers
@@ -300,57 +350,6 @@ class _Launcher:
         failure = self.previous.failure
         raise WorkersLost(f"{message}. The gang had to restart, because {failure}") from failure
 
-    def _present_workers(self) -> list[Worker]:
-        """Return the workers that answer.
-
-        Raises:
-            ConfigError: one of them runs other versions than this process.
-        """
-        names = self._listed_workers()
-        self._check_versions(names)
-        answers = call_workers(self.client, self.known & set(names), worker.introduce, self.run.name)
-        present = {address: facts for address, facts in answers.items() if not isinstance(facts, Exception)}
-        hosts = [facts["host"] for facts in present.values()]
-        return [
-            Worker(
-                address,
-                names[address],
-                facts["host"],
-                facts["num_cores"],
-                tuple(facts["gpus"]),
-                facts["has_plugin"],
-                facts["is_busy"],
-                shares_host=hosts.count(facts["host"]) > 1,
-            )
-            for address, facts in present.items()
-        ]
-
-    def _listed_workers(self) -> dict[str, str]:
-        """Return the names of the workers that the scheduler knows, by address; they may be dead or silent."""
-        scheduler = call_scheduler(self.client, "identity", n_workers=-1) or {"workers": {}}
-        return {address: str(facts["name"]) for address, facts in scheduler["workers"].items()}
-
-    def _check_versions(self, names: dict[str, str]) -> None:
-        """Compare the versions of new workers among `names` with ours, before any of our code goes there."""
-        new = set(names) - self.known
-        for package, ours in own_versions().items():
-            # Python's own functions: one of ours could not even be unpickled by another Python.
-            if package == "python":
-                answers = call_workers(self.client, new, platform.python_version)
-            else:
-                answers = call_workers(self.client, new, importlib.metadata.version, package)
-            for address, theirs in answers.items():
-                if isinstance(theirs, importlib.metadata.PackageNotFoundError):
-                    theirs = "none"
-                if isinstance(theirs, Exception):
-                    new.discard(address)  # it does not answer, and is asked again
-                elif _comparable(package, theirs) != _comparable(package, ours):
-                    raise ConfigError(
-                        f"cluster: expected workers with {package} {ours}, as in this process and its image, got "
-                        f"{theirs} on worker {names[address]} at {address}"
-                    )
-        self.known |= new
-
     def _wait_for_data(self) -> str:
         while not self.prepared.done():
             self._check_stop()
@@ -361,15 +360,3 @@ class _Launcher:
         if self.run.stop.is_set():
             self.storage.stop.set()
             raise TrainingStopped(f"{self.run.stop.reason}: the run was stopped while no rank was running")
-
-
-def own_versions() -> dict[str, str]:
-    """Return what must be the same here and in the workers, because pickles and collectives cross between them."""
-    packages = ("torch", "distributed", "cloudpickle")
-    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
-
-
-def _comparable(package: str, version: str) -> str:
-    if package == "python":
-        return ".".join(version.split(".")[:2])
-    return version.partition("+")[0]  # torch for CPUs and for GPUs is the same torch

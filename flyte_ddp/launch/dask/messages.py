@@ -18,7 +18,7 @@ from flyte_ddp.rank.job import Job, NodeRanks
 BEAT_INTERVAL = 1.0  # seconds between two signs of life, in either direction
 KILL_GRACE = 5.0  # seconds in which the ranks must be gone after a command to kill them
 
-GO, STOP, KILL = "go", "stop", "kill"  # the driver's commands; the reason may follow STOP
+GO, STOP, KILL = "go", "stop", "kill"  # the driver's commands; seconds of grace and the reason follow STOP
 
 _BYTES = "base64"  # the key of bytes in JSON
 

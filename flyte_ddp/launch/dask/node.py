@@ -76,13 +76,17 @@ class DriverLink:
         self._lines.append(line)
 
     def _listen(self) -> None:
+        previous = ""
         for line in self._commands:
             self._last_command_at = time.monotonic()
-            command, _, reason = line.decode().rstrip("\n").partition(" ")
+            text = line.decode().rstrip("\n")
+            command, _, rest = text.partition(" ")
             if command == KILL:
                 self._kill_ranks("the driver ended the attempt")
-            elif command == STOP and not self.stop.is_set():
-                self.stop.set(reason)
+            elif command == STOP and text != previous:  # commands are repeated
+                grace, _, reason = rest.partition(" ")
+                self.stop.revise(reason, float(grace))
+            previous = text
         self._kill_ranks("the worker is gone")
 
     def _beat(self) -> None:

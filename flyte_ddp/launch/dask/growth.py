@@ -1,0 +1,95 @@
+"""Watch for workers with which a gang could be larger, while it trains. Starts and ends nothing.
+
+The watch asks only workers outside the gang, so it takes no time from the ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.launch.dask.placement import Node, Worker, assign_nodes
+from flyte_ddp.launch.dask.roll_call import RollCall
+
+WATCH_INTERVAL = 1.0  # seconds between two looks at the workers outside the gang
+
+logger = logging.getLogger(__name__)
+
+
+class GrowthWatch:
+    """Looks for workers, from a thread, until it is closed. A gang of full size has nothing to look for.
+
+    Args:
+        gang: the workers of the gang.
+        sizes: the numbers of nodes at which the run can go on, largest first.
+        check_nodes: raises ConfigError if one of the nodes given cannot take part, and any error if the gang could not
+            save its state just now.
+        not_before: monotonic time before which the gang may not grow.
+        grace: seconds for the gang to save its state and end.
+    """
+
+    def __init__(
+        self,
+        gang: Sequence[Worker],
+        sizes: Sequence[int],
+        config: ClusterConfig,
+        roll_call: RollCall,
+        check_nodes: Callable[[Sequence[Node]], None],
+        not_before: float,
+        grace: float,
+    ) -> None:
+        self.gang = gang
+        self.sizes = sizes
+        self.config = config
+        self.roll_call = roll_call
+        self.check_nodes = check_nodes
+        self.not_before = not_before
+        self.grace = grace
+        self.members: frozenset[str] = frozenset()  # addresses of the workers of a larger gang, once it is possible
+        self._first_seen: dict[str, float] = {}  # when each idle worker was first seen, of those seen ever since
+        self._problem = ""  # the latest, to log each once
+        self._is_over = threading.Event()
+        if len(gang) < sizes[0]:
+            threading.Thread(target=self._run, name="growth", daemon=True).start()
+
+    def close(self) -> None:
+        """End the watch; `members` stays."""
+        self._is_over.set()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(WATCH_INTERVAL):
+            try:
+                self.members = self._find_members()
+                self._problem = ""
+            except Exception as error:  # nothing that only watches may end a run
+                self.members = frozenset()
+                if self._problem != str(error):
+                    self._problem = str(error)
+                    logger.warning("the gang cannot grow for now: %s", error)
+
+    def _find_members(self) -> frozenset[str]:
+        """Return the addresses of the workers of the largest gang that is possible now; none if it is this one."""
+        own = {each.address for each in self.gang}
+        idle = [each for each in self.roll_call.present_workers(leave_out=own) if self._is_fit(each)]
+        now = time.monotonic()
+        self._first_seen = {each.address: self._first_seen.get(each.address, now) for each in idle}
+        settled = [each for each in idle if now - self._first_seen[each.address] >= self.config.grow_delay]
+        size = next((size for size in self.sizes if size <= len(own) + len(settled)), 0)
+        if size <= len(own) or now < self.not_before:
+            return frozenset()
+        nodes = assign_nodes([*self.gang, *settled], size, self.config)
+        for node in nodes:
+            if node.address not in own:
+                try:
+                    self.check_nodes([node])
+                except ConfigError as error:
+                    self.roll_call.mark_unfit(node.address, str(error))
+                    return frozenset()  # the next look leaves it out
+        return frozenset(node.address for node in nodes)
+
+    def _is_fit(self, each: Worker) -> bool:
+        return not each.is_busy and len(each.gpus) >= self.config.gpus_per_node

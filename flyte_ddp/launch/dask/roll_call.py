@@ -1,0 +1,106 @@
+"""Find out which workers of a Dask cluster a gang can use. Starts nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import platform
+from collections.abc import Collection
+
+from distributed import Client
+
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.launch.dask import worker
+from flyte_ddp.launch.dask.calls import call_scheduler, call_workers
+from flyte_ddp.launch.dask.placement import Worker
+
+logger = logging.getLogger(__name__)
+
+
+class RollCall:
+    """The workers that answer and run the same versions as this process.
+
+    Args:
+        plugin: the name of the run's plugin in the workers.
+    """
+
+    def __init__(self, client: Client, plugin: str) -> None:
+        self.client = client
+        self.plugin = plugin
+        self.is_strict = True  # raise for a worker with other versions; later, in mid-run, leave it out
+        self.known: set[str] = set()  # addresses of workers that were found to have our versions
+        self.unfit: dict[str, str] = {}  # why a worker cannot take part, by its address
+
+    def present_workers(self, leave_out: Collection[str] = ()) -> list[Worker]:
+        """Return the workers that answer and are not known to be unfit, but for the addresses in `leave_out`.
+
+        Raises:
+            ConfigError: one of them runs other versions than this process; only while this `is_strict`.
+        """
+        names = {address: name for address, name in self.listed_workers().items() if address not in leave_out}
+        self._check_versions(names)
+        asked = (self.known & set(names)) - self.unfit.keys()
+        answers = call_workers(self.client, asked, worker.introduce, self.plugin)
+        present = {address: facts for address, facts in answers.items() if not isinstance(facts, Exception)}
+        hosts = [facts["host"] for facts in present.values()]
+        return [
+            Worker(
+                address,
+                names[address],
+                facts["host"],
+                facts["num_cores"],
+                tuple(facts["gpus"]),
+                facts["has_plugin"],
+                facts["is_busy"],
+                shares_host=hosts.count(facts["host"]) > 1,
+            )
+            for address, facts in present.items()
+        ]
+
+    def listed_workers(self) -> dict[str, str]:
+        """Return the names of the workers that the scheduler knows, by address; they may be dead or silent."""
+        scheduler = call_scheduler(self.client, "identity", n_workers=-1) or {"workers": {}}
+        return {address: str(facts["name"]) for address, facts in scheduler["workers"].items()}
+
+    def mark_unfit(self, address: str, why: str) -> None:
+        """Leave a worker out from now on, and log why."""
+        if address not in self.unfit:
+            self.unfit[address] = why
+            logger.warning("the run goes on without a worker: %s", why)
+
+    def _check_versions(self, names: dict[str, str]) -> None:
+        """Compare the versions of new workers among `names` with ours, before any of our code goes there."""
+        new = set(names) - self.known - self.unfit.keys()
+        for package, ours in own_versions().items():
+            # Python's own functions: one of ours could not even be unpickled by another Python.
+            if package == "python":
+                answers = call_workers(self.client, new, platform.python_version)
+            else:
+                answers = call_workers(self.client, new, importlib.metadata.version, package)
+            for address, theirs in answers.items():
+                if isinstance(theirs, importlib.metadata.PackageNotFoundError):
+                    theirs = "none"
+                if isinstance(theirs, Exception):
+                    new.discard(address)  # it does not answer, and is asked again
+                elif _comparable(package, theirs) != _comparable(package, ours):
+                    why = (
+                        f"cluster: expected workers with {package} {ours}, as in this process and its image, got "
+                        f"{theirs} on worker {names[address]} at {address}"
+                    )
+                    if self.is_strict:
+                        raise ConfigError(why)
+                    new.discard(address)
+                    self.mark_unfit(address, why)
+        self.known |= new
+
+
+def own_versions() -> dict[str, str]:
+    """Return what must be the same here and in the workers, because pickles and collectives cross between them."""
+    packages = ("torch", "distributed", "cloudpickle")
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
+
+
+def _comparable(package: str, version: str) -> str:
+    if package == "python":
+        return ".".join(version.split(".")[:2])
+    return version.partition("+")[0]  # torch for CPUs and for GPUs is the same torch
