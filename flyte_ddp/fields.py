@@ -138,6 +138,18 @@ def reject_unknown(config_class: Any, values: Mapping[str, Any], name: str) -> N
             raise ConfigError(f"{name}: expected one of the fields {', '.join(known)}, got {key!r}")
 
 
+def parse_duration(name: str, text: str) -> float:
+    """Return the seconds of a number with s, m, h or d.
+
+    Raises:
+        ConfigError: `text`, the value of `name`, is not such a number.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    if match is None:
+        raise ConfigError(f"{name}: expected a number with s, m, h or d, such as 90m, got {text!r}")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
 def _convert(value: object, kind: Any) -> object:
     """Return `value` as `kind`, or None where its type does not allow that."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -14,7 +14,15 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 from flyte_ddp.errors import ChampionError, ConfigError
 from flyte_ddp.launch.devices import check_requested_gpus
 from flyte_ddp.promotion.champion import ChampionStore
-from flyte_ddp.promotion.policy import Challenge, Outcome, PromotionCriteria, PromotionResult, judge, plan
+from flyte_ddp.promotion.policy import (
+    PROMOTIONS,
+    Challenge,
+    Outcome,
+    PromotionCriteria,
+    PromotionResult,
+    judge,
+    plan,
+)
 from flyte_ddp.recipes import config_of
 from flyte_ddp.storage import redact_url
 from tasks.failures import flyte_errors
@@ -154,6 +162,7 @@ def _challenge(
 def _outputs(store: ChampionStore, recipe: str, result: PromotionResult, execution: Execution) -> RetrainingOutputs:
     """Return the outputs of the last task, print the outcome and show the report in the Deck."""
     outcome = result.outcome.value
+    store.record_run(outcome, execution.run_id, result.outcome in PROMOTIONS)
     print(f"{outcome}: {result.reason}\nchampion  {store.version_in_use() or 'none'} in {redact_url(store.url)}")  # noqa: T201
     page = _Report(store, recipe, result, execution)
     page.close(None)

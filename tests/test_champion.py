@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from moto.server import ThreadedMotoServer
 
 from flyte_ddp import load_champion
@@ -425,6 +426,47 @@ def test_a_rollback_to_what_cannot_be_used_is_refused(tmp_path):
     with pytest.raises(CorruptChampion):
         store.rollback()
     assert number_in(load_champion(str(tmp_path))) == 2
+
+
+@pytest.mark.parametrize(
+    ("spoil", "arguments", "said"),
+    [
+        (
+            lambda store: None,
+            ["--max-age", "26"],
+            "--max-age: expected a number with s, m, h or d, such as 90m, got '26'",
+        ),
+        (lambda store: store.storage.delete("last_run.json"), [], "no retraining has ended yet"),
+        (lambda store: store.storage.write("last_run.json", b"{"), [], "no retraining has ended yet"),
+        (lambda store: store.record_run("too_little_data", "", False), [], "until somebody corrects data"),
+        (lambda store: store.storage.write("champion.json", b"{"), [], "champion.json is damaged"),
+        (lambda store: store.storage.delete(f"versions/{store.version_in_use()}/manifest.json"), [], "is missing"),
+    ],
+)
+def test_a_monitor_learns_of_a_retraining_that_somebody_has_to_look_at(tmp_path, capsys, spoil, arguments, said):
+    store = ChampionStore(str(tmp_path))
+    promote(store, 1)
+    store.record_run("promoted", "f1", True)
+    store.record_run("unchanged", "f2", False)
+    assert main(["status", store.url, "--max-age", "1m"]) == 0
+    assert "the last retraining ended 0.0 h ago" in (line := capsys.readouterr().out)
+    assert "f2): unchanged; the last promotion was 20" in line
+    spoil(store)
+    with pytest.raises(SystemExit) as ended:
+        main(["status", store.url, *(arguments or ["--max-age", "26h"])])
+    assert ended.value.code == 1
+    assert said in capsys.readouterr().err
+
+
+def test_the_monitor_of_deploy_asks_what_the_command_understands(tmp_path, capsys):
+    store = ChampionStore(str(tmp_path))
+    promote(store, 1)
+    store.record_run("promoted", "f1", True)
+    cron_job = yaml.safe_load((Path(__file__).parents[1] / "deploy" / "champion-status.yaml").read_text())
+    (container,) = cron_job["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
+    python, _, module, *arguments = (word.replace("CHAMPION_URL", store.url) for word in container["command"])
+    assert (python, module) == ("python", "flyte_ddp.promotion")
+    assert main(arguments) == 0
 
 
 def test_pruning_keeps_the_newest_and_what_is_in_use_with_its_parent(url):

@@ -28,10 +28,10 @@ from flyte_ddp.cluster.kubernetes.manifest import (
     merge_pod,
     network_policy,
 )
-from flyte_ddp.cluster.kubernetes.orphans import duration
 from flyte_ddp.cluster.kubernetes.preflight import NEEDED_EVERYWHERE, requests_of, tolerates
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ClusterError, ConfigError, OutOfMemory, PreflightError
+from flyte_ddp.fields import parse_duration
 from flyte_ddp.rank.job import Job
 from tasks.train import check_previous_pod
 
@@ -483,7 +483,7 @@ def test_the_requests_of_a_pod_count_its_sidecars() -> None:
 
 @pytest.mark.parametrize(("text", "seconds"), [("30s", 30), ("90m", 5400), ("1.5h", 5400), ("1d", 86400)])
 def test_durations(text: str, seconds: float) -> None:
-    assert duration(text) == seconds
+    assert parse_duration("--older-than", text) == seconds
 
 
 def test_the_rbac_of_deploy_grants_what_is_needed_and_only_reading_besides() -> None:

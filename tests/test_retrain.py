@@ -15,6 +15,7 @@ import torch
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.prepare import prepare_data
 from flyte_ddp.promotion import policy as challenges
+from flyte_ddp.promotion.__main__ import main
 from flyte_ddp.promotion.champion import ChampionStore, load_champion
 from flyte_ddp.promotion.policy import Challenge, Outcome, PromotionCriteria, judge, plan
 from flyte_ddp.recipes import config_of, get_recipe
@@ -398,7 +399,18 @@ def retrain(tmp_path_factory):
                 **inputs,
             )
 
+        run.place = place
         yield run
+
+
+def status(store, capfd, max_age):
+    """Exit status and last clause of `python -m flyte_ddp.promotion status`."""
+    capfd.readouterr()
+    try:
+        code = main(["status", store.url, "--max-age", max_age])
+    except SystemExit as ended:
+        code = ended.code
+    return code, "".join(capfd.readouterr()).strip().rpartition("; ")[2]
 
 
 def test_retrainings_promote_first_then_nothing_then_what_is_better(retrain, capfd):
@@ -406,8 +418,15 @@ def test_retrainings_promote_first_then_nothing_then_what_is_better(retrain, cap
     assert first.outcome == "promoted_first"
     assert "epoch 1/1: train loss" in "".join(capfd.readouterr())
 
+    record = (store := ChampionStore(retrain.place)).last_run()
+    assert (record["outcome"], record["promoted_at"]) == ("promoted_first", record["ended_at"])
+    store.storage.write("last_run.json", json.dumps({**record, "ended_at": "2026-01-02T03:00:00Z"}).encode())
+    assert status(store, capfd, "26h") == (1, "expected one within 26 h: look at the executions of the launch plan")
+
     same = retrain()
     assert same.outcome == "unchanged"
+    assert store.last_run()["promoted_at"] == record["promoted_at"]
+    assert status(store, capfd, "26h") == (0, f"{first.champion} is in use")
     assert "epoch" not in "".join(capfd.readouterr())  # it trained nothing
 
     worse = retrain(config={"learning_rate": 1e-6}, start_from="scratch")

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import json
 import sys
 
 from flyte_ddp.errors import ChampionChanged, ChampionError, ConfigError, StorageUnavailable
-from flyte_ddp.promotion.champion import ChampionStore
+from flyte_ddp.fields import parse_duration
+from flyte_ddp.promotion.champion import LAST_RUN, ChampionStore
+from flyte_ddp.promotion.policy import NEEDS_ATTENTION
 
 COMMANDS = {
     "show": "print the manifest of the version in use, and how the last challenge ended",
     "list": "print all versions, oldest first; * marks the one in use",
     "rollback": "put the version before the one in use, or VERSION, in use again",
+    "status": "print when the last retraining ended; exit with 1 if that is too long ago or the champion is unusable",
     "prune": "delete all versions but the newest --keep, the one in use and its parent",
 }
 STORE_TIMEOUT = 30.0  # seconds to wait for a store that is away: a person is waiting too
@@ -31,6 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("url", metavar="URL", help="of the champion: any fsspec URL or a directory")
         if name == "rollback":
             command.add_argument("version", metavar="VERSION", nargs="?", default="")
+        if name == "status":
+            help_text = "longest time since the end of the last retraining, such as 26h"
+            command.add_argument("--max-age", required=True, help=help_text)
         if name == "prune":
             command.add_argument("--keep", type=int, default=10, help="newest versions to keep (default 10)")
     options = parser.parse_args(arguments)
@@ -42,6 +49,10 @@ def main(arguments: list[str] | None = None) -> int:
             )
         elif options.command == "list":
             text = format_versions(store)
+        elif options.command == "status":
+            text, is_good = describe_status(store, parse_duration("--max-age", options.max_age))
+            if not is_good:
+                parser.exit(1, f"error: {text}\n")
         elif options.command == "prune":
             deleted = store.prune(options.keep)
             text = "\n".join([*deleted, f"{len(deleted)} versions deleted"])
@@ -62,6 +73,33 @@ def format_versions(store: ChampionStore) -> str:
         + f"  {each.outcome or 'promoted'} over {each.parent or 'none'}  {each.data}"
         for each in store.versions()
     )
+
+
+def describe_status(store: ChampionStore, max_age: float) -> tuple[str, bool]:
+    """Return the state of the retraining in a line, and whether nobody needs to look at it.
+
+    Args:
+        max_age: seconds since the last retraining ended, whatever came of it.
+
+    Raises:
+        ChampionError: the champion cannot be used.
+    """
+    run = store.last_run()
+    try:
+        ended_at = datetime.datetime.fromisoformat(str(run["ended_at"]).replace("Z", "+00:00"))
+    except (KeyError, ValueError):
+        return f"no retraining has ended yet, as far as {store.storage.join(LAST_RUN)} tells", False
+    age = (datetime.datetime.now(datetime.timezone.utc) - ended_at).total_seconds()
+    execution = run.get("execution") or "a local run"
+    line = (
+        f"the last retraining ended {age / 3600:.1f} h ago ({run['ended_at']}, {execution}): {run.get('outcome')}; "
+        f"the last promotion was {run.get('promoted_at') or 'never'}"
+    )
+    if age > max_age:
+        return f"{line}; expected one within {max_age / 3600:g} h: look at the executions of the launch plan", False
+    if run.get("outcome") in NEEDS_ATTENTION:
+        return f"{line}. It will end likewise until somebody corrects data, recipe or config", False
+    return f"{line}; {store.manifest().version} is in use", True
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
     URL/versions/VERSION/manifest.json    origin, metrics and checksum of the version
     URL/versions/VERSION/model_state.pt   its state dict
     URL/last_challenge.json               how the last challenge ended
+    URL/last_run.json                     when the last retraining ended, also one that trained nothing
 
 Versions never change once they are complete, and a reader follows the one name: it finds the old model or the new one,
 nothing in between. Knows neither Flyte nor the rules of promotion; imports no torch until a state is loaded.
@@ -38,6 +39,7 @@ VERSIONS = "versions"
 MANIFEST = "manifest.json"
 MODEL_STATE = "model_state.pt"
 LAST_CHALLENGE = "last_challenge.json"
+LAST_RUN = "last_run.json"
 
 
 @dataclass(frozen=True)
@@ -214,18 +216,27 @@ class ChampionStore:
 
     def last_challenge(self) -> dict[str, Any]:
         """Return the record that `record_challenge` wrote last; empty if there is none that can be read."""
-        try:
-            contents = self.storage.read(LAST_CHALLENGE)
-        except FileNotFoundError:
-            return {}
-        try:
-            return dict(json.loads(contents))
-        except (ValueError, TypeError):
-            return {}
+        return self._read_record(LAST_CHALLENGE)
 
     def record_challenge(self, record: dict[str, Any]) -> None:
         """Record how the last challenge ended, also one that changed nothing."""
         self.storage.write(LAST_CHALLENGE, _json(record))
+
+    def last_run(self) -> dict[str, Any]:
+        """Return the record that `record_run` wrote last; empty if there is none that can be read."""
+        return self._read_record(LAST_RUN)
+
+    def record_run(self, outcome: str, execution: str, has_promoted: bool) -> None:
+        """Record that a retraining ended now, whatever came of it, for `status`.
+
+        Args:
+            outcome: of the retraining, such as unchanged.
+            execution: which it was; "" for a local run.
+        """
+        ended_at = _utc_now()
+        promoted_at = ended_at if has_promoted else self.last_run().get("promoted_at", "")
+        record = {"ended_at": ended_at, "outcome": outcome, "execution": execution, "promoted_at": promoted_at}
+        self.storage.write(LAST_RUN, _json(record))
 
     def prune(self, keep: int) -> list[str]:
         """Delete old versions and return their names.
@@ -250,6 +261,12 @@ class ChampionStore:
                 storage.file_system.rmdir(storage.root)
             deleted.append(version)
         return deleted
+
+    def _read_record(self, name: str) -> dict[str, Any]:
+        try:
+            return dict(json.loads(self.storage.read(name)))
+        except (FileNotFoundError, ValueError, TypeError):
+            return {}
 
     def _point_to(self, manifest: Manifest, contents: bytes, replaced: bytes) -> None:
         pointer = Pointer(manifest.version, hashlib.sha256(contents).hexdigest(), manifest.parent)
@@ -308,6 +325,10 @@ def _manifest(contents: bytes) -> Manifest:
         return Manifest(**{name: value for name, value in values.items() if name in names})  # a later version has more
     except (ValueError, TypeError, AttributeError) as error:
         raise CorruptChampion(f"a manifest is damaged: {error}") from error
+
+
+def _utc_now() -> str:
+    return f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def _json(values: dict[str, Any]) -> bytes:

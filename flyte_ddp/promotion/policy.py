@@ -50,6 +50,10 @@ PROMOTIONS = (
 )
 
 
+# The next retraining ends likewise until a person corrects something.
+NEEDS_ATTENTION = (Outcome.NOT_FINITE, Outcome.TOO_LITTLE_DATA, Outcome.INCOMPATIBLE)
+
+
 @dataclass(frozen=True)
 class PromotionCriteria:
     """When a challenger is trained, and when it wins.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from typing import Any
 from flyte_ddp.cluster.kubernetes.api import ApiUnavailable, api_message, call
 from flyte_ddp.cluster.kubernetes.lifecycle import delete_cluster
 from flyte_ddp.cluster.kubernetes.manifest import GROUP, MANAGED_BY, PLURAL, VERSION
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.fields import parse_duration
 
 
 @dataclass(frozen=True)
@@ -69,18 +70,6 @@ def _why_ownerless(owner: Mapping[str, Any], namespace: str) -> str:
     )
 
 
-def duration(text: str) -> float:
-    """Return the seconds of a number with s, m, h or d.
-
-    Raises:
-        ValueError: `text` is not such a number.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
-    if match is None:
-        raise ValueError(f"expected a number with s, m, h or d, such as 90m, got {text!r}")
-    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     from kubernetes.client import ApiException
@@ -93,7 +82,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--namespace", default="", help="look at this one only; by default at all of them")
     parser.add_argument(
         "--older-than",
-        type=duration,
         default="24h",
         help="age from which a cluster counts as orphaned whose driver ran outside Kubernetes (default 24h)",
     )
@@ -101,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     try:
-        found = find_clusters(options.namespace, options.older_than)
+        found = find_clusters(options.namespace, parse_duration("--older-than", options.older_than))
         lines = []
         for each in found:
             state = each.orphaned or "in use"
@@ -109,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
                 delete_cluster(each.name, each.namespace, each.uid)
                 state = f"deleted: {each.orphaned}"
             lines.append(f"{each.namespace}/{each.name}  age {datetime.timedelta(seconds=round(each.age))}  {state}")
-    except (ApiException, ApiUnavailable, ConfigException) as error:
+    except (ApiException, ApiUnavailable, ConfigError, ConfigException) as error:
         parser.exit(1, f"error: {api_message(error)}\n")
     num_orphans = sum(bool(each.orphaned) for each in found)
     lines.append(f"{len(found)} clusters, {num_orphans} orphaned")
