@@ -48,6 +48,7 @@ def _wait_until_gone(survivors, seconds):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_exception_ends_the_run_with_that_ranks_number_and_traceback(tmp_path, monkeypatch, survivors, rank):
     monkeypatch.setenv("FAULT", f"raise {rank} 5")
+    monkeypatch.setenv("WRITE_SECONDS", "1")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     run = new_run(tmp_path)
     run.data()
@@ -55,8 +56,9 @@ def test_an_exception_ends_the_run_with_that_ranks_number_and_traceback(tmp_path
     before = _surroundings()
 
     with pytest.raises(RankFailure) as caught:
-        run.train()
+        run.train(checkpoint_interval=4)
 
+    assert (run.checkpoints / "step-0000000004.json").exists()  # rank 0 was still writing when the exception came
     assert (caught.value.rank, caught.value.kind) == (rank, "exception")
     assert caught.value.cause == "ValueError: broken on purpose"
     message = str(caught.value)

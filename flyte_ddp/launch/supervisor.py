@@ -32,7 +32,7 @@ from flyte_ddp.errors import OUT_OF_MEMORY, RankFailure, TrainingStopped
 from flyte_ddp.launch.devices import visible_gpus
 from flyte_ddp.launch.failures import shorten, shorten_traceback
 from flyte_ddp.launch.signals import StopRequest
-from flyte_ddp.rank.job import Job, NodeRanks, rank_log, rank_stacks
+from flyte_ddp.rank.job import WRITE_GRACE, Job, NodeRanks, rank_log, rank_stacks
 from flyte_ddp.rank.process import run_rank
 
 CAUSE_GRACE = 0.5  # seconds in which a second failure may turn out to be the cause of the first
@@ -106,8 +106,9 @@ class _Ranks:
         gpus = visible_gpus() if node.use_gpus else ()
         self.slices = gpus if any(name.startswith("MIG-") for name in gpus) else ()
         context = multiprocessing.get_context("spawn")
-        # Per local rank: the time of its last progress, and its step. No lock: each slot has one writer.
-        self.beats = context.RawArray("d", [time.monotonic(), 0.0] * node.num_ranks)
+        # Per local rank: the time of its last progress, and its step. Last: not 0 while rank 0 writes a checkpoint. No
+        # lock: each slot has one writer.
+        self.beats = context.RawArray("d", [time.monotonic(), 0.0] * node.num_ranks + [0.0])
         try:
             with _no_main_module():
                 for local_rank in range(node.num_ranks):
@@ -155,7 +156,7 @@ class _Ranks:
                 if has_exited and not rank.up.closed:
                     self._note_death(rank)
             self._relay_logs()
-            if self.failures and time.monotonic() - self.failures[0][1] > CAUSE_GRACE:
+            if self.failures and time.monotonic() - self.failures[0][1] > self._grace():
                 raise self._root_cause()
             if not has_data and preparation.is_done:
                 has_data = True
@@ -252,6 +253,11 @@ class _Ranks:
             what, kind, cause = f"rank {rank.number} exited with code {code}", "exit", f"exit code {code}"
         tail = rank.log.last_lines(LOG_TAIL)
         return RankFailure(f"{what}\n{shorten(tail)}" if tail else what, rank.number, kind, cause)
+
+    def _grace(self) -> float:
+        """Return for how many seconds a failure may wait for its cause, and for a checkpoint that is being written."""
+        is_writing = self.beats[-1] and self.ranks[0].process.is_alive()
+        return WRITE_GRACE if is_writing and self.failures[0][2].kind == "exception" else CAUSE_GRACE
 
     def _root_cause(self) -> RankFailure:
         """Return the failure that explains the others: the first that is not a consequence of a dead peer."""

@@ -16,11 +16,12 @@ import hashlib
 import io
 import json
 import logging
+import math
 import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ import torch
 
 from flyte_ddp.errors import CheckpointError, ConfigError, StorageUnavailable
 from flyte_ddp.ownership import check_owner
+from flyte_ddp.rank.job import WRITE_GRACE
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
 
 FORMAT = 1  # of the tensors' layout; raised when an older one can no longer be read
@@ -65,13 +67,22 @@ class CheckpointStore:
         timeout: seconds that the store may be away before `check`, `save` and `wait` raise.
         owner: the token of the run that owns the place (`ownership.Ownership`). Checked before anything is written,
             renamed or deleted; "" for a place that nothing else uses.
+        on_busy: called with True when a state is about to be written, and with False when none is being written.
     """
 
-    def __init__(self, url: str, num_kept: int, timeout: float = STORE_TIMEOUT, owner: str = "") -> None:
+    def __init__(
+        self,
+        url: str,
+        num_kept: int,
+        timeout: float = STORE_TIMEOUT,
+        owner: str = "",
+        on_busy: Callable[[bool], None] = lambda is_busy: None,
+    ) -> None:
         self.storage = Storage(url, timeout=timeout)
         self.num_kept = num_kept
         self.timeout = timeout
         self.owner = owner
+        self._on_busy = on_busy
         self._sink = Storage(url, timeout=0)  # a failed try must not keep a newer state waiting
         self._own: dict[str, dict[str, Any]] = {}  # manifests that were written or read whole here, by name
         self._files: set[str] = set()  # tensors that were read or written here, or begun
@@ -130,8 +141,18 @@ class CheckpointStore:
                 f"(store_timeout): {self._outage or 'the store does not answer'}"
             )
 
-    def wait(self, on_wait: Callable[[], None] | None = None) -> None:
-        """Return when everything saved so far is in place.
+    @contextlib.contextmanager
+    def finish_on_error(self, on_wait: Callable[[], None]) -> Iterator[None]:
+        """If the block raises, wait up to `WRITE_GRACE` seconds for what was saved in it, so that a retry finds it."""
+        try:
+            yield
+        except Exception:
+            with contextlib.suppress(Exception):  # the block's error is the one to report
+                self.wait(on_wait, WRITE_GRACE)
+            raise
+
+    def wait(self, on_wait: Callable[[], None] | None = None, seconds: float = math.inf) -> None:
+        """Return when everything saved so far is in place, or after `seconds`.
 
         Args:
             on_wait: called several times a second meanwhile, such as to send a heartbeat. The wait is bounded, because
@@ -140,7 +161,8 @@ class CheckpointStore:
         Raises:
             StorageUnavailable, CheckpointError, ConfigError: as `check`.
         """
-        while True:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
             with self._changed:
                 if self._failure is None and not self._queue and not self._is_writing:
                     return
@@ -232,6 +254,7 @@ class CheckpointStore:
     # --- Writing: everything below runs in the writing thread -----------------------------------------------------
 
     def _enqueue(self, write: _Write) -> None:
+        self._on_busy(True)
         with self._changed:
             self._queue = _wanted([*self._queue, write])
             self._changed.notify_all()
@@ -247,9 +270,11 @@ class CheckpointStore:
                     self._changed.wait()
                 write, self._is_writing = self._queue.pop(0), True
                 self._stuck_since = self._stuck_since or time.monotonic()
+            self._on_busy(True)
             try:
                 self._write(write)
             except StorageUnavailable as error:  # the storage has logged it
+                self._on_busy(False)
                 self._outage = error
                 with self._changed:
                     self._queue, self._is_writing = _wanted([write, *self._queue]), False
@@ -258,12 +283,14 @@ class CheckpointStore:
             except Exception as error:
                 with self._changed:
                     self._failure, self._is_writing = error, False
+                    self._on_busy(False)
                     self._changed.notify_all()
                 return
             else:
                 pause = FIRST_PAUSE
                 with self._changed:
                     self._outage, self._is_writing = None, False
+                    self._on_busy(bool(self._queue))
                     self._stuck_since = 0.0
                     self._changed.notify_all()
 

@@ -10,6 +10,7 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import RankFailure
 
 MODEL_STATE = "model_state.pt"  # the trained model's file, beside the checkpoints
+WRITE_GRACE = 20.0  # seconds in which a checkpoint that is being written may be completed after a rank has failed
 CUDA_OUT_OF_MEMORY = "OutOfMemoryError"  # class name of torch.cuda.OutOfMemoryError
 
 

@@ -75,7 +75,9 @@ def train(job: Job, world: World, node: NodeRanks, link: SupervisorLink) -> None
     model = place_model(recipe.model(), config, world)
 
     # Where to start: at the newest checkpoint, if there is one
-    store = CheckpointStore(job.checkpoints, config.checkpoints_to_keep, config.store_timeout, job.owner)
+    store = CheckpointStore(
+        job.checkpoints, config.checkpoints_to_keep, config.store_timeout, job.owner, on_busy=link.set_writing
+    )
     trainer = Trainer(recipe, config, world, model, train, test, store, link, data["fingerprint"], job.initial_state)
     if config.compile:
         beat_while_compiling(lambda: link.beat(trainer.progress.step))
@@ -85,7 +87,8 @@ def train(job: Job, world: World, node: NodeRanks, link: SupervisorLink) -> None
         link.emit(_run_started(job, node, trainer, data["description"], resumed_from, skipped))
 
     # Go!
-    progress = trainer.fit()
+    with store.finish_on_error(trainer.beat):
+        progress = trainer.fit()
 
     # Results: predictions to look at, the trained weights, and the run's figures
     if world.is_first:

@@ -64,6 +64,10 @@ class SupervisorLink:
         self._beats[2 * self._local_rank] = time.monotonic()  # one clock for all processes of a machine
         self._beats[2 * self._local_rank + 1] = step
 
+    def set_writing(self, is_writing: bool) -> None:
+        """Report, on rank 0, whether it writes a checkpoint: the supervisor waits for that if another rank fails."""
+        self._beats[-1] = float(is_writing)
+
     def emit(self, event: events.Event) -> None:
         """Send `event` to the listeners of the run."""
         self.send("event", events.to_dict(event))
@@ -104,7 +108,8 @@ def run_rank(
     Args:
         listener: the listening socket of the rendezvous, on rank 0; None elsewhere.
         up, down: pipes to and from the supervisor.
-        beats: shared memory, two numbers per local rank: the time of its last progress, and its step.
+        beats: shared memory, two numbers per local rank: the time of its last progress, and its step; and one that is
+            not 0 while rank 0 writes a checkpoint.
         logs: directory of the files that `rank_log` and `rank_stacks` name.
     """
     os.setpgid(0, 0)  # so that the supervisor can kill this process with all that it starts, such as loader workers

@@ -1,8 +1,9 @@
 """Tiny recipes that ranks find by dotted name, with faults that a test switches on through the environment.
 
 FAULT="kind rank step" makes the rank with that number do `kind` in its step with that number, counted from the start of
-its process. RECORD=directory makes every rank note there which samples it computed losses of. STEP_SECONDS and
-PREPARE_SECONDS slow training steps and the preparation of data down, for tests that have to meet a run on its way.
+its process. RECORD=directory makes every rank note there which samples it computed losses of. STEP_SECONDS,
+WRITE_SECONDS and PREPARE_SECONDS slow training steps, a rank's writes of files and the preparation of data down, for
+tests that have to meet a run on its way.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Tiny(Recipe):
 
     def datasets(self, directory):
         print("the data are opened")
+        _slow_down_writes(float(os.environ.get("WRITE_SECONDS", 0)))
         return load_images(directory / "train.npz"), load_images(directory / "test.npz")
 
     def model(self):
@@ -329,6 +331,19 @@ def _world_size():
     import torch.distributed as dist
 
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _slow_down_writes(seconds):
+    from flyte_ddp.storage import Storage
+
+    write = Storage._write
+
+    def write_slowly(*arguments):
+        time.sleep(seconds)
+        write(*arguments)
+
+    if seconds:
+        Storage._write = write_slowly
 
 
 def _rank():
