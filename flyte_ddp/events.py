@@ -49,6 +49,8 @@ class EpochFinished:
     # Of this attempt's steps so far, from DDP's own timers (a sample of the steps); empty for a single rank:
     rank_wait_seconds: list[float] = field(default_factory=list)  # mean wait for gradients after the backward pass
     rank_overlap_seconds: list[float] = field(default_factory=list)  # mean all-reduce time during the backward pass
+    metrics: dict[str, float] = field(default_factory=dict)  # further figures by name, which the recipe defines
+    sample: str = ""  # text that the model generated after this epoch, if the recipe's models generate any
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ MAX_EPOCHS = 200  # rows of the table
 MAX_ROWS = 100  # of layers
 MAX_CHECKPOINTS = 20
 
+MAX_TEXTS, MAX_TEXT = 20, 5_000  # generated after the last epochs; characters of each
+
 OPEN_PREDICTIONS = 40  # shown before "more" is clicked
 
 
@@ -47,6 +49,16 @@ TEMPLATE = """
 {%- if epochs.rows %}
 <div class="grid"><section class="card"><h2>Epochs</h2>{{ numbers(epochs.heads, epochs.rows) }}
 {%- if epochs.note %}<p class="lead"><small>{{ epochs.note }}</small></p>{% endif %}
+</section></div>
+{%- endif %}
+{%- if texts %}
+<div class="grid"><section class="card"><h2>Generated text <small>after epoch {{ texts[0].epoch }}</small></h2>
+<pre>{{ texts[0].text }}</pre>
+{%- if texts | length > 1 %}
+<details><summary>after earlier epochs</summary>
+{%- for each in texts[1:] %}<h2><small>after epoch {{ each.epoch }}</small></h2><pre>{{ each.text }}</pre>{% endfor %}
+</details>
+{%- endif %}
 </section></div>
 {%- endif %}
 {%- if predictions %}
@@ -104,6 +116,7 @@ class Report(Page):
             "tiles": self._tiles(),
             "drawn": self._panels,
             "epochs": self._epochs_table(),
+            "texts": self._texts(),
             "predictions": self._prediction_section(),
             "sections": self._sections(),
         }
@@ -152,6 +165,7 @@ class Report(Page):
 
     def _epochs_table(self) -> dict[str, Any]:
         best, epochs = self._state.best, self._state.epochs
+        metrics = list(dict.fromkeys(name for epoch in epochs for name in epoch.metrics))
         first_shown = len(epochs) - MAX_EPOCHS
         rows = [
             {
@@ -165,6 +179,7 @@ class Report(Page):
                     duration(epoch.seconds),
                     duration(epoch.evaluation_seconds),
                     _rounded(epoch.samples_per_second),
+                    *(_metric(epoch.metrics.get(name)) for name in metrics),
                 ],
             }
             for index, epoch in enumerate(epochs)
@@ -172,10 +187,18 @@ class Report(Page):
         ]
         left_out = len(epochs) - len(rows)
         return {
-            "heads": ["epoch", "train loss", "test loss", "accuracy", "learning rate", "train", "test", "samples/s"],
+            "heads": [
+                *("epoch", "train loss", "test loss", "accuracy", "learning rate", "train", "test", "samples/s"),
+                *(name.replace("_", " ") for name in metrics),
+            ],
             "rows": rows,
             "note": f"The best epoch and the last {MAX_EPOCHS}; {left_out:,} are left out." if left_out else "",
         }
+
+    def _texts(self) -> list[dict[str, Any]]:
+        """Return what the model generated after the last epochs, the newest first."""
+        written = [epoch for epoch in self._state.epochs if epoch.sample][-MAX_TEXTS:]
+        return [{"epoch": epoch.epoch, "text": shortened(epoch.sample, MAX_TEXT)} for epoch in reversed(written)]
 
     def _prediction_section(self) -> dict[str, Any] | None:
         """Return as many predictions as the page has room for, the wrong ones first."""
@@ -286,6 +309,10 @@ def _plain(value: object) -> str:
 
 def _rounded(value: float | None) -> str:
     return number(value, ",.0f" if value is not None and value >= 10 else ".3g")
+
+
+def _metric(value: float | None) -> str:
+    return number(value, ",.0f" if value is not None and abs(value) >= 1000 else ".4g")
 
 
 def _shape(output_shape: list[int] | None) -> str:

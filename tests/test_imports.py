@@ -42,12 +42,16 @@ HOMES = {
     "kubernetes": ("flyte_ddp.cluster",),
     "kr8s": ("flyte_ddp.cluster",),
     "optuna": ("flyte_ddp.sweep.search",),
+    "tokenizers": ("flyte_ddp.recipes.text.tokens",),
     "wandb": ("flyte_ddp.observers",),
 }
-SLOW = ("torch", "torchvision", "matplotlib", "wandb", "sklearn", "flytekit", "optuna", "pandas")
-# What runs in a rank, or generates names, may import torch at the top; what starts a rank may not.
+SLOW = ("tokenizers", "torch", "torchvision", "matplotlib", "wandb", "sklearn", "flytekit", "optuna", "pandas")
+# What runs in a rank, or generates names or text, may import torch at the top; what starts a rank may not.
 STARTS_RANKS = ("flyte_ddp.rank.job", "flyte_ddp.rank.process", "flyte_ddp.rank.fast_start")
-COMPUTES = ("flyte_ddp.rank", "flyte_ddp.recipes.pet_names.generate", "flyte_ddp.recipes.pet_names.model")
+COMPUTES = (
+    "flyte_ddp.rank",
+    *(f"flyte_ddp.recipes.{recipe}.{module}" for recipe in ("pet_names", "text") for module in ("generate", "model")),
+)
 
 
 def _modules():

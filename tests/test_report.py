@@ -16,7 +16,7 @@ from flytekit.deck.deck import get_deck_template
 from flytekit.loggers import logger as flytekit_logger
 
 from flyte_ddp.errors import RankFailure, TrainingStopped
-from flyte_ddp.events import CheckpointSaved, Event, LayerDescribed, Prediction, PredictionsMade
+from flyte_ddp.events import CheckpointSaved, EpochFinished, Event, LayerDescribed, Prediction, PredictionsMade
 from tasks import report
 from tasks.deck import DeckPublisher
 from tasks.report import Report
@@ -64,7 +64,7 @@ def hostile_run() -> list[Event]:
             skipped_checkpoints=[HOSTILE],
         ),
         *sample_run.steps(2, 50),
-        sample_run.epoch(1),
+        dataclasses.replace(sample_run.epoch(1), sample=HOSTILE, metrics={HOSTILE: 1.0}),
         CheckpointSaved(50, HOSTILE, True, 0.1),
         PredictionsMade(
             1, [Prediction(HOSTILE, "b", {HOSTILE: 1.0}, text=HOSTILE), Prediction("a", HOSTILE, {}, b"\x89PNG")]
@@ -202,6 +202,19 @@ def test_predictions_of_text_are_shown_as_text():
     page = Elements(report_of([*sample_run.training(), names]).render())
     assert page.images() == []
     assert page.text.index("Ma|x") < page.text.index("Bell|e")
+
+
+def test_generated_text_and_a_recipes_own_figures_are_shown_for_every_epoch():
+    events = sample_run.training()
+    for index, event in enumerate(events):
+        if isinstance(event, EpochFinished):
+            metrics = {"nats_per_byte": 1.5 / event.epoch, "tokens_per_second": 12_345.6}
+            events[index] = dataclasses.replace(event, sample=f"the {event.epoch}. text\n", metrics=metrics)
+    text = text_of(report_of(events))
+    assert "nats per byte tokens per second" in text
+    assert "8,004 0.375 12,346" in text
+    assert "Generated text after epoch 4 the 4. text after earlier epochs after epoch 3 the 3. text" in text
+    assert "Generated text" not in text_of(report_of(sample_run.training()))
 
 
 @pytest.mark.parametrize("closed", [True, False])

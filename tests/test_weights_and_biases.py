@@ -148,6 +148,19 @@ def test_text_predictions_become_a_table(tmp_path: Path) -> None:
     assert (table["columns"], table["data"]) == (["text", "guess", "truth"], [["Bell", "b", "a"]])
 
 
+def test_a_recipes_own_figures_and_generated_text_are_logged_with_the_epoch(tmp_path: Path) -> None:
+    epoch = replace(epoch_finished(1), metrics={"nats_per_byte": 1.5}, sample="<b>first line\nsecond")
+    tell(Wandb("project", "run-1", tmp_path, say=lambda line: None), [started(), epoch, epoch_finished(2)])
+    first, second = [row for row in rows_of(tmp_path) if "epoch" in row]
+    assert first["epoch/nats_per_byte"] == 1.5
+    assert "epoch/nats_per_byte" not in second
+    shown = first["epoch/sample"]
+    assert shown["_type"] == "html-file"
+    (page,) = tmp_path.rglob(Path(shown["path"]).name)
+    assert page.read_text() == "<pre>&lt;b&gt;first line\nsecond</pre>"
+    assert "epoch/sample" not in second
+
+
 def test_ranks_started_again_log_nothing_twice(tmp_path: Path) -> None:
     listener = Wandb("project", "run-1", tmp_path, say=lambda line: None)
     first = [started(), *epoch_of_events(1), step_finished(5), step_finished(6)]

@@ -10,6 +10,7 @@ every retry starts another run, while `Wandb` continues the existing one.
 
 from __future__ import annotations
 
+import html
 import logging
 import math
 import os
@@ -291,6 +292,8 @@ class Wandb:
                 "epoch/seconds": event.seconds,
                 "epoch/samples_per_second": event.samples_per_second,
                 **({"epoch/num_replaced": event.num_replaced} if event.num_replaced else {}),
+                **{f"epoch/{name}": value for name, value in event.metrics.items()},
+                **({"epoch/sample": _text(event.sample)} if event.sample else {}),
             }
         )
 
@@ -348,6 +351,13 @@ class Wandb:
         artifact = wandb.Artifact(re.sub(r"[^\w.-]", "-", self._model_artifact), type="model", metadata=metadata)
         artifact.add_file(str(local), policy="immutable")  # does not copy it again
         self._run.log_artifact(artifact)
+
+
+def _text(text: str) -> Any:
+    """Return `text` in the form that W&B shows as it is, line breaks included."""
+    import wandb
+
+    return wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
 
 
 def _graph(layers: Sequence[LayerDescribed]) -> Any:

@@ -3,22 +3,43 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from flyte_ddp.config import TrainingConfig
+from flyte_ddp.errors import ConfigError
 
 
-def build_optimizer(model: nn.Module, config: TrainingConfig) -> Optimizer:
-    """Return the configured optimizer of the trained parameters of `model`, fused into one kernel per step."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def build_optimizer(
+    model: nn.Module, config: TrainingConfig, groups: Sequence[Mapping[str, Any]] | None = None
+) -> Optimizer:
+    """Return the configured optimizer of the trained parameters of `model`, fused into one kernel per step.
+
+    Args:
+        groups: what `Recipe.optimizer_groups` returns; None for all parameters in one group.
+
+    Raises:
+        ConfigError: a trained parameter is in no group.
+    """
+    given = [{"params": list(model.parameters())}] if groups is None else groups
+    trained = [{**group, "params": [each for each in group["params"] if each.requires_grad]} for group in given]
+    _check_complete(model, trained)
     rate, decay = config.learning_rate, config.weight_decay
     if config.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=rate, momentum=config.momentum, weight_decay=decay, fused=True)
+        return torch.optim.SGD(trained, lr=rate, momentum=config.momentum, weight_decay=decay, fused=True)
     optimizer = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
-    return optimizer(parameters, lr=rate, weight_decay=decay, fused=True)
+    return optimizer(trained, lr=rate, weight_decay=decay, fused=True)
+
+
+def _check_complete(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
+    grouped = {id(parameter) for group in groups for parameter in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in grouped:
+            raise ConfigError(f"optimizer_groups: expected every trained parameter of the model, got none with {name}")
 
 
 def learning_rate_factor(config: TrainingConfig, step: int, num_steps: int) -> float:

@@ -49,7 +49,7 @@ def replicate(model: nn.Module, config: TrainingConfig, world: World) -> tuple[A
     return model, replica
 
 
-def exchange_seconds(replica: Any, world: World) -> dict[str, list[float]]:
+def exchange_seconds(replica: Any, world: World) -> dict[str, Any]:
     """Return each rank's mean seconds per step of the exchange of gradients, as fields of `EpochFinished`."""
     seconds = ddp_exchange_seconds(replica) if world.world_size > 1 else None
     if seconds is None:

@@ -77,7 +77,7 @@ def _step_seconds(
     config = dataclasses.replace(config, global_batch_size=batch_size, learning_rate=TINY, weight_decay=0.0)
     alone = World(0, 0, 1, world.device)
     _, replica = replicate(model, config, alone)
-    optimizer = build_optimizer(model, config)
+    optimizer = build_optimizer(model, config, recipe.optimizer_groups(model))
     model.train()
     keep_frozen_statistics(model)
 

@@ -21,6 +21,7 @@ from flyte_ddp.rank.batch_norm import keep_frozen_statistics
 from flyte_ddp.rank.checkpoint import CheckpointStore
 from flyte_ddp.rank.data import Samples, epoch_shards, num_batches
 from flyte_ddp.rank.evaluation import Evaluation, evaluate
+from flyte_ddp.rank.flops import FlopsUtilization
 from flyte_ddp.rank.gradients import clip_gradients, compute_gradients, gradient_norm
 from flyte_ddp.rank.initial_state import check_same_run, load_initial_state
 from flyte_ddp.rank.loss_watch import REMEDY, LossWatch
@@ -72,7 +73,8 @@ class Trainer:
         self.num_steps = config.epochs * num_batches(train, config)
         self.progress = Progress()
         self.evaluated_model, self.replica = replicate(model, config, world)
-        self.optimizer = build_optimizer(model, config)
+        self.optimizer = build_optimizer(model, config, recipe.optimizer_groups(model))
+        self.utilization = FlopsUtilization(recipe, model, config, world)
         self.loss_watch = LossWatch(world)
         self.first_step_at = 0.0  # seconds since the epoch
         self._num_replaced = 0  # before the current epoch, of this rank
@@ -283,7 +285,12 @@ class Trainer:
             num_replaced=int(world.sum(self.train.num_replaced + self.test.num_replaced - self._num_replaced)[0]),
             **exchange_seconds(self.replica, world),
         )
+        with inspection.shown("metrics"):
+            metrics = {**self.recipe.metrics(finished), **self.utilization.of(finished)}
+            finished = dataclasses.replace(finished, metrics=metrics)
         if world.is_first:
+            with inspection.shown("sample"):
+                finished = dataclasses.replace(finished, sample=self.recipe.generate_sample(self.model))
             self.supervisor.emit(finished)
             with inspection.shown("histograms"):
                 self.supervisor.emit(HistogramsTaken(progress.step, *inspection.histograms_of(self.model)))

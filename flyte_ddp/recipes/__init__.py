@@ -25,6 +25,7 @@ BUILTIN = {
     "mnist": "flyte_ddp.recipes.mnist.Mnist",
     "pet_names": "flyte_ddp.recipes.pet_names.recipe.PetNames",
     "pet_name_windows": "flyte_ddp.recipes.pet_names.recipe.PetNameWindows",
+    "text": "flyte_ddp.recipes.text.recipe.Text",
 }
 
 __all__ = ["BUILTIN", "DataError", "Recipe", "config_of", "get_recipe"]

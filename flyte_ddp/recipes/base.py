@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from flyte_ddp.events import Prediction
+from flyte_ddp.events import EpochFinished, Prediction
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -99,6 +99,36 @@ class Recipe:
         Called once with all targets of a `TensorDataset`; not used for data read through a DataLoader.
         """
         return None
+
+    def optimizer_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Return the optimizer's parameter groups in the form of `torch.optim`, by default all parameters in one group.
+
+        A group may have settings of its own, such as `{"params": [...], "weight_decay": 0.0}`. The learning rate is the
+        schedule's for all groups.
+        """
+        return [{"params": list(model.parameters())}]
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Return the blocks that `model` repeats, such as the layers of a Transformer, in their order; none by default.
+
+        They are the units in which a model is sharded.
+        """
+        return []
+
+    def flops_per_sample(self, model: nn.Module) -> float:
+        """Return the floating-point operations that training takes per sample, forward and backward; 0 for unknown.
+
+        Where it is known, the report has the model FLOPs utilization.
+        """
+        return 0.0
+
+    def metrics(self, epoch: EpochFinished) -> dict[str, float]:
+        """Return further figures of a finished epoch by name, for report, history and W&B; none by default."""
+        return {}
+
+    def generate_sample(self, model: nn.Module) -> str:
+        """Return a text that `model` generates, shown after each epoch; "" by default. Rank 0 alone calls it."""
+        return ""
 
     def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
         """Return what the report shows of these held-out samples; all tensors are on the CPU.

@@ -1,0 +1,190 @@
+"""The documents of a source, piece by piece: of a file, directory or URL with text or Parquet, or Python's own topics.
+
+Nothing here holds more than a piece in memory, however long a document is. Knows nothing of tokens; imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import gzip
+import io
+import tempfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from flyte_ddp.errors import DataError
+from flyte_ddp.storage import Storage
+
+SUFFIXES = (".txt", ".text", ".md", ".rst", ".parquet")  # of the files read in a directory, by default; .gz may follow
+MAX_PIECE = 1 << 20  # bytes
+PARQUET_ROWS = 64  # read at once
+
+OWN = "the reference topics that come with Python (pydoc_data.topics)"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a document."""
+
+    text: bytes
+    ends: bool  # the document ends with it
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The documents of `source`. They can be read again and again, in the same order.
+
+    A document is a file, a row of a Parquet file, or what lies between two `separator`s in a text file.
+
+    Args:
+        source: path or URL of a file or a directory; "" for Python's own topics.
+        separator: text between two documents in a file; "" makes each file one document.
+        files: pattern of the names of the files in a directory, such as "*.py"; "" for text and Parquet.
+        column: of the text in Parquet files.
+    """
+
+    source: str = ""
+    separator: str = ""
+    files: str = ""
+    column: str = "text"
+
+    @property
+    def name(self) -> str:
+        return self.source or OWN
+
+    def num_bytes(self) -> int:
+        """Return the size of all files as they are stored.
+
+        Raises:
+            DataError: there are no files.
+        """
+        return sum(len(text) for text in _topics()) if not self.source else sum(size for _, size in self._list_files())
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield all documents.
+
+        Raises:
+            DataError: the source is missing, damaged or no text, or has no such column.
+            StorageDenied: it may not be read.
+            StorageUnavailable: its store could not be reached.
+        """
+        if not self.source:
+            for text in _topics():
+                yield Piece(text, ends=True)
+            return
+        storage = Storage(self.source, "data")
+        for path, _ in self._list_files():
+            with _local_copy(storage, path) as file:
+                name = path if storage.is_local else str(storage.file_system.unstrip_protocol(path))
+                try:
+                    yield from self._pieces_of(file, name)
+                except (OSError, EOFError, zlib.error) as error:
+                    raise DataError(f"data: {name} cannot be read: {type(error).__name__}: {error}") from error
+
+    def _list_files(self) -> list[tuple[str, int]]:
+        """Return path and size of each file, sorted by path."""
+        storage = Storage(self.source, "data")
+        try:
+            found: dict[str, Any] = storage.retry(lambda: storage.file_system.info(storage.root))
+        except FileNotFoundError:
+            raise DataError(
+                f"data: expected a file, directory or URL with text or Parquet, got {self.source}, which does not exist"
+            ) from None
+        if found["type"] == "file":
+            return [(storage.root, found.get("size") or 0)]
+        listed: dict[str, Any] = storage.retry(lambda: storage.file_system.find(storage.root, detail=True))
+        files = sorted((path, info.get("size") or 0) for path, info in listed.items() if self._is_read(path))
+        if not files:
+            expected = f"files like {self.files}" if self.files else f"files of text ({', '.join(SUFFIXES)})"
+            raise DataError(
+                f"data: expected {expected}, got {len(listed):,} other files in {self.source}; "
+                "the recipe's option files gives another pattern"
+            )
+        return files
+
+    def _is_read(self, path: str) -> bool:
+        name = path.rsplit("/", 1)[-1]
+        if name.startswith((".", "_")):
+            return False
+        if self.files:
+            return fnmatch.fnmatch(name, self.files)
+        return name.removesuffix(".gz").lower().endswith(SUFFIXES)
+
+    def _pieces_of(self, file: Path, name: str) -> Iterator[Piece]:
+        if name.lower().endswith(".parquet"):
+            for text in self._rows_of(file, name):
+                yield from _cut(io.BytesIO(text), b"")
+            return
+        opened = gzip.open(file) if name.lower().endswith(".gz") else open(file, "rb")  # noqa: SIM115
+        with opened as stream:
+            yield from _cut(stream, self.separator.encode())
+
+    def _rows_of(self, file: Path, name: str) -> Iterator[bytes]:
+        import pyarrow
+        from pyarrow import parquet
+
+        try:
+            table = parquet.ParquetFile(file, buffer_size=MAX_PIECE, pre_buffer=False)
+            if self.column not in table.schema_arrow.names:
+                raise DataError(
+                    f"data: expected a column {self.column!r} with text in {name}, got the columns "
+                    f"{', '.join(table.schema_arrow.names)}; the recipe's option column names another one"
+                )
+            kind = table.schema_arrow.field(self.column).type
+            if not any(is_text(kind) for is_text in (pyarrow.types.is_string, pyarrow.types.is_large_string)):
+                raise DataError(f"data: expected text in column {self.column!r} of {name}, got {kind}")
+            for batch in table.iter_batches(PARQUET_ROWS, columns=[self.column]):
+                for row in batch.column(0):
+                    if (text := row.as_py()) is not None:
+                        yield text.encode("utf-8")
+        except pyarrow.ArrowException as error:
+            raise DataError(f"data: {name} is no Parquet file that can be read: {error}") from error
+
+
+def _topics() -> list[bytes]:
+    from pydoc_data.topics import topics
+
+    return [topics[name].encode() for name in sorted(topics)]
+
+
+@contextlib.contextmanager
+def _local_copy(storage: Storage, path: str) -> Iterator[Path]:
+    """Yield a local path of the file: its own, or a copy for as long as the block runs."""
+    if storage.is_local:
+        yield Path(path)
+        return
+    with tempfile.TemporaryDirectory(prefix="text-") as directory:
+        copy = Path(directory, "file")
+        storage.retry(lambda: storage.file_system.get_file(path, str(copy)))
+        yield copy
+
+
+def _cut(stream: BinaryIO | gzip.GzipFile, separator: bytes) -> Iterator[Piece]:
+    """Yield the documents of `stream`, which `separator` ends; pieces end with a line where they can.
+
+    No piece ends within a character of UTF-8.
+    """
+    kept = b""
+    while block := stream.read(MAX_PIECE):
+        kept += block
+        if separator:
+            *documents, kept = kept.split(separator)
+            for text in documents:
+                yield from _cut(io.BytesIO(text), b"") if len(text) > MAX_PIECE else (Piece(text, ends=True),)
+        while len(kept) > MAX_PIECE + len(separator):  # what is left may end with the beginning of a separator
+            end = kept.rfind(b"\n", 0, MAX_PIECE) + 1 or _end_of_character(kept, MAX_PIECE)
+            yield Piece(kept[:end], ends=False)
+            kept = kept[end:]
+    yield Piece(kept, ends=True)
+
+
+def _end_of_character(text: bytes, end: int) -> int:
+    """Return `end`, or the place a little before it where no character of UTF-8 goes on."""
+    for place in range(end, end - 4, -1):
+        if text[place] & 0xC0 != 0x80:
+            return place
+    return end  # it is not UTF-8

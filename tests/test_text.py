@@ -1,0 +1,480 @@
+"""Recipe text: its documents, tokens and windows, and its model."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+from pyarrow import parquet
+from torch.nn import functional
+
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.errors import ConfigError, DataError
+from flyte_ddp.prepare import describe_data, prepare_data
+from flyte_ddp.rank.data import epoch_shards, open_samples
+from flyte_ddp.rank.initial_state import load_initial_state
+from flyte_ddp.rank.optim import build_optimizer
+from flyte_ddp.rank.world import World
+from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.recipes.text import corpus
+from flyte_ddp.recipes.text.corpus import Corpus
+from flyte_ddp.recipes.text.model import Shape, TextModel, rotate, rotation_of
+from flyte_ddp.recipes.text.shards import HELD_OUT, TRAIN, read_facts
+from flyte_ddp.recipes.text.tokens import Bytes, tokenizer_of, train_bpe
+from tests.support import sample_run
+
+REPOSITORY = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+TINY = {"layers": 2, "width": 16, "heads": 2, "context": 8}
+WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta"]
+# Forty documents that have no line in common.
+DOCUMENTS = [f"{number}: " + " ".join(WORDS[: 1 + number % 6]) + f" über {number}\n" for number in range(40)]
+
+
+def new_recipe(**options):
+    return get_recipe("text", {**TINY, **options})
+
+
+def prepared(directory, source="", **options):
+    """The recipe after `prepare` and `datasets`, the datasets, and the description."""
+    recipe, data = new_recipe(**options), directory / "data"
+    data.mkdir()
+    prepare_data(recipe, str(source), data)
+    return recipe, recipe.datasets(data), describe_data(data)["description"]
+
+
+def text_of(file, tokenizer):
+    return [
+        tokenizer.decode(tokens[tokens != tokenizer.end].tolist())
+        for tokens in np.split(file, np.flatnonzero(file == tokenizer.end) + 1)[:-1]
+    ]
+
+
+def documents_of(directory, name):
+    """The documents in one of the files of tokens."""
+    tokenizer = tokenizer_of(read_facts(directory / "data").tokenizer)
+    kind = np.uint8 if tokenizer.size == 256 else np.uint16
+    return text_of(np.fromfile(directory / "data" / name, dtype=kind), tokenizer)
+
+
+def new_model(seed=0, dropout=0.0, **shape):
+    model = TextModel(Shape(**{"vocabulary": 50, **TINY, **shape}), dropout)
+    model.reset_parameters(seed)
+    return model
+
+
+# Documents
+
+
+def written(directory):
+    """The same documents in every form, by name."""
+    folder, rows = directory / "folder", directory / "rows"
+    (folder / "sub").mkdir(parents=True)
+    rows.mkdir()
+    for number, text in enumerate(DOCUMENTS):
+        name = folder / "sub" / f"{number}.txt" if number % 2 else folder / f"{number}.md"
+        name.write_text(text)
+    (folder / ".hidden.txt").write_text("not this")
+    (folder / "picture.png").write_bytes(b"\x89PNG")
+    for part in (0, 1):
+        table = pyarrow.table({"story": [*DOCUMENTS[part::2], None], "id": list(range(21))})
+        parquet.write_table(table, rows / f"{part}.parquet")
+    (directory / "one.txt").write_text("<|end|>".join(DOCUMENTS))
+    (directory / "one.txt.gz").write_bytes(gzip.compress("<|end|>".join(DOCUMENTS).encode()))
+    with zipfile.ZipFile(directory / "one.zip", "w") as archive:
+        archive.writestr("one.txt", "<|end|>".join(DOCUMENTS))
+    return {
+        "folder": (folder, {}),
+        "parquet": (rows, {"column": "story"}),
+        "file": (directory / "one.txt", {"separator": "<|end|>"}),
+        "packed": (directory / "one.txt.gz", {"separator": "<|end|>"}),
+        "url": (f"zip://one.txt::{directory}/one.zip", {"separator": "<|end|>"}),
+    }
+
+
+@pytest.mark.parametrize("form", ["folder", "parquet", "file", "packed", "url"])
+def test_documents_come_whole_from_files_rows_separators_and_urls(tmp_path, form):
+    source, options = written(tmp_path)[form]
+    _, _, description = prepared(tmp_path, source, **options)
+    train, held_out = (documents_of(tmp_path, name) for name in (TRAIN, HELD_OUT))
+    assert sorted(train + held_out) == sorted(DOCUMENTS)
+    assert len(held_out) in range(1, 12)
+    assert description.startswith(f"text from {source}: 40 documents, {len(held_out)} of them held out; ")
+
+
+def test_split_depends_on_the_documents_alone_and_keeps_copies_on_one_side(tmp_path):
+    held_out = []
+    for place, texts in (("a", DOCUMENTS), ("b", [DOCUMENTS[0], *DOCUMENTS[:0:-1], *DOCUMENTS[5:9]])):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "one.txt").write_text("\f".join(texts))
+        prepared(tmp_path / place, tmp_path / place / "one.txt", separator="\f", held_out=0.3)
+        train, other = (documents_of(tmp_path / place, name) for name in (TRAIN, HELD_OUT))
+        assert set(train).isdisjoint(other)
+        held_out.append(set(other))
+    assert held_out[0] == held_out[1]
+
+
+def test_pieces_join_to_the_document_and_end_with_lines_or_characters(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "MAX_PIECE", 64)
+    for text in ("word " * 50, "a line of text\n" * 20, "日本語" * 40, "", "ü" * 33):
+        for separator in ("", "<|end|>"):
+            file = tmp_path / "one.txt"
+            whole = [text, "another one", text] if separator else [text]
+            file.write_text(separator.join(whole))
+            pieces = list(Corpus(str(file), separator).pieces())
+            assert all(len(piece.text) <= 64 + len(separator) for piece in pieces)
+            found = [""]
+            for piece in pieces:
+                found[-1] += piece.text.decode()  # fails within a character
+                if "\n" in text and not piece.ends:
+                    assert piece.text.endswith(b"\n")
+                found += [""] * piece.ends
+            assert found[:-1] == whole
+
+
+def test_a_long_document_is_on_one_side(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "MAX_PIECE", 64)
+    texts = [f"{number} is a number. " * 30 for number in range(30)]
+    (tmp_path / "one.txt").write_text("\f".join(texts))
+    prepared(tmp_path, tmp_path / "one.txt", separator="\f")
+    found = documents_of(tmp_path, TRAIN), documents_of(tmp_path, HELD_OUT)
+    assert sorted(found[0] + found[1]) == sorted(texts)
+    assert found[1]
+
+
+def test_a_single_document_is_cut_and_few_documents_are_not(tmp_path):
+    for place, texts in (("one", ["x" * 500]), ("few", ["a" * 200, "b" * 200, "c" * 100])):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "one.txt").write_text("\f".join(texts))
+        # With this share no hash of a document holds it out.
+        _, _, told = prepared(tmp_path / place, tmp_path / place / "one.txt", separator="\f", held_out=1e-6)
+        held_out = documents_of(tmp_path / place, HELD_OUT)
+        if place == "one":
+            assert held_out == ["x" * 8]
+            assert "1 documents, the end of the last one held out; 492 bytes to train, 9 held out" in told
+        else:
+            assert held_out == ["c" * 100]
+            assert documents_of(tmp_path / place, TRAIN) == texts[:2]
+            assert "the last documents held out" in told
+
+
+def test_without_a_source_it_is_pythons_own_topics(tmp_path):
+    _, _, told = prepared(tmp_path)
+    documents, held_out = (
+        int(number) for number in re.search(r"\(pydoc_data.topics\): (\d+) documents, (\d+) of", told).groups()
+    )
+    assert documents > 60
+    assert 2 < held_out < 20
+
+
+# Tokens
+
+
+def test_bpe_gives_any_text_back_and_marks_no_end_within_it(tmp_path):
+    tokenizer = train_bpe(iter(DOCUMENTS), 320)
+    texts = ["beta alpha", "", "日本 \x00 <|endoftext|>\r\n", "über " * 9]
+    for text, tokens in zip(texts, tokenizer.encode([each.encode() for each in texts]), strict=True):
+        assert tokenizer.decode(tokens.tolist()) == text
+        assert tokenizer.num_bytes(tokens) == len(text.encode())
+        assert tokenizer.end not in tokens
+    assert len(tokenizer.encode([b" alpha beta"])[0]) < 5  # it has learnt the words
+    again = tokenizer_of(train_bpe(iter(DOCUMENTS), 320).definition)
+    assert again.definition == tokenizer.definition
+    assert again.end == tokenizer.end == tokenizer.size - 1
+
+
+def test_any_bytes_are_tokens_of_the_default(tmp_path):
+    (tmp_path / "one.txt").write_bytes(bytes(range(255)) * 4)
+    prepared(tmp_path, tmp_path / "one.txt")
+    whole = (tmp_path / "data" / TRAIN).read_bytes() + (tmp_path / "data" / HELD_OUT).read_bytes()
+    assert whole == bytes(range(255)) * 4 + bytes([Bytes.end])
+
+
+def test_nats_per_byte_compare_between_tokenizers(tmp_path):
+    """The same total loss over the same text gives the same figure, whatever a token is."""
+    figures = []
+    for tokens, options in (("bytes", {}), ("bpe", {"vocabulary": 300})):
+        (tmp_path / tokens).mkdir()
+        (tmp_path / tokens / "one.txt").write_text("\f".join(DOCUMENTS))
+        recipe, (_, test), _ = prepared(
+            tmp_path / tokens, tmp_path / tokens / "one.txt", separator="\f", tokens=tokens, context=1, **options
+        )
+        num_targets = test.tensors[1].numel()
+        num_bytes = sum(len(text.encode()) for text in documents_of(tmp_path / tokens, HELD_OUT))
+        epoch = sample_epoch(test_loss=1000.0 / num_targets)
+        # With a context of one token all but the first token are targets, and that has one byte in both.
+        first = tokenizer_of(read_facts(tmp_path / tokens / "data").tokenizer).num_bytes(test.tensors[0][0].numpy())
+        assert recipe.metrics(epoch)["nats_per_byte"] == pytest.approx(1000.0 / (num_bytes - first))
+        figures.append(recipe.metrics(epoch)["nats_per_byte"])
+    assert figures[0] == pytest.approx(figures[1], rel=0.05)
+
+
+def sample_epoch(test_loss):
+    return dataclasses.replace(sample_run.epoch(1), test_loss=test_loss)
+
+
+# Windows
+
+
+def test_windows_are_views_in_which_every_token_is_a_target_once(tmp_path):
+    (tmp_path / "one.txt").write_text("\f".join(DOCUMENTS))
+    _, datasets, _ = prepared(tmp_path, tmp_path / "one.txt", separator="\f")
+    for dataset, name in zip(datasets, (TRAIN, HELD_OUT), strict=True):
+        inputs, targets = dataset.tensors
+        tokens = torch.from_numpy(np.fromfile(tmp_path / "data" / name, dtype=np.uint8))
+        count = (len(tokens) - 1) // 8
+        assert inputs.shape == targets.shape == (count, 8)
+        assert torch.equal(inputs.flatten(), tokens[: 8 * count])
+        assert torch.equal(targets.flatten(), tokens[1 : 8 * count + 1])
+        assert targets.data_ptr() == inputs.data_ptr() + 1  # views of one file, not copies
+
+
+def test_order_of_windows_is_a_function_of_seed_and_epoch_for_any_number_of_ranks(tmp_path):
+    recipe, datasets, _ = prepared(tmp_path)
+    seen = {}
+    for seed, epoch, size in ((0, 1, 1), (0, 1, 3), (0, 2, 1), (1, 1, 1)):
+        config = TrainingConfig(global_batch_size=6, seed=seed)
+        shards = []
+        for rank in range(size):
+            world = World(rank, rank, size, CPU)
+            samples, _ = open_samples(datasets, recipe, config, world)
+            shards.append([shard.micro_batches[0] for shard in epoch_shards(samples, config, world, epoch)[:5]])
+        seen[seed, epoch, size] = torch.cat([part for batch in zip(*shards, strict=True) for part in batch]).tolist()
+        (batch,) = samples.batches([torch.tensor([7, 3])], epoch)
+        assert torch.equal(batch[0], datasets[0].tensors[0][[7, 3]])
+    assert seen[0, 1, 1] == seen[0, 1, 3]
+    assert seen[0, 1, 1] != seen[0, 2, 1]
+    assert seen[0, 1, 1] != seen[1, 1, 1]
+
+
+# Preparing large data
+
+PREPARE = """
+import resource, sys
+from pathlib import Path
+from flyte_ddp.prepare import prepare_data
+from flyte_ddp.recipes import get_recipe
+
+source, directory, limit = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+recipe = get_recipe("text", {"tokens": sys.argv[4], "separator": sys.argv[5], "vocabulary": 1024})
+prepare_data(get_recipe("text"), "", Path(sys.argv[6]))  # imports what is needed before the limit counts
+resource.setrlimit(resource.RLIMIT_DATA, (limit + int(Path("/proc/self/statm").read_text().split()[5]) * 4096,) * 2)
+prepare_data(recipe, source, directory)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tokens", "separator"), [("bytes", "\n\n"), ("bytes", ""), ("bpe", "\n\n")])
+def test_200_megabytes_are_prepared_in_bounded_memory(tmp_path, tokens, separator):
+    """A limit on the memory of the process's own, not on that of mapped files, which the kernel takes back."""
+    random = np.random.default_rng(0)
+    vocabulary = np.array([f"word{number:x}" for number in range(20_000)])
+    with open(tmp_path / "large.txt", "w") as file:
+        while file.tell() < 200 << 20:
+            words = vocabulary[np.minimum(random.zipf(1.3, 200_000), 20_000) - 1]
+            file.write("\n\n".join(" ".join(part) for part in np.array_split(words, 500)) + "\n\n")
+    for name in ("data", "small"):
+        (tmp_path / name).mkdir()
+    limit = (600 if tokens == "bpe" else 64) << 20
+    arguments = (tmp_path / "large.txt", tmp_path / "data", limit, tokens, separator, tmp_path / "small")
+    done = subprocess.run(
+        [sys.executable, "-c", PREPARE, *map(str, arguments)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    if tokens == "bytes":
+        sizes = [(tmp_path / "data" / name).stat().st_size for name in (TRAIN, HELD_OUT)]
+        assert sum(sizes) >= (200 << 20) * 0.98
+        assert 0.08 < sizes[1] / sum(sizes) < 0.12
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "options", "said"),
+    [
+        ("missing.txt", None, {}, "data: expected a file, directory or URL with text or Parquet, got .*missing.txt"),
+        ("empty.txt", b"", {}, r"data: expected text, got .*empty.txt, which is empty"),
+        (
+            "latin.txt",
+            "Käse ".encode("latin-1") * 9,
+            {"tokens": "bpe"},
+            "data: expected UTF-8, .* got the byte 0xe4 in",
+        ),
+        ("short.txt", b"a few words", {}, r"recipe_options.context: expected at most 5 tokens, .* \(12 tokens\)"),
+        ("half.txt.gz", gzip.compress(b"words " * 999, mtime=0)[:40], {}, "data: .* cannot be read: EOFError"),
+        ("bad.parquet", b"PAR1 or not", {}, "data: .*bad.parquet is no Parquet file that can be read"),
+    ],
+)
+def test_unusable_data_is_named_in_one_line_before_a_rank_starts(tmp_path, name, contents, options, said):
+    if contents is not None:
+        (tmp_path / name).write_bytes(contents)
+    with pytest.raises((DataError, ConfigError), match=f"^{said}") as caught:
+        prepared(tmp_path, tmp_path / name, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_columns_and_folders_without_text_are_named(tmp_path):
+    parquet.write_table(pyarrow.table({"id": [1], "story": ["once"]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="expected a column 'text' .* got the columns id, story; .* option column"):
+        list(Corpus(str(tmp_path)).pieces())
+    with pytest.raises(DataError, match="expected text in column 'id' of .*, got int64"):
+        list(Corpus(str(tmp_path), column="id").pieces())
+    with pytest.raises(DataError, match=r"expected files like \*.py, got 1 other files in .* option files"):
+        list(Corpus(str(tmp_path), files="*.py").pieces())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"width": 30, "heads": 4}, r"recipe_options.width: expected a multiple of 8 \(2 x heads\), got 30"),
+        ({"tokens": "words"}, "recipe_options.tokens: expected one of bytes, bpe, got 'words'"),
+        ({"context": 0}, "recipe_options.context: expected a whole number of at least 1, got 0"),
+        ({"held_out": 1}, "recipe_options.held_out: expected a finite number above 0 and below 1, got 1.0"),
+        (
+            {"vocabulary": 100},
+            "recipe_options.vocabulary: expected a whole number of at least 300 and of at most 65536",
+        ),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(options, said):
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        config_of("text", {"recipe_options": options})
+
+
+def test_a_state_of_another_vocabulary_is_refused_also_where_sizes_are_the_same(tmp_path):
+    definitions = [train_bpe(iter(texts), 300).definition for texts in (DOCUMENTS, ["lorem ipsum dolor sit " * 9])]
+    models = [TextModel(Shape(300, **TINY), tokenizer=definition) for definition in definitions]
+    file = tmp_path / "state.pt"
+    torch.save(models[0].state_dict(), file)
+    with pytest.raises(ConfigError, match="^vocabulary: expected a state with the vocabulary of this data, BPE .* got"):
+        load_initial_state(models[1], str(file))
+    with pytest.raises(ConfigError, match=r"other shapes at embedding.weight \(300, 16\) instead of \(256, 16\)"):
+        load_initial_state(TextModel(Shape(256, **TINY)), str(file))
+    load_initial_state(TextModel(Shape(300, **TINY), tokenizer=definitions[0]), str(file))
+
+
+# The model
+
+
+def test_a_token_is_predicted_from_those_before_it_alone():
+    model = new_model()
+    tokens = torch.randint(50, (2, 8), generator=torch.Generator().manual_seed(0))
+    logits = model(tokens)
+    assert logits.shape == (2, 8, 50)
+    changed = tokens.clone()
+    changed[:, 5:] = 0
+    torch.testing.assert_close(model(changed)[:, :5], logits[:, :5])
+    assert not torch.allclose(model(changed)[:, 5:], logits[:, 5:])
+
+
+@pytest.mark.parametrize("parts", [[1] * 8, [5, 1, 1, 1], [3, 4, 1]])
+def test_generating_with_kept_keys_and_values_equals_a_full_forward_pass(parts):
+    model = new_model().eval()
+    tokens = torch.randint(50, (2, 8), generator=torch.Generator().manual_seed(0))
+    caches = model.new_caches()
+    logits = torch.cat([model(part, caches) for part in tokens.split(parts, dim=1)], dim=1)
+    torch.testing.assert_close(logits, model(tokens), atol=1e-5, rtol=1e-5)
+
+
+def test_rotary_positions_make_products_depend_on_the_distance_alone():
+    queries, keys = torch.randn(2, 1, 1, 1, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
+
+    def product(at, other):
+        places = [rotation_of(place, 1, 16, CPU) for place in (at, other)]
+        return (rotate(queries, places[0]) * rotate(keys, places[1])).sum()
+
+    torch.testing.assert_close(product(7, 3), product(104, 100), atol=1e-4, rtol=1e-4)
+    assert not torch.isclose(product(7, 3), product(7, 4))
+    torch.testing.assert_close(product(5, 5), (queries * keys).sum(), atol=1e-4, rtol=1e-4)
+
+
+def test_attention_is_the_textbooks():
+    """A block's attention without the library's kernel, its mask and its layout."""
+    block = new_model(seed=3).blocks[0].attention
+    inputs = torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(1))
+    rotation = rotation_of(0, 5, 8, CPU)
+    queries, keys, values = (part.view(5, 2, 8).transpose(0, 1) for part in block.qkv(inputs)[0].chunk(3, dim=1))
+    queries, keys = (rotate(part[None], rotation)[0] for part in (queries, keys))
+    scores = (queries @ keys.transpose(1, 2) / 8**0.5).masked_fill(~torch.ones(5, 5).tril().bool(), -float("inf"))
+    expected = block.output((scores.softmax(dim=-1) @ values).transpose(0, 1).reshape(5, 16))
+    torch.testing.assert_close(block(inputs, rotation)[0], expected, atol=1e-6, rtol=1e-4)
+
+
+def test_weights_are_a_function_of_the_seed_also_from_the_meta_device(tmp_path):
+    recipe, _, _ = prepared(tmp_path)
+    models = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        models.append(recipe.model())
+    torch.manual_seed(5)
+    with torch.device("meta"):
+        hollow = recipe.model()
+    assert all(parameter.is_meta for parameter in hollow.parameters())
+    hollow.to_empty(device="cpu")
+    hollow.reset_parameters(5)
+    states = [list(model.parameters()) for model in (*models, hollow)]
+    same = [all(map(torch.equal, states[0], other)) for other in states[1:]]
+    assert same == [True, False, True]
+    assert recipe.blocks(hollow) == list(hollow.blocks)
+
+
+def test_fresh_model_is_as_good_as_guessing_and_learns(tmp_path):
+    recipe, (train, _), _ = prepared(tmp_path)
+    torch.manual_seed(0)
+    model = recipe.model()
+    inputs, targets = recipe.inputs(train.tensors[0][:16]), train.tensors[1][:16]
+    expected = functional.cross_entropy(model(inputs).detach().transpose(1, 2), targets.long(), reduction="none").mean(
+        dim=1
+    )
+    torch.testing.assert_close(recipe.losses(model(inputs).detach(), targets), expected)
+    assert float(expected.mean()) == pytest.approx(np.log(256), abs=0.1)
+    optimizer = build_optimizer(model, TrainingConfig(learning_rate=1e-2), recipe.optimizer_groups(model))
+    for _ in range(30):
+        optimizer.zero_grad()
+        recipe.losses(model(inputs), targets).mean().backward()
+        optimizer.step()
+    assert recipe.losses(model(inputs), targets).mean() < 3.5
+    right = (model(inputs).argmax(dim=2) == targets).float().mean(dim=1)
+    torch.testing.assert_close(recipe.num_correct(model(inputs), targets), right)
+
+
+def test_norms_and_embeddings_do_not_decay(tmp_path):
+    recipe, _, _ = prepared(tmp_path)
+    model = recipe.model()
+    optimizer = build_optimizer(model, TrainingConfig(weight_decay=0.5), recipe.optimizer_groups(model))
+    decays = {id(each): group["weight_decay"] for group in optimizer.param_groups for each in group["params"]}
+    kept = {name for name, parameter in model.named_parameters() if decays[id(parameter)] == 0}
+    norms = {f"blocks.{layer}.{part}_norm.weight" for layer in (0, 1) for part in ("attention", "feed_forward")}
+    assert kept == {"embedding.weight", "norm.weight", *norms}
+    assert {decays[id(each)] for name, each in model.named_parameters() if name not in kept} == {0.5}
+
+
+def test_a_recipe_that_forgets_a_parameter_in_its_groups_is_refused():
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="^optimizer_groups: expected every trained parameter .* got none with bias"):
+        build_optimizer(model, TrainingConfig(), [{"params": [model.weight]}])
+    model.bias.requires_grad_(False)
+    build_optimizer(model, TrainingConfig(), [{"params": [model.weight, model.bias]}])
+
+
+def test_operations_are_counted_as_the_papers_do(tmp_path):
+    """6 N + 12 L H Q T per token; GPT-2's 124 million parameters at 1,024 tokens take 0.85 GFLOPs a token."""
+    recipe, _, _ = prepared(tmp_path)
+    model = recipe.model()
+    num_parameters = sum(each.numel() for each in model.parameters())
+    assert recipe.flops_per_sample(model) == 8 * (6 * num_parameters + 12 * 2 * 2 * 8 * 8)
