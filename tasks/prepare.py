@@ -12,6 +12,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.prepare import describe_data, prepare_data
 from flyte_ddp.recipes import config_of, get_recipe
+from tasks.cluster import check_cluster
 from tasks.failures import flyte_errors
 from tasks.inputs import (
     ClusterInput,
@@ -53,6 +54,7 @@ def prepare(
     """Check and resolve the inputs, and prepare the data of `recipe`, from `source` or the recipe's own."""
     with flyte_errors():
         resolved = config_of(recipe, given(config))
+        check_cluster(cluster)
         directory = Path(tempfile.mkdtemp(prefix="data-"))
         prepare_data(get_recipe(recipe, resolved.recipe_options), location(source), directory)
     return Prepared(

@@ -16,6 +16,7 @@ from flyte_ddp.rank.job import Job
 from flyte_ddp.recipes import config_of
 from flyte_ddp.scaling.plots import ranks
 from flyte_ddp.scaling.study import ScalingRun, Study, validate_study
+from tasks.cluster import open_task_cluster
 from tasks.failures import flyte_errors
 from tasks.frame import FRAMED, Frame, open_frame
 from tasks.inputs import ClusterInput, OptionalCluster, OptionalOverrides, TrainingOverrides, given
@@ -68,7 +69,6 @@ def train_at_world_sizes(
 
     A retry of this task continues the interrupted run; finished runs are not repeated.
     """
-    from flyte_ddp.cluster.connect import open_cluster
     from flyte_ddp.scaling.runner import resize_cluster, train_at_sizes
 
     num_runs = len(world_sizes) * max(1, len(learning_rates))
@@ -78,7 +78,7 @@ def train_at_world_sizes(
         frame.limit_time(resolved.max_hours)
         data.download()
         observer = _Observer(frame, report)
-        with open_cluster(resize_cluster(cluster, max(world_sizes)), frame.name) as client:
+        with open_task_cluster(resize_cluster(cluster, max(world_sizes)), frame.name) as client:
             histories = train_at_sizes(
                 recipe,
                 resolved,

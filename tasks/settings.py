@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from flyte_ddp.cluster.admission import Allowed
 from flyte_ddp.source_code import SETTINGS_FILE, digest_of, read_settings, recipe_packages
 
 PROFILES = ("production", "sandbox")
@@ -54,6 +55,7 @@ class Settings:
     training: Size  # CPUs and memory for each GPU, or in all where there is none
     driver: Size
     small: Size
+    allowed: Allowed
 
     @property
     def digest(self) -> str:
@@ -132,19 +134,21 @@ def _checked(place: str, values: Mapping[str, Any], kind: type) -> dict[str, Any
         expected, is_right = _KINDS[str(each.type)]
         if not is_right(value):
             raise SettingsError(f"{place}: {name}: expected {expected}, got {value!r}")
-        found[name] = Size(**_checked(f"{place}: {name}", value, Size)) if each.type == "Size" else value
-        if each.type.startswith("tuple"):
-            found[name] = tuple(value)
+        found[name] = tuple(value) if str(each.type).startswith("tuple") else value
+        if table := _TABLES.get(str(each.type)):
+            found[name] = table(**_checked(f"{place}: {name}", value, table))
     for address in found.get("notify_emails", ()):
         if address.count("@") != 1:
             raise SettingsError(f"{place}: notify_emails: expected e-mail addresses, got {address!r}")
     return found
 
 
+_TABLES: dict[str, type] = {"Size": Size, "Allowed": Allowed}
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "str": ("text", lambda value: isinstance(value, str)),
     "int": ("a whole number of at least 0", lambda value: type(value) is int and value >= 0),
     "Size": ("a table of sizes", lambda value: isinstance(value, dict)),
+    "Allowed": ("a table", lambda value: isinstance(value, dict)),
     "Mapping[str, Any]": ("a table", lambda value: isinstance(value, dict)),
     "tuple[str, ...]": (
         "a list of texts",

@@ -15,6 +15,7 @@ from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.recipes import config_of
 from flyte_ddp.sweep.results import FINISHED, STOPPED_EARLY, TrialRun, build_table, find_best
 from flyte_ddp.sweep.search import EarlyStopping, build_trials
+from tasks.cluster import open_task_cluster
 from tasks.failures import flyte_errors
 from tasks.frame import FRAMED, Frame, open_frame
 from tasks.inputs import ClusterInput, OptionalCluster, OptionalOverrides, TrainingOverrides, given
@@ -69,7 +70,6 @@ def train_sweep(
 
     A retry of this task skips the trials that are done and continues the others from their checkpoints.
     """
-    from flyte_ddp.cluster.connect import open_cluster
     from flyte_ddp.sweep.runner import train_trials
 
     report = SweepReport(recipe)
@@ -78,7 +78,7 @@ def train_sweep(
         frame.limit_time(config_of(recipe, given(config)).max_hours)
         data.download()
         observer = _Observer(frame, report, len(trials))
-        with open_cluster(cluster, frame.name) as client:
+        with open_task_cluster(cluster, frame.name) as client:
             train_trials(
                 recipe,
                 trials,

@@ -12,6 +12,7 @@ from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.rank.job import Job
 from flyte_ddp.recipes import config_of
+from tasks.cluster import open_task_cluster
 from tasks.flyte_context import wandb_link
 from tasks.frame import FRAMED, Frame, open_frame
 from tasks.inputs import ClusterInput, TrainingOverrides, given
@@ -65,13 +66,12 @@ def train_on_cluster(
     This task is the driver: it requests no GPU, and the ranks run in the cluster's worker pods. `initial_state` is the
     URL of a state dict to start from, which every rank reads; by default the weights are fresh.
     """
-    from flyte_ddp.cluster.connect import open_cluster
     from flyte_ddp.launch.dask.launcher import check, train_on_dask
 
     with open_frame(Report(), recipe, checkpoints) as frame:
         run = _Run(frame, recipe, config, initial_state, model_artifact)
         check(run.job, cluster)  # before pods are started for it
-        with open_cluster(cluster, frame.name) as client:
+        with open_task_cluster(cluster, frame.name) as client:
             result = train_on_dask(
                 run.job,
                 data=lambda: data.download() or data.path,

@@ -20,7 +20,7 @@ from flyte_ddp.launch.failures import MAX_LINES
 from flyte_ddp.prepare import prepare_data
 from flyte_ddp.recipes import get_recipe
 from tasks.deck import DeckPublisher
-from tasks.failures import TaskFailed, flyte_errors
+from tasks.failures import TaskFailed, UserError, flyte_errors
 from tasks.frame import open_frame
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides
 from tasks.report import Report
@@ -161,3 +161,19 @@ def test_a_report_ends_as_failed_if_the_cluster_does_not_start(name, data, tmp_p
         )
     assert ">failed<" in shown[-1]
     assert "the workers did not start" in shown[-1]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_that_was_started_by_itself_creates_no_cluster_that_is_not_allowed(name, data, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setattr(connect, "open_cluster", lambda *arguments: pytest.fail("it was opened"))
+    run, inputs = TASKS[name]
+    with pytest.raises(UserError, match=r"cluster\.kubernetes\.image: expected none, .* got 'evil:1'"):
+        run(
+            recipe=TINY,
+            config=TrainingOverrides(),
+            data=data,
+            cluster=ClusterInput(kind="kubernetes", kubernetes={"image": "evil:1"}),
+            checkpoints=str(tmp_path),
+            **inputs,
+        )

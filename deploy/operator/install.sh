@@ -14,5 +14,6 @@ print(files("dask_kubernetes") / "operator/deployment/helm/dask-kubernetes-opera
 # Server-side: a CRD with a pod's whole schema is too long for the annotation in which kubectl keeps what it applied.
 kubectl apply --server-side --force-conflicts -f "$crds"
 kubectl create namespace dask-operator --dry-run=client --output yaml | kubectl apply -f -
+kubectl label --overwrite namespace dask-operator pod-security.kubernetes.io/enforce=restricted
 sed "s|IMAGE\$|$image|" "$here/operator.yaml" | kubectl apply -f -
 kubectl --namespace dask-operator rollout status deployment/dask-operator --timeout "${TIMEOUT:-300s}"

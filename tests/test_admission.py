@@ -1,0 +1,109 @@
+"""A run gets the images, accounts, secrets, namespaces and parts of pods that its registered version allows."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+
+from flyte_ddp.cluster.admission import Allowed, check_allowed
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.cluster.kubernetes.manifest import PLURAL
+from flyte_ddp.errors import ConfigError
+from tasks.inputs import ClusterInput
+from tasks.settings import ROOT, SettingsError, load_settings
+
+DEFAULTS = load_settings(environment={}).allowed
+PRIVILEGED = {"securityContext": {"privileged": True}}
+HOST = {"volumes": [{"name": "host", "hostPath": {"path": "/"}}]}
+
+
+def kubernetes(**fields):
+    return ClusterConfig(kind="kubernetes", kubernetes=fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"image": "evil:1"}, "image: expected none, because allowed.images is empty, got 'evil:1'"),
+        ({"namespace": "kube-system"}, "namespace: expected none, because .* got 'kube-system'"),
+        ({"service_account": "admin"}, r"service_account: expected one of allowed.service_accounts \(flyte-ddp\), got"),
+        ({"image_pull_secrets": ["other"]}, "image_pull_secrets: expected none, .* got 'other'"),
+        ({"env_from_secrets": ["other"]}, "env_from_secrets: expected none, .* got 'other'"),
+        ({"pod_template": HOST}, "pod_template: expected one of .* got volumes.host.hostPath.path"),
+        ({"pod_template": {"hostNetwork": True}}, "got hostNetwork"),
+        ({"pod_template": {"securityContext": None}}, "got securityContext"),
+        ({"pod_template": {"containers": [{"name": "worker", **PRIVILEGED}]}}, "got containers.worker.securityContext"),
+        ({"pod_template": {"containers": [{"name": "more", "image": "evil:1"}]}}, "got containers.more.image"),
+        ({"pod_template": {"containers": [{"image": "evil:1"}]}}, "got containers"),
+        # A name with dots is one part of a path.
+        ({"pod_template": {"containers": [{"name": "worker.resources", **PRIVILEGED}]}}, "got containers.worker.res"),
+        ({"pod_template": {"containers": [{"name": "worker", "env": [{"name": "A"}]}]}}, "got containers.worker.env"),
+        ({"pod_template": {"tolerations.x": [], "initContainers": []}}, "got tolerations.x; .* got initContainers"),
+    ],
+)
+def test_what_is_not_allowed_is_named_and_refused(fields, said):
+    with pytest.raises(ConfigError, match=rf"^cluster\.kubernetes\..*{said}.*settings\.toml"):
+        check_allowed(kubernetes(**fields), DEFAULTS, "team")
+
+
+def test_the_defaults_allow_what_a_run_leaves_alone_and_where_its_pods_run(monkeypatch):
+    monkeypatch.setenv("FLYTE_INTERNAL_IMAGE", "registry.example.com/flyte-ddp:7")
+    template = {
+        "nodeSelector": {"a.b/c": "d"},
+        "tolerations": [{"operator": "Exists"}],
+        "containers": [{"name": "worker", "resources": {"limits": {"cpu": "2"}}}],
+    }
+    same = {"image": "registry.example.com/flyte-ddp:7", "namespace": "team", "service_account": "flyte-ddp"}
+    for fields in ({}, same, {"pod_template": template}):
+        check_allowed(kubernetes(**fields), DEFAULTS, "team")
+    check_allowed(ClusterConfig(kind="local", kubernetes={"image": "evil:1"}), DEFAULTS)
+
+
+def test_a_pattern_allows_what_it_matches_and_no_more():
+    allowed = Allowed(images=("registry.example.com/*",), secrets=("storage",), pod_template=("volumes.data",))
+    volumes = [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}]
+    fields = {
+        "image": "registry.example.com/a:1",
+        "env_from_secrets": ["storage"],
+        "pod_template": {"volumes": volumes},
+    }
+    check_allowed(kubernetes(**fields), allowed)
+    check_allowed(kubernetes(pod_template={**HOST, "hostPID": True}), Allowed(pod_template=("*",)))
+    for wrong in (
+        {"image": "registry.example.com.evil/a:1"},
+        {"env_from_secrets": ["storage2"]},
+        {"pod_template": HOST},
+    ):
+        with pytest.raises(ConfigError):
+            check_allowed(kubernetes(**{**fields, **wrong}), allowed)
+
+
+def test_a_task_refuses_it_before_it_reads_any_data():
+    from tasks.prepare import prepare
+
+    cluster = ClusterInput(kind="kubernetes", kubernetes={"image": "evil:1"})
+    with pytest.raises(Exception, match=r"cluster\.kubernetes\.image: expected none"):
+        prepare(recipe="digits", cluster=cluster)
+
+
+def test_a_mistake_in_the_table_is_refused_at_registration(tmp_path):
+    file = tmp_path / "settings.toml"
+    text = (ROOT / "settings.toml").read_text()
+    for old, new, said in (
+        ("images = []", "image = []", "settings.toml: allowed: expected images, .* got 'image'"),
+        ("images = []", 'images = "*"', r"allowed: images: expected a list of texts, got '\*'"),
+    ):
+        file.write_text(text.replace(old, new))
+        with pytest.raises(SettingsError, match=said):
+            load_settings(file, {})
+
+
+def test_the_admission_policy_of_deploy_uses_the_lists_that_it_declares_and_is_bound():
+    policy, binding = yaml.safe_load_all((ROOT / "deploy" / "admission-policy.yaml").read_text())
+    used = set(re.findall(r"variables\.(\w+)", " ".join(rule["expression"] for rule in policy["spec"]["validations"])))
+    assert used == {variable["name"] for variable in policy["spec"]["variables"]}
+    assert policy["spec"]["matchConstraints"]["resourceRules"][0]["resources"] == [PLURAL]
+    assert binding["spec"]["policyName"] == policy["metadata"]["name"]
+    assert binding["spec"]["validationActions"] == ["Deny"]
