@@ -106,14 +106,14 @@ def test_ctrl_c_stays_ctrl_c():
 
 
 def test_ranks_never_inherit_the_key_of_wandb_and_the_task_keeps_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "secret")
-    monkeypatch.setenv("_FSEC_WANDB_API_KEY", "secret")
+    monkeypatch.setenv("WANDB_API_KEY", "key-of-wandb")
+    monkeypatch.setenv("_FSEC_WANDB_API_KEY", "key-of-wandb")
     with executing(ExecutionState.Mode.LOCAL_TASK_EXECUTION), open_frame(Report(), TINY, str(tmp_path)) as frame:
-        assert frame.wandb_key == "secret"
+        assert frame.wandb_key == "key-of-wandb"
         child = subprocess.run([sys.executable, "-c", "import os; print(os.environ)"], capture_output=True, text=True)
-        assert "secret" not in child.stdout
+        assert "key-of-wandb" not in child.stdout
         assert "PATH" in child.stdout
-    assert os.environ["WANDB_API_KEY"] == os.environ["_FSEC_WANDB_API_KEY"] == "secret"
+    assert os.environ["WANDB_API_KEY"] == os.environ["_FSEC_WANDB_API_KEY"] == "key-of-wandb"
 
 
 @pytest.fixture(scope="module")
