@@ -31,6 +31,7 @@ def ours(names: str, num_epochs: int, started: float) -> None:
     from flyte_ddp.launch.devices import num_cores
     from flyte_ddp.prepare import prepare_data
     from flyte_ddp.rank.job import Job
+    from flyte_ddp.rank.programs import RecipeProgram
     from flyte_ddp.recipes import get_recipe
 
     curve: list[tuple[float, float]] = []
@@ -53,7 +54,7 @@ def ours(names: str, num_epochs: int, started: float) -> None:
             return str(data)
 
         config = resolve(recipe.defaults, {**OUR_CONFIG, "epochs": num_epochs or OUR_CONFIG["epochs"]})
-        job = Job("pet_names", config, f"{directory}/checkpoints", time.time())
+        job = Job(RecipeProgram("pet_names", config), f"{directory}/checkpoints", time.time())
         result = spawn.train(job, prepared, num_cores(), [Clock()])
     finished, last = result.finished, result.epochs[-1]
     report(

@@ -37,6 +37,7 @@ def ours(data: Path, precision: str, num_ranks: int) -> None:
     from flyte_ddp.config import resolve
     from flyte_ddp.launch import spawn
     from flyte_ddp.rank.job import Job
+    from flyte_ddp.rank.programs import RecipeProgram
     from flyte_ddp.recipes import get_recipe
 
     name = "benchmarks.mnist_like.MnistLike"
@@ -45,7 +46,7 @@ def ours(data: Path, precision: str, num_ranks: int) -> None:
         {"epochs": NUM_EPOCHS, "global_batch_size": BATCH_SIZE, "precision": precision, "log_interval": LOG_INTERVAL},
     )
     with tempfile.TemporaryDirectory() as checkpoints:
-        job = Job(name, config, checkpoints, time.time())
+        job = Job(RecipeProgram(name, config), checkpoints, time.time())
         result = spawn.train(job, lambda: str(data / PREPARED), num_ranks)
     finished = result.finished
     report(
@@ -107,6 +108,7 @@ def _on_dask(
     from flyte_ddp.config import resolve
     from flyte_ddp.launch.dask.launcher import train_on_dask
     from flyte_ddp.rank.job import Job
+    from flyte_ddp.rank.programs import RecipeProgram
     from flyte_ddp.recipes import get_recipe
 
     class Clock:
@@ -123,7 +125,7 @@ def _on_dask(
 
     name = f"benchmarks.mnist_like.{recipe}"
     config = {"epochs": NUM_EPOCHS, "global_batch_size": BATCH_SIZE, "log_interval": LOG_INTERVAL, **config}
-    job = Job(name, resolve(get_recipe(name).defaults, config), checkpoints, time.time())
+    job = Job(RecipeProgram(name, resolve(get_recipe(name).defaults, config)), checkpoints, time.time())
     clock = Clock()
     result = train_on_dask(job, lambda: str(data / PREPARED), client, cluster, [clock])
     return result.finished, result.epochs, clock.first_step_at

@@ -158,6 +158,41 @@ class RunFinished:
     first_step_seconds: float  # from the launch of the ranks to the end of the first optimizer step
 
 
+@dataclass(frozen=True)
+class FunctionStarted:
+    """All ranks of a function are about to call it."""
+
+    name: str
+    world_size: int
+    num_nodes: int
+    num_restarts: int  # of the gang before
+
+
+@dataclass(frozen=True)
+class CheckpointLoaded:
+    """A function goes on from a checkpoint."""
+
+    step: int
+    url: str
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A function's report of its progress, by `session.report` on rank 0."""
+
+    step: int
+    epoch: float | None
+    values: dict[str, float]  # by the names that the function gave them
+
+
+@dataclass(frozen=True)
+class FunctionReturned:
+    """The last event of a function's run: it has returned on every rank."""
+
+    value: bytes  # rank 0's
+    seconds: float  # in the function, on rank 0
+
+
 Event = (
     RunStarted
     | StepFinished
@@ -167,9 +202,13 @@ Event = (
     | CheckpointSaved
     | CostsTimed
     | RunFinished
+    | FunctionStarted
+    | CheckpointLoaded
+    | Reported
+    | FunctionReturned
 )
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in typing.get_args(Event)}
-NOT_IN_HISTORY = (HistogramsTaken, PredictionsMade)  # too large; the report and W&B have them
+NOT_IN_HISTORY = (HistogramsTaken, PredictionsMade, FunctionReturned)  # too large; the report and W&B have them
 
 
 class Listener(Protocol):
@@ -198,6 +237,9 @@ class RunState:
     predictions: PredictionsMade | None = None
     costs: CostsTimed | None = None
     finished: RunFinished | None = None
+    function: FunctionStarted | None = None  # the latest
+    reports: list[Reported] = field(default_factory=list)
+    returned: FunctionReturned | None = None
     num_starts: int = 0
     num_checkpoints: int = 0  # written by this attempt, removed ones included
 
@@ -229,6 +271,16 @@ class RunState:
             self.costs = event
         elif isinstance(event, RunFinished):
             self.finished = event
+        elif isinstance(event, FunctionStarted):
+            self.num_starts += 1
+            self.function = event
+        elif isinstance(event, CheckpointLoaded):
+            self.reports = [each for each in self.reports if each.step <= event.step]
+        elif isinstance(event, Reported):
+            if self.keep_steps:
+                self.reports.append(event)
+        elif isinstance(event, FunctionReturned):
+            self.returned = event
 
     def close(self, error: BaseException | None) -> None:
         """Do nothing: the state holds no resources."""

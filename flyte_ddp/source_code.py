@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -51,11 +52,20 @@ def source_files(packages: Iterable[str]) -> dict[str, Path]:
                 found[Path(spec.origin).name] = Path(spec.origin)
             continue
         for location in spec.submodule_search_locations:
-            for file in Path(location).rglob("*"):
-                name = file.relative_to(location)
-                if file.is_file() and not any(part == "__pycache__" or part.startswith(".") for part in name.parts):
-                    found[f"{package}/{name.as_posix()}"] = file
+            found |= {f"{package}/{name}": file for name, file in files_below(Path(location)).items()}
     return dict(sorted(found.items()))
+
+
+def files_below(directory: Path) -> dict[str, Path]:
+    """Return the files in `directory` and below by their names relative to it, without hidden and compiled ones."""
+    found: dict[str, Path] = {}
+    for folder, subfolders, names in os.walk(directory):
+        subfolders[:] = [name for name in subfolders if name != "__pycache__" and not name.startswith(".")]
+        for name in names:
+            file = Path(folder, name)
+            if not name.startswith(".") and file.is_file():
+                found[file.relative_to(directory).as_posix()] = file
+    return found
 
 
 def digest_of(packages: Iterable[str], extra_files: Iterable[Path] = ()) -> str:

@@ -135,10 +135,10 @@ class _Observer:
         self.report = report
         self.group = frame.wandb_run_id()
 
-    def make_listeners(self, job: Job, world_size: int) -> list[Listener]:
+    def make_listeners(self, job: Job, config: TrainingConfig, world_size: int) -> list[Listener]:
         """Return the listeners of one run."""
         run_id = f"{self.group}-{os.path.basename(job.checkpoints)}".replace(".", "-")
-        name = f"{ranks(world_size)}, rate {job.config.learning_rate:g}"
+        name = f"{ranks(world_size)}, rate {config.learning_rate:g}"
         wandb = self.frame.wandb(run_id, name=name, group=self.group)
         return [self.frame.bar, wandb, _ReportListener(self.report), self.frame.publisher]
 

@@ -11,6 +11,7 @@ from flyte_ddp.launch.spawn import Result
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.rank.job import Job
+from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.recipes import config_of
 from tasks.cluster import open_task_cluster
 from tasks.flyte_context import wandb_link
@@ -113,7 +114,8 @@ class _Run:
         self.frame = frame
         resolved = config_of(recipe, given(config))
         frame.limit_time(resolved.max_hours)
-        self.job = Job(recipe, resolved, frame.storage.url, frame.opened_at, initial_state, run=frame.execution.run_id)
+        program = RecipeProgram(recipe, resolved, initial_state)
+        self.job = Job(RecipeProgram(program, frame.storage.url), frame.opened_at, run=frame.execution.run_id)
         wandb = frame.wandb(frame.wandb_run_id(), model_artifact=model_artifact)
         self.listeners: list[Listener] = [
             frame.bar,

@@ -47,6 +47,7 @@ from flyte_ddp.launch.failures import Ended, is_bug
 from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.rank.checkpoint import load_state
 from flyte_ddp.rank.job import Job, NodeRanks
+from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.sweep.runner import one_node_config
 from tests.support.dask_runs import eventually, ranks_below, start_driver, train
 from tests.support.image_store import running_store
@@ -408,7 +409,11 @@ def test_a_supervisor_hears_no_command_before_its_job(monkeypatch):
 
 def test_a_nodes_job_crosses_as_json_and_shows_no_secret():
     ranks = NodeRanks(0, 1, 2, "10.0.0.1", 1234, "", False, 1)
-    job = Job("digits", dask_config(recipe_options={"width": 3}), "s3://bucket/run", 1.5, timed_batch_sizes=(4, 8))
+    job = Job(
+        RecipeProgram("digits", dask_config(recipe_options={"width": 3}), timed_batch_sizes=(4, 8)),
+        "s3://bucket/run",
+        1.5,
+    )
     node_job = NodeJob(job, ranks, 20.0, {}, {"AWS_SECRET_ACCESS_KEY": "secret"}, "", "", "data-1", True)
     assert NodeJob.from_json(node_job.to_json()) == node_job
     assert "secret" not in repr(node_job) + repr(dask.worker.Sealed(node_job.to_json()))
@@ -666,12 +671,12 @@ def test_a_gang_of_full_size_and_a_trial_of_a_sweep_look_for_no_worker(monkeypat
     monkeypatch.setattr(growth.threading, "Thread", None)  # not even started
     gang = [worker("w-1", "10.0.0.1")]
     config = one_node_config(ClusterConfig(num_nodes=4, min_nodes=1))
-    sizes = usable_sizes(Job("digits", dask_config(), "", 0.0), config)
+    sizes = usable_sizes(Job(RecipeProgram("digits", dask_config()), "", 0.0), config)
     assert growth.GrowthWatch(gang, sizes, config, None, None, 0.0, 60).members == frozenset()
 
 
 def test_a_smaller_gang_still_shares_the_global_batch_evenly(tmp_path):
-    job = Job("digits", dask_config(global_batch_size=24), str(tmp_path), 0.0)
+    job = Job(RecipeProgram("digits", dask_config(global_batch_size=24)), str(tmp_path), 0.0)
     assert usable_sizes(job, ClusterConfig(num_nodes=6, min_nodes=2)) == [6, 4, 3, 2]
     assert usable_sizes(job, ClusterConfig(num_nodes=6)) == [6]
 
@@ -683,15 +688,15 @@ def dask_config(**values):
 
 
 def test_bad_input_is_refused_before_any_cluster_is_asked(tmp_path):
-    job = Job("digits", dask_config(global_batch_size=32), str(tmp_path), 0.0)
+    job = Job(RecipeProgram("digits", dask_config(global_batch_size=32)), str(tmp_path), 0.0)
     with pytest.raises(ConfigError, match="global_batch_size: expected a multiple of 3, got 32"):
         train_on_dask(job, str, None, ClusterConfig(num_nodes=3))
     message = (
-        "min_nodes: expected a smaller number of nodes, because global_batch_size 32 splits evenly at none from 3 to 3"
+        "min_nodes: expected a smaller number of nodes, because the global batch splits evenly at none from 3 to 3"
     )
     with pytest.raises(ConfigError, match=message):
         train_on_dask(job, str, None, ClusterConfig(num_nodes=4, min_nodes=3))
-    nccl = dataclasses.replace(job, config=dask_config(backend="nccl"))
+    nccl = dataclasses.replace(job, program=RecipeProgram("digits", dask_config(backend="nccl")))
     with pytest.raises(ConfigError, match="backend: expected auto or gloo for ranks without GPUs"):
         train_on_dask(nccl, str, None, ClusterConfig(num_nodes=2))
 
@@ -717,14 +722,12 @@ def test_code_is_packed_alike_wherever_it_lies(tmp_path, monkeypatch):
     packed = []
     for name in ("here", "there"):
         monkeypatch.syspath_prepend(tmp_path / name)
-        packed.append(packed_code("flowers.Flowers"))
+        packed.append(packed_code(RecipeProgram("flowers.Flowers", dask_config())))
         importlib.invalidate_caches()
-    assert packed[0] == packed[1] != packed_code("digits")
+    assert packed[0] == packed[1] != packed_code(RecipeProgram("digits", dask_config()))
     (tmp_path / "there" / "flowers" / "data.bin").write_bytes(bytes(33 << 20))
-    with pytest.raises(
-        ConfigError, match=r"recipe: 'flowers.Flowers': expected packages without data, got more than 32 MiB"
-    ):
-        packed_code("flowers.Flowers")
+    with pytest.raises(ConfigError, match=r"flowers.Flowers: expected code without data, got more than 32 MiB"):
+        packed_code(RecipeProgram("flowers.Flowers", dask_config()))
 
 
 logging.getLogger("distributed").setLevel(logging.ERROR)

@@ -14,6 +14,7 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch import devices, spawn
 from flyte_ddp.launch.dask.placement import Worker, assign_nodes
 from flyte_ddp.rank.job import Job
+from flyte_ddp.rank.programs import RecipeProgram
 
 SLICES = ("MIG-1a", "MIG-2b")
 
@@ -124,7 +125,7 @@ def test_wsl_has_a_gpu_without_nvidias_device_files(machine):
 
 
 def test_a_task_that_asked_for_gpus_and_has_none_says_what_to_check(machine, monkeypatch, tmp_path):
-    job = Job("digits", TrainingConfig(), str(tmp_path), 0.0)
+    job = Job(RecipeProgram("digits", TrainingConfig()), str(tmp_path), 0.0)
     monkeypatch.setenv(devices.REQUESTED_VARIABLE, "2")
     machine(POD)  # the device is there, the driver's library is not
     with pytest.raises(ConfigError, match="^GPUs: expected 2, .* got 0 .*device plugin.*LD_LIBRARY_PATH") as caught:
@@ -135,9 +136,9 @@ def test_a_task_that_asked_for_gpus_and_has_none_says_what_to_check(machine, mon
 
 def test_mig_slices_cannot_be_connected_by_nccl(machine, tmp_path):
     machine(["/dev/nvidiactl"], cuda=1, nvidia_ml=FakeNvml([SLICES]))
-    with pytest.raises(ConfigError, match="^backend: expected gloo between MIG slices of a GPU, got 'auto'"):
-        spawn.check(Job("digits", TrainingConfig(), str(tmp_path), 0.0), 2)
-    spawn.check(Job("digits", TrainingConfig(backend="gloo"), str(tmp_path), 0.0), 2)
+    with pytest.raises(ConfigError, match="^backend: expected gloo between MIG slices of a GPU, got nccl"):
+        spawn.check(Job(RecipeProgram("digits", TrainingConfig()), str(tmp_path), 0.0), 2)
+    spawn.check(Job(RecipeProgram("digits", TrainingConfig(backend="gloo")), str(tmp_path), 0.0), 2)
 
 
 def worker(name, host, gpus=(), **values):

@@ -24,6 +24,7 @@ from flyte_ddp.prepare import describe_data, prepare_data
 from flyte_ddp.rank.batch_norm import keep_frozen_statistics
 from flyte_ddp.rank.data import _SeededDataset, open_samples
 from flyte_ddp.rank.job import Job
+from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.image_folder.files import (
@@ -675,7 +676,7 @@ def test_the_statistics_of_a_frozen_batch_norm_stay_and_those_of_a_trained_one_m
 
 
 def test_synchronized_batch_norm_is_refused_on_cpus_before_any_rank_starts(tmp_path):
-    job = Job("image_folder", TrainingConfig(sync_batch_norm=True), str(tmp_path), 0.0)
+    job = Job(RecipeProgram("image_folder", TrainingConfig(sync_batch_norm=True)), str(tmp_path), 0.0)
     check(job, 1)
     with pytest.raises(ConfigError, match="^sync_batch_norm: expected false for ranks without GPUs, got true"):
         check(job, 2)

@@ -20,6 +20,7 @@ LAYERS = {
     "flyte_ddp.promotion": 5,
     "flyte_ddp.launch": 4,
     "flyte_ddp.rank": 3,
+    "flyte_ddp.session": 3,
     "flyte_ddp.prepare": 2,
     "flyte_ddp.observers": 2,
     "flyte_ddp.recipes": 1,
@@ -47,7 +48,10 @@ HOMES = {
 }
 SLOW = ("tokenizers", "torch", "torchvision", "matplotlib", "wandb", "sklearn", "flytekit", "optuna", "pandas")
 # What runs in a rank, or generates names or text, may import torch at the top; what starts a rank may not.
-STARTS_RANKS = ("flyte_ddp.rank.job", "flyte_ddp.rank.process", "flyte_ddp.rank.fast_start")
+STARTS_RANKS = (
+    *("flyte_ddp.rank.job", "flyte_ddp.rank.programs", "flyte_ddp.rank.process"),
+    *("flyte_ddp.rank.function", "flyte_ddp.rank.fast_start"),
+)
 COMPUTES = (
     "flyte_ddp.rank",
     *(f"flyte_ddp.recipes.{recipe}.{module}" for recipe in ("pet_names", "text") for module in ("generate", "model")),

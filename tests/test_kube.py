@@ -33,6 +33,7 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ClusterError, ConfigError, OutOfMemory, PreflightError
 from flyte_ddp.fields import parse_duration
 from flyte_ddp.rank.job import Job
+from flyte_ddp.rank.programs import RecipeProgram
 from tasks.train import check_previous_pod
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
@@ -715,7 +716,7 @@ def test_a_task_whose_pod_was_killed_for_its_memory_twice_at_the_same_step_ends(
         return 200, {**found, "status": {"phase": "Failed", "containerStatuses": [{**status, "state": state}]}}
 
     api_server.reply = reply  # type: ignore[method-assign]
-    job = Job("digits", TrainingConfig(), str(tmp_path), 0.0)
+    job = Job(RecipeProgram("digits", TrainingConfig()), str(tmp_path), 0.0)
     check_previous_pod(job, "")  # the first attempt
     ended |= {"e-n1-0": "OOMKilled", "e-n1-2": "OOMKilled", "e-n1-3": "OOMKilled"}
     check_previous_pod(job, "e-n1-0")

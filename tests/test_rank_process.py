@@ -1,39 +1,63 @@
-"""What a rank's process sets before torch is imported, and what it reports of its end."""
+"""The environment of a rank's process, which torch reads when it is imported."""
 
 from __future__ import annotations
 
-import os
-
-import pytest
-
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.rank.job import Job, NodeRanks
-from flyte_ddp.rank.process import set_environment
+from flyte_ddp.rank.process import environment
+from flyte_ddp.rank.programs import RecipeProgram
 
 NAMES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG")
 
 
-@pytest.fixture
-def environment(monkeypatch):
-    """An environment without the names that a rank sets, restored afterwards."""
+def environment_of(monkeypatch, given=(), **config):
     for name in NAMES:
-        monkeypatch.setenv(name, "")  # so that it is restored
-        del os.environ[name]
-    return monkeypatch
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given:
+        monkeypatch.setenv(name, value)
+    job = Job(RecipeProgram("digits", TrainingConfig(**config)), "checkpoints", 0.0)
+    node = NodeRanks(
+        *(6, 2, 8, "10.0.0.1", 1234, "eth0"),
+        use_gpus=False,
+        num_threads=3,
+        node_rank=3,
+        num_nodes=4,
+        run_id="run-1",
+        num_restarts=1,
+        max_restarts=5,
+    )
+    return environment(job, node, 1)
 
 
-def set_for(**config):
-    job = Job("digits", TrainingConfig(**config), "checkpoints", 0.0)
-    set_environment(job, NodeRanks(0, 2, 2, "10.0.0.1", 1234, "eth0", use_gpus=False, num_threads=3))
-    return tuple(os.environ.get(name) for name in NAMES)
+def test_a_rank_has_the_environment_of_torchrun(monkeypatch):
+    found = environment_of(monkeypatch)
+
+    # As torch/distributed/elastic/agent/server/local_elastic_agent.py sets them.
+    assert found == {
+        "RANK": "7",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "3",
+        "GROUP_WORLD_SIZE": "4",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": "7",
+        "ROLE_WORLD_SIZE": "8",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "1234",
+        "TORCHELASTIC_RUN_ID": "run-1",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "TORCHELASTIC_MAX_RESTARTS": "5",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "3",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "NCCL_SOCKET_IFNAME": "eth0",
+    }
 
 
-def test_collectives_use_the_interface_of_the_rendezvous(environment):
-    assert set_for() == ("3", "eth0", "eth0", None)
+def test_an_interface_or_a_number_of_threads_that_the_user_has_set_is_kept(monkeypatch):
+    given = {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "bond0", "OMP_NUM_THREADS": "1"}
+    found = environment_of(monkeypatch, given.items(), deterministic=True)
 
-
-def test_an_interface_that_the_user_has_set_is_kept(environment):
-    environment.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    environment.setenv("GLOO_SOCKET_IFNAME", "bond0")
-
-    assert set_for(deterministic=True) == ("3", "bond0", "ib0", ":4096:8")
+    assert found == found | given
+    assert found["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

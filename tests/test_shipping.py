@@ -181,7 +181,9 @@ def test_the_image_has_the_same():
 
 def test_workers_and_ranks_get_the_recipe_and_every_package_of_recipes(checkout, tmp_path):
     program = (
-        "import sys; from flyte_ddp.launch.dask.code import packed_code as p; sys.stdout.buffer.write(p(sys.argv[1]))"
+        "import sys; from flyte_ddp.config import TrainingConfig; from flyte_ddp.rank.programs import RecipeProgram; "
+        "from flyte_ddp.launch.dask.code import packed_code as p; "
+        "sys.stdout.buffer.write(p(RecipeProgram(sys.argv[1], TrainingConfig())))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     packed = subprocess.run(

@@ -18,6 +18,7 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, DataError, OutOfMemory, RankFailure
 from flyte_ddp.launch import spawn, supervisor
 from flyte_ddp.rank.job import Job
+from flyte_ddp.rank.programs import RecipeProgram
 from tests.support.runs import how_it_ended, new_run, start_parent, wait_for_step
 
 SLOW_STEP = "0.1"  # seconds, for runs that a signal has to meet on their way
@@ -174,7 +175,7 @@ def test_a_stall_ends_the_run_with_every_ranks_stack(tmp_path, monkeypatch, surv
     def shorten(line):
         # In this process, and only now, because how long ranks take to start depends on the machine.
         if line == "[rank 1] this rank hangs on purpose":
-            object.__setattr__(run.job.config, "stall_timeout", 0.5)
+            object.__setattr__(run.job.program.config, "stall_timeout", 0.5)
 
     run.relay = shorten
 
@@ -340,7 +341,7 @@ def no_processes(monkeypatch):
 
 
 def test_an_unknown_recipe_is_refused_before_any_process_starts(tmp_path, no_processes):
-    job = Job("mnits", TrainingConfig(), str(tmp_path), time.time())
+    job = Job(RecipeProgram("mnits", TrainingConfig()), str(tmp_path), time.time())
 
     with pytest.raises(ConfigError, match="recipe: expected digits, .*, got 'mnits'"):
         spawn.train(job, lambda: pytest.fail("data were prepared"), 2)

@@ -23,9 +23,9 @@ from flyte_ddp.events import (
 )
 from flyte_ddp.rank.checkpoint import CheckpointStore
 from flyte_ddp.rank.data import epoch_order
-from flyte_ddp.rank.job import Job, grow_accumulation
 from flyte_ddp.rank.optim import learning_rate_factor
 from flyte_ddp.rank.parallel import place_model
+from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.rank.progress import Progress
 from flyte_ddp.rank.step_timing import time_costs
 from flyte_ddp.rank.world import World
@@ -351,15 +351,15 @@ def test_ranks_whose_gpu_runs_out_of_memory_restart_with_smaller_micro_batches_w
 
 
 def test_other_errors_and_batches_that_cannot_be_split_further_are_not_restarted():
-    job = Job("digits", TrainingConfig(grow_accumulation_on_oom=True, global_batch_size=12), "checkpoints", 0.0)
+    program = RecipeProgram("digits", TrainingConfig(grow_accumulation_on_oom=True, global_batch_size=12))
     oom = RankFailure("rank 0 failed", 0, "exception", "OutOfMemoryError: CUDA out of memory")
 
     assert type(torch.cuda.OutOfMemoryError("")).__name__ == oom.error_name
-    assert grow_accumulation(job, oom, 2).config.gradient_accumulation == 2
-    assert grow_accumulation(job, oom, 4) is None
-    assert grow_accumulation(job, RankFailure("", 0, "signal", "SIGKILL"), 2) is None
-    forbidden = dataclasses.replace(job, config=dataclasses.replace(job.config, grow_accumulation_on_oom=False))
-    assert grow_accumulation(forbidden, oom, 2) is None
+    assert program.with_smaller_batches(oom, 2).config.gradient_accumulation == 2
+    assert program.with_smaller_batches(oom, 4) is None
+    assert program.with_smaller_batches(RankFailure("", 0, "signal", "SIGKILL"), 2) is None
+    config = dataclasses.replace(program.config, grow_accumulation_on_oom=False)
+    assert RecipeProgram("digits", config).with_smaller_batches(oom, 2) is None
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])

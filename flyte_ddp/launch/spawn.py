@@ -1,4 +1,4 @@
-"""Train on this machine: one process per rank, started, supervised and ended here.
+"""Run a program on this machine: one process per rank, started, supervised and ended here.
 
 What the supervisor does with the processes is in supervisor.py, and the Dask launcher runs the same on every node.
 """
@@ -13,6 +13,7 @@ import logging
 import re
 import socket
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -26,17 +27,18 @@ from flyte_ddp.launch.devices import (
     num_gpus,
 )
 from flyte_ddp.launch.dispatch import Dispatcher
-from flyte_ddp.launch.failures import first_line
+from flyte_ddp.launch.failures import Ended, first_line, is_bug
 from flyte_ddp.launch.signals import stop_on_signals
 from flyte_ddp.launch.supervisor import supervise
 from flyte_ddp.ownership import Ownership
-from flyte_ddp.rank.job import Job, NodeRanks, grow_accumulation
-from flyte_ddp.recipes import get_recipe
+from flyte_ddp.rank.job import Job, NodeRanks
+from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.storage import Storage
 
 OOM_NOTE = "out-of-memory.json"  # beside the checkpoints
 logger = logging.getLogger(__name__)
 MORE_ACCUMULATION = "a GPU ran out of memory: the ranks restart from the last checkpoint with gradient_accumulation %d"
+RESTART = "the gang was lost at step %d and restarts from its last checkpoint (restart %d of at most %d): %s"
 
 
 @dataclass
@@ -61,13 +63,28 @@ def train(
     listeners: Sequence[events.Listener] = (),
     relay: Callable[[str], None] | None = None,
 ) -> Result:
-    """Train on this machine, start to end.
+    """Train a recipe on this machine, start to end; `run_on_this_machine` with a job whose program is a recipe's."""
+    return Result.of(run_on_this_machine(job, data, num_processes, listeners, relay))
+
+
+def run_on_this_machine(
+    job: Job,
+    data: Callable[[], str] | None = None,
+    num_processes: int = 0,
+    listeners: Sequence[events.Listener] = (),
+    relay: Callable[[str], None] | None = None,
+    max_restarts: int = 0,
+) -> events.RunState:
+    """Run the program of `job` in ranks on this machine, start to end, and return the state that its events fold to.
 
     Args:
-        data: returns the directory of the prepared data. Called while the ranks are already starting.
+        data: returns the directory of the prepared data. Called while the ranks are already starting. None for a
+            program that needs none.
         num_processes: ranks; 0 is one per GPU, or two on a machine without.
         listeners: receive every event, in a thread with the caller's context variables.
         relay: called with every line that a rank prints; standard error by default.
+        max_restarts: how often all ranks start again after one was killed, hung, or failed in a way that another
+            attempt may not repeat.
 
     Raises:
         ConfigError: before any process is started, also if the checkpoints belong to another run.
@@ -76,16 +93,20 @@ def train(
     """
     num_processes = num_processes or default_num_processes()
     check(job, num_processes)
+    run_id = uuid.uuid4().hex
     gpus = num_gpus()
     state = events.RunState(keep_steps=False)
-    data = functools.cache(data)
+    data = functools.cache(data) if data else None
+    num_restarts = 0
+    previous: Ended | None = None
     with (
-        Ownership(job.checkpoints, job.run, job.config.store_timeout) as ownership,
+        own_place(job) as ownership,
         Dispatcher([state, *listeners]) as dispatcher,
         stop_on_signals() as stop,
     ):
-        job = dataclasses.replace(job, owner=ownership.token)
         while True:
+            job = dataclasses.replace(job, owner=ownership.token if ownership else "")
+            step = _LatestStep()
             with listening_socket("127.0.0.1") as listener:
                 node = NodeRanks(
                     first_rank=0,
@@ -96,20 +117,46 @@ def train(
                     interface="lo0" if sys.platform == "darwin" else "lo",
                     use_gpus=gpus > 0,
                     num_threads=max(1, num_cores() // num_processes),
+                    run_id=run_id,
+                    num_restarts=num_restarts,
+                    max_restarts=max_restarts,
                 )
                 try:
-                    supervise(job, node, listener, data, dispatcher.emit, stop, relay)
-                    break
+                    supervise(job, node, listener, data, dispatcher.emit, stop, relay, step.set)
+                    return state
                 except RankFailure as failure:
-                    grown = grow_accumulation(job, failure, num_processes)
-                    if failure.cause == OUT_OF_MEMORY:
+                    smaller = job.program.with_smaller_batches(failure, num_processes)
+                    if failure.cause == OUT_OF_MEMORY and job.checkpoints:
                         resumed_step = state.started.resumed_step if state.started else 0
                         refuse_repeated_oom(job, resumed_step, failure)
-                    if grown is None:
+                    if smaller:
+                        job = dataclasses.replace(job, program=smaller)
+                        logger.warning(MORE_ACCUMULATION, smaller.config.gradient_accumulation)
+                        continue
+                    ended = Ended(failure, step.value, -1)
+                    if num_restarts == max_restarts or is_bug(ended, previous):
                         raise
-                    job = grown
-                    logger.warning(MORE_ACCUMULATION, job.config.gradient_accumulation)
-    return Result.of(state)
+                    num_restarts, previous = num_restarts + 1, ended
+                    logger.warning(RESTART, *(ended.step, num_restarts, max_restarts, failure))
+
+
+class _LatestStep:
+    """The step that the ranks have reached."""
+
+    value = 0
+
+    def set(self, step: int) -> None:
+        self.value = max(self.value, step)
+
+
+@contextlib.contextmanager
+def own_place(job: Job) -> Iterator[Ownership | None]:
+    """Own the place of the job's checkpoints for the length of the block; None if it has none."""
+    if not job.checkpoints:
+        yield None
+        return
+    with Ownership(job.checkpoints, job.run, job.program.store_timeout) as ownership:
+        yield ownership
 
 
 def newest_step(checkpoints: str) -> int:
@@ -150,29 +197,22 @@ def check(job: Job, num_processes: int) -> None:
     """Check the run before any process is started for it.
 
     Raises:
-        ConfigError: an unknown recipe or option of it, a batch that cannot be split evenly, more ranks than GPUs,
-            missing GPUs, a place for checkpoints that cannot be written to.
+        ConfigError: what the program cannot do (an unknown recipe, a batch that cannot be split evenly), more ranks
+            than GPUs, missing GPUs, a place for checkpoints that cannot be written to.
     """
-    get_recipe(job.recipe, job.config.recipe_options)
     if num_processes < 1:
         raise ConfigError(f"num_processes: expected a whole number of at least 1, got {num_processes}")
     check_requested_gpus()
     gpus = num_gpus()
     if gpus and num_processes > gpus:
         raise ConfigError(f"num_processes: expected at most {gpus}, one per GPU, got {num_processes}")
-    check_backend(job, gpus > 0, num_processes)
-    if gpus and num_processes > 1 and job.config.backend != "gloo" and has_mig_slices():
-        raise ConfigError(f"backend: expected gloo between MIG slices of a GPU, got {job.config.backend!r}")
-    job.config.batch_size_per_rank(num_processes)
-    Storage(job.checkpoints, timeout=job.config.store_timeout).check_access()
-
-
-def check_backend(job: Job, has_gpus: bool, world_size: int) -> None:
-    """Raise ConfigError if the config needs GPUs that the ranks do not have."""
-    if job.config.backend == "nccl" and not has_gpus:
-        raise ConfigError("backend: expected auto or gloo for ranks without GPUs, got 'nccl'")
-    if job.config.sync_batch_norm and world_size > 1 and not has_gpus:
-        raise ConfigError("sync_batch_norm: expected false for ranks without GPUs, got true")
+    program = job.program
+    program.check(num_processes, gpus > 0)
+    uses_nccl = isinstance(program, RecipeProgram) and program.config.backend != "gloo"
+    if gpus and num_processes > 1 and uses_nccl and has_mig_slices():
+        raise ConfigError("backend: expected gloo between MIG slices of a GPU, got nccl")
+    if job.checkpoints:
+        Storage(job.checkpoints, timeout=program.store_timeout).check_access()
 
 
 @contextlib.contextmanager

@@ -30,10 +30,11 @@ from typing import Any
 from flyte_ddp import events
 from flyte_ddp.errors import OUT_OF_MEMORY, RankFailure, TrainingStopped
 from flyte_ddp.launch.devices import visible_gpus
-from flyte_ddp.launch.failures import shorten, shorten_traceback
+from flyte_ddp.launch.failures import first_line, shorten, shorten_traceback
 from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.rank.job import WRITE_GRACE, Job, NodeRanks, rank_log, rank_stacks
 from flyte_ddp.rank.process import run_rank
+from flyte_ddp.rank.programs import RecipeProgram
 
 CAUSE_GRACE = 0.5  # seconds in which a second failure may turn out to be the cause of the first
 POLL_INTERVAL = 0.1  # seconds between checks of logs, heartbeats and the stop request
@@ -49,7 +50,7 @@ def supervise(
     job: Job,
     node: NodeRanks,
     listener: socket.socket | None,
-    data: Callable[[], str],
+    data: Callable[[], str] | None,
     emit: Callable[[events.Event], None],
     stop: StopRequest,
     relay: Callable[[str], None] | None = None,
@@ -59,7 +60,7 @@ def supervise(
 
     Args:
         listener: the rendezvous' listening socket, on the node of rank 0; None elsewhere.
-        data: returns the directory of the prepared data on this node.
+        data: returns the directory of the prepared data on this node; None for a program that needs none.
         emit: called with every event, on the node of rank 0.
         stop: ends the run early when set.
         relay: called with every line that a rank prints; standard error by default.
@@ -72,7 +73,7 @@ def supervise(
     with _logs_directory() as logs:
         ranks = _Ranks(job, node, listener, logs, relay or print_line)
         try:
-            ranks.watch(_Preparation(data), emit, stop, on_beat)
+            ranks.watch(_Preparation(data) if data else None, emit, stop, on_beat)
         finally:
             ranks.kill()
 
@@ -106,9 +107,9 @@ class _Ranks:
         gpus = visible_gpus() if node.use_gpus else ()
         self.slices = gpus if any(name.startswith("MIG-") for name in gpus) else ()
         context = multiprocessing.get_context("spawn")
-        # Per local rank: the time of its last progress, and its step. Last: not 0 while rank 0 writes a checkpoint. No
-        # lock: each slot has one writer.
-        self.beats = context.RawArray("d", [time.monotonic(), 0.0] * node.num_ranks + [0.0])
+        # Per local rank: the time of its last progress, 0 before the first, and its step. Last: not 0 while rank 0
+        # writes a checkpoint. No lock: each slot has one writer.
+        self.beats = context.RawArray("d", [0.0, 0.0] * node.num_ranks + [0.0])
         try:
             with _no_main_module():
                 for local_rank in range(node.num_ranks):
@@ -136,13 +137,14 @@ class _Ranks:
 
     def watch(
         self,
-        preparation: _Preparation,
+        preparation: _Preparation | None,
         emit: Callable[[events.Event], None],
         stop: StopRequest,
         on_beat: Callable[[int], None] | None,
     ) -> None:
         """Pass data and events on until every rank has succeeded. Raise if one fails, or if none makes progress."""
-        has_sent_stop = has_data = False
+        has_sent_stop = False
+        has_data = preparation is None
         while any(rank.process.is_alive() or not rank.outcome for rank in self.ranks):
             live = [rank for rank in self.ranks if not rank.up.closed]
             ready = wait(
@@ -157,8 +159,8 @@ class _Ranks:
                     self._note_death(rank)
             self._relay_logs()
             if self.failures and time.monotonic() - self.failures[0][1] > self._grace():
-                raise self._root_cause()
-            if not has_data and preparation.is_done:
+                raise self._root_cause() if not has_sent_stop else self._stopped(stop)
+            if preparation and not has_data and preparation.is_done:
                 has_data = True
                 self._send_data(preparation.result())
             if has_data and not self.failures:
@@ -177,7 +179,7 @@ class _Ranks:
                 time.sleep(POLL_INTERVAL / 10)  # every pipe has ended, the processes are about to
         self._relay_logs()
         if self.failures:
-            raise self._root_cause()
+            raise self._root_cause() if not has_sent_stop else self._stopped(stop)
         if any(rank.outcome == "stopped" for rank in self.ranks):
             raise TrainingStopped(f"{stop.reason}: the run was stopped {self._position()}")
 
@@ -263,12 +265,20 @@ class _Ranks:
         """Return the failure that explains the others: the first that is not a consequence of a dead peer."""
         return min(self.failures, key=lambda failure: failure[:2])[2]
 
+    def _stopped(self, stop: StopRequest) -> Exception:
+        """Return the error of a rank that failed after it was asked to stop; a function gets SIGTERM, and may raise."""
+        cause = self._root_cause()
+        if isinstance(self.job.program, RecipeProgram):
+            return cause
+        return TrainingStopped(f"{stop.reason}: the run was stopped {self._position()} ({first_line(cause)})")
+
     def _check_progress(self) -> None:
         """Raise with every rank's stack if no rank made progress for the stall timeout."""
-        limit = self.job.config.stall_timeout
+        limit = self.job.program.stall_timeout
         now = time.monotonic()
-        silence = min(now - self.beats[2 * index] for index in range(len(self.ranks)))
-        if silence < limit:
+        last = max(self.beats[2 * index] for index in range(len(self.ranks)))
+        silence = now - last
+        if not last or silence < limit:  # a function that has never reported is not expected to
             return
         for rank in self.ranks:
             if rank.process.is_alive() and rank.process.pid is not None:
@@ -278,9 +288,9 @@ class _Ranks:
         for index, rank in enumerate(self.ranks):
             with contextlib.suppress(FileNotFoundError):
                 stacks = Path(rank_stacks(self.logs, rank.number)).read_text()
-                ago = now - self.beats[2 * index]
+                ago = f"{now - self.beats[2 * index]:.0f} s ago" if self.beats[2 * index] else "never"
                 step = int(self.beats[2 * index + 1])
-                head = f"--- rank {rank.number}, at step {step}, last progress {ago:.0f} s ago"
+                head = f"--- rank {rank.number}, at step {step}, last progress {ago}"
                 for line in [head, *stacks.splitlines()]:
                     self.relay(f"[rank {rank.number}] {line}")
                 # The threads are listed from the newest to the oldest, which is the main thread.
@@ -293,10 +303,11 @@ class _Ranks:
         return int(max(self.beats[2 * index + 1] for index in range(len(self.ranks))))
 
     def _position(self) -> str:
-        return (
-            f"at step {self._step()}. Its checkpoints are in {self.job.checkpoints}: "
-            "the same run with the same checkpoints resumes there"
-        )
+        where = f"at step {self._step()}"
+        if not self.job.checkpoints:
+            return where
+        place = self.job.checkpoints
+        return f"{where}. Its checkpoints are in {place}: the same run with the same checkpoints resumes there"
 
     def _relay_logs(self) -> None:
         for rank in self.ranks:

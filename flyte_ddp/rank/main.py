@@ -7,12 +7,9 @@ import platform
 import resource
 import sys
 import time
-from datetime import timedelta
-from socket import socket
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore  # torch.distributed's own, which it does not export for type checkers
 
 from flyte_ddp import events
 from flyte_ddp.prepare import describe_data
@@ -22,7 +19,8 @@ from flyte_ddp.rank.fast_start import avoid_importing_dynamo
 from flyte_ddp.rank.inspection import layers_of, predictions_of, sample_inputs, shown
 from flyte_ddp.rank.job import MODEL_STATE, Job, NodeRanks
 from flyte_ddp.rank.parallel import place_model
-from flyte_ddp.rank.process import SupervisorLink
+from flyte_ddp.rank.process import RankProcess, SupervisorLink
+from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.rank.step_timing import time_costs
 from flyte_ddp.rank.supervision import beat_while_compiling, keep_beating
 from flyte_ddp.rank.trainer import Trainer
@@ -30,43 +28,35 @@ from flyte_ddp.rank.world import World, process_group
 from flyte_ddp.recipes import get_recipe
 
 
-def main(job: Job, node: NodeRanks, local_rank: int, listener: socket | None, link: SupervisorLink) -> None:
-    """Join the other ranks and train. `listener` is the rendezvous' socket, on rank 0; None elsewhere."""
-    config = job.config
+def main(program: RecipeProgram, process: RankProcess) -> None:
+    """Join the other ranks and train the recipe of `program`."""
+    config, node, link = program.config, process.node, process.link
     torch.set_num_threads(node.num_threads)
     if config.deterministic:
         torch.use_deterministic_algorithms(True)  # also the call with False imports torch's compiler
     device = torch.device("cpu")
     if node.use_gpus:
         # A rank on a MIG slice sees that slice alone, as device 0.
-        device = torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
+        device = torch.device("cuda", process.local_rank % max(1, torch.cuda.device_count()))
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = not config.deterministic
     if not config.compile:
         avoid_importing_dynamo()
-    world = World(node.first_rank + local_rank, local_rank, node.world_size, device)
+    world = World(process.rank, process.local_rank, node.world_size, device)
     link.beat(0)
     if world.world_size == 1:
-        train(job, world, node, link)
+        train(program, process.job, world, node, link)
         return
-    store = TCPStore(
-        node.host,
-        node.port,
-        world.world_size,
-        is_master=listener is not None,
-        timeout=timedelta(seconds=config.collective_timeout),
-        wait_for_workers=False,
-        master_listen_fd=None if listener is None else listener.detach(),
-    )
+    store = process.open_store(config.collective_timeout)
     with process_group(world, config.backend, store, config.collective_timeout):
-        train(job, world, node, link)
+        train(program, process.job, world, node, link)
 
 
-def train(job: Job, world: World, node: NodeRanks, link: SupervisorLink) -> None:
+def train(program: RecipeProgram, job: Job, world: World, node: NodeRanks, link: SupervisorLink) -> None:
     """Train the recipe, and report and save its results."""
     # Data and model: every rank has the same weights, and its own shard of each batch
-    config = job.config
-    recipe = get_recipe(job.recipe, config.recipe_options)
+    config = program.config
+    recipe = get_recipe(program.recipe, config.recipe_options)
     directory = link.wait_for_data()
     data = describe_data(directory)
     train, test = open_samples(recipe.datasets(directory), recipe, config, world)
@@ -78,13 +68,14 @@ def train(job: Job, world: World, node: NodeRanks, link: SupervisorLink) -> None
     store = CheckpointStore(
         job.checkpoints, config.checkpoints_to_keep, config.store_timeout, job.owner, on_busy=link.set_writing
     )
-    trainer = Trainer(recipe, config, world, model, train, test, store, link, data["fingerprint"], job.initial_state)
+    fingerprint = data["fingerprint"]
+    trainer = Trainer(recipe, config, world, model, train, test, store, link, fingerprint, program.initial_state)
     if config.compile:
         beat_while_compiling(lambda: link.beat(trainer.progress.step))
     with keep_beating(lambda: link.beat(trainer.progress.step)):  # a large checkpoint takes its time
         resumed_from, skipped = trainer.resume()
     if world.is_first:
-        link.emit(_run_started(job, node, trainer, data["description"], resumed_from, skipped))
+        link.emit(_run_started(program, node, trainer, data["description"], resumed_from, skipped))
 
     # Go!
     with store.finish_on_error(trainer.beat):
@@ -97,8 +88,8 @@ def train(job: Job, world: World, node: NodeRanks, link: SupervisorLink) -> None
         link.beat(progress.step)
         model_state = store.save_file(MODEL_STATE, portable(model.state_dict()), trainer.beat)
         finished = _run_finished(job, trainer, model_state)
-    if job.timed_batch_sizes:
-        costs = time_costs(model, recipe, train, config, world, job.timed_batch_sizes, beat=trainer.beat)
+    if program.timed_batch_sizes:
+        costs = time_costs(model, recipe, train, config, world, program.timed_batch_sizes, beat=trainer.beat)
         if world.is_first:
             link.emit(costs)
     if world.is_first:
@@ -106,17 +97,17 @@ def train(job: Job, world: World, node: NodeRanks, link: SupervisorLink) -> None
 
 
 def _run_started(
-    job: Job, node: NodeRanks, trainer: Trainer, data: str, resumed_from: str, skipped: list[str]
+    program: RecipeProgram, node: NodeRanks, trainer: Trainer, data: str, resumed_from: str, skipped: list[str]
 ) -> events.RunStarted:
     recipe, world, model = trainer.recipe, trainer.world, trainer.model
     on_gpu = world.device.type == "cuda"
     layers: list[events.LayerDescribed] = []
     with shown("layers"):
-        layers = layers_of(model, sample_inputs(recipe, trainer.test, job.config))
+        layers = layers_of(model, sample_inputs(recipe, trainer.test, program.config))
     return events.RunStarted(
-        recipe=job.recipe,
+        recipe=program.recipe,
         data=data,
-        config=dataclasses.asdict(job.config),
+        config=dataclasses.asdict(program.config),
         world_size=world.world_size,
         device=torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
         backend=dist.get_backend() if world.world_size > 1 else "none",

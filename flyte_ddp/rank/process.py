@@ -1,4 +1,6 @@
-"""The process of a rank: its links to the supervisor, its log, and how it ends. Knows nothing of training.
+"""The process of a rank: its links to the supervisor, its log, its environment, and how it ends.
+
+Knows nothing of training: a job's program does (programs.py).
 
 Imports nothing heavy: a rank must be killable, and must notice its parent's death, before the seconds that torch takes
 to import.
@@ -17,15 +19,22 @@ import threading
 import time
 import traceback
 import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import socket
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import events
 from flyte_ddp.errors import StopRequested, StorageUnavailable
 from flyte_ddp.rank.fast_start import keep_freed_memory
-from flyte_ddp.rank.job import CUDA_OUT_OF_MEMORY, Job, NodeRanks, rank_log, rank_stacks
+from flyte_ddp.rank.job import Job, NodeRanks, rank_log, rank_stacks
+from flyte_ddp.rank.programs import CUDA_OUT_OF_MEMORY
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 # Errors of gloo, NCCL and the store on a rank whose peer has died: a consequence, never the cause.
 PEER_FAILURE = re.compile(
@@ -50,6 +59,7 @@ class SupervisorLink:
         self._beats = beats
         self._local_rank = local_rank
         self._stop = threading.Event()
+        self.on_stop: Callable[[], None] = lambda: None  # called when this rank is asked to end the run
         self._has_data = threading.Event()
         self._data = ""
         threading.Thread(target=self._listen, name="supervisor-link", daemon=True).start()
@@ -91,6 +101,42 @@ class SupervisorLink:
                 self._has_data.set()
             elif kind == "stop":
                 self._stop.set()
+                self.on_stop()
+
+
+@dataclass
+class RankProcess:
+    """The process of one rank, as its program sees it."""
+
+    job: Job
+    node: NodeRanks
+    local_rank: int
+    listener: socket | None  # the listening socket of the rendezvous, on rank 0; None elsewhere
+    link: SupervisorLink
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank among all nodes' ranks."""
+        return self.node.first_rank + self.local_rank
+
+    def open_store(self, timeout: float) -> TCPStore:
+        """Return the store where the ranks meet, which rank 0's process serves. Call it once on rank 0.
+
+        Args:
+            timeout: seconds that an operation waits for the other ranks.
+        """
+        # torch.distributed's own, which it does not export for type checkers
+        from torch._C._distributed_c10d import TCPStore
+
+        return TCPStore(
+            self.node.host,
+            self.node.port,
+            self.node.world_size,
+            is_master=self.listener is not None,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            master_listen_fd=None if self.listener is None else self.listener.detach(),
+        )
 
 
 def run_rank(
@@ -126,10 +172,8 @@ def run_rank(
     link = SupervisorLink(up, down, beats, local_rank)
     try:
         keep_freed_memory()
-        set_environment(job, node)
-        from flyte_ddp.rank.main import main
-
-        main(job, node, local_rank, listener, link)
+        os.environ.update(environment(job, node, local_rank))
+        job.program.run(RankProcess(job, node, local_rank, listener, link))
     except BaseException as error:
         if isinstance(error, StopRequested):
             link.send("stopped")
@@ -157,10 +201,33 @@ def run_rank(
     os._exit(0)
 
 
-def set_environment(job: Job, node: NodeRanks) -> None:
-    """Set what torch and its libraries read when they are imported."""
-    os.environ["OMP_NUM_THREADS"] = str(node.num_threads)
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, node.interface)  # the user may know a faster one
-    if job.config.deterministic:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+def environment(job: Job, node: NodeRanks, local_rank: int) -> dict[str, str]:
+    """Return the variables that torch and its libraries read, with torchrun's names and meaning.
+
+    Those that choose a network interface or a number of threads are the user's own where they are set: a user may know
+    a faster one.
+    """
+    values = {
+        "RANK": node.first_rank + local_rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": node.world_size,
+        "LOCAL_WORLD_SIZE": node.num_ranks,
+        "GROUP_RANK": node.node_rank,
+        "GROUP_WORLD_SIZE": node.num_nodes,
+        "ROLE_NAME": "default",
+        "ROLE_RANK": node.first_rank + local_rank,
+        "ROLE_WORLD_SIZE": node.world_size,
+        "MASTER_ADDR": node.host,
+        "MASTER_PORT": node.port,
+        "TORCHELASTIC_RUN_ID": node.run_id,
+        "TORCHELASTIC_RESTART_COUNT": node.num_restarts,
+        "TORCHELASTIC_MAX_RESTARTS": node.max_restarts,
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # all ranks are clients of a store that is served for them
+    }
+    defaults = {
+        "GLOO_SOCKET_IFNAME": node.interface,
+        "NCCL_SOCKET_IFNAME": node.interface,
+        "OMP_NUM_THREADS": str(node.num_threads),
+    }
+    given = {name: os.environ[name] for name in defaults if name in os.environ}
+    return {name: str(value) for name, value in values.items()} | defaults | given | job.program.environment

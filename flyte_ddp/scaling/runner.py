@@ -22,6 +22,7 @@ from flyte_ddp.launch.dask.launcher import check, train_on_dask
 from flyte_ddp.launch.supervisor import print_line
 from flyte_ddp.prepare import describe_data
 from flyte_ddp.rank.job import Job
+from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.scaling.study import ScalingRun, choose_timed_batch_sizes
 from flyte_ddp.storage import Storage
 
@@ -55,7 +56,7 @@ def validate_runs(recipe: str, config: TrainingConfig, world_sizes: Sequence[int
         ConfigError: as `resize_cluster` and `launcher.check`.
     """
     for world_size in world_sizes:
-        check(Job(recipe, config, "", 0.0), resize_cluster(cluster, world_size))
+        check(Job(RecipeProgram(recipe, config), "", 0.0), resize_cluster(cluster, world_size))
 
 
 def train_at_sizes(
@@ -69,7 +70,7 @@ def train_at_sizes(
     client: Client,
     cluster: ClusterConfig,
     *,
-    make_listeners: Callable[[Job, int], Sequence[Listener]] = lambda job, world_size: (),
+    make_listeners: Callable[[Job, TrainingConfig, int], Sequence[Listener]] = lambda job, config, world_size: (),
     relay: Callable[[str], None] = print_line,
     run_name: str = "",
     run: str = "",
@@ -80,7 +81,7 @@ def train_at_sizes(
         checkpoints: URL of a directory that every worker reaches; each run has a subdirectory.
         data: the directory of the prepared data.
         client: from `cluster.open_cluster`, for the largest world size.
-        make_listeners: returns the listeners of the run of a job at a world size.
+        make_listeners: returns the listeners of a job with a config at a world size.
         run: the same for all attempts of the study, see `Job`.
 
     Returns:
@@ -102,7 +103,7 @@ def train_at_sizes(
             storage = Storage(
                 f"{checkpoints.rstrip('/')}/{_name_directory(recipe, run_config, world_size, fingerprint)}"
             )
-            job = Job(recipe, run_config, storage.url, time.time(), timed_batch_sizes=timed, run=run)
+            job = Job(RecipeProgram(recipe, run_config, timed_batch_sizes=timed), storage.url, time.time(), run=run)
             record = _load_record(storage, timed)
             if record is None:
                 record = _Recorder()
@@ -111,13 +112,13 @@ def train_at_sizes(
                     lambda: data,
                     client,
                     dataclasses.replace(resize_cluster(cluster, world_size), threads_per_rank=threads),
-                    [record, *make_listeners(job, world_size)],
+                    [record, *make_listeners(job, run_config, world_size)],
                     relay,
                     run_name,
                 )
                 storage.write(HISTORY_FILE, record.text.encode())
             else:
-                for listener in make_listeners(job, world_size):
+                for listener in make_listeners(job, run_config, world_size):
                     for event in record.events:
                         listener.handle(event)
                     listener.close(None)

@@ -31,6 +31,7 @@ from flyte_ddp.launch.signals import StopRequest, stop_on_signals
 from flyte_ddp.launch.supervisor import print_line
 from flyte_ddp.prepare import describe_data
 from flyte_ddp.rank.job import Job
+from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.storage import Storage
 from flyte_ddp.sweep.results import FAILED, FINISHED, INTERRUPTED, STOPPED_EARLY, WAITING, TrialRun
 from flyte_ddp.sweep.search import EarlyStopping, Trial
@@ -49,7 +50,7 @@ def check_trials(recipe: str, trials: Sequence[Trial], cluster: ClusterConfig) -
         ConfigError: as `launcher.check`, for the ranks of one worker.
     """
     for trial in trials:
-        check(Job(recipe, trial.config, "", 0.0), one_node_config(cluster))
+        check(Job(RecipeProgram(recipe, trial.config), "", 0.0), one_node_config(cluster))
 
 
 def train_trials(
@@ -242,7 +243,7 @@ class _Sweep:
         with self._own_client() as client:
             try:
                 train_on_dask(
-                    Job(self.recipe, run.trial.config, storage.url, time.time(), run=self.run),
+                    Job(RecipeProgram(self.recipe, run.trial.config), storage.url, time.time(), run=self.run),
                     lambda: self.data,
                     client,
                     self.cluster,

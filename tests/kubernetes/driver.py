@@ -21,6 +21,7 @@ from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.config import resolve
 from flyte_ddp.launch.dask.launcher import train_on_dask
 from flyte_ddp.rank.job import Job
+from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.recipes import get_recipe
 from tests.support.runs import new_run
 
@@ -60,7 +61,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, open_cluster(cluster, run_name) as client:
         for each in arguments["runs"]:
             config = resolve(get_recipe(each["recipe"]).defaults, each["config"])
-            job = Job(each["recipe"], config, each["checkpoints"], time.time())
+            job = Job(RecipeProgram(each["recipe"], config), each["checkpoints"], time.time())
             train_on_dask(
                 job,
                 data=functools.partial(prepared, f"{directory}/{each['name']}", each["recipe"]),

@@ -23,6 +23,7 @@ from flyte_ddp.config import resolve
 from flyte_ddp.events import StepFinished
 from flyte_ddp.launch.dask.launcher import train_on_dask
 from flyte_ddp.rank.job import Job
+from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.recipes import get_recipe
 from tests.support.runs import REPOSITORY, Run, _Printer, new_run, print_json
 
@@ -35,7 +36,9 @@ def train(run: Run, client, cluster: ClusterConfig, at_step=None, stop=None, **c
         stop: the request that ends the run.
     """
     job = Job(
-        run.recipe, resolve(get_recipe(run.recipe).defaults, config), run.url or str(run.checkpoints), time.time()
+        RecipeProgram(run.recipe, resolve(get_recipe(run.recipe).defaults, config)),
+        run.url or str(run.checkpoints),
+        time.time(),
     )
     listeners = [run, _At(*at_step)] if at_step else [run]
     run.result = train_on_dask(job, lambda: str(run.data()), client, cluster, listeners, run.relay, stop=stop)

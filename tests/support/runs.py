@@ -18,6 +18,7 @@ from flyte_ddp import events
 from flyte_ddp.launch.spawn import Result, train
 from flyte_ddp.prepare import prepare_data
 from flyte_ddp.rank.job import Job
+from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.recipes import config_of, get_recipe
 
 REPOSITORY = Path(__file__).parents[2]
@@ -53,7 +54,7 @@ class Run:
         directory = self.directory / f"data{source}"
         if not directory.exists():
             directory.mkdir(parents=True)
-            options = self.job.config.recipe_options if self.job else {}
+            options = self.job.program.config.recipe_options if self.job else {}
             prepare_data(get_recipe(self.recipe, options), source, directory)
         return directory
 
@@ -69,8 +70,7 @@ class Run:
     def train(self, num_processes=2, source="", checkpoints="", data=None, **config):
         """Train to the end, or to the error, which is raised; `config` are fields that differ from the recipe's."""
         self.job = Job(
-            self.recipe,
-            config_of(self.recipe, config),
+            RecipeProgram(self.recipe, config_of(self.recipe, config)),
             checkpoints or str(self.checkpoints),
             time.time(),
         )

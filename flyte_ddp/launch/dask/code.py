@@ -10,24 +10,24 @@ import io
 import zipfile
 
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.recipes import BUILTIN
-from flyte_ddp.source_code import MAX_SIZE, packages_of, source_files
+from flyte_ddp.rank.programs import FunctionProgram, Program
+from flyte_ddp.source_code import MAX_SIZE
 
 
-def packed_code(recipe: str) -> bytes:
-    """Return a zip of the library, the package or module that defines `recipe`, and all packages of recipes.
-
-    Equal code has an equal zip.
+def packed_code(program: Program) -> bytes:
+    """Return a zip of the program's source files. Equal code has an equal zip.
 
     Raises:
-        ConfigError: the packages are too large to be code alone.
+        ConfigError: they are too large to be code alone.
     """
-    packages = packages_of(BUILTIN.get(recipe, recipe).replace(":", "."))
-    files = source_files(packages)
+    files = program.source_files()
     if sum(file.stat().st_size for file in files.values()) > MAX_SIZE:
+        folders = sorted({name.split("/")[0] for name in files})
+        if isinstance(program, FunctionProgram) and program.directory:
+            folders = [program.directory]
         raise ConfigError(
-            f"recipe: {recipe!r}: expected packages without data, got more than {MAX_SIZE >> 20} MiB in "
-            f"{', '.join(packages)}, which every node needs"
+            f"{program.name}: expected code without data, got more than {MAX_SIZE >> 20} MiB in {', '.join(folders)}, "
+            "which every node needs"
         )
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import logging
 import math
 import time
@@ -50,11 +49,11 @@ from flyte_ddp.launch.dask.roll_call import RollCall
 from flyte_ddp.launch.dispatch import Dispatcher
 from flyte_ddp.launch.failures import Ended, first_line, is_bug, is_out_of_memory, is_store_outage, made_no_progress
 from flyte_ddp.launch.signals import StopRequest, stop_on_signals
-from flyte_ddp.launch.spawn import MORE_ACCUMULATION, Result, check_backend
+from flyte_ddp.launch.spawn import MORE_ACCUMULATION, Result, own_place
 from flyte_ddp.launch.supervisor import print_line
 from flyte_ddp.ownership import Ownership
-from flyte_ddp.rank.job import Job, grow_accumulation
-from flyte_ddp.recipes import get_recipe
+from flyte_ddp.rank.job import Job
+from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.storage import Storage, storage_environment
 
 ROLL_CALL_INTERVAL = 1.0  # seconds between two checks of which workers are there
@@ -74,12 +73,27 @@ def train_on_dask(
     stop: StopRequest | None = None,
     pool: Pool | None = None,
 ) -> Result:
-    """Train on the workers of `client`'s cluster, start to end.
+    """Train a recipe on a Dask cluster, start to end; `run_on_dask` with a job whose program is a recipe's."""
+    return Result.of(run_on_dask(job, data, client, config, listeners, relay, run_name, stop, pool))
+
+
+def run_on_dask(
+    job: Job,
+    data: Callable[[], str] | None,
+    client: Client,
+    config: ClusterConfig,
+    listeners: Sequence[events.Listener] = (),
+    relay: Callable[[str], None] | None = None,
+    run_name: str = "",
+    stop: StopRequest | None = None,
+    pool: Pool | None = None,
+) -> events.RunState:
+    """Run the program of `job` in ranks on the workers of `client`'s cluster; return the state its events fold to.
 
     Args:
         job: its checkpoints must be at a place that every worker reaches.
         data: returns the local directory of the prepared data. Called while the workers are still being gathered. Nodes
-            that do not have that directory fetch a copy from beside the checkpoints.
+            that do not have that directory fetch a copy from beside the checkpoints. None where none are needed.
         client: from `cluster.open_cluster`.
         listeners: receive every event, in a thread with the caller's context variables.
         relay: called with every line that a rank prints, with its node and rank; standard error by default.
@@ -97,13 +111,15 @@ def train_on_dask(
         TrainingStopped: SIGINT or SIGTERM, or `stop`, ended the run, after a last checkpoint.
     """
     check(job, config)
-    storage = Storage(job.checkpoints, timeout=job.config.store_timeout)
-    storage.check_access()
-    job = dataclasses.replace(job, checkpoints=storage.url)
+    storage = None
+    if job.checkpoints:
+        storage = Storage(job.checkpoints, timeout=job.program.store_timeout)
+        storage.check_access()
+        job = dataclasses.replace(job, checkpoints=storage.url)
     state = events.RunState(keep_steps=False)
     stopping = contextlib.nullcontext(stop) if stop else stop_on_signals()
     with (
-        Ownership(job.checkpoints, job.run, job.config.store_timeout) as ownership,
+        own_place(job) as ownership,
         Dispatcher([state, *listeners]) as dispatcher,
         stopping as stop,
     ):
@@ -112,7 +128,7 @@ def train_on_dask(
             client=client,
             config=config,
             checkpoints=job.checkpoints,
-            code=packed_code(job.recipe),
+            code=packed_code(job.program),
             emit=dispatcher.emit,
             relay=relay or print_line,
             stop=stop,
@@ -122,25 +138,22 @@ def train_on_dask(
             launcher.launch()
         finally:
             launcher.close()
-    return Result.of(state)
+    return state
 
 
 def check(job: Job, config: ClusterConfig) -> None:
     """Check the run before anything is asked of its cluster.
 
     Raises:
-        ConfigError: an unknown recipe or option of it, a batch that cannot be split evenly at `num_nodes`, or at none
-            of the smaller sizes that `min_nodes` allows, NCCL without GPUs.
+        ConfigError: what the program cannot do, such as an unknown recipe, or a batch that cannot be split evenly at
+            `num_nodes`, or at none of the smaller sizes that `min_nodes` allows.
     """
-    get_recipe(job.recipe, job.config.recipe_options)
-    world_size = config.num_nodes * config.ranks_per_node
-    job.config.batch_size_per_rank(world_size)
-    check_backend(job, config.gpus_per_node > 0, world_size)
+    job.program.check(config.num_nodes * config.ranks_per_node, config.gpus_per_node > 0)
     if config.enough_nodes < config.num_nodes and usable_sizes(job, config) == [config.num_nodes]:
         raise ConfigError(
-            f"min_nodes: expected a smaller number of nodes, because global_batch_size {job.config.global_batch_size} "
-            f"splits evenly at none from {config.min_nodes} to {config.num_nodes - 1} ({config.ranks_per_node} ranks "
-            f"each), or 0 for a run that needs all {config.num_nodes}, got {config.min_nodes}"
+            f"min_nodes: expected a smaller number of nodes, because the global batch splits evenly at none from "
+            f"{config.min_nodes} to {config.num_nodes - 1} ({config.ranks_per_node} ranks each), or 0 for a run that "
+            f"needs all {config.num_nodes}, got {config.min_nodes}"
         )
 
 
@@ -149,7 +162,7 @@ def usable_sizes(job: Job, config: ClusterConfig) -> list[int]:
     sizes = []
     for num_nodes in range(config.num_nodes, config.enough_nodes - 1, -1):
         with contextlib.suppress(ConfigError):
-            job.config.batch_size_per_rank(num_nodes * config.ranks_per_node)
+            job.program.check_world_size(num_nodes * config.ranks_per_node)
             sizes.append(num_nodes)
     return sizes
 
@@ -160,11 +173,11 @@ class _Launcher:
     def __init__(
         self,
         job: Job,
-        data: Callable[[], str],
+        data: Callable[[], str] | None,
         run: Run,
         run_name: str,
-        storage: Storage,
-        ownership: Ownership,
+        storage: Storage | None,
+        ownership: Ownership | None,
         pool: Pool | None,
     ) -> None:
         self.job = job
@@ -175,9 +188,10 @@ class _Launcher:
         self.storage = storage
         self.ownership = ownership
         self.pool = pool
-        self.data = SharedData(run.client, storage, pool)
-        self.prepared = run_in_background(data)
-        self.num_restarts = 0
+        self.data = SharedData(run.client, storage, pool) if data and storage else None
+        self.prepared = run_in_background(data) if data else None
+        self.num_attempts = 0
+        self.num_restarts = 0  # those that count
         self.previous: Ended | None = None  # the attempt before this one
         self.roll_call = RollCall(run.client, run.name)
         self.is_growing = False  # the attempt before this one ended to grow
@@ -188,21 +202,25 @@ class _Launcher:
         asked = self.roll_call.known & set(self.roll_call.listed_workers())
         call_workers(self.client, asked, worker.uninstall, self.run.name)
         self._release()
-        self.data.close()
+        if self.data:
+            self.data.close()
 
     def launch(self) -> None:
         """Make attempts until one succeeds. Raises as `train_on_dask`."""
         expected: frozenset[str] = frozenset()  # addresses of the workers of the next gang, where they are known
         patience = self.config.return_timeout if self.config.min_nodes else self.config.start_timeout
-        for number in itertools.count():
+        while True:
             sizes = usable_sizes(self.job, self.config)
             workers = self._gather(sizes, expected, REUNION_TIMEOUT if self.is_growing else patience)
             self.roll_call.is_strict = False
             directory = self._wait_for_data()
             nodes = assign_nodes(workers, next(size for size in sizes if size <= len(workers)), self.config)
-            check_same_directory(self.client, self.storage, nodes)
+            if self.storage:
+                check_same_directory(self.client, self.storage, nodes)
             growth = self._watch_for_growth(workers, nodes, sizes)
-            attempt = Attempt(self.run, number, nodes, functools.partial(self._make_jobs, directory), growth)
+            self.num_attempts += 1
+            make_jobs = functools.partial(self._make_jobs, directory)
+            attempt = Attempt(self.run, self.num_attempts - 1, nodes, make_jobs, growth)
             try:
                 if attempt.train():
                     return
@@ -215,12 +233,12 @@ class _Launcher:
                 # Without the loss of a node the same ones go on: for a larger gang the watch waits.
                 self.is_growing, expected = False, frozenset(node.address for node in nodes)
                 self._release()
-                grown = None
+                smaller = None
                 if isinstance(error, RankFailure):
-                    grown = grow_accumulation(self.job, error, nodes[0].ranks.world_size)
-                if grown:
-                    self.job = grown
-                    logger.warning(MORE_ACCUMULATION, grown.config.gradient_accumulation)
+                    smaller = self.job.program.with_smaller_batches(error, nodes[0].ranks.world_size)
+                if smaller:
+                    self.job = dataclasses.replace(self.job, program=smaller)
+                    logger.warning(MORE_ACCUMULATION, smaller.config.gradient_accumulation)
                 else:
                     self._decide(Ended(error, attempt.step, attempt.resumed_step))
             finally:
@@ -230,7 +248,9 @@ class _Launcher:
     def _watch_for_growth(self, workers: Sequence[Worker], nodes: Sequence[Node], sizes: Sequence[int]) -> GrowthWatch:
         """Return the watch for workers with which the gang of these nodes could be larger."""
         addresses = {node.address for node in nodes}
-        probe = Storage(self.storage.url, timeout=0)
+        if not isinstance(self.job.program, RecipeProgram):
+            sizes = [len(nodes)]  # a function may not save its state when it is asked to stop
+        probe = Storage(self.job.checkpoints, timeout=0)
 
         def check_nodes(newcomers: Sequence[Node]) -> None:
             probe.names()  # while the store is away, the gang could not save its state
@@ -243,7 +263,7 @@ class _Launcher:
             self.roll_call,
             check_nodes,
             not_before=self.grown_at + self.config.grow_interval,
-            grace=self.job.config.store_timeout,
+            grace=self.job.program.store_timeout,
         )
 
     def _decide(self, ended: Ended) -> None:
@@ -281,6 +301,8 @@ class _Launcher:
         Raises:
             StorageUnavailable: it did not within `store_timeout` seconds.
         """
+        if self.storage is None:
+            return
         answer = run_in_background(self.storage.names)
         while not answer.done():
             self._check_stop()
@@ -289,18 +311,24 @@ class _Launcher:
 
     def _make_jobs(self, directory: str, nodes: Sequence[Node]) -> list[NodeJob]:
         """Return what each of the nodes has to do."""
-        sees_data, archive_name = self.data.locate(directory, nodes)
+        sees_data, archive_name = self.data.locate(directory, nodes) if self.data else (set(), "")
         # A new token for each gang: a rank of an earlier one that still lives on a silent node may not write any more.
-        job = dataclasses.replace(self.job, launched_at=time.time(), owner=self.ownership.renew())
+        owner = self.ownership.renew() if self.ownership else ""
+        job = dataclasses.replace(self.job, launched_at=time.time(), owner=owner)
         return [
             NodeJob(
                 job=job,
-                ranks=node.ranks,
+                ranks=dataclasses.replace(
+                    node.ranks,
+                    run_id=self.run.name,
+                    num_restarts=self.num_attempts - 1,
+                    max_restarts=self.config.max_restarts,
+                ),
                 driver_timeout=self.config.node_timeout,
                 environment=node.environment,
                 storage=storage_environment(),
                 data=directory if node.address in sees_data else "",
-                data_archive=self.data.archive,
+                data_archive=self.data.archive if self.data else "",
                 data_name=archive_name.removesuffix(".zip"),
                 prints_lines=self.config.resolved_kind != "local",  # whose workers have this process's terminal
             )
@@ -351,6 +379,8 @@ class _Launcher:
         raise WorkersLost(f"{message}. The gang had to restart, because {failure}") from failure
 
     def _wait_for_data(self) -> str:
+        if self.prepared is None:
+            return ""
         while not self.prepared.done():
             self._check_stop()
             time.sleep(POLL_INTERVAL)
@@ -358,5 +388,6 @@ class _Launcher:
 
     def _check_stop(self) -> None:
         if self.run.stop.is_set():
-            self.storage.stop.set()
+            if self.storage:
+                self.storage.stop.set()
             raise TrainingStopped(f"{self.run.stop.reason}: the run was stopped while no rank was running")

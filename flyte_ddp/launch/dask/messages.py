@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from flyte_ddp.config import TrainingConfig
+from flyte_ddp.rank import programs
 from flyte_ddp.rank.job import Job, NodeRanks
 
 BEAT_INTERVAL = 1.0  # seconds between two signs of life, in either direction
@@ -33,18 +33,19 @@ class NodeJob:
     environment: dict[str, str]  # of the supervisor and its ranks, in addition to the worker's own
     storage: dict[str, str] = field(repr=False)  # the driver's storage environment, with keys: for no log
     data: str  # directory of the prepared data if this machine has it
-    data_archive: str  # else the URL of a zip of it
+    data_archive: str  # else the URL of a zip of it; "" for a program that needs no data
     data_name: str  # of the unpacked copy, which later attempts find again
     prints_lines: bool  # print the ranks' output into the worker's own log as well
 
     def to_json(self) -> str:
-        return encode(dataclasses.asdict(self))
+        job = {**dataclasses.asdict(self.job), "program": programs.to_dict(self.job.program)}
+        return encode({**dataclasses.asdict(self), "job": job})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> NodeJob:
         values = decode(text)
         job = values.pop("job")
-        job |= {"config": TrainingConfig(**job["config"]), "timed_batch_sizes": tuple(job["timed_batch_sizes"])}
+        job["program"] = programs.from_dict(job["program"])
         return cls(job=Job(**job), ranks=NodeRanks(**values.pop("ranks")), **values)
 
 

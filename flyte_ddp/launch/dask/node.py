@@ -128,7 +128,8 @@ def main() -> None:
 
     end: dict[str, Any] = {"outcome": "done"}
     try:
-        data = functools.partial(local_data, node_job, Path(directory))
+        needs_data = node_job.data or node_job.data_archive
+        data = functools.partial(local_data, node_job, Path(directory)) if needs_data else None
         supervise(node_job.job, ranks, listener, data, link.emit, link.stop, relay, link.on_beat)
     except TrainingStopped as stopped:
         end = {"outcome": "killed" if link.is_lost else "stopped", "message": str(stopped)}
@@ -178,7 +179,7 @@ def local_data(node_job: NodeJob, directory: Path) -> str:
     if not unpacked.exists():
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
             archive = os.path.join(scratch, "data.zip")
-            fetch_file(node_job.data_archive, archive, "data", node_job.job.config.store_timeout)
+            fetch_file(node_job.data_archive, archive, "data", node_job.job.program.store_timeout)
             with zipfile.ZipFile(archive) as contents:
                 contents.extractall(os.path.join(scratch, "data"))
             os.rename(os.path.join(scratch, "data"), unpacked)

@@ -75,6 +75,8 @@ def assign_nodes(workers: Sequence[Worker], num_nodes: int, config: ClusterConfi
             interface="",
             use_gpus=config.gpus_per_node > 0,
             num_threads=config.threads_per_rank or max(1, each.num_cores // len(neighbours) // config.ranks_per_node),
+            node_rank=index,
+            num_nodes=num_nodes,
         )
         environment = _gpu_environment(each, neighbours, config)
         nodes.append(Node(index, each.address, each.name, each.host, ranks, environment, each.has_plugin))

@@ -1,0 +1,105 @@
+"""Call a function of the user's in a rank, with a session, and send what it returned. Imports no torch at the top.
+
+The function's first line must not wait for torch: who measures a start measures that. So the store where the ranks meet
+is served from a thread, which imports torch at the same time as the function does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from flyte_ddp import events, session
+from flyte_ddp.errors import StopRequested
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from flyte_ddp.rank.process import RankProcess
+    from flyte_ddp.rank.programs import FunctionProgram
+
+STORE_TIMEOUT = 600.0  # seconds that a rank waits for the store to be served
+MAX_RETURNED_BYTES = 64 << 20
+ENDED = "flyte_ddp/num_ended"  # the store's counter of functions that have returned
+POLL_INTERVAL = 0.05  # seconds
+ERROR_GRACE = 20.0  # seconds to finish a checkpoint in after the function has raised
+
+
+def call_function(program: FunctionProgram, process: RankProcess) -> None:
+    """Call the function of `program`, and send rank 0's value once every rank's function has returned.
+
+    Raises:
+        StopRequested: the function has read `session.stop_requested` as true and returned.
+        ValueError: the value is too large to be sent.
+    """
+    store = _Store(process)
+    link = process.link
+    current = session.open_session(process, store.open)
+    if process.rank == 0:
+        node = process.node
+        link.emit(events.FunctionStarted(program.name, node.world_size, node.num_nodes, node.num_restarts))
+    started = time.time()
+    try:
+        value: bytes = cloudpickle.loads(program.call)()
+    except BaseException:
+        with contextlib.suppress(Exception):
+            current.close(ERROR_GRACE)
+        raise
+    if len(value) > MAX_RETURNED_BYTES:
+        raise ValueError(
+            f"{program.name}: expected a value of at most {MAX_RETURNED_BYTES >> 20} MiB, got {len(value) >> 20} MiB: "
+            "write it to session.checkpoints, and return where it is"
+        )
+    current.close()
+    store.wait_until_all_ended()
+    if current.has_stopped:
+        raise StopRequested
+    if process.rank == 0:
+        link.emit(events.FunctionReturned(value, time.time() - started))
+
+
+class _Store:
+    """The store where the ranks meet: served by rank 0's process, from a thread, until the last rank has ended."""
+
+    def __init__(self, process: RankProcess) -> None:
+        self._process = process
+        self._store: Store | None = None
+        self._error: BaseException | None = None
+        self._opening = threading.Thread(target=self._open, name="store", daemon=True)
+        self._lock = threading.Lock()
+        self._is_begun = process.rank == 0
+        if self._is_begun:
+            self._opening.start()
+
+    def open(self) -> Store:
+        """Return the store, as a client on all ranks but rank 0."""
+        with self._lock:
+            if not self._is_begun:
+                self._is_begun = True
+                self._opening.start()
+        self._opening.join()
+        if self._error is not None:
+            raise self._error
+        assert self._store is not None  # the thread has ended
+        return self._store
+
+    def wait_until_all_ended(self) -> None:
+        """Wait, on rank 0, for the functions of all ranks: they may use the store until they return."""
+        world_size = self._process.node.world_size
+        if world_size == 1:
+            return
+        store = self.open()
+        num_ended = store.add(ENDED, 1)
+        while self._process.rank == 0 and num_ended < world_size:
+            time.sleep(POLL_INTERVAL)
+            num_ended = store.add(ENDED, 0)
+
+    def _open(self) -> None:
+        try:
+            self._store = self._process.open_store(STORE_TIMEOUT)
+        except BaseException as error:
+            self._error = error

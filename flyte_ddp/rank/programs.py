@@ -1,0 +1,151 @@
+"""The programs that a rank can run: a recipe's training, or a function of the user's. Imports no torch.
+
+The launchers start either kind in the same way. They ask a program for its limits and its source files, and have it
+checked; the rank's process calls `run`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.errors import ConfigError, RankFailure
+from flyte_ddp.recipes import BUILTIN, get_recipe
+from flyte_ddp.source_code import files_below, packages_of, source_files
+
+if TYPE_CHECKING:
+    from flyte_ddp.rank.process import RankProcess
+
+CUDA_OUT_OF_MEMORY = "OutOfMemoryError"  # class name of torch.cuda.OutOfMemoryError
+SCRIPT_DIRECTORY = "flyte_ddp_script"  # among the source files on a node: the directory of a script
+
+
+@dataclass(frozen=True)
+class RecipeProgram:
+    """The training of a recipe by `flyte_ddp.rank.main`."""
+
+    recipe: str
+    config: TrainingConfig
+    initial_state: str = ""  # fsspec URL of the state dict that a new run starts from; "" for fresh weights
+    timed_batch_sizes: tuple[int, ...] = ()  # samples per rank and step whose costs are timed after the training
+
+    @property
+    def name(self) -> str:
+        return self.recipe
+
+    @property
+    def stall_timeout(self) -> float:
+        return self.config.stall_timeout
+
+    @property
+    def store_timeout(self) -> float:
+        return self.config.store_timeout
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that torch's libraries read when they are imported."""
+        return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if self.config.deterministic else {}
+
+    def check(self, world_size: int, has_gpus: bool) -> None:
+        """Check the program before anything is started for it.
+
+        Raises:
+            ConfigError: an unknown recipe or option of it, a batch that cannot be split evenly, missing GPUs.
+        """
+        config = self.config
+        get_recipe(self.recipe, config.recipe_options)
+        self.check_world_size(world_size)
+        if config.backend == "nccl" and not has_gpus:
+            raise ConfigError("backend: expected auto or gloo for ranks without GPUs, got 'nccl'")
+        if config.sync_batch_norm and world_size > 1 and not has_gpus:
+            raise ConfigError("sync_batch_norm: expected false for ranks without GPUs, got true")
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise ConfigError if the global batch cannot be split evenly over `world_size` ranks."""
+        self.config.batch_size_per_rank(world_size)
+
+    def with_smaller_batches(self, failure: RankFailure, world_size: int) -> RecipeProgram | None:
+        """Return the program with twice the micro-batches per step, if a GPU ran out of memory and the user allows it.
+
+        Returns:
+            None if `failure` is another one, or the global batch cannot be split further over `world_size` ranks.
+        """
+        config = self.config
+        if not config.grow_accumulation_on_oom or failure.error_name != CUDA_OUT_OF_MEMORY:
+            return None
+        accumulation = 2 * config.gradient_accumulation
+        if config.global_batch_size % (world_size * accumulation):
+            return None
+        return dataclasses.replace(self, config=dataclasses.replace(config, gradient_accumulation=accumulation))
+
+    def source_files(self) -> dict[str, Path]:
+        """Return the files that the ranks import, by their names relative to an entry of sys.path."""
+        return source_files(packages_of(BUILTIN.get(self.recipe, self.recipe).replace(":", ".")))
+
+    def run(self, process: RankProcess) -> None:
+        """Train, in the process of a rank."""
+        from flyte_ddp.rank.main import main
+
+        main(self, process)
+
+
+@dataclass(frozen=True)
+class FunctionProgram:
+    """A call of a function of the user's, in the environment that torchrun would give it."""
+
+    name: str  # of the function or the script, for people
+    call: bytes = dataclasses.field(repr=False)  # a callable without arguments that returns bytes, by cloudpickle
+    packages: tuple[str, ...] = ()  # top-level packages and modules that it imports from
+    directory: str = ""  # of a script, which needs the files beside it
+    stall_timeout: float = 1800.0  # seconds; it counts from the first `session.report` on
+    store_timeout: float = 600.0  # seconds without the checkpoints' store until the attempt ends recoverably
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {}
+
+    def check(self, world_size: int, has_gpus: bool) -> None:
+        """Do nothing: any function may run on any number of ranks."""
+
+    def check_world_size(self, world_size: int) -> None:
+        """Do nothing, as `check`."""
+
+    def with_smaller_batches(self, failure: RankFailure, world_size: int) -> None:
+        """Return None: only the function knows its batches."""
+
+    def source_files(self) -> dict[str, Path]:
+        """Return the files that the ranks import or read, by their names relative to an entry of sys.path."""
+        files = source_files(sorted({"flyte_ddp", *self.packages}))
+        if self.directory:
+            files |= {f"{SCRIPT_DIRECTORY}/{name}": file for name, file in files_below(Path(self.directory)).items()}
+        return files
+
+    def run(self, process: RankProcess) -> None:
+        """Call the function, in the process of a rank."""
+        from flyte_ddp.rank.function import call_function
+
+        call_function(self, process)
+
+
+Program = RecipeProgram | FunctionProgram
+
+
+def to_dict(program: Program) -> dict[str, Any]:
+    """Return `program` as plain values and bytes, with its kind under "kind"."""
+    return {"kind": type(program).__name__, **dataclasses.asdict(program)}
+
+
+def from_dict(values: dict[str, Any]) -> Program:
+    """Return the program that `to_dict` made `values` from."""
+    values = dict(values)
+    kind: Any = {kind.__name__: kind for kind in typing.get_args(Program)}[values.pop("kind")]
+    if kind is RecipeProgram:
+        values |= {"config": TrainingConfig(**values["config"])}
+    program: Program = kind(
+        **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    )
+    return program

@@ -1,0 +1,228 @@
+"""What a training function may ask of the run that it belongs to. Optional: a function that ignores it runs as well.
+
+    from flyte_ddp import session
+
+    state = session.load()  # None in a new run
+    for step in range(state["step"] if state else 0, 1000):
+        ...
+        session.report(step=step, loss=loss.item())
+        if step % 100 == 0:
+            session.save({"step": step, "model": model.state_dict()}, step)
+        if session.stop_requested:
+            return
+
+Under torchrun, or in a plain process, there is no run to ask: `load` returns None, `save` and `report` do nothing, and
+`stop_requested` is False. So the same script runs under all of them. Imports no torch before a checkpoint is read or
+written.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from flyte_ddp import events
+from flyte_ddp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from flyte_ddp.rank.checkpoint import CheckpointStore
+    from flyte_ddp.rank.process import RankProcess
+
+NUM_KEPT = 2  # newest checkpoints that stay
+STOP_MARGIN = 3  # calls of `stop_requested` between the ranks' agreement and the stop
+
+checkpoints: str  # URL of a directory that outlives processes, pods and attempts; "" if the run was given none
+stop_requested: (
+    bool  # the run is to end soon, a preemption for example: save and return. Read it once a step, on all ranks
+)
+
+logger = logging.getLogger(__name__)
+
+
+def save(state: Mapping[str, Any], step: int) -> None:
+    """Keep `state` as the checkpoint of optimizer step `step`. Every rank may call it; rank 0 writes.
+
+    `state` is copied before this returns and written in the background: tensors and plain values, nested in dicts and
+    lists. It is complete or not there at all, and checksummed. The newest ones stay.
+
+    Raises:
+        ConfigError: the run was given no place for checkpoints, or the store refuses.
+        StorageUnavailable: the store has been away for `store_timeout` seconds.
+    """
+    if _current:
+        _current.save(state, step)
+
+
+def load() -> dict[str, Any] | None:
+    """Return the newest complete checkpoint, with tensors on the CPU; None in a new run. For all ranks together.
+
+    Raises:
+        StorageUnavailable, StorageDenied: what is there could not be found out.
+    """
+    return _current.load() if _current else None
+
+
+def report(step: int | None = None, epoch: float | None = None, **values: float) -> None:
+    """Report progress and metrics: for the progress bar, the history, the report and W&B. Rank 0's are shown.
+
+    Every rank's call is a sign of life: after the first one, a run in which no rank reports for `stall_timeout` seconds
+    is ended with the stacks of all ranks.
+
+    Args:
+        step: optimizer steps since the start of the run; one more than the last by default.
+        epoch: of the data, a fraction is fine.
+        values: numbers by name, such as loss=0.31, accuracy=0.98.
+
+    Raises:
+        ConfigError: a value is no number.
+    """
+    if _current:
+        _current.report(step, epoch, values)
+
+
+class Session:
+    """The session of one rank's function. The module's functions and names are those of the current one."""
+
+    def __init__(self, process: RankProcess, open_store: Callable[[], Store]) -> None:
+        self.checkpoints = process.job.checkpoints
+        self.has_stopped = False  # the function was told to stop
+        self._process = process
+        self._link = process.link
+        self._open_store = open_store
+        self._store: CheckpointStore | None = None
+        self._step = 0
+        self._num_loads = 0
+        self._num_polls = 0
+        self._link.on_stop = self._terminate
+        self._has_published = False
+        self._stop_at = 0  # number of the call of `stop_requested` from which it is true; 0 while that is open
+
+    @property
+    def stop_requested(self) -> bool:
+        """True from the same call on in every rank, if all call it equally often."""
+        self._num_polls += 1
+        if not self._link.stop_requested:
+            return False
+        self._stop_at = self._stop_at or self._agree_on_stop()
+        self.has_stopped = 0 < self._stop_at <= self._num_polls
+        return self.has_stopped
+
+    def save(self, state: Mapping[str, Any], step: int) -> None:
+        store = self._open_checkpoints()
+        if self._process.rank == 0:
+            started = time.perf_counter()
+            url = store.save({"step": step, "state": state}, step, best=False)
+            self._link.emit(events.CheckpointSaved(step, url, False, time.perf_counter() - started))
+
+    def load(self) -> dict[str, Any] | None:
+        if not self.checkpoints:
+            return None
+        checkpoints = self._open_checkpoints()
+        self._num_loads += 1
+        key = f"flyte_ddp/load-{self._num_loads}"
+        is_alone = self._process.node.world_size == 1
+        # Rank 0 chooses: another rank that failed to read the newest would quietly go on from older weights.
+        if self._process.rank == 0:
+            found, url, skipped = checkpoints.load_latest()
+            for line in skipped:
+                logger.warning("%s", line)
+            if not is_alone:
+                self._open_store().set(key, str(found["step"] if found else -1))
+            if found:
+                self._link.emit(events.CheckpointLoaded(found["step"], url))
+        else:
+            step = int(self._open_store().get(key))
+            found = checkpoints.load(step) if step >= 0 else None
+        if found is None:
+            return None
+        self._step = found["step"]
+        state: dict[str, Any] = found["state"]
+        return state
+
+    def report(self, step: int | None, epoch: float | None, values: Mapping[str, float]) -> None:
+        self._step = self._step + 1 if step is None else step
+        self._link.beat(self._step)
+        if self._process.rank > 0:
+            return
+        metrics = {}
+        for name, value in values.items():
+            try:
+                metrics[name] = float(value)
+            except (TypeError, ValueError):
+                raise ConfigError(f"session.report: {name}: expected a number, got {value!r}") from None
+        self._link.emit(events.Reported(self._step, epoch, metrics))
+
+    def close(self, timeout: float = float("inf")) -> None:
+        """Wait until the checkpoints are written, at most `timeout` seconds. Raises as `save`."""
+        deadline = time.monotonic() + timeout
+        if self._store is not None:
+            self._store.wait(lambda: self._beat_until(deadline))
+
+    def _terminate(self) -> None:
+        """Pass a stop on as SIGTERM, as torchrun does, to a function that does not ask for it."""
+        if not self._num_polls:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _beat_until(self, deadline: float) -> None:
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        self._link.beat(self._step)
+
+    def _open_checkpoints(self) -> CheckpointStore:
+        from flyte_ddp.rank.checkpoint import CheckpointStore
+
+        if not self.checkpoints:
+            raise ConfigError("checkpoints: expected a directory or URL that all nodes reach, got none")
+        if self._store is None:
+            job = self._process.job
+            self._store = CheckpointStore(self.checkpoints, NUM_KEPT, job.program.store_timeout, job.owner)
+        return self._store
+
+    def _agree_on_stop(self) -> int:
+        """Return the call at which all ranks stop; 0 if some of them do not know of the stop yet.
+
+        Not by a collective: only the function knows which of them its ranks can take part in. Each rank publishes the
+        number of its calls so far. Ranks that train together are at most one call apart, so all of them have read the
+        numbers before any has made `STOP_MARGIN` calls more than the largest.
+        """
+        world_size = self._process.node.world_size
+        if world_size == 1:
+            return self._num_polls
+        store = self._open_store()
+        if not self._has_published:
+            self._has_published = True
+            store.set(f"flyte_ddp/stop-{self._process.rank}", str(self._num_polls))
+            num_published = store.add("flyte_ddp/num_stops", 1)
+        else:
+            num_published = store.add("flyte_ddp/num_stops", 0)
+        if num_published < world_size:
+            return 0
+        return STOP_MARGIN + max(int(store.get(f"flyte_ddp/stop-{rank}")) for rank in range(world_size))
+
+
+_current: Session | None = None
+
+
+def open_session(process: RankProcess, open_store: Callable[[], Store]) -> Session:
+    """Make a new session the current one of this process, and return it.
+
+    Args:
+        open_store: returns the store where the ranks meet.
+    """
+    global _current
+    _current = Session(process, open_store)
+    return _current
+
+
+def __getattr__(name: str) -> Any:
+    if name == "checkpoints":
+        return _current.checkpoints if _current else ""
+    if name == "stop_requested":
+        return _current.stop_requested if _current else False
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
