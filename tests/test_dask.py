@@ -179,7 +179,7 @@ def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
     class Elastic(type(new_run(tmp_path))):
         def handle(self, event):
             super().handle(event)
-            if isinstance(event, events.StepFinished) and event.step == 5 and nannies:
+            if isinstance(event, events.StepFinished) and event.step == 5 and len(nannies) == 2:
                 nanny = nannies.pop()
                 for process in [nanny, *psutil.Process(nanny.pid).children()]:
                     process.kill()
