@@ -1,8 +1,9 @@
-"""The task that generates new names with a trained model."""
+"""The tasks that generate names or text with a trained model."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from flytekit import task
 from flytekit.types.file import PythonPickledFile
@@ -26,21 +27,46 @@ def generate(
     max_length: int,
 ) -> list[str]:
     """Generate `count` names that are not in `data`, with the model in `model_state` that a pet-name recipe trained."""
-    import torch
-
     from flyte_ddp.recipes.pet_names.generate import TooFewNames, generate_names, load_model
 
-    state_file = Path(model_state.download() or model_state.path)
     known = Path(data.download() or data.path, TRAINING_NAMES).read_text().splitlines()
     with flyte_errors():
-        try:
-            state = torch.load(state_file, map_location="cpu", weights_only=True)
-        except Exception as error:  # of any kind: the bytes of another file may look like anything
-            raise ConfigError(
-                "model_state: expected the model_state.pt of a run of recipe pet_names or pet_name_windows, got "
-                f"{state_file}, which cannot be read: {type(error).__name__}"
-            ) from error
+        state = _read_state(model_state, "pet_names or pet_name_windows")
         try:
             return generate_names(load_model(state), count, temperature, seed, prefix, known, max_length)
         except (ConfigError, TooFewNames) as error:
             raise ConfigError(" ".join(str(error).split())) from error  # torch lists a state's gaps on many lines
+
+
+@task(**SMALL_TASK, retries=2)
+def generate_text(
+    model_state: PythonPickledFile, prompt: str, max_tokens: int, temperature: float, top_p: float, seed: int
+) -> str:
+    """Continue `prompt` with the model in `model_state` that recipe text trained."""
+    from flyte_ddp.recipes.text import generate as generator
+
+    with flyte_errors():
+        state = _read_state(model_state, "text")
+        try:
+            model = generator.load_model(state)
+            return generator.generate_text(model, prompt, max_tokens, temperature, top_p, seed)
+        except ConfigError as error:
+            raise ConfigError(" ".join(str(error).split())) from error
+
+
+def _read_state(model_state: PythonPickledFile, recipe: str) -> Any:
+    """Return the state dict in the file of a run of `recipe`.
+
+    Raises:
+        ConfigError: it is no state dict.
+    """
+    import torch
+
+    file = Path(model_state.download() or model_state.path)
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # of any kind: the bytes of another file may look like anything
+        raise ConfigError(
+            f"model_state: expected the model_state.pt of a run of recipe {recipe}, got {file}, which cannot be read: "
+            f"{type(error).__name__}"
+        ) from error

@@ -40,7 +40,7 @@ def generate_text(
     """
     _check(max_tokens, temperature, top_p, seed)
     tokenizer = tokenizer_of(model.tokenizer)
-    (beginning,) = tokenizer.encode([prompt.encode("utf-8", "surrogateescape")])
+    (beginning,) = tokenizer.encode([prompt.encode("utf-8", "replace")])
     tokens = [tokenizer.end, *beginning.tolist()]
     first = len(tokens)
     draws = np.random.default_rng(seed).random(max_tokens)

@@ -1,0 +1,82 @@
+"""Generate text with a trained language model. The tasks have the logic.
+
+pyflyte run workflows/text.py train_and_generate_text_wf --prompt "The import statement"
+pyflyte run workflows/text.py generate_text_wf --model_state model_state.pt --prompt "The import statement"
+"""
+
+from __future__ import annotations
+
+from flytekit import workflow
+from flytekit.types.file import PythonPickledFile
+
+from tasks.generate import generate_text
+from tasks.inputs import OptionalOverrides, OptionalSource
+from tasks.prepare import prepare
+from tasks.train import train_on_one_node
+
+
+@workflow
+def generate_text_wf(
+    model_state: PythonPickledFile,
+    prompt: str = "",
+    max_tokens: int = 500,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    seed: int = 0,
+) -> str:
+    """Continue a text with a trained model. The same seed gives the same text.
+
+    Args:
+        model_state: the model_state.pt of a run of recipe text; it has the tokenizer too
+        prompt: beginning of the text; "" lets the model begin
+        max_tokens: after which the text ends, if the model does not end it before
+        temperature: 0 or more; 0 takes the likeliest token each time, 1 draws them as the training text has them
+        top_p: above 0, at most 1; draws only from the likeliest tokens that together have this probability
+        seed: of the random draws, 0 or more
+    """
+    return generate_text(
+        model_state=model_state,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+    )
+
+
+@workflow
+def train_and_generate_text_wf(
+    recipe: str = "text",
+    config: OptionalOverrides = None,
+    num_processes: int = 0,
+    data: OptionalSource = None,
+    prompt: str = "",
+    max_tokens: int = 500,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    seed: int = 0,
+) -> str:
+    """Train a language model on one node, and continue a text with it.
+
+    Args:
+        recipe: text, or the dotted name of a recipe derived from it
+        config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML file, for example
+            '{"epochs": 3, "recipe_options": {"layers": 6}}'; flyte_ddp/config.py lists all fields with units
+        num_processes: DDP processes; 0 is one per GPU, or two on a machine without GPUs
+        data: file, directory or URL of text or Parquet; by default the topics that come with Python
+        prompt: beginning of the text; "" lets the model begin
+        max_tokens: after which the text ends, if the model does not end it before
+        temperature: 0 or more; 0 takes the likeliest token each time, 1 draws them as the training text has them
+        top_p: above 0, at most 1; draws only from the likeliest tokens that together have this probability
+        seed: of the random draws, 0 or more
+    """
+    prepared = prepare(recipe=recipe, config=config, source=data)
+    trained = train_on_one_node(recipe=recipe, config=prepared.config, data=prepared.data, num_processes=num_processes)
+    return generate_text(
+        model_state=trained.model_state,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+    )
