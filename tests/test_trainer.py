@@ -299,6 +299,17 @@ def test_a_last_batch_of_one_sample_is_normalized_by_batch_norms_running_statist
     assert all(torch.isfinite(value).all() for value in trainer.model.state_dict().values())
 
 
+def test_one_sample_without_running_statistics_is_normalized_to_the_bias(tmp_path):
+    trainer = new_trainer(new_run(tmp_path, "NormedByBatch"), epochs=1)
+    norm = trainer.model[1]
+
+    trainer.fit()
+
+    assert len(trainer.progress.epochs) == 1
+    for mode in (True, False):
+        torch.testing.assert_close(norm.train(mode)(torch.randn(1, 16)), norm.bias[None], rtol=0, atol=1e-3)
+
+
 def test_models_with_3d_convolutions_train_with_the_default_memory_format(tmp_path):
     trainer = new_trainer(new_run(tmp_path, "Volumes"), epochs=1)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import types
 
+import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flyte_ddp.config import TrainingConfig
@@ -21,21 +21,34 @@ def synchronize(model: nn.Module, config: TrainingConfig, world: World) -> nn.Mo
 
 
 def accept_single_values(model: nn.Module) -> None:
-    """Make each BatchNorm of `model` use its running statistics for a batch with one value per channel.
+    """Make each BatchNorm of `model` accept a batch with one value per channel.
 
     Such a batch, one sample in the last batch of an epoch, has no variance, and torch refuses it: the run would end
-    after it has trained nearly a whole epoch. SyncBatchNorm has the samples of the other ranks.
+    after it has trained nearly a whole epoch. It is normalized by the running statistics. A module without them, which
+    normalizes each batch by itself even in an evaluation, returns its bias: the value less its own mean is zero.
+    SyncBatchNorm has the samples of the other ranks in training.
     """
     for module in model.modules():
-        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.track_running_stats:
+        if isinstance(module, _BatchNorm):
             # A bound method, so that a deep copy of the module gets its own.
             module.forward = types.MethodType(_forward, module)  # type: ignore[method-assign]
 
 
 def _forward(module: _BatchNorm, inputs: Tensor) -> Tensor:
-    if module.training and inputs.numel() == inputs.size(1):
-        return functional.batch_norm(
-            inputs, module.running_mean, module.running_var, module.weight, module.bias, eps=module.eps
+    has_statistics = module.running_mean is not None
+    is_refused = not isinstance(module, nn.SyncBatchNorm) if module.training else not has_statistics
+    if is_refused and inputs.numel() == inputs.size(1):
+        # `functional.batch_norm` is this function behind the check that refuses.
+        return torch.batch_norm(
+            inputs,
+            module.weight,
+            module.bias,
+            module.running_mean,
+            module.running_var,
+            not has_statistics,  # training
+            0.0,  # momentum
+            module.eps,
+            torch.backends.cudnn.enabled,
         )
     return type(module).forward(module, inputs)
 

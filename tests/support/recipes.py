@@ -142,6 +142,16 @@ class NormedWithOneLeft(Normed):
     num_train = Tiny.num_train
 
 
+class NormedByBatch(NormedWithOneLeft):
+    """Its BatchNorm has no running statistics, also in an evaluation, whose last batch has one sample too."""
+
+    def model(self):
+        from torch import nn
+
+        norm = nn.BatchNorm1d(16, track_running_stats=False)
+        return nn.Sequential(nn.Linear(NUM_FEATURES, 16), norm, nn.Tanh(), nn.Linear(16, NUM_CLASSES))
+
+
 class Unshown(Tiny):
     """Trains, but neither its layers nor its predictions can be shown."""
 
