@@ -221,6 +221,8 @@ class Attempt:
         self.step = max(self.step, getattr(event, "step", 0))
         if isinstance(event, events.RunStarted):
             self.resumed_step = event.resumed_step
+        elif isinstance(event, events.CheckpointLoaded):  # by a function
+            self.resumed_step = event.step
         self.run.emit(event)
 
     def _conclude(self, node: Node) -> None:
