@@ -115,7 +115,7 @@ class _Run:
         resolved = config_of(recipe, given(config))
         frame.limit_time(resolved.max_hours)
         program = RecipeProgram(recipe, resolved, initial_state)
-        self.job = Job(RecipeProgram(program, frame.storage.url), frame.opened_at, run=frame.execution.run_id)
+        self.job = Job(program, frame.storage.url, frame.opened_at, run=frame.execution.run_id)
         wandb = frame.wandb(frame.wandb_run_id(), model_artifact=model_artifact)
         self.listeners: list[Listener] = [
             frame.bar,
