@@ -84,7 +84,7 @@ def test_evaluation_counts_each_held_out_sample_once(finished_run, num_processes
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
-@pytest.mark.parametrize("size", [1, 5, 24, 25, 97, 103])
+@pytest.mark.parametrize("size", [1, 5, 13, 24, 25, 97, 103])
 def test_shares_of_any_size_cover_an_epoch_once_in_batches_of_the_global_size(size, world_size):
     config = TrainingConfig(global_batch_size=24, gradient_accumulation=2)
     samples = LoadedSamples(TensorDataset(torch.arange(size), torch.arange(size)), config, _world(0, 1))
