@@ -49,6 +49,7 @@ from flyte_ddp.rank.checkpoint import load_state
 from flyte_ddp.rank.job import Job, NodeRanks
 from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.sweep.runner import one_node_config
+from flyte_ddp.wall_time import AttemptEnded, AttemptStarted
 from tests.support.dask_runs import eventually, ranks_below, start_driver, train
 from tests.support.image_store import running_store
 from tests.support.runs import REPOSITORY, how_it_ended, new_run, wait_for_step
@@ -156,6 +157,14 @@ def test_a_killed_rank_costs_nothing_but_time(client, tmp_path, finished_run, ca
     assert (first.resumed_step, second.world_size) == (0, 2)
     assert second.resumed_step >= 4
     assert "was killed by SIGKILL" in caplog.text
+    (lost,) = said(run, AttemptEnded)
+    assert "was killed by SIGKILL" in lost.reason
+    assert [event.num_nodes for event in said(run, AttemptStarted)] == [2, 2]
+    spent = events.RunState.of(run.events).time_spent()
+    assert spent.wall == pytest.approx(run.events[-1].at - run.events[0].launched_at)
+    assert spent.restarting > lost.idle_seconds > 0  # the ranks' two starts, and until the first one's end was noticed
+    assert spent.stepping > 0.05 * 27 * 0.9
+    assert spent.redone_steps > 0
 
 
 def test_a_killed_worker_costs_nothing_but_time(client, tmp_path, finished_run, caplog):
@@ -196,6 +205,7 @@ def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
     assert [event.world_size for event in (whole, shrunk, grown)] == [2, 1, 2]
     torch.testing.assert_close(run.state(), finished_run().state())
     # The growth lost no step and used up no restart: the gang took a checkpoint before it ended.
+    assert [event.reason for event in said(run, AttemptEnded)][1:] == ["it grows to 2 nodes"]
     steps = [event.step for event in run.events[run.events.index(shrunk) :] if isinstance(event, events.StepFinished)]
     assert steps == list(range(shrunk.resumed_step + 1, 28))
     assert f"the gang ended at step {grown.resumed_step}, after a checkpoint, to grow from 1 to 2 nodes" in caplog.text
@@ -336,6 +346,9 @@ class Scripted:
 
     def train(self):
         raise self.error
+
+    def ended(self, reason):
+        return AttemptEnded(self.step, reason, 0.0)
 
 
 OOM = NodeLost("node 1 (w-1 at 10.0.0.1) was lost: its worker is gone (OOMKilled: ...)", "w-1", OUT_OF_MEMORY)
@@ -655,7 +668,9 @@ def test_a_gang_grows_to_sizes_that_split_the_batch_with_workers_that_can_take_p
     ]
     assert watch(Present(names[:3]), names[:2], [4, 2], grow_delay=0)(1) == 0
     assert watch(Present(names[:2], gpus=("0", "1")), names[:1], [2, 1], grow_delay=0, gpus_per_node=1)(1) == 2
-    assert watch(Present(names[:2], gpus=()), names[:1], [2, 1], grow_delay=0, gpus_per_node=1)(1) == 0
+    without = Present(names[:2], gpus=())
+    assert watch(without, names[:1], [2, 1], grow_delay=0, gpus_per_node=1)(1) == 0
+    assert list(without.unfit.values()) == ["gpus_per_node: expected 1, got 0 on worker w-2"]
 
     def refuse(nodes):
         if nodes[0].name == "w-3":

@@ -31,6 +31,7 @@ LAYERS = {
     "flyte_ddp.config": 0,
     "flyte_ddp.fields": 0,
     "flyte_ddp.events": 0,
+    "flyte_ddp.wall_time": 0,
     "flyte_ddp.errors": -1,
 }
 # Which modules may import a library at all.

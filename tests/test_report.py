@@ -16,9 +16,19 @@ from flytekit.deck.deck import get_deck_template
 from flytekit.loggers import logger as flytekit_logger
 
 from flyte_ddp.errors import RankFailure, TrainingStopped
-from flyte_ddp.events import CheckpointSaved, EpochFinished, Event, LayerDescribed, Prediction, PredictionsMade
+from flyte_ddp.events import (
+    CheckpointSaved,
+    EpochFinished,
+    Event,
+    LayerDescribed,
+    Prediction,
+    PredictionsMade,
+    RunState,
+)
+from flyte_ddp.wall_time import AttemptStarted
 from tasks import report
 from tasks.deck import DeckPublisher
+from tasks.page import duration
 from tasks.report import Report
 from tests.support import browser, sample_run
 
@@ -126,6 +136,19 @@ def test_a_finished_run_is_told_in_full():
     ):
         assert words in text, words
     assert made.render().count('<svg xmlns="http://www.w3.org/2000/svg"') == 6
+
+
+def test_a_report_says_what_the_wall_time_went_to():
+    events = [AttemptStarted(2, launched_at=1000.0, waited_seconds=60.0), *sample_run.training(), sample_run.finished()]
+    stamped = [dataclasses.replace(event, at=1070.0 + index) for index, event in enumerate(events)]
+    made = report_of(stamped)
+    spent = RunState.of(stamped).time_spent()
+    text = text_of(made)
+    assert f"Wall time {duration(spent.wall)}" in text
+    assert f"Goodput {100 * spent.goodput:.2f} %" in text
+    assert "Waiting for nodes 1 min 0 s" in text
+    assert "Redone steps 0 ms 0.00 %" in text
+    assert "Goodput" not in text_of(report_of(sample_run.training()))  # of events without times
 
 
 def test_the_status_follows_the_run():

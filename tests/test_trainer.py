@@ -19,6 +19,7 @@ from flyte_ddp.events import (
     PredictionsMade,
     RunFinished,
     RunStarted,
+    RunState,
     StepFinished,
 )
 from flyte_ddp.rank.checkpoint import CheckpointStore
@@ -30,6 +31,7 @@ from flyte_ddp.rank.progress import Progress
 from flyte_ddp.rank.step_timing import time_costs
 from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import get_recipe
+from flyte_ddp.wall_time import AttemptStarted
 from tests.support import recipes
 from tests.support.runs import new_run
 from tests.support.trainers import CPU, Recorder, new_trainer
@@ -135,7 +137,7 @@ def test_a_run_says_what_it_does_in_order(finished_run):
     steps = [event for event in run.events if isinstance(event, StepFinished)]
     epochs = [event for event in run.events if isinstance(event, EpochFinished)]
 
-    assert kinds[0] is RunStarted
+    assert kinds[:2] == [AttemptStarted, RunStarted]
     assert kinds[-1] is RunFinished
     assert kinds.count(PredictionsMade) == 1
     assert kinds.count(HistogramsTaken) == kinds.count(CheckpointSaved) == 3
@@ -147,6 +149,10 @@ def test_a_run_says_what_it_does_in_order(finished_run):
     assert (run.started.world_size, run.started.backend, run.started.num_train_samples) == (2, "gloo", 97)
     assert [layer.kind for layer in run.started.layers] == ["Linear", "Tanh", "Linear"]
     assert run.started.num_parameters == sum(value.numel() for value in run.state().values())
+    spent = RunState.of(run.events).time_spent()
+    assert spent.wall == pytest.approx(run.events[-1].at - run.job.launched_at)
+    assert min(spent.stepping, spent.evaluating, spent.restarting) > 0
+    assert spent.redone_steps == spent.waiting_for_nodes == 0
     best = max(epochs, key=lambda epoch: epoch.accuracy)
     assert (run.events[-1].best_epoch, run.events[-1].best_accuracy) == (best.epoch, best.accuracy)
 
