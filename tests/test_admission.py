@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -9,7 +10,7 @@ import yaml
 
 from flyte_ddp.cluster.admission import Allowed, check_allowed
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.cluster.kubernetes.manifest import PLURAL
+from flyte_ddp.cluster.kubernetes.manifest import PLURAL, cluster_spec
 from flyte_ddp.errors import ConfigError
 from tasks.inputs import ClusterInput
 from tasks.settings import ROOT, SettingsError, load_settings
@@ -107,3 +108,22 @@ def test_the_admission_policy_of_deploy_uses_the_lists_that_it_declares_and_is_b
     assert policy["spec"]["matchConstraints"]["resourceRules"][0]["resources"] == [PLURAL]
     assert binding["spec"]["policyName"] == policy["metadata"]["name"]
     assert binding["spec"]["validationActions"] == ["Deny"]
+
+
+PODS = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "pods.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("example", PODS)
+def test_every_example_of_the_page_about_pods_needs_exactly_what_it_says(example):
+    config = ClusterConfig(kind="kubernetes", **yaml.safe_load(example))
+    spec = cluster_spec(config, "ddp-x-00000000")["spec"]
+    for template, pod in (("pod_template", spec["worker"]), ("scheduler_pod_template", spec["scheduler"])):
+        assert set(getattr(config.kubernetes, template)) <= set(pod["spec"])
+        assert "emptyDir" in str(pod["spec"]["volumes"])  # merged, not replaced
+    needed = re.findall(r"^# allowed.pod_template: (.*)$", example, re.MULTILINE)
+    needed = tuple(needed[0].split(", ")) if needed else ()
+    for left_out in needed:
+        rest = tuple(path for path in needed if path != left_out)
+        with pytest.raises(ConfigError, match=re.escape(left_out)):
+            check_allowed(config, dataclasses.replace(DEFAULTS, pod_template=(*DEFAULTS.pod_template, *rest)))
+    check_allowed(config, dataclasses.replace(DEFAULTS, pod_template=(*DEFAULTS.pod_template, *needed)))

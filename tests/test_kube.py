@@ -39,6 +39,7 @@ from tasks.train import check_previous_pod
 DEPLOY = Path(__file__).parents[1] / "deploy"
 DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
+KEEP_IN_PLACE = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
 SECURITY = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
@@ -86,6 +87,7 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
         env={"NCCL_DEBUG": "INFO"},
         env_from_secrets=["storage"],
         pod_template={"priorityClassName": "batch"},
+        scheduler_pod_template={"tolerations": [{"key": "small", "operator": "Exists", "tolerationSeconds": 60}]},
         idle_timeout=120,
     )
     config = ClusterConfig(num_nodes=4, gpus_per_node=2, kubernetes=pods)
@@ -102,13 +104,14 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
                 "app.kubernetes.io/name": "flyte-ddp",
                 "app.kubernetes.io/managed-by": "flyte-ddp",
             },
-            "annotations": {"cost-center": "7"},
+            "annotations": {**KEEP_IN_PLACE, "cost-center": "7"},
             "ownerReferences": [{"apiVersion": "v1", "kind": "Pod", "name": "task-pod", "uid": "0a1b"}],
         },
         "spec": {
             "idleTimeout": 120,
             "scheduler": {
                 "spec": {
+                    "tolerations": [{"key": "small", "operator": "Exists", "tolerationSeconds": 60}],
                     "automountServiceAccountToken": False,
                     "securityContext": POD_SECURITY,
                     "serviceAccountName": "reader",
@@ -219,7 +222,8 @@ def test_a_plain_cluster_asks_for_nothing_that_was_not_set() -> None:
 def test_only_a_runs_own_pods_its_driver_and_the_operator_reach_its_cluster() -> None:
     labels = {"execution-id": "f3a9", "node-id": "n1"}
     driver = Driver("task-pod", "0a1b", "flytesnacks-development", "image", labels)
-    policy = network_policy("ddp-x-00000000-0", "2c3d", driver)
+    place = ("ddp-x-00000000-0", "2c3d", "flytesnacks-development", "dask-operator")
+    policy = network_policy(*place, driver)
     own = {"podSelector": {"matchLabels": {"dask.org/cluster-name": "ddp-x-00000000-0"}}}
     operator = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "dask-operator"}}}
     ports = [{"protocol": "TCP", "port": 8786}, {"protocol": "TCP", "port": 8787}]
@@ -231,9 +235,37 @@ def test_only_a_runs_own_pods_its_driver_and_the_operator_reach_its_cluster() ->
     assert policy["metadata"]["ownerReferences"] == [
         {"apiVersion": "kubernetes.dask.org/v1", "kind": "DaskCluster", "name": "ddp-x-00000000-0", "uid": "2c3d"}
     ]
-    unlabelled = network_policy("ddp-x-00000000-0", "2c3d", dataclasses.replace(driver, labels={}))
+    unlabelled = network_policy(*place, dataclasses.replace(driver, labels={}))
     assert unlabelled["spec"]["ingress"][1]["from"] == [operator, {"podSelector": {}}]
-    assert network_policy("ddp-x-00000000-0", "2c3d")["spec"]["ingress"][1]["from"] == [operator]
+    assert network_policy(*place)["spec"]["ingress"][1]["from"] == [operator]
+    # A driver in another namespace is let in from there, and an operator from where it is.
+    elsewhere = network_policy("ddp-x-00000000-0", "2c3d", "gpus", "platform", driver)["spec"]["ingress"][1]["from"]
+    operator["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"] = "platform"
+    home = {"matchLabels": {"kubernetes.io/metadata.name": "flytesnacks-development"}}
+    assert elsewhere == [operator, {"podSelector": {"matchLabels": labels}, "namespaceSelector": home}]
+
+
+def test_the_annotations_for_autoscalers_can_be_replaced() -> None:
+    spec = cluster_spec(kubernetes(annotations={"karpenter.sh/do-not-disrupt": "false"}), "ddp-x-00000000-0")
+    assert spec["metadata"]["annotations"] == {**KEEP_IN_PLACE, "karpenter.sh/do-not-disrupt": "false"}
+
+
+@pytest.mark.parametrize(
+    ("registered", "annotations", "image"),
+    [
+        ("task:1", {}, "task:1"),
+        ("unknown:1", {"primary_container_name": "main"}, "other:1"),
+        ("", {}, "task:1"),  # Flyte names the container after the pod
+    ],
+)
+def test_the_image_is_that_of_the_tasks_container_where_a_sidecar_is_first(
+    registered: str, annotations: dict[str, str], image: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLYTE_INTERNAL_IMAGE", registered)
+    names = {"istio-proxy": "proxy:1", "f1-n0-0": "task:1", "main": "other:1"}
+    containers = [SimpleNamespace(name=name, image=image) for name, image in names.items()]
+    metadata = SimpleNamespace(name="f1-n0-0", annotations=annotations)
+    assert api._own_image(SimpleNamespace(metadata=metadata, spec=SimpleNamespace(containers=containers))) == image
 
 
 def test_users_cannot_take_the_labels_by_which_orphans_are_found() -> None:
@@ -348,7 +380,6 @@ def test_so_is_one_of_the_pods(field: str, value: object, expected: str) -> None
     ("field", "value", "expected"),
     [
         ("env", {"DEBUG": 1}, "kubernetes.env['DEBUG']: expected a string, got 1"),
-        ("tolerations", [{"key": True}], "kubernetes.tolerations[0]['key']: expected a string, got True"),
     ],
 )
 def test_a_value_inside_a_field_is_named_by_its_place(field: str, value: object, expected: str) -> None:
@@ -430,10 +461,13 @@ def from_console(values: dict[str, Any]) -> ClusterConfig:
 def test_whole_numbers_from_flytes_console_stay_whole_everywhere() -> None:
     template = {
         "terminationGracePeriodSeconds": 60,
-        "tolerations": [{"key": "k", "operator": "Exists", "tolerationSeconds": 30}],
+        "tolerations": (tolerations := [{"key": "k", "operator": "Exists", "tolerationSeconds": 30}]),
         "containers": [{"name": "worker", "ports": [{"containerPort": 9000}], "resources": {"limits": {"x/y": 1}}}],
     }
-    config = from_console({"num_nodes": 3, "kubernetes": {"worker_cpus": 1.5, "pod_template": template}})
+    config = from_console(
+        {"num_nodes": 3, "kubernetes": {"worker_cpus": 1.5, "pod_template": template, "tolerations": tolerations}}
+    )
+    assert repr(config.kubernetes.tolerations[0]["tolerationSeconds"]) == "30"
     assert json.dumps(config.kubernetes.pod_template, sort_keys=True) == json.dumps(template, sort_keys=True)
     assert repr((config.num_nodes, config.kubernetes.worker_cpus)) == "(3, 1.5)"
 
