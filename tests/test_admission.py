@@ -44,12 +44,12 @@ def kubernetes(**fields):
         ({"pod_template": {"tolerations.x": [], "initContainers": []}}, "got tolerations.x; .* got initContainers"),
     ],
 )
-def test_what_is_not_allowed_is_named_and_refused(fields, said):
+def test_forbidden_values_are_named_and_refused(fields, said):
     with pytest.raises(ConfigError, match=rf"^cluster\.kubernetes\..*{said}.*settings\.toml"):
         check_allowed(kubernetes(**fields), DEFAULTS, "team")
 
 
-def test_the_defaults_allow_what_a_run_leaves_alone_and_where_its_pods_run(monkeypatch):
+def test_the_defaults_allow_unset_fields_and_the_runs_own_namespace(monkeypatch):
     monkeypatch.setenv("FLYTE_INTERNAL_IMAGE", "registry.example.com/flyte-ddp:7")
     template = {
         "nodeSelector": {"a.b/c": "d"},

@@ -146,7 +146,7 @@ def test_two_nodes_give_the_weights_and_the_events_of_two_processes(client, tmp_
     assert "torch" not in client.run(lambda: list(sys.modules)).popitem()[1]
 
 
-def test_a_killed_rank_costs_nothing_but_time(client, tmp_path, finished_run, caplog):
+def test_a_killed_rank_costs_only_time(client, tmp_path, finished_run, caplog):
     def kill():
         ranks_below(pid_of(client, 1))[0].kill()
 
@@ -167,7 +167,7 @@ def test_a_killed_rank_costs_nothing_but_time(client, tmp_path, finished_run, ca
     assert spent.redone_steps > 0
 
 
-def test_a_killed_worker_costs_nothing_but_time(client, tmp_path, finished_run, caplog):
+def test_a_killed_worker_costs_only_time(client, tmp_path, finished_run, caplog):
     def kill():
         os.kill(pid_of(client, 0), signal.SIGKILL)
 
@@ -226,7 +226,7 @@ class GrowsAtOnce(growth.GrowthWatch):
         pass
 
 
-def test_a_newcomer_that_is_gone_again_costs_a_moment_and_a_stop_during_a_growth_wins(client, tmp_path, monkeypatch):
+def test_a_vanished_newcomer_costs_a_moment_and_a_stop_wins_over_a_growth(client, tmp_path, monkeypatch):
     run, stop, commands = new_run(tmp_path), StopRequest(), []
 
     async def send(*arguments):
@@ -368,7 +368,7 @@ ENOUGH = (TrainingStopped("enough"), 99, 9)
         (16, [(DENIED, 5, 0)], RankFailure, 1),
     ],
 )
-def test_what_ends_a_run_and_what_restarts_it(
+def test_failures_that_end_a_run_and_failures_that_restart_it(
     client, tmp_path, monkeypatch, max_restarts, endings, error, num_attempts
 ):
     script = Scripted(endings)
@@ -403,7 +403,7 @@ def test_cleaning_up_never_fails_a_finished_run(tmp_path, monkeypatch, caplog):
     ]
 
 
-def test_a_supervisor_hears_no_command_before_its_job(monkeypatch):
+def test_a_supervisor_takes_no_command_before_its_job(monkeypatch):
     plugin = dask.worker.NodePlugin("run", b"")
     lines = []
 
@@ -491,7 +491,7 @@ def test_nodes_that_do_not_see_the_data_get_a_copy(start_worker, scheduler, tmp_
     assert not list(run.checkpoints.glob("data-*"))
 
 
-def test_a_silent_node_is_given_up_and_ends_its_ranks_when_it_awakes(start_worker, scheduler, tmp_path, caplog):
+def test_a_silent_node_is_abandoned_and_kills_its_ranks_when_it_returns(start_worker, scheduler, tmp_path, caplog):
     start_worker(scheduler, "node-0", STEP_SECONDS="0.1")
     silent = start_worker(scheduler, "node-1", STEP_SECONDS="0.1")
     config = ClusterConfig(
@@ -580,7 +580,7 @@ def test_a_stall_shows_the_stacks_of_all_nodes(client, tmp_path, fault):
         ("TheirOwnError: no", ("RuntimeError: CUDA error", 7), False),
     ],
 )
-def test_what_counts_as_a_bug(cause, previous, expected):
+def test_failures_that_count_as_a_bug(cause, previous, expected):
     earlier = Ended(RankFailure("", 0, "exception", previous[0]), previous[1], 0) if previous else None
     assert is_bug(Ended(RankFailure("", 0, "exception", cause), 7, 0), earlier) is expected
 
@@ -594,7 +594,7 @@ def worker(name, host, gpus=()):
     return Worker(f"tcp://{host}:1{name[-1]}", name, host, 8, gpus, False)
 
 
-def test_ranks_go_by_host_and_name_whatever_the_addresses():
+def test_ranks_are_ordered_by_host_and_name():
     config = ClusterConfig(num_nodes=4, processes_per_node=2)
     before = [worker("w-10", "10.0.0.9"), worker("w-3", "10.0.0.1"), worker("w-2", "10.0.0.9")]
     before.append(worker("w-4", "10.0.0.1"))
@@ -716,7 +716,7 @@ def test_bad_input_is_refused_before_any_cluster_is_asked(tmp_path):
         train_on_dask(nccl, str, None, ClusterConfig(num_nodes=2))
 
 
-def test_messages_are_taken_once_and_in_order():
+def test_messages_are_delivered_once_and_in_order():
     inbox = Inbox()
     messages = [{"number": number} for number in range(4)]
     assert inbox.put(messages[0]) == messages[:1]
@@ -727,7 +727,7 @@ def test_messages_are_taken_once_and_in_order():
     assert inbox.put(messages[3]) == messages[3:]
 
 
-def test_code_is_packed_alike_wherever_it_lies(tmp_path, monkeypatch):
+def test_packed_code_does_not_depend_on_its_path(tmp_path, monkeypatch):
     for name in ("here", "there"):
         package = tmp_path / name / "flowers"
         package.mkdir(parents=True)

@@ -135,7 +135,7 @@ def test_wandb_is_imported_inside_functions_only():
     assert _broken(rule) == []
 
 
-def test_what_supervises_the_ranks_imports_nothing_slow():
+def test_supervisors_import_nothing_slow():
     modules = [
         name
         for name in MODULES
@@ -156,7 +156,7 @@ for module in {modules!r}:
     assert (done.returncode, done.stdout, done.stderr[-2000:]) == (0, "", "")
 
 
-def test_what_is_for_users_is_exported_and_imported_only_when_it_is_used():
+def test_public_names_are_exported_and_imported_on_first_use():
     program = """
 import sys
 import flyte_ddp

@@ -209,7 +209,7 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
     }
 
 
-def test_a_plain_cluster_asks_for_nothing_that_was_not_set() -> None:
+def test_a_plain_cluster_sets_no_optional_field() -> None:
     spec = cluster_spec(kubernetes(image="image"), "ddp-x-00000000-0")
     assert "ownerReferences" not in spec["metadata"]
     worker = spec["spec"]["worker"]["spec"]
@@ -273,7 +273,7 @@ def test_users_cannot_take_the_labels_by_which_orphans_are_found() -> None:
     assert spec["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "flyte-ddp"
 
 
-def test_dask_reads_the_variables_as_what_they_were() -> None:
+def test_dask_parses_its_variables_back_to_their_types() -> None:
     config = ClusterConfig(node_timeout=7)
     container = cluster_spec(config, "ddp-x-00000000-0")["spec"]["scheduler"]["spec"]["containers"][0]
     read = dask.config.collect_env({each["name"]: each["value"] for each in container["env"]})
@@ -348,7 +348,7 @@ def test_cluster_names_differ_where_anything_differs() -> None:
         ("kubernetes", "small", "kubernetes: expected an object with fields, got 'small'"),
     ],
 )
-def test_a_value_that_cannot_be_used_is_named_with_what_is_expected(field: str, value: object, expected: str) -> None:
+def test_an_invalid_value_is_refused_with_the_expected_one(field: str, value: object, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         cluster_config({field: value})
     assert str(caught.value) == expected
@@ -370,7 +370,7 @@ def test_a_value_that_cannot_be_used_is_named_with_what_is_expected(field: str, 
         ("autoscaled_nodes", "yes", "true or false, got 'yes'"),
     ],
 )
-def test_so_is_one_of_the_pods(field: str, value: object, expected: str) -> None:
+def test_an_invalid_value_of_the_pods_is_refused(field: str, value: object, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         cluster_config({"kubernetes": {field: value}})
     assert str(caught.value) == f"kubernetes.{field}: expected {expected}"
@@ -382,7 +382,7 @@ def test_so_is_one_of_the_pods(field: str, value: object, expected: str) -> None
         ("env", {"DEBUG": 1}, "kubernetes.env['DEBUG']: expected a string, got 1"),
     ],
 )
-def test_a_value_inside_a_field_is_named_by_its_place(field: str, value: object, expected: str) -> None:
+def test_an_invalid_nested_value_is_named_by_its_path(field: str, value: object, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         cluster_config({"kubernetes": {field: value}})
     assert str(caught.value) == expected
@@ -407,7 +407,7 @@ def test_an_unknown_field_is_named_with_the_known_ones(values: dict[str, Any], e
         cluster_config(values)
 
 
-def test_the_flat_names_of_older_versions_are_accepted_with_a_line_that_says_where_they_are_now(
+def test_flat_names_of_older_versions_are_accepted_with_a_line_about_their_new_place(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     flat = {"num_nodes": 3, "image": "image", "worker_cpus": 1, "kubernetes": {"labels": {"a": "b"}}}
@@ -624,7 +624,7 @@ def start(timeout: float = 20) -> None:
 
 
 @pytest.mark.parametrize("fault", [0, 429, 500, 503])
-def test_an_api_server_that_is_away_for_a_moment_is_asked_again(api_server: ApiServer, fault: int) -> None:
+def test_requests_are_repeated_while_the_api_server_is_away(api_server: ApiServer, fault: int) -> None:
     api_server.faults = [fault, fault]
     with pytest.raises(ClusterError, match="the Dask operator did not react"):  # so preflight and creation succeeded
         start()
@@ -632,7 +632,7 @@ def test_an_api_server_that_is_away_for_a_moment_is_asked_again(api_server: ApiS
     assert api_server.requests[-1][0] == "DELETE"
 
 
-def test_a_creation_whose_answer_was_lost_is_found_to_be_ones_own(api_server: ApiServer) -> None:
+def test_a_creation_with_a_lost_answer_is_recognized(api_server: ApiServer) -> None:
     reply = api_server.reply
 
     def lose_the_first(method: str, path: str, body: Any) -> tuple[int, Any]:
@@ -648,9 +648,7 @@ def test_a_creation_whose_answer_was_lost_is_found_to_be_ones_own(api_server: Ap
     assert api_server.requests[-1][0] == "DELETE"
 
 
-def test_an_api_server_that_stays_away_is_no_mistake_of_the_users(
-    api_server: ApiServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_api_server_that_stays_away_is_recoverable(api_server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(api.call.__kwdefaults__, "patience", 1.0)
     api_server.faults = [503] * 100
     with pytest.raises(ClusterError, match="the Kubernetes API server does not answer: not now") as caught:
@@ -662,7 +660,7 @@ def test_an_api_server_that_stays_away_is_no_mistake_of_the_users(
 
 
 @pytest.mark.parametrize("status", [400, 422])
-def test_pods_that_the_api_server_refuses_are_the_users_mistake(api_server: ApiServer, status: int) -> None:
+def test_refused_pods_are_a_user_error(api_server: ApiServer, status: int) -> None:
     reply = api_server.reply
     invalid = (status, {"message": "spec.worker.spec.containers[0].ports: Invalid value"})
     api_server.reply = lambda method, path, body: (  # type: ignore[method-assign]
@@ -672,7 +670,7 @@ def test_pods_that_the_api_server_refuses_are_the_users_mistake(api_server: ApiS
         start()
 
 
-def test_a_refused_token_is_the_users_mistake(api_server: ApiServer) -> None:
+def test_a_refused_token_is_a_user_error(api_server: ApiServer) -> None:
     api_server.faults = [401]
     with pytest.raises(PreflightError, match="this process has no access to a Kubernetes API server"):
         start()
@@ -688,7 +686,7 @@ def test_a_refused_token_is_the_users_mistake(api_server: ApiServer) -> None:
         ),
     ],
 )
-def test_sizes_that_cannot_be_are_findings(api_server: ApiServer, changes: dict[str, Any], finding: str) -> None:
+def test_impossible_sizes_are_preflight_findings(api_server: ApiServer, changes: dict[str, Any], finding: str) -> None:
     config = ClusterConfig(kubernetes=dataclasses.replace(PODS, autoscaled_nodes=False, **changes))
     with pytest.raises(PreflightError, match=finding), lifecycle.kube_cluster(config, "run", time.monotonic() + 20):
         raise AssertionError("started")
@@ -721,7 +719,7 @@ def worker_pod(last_end: dict[str, Any] | None, **metadata: Any) -> dict[str, An
         ([], ""),
     ],
 )
-def test_the_status_of_a_lost_workers_pod_tells_how_its_container_ended(
+def test_a_lost_workers_end_is_read_from_its_pods_status(
     api_server: ApiServer, monkeypatch: pytest.MonkeyPatch, pods: list[dict[str, Any]], reason: str
 ) -> None:
     monkeypatch.setattr(api, "END_TIMEOUT", 0.5)

@@ -42,7 +42,7 @@ from tests.support.short_run import (
 # --- progress bar -----------------------------------------------------------------------------------------------------
 
 
-def test_without_a_terminal_the_run_is_told_in_plain_lines() -> None:
+def test_without_a_terminal_the_run_is_printed_in_plain_lines() -> None:
     stream = io.StringIO()
     bar = ProgressBar(stream)
     for event in [*whole_run(), run_finished()]:
@@ -73,7 +73,7 @@ def test_no_password_of_a_url_is_printed() -> None:
     assert "host/data.zip (97 images)" in stream.getvalue()
 
 
-def test_a_resumed_run_says_from_where_and_what_was_skipped() -> None:
+def test_a_resumed_run_prints_its_checkpoint_and_the_skipped_ones() -> None:
     stream = io.StringIO()
     ProgressBar(stream).handle(
         started(resumed_step=4, resumed_from="/c/step-4.pt", skipped_checkpoints=["/c/step-8.pt is unusable"])
@@ -113,7 +113,7 @@ def test_on_a_terminal_a_bar_moves_and_lines_stay_above_it() -> None:
 # --- history ----------------------------------------------------------------------------------------------------------
 
 
-def test_history_reads_back_what_was_told_and_leaves_images_out(tmp_path: Path) -> None:
+def test_history_reads_back_all_events_without_images(tmp_path: Path) -> None:
     path = tmp_path / "new" / "history.jsonl"
     history = HistoryFile(path)
     events = [*whole_run(), run_finished()]
@@ -125,7 +125,7 @@ def test_history_reads_back_what_was_told_and_leaves_images_out(tmp_path: Path) 
     assert all(json.loads(line)["time"] > 1.7e9 for line in path.read_text().splitlines())
 
 
-def test_a_torn_last_line_is_left_out_and_written_over(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_ignored_and_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     history = HistoryFile(path)
     history.handle(step_finished(1))
@@ -225,7 +225,7 @@ def test_nobody_waited_between_two_processes_of_a_run() -> None:
     assert RunState.of(first + again).time_spent() == TimeSpent(stepping=1.0, restarting=2.0 + 3.0, redone_steps=2.0)
 
 
-def test_of_epochs_with_equal_accuracy_the_one_with_the_lower_test_loss_is_the_best() -> None:
+def test_the_best_of_equally_accurate_epochs_has_the_lowest_test_loss() -> None:
     worse, better = epoch_finished(1), replace(epoch_finished(2), accuracy=epoch_finished(1).accuracy)
     assert RunState.of([started(), worse, better]).best is better
     assert RunState.of([started(), replace(worse, test_loss=0.1), better]).best != better

@@ -51,7 +51,7 @@ def test_every_letter_and_every_end_of_a_whole_name_is_a_target_once():
 
 
 @pytest.mark.parametrize("names", [["bo"], ["mr. whiskers", "bo", "t.j."], ["a", "abcdefgh", "abcdefghi"]])
-def test_windows_are_those_of_spelling_each_prefix_out(names):
+def test_windows_equal_all_prefixes_of_each_name(names):
     expected = [
         ("*" * (WINDOW + 1) + (name + "+")[:end])[-WINDOW - 1 :] for name in names for end in range(1, len(name) + 2)
     ]
@@ -181,7 +181,7 @@ def test_bundled_names_are_usable_distinct_and_enough(tmp_path):
         ("missing.csv", None, "which does not exist"),
     ],
 )
-def test_unusable_data_is_named_with_what_is_accepted(tmp_path, file, contents, said):
+def test_unusable_data_is_refused_with_the_expected_form(tmp_path, file, contents, said):
     source = tmp_path / file
     if contents is not None:
         source.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
@@ -191,7 +191,7 @@ def test_unusable_data_is_named_with_what_is_accepted(tmp_path, file, contents, 
     assert str(source) in str(caught.value)
 
 
-def test_unknown_protocol_is_named(tmp_path):
+def test_an_unknown_protocol_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"expected a path or a URL that fsspec knows, got 'nowhere://names.csv'"):
         prepared(tmp_path, "nowhere://names.csv")
 
@@ -213,7 +213,7 @@ def test_prediction_shows_a_beginning_and_the_letter_after_it(tmp_path, recipe):
 
 
 @pytest.mark.parametrize("recipe", [WHOLE, WINDOWS])
-def test_state_says_how_the_model_reads_names_and_loads_without_the_recipe(tmp_path, recipe):
+def test_the_state_holds_the_alphabet_and_loads_without_the_recipe(tmp_path, recipe):
     model = get_recipe(recipe).model()
     torch.save(model.state_dict(), tmp_path / "state.pt")
     other = get_recipe(WHOLE).model()

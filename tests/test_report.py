@@ -110,7 +110,7 @@ def text_of(made: Report) -> str:
     return Elements(made.render()).text
 
 
-def test_a_finished_run_is_told_in_full():
+def test_the_report_of_a_finished_run_is_complete():
     made = report_of(sample_run.whole_run())
     assert made.status == "finished"
     text = text_of(made)
@@ -163,7 +163,7 @@ def test_the_status_follows_the_run():
     assert "RankFailure rank 1 failed: ValueError: bad" in text_of(failed)
 
 
-def test_a_resumed_run_says_from_where_and_shows_earlier_epochs():
+def test_the_report_of_a_resumed_run_shows_its_origin_and_earlier_epochs():
     text = text_of(report_of(resumed_run()))
     assert "Resumed at step 150 from s3://bucket/run/step-0000000150.pt" in text
     assert "step-0000000200.pt is unusable and was skipped" in text
@@ -205,7 +205,7 @@ def test_no_password_or_signature_of_a_url_is_shown():
     assert page.count("https://...@host/data.zip") >= 5
 
 
-def test_wrong_predictions_come_first_and_what_has_no_room_is_counted():
+def test_wrong_predictions_come_first_and_omitted_ones_are_counted():
     large = sample_run.predictions(number=320, side=128)
     made = report_of([*sample_run.training(), large, sample_run.finished()])
     page = Elements(made.render())
@@ -290,7 +290,7 @@ PAGES = {
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_page_opens_without_a_complaint_on_any_screen(chromium: browser.Browser, tmp_path: Path, page: str):
+def test_the_page_opens_without_errors_on_any_screen(chromium: browser.Browser, tmp_path: Path, page: str):
     file = tmp_path / "report.html"
     file.write_text(PAGES[page]().render(), encoding="utf-8")
     for width in (360, 1280):
@@ -347,7 +347,7 @@ def test_the_deck_in_flytes_own_page_shows_the_report(chromium: browser.Browser,
         "<link rel='stylesheet' href='http://localhost:9/style.css'>",
     ],
 )
-def test_the_browser_notices_what_is_wrong_with_a_page(chromium: browser.Browser, tmp_path: Path, flaw: str):
+def test_the_browser_finds_faults_of_a_page(chromium: browser.Browser, tmp_path: Path, flaw: str):
     file = tmp_path / "flawed.html"
     file.write_text(PAGES["started"]().render().replace("</body>", flaw + "</body>"), encoding="utf-8")
     assert chromium.open(file) != []

@@ -56,7 +56,7 @@ def trained():
     return run.stdout + run.stderr, *map(Path, outputs.groups())
 
 
-def test_a_run_on_pythons_topics_learns_and_tells_nats_per_byte_speed_and_a_text(trained):
+def test_a_run_on_pythons_topics_learns_and_reports_nats_per_byte_speed_and_text(trained):
     output, _, report, history = trained
     state = RunState.of(read_history(history))
     assert "reference topics that come with Python (pydoc_data.topics)" in output

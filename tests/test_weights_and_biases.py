@@ -56,7 +56,7 @@ def assert_nowhere(secret: str, directory: Path) -> None:
         assert secret.encode() not in path.read_bytes(), path
 
 
-def test_offline_run_holds_all_there_is_to_see(tmp_path: Path) -> None:
+def test_an_offline_run_holds_all_records(tmp_path: Path) -> None:
     state = tmp_path / "state.pt"
     state.write_bytes(b"the weights")
     said: list[str] = []
@@ -161,7 +161,7 @@ def test_a_recipes_own_figures_and_generated_text_are_logged_with_the_epoch(tmp_
     assert "epoch/sample" not in second
 
 
-def test_ranks_started_again_log_nothing_twice(tmp_path: Path) -> None:
+def test_restarted_ranks_log_nothing_twice(tmp_path: Path) -> None:
     listener = Wandb("project", "run-1", tmp_path, say=lambda line: None)
     first = [started(), *epoch_of_events(1), step_finished(5), step_finished(6)]
     again = started(world_size=1, resumed_step=4, previous_epochs=[epoch_finished(1)])
@@ -172,7 +172,7 @@ def test_ranks_started_again_log_nothing_twice(tmp_path: Path) -> None:
     assert config_of(tmp_path)["world_size"] == 1
 
 
-def test_offline_run_goes_on_beside_the_files_of_the_earlier_attempt_or_without_them(tmp_path: Path) -> None:
+def test_a_resumed_offline_run_continues_with_or_without_the_earlier_files(tmp_path: Path) -> None:
     resumed = started(resumed_step=4, previous_epochs=[epoch_finished(1)])
 
     def epochs(directory: Path) -> list[int]:
@@ -187,7 +187,7 @@ def test_offline_run_goes_on_beside_the_files_of_the_earlier_attempt_or_without_
     assert epochs(tmp_path / "another pod") == [1, 2]
 
 
-def test_disabled_mode_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_mode_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     said: list[str] = []
     listener = Wandb("project", "run-1", tmp_path / "w", api_key=KEY, say=said.append)
@@ -304,7 +304,7 @@ def test_online_run_is_continued_by_the_next_attempt(tmp_path: Path, server: Wan
     assert_nowhere(KEY, tmp_path)
 
 
-def test_server_that_refuses_or_never_answers_is_said_once(
+def test_an_unreachable_server_is_reported_once(
     tmp_path: Path, server: WandbServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights_and_biases, "INIT_TIMEOUT", 1.0)
@@ -366,7 +366,7 @@ def test_histograms_and_values_that_are_not_finite_do_not_end_the_reporting(tmp_
     assert [row["step"] for row in rows if "train/loss" in row] == [5, 6]
 
 
-def test_unusable_key_is_said_without_showing_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unusable_key_is_reported_without_showing_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tell(Wandb("project", "run-1", tmp_path, api_key="much-too-short"), [started(), step_finished(1)])
     (record,) = [record for record in caplog.records if record.name == "flyte_ddp.observers.weights_and_biases"]
     assert record.levelname == "WARNING"
@@ -403,7 +403,7 @@ print("goes on")
 """
 
 
-def test_server_that_falls_silent_holds_up_neither_the_end_nor_the_exit(tmp_path: Path, server: WandbServer) -> None:
+def test_a_silent_server_delays_neither_the_end_nor_the_exit(tmp_path: Path, server: WandbServer) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", MUTE_AFTER_START, str(tmp_path)],
         stdin=subprocess.PIPE,

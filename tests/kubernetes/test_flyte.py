@@ -281,7 +281,7 @@ def prepared(flyte: Flyte, package: Package, tasks: Any, recipe: str) -> Any:
     return flyte.run(package, "tasks.prepare.prepare", "n0/data", inputs).literals["data"]
 
 
-def test_attempts_go_on_from_each_others_checkpoints_until_one_leaves_typed_outputs_and_a_deck(
+def test_attempts_resume_from_each_others_checkpoints_until_one_succeeds(
     start_flyte: Callable[[str], Flyte], package: Package, tasks: Any, digits: Any, tmp_path: Path
 ) -> None:
     flyte = start_flyte("retried")
@@ -346,7 +346,7 @@ def test_attempts_go_on_from_each_others_checkpoints_until_one_leaves_typed_outp
     assert flyte.store.keys["AWS_SECRET_ACCESS_KEY"] not in deck.decode() + flyte.namespace.log(pod)
 
 
-def test_a_users_mistake_is_not_tried_again_and_is_one_line(
+def test_a_user_error_is_one_line_and_not_retried(
     start_flyte: Callable[[str], Flyte], package: Package, tasks: Any, digits: Any
 ) -> None:
     flyte = start_flyte("mistaken")
@@ -405,7 +405,7 @@ def newer(tmp_path_factory: pytest.TempPathFactory) -> Package:
     return Package.of(checkout, tmp_path_factory.mktemp("newer-package"), "--fast")
 
 
-def test_a_multi_node_task_starts_its_cluster_and_its_workers_run_the_registered_code_and_a_recipe_of_ones_own(
+def test_a_multi_node_task_runs_the_registered_code_and_the_users_recipe_on_its_cluster(
     start_flyte: Callable[[str], Flyte], newer: Package, tasks: Any, digits: Any, tmp_path: Path
 ) -> None:
     flyte = start_flyte("wide")

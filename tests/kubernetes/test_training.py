@@ -177,7 +177,7 @@ def test_two_pods_on_two_nodes_give_the_weights_of_two_local_processes(
     assert store.keys["AWS_SECRET_ACCESS_KEY"] not in bereaved.driver.namespace.log(bereaved.driver.pod)
 
 
-def test_a_deleted_worker_pod_costs_nothing_but_time(bereaved: Bereaved, store: Store) -> None:
+def test_a_deleted_worker_pod_costs_only_time(bereaved: Bereaved, store: Store) -> None:
     (lost,) = bereaved.driver.losses_of_gang()
     assert lost["at"] - bereaved.deleted_at < DEATH_NOTICED
     first, second = bereaved.driver.said(run="bereaved", event="RunStarted")
@@ -189,7 +189,7 @@ def test_a_deleted_worker_pod_costs_nothing_but_time(bereaved: Bereaved, store: 
     assert all(torch.equal(disturbed[name], undisturbed[name]) for name in disturbed)
 
 
-def test_a_store_that_is_away_in_mid_training_and_at_a_restart_costs_nothing_but_time(
+def test_store_outages_in_mid_training_and_at_a_restart_cost_only_time(
     start: Callable[..., Driver], namespace: Namespace, store: Store, bereaved: Bereaved
 ) -> None:
     driver = start("outages", "refusing", "hanging", node_timeout=PATIENT)
@@ -225,7 +225,7 @@ def reserved_for_workers(node: str) -> Iterator[dict[str, Any]]:
         kubectl("taint", "node", node, f"{taint}-")
 
 
-def test_a_node_that_falls_silent_is_noticed_and_done_without(start: Callable[..., Driver], store: Store) -> None:
+def test_a_run_continues_without_a_silent_node(start: Callable[..., Driver], store: Store) -> None:
     nodes = kubectl("get", "nodes", "--output", "jsonpath={.items[*].metadata.name}").split()
     cut = next((node for node in nodes if Path("/sys/class/net", node).exists()), "")
     if not cut or os.geteuid() != 0:
@@ -250,7 +250,7 @@ def test_a_node_that_falls_silent_is_noticed_and_done_without(start: Callable[..
     assert driver.wait_for(run="cut-off", event="RunFinished")["step"] == 2 * STEPS_PER_EPOCH
 
 
-def test_a_deleted_scheduler_pod_costs_nothing_but_time(
+def test_a_deleted_scheduler_pod_costs_only_time(
     start: Callable[..., Driver], namespace: Namespace, store: Store, finished_run: Callable[..., Any]
 ) -> None:
     driver = start("headless", "headless")
@@ -264,7 +264,7 @@ def test_a_deleted_scheduler_pod_costs_nothing_but_time(
     torch.testing.assert_close(store.state("headless"), finished_run("Dropping", 2, **CONFIG).state())
 
 
-def test_a_deleted_driver_pod_leaves_a_last_checkpoint_and_no_cluster_and_the_next_one_goes_on(
+def test_a_deleted_driver_pod_leaves_a_checkpoint_to_resume_from_and_no_cluster(
     start: Callable[..., Driver], namespace: Namespace, store: Store
 ) -> None:
     driver = start("first", "stopped")
