@@ -470,7 +470,7 @@ def test_bad_input_is_refused_before_anything_is_trained(retrain, inputs, said, 
 
 
 def test_the_default_champion_is_shared_and_outside_the_raw_output_prefix(bucket, make):  # noqa: F811
-    from tasks.flyte_context import Execution
+    from flyte_ddp.flytekit_plugin.flyte_context import Execution
     from tasks.retrain import _default_champion
 
     checkpoints = f"{bucket}/data/checkpoints/project/production/f1/n2-n0-n0"

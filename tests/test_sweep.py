@@ -18,6 +18,7 @@ from flyte_ddp import events
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.errors import ClusterError, ConfigError, SweepFailed, TrainingStopped
+from flyte_ddp.flytekit_plugin.deck import DeckPublisher
 from flyte_ddp.launch.dask import launcher as dask
 from flyte_ddp.launch.dask.placement import Worker
 from flyte_ddp.launch.dask.pool import Pool
@@ -38,7 +39,6 @@ from flyte_ddp.sweep.results import (
 )
 from flyte_ddp.sweep.runner import train_trials
 from flyte_ddp.sweep.search import EarlyStopping, build_trials
-from tasks.deck import DeckPublisher
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides, given
 from tasks.sweep import check_sweep
 from tasks.sweep_report import SweepReport
