@@ -25,7 +25,7 @@ def kubernetes(**fields):
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "expected"),
     [
         ({"image": "evil:1"}, "image: expected none, because allowed.images is empty, got 'evil:1'"),
         ({"namespace": "kube-system"}, "namespace: expected none, because .* got 'kube-system'"),
@@ -44,8 +44,8 @@ def kubernetes(**fields):
         ({"pod_template": {"tolerations.x": [], "initContainers": []}}, "got tolerations.x; .* got initContainers"),
     ],
 )
-def test_forbidden_values_are_named_and_refused(fields, said):
-    with pytest.raises(ConfigError, match=rf"^cluster\.kubernetes\..*{said}.*settings\.toml"):
+def test_forbidden_values_are_named_and_refused(fields, expected):
+    with pytest.raises(ConfigError, match=rf"^cluster\.kubernetes\..*{expected}.*settings\.toml"):
         check_allowed(kubernetes(**fields), DEFAULTS, "team")
 
 
@@ -92,12 +92,12 @@ def test_a_task_refuses_it_before_it_reads_any_data():
 def test_a_mistake_in_the_table_is_refused_at_registration(tmp_path):
     file = tmp_path / "settings.toml"
     text = (ROOT / "settings.toml").read_text()
-    for old, new, said in (
+    for old, new, expected in (
         ("images = []", "image = []", "settings.toml: allowed: expected images, .* got 'image'"),
         ("images = []", 'images = "*"', r"allowed: images: expected a list of texts, got '\*'"),
     ):
         file.write_text(text.replace(old, new))
-        with pytest.raises(SettingsError, match=said):
+        with pytest.raises(SettingsError, match=expected):
             load_settings(file, {})
 
 

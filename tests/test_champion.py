@@ -1,4 +1,4 @@
-"""Whoever reads the champion finds the old model or the new one, whole, whatever happens to whoever promotes."""
+"""A reader finds the old champion or the new one, whole, whatever happens to the process that promotes."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ def flip(file):
 
 
 @pytest.mark.parametrize(
-    ("name", "damage", "kind", "said"),
+    ("name", "damage", "kind", "expected"),
     [
         ("model_state.pt", cut, CorruptChampion, "model_state.pt is damaged"),
         ("model_state.pt", flip, CorruptChampion, "model_state.pt is damaged"),
@@ -334,11 +334,11 @@ def flip(file):
         ("champion.json", lambda file: file.write_text("[]"), CorruptChampion, "champion.json is damaged"),
     ],
 )
-def test_a_damaged_champion_is_named_and_not_loaded(tmp_path, name, damage, kind, said):
+def test_a_damaged_champion_is_named_and_not_loaded(tmp_path, name, damage, kind, expected):
     store = ChampionStore(str(tmp_path))
     promote(store, 1)
     damage(file_of(store, name))
-    with pytest.raises(kind, match=said):
+    with pytest.raises(kind, match=expected):
         load_champion(str(tmp_path))
     promote(store, 2)  # which damage does not prevent
     assert number_in(load_champion(str(tmp_path))) == 2
@@ -429,7 +429,7 @@ def test_a_rollback_to_an_unusable_version_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "arguments", "said"),
+    ("spoil", "arguments", "expected"),
     [
         (
             lambda store: None,
@@ -443,7 +443,7 @@ def test_a_rollback_to_an_unusable_version_is_refused(tmp_path):
         (lambda store: store.storage.delete(f"versions/{store.version_in_use()}/manifest.json"), [], "is missing"),
     ],
 )
-def test_status_reports_a_retraining_that_needs_attention(tmp_path, capsys, spoil, arguments, said):
+def test_status_reports_a_retraining_that_needs_attention(tmp_path, capsys, spoil, arguments, expected):
     store = ChampionStore(str(tmp_path))
     promote(store, 1)
     store.record_run("promoted", "f1", True)
@@ -455,7 +455,7 @@ def test_status_reports_a_retraining_that_needs_attention(tmp_path, capsys, spoi
     with pytest.raises(SystemExit) as ended:
         main(["status", store.url, *(arguments or ["--max-age", "26h"])])
     assert ended.value.code == 1
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_the_monitor_in_deploy_uses_valid_arguments(tmp_path, capsys):
@@ -486,11 +486,11 @@ def test_nothing_is_pruned_if_the_current_version_is_unknown(tmp_path, capsys):
     for number in range(3):
         promote(store, number)
     (tmp_path / "champion.json").write_text("{")
-    for arguments, said in (([], "champion.json is damaged"), (["--keep", "0"], "keep: expected a whole number")):
+    for arguments, expected in (([], "champion.json is damaged"), (["--keep", "0"], "keep: expected a whole number")):
         with pytest.raises(SystemExit) as ended:
             main(["prune", store.url, *(arguments or ["--keep", "1"])])
         assert ended.value.code == 1
-        assert said in capsys.readouterr().err
+        assert expected in capsys.readouterr().err
     assert len(store.versions()) == 3
 
 

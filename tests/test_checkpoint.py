@@ -188,7 +188,7 @@ def test_remains_of_a_killed_writer_are_removed_with_the_next_save(tmp_path):
 
 
 class Faulty:
-    """Fails operations on a store as a network would, for those whose name and path `fails` says yes to."""
+    """Fails operations on a store as a network would, if `fails` returns True for their name and path."""
 
     def __init__(self, monkeypatch, storage, fails):
         self.fails = fails
@@ -638,8 +638,8 @@ def test_a_run_survives_outages_in_mid_run_and_at_resume(server, bucket, tmp_pat
     run = second.train(2, **config)
 
     assert refused[1] > refused[0]
-    for said in ("cannot be reached", "answers again"):  # once, for the outage in mid-run
-        assert sum(said in line for line in run.lines) == 1, run.lines
+    for expected in ("cannot be reached", "answers again"):  # once, for the outage in mid-run
+        assert sum(expected in line for line in run.lines) == 1, run.lines
     assert run.started.resumed_step == 9
     assert run.started.resumed_from.startswith(f"{bucket}/training/step-0000000009")
     assert run.started.skipped_checkpoints == []

@@ -15,7 +15,7 @@ from flyte_ddp.errors import ClusterError, ConfigError
 
 
 def double_in_a_child(number: int) -> int:
-    """What a worker must be able to do for its ranks: start a process of its own."""
+    """Start a process from a worker, as it must for its ranks."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return int(pool.apply(abs, (-2 * number,)))
 

@@ -122,7 +122,7 @@ def states_equal(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def said(run, kind):
+def events_of(run, kind):
     return [event for event in run.events if isinstance(event, kind)]
 
 
@@ -136,9 +136,9 @@ def test_two_nodes_give_the_weights_and_the_events_of_two_processes(client, tmp_
 
     torch.testing.assert_close(run.state(), on_one_machine.state())
     assert [type(event) for event in run.events] == [type(event) for event in on_one_machine.events]
-    assert [event.step for event in said(run, events.StepFinished)] == list(range(1, 28))
-    assert said(run, events.PredictionsMade) == said(on_one_machine, events.PredictionsMade)
-    assert run.result.epochs == said(run, events.EpochFinished)
+    assert [event.step for event in events_of(run, events.StepFinished)] == list(range(1, 28))
+    assert events_of(run, events.PredictionsMade) == events_of(on_one_machine, events.PredictionsMade)
+    assert run.result.epochs == events_of(run, events.EpochFinished)
     assert run.error is None
     assert {f"[node {index}] [rank {index}] the data are opened" for index in (0, 1)} <= set(run.lines)
     plugins = client.run(lambda dask_worker: list(dask_worker.plugins))
@@ -153,13 +153,13 @@ def test_a_killed_rank_costs_only_time(client, tmp_path, finished_run, caplog):
     run = train(new_run(tmp_path), client, LOCAL, at_step=(5, kill), checkpoint_interval=2)
 
     assert states_equal(run.state(), finished_run().state())
-    first, second = said(run, events.RunStarted)
+    first, second = events_of(run, events.RunStarted)
     assert (first.resumed_step, second.world_size) == (0, 2)
     assert second.resumed_step >= 4
     assert "was killed by SIGKILL" in caplog.text
-    (lost,) = said(run, AttemptEnded)
+    (lost,) = events_of(run, AttemptEnded)
     assert "was killed by SIGKILL" in lost.reason
-    assert [event.num_nodes for event in said(run, AttemptStarted)] == [2, 2]
+    assert [event.num_nodes for event in events_of(run, AttemptStarted)] == [2, 2]
     spent = events.RunState.of(run.events).time_spent()
     assert spent.wall == pytest.approx(run.events[-1].at - run.events[0].launched_at)
     assert spent.restarting > lost.idle_seconds > 0  # the ranks' two starts, and until the first one's end was noticed
@@ -174,7 +174,7 @@ def test_a_killed_worker_costs_only_time(client, tmp_path, finished_run, caplog)
     run = train(new_run(tmp_path), client, LOCAL, at_step=(5, kill), checkpoint_interval=2)
 
     assert states_equal(run.state(), finished_run().state())
-    assert len(said(run, events.RunStarted)) == 2
+    assert len(events_of(run, events.RunStarted)) == 2
     assert "its worker is gone" in caplog.text
 
 
@@ -201,11 +201,11 @@ def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
     with open_cluster(config, "test") as client:
         run = train(Elastic(tmp_path, new_run(tmp_path).recipe), client, config, checkpoint_interval=2)
 
-    whole, shrunk, grown = said(run, events.RunStarted)
+    whole, shrunk, grown = events_of(run, events.RunStarted)
     assert [event.world_size for event in (whole, shrunk, grown)] == [2, 1, 2]
     torch.testing.assert_close(run.state(), finished_run().state())
     # The growth lost no step and used up no restart: the gang took a checkpoint before it ended.
-    assert [event.reason for event in said(run, AttemptEnded)][1:] == ["it grows to 2 nodes"]
+    assert [event.reason for event in events_of(run, AttemptEnded)][1:] == ["it grows to 2 nodes"]
     steps = [event.step for event in run.events[run.events.index(shrunk) :] if isinstance(event, events.StepFinished)]
     assert steps == list(range(shrunk.resumed_step + 1, 28))
     assert f"the gang ended at step {grown.resumed_step}, after a checkpoint, to grow from 1 to 2 nodes" in caplog.text
@@ -234,7 +234,7 @@ def test_a_vanished_newcomer_costs_a_moment_and_a_stop_wins_over_a_growth(client
         await calls.send_command(*arguments)
 
     def stop_in_second_gang():
-        if len(said(run, events.RunStarted)) == 2 and not stop.is_set():
+        if len(events_of(run, events.RunStarted)) == 2 and not stop.is_set():
             stop.set("SIGTERM")
 
     monkeypatch.setattr(GrowsAtOnce, "on_growth", staticmethod(stop_in_second_gang))
@@ -244,7 +244,7 @@ def test_a_vanished_newcomer_costs_a_moment_and_a_stop_wins_over_a_growth(client
     elastic = dataclasses.replace(LOCAL, num_nodes=3, min_nodes=2, return_timeout=0.1, max_restarts=0)
     with pytest.raises(TrainingStopped, match="^SIGTERM: the run was stopped at step"):
         train(run, client, elastic, stop=stop)
-    first, second = said(run, events.RunStarted)
+    first, second = events_of(run, events.RunStarted)
     assert (first.world_size, second.world_size) == (2, 2)
     assert second.resumed_step > 0
     assert commands[-1] == "stop 20 SIGTERM"
@@ -271,14 +271,14 @@ def test_a_bug_fails_at_once_with_the_ranks_traceback(client, tmp_path, fault):
         train(run, client, LOCAL)
     assert (caught.value.rank, caught.value.kind) == (1, "exception")
     assert run.error is caught.value
-    assert len(said(run, events.RunStarted)) == 1
+    assert len(events_of(run, events.RunStarted)) == 1
 
 
 def test_a_gpu_out_of_memory_restarts_with_smaller_micro_batches_without_using_up_restarts(client, tmp_path, fault):
     fault("cuda-oom 1 14")
     config = {"grow_accumulation_on_oom": True, "epochs": 2}
     run = train(new_run(tmp_path), client, dataclasses.replace(LOCAL, max_restarts=0), **config)
-    assert [event.config["gradient_accumulation"] for event in said(run, events.RunStarted)] == [1, 2]
+    assert [event.config["gradient_accumulation"] for event in events_of(run, events.RunStarted)] == [1, 2]
 
 
 def test_used_up_restarts_lose_the_gang_and_leave_no_rank(client, tmp_path, fault):
@@ -324,7 +324,7 @@ def test_nodes_have_the_drivers_storage_keys_and_a_restart_waits_for_the_store(
         train(run, client, dataclasses.replace(LOCAL, max_restarts=1), at_step=(6, fail), checkpoint_interval=2)
         assert states_equal(load_state(run.result.finished.model_state_url), finished_run().state())
 
-    assert len(said(run, events.RunStarted)) == 2
+    assert len(events_of(run, events.RunStarted)) == 2
     assert len([record for record in caplog.records if "cannot be reached" in record.message]) == 1
     assert len([record for record in caplog.records if "answers again" in record.message]) == 1
     assert len(seen) == 3
@@ -506,7 +506,7 @@ def test_a_silent_node_is_abandoned_and_kills_its_ranks_when_it_returns(start_wo
 
     with open_cluster(config, "test") as client:
         run = train(new_run(tmp_path), client, config, at_step=(3, fall_silent), checkpoint_interval=2)
-        assert [event.world_size for event in said(run, events.RunStarted)] == [2, 1]
+        assert [event.world_size for event in events_of(run, events.RunStarted)] == [2, 1]
         assert "it has been silent for 5 s" in caplog.text
         for process in stopped:
             process.resume()

@@ -34,7 +34,7 @@ def _world(rank, world_size):
 
 
 def _noted(run, split):
-    """What each rank noted, in its order: [[(sample, gradient of its loss or nothing)]]."""
+    """Return the notes of each rank, in its order: [[(sample, gradient of its loss or nothing)]]."""
     ranks = []
     for file in sorted((run.directory / "record").glob(f"{split}-*.jsonl")):
         ranks.append([json.loads(line) for line in file.read_text().splitlines()])

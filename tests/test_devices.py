@@ -1,4 +1,4 @@
-"""How GPUs are counted and handed to ranks. There is none here: the driver's library is played by a fake."""
+"""GPUs are counted and assigned to ranks. A fake stands for the driver's library, because there is none here."""
 
 from __future__ import annotations
 

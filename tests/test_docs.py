@@ -1,6 +1,6 @@
 """Every block of commands and code in the README, in docs/ and in examples/ is run, so that it stays true.
 
-A block that cannot run on any machine has a line directly before it that says what it needs: `<!-- needs: cluster -->`.
+A block that cannot run on any machine has a line directly before it with its needs: `<!-- needs: cluster -->`.
 Its commands are still compared with the workflows, modules and make targets that there are. Blocks of one page run in
 one directory, a copy of the repository, from the first to the last.
 """

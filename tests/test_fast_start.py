@@ -13,7 +13,7 @@ from flyte_ddp.rank import fast_start
 
 
 def run(program):
-    """What `program` prints, in a process of its own."""
+    """Return the output of `program`, run in a new process."""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()

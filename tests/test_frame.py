@@ -48,7 +48,7 @@ def executing(mode: ExecutionState.Mode) -> Iterator[None]:
 
 
 def shown_by_flyte(error: BaseException) -> tuple[BaseException, str]:
-    """What leaves a task in a pod for `error`, and the text that Flyte's console shows of it."""
+    """Return the exception that leaves a task in a pod for `error`, and its text in Flyte's console."""
     with executing(ExecutionState.Mode.TASK_EXECUTION):
         try:
             with flyte_errors():

@@ -372,7 +372,7 @@ def test_a_partial_file_in_the_cache_is_read_again(store, tmp_path):
 
 def test_a_killed_writer_leaves_no_partial_file(store, tmp_path, monkeypatch):
     reader, file, contents = _one_file(store, cache=str(tmp_path / "cache"))
-    file = dataclasses.replace(file, size=-1)  # as where a store does not tell, and a part cannot be told by its size
+    file = dataclasses.replace(file, size=-1)  # as from a store without sizes, where a partial file has no wrong size
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         patch.setattr(Path, "write_bytes", lambda self, data: self.open("wb").write(data[:9]))
@@ -540,9 +540,9 @@ def test_an_unreadable_image_may_be_replaced_by_the_next_of_its_class(tmp_path, 
     assert (train.num_replaced, test.num_replaced) == (1, 0)
     train[5]
     assert train.num_replaced == 2
-    told = [record.getMessage() for record in caplog.records if "replaces it" in record.getMessage()]
-    assert len(told) == 1
-    assert "train/green/001.png" in told[0]
+    lines = [record.getMessage() for record in caplog.records if "replaces it" in record.getMessage()]
+    assert len(lines) == 1
+    assert "train/green/001.png" in lines[0]
 
 
 def test_a_class_without_readable_images_is_always_fatal(tmp_path, prepared):
@@ -737,9 +737,9 @@ def test_two_ranks_learn_from_images_in_a_bucket(bucket_run):
 
 def test_a_deleted_image_is_named_once_per_process_and_counted_each_epoch(bucket_run):
     assert [epoch.num_replaced for epoch in bucket_run.result.epochs] == [1, 1, 1]
-    told = [line for line in bucket_run.lines if bucket_run.gone in line]
-    assert 1 <= len(told) <= 2
-    assert all("FileNotFoundError" in line and "another image of its class replaces it" in line for line in told)
+    lines = [line for line in bucket_run.lines if bucket_run.gone in line]
+    assert 1 <= len(lines) <= 2
+    assert all("FileNotFoundError" in line and "another image of its class replaces it" in line for line in lines)
 
 
 def test_each_other_image_is_requested_once(bucket_run):

@@ -1,4 +1,4 @@
-"""What is only shown never ends a run."""
+"""Inspection for reports never ends a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of Kubernetes, to the letter, without a cluster. Its life on a real one is in tests/kubernetes."""
+"""Requests to Kubernetes, to the letter, without a cluster. tests/kubernetes has a real one."""
 
 import dataclasses
 import datetime
@@ -542,7 +542,7 @@ def test_the_operators_image_has_the_version_of_its_pinned_package() -> None:
 
 
 class ApiServer:
-    """What preflight and creation ask of an API server that has all they need, behind faults to be switched on."""
+    """An API server that answers preflight and creation, with faults to switch on."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, str]] = []

@@ -51,8 +51,8 @@ def test_without_a_terminal_the_run_is_printed_in_plain_lines() -> None:
     bar.close(None)
     lines = stream.getvalue().splitlines()
     assert not set("\r\x1b") & set(stream.getvalue())
-    for said in ("recipe digits", "scikit-learn's digits (1,797 images)", "2 ranks", "cpu", "431,080 parameters"):
-        assert said in lines[0]
+    for expected in ("recipe digits", "scikit-learn's digits (1,797 images)", "2 ranks", "cpu", "431,080 parameters"):
+        assert expected in lines[0]
     assert lines[1] == "epoch 1/3, step 1 of 12: loss 1.0000, 1,234 samples/s"
     assert [line for line in lines if "step " in line] == [lines[1]], "steps of the next ten seconds are left out"
     assert [line for line in lines if line.startswith("epoch 2/3")] == [

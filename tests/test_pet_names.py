@@ -167,7 +167,7 @@ def test_bundled_names_are_usable_distinct_and_enough(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "contents", "said"),
+    ("file", "contents", "expected"),
     [
         ("few.txt", "rex\nbo\nrex\n", "expected at least 20 distinct names .* got 2 usable names in"),
         ("none.txt", "", "got 0 usable names in"),
@@ -181,12 +181,12 @@ def test_bundled_names_are_usable_distinct_and_enough(tmp_path):
         ("missing.csv", None, "which does not exist"),
     ],
 )
-def test_unusable_data_is_refused_with_the_expected_form(tmp_path, file, contents, said):
+def test_unusable_data_is_refused_with_the_expected_form(tmp_path, file, contents, expected):
     source = tmp_path / file
     if contents is not None:
         source.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
     (tmp_path / "data").mkdir()
-    with pytest.raises(DataError, match=f"^data: .*{said}") as caught:
+    with pytest.raises(DataError, match=f"^data: .*{expected}") as caught:
         prepared(tmp_path / "data", source)
     assert str(source) in str(caught.value)
 
@@ -201,12 +201,12 @@ def test_prediction_shows_a_beginning_and_the_letter_after_it(tmp_path, recipe):
     recipe = get_recipe(recipe)
     inputs, targets = map(torch.from_numpy, recipe.encoded(["abigail", "bo"], held_out=True))
     shown = recipe.predictions(inputs, recipe.model()(recipe.inputs(inputs)), targets)
-    told = [(prediction.text, prediction.truth) for prediction in shown]
+    seen = [(prediction.text, prediction.truth) for prediction in shown]
     if len(inputs) == 2:
-        assert told == [("Abig…", "a"), ("B…", "o")]
+        assert seen == [("Abig…", "a"), ("B…", "o")]
     else:
-        assert told[:3] == [("…", "a"), ("A…", "b"), ("Ab…", "i")]
-        assert told[-1] == ("Bo…", "(end)")
+        assert seen[:3] == [("…", "a"), ("A…", "b"), ("Ab…", "i")]
+        assert seen[-1] == ("Bo…", "(end)")
     for prediction in shown:
         assert prediction.guess == max(prediction.scores, key=prediction.scores.get)
         assert sum(prediction.scores.values()) == pytest.approx(1)

@@ -91,7 +91,7 @@ def test_one_machine_and_several_generate_the_same_names(state_file):
 
 
 @pytest.mark.parametrize(
-    ("inputs", "said"),
+    ("inputs", "expected"),
     [
         ({"count": 0}, "count: expected a whole number of at least 1, got 0"),
         ({"temperature": -1.0}, "temperature: expected a finite number above 0, got -1.0"),
@@ -102,10 +102,10 @@ def test_one_machine_and_several_generate_the_same_names(state_file):
         ({"data": FlyteFile(__file__)}, "usable names"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(state_file, inputs, said):
+def test_bad_input_is_refused_in_one_line(state_file, inputs, expected):
     with pytest.raises(InputError) as caught:
         generated(state_file, **inputs)
-    assert said in caught.value.message
+    assert expected in caught.value.message
     assert "\n" not in caught.value.message
 
 

@@ -1,4 +1,4 @@
-"""What Flyte is told at registration, read from the packaged protos of all tasks, workflows and launch plans."""
+"""The registration of all tasks, workflows and launch plans, read from the packaged protos."""
 
 from __future__ import annotations
 
@@ -284,9 +284,13 @@ def test_recipients_of_failures_come_from_the_environment(package):
         if package.profile == "sandbox":
             assert not notifications, name
         else:
-            (told,) = notifications
-            assert list(told.email.recipients_email) == ["night@example.com", "day@example.com"]
-            assert [WorkflowExecution.Phase.Name(phase) for phase in told.phases] == ["FAILED", "ABORTED", "TIMED_OUT"]
+            (notification,) = notifications
+            assert list(notification.email.recipients_email) == ["night@example.com", "day@example.com"]
+            assert [WorkflowExecution.Phase.Name(phase) for phase in notification.phases] == [
+                "FAILED",
+                "ABORTED",
+                "TIMED_OUT",
+            ]
 
 
 def test_inputs_of_retrainings_come_from_the_environment(package):
@@ -370,7 +374,7 @@ def test_launch_plans_run_as_the_service_account_of_their_registration():
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "expected"),
     [
         ("NOTIFY_EMAILS", "somebody", "notify_emails: expected e-mail addresses, got 'somebody'"),
         ("RETRAIN_INPUTS", "{", "RETRAIN_INPUTS: expected a JSON object, got '{'"),
@@ -384,14 +388,14 @@ def test_launch_plans_run_as_the_service_account_of_their_registration():
         ("SANDBOX", "yes", "SANDBOX: expected 0, 1, false or true, got 'yes'"),
     ],
 )
-def test_bad_settings_are_refused_at_registration(name, value, said, monkeypatch):
+def test_bad_settings_are_refused_at_registration(name, value, expected, monkeypatch):
     from tasks import registration
     from tasks.settings import load_settings
     from workflows.retrain import retrain_wf
 
     with pytest.raises(ValueError, match=r"(?s).*") as caught:
         registration._inputs(retrain_wf, load_settings(environment={name: value}).retrain_inputs)
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
 
 
 # The command
@@ -434,7 +438,7 @@ def test_register_activates_nothing_by_default_and_takes_another_version(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "expected"),
     [
         ({"ACTIVATE": "1"}, "ACTIVATE: expected launch plans of the table in workflows/retrain.py, got '1'"),
         ({"ACTIVATE": "retrain_nightly retrain_daily"}, "got 'retrain_daily'"),
@@ -442,11 +446,11 @@ def test_register_activates_nothing_by_default_and_takes_another_version(tmp_pat
         ({"IMAGE": ""}, "image: expected the name of your image in settings.toml, in IMAGE or by --image, got none"),
     ],
 )
-def test_register_refuses_bad_settings_before_any_request(tmp_path, environment, said):
+def test_register_refuses_bad_settings_before_any_request(tmp_path, environment, expected):
     done, calls = register(tmp_path, **{"IMAGE": IMAGE, **environment})
     assert done.returncode in (1, 2)
     assert calls == []
-    assert said in done.stderr
+    assert expected in done.stderr
 
 
 @pytest.mark.slow

@@ -362,7 +362,7 @@ def _brightness(color: str) -> float:
 
 
 class Clock:
-    """A clock that stands still until it is told otherwise."""
+    """A clock that stands still until a test sets it."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -373,7 +373,7 @@ class Clock:
 
 @pytest.fixture
 def sandbox(tmp_path: Path) -> Iterator[Path]:
-    """Where flytekit leaves its files in this test."""
+    """The directory of flytekit's files in this test."""
     provider = FileAccessProvider(str(tmp_path / "sandbox"), str(tmp_path / "raw"))
     with FlyteContextManager.with_context(FlyteContextManager.current_context().with_file_access(provider)):
         yield tmp_path / "sandbox"
@@ -403,20 +403,20 @@ def test_the_deck_is_published_while_the_run_goes_on_and_at_its_end(sandbox: Pat
         clock, made = Clock(), Report()
         publisher = DeckPublisher(made, interval=15, clock=clock)
 
-        def tell(event: Event, at: float) -> None:
+        def handle(event: Event, at: float) -> None:
             clock.now = 100 + at
             made.handle(event)
             publisher.handle(event)
             seen.append(len(decks(sandbox)))
 
         def run() -> None:
-            tell(sample_run.started(), at=0)
-            tell(sample_run.steps(1, 1)[0], at=5)
-            tell(sample_run.epoch(1), at=14)
-            tell(sample_run.epoch(2), at=16)
-            tell(CheckpointSaved(100, "file:///c.pt", True, 0.1), at=40)
-            tell(sample_run.epoch(3), at=1001)
-            tell(sample_run.epoch(4), at=1017)  # by then it may take 5 % of 1001 s
+            handle(sample_run.started(), at=0)
+            handle(sample_run.steps(1, 1)[0], at=5)
+            handle(sample_run.epoch(1), at=14)
+            handle(sample_run.epoch(2), at=16)
+            handle(CheckpointSaved(100, "file:///c.pt", True, 0.1), at=40)
+            handle(sample_run.epoch(3), at=1001)
+            handle(sample_run.epoch(4), at=1017)  # by then it may take 5 % of 1001 s
             made.close(rank_failure())
             publisher.close(rank_failure())
             seen.append(len(decks(sandbox)))

@@ -1,4 +1,4 @@
-"""A retraining puts a better model in place or leaves the old one, and says why, whatever the night brings."""
+"""A retraining promotes a better model or keeps the old one, with a reason, whatever fails."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_an_unusable_champion_is_replaced_by_one_trained_from_scratch(store, mak
 
 
 def test_a_champion_whose_pointer_is_gone_is_missing_and_not_the_first(store, make):
-    """As a lifecycle rule leaves it, which deletes the oldest object first."""
+    """Delete the oldest object, as a lifecycle rule does first."""
     judge(store, make(), PromotionCriteria(), model_state(3))
     judge(store, make(seed=1), PromotionCriteria(), model_state(6))
     Path(store.url, "champion.json").unlink()
@@ -253,19 +253,19 @@ def test_a_recipes_model_may_depend_on_its_data(store, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("criteria", "said"),
+    ("criteria", "expected"),
     [
         (PromotionCriteria(min_samples=18), "97 training and 17 held-out samples, and min_samples is 18"),
         (PromotionCriteria(min_share=0.97), "less than 0.97 of the champion's 103 and 17"),
     ],
 )
-def test_too_little_data_is_not_trained_on(store, make, data, criteria, said):
+def test_too_little_data_is_not_trained_on(store, make, data, criteria, expected):
     given = make(recipe="Normed")  # which has 103 samples
     judge(store, given, PromotionCriteria(), model_state(1, "Normed"))
     less = dataclasses.replace(given, directory=data("", "Tiny"))  # 97
     planned = plan(store, less, criteria)
     assert (planned.train, planned.outcome) == (False, Outcome.TOO_LITTLE_DATA)
-    assert said in planned.reason
+    assert expected in planned.reason
     assert plan(store, less, PromotionCriteria(min_share=0.94)).train
 
 
@@ -440,8 +440,13 @@ def test_retrainings_promote_the_first_and_then_only_better_models(retrain, capf
     assert better.champion != first.champion
     assert better.metrics["challenger_accuracy"] > better.metrics["champion_accuracy"]
     page = Path(str(better.report)).read_text()
-    for said in ("Retraining digits", "promoted: on the same held-out data", better.champion, "2026-01-02T03:00:00Z"):
-        assert said in page
+    for expected in (
+        "Retraining digits",
+        "promoted: on the same held-out data",
+        better.champion,
+        "2026-01-02T03:00:00Z",
+    ):
+        assert expected in page
 
 
 @pytest.mark.slow
@@ -455,7 +460,7 @@ def test_a_training_whose_loss_becomes_nan_fails_and_leaves_the_champion(retrain
 
 
 @pytest.mark.parametrize(
-    ("inputs", "said"),
+    ("inputs", "expected"),
     [
         ({"champion": ""}, "champion: expected a directory or a URL in a local run, got ''"),
         ({"train_on": "moon"}, "train_on: expected one of one_node, cluster, got 'moon'"),
@@ -463,8 +468,8 @@ def test_a_training_whose_loss_becomes_nan_fails_and_leaves_the_champion(retrain
         ({"champion": "/proc/none"}, "champion: expected a place that this process may use, got /proc/none"),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_trained(retrain, inputs, said, capfd):
-    with pytest.raises(Exception, match=said):
+def test_bad_input_is_refused_before_anything_is_trained(retrain, inputs, expected, capfd):
+    with pytest.raises(Exception, match=expected):
         retrain(recipe=TINY, **inputs)
     assert "epoch" not in "".join(capfd.readouterr())
 

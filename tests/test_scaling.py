@@ -33,7 +33,7 @@ def ring(world_size, num_bytes):
 
 
 def costs(world_size, compute):
-    """What a run of `world_size` ranks times; `compute` is seconds by samples per rank."""
+    """Return the timings of a run of `world_size` ranks; `compute` is seconds by samples per rank."""
     return CostsTimed(
         list(compute), list(compute.values()), NUM_BYTES, ring(world_size, NUM_BYTES), ring(world_size, 4)
     )
@@ -161,7 +161,7 @@ def test_each_run_times_its_own_batch_and_the_largest_also_those_of_the_projecti
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "expected"),
     [
         ({"world_sizes": [2]}, "world_sizes: expected two or more different integers >= 1, got [2]"),
         ({"world_sizes": [1, 1]}, "world_sizes: expected two or more different integers >= 1, got [1, 1]"),
@@ -186,9 +186,9 @@ def test_each_run_times_its_own_batch_and_the_largest_also_those_of_the_projecti
         ({"target_loss": float("nan")}, "target_loss: expected a finite number >= 0, got nan"),
     ],
 )
-def test_an_impossible_study_is_refused_before_anything_starts(changes, said):
+def test_an_impossible_study_is_refused_before_anything_starts(changes, expected):
     arguments = {"world_sizes": [1, 2], "projected_world_sizes": [4], "learning_rates": [], "target_loss": 0.0}
-    with pytest.raises(ConfigError, match="^" + re.escape(said)):
+    with pytest.raises(ConfigError, match="^" + re.escape(expected)):
         validate_study(TrainingConfig(), **{**arguments, **changes})
 
 

@@ -213,7 +213,7 @@ def test_the_image_is_from_the_settings_or_a_flag(registered):
 
 
 @pytest.mark.parametrize(
-    ("way", "said"),
+    ("way", "expected"),
     [
         ("no_image", "image: expected the name of your image in settings.toml, in IMAGE or by --image, got none"),
         (
@@ -227,10 +227,10 @@ def test_the_image_is_from_the_settings_or_a_flag(registered):
         ("register_auto", "--copy: expected all or none, got auto"),
     ],
 )
-def test_an_incomplete_registration_is_refused_in_one_line(registered, way, said):
+def test_an_incomplete_registration_is_refused_in_one_line(registered, way, expected):
     record = registered[way]
     assert "version" not in record
-    assert said in record["log"]
+    assert expected in record["log"]
     assert "Traceback" not in record["log"]
 
 

@@ -65,7 +65,7 @@ def test_a_local_run_prints_its_data(local_run):
 
 def test_the_help_explains_every_flag():
     text = " ".join(re.sub(r"[│\n]", " ", pyflyte_run("--help").stdout).split())
-    for said in (
+    for expected in (
         "what to train: digits, mnist",
         "hyperparameters that differ from the recipe's",
         "0 is one per GPU",
@@ -73,12 +73,12 @@ def test_the_help_explains_every_flag():
         "an unfinished run found there goes on",
         "W&B artifact",
     ):
-        assert said in text
+        assert expected in text
     assert '"anyOf"' not in text  # no JSON schema
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["--recipe", "nope"], "recipe: expected digits, image_folder, mnist"),
         (["--config", '{"epochs": 0}'], "epochs: expected a whole number of at least 1, got 0"),
@@ -102,11 +102,11 @@ def test_the_help_explains_every_flag():
         (["--recipe", "mnist", "--data", "tests"], "tests, which holds no train-images-idx3-ubyte"),
     ],
 )
-def test_bad_input_is_refused_without_a_traceback(arguments, said):
+def test_bad_input_is_refused_without_a_traceback(arguments, expected):
     run = pyflyte_run(*arguments)
     output = run.stdout + run.stderr
     assert run.returncode != 0
-    assert said in " ".join(re.sub(r"[│╭╮╰╯─\n]", " ", output).split())
+    assert expected in " ".join(re.sub(r"[│╭╮╰╯─\n]", " ", output).split())
     assert "Traceback" not in output
     assert "[rank" not in output  # no rank was started
 

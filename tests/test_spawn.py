@@ -1,4 +1,4 @@
-"""The launcher on one machine: whatever happens to a rank, a run ends soon, says why, and leaves no process behind."""
+"""The launcher on one machine: whatever happens to a rank, a run ends soon with its reason and leaves no process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLOW_STEP = "0.1"  # seconds, for runs that a signal has to meet on their way
 
 
 def _surroundings():
-    """What of this process and its machine a run must leave as it was."""
+    """Return the state of this process and its machine that a run must not change."""
     return {
         "environment": dict(os.environ),
         "handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],
@@ -66,7 +66,7 @@ def test_an_exception_ends_the_run_with_that_ranks_number_and_traceback(tmp_path
     assert message.startswith(f"rank {rank} failed: ValueError: broken on purpose\nTraceback")
     assert 'raise ValueError("broken on purpose")' in message
     assert "gloo" not in message  # of the other rank, which only lost its peer
-    assert run.error is caught.value  # the listeners are told
+    assert run.error is caught.value  # the listeners get it
     assert run.last_step == 4
     assert survivors() == []
     assert _surroundings() == before
@@ -88,12 +88,12 @@ def test_a_killed_rank_ends_the_run_within_seconds_with_all_its_processes(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"), [("exit", "rank 1 failed: SystemExit: 3"), ("hard-exit", "rank 1 exited with code 3")]
+    ("fault", "expected"), [("exit", "rank 1 failed: SystemExit: 3"), ("hard-exit", "rank 1 exited with code 3")]
 )
-def test_a_rank_that_leaves_ends_the_run(tmp_path, monkeypatch, survivors, fault, said):
+def test_a_rank_that_leaves_ends_the_run(tmp_path, monkeypatch, survivors, fault, expected):
     monkeypatch.setenv("FAULT", f"{fault} 1 5")
 
-    with pytest.raises(RankFailure, match=said) as caught:
+    with pytest.raises(RankFailure, match=expected) as caught:
         new_run(tmp_path).train()
 
     assert caught.value.rank == 1

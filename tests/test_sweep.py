@@ -42,7 +42,7 @@ from flyte_ddp.sweep.search import EarlyStopping, build_trials
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides, given
 from tasks.sweep import check_sweep
 from tasks.sweep_report import SweepReport
-from tests.support.wandb_log import told
+from tests.support.wandb_log import records_of
 from tests.test_dask import start_scheduler, start_worker  # noqa: F401 - the latter is a fixture
 
 SWEPT = "tests.support.sweep_recipes.Swept"
@@ -104,7 +104,7 @@ def test_no_more_models_are_drawn_than_distinct_ones_exist():
 
 
 @pytest.mark.parametrize(
-    ("grid", "num_models", "said"),
+    ("grid", "num_models", "expected"),
     [
         ({}, 0, "grid: expected a JSON object such as .*, got {}"),
         ({"lr": [0.1]}, 0, "grid: expected one of epochs, .*recipe_options.NAME .*, got 'lr'"),
@@ -134,9 +134,9 @@ def test_no_more_models_are_drawn_than_distinct_ones_exist():
         ({"global_batch_size": [64, 33]}, 0, "global_batch_size: expected a multiple of 2, got 33"),
     ],
 )
-def test_a_bad_grid_is_refused_in_one_line_before_anything_starts(grid, num_models, said):
+def test_a_bad_grid_is_refused_in_one_line_before_anything_starts(grid, num_models, expected):
     cluster = ClusterInput(kind="existing", processes_per_node=2)
-    with pytest.raises(InputError, match=said) as caught:
+    with pytest.raises(InputError, match=expected) as caught:
         check_sweep.task_function("digits", TrainingOverrides(), grid, num_models, 0, "none", cluster)
     assert "\n" not in str(caught.value)
 
@@ -176,7 +176,7 @@ def test_without_a_rule_no_trial_is_stopped_and_a_loss_counts_once(recwarn):
     rule = EarlyStopping("halving")
     assert not rule.should_stop(1, 1, 1.0)
     assert rule.should_stop(2, 1, 2.0)
-    assert not rule.should_stop(2, 1, 2.0)  # a run that has restarted tells of its epochs again
+    assert not rule.should_stop(2, 1, 2.0)  # a run that has restarted reports its epochs again
     assert [str(warning.message) for warning in recwarn] == []
 
 
@@ -552,12 +552,12 @@ def test_a_click_on_a_column_head_sorts_and_another_reverses(chromium, tmp_path)
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
-    """What the workflow returns, what it says, and how often it shows the report."""
+    """Return the workflow's outputs, its standard error, and how often it published the report."""
     from workflows.sweep import sweep_wf
 
-    said = tmp_path_factory.mktemp("said") / "lines"
+    output = tmp_path_factory.mktemp("output") / "lines"
     published = []
-    with pytest.MonkeyPatch.context() as patch, open(said, "w") as stderr:
+    with pytest.MonkeyPatch.context() as patch, open(output, "w") as stderr:
         patch.setenv("WANDB_MODE", "offline")
         patch.setattr("sys.stderr", stderr)
         patch.setattr(DeckPublisher, "_publish", lambda publisher: published.append(publisher))
@@ -567,7 +567,7 @@ def outputs(tmp_path_factory):
             cluster=ClusterInput(kind="local", node_timeout=30),
             checkpoints=str(tmp_path_factory.mktemp("checkpoints")),
         )
-    return returned, said.read_text(), len(published)
+    return returned, output.read_text(), len(published)
 
 
 def test_the_workflow_returns_the_table_and_the_best_model(outputs):
@@ -587,11 +587,13 @@ def test_the_workflow_returns_the_table_and_the_best_model(outputs):
 
 
 def test_the_workflow_prints_one_line_per_model(outputs):
-    _, said, _ = outputs
+    _, output, _ = outputs
     for number, rate in ((1, "0.0001"), (2, "0.01")):
-        assert f"trial {number}/2 (learning_rate {rate}) started" in said
-        assert re.search(rf"trial {number}/2 \(learning_rate {rate}\) finished: test loss \d\.\d+, accuracy \d+", said)
-    assert "the best is trial 2 (learning_rate 0.01)" in said
+        assert f"trial {number}/2 (learning_rate {rate}) started" in output
+        assert re.search(
+            rf"trial {number}/2 \(learning_rate {rate}\) finished: test loss \d\.\d+, accuracy \d+", output
+        )
+    assert "the best is trial 2 (learning_rate 0.01)" in output
 
 
 def test_the_workflows_report_has_the_models_and_their_curves(outputs, chromium, tmp_path):
@@ -609,10 +611,12 @@ def test_the_report_is_shown_while_the_models_train_and_at_the_end(outputs):
 
 
 def test_the_models_are_one_group_in_wandb(outputs):
-    returned, said, _ = outputs
-    runs = [run for each in Path(returned.report.path).parent.glob("wandb/offline-run-*") for run in told(each, "run")]
+    returned, output, _ = outputs
+    runs = [
+        run for each in Path(returned.report.path).parent.glob("wandb/offline-run-*") for run in records_of(each, "run")
+    ]
     assert len(runs) == 2
     assert len({run.run_group for run in runs}) == 1
     assert {run.display_name for run in runs} == {"trial 1 (learning_rate 0.0001)", "trial 2 (learning_rate 0.01)"}
-    assert said.count("W&B: ") == 1
-    assert f"likewise for all trials of group {runs[0].run_group}" in said
+    assert output.count("W&B: ") == 1
+    assert f"likewise for all trials of group {runs[0].run_group}" in output

@@ -186,13 +186,13 @@ def test_weights_that_overflow_in_the_last_step_fail_the_run(tmp_path):
 
 # Rank 1's own check of its losses is switched off, as if it lagged behind on a GPU.
 @pytest.mark.parametrize(
-    ("fault", "said"), [("late-nan 1 14", "the loss .* is nan"), ("infinite-gradient 1 14", "norm")]
+    ("fault", "expected"), [("late-nan 1 14", "the loss .* is nan"), ("infinite-gradient 1 14", "norm")]
 )
-def test_no_checkpoint_is_written_of_weights_that_another_rank_has_spoiled(tmp_path, monkeypatch, fault, said):
+def test_no_checkpoint_is_written_of_weights_that_another_rank_has_spoiled(tmp_path, monkeypatch, fault, expected):
     monkeypatch.setenv("FAULT", fault)
     run = new_run(tmp_path)
 
-    with pytest.raises(RankFailure, match=rf"NonFiniteLoss: .*{said}.* step 14 \(epoch 2\)"):
+    with pytest.raises(RankFailure, match=rf"NonFiniteLoss: .*{expected}.* step 14 \(epoch 2\)"):
         run.train(checkpoint_interval=1)
 
     assert run.last_step == 14  # log_interval is 1: the loss of step 14 is reported, the checkpoint is not written

@@ -1,4 +1,4 @@
-"""What a user does first with a real Flyte, as real executions."""
+"""A user's first steps with a real Flyte, as real executions."""
 
 from __future__ import annotations
 

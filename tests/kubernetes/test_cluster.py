@@ -1,4 +1,4 @@
-"""A Dask cluster on a real Kubernetes: where its workers run, what it says when it cannot start, that it goes."""
+"""A Dask cluster on a real Kubernetes: where its workers run, its errors at a failed start, and its end."""
 
 import contextlib
 import json

@@ -56,7 +56,7 @@ class Hungry(Digits):
 
 @dataclass
 class Package:
-    """What `pyflyte package` made of a checkout."""
+    """The output of `pyflyte package` for a checkout."""
 
     directory: Path
     tasks: dict[str, TaskSpec] = field(default_factory=dict)
@@ -215,7 +215,7 @@ class Flyte:
         return None if raw is None else ErrorDocument.FromString(raw).error
 
     def started(self, outputs: LiteralMap, directory: Path) -> RunStarted:
-        """The beginning of the last attempt, from the history that a training task returned."""
+        """Return the last attempt's RunStarted, from the history that a training task returned."""
         file = directory / "history.jsonl"
         self.store.files.get_file(outputs.literals["history"].scalar.blob.uri, str(file))
         return [event for event in read_history(file) if isinstance(event, RunStarted)][-1]
@@ -304,7 +304,7 @@ def test_attempts_resume_from_each_others_checkpoints_until_one_succeeds(
     def train(attempt: int) -> str:
         return flyte.start(package, "tasks.train.train_on_one_node", NESTED, inputs, attempt)
 
-    # A rank is killed: the task itself ends, and says that another attempt may do better.
+    # A rank is killed: the task itself ends, and reports a recoverable error.
     pod = train(0)
     eventually(lambda: newest_step() >= 5, 600, "a checkpoint of the first attempt")
     kill_a_rank = "kill -KILL $(grep -l '[s]pawn_main' /proc/[0-9]*/cmdline | cut -d/ -f3 | sort -n | tail -n 1)"
@@ -432,10 +432,10 @@ def test_a_multi_node_task_runs_the_registered_code_and_the_users_recipe_on_its_
     callers = [each.get("podSelector") for each in policy["spec"]["ingress"][1]["from"]]
     assert flyte.labels("tasks.train.train_on_cluster", NESTED) in [each["matchLabels"] for each in callers if each]
     assert workers[0]["spec"]["terminationGracePeriodSeconds"] == 20
-    for said in (NEWER, OWN):
+    for printed in (NEWER, OWN):
         for node in (0, 1):
-            assert f"[node {node}] [rank {node}] {said}" in log
-        assert said in log.splitlines()  # the driver's own
+            assert f"[node {node}] [rank {node}] {printed}" in log
+        assert printed in log.splitlines()  # the driver's own
     assert flyte.store.keys["AWS_SECRET_ACCESS_KEY"] not in log
     assert flyte.started(outputs, tmp_path).world_size == 2
     assert len(listed(outputs, "epoch_accuracies")) == 3
