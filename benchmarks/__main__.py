@@ -51,6 +51,10 @@ def rows(data: Path, names: str = "") -> dict[str, list[Row]]:
     def reader(name: str) -> Variant:
         return Variant(f"images {name}", (sys.executable, "-m", "benchmarks.images", name), 1, "moto")
 
+    def language_model(name: str) -> Variant:
+        launcher = (*KEEP_FREED_MEMORY, sys.executable) if name == "loop" else (sys.executable,)
+        return Variant(f"text {name}", (*launcher, "-m", "benchmarks.text", name), num_threads(1))
+
     ours, ours_bf16, ours_twice = variant("ours"), variant("ours", precision="bf16"), variant("ours", 2)
     tutorial, torchrun = variant("tutorial"), variant("torchrun", 2)
     speed, memory, start = "samples_per_second", "peak_memory_bytes", "first_step_seconds"
@@ -122,6 +126,15 @@ def rows(data: Path, names: str = "") -> dict[str, list[Row]]:
                 reader("ours"),
                 reader("per_image"),
                 ">= 5",
+            )
+        ],
+        "text": [
+            Row(
+                "recipe text, tokens / a plain loop on one batch in memory, 1 rank, fp32",
+                "tokens_per_second",
+                language_model("ours"),
+                language_model("loop"),
+                ">= 0.95",
             )
         ],
         "names": [

@@ -29,6 +29,7 @@ Outcome = Mapping[str, Any]
 
 UNITS: dict[str, Callable[[float], str]] = {
     "samples_per_second": lambda value: f"{value:,.0f} samples/s",  # over all ranks, in the last epoch
+    "tokens_per_second": lambda value: f"{value:,.0f} tokens/s",  # of text, in the last epoch
     "names_per_second": lambda value: f"{value:,.0f} names/s",  # that are new and different
     "images_per_second": lambda value: f"{value:,.0f} images/s",  # fetched, decoded and cut to size
     "peak_memory_bytes": lambda value: f"{value / 2**20:,.0f} MiB",  # of one rank

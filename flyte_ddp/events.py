@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from flyte_ddp.wall_time import AttemptEnded, AttemptStarted, Timed, TimeSpent, WallTime
-
 
 @dataclass(frozen=True)
 class LayerDescribed:
@@ -33,7 +31,7 @@ class LayerDescribed:
 
 
 @dataclass(frozen=True)
-class EpochFinished(Timed):
+class EpochFinished:
     """The results of an epoch, over all ranks."""
 
     epoch: int  # from 1
@@ -56,7 +54,7 @@ class EpochFinished(Timed):
 
 
 @dataclass(frozen=True)
-class RunStarted(Timed):
+class RunStarted:
     """All ranks are up, the model is built, and training starts or resumes."""
 
     recipe: str
@@ -79,7 +77,7 @@ class RunStarted(Timed):
 
 
 @dataclass(frozen=True)
-class StepFinished(Timed):
+class StepFinished:
     """The progress of the run, every `log_interval` optimizer steps."""
 
     step: int  # optimizer steps since the start of the run
@@ -99,7 +97,7 @@ class Histogram:
 
 
 @dataclass(frozen=True)
-class HistogramsTaken(Timed):
+class HistogramsTaken:
     """Histograms of the parameters and of their last gradients, by parameter name, once per epoch."""
 
     step: int
@@ -119,7 +117,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class PredictionsMade(Timed):
+class PredictionsMade:
     """Predictions for some of the held-out samples after the last epoch, in the data's own order."""
 
     epoch: int
@@ -127,7 +125,7 @@ class PredictionsMade(Timed):
 
 
 @dataclass(frozen=True)
-class CheckpointSaved(Timed):
+class CheckpointSaved:
     """A checkpoint was written."""
 
     step: int
@@ -137,7 +135,7 @@ class CheckpointSaved(Timed):
 
 
 @dataclass(frozen=True)
-class CostsTimed(Timed):
+class CostsTimed:
     """The time that each part of a step takes, measured separately after the training if the job asks for it."""
 
     batch_sizes: list[int]  # samples per rank and optimizer step
@@ -148,7 +146,7 @@ class CostsTimed(Timed):
 
 
 @dataclass(frozen=True)
-class RunFinished(Timed):
+class RunFinished:
     """The last event of a run that succeeded."""
 
     step: int
@@ -161,7 +159,7 @@ class RunFinished(Timed):
 
 
 @dataclass(frozen=True)
-class FunctionStarted(Timed):
+class FunctionStarted:
     """All ranks of a function are about to call it."""
 
     name: str
@@ -171,7 +169,7 @@ class FunctionStarted(Timed):
 
 
 @dataclass(frozen=True)
-class CheckpointLoaded(Timed):
+class CheckpointLoaded:
     """A function goes on from a checkpoint."""
 
     step: int
@@ -179,7 +177,7 @@ class CheckpointLoaded(Timed):
 
 
 @dataclass(frozen=True)
-class Reported(Timed):
+class Reported:
     """A function's report of its progress, by `session.report` on rank 0."""
 
     step: int
@@ -188,7 +186,7 @@ class Reported(Timed):
 
 
 @dataclass(frozen=True)
-class FunctionReturned(Timed):
+class FunctionReturned:
     """The last event of a function's run: it has returned on every rank."""
 
     value: bytes  # rank 0's
@@ -196,9 +194,7 @@ class FunctionReturned(Timed):
 
 
 Event = (
-    AttemptStarted
-    | AttemptEnded
-    | RunStarted
+    RunStarted
     | StepFinished
     | EpochFinished
     | HistogramsTaken
@@ -210,7 +206,6 @@ Event = (
     | CheckpointLoaded
     | Reported
     | FunctionReturned
-    | TimeSpent
 )
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in typing.get_args(Event)}
 NOT_IN_HISTORY = (HistogramsTaken, PredictionsMade, FunctionReturned)  # too large; the report and W&B have them
@@ -247,7 +242,6 @@ class RunState:
     returned: FunctionReturned | None = None
     num_starts: int = 0
     num_checkpoints: int = 0  # written by this attempt, removed ones included
-    _time: WallTime = field(default_factory=WallTime, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, events: Iterable[Event], keep_steps: bool = True) -> RunState:
@@ -259,8 +253,6 @@ class RunState:
 
     def handle(self, event: Event) -> None:
         """Update the state with the next event of the run."""
-        if event.at:
-            self._book(event)
         if isinstance(event, RunStarted):
             self.num_starts += 1
             self.started = event
@@ -304,43 +296,11 @@ class RunState:
         resumed = self.started.resumed_step if self.started else 0
         return max([resumed, *(event.step for event in (self.steps[-1:] + self.epochs[-1:]))])
 
-    def time_spent(self, until: float = 0.0) -> TimeSpent:
-        """Return what the wall time went to, up to the last event, or `until` (seconds since the epoch) if it is later.
-
-        All zeros where the events have no times.
-        """
-        return self._time.spent(0.0 if self.finished or self.returned else until)
-
     def position(self, step: int) -> float:
         """Convert an optimizer step to epochs, such as 1.5 for the middle of the second."""
         if self.started is None:
             return 0.0
         return step * int(self.started.config["epochs"]) / max(1, self.started.num_steps)
-
-    def _book(self, event: Event) -> None:
-        """Book the time since the last event."""
-        if isinstance(event, AttemptStarted):
-            return self._time.start_attempt(event)
-        if isinstance(event, (HistogramsTaken, PredictionsMade, TimeSpent)):
-            return None  # so that a history, which has them not, gives the same account
-        self._time.advance(event.at)
-        if isinstance(event, AttemptEnded):
-            self._time.end_attempt(event.idle_seconds)
-        elif isinstance(event, RunStarted):
-            self._time.start_training(event.resumed_step)
-        elif isinstance(event, FunctionStarted):
-            self._time.start_function()
-        elif isinstance(event, CheckpointLoaded):
-            self._time.start_training(event.step)
-        elif isinstance(event, EpochFinished):
-            self._time.evaluate(event.evaluation_seconds)
-        elif isinstance(event, CostsTimed):
-            self._time.evaluate(self._time.elapsed)
-        elif isinstance(event, CheckpointSaved):
-            self._time.save(event.step, event.seconds)
-        elif isinstance(event, RunFinished):
-            self._time.finish()
-        return None
 
     def _add_epoch(self, event: EpochFinished) -> None:
         # A history file repeats the epochs of earlier attempts that `RunStarted` has brought already.

@@ -1,4 +1,4 @@
-"""Fixtures of several test files. Starting a gang takes seconds, so finished runs are shared."""
+"""What several test files share. Starting a gang takes seconds, so finished runs are kept for whoever asks again."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def multi_node_training_wf(
     Returns the accuracy after each epoch, the model state, an HTML report and the history of events.
 
     Args:
-        recipe: what to train: digits, mnist, pet_names, image_folder, or the dotted name of your own, such as
+        recipe: what to train: digits, mnist, pet_names, image_folder, text, or the dotted name of your own, such as
             recipes.wine.Wine
         config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML file, for example
             '{"epochs": 3, "global_batch_size": 4096}'; flyte_ddp/config.py lists all fields with units

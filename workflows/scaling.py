@@ -30,7 +30,7 @@ def scaling_wf(
     GPU-hours or core-hours) for the world sizes that were measured and for others that are projected from them.
 
     Args:
-        recipe: what to train: digits, mnist, pet_names, image_folder, or the dotted name of your own, such as
+        recipe: what to train: digits, mnist, pet_names, image_folder, text, or the dotted name of your own, such as
             recipes.wine.Wine
         config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML file;
             global_batch_size is the same in all runs, and each rank gets its share

@@ -33,7 +33,7 @@ def sweep_wf(
         grid: what to vary, as JSON: by the name of a hyperparameter, or recipe_options.NAME for an option of the
             recipe, a list of choices, for example '{"learning_rate": [0.001, 0.01], "global_batch_size": [64, 256]}';
             with num_models also ranges, for example '{"learning_rate": {"low": 0.0001, "high": 0.1, "log": true}}'
-        recipe: what to train: digits, mnist, pet_names, image_folder, or the dotted name of your own, such as
+        recipe: what to train: digits, mnist, pet_names, image_folder, text, or the dotted name of your own, such as
             recipes.wine.Wine
         config: hyperparameters that all models share, as JSON or the name of a JSON or YAML file; flyte_ddp/config.py
             lists all fields with units

@@ -20,7 +20,7 @@ from flyte_ddp.errors import DataError
 from flyte_ddp.storage import Storage
 
 SUFFIXES = (".txt", ".text", ".md", ".rst", ".parquet")  # of the files read in a directory, by default; .gz may follow
-MAX_PIECE = 1 << 20  # bytes
+MAX_PIECE = 1 << 18  # bytes; several are tokenized at once
 PARQUET_ROWS = 64  # read at once
 
 OWN = "the reference topics that come with Python (pydoc_data.topics)"

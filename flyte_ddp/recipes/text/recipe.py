@@ -43,7 +43,7 @@ class Text(Recipe):
     context: int = field(128, minimum=1)  # tokens that the model sees at once: the window of a sample
     dropout: float = field(0.0, minimum=0, below=1)
     tokens: str = field("bytes", choices=("bytes", "bpe"))  # bpe: byte-pair encoding, trained on the data
-    vocabulary: int = field(4096, minimum=300, maximum=65_536)  # tokens of a bpe
+    vocabulary: int = field(4096, minimum=300, maximum=32_768)  # tokens of a bpe, of which files have 16 bits
     held_out: float = field(0.1, above=0, below=1)  # share of the documents
     separator: str = field("")  # between two documents in a text file; "" makes each file a document
     files: str = field("")  # pattern of the names of files in a directory, such as "*.py"; "" for text and Parquet
@@ -51,7 +51,7 @@ class Text(Recipe):
     prompt: str = field("")  # beginning of the text shown after each epoch
 
     defaults = {
-        "epochs": 4,
+        "epochs": 3,
         "global_batch_size": 16,
         "evaluation_batch_size": 32,
         "learning_rate": 3e-3,
@@ -83,6 +83,8 @@ class Text(Recipe):
         return prepare_shards(corpus, directory, self.tokens, self.vocabulary, self.held_out, self.context)
 
     def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
+        import warnings
+
         import torch
         from torch.utils.data import TensorDataset
 
@@ -92,7 +94,10 @@ class Text(Recipe):
         tokenizer = self._tokenizer()
 
         def load(file: str) -> TensorDataset:
-            return TensorDataset(*map(torch.from_numpy, read_windows(directory / file, tokenizer, self.context)))
+            windows = read_windows(directory / file, tokenizer, self.context)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nobody writes
+                return TensorDataset(*map(torch.from_numpy, windows))
 
         return load(TRAIN), load(HELD_OUT)
 

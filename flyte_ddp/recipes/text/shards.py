@@ -230,12 +230,12 @@ def _shard(file: Path, tokenizer: Tokenizer, context: int, name: str) -> Shard:
 
 
 def _mapped(file: Path, tokenizer: Tokenizer) -> NDArray[Any]:
-    """Map `file` into memory. Copy-on-write, because torch wants arrays that may be written."""
+    """Map `file` into memory, read-only: what may be written counts as memory of the process's own."""
     kind = _type(tokenizer)
     if not file.stat().st_size:  # which cannot be mapped
         return np.empty(0, dtype=kind)
-    return np.memmap(file, dtype=kind, mode="c")
+    return np.memmap(file, dtype=kind, mode="r")
 
 
 def _type(tokenizer: Tokenizer) -> np.dtype[Any]:
-    return np.dtype(np.uint8 if tokenizer.size <= 256 else np.uint16)
+    return np.dtype(np.uint8 if tokenizer.size <= 256 else np.int16)

@@ -10,12 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from flyte_ddp.errors import ConfigError
-
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-MIN_BPE_VOCABULARY, MAX_BPE_VOCABULARY = 300, 65_536  # tokens: 256 bytes with some merges, to 16 bits
 
 
 class Tokenizer(Protocol):
@@ -80,7 +76,7 @@ class Bpe:
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[Any]]:
         encoded = self._library.encode_batch_fast([text.decode("utf-8") for text in texts], add_special_tokens=False)
-        return [np.array(each.ids, dtype=np.uint16) for each in encoded]
+        return [np.array(each.ids, dtype=np.int16) for each in encoded]
 
     def decode(self, tokens: Sequence[int]) -> str:
         text: str = self._library.decode([token for token in tokens if token != self.end], skip_special_tokens=False)
@@ -99,15 +95,8 @@ def train_bpe(texts: Iterator[str], vocabulary: int) -> Bpe:
     """Train a BPE on `texts`.
 
     Args:
-        vocabulary: tokens, the end of a document included; a small text may give fewer.
-
-    Raises:
-        ConfigError: too few or too many tokens.
+        vocabulary: tokens, the end of a document included, at most 32,768; a small text may give fewer.
     """
-    if not MIN_BPE_VOCABULARY <= vocabulary <= MAX_BPE_VOCABULARY:
-        raise ConfigError(
-            f"recipe_options.vocabulary: expected {MIN_BPE_VOCABULARY} to {MAX_BPE_VOCABULARY} tokens, got {vocabulary}"
-        )
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 

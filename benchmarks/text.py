@@ -1,0 +1,107 @@
+"""The loops that are compared on recipe text, each in its own process: `python -m benchmarks.text ours`.
+
+Both train the recipe's model at its own sizes, on one rank with all threads. `loop` is a plain loop in the form of
+nanoGPT's, on one batch that is in memory: a training can only be slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import tempfile
+import time
+from pathlib import Path
+
+NUM_BATCHES = 40  # per epoch
+NUM_EPOCHS = 2  # the second is measured
+LOG_INTERVAL = 20  # steps between two reads of the loss
+
+
+def ours() -> None:
+    from flyte_ddp.launch import spawn
+    from flyte_ddp.prepare import prepare_data
+    from flyte_ddp.rank.job import Job
+    from flyte_ddp.rank.programs import RecipeProgram
+    from flyte_ddp.recipes import config_of, get_recipe
+
+    config = config_of("text", {"epochs": NUM_EPOCHS, "log_interval": LOG_INTERVAL})
+    with tempfile.TemporaryDirectory() as directory:
+        data = Path(directory, "data")
+        data.mkdir()
+        prepare_data(get_recipe("text", config.recipe_options), str(_text(directory)), data)
+        job = Job(RecipeProgram("text", config), f"{directory}/checkpoints", time.time())
+        result = spawn.train(job, lambda: str(data), 1)
+    _report(job.launched_at + result.finished.first_step_seconds, result.epochs[-1].metrics["tokens_per_second"])
+
+
+def loop() -> None:
+    import torch
+    from torch.nn import functional
+
+    from flyte_ddp.prepare import prepare_data
+    from flyte_ddp.recipes import config_of, get_recipe
+
+    config = config_of("text", {"epochs": NUM_EPOCHS})
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    recipe = get_recipe("text", config.recipe_options)
+    with tempfile.TemporaryDirectory() as directory:
+        prepare_data(recipe, str(_text(directory)), Path(directory))
+        inputs, targets = recipe.datasets(Path(directory))[0].tensors
+        inputs, targets = (part[: config.global_batch_size].long() for part in (inputs, targets))
+    torch.manual_seed(config.seed)
+    model = recipe.model()
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        lr=config.learning_rate,
+        fused=True,
+    )
+    num_steps = NUM_EPOCHS * NUM_BATCHES
+    first_step_at = started = 0.0
+    model.train()
+    for step in range(num_steps):
+        if step == num_steps - NUM_BATCHES:
+            started = time.perf_counter()
+        rate = config.learning_rate * (1 + math.cos(math.pi * step / num_steps)) / 2
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        logits = model(inputs)
+        loss = functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.gradient_clip_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        first_step_at = first_step_at or time.time()
+        if step % LOG_INTERVAL == 0:
+            loss.item()
+    loss.item()
+    _report(first_step_at, NUM_BATCHES * inputs.numel() / (time.perf_counter() - started))
+
+
+def _text(directory: str) -> Path:
+    """Write as much of Python's own topics as the steps need, with a little to hold out."""
+    from pydoc_data.topics import topics
+
+    from flyte_ddp.recipes import config_of
+
+    config = config_of("text", {})
+    size = NUM_BATCHES * config.global_batch_size * config.recipe_options["context"]
+    file = Path(directory, "topics.txt")
+    # A single document, of which the last tenth is held out.
+    file.write_bytes("".join(topics[name] for name in sorted(topics)).encode()[: math.ceil(size / 0.9)])
+    return file
+
+
+def _report(first_step_at: float, tokens_per_second: float) -> None:
+    print(json.dumps({"first_step_at": first_step_at, "tokens_per_second": tokens_per_second}), flush=True)
+
+
+VARIANTS = {variant.__name__: variant for variant in (ours, loop)}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("variant", choices=VARIANTS)
+    VARIANTS[parser.parse_args().variant]()

@@ -1,1 +1,0 @@
-"""What a Flyte task needs of this library. The one package of it that imports flytekit."""
