@@ -1,9 +1,10 @@
-"""Distributed PyTorch training: a recipe's loop with DistributedDataParallel on one machine or a Dask cluster.
+"""Distributed PyTorch training: a recipe, or a function of your own, on one machine or a Dask cluster.
 
 It does not know Flyte. Start reading at `flyte_ddp.rank.trainer`, the training loop. `flyte_ddp.launch.spawn` starts
 and watches the ranks; `flyte_ddp.recipes` has models with their data.
 
-`Recipe` and `DataError` are for your own recipes, `load_champion` is for serving. Each is imported at its first use, so
+`Recipe` and `DataError` are for your own recipes, `load_champion` is for serving, `run` calls a function of yours in
+every rank, and `session` is what that function may ask of its run. Each is imported at its first use, so
 `import flyte_ddp` costs nothing.
 """
 
@@ -13,7 +14,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flyte_ddp import session
     from flyte_ddp.errors import DataError
+    from flyte_ddp.launch.run import run
     from flyte_ddp.promotion.champion import load_champion
     from flyte_ddp.recipes.base import Recipe
 
@@ -21,9 +24,10 @@ _HOMES = {
     "DataError": "flyte_ddp.errors",
     "Recipe": "flyte_ddp.recipes.base",
     "load_champion": "flyte_ddp.promotion.champion",
+    "run": "flyte_ddp.launch.run",
 }
 
-__all__ = ["DataError", "Recipe", "load_champion"]
+__all__ = ["DataError", "Recipe", "load_champion", "run", "session"]
 
 
 def __getattr__(name: str) -> Any:

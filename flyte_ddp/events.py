@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from flyte_ddp.wall_time import AttemptEnded, AttemptStarted, Timed, TimeSpent, WallTime
+
 
 @dataclass(frozen=True)
 class LayerDescribed:
@@ -31,7 +33,7 @@ class LayerDescribed:
 
 
 @dataclass(frozen=True)
-class EpochFinished:
+class EpochFinished(Timed):
     """The results of an epoch, over all ranks."""
 
     epoch: int  # from 1
@@ -54,7 +56,7 @@ class EpochFinished:
 
 
 @dataclass(frozen=True)
-class RunStarted:
+class RunStarted(Timed):
     """All ranks are up, the model is built, and training starts or resumes."""
 
     recipe: str
@@ -77,7 +79,7 @@ class RunStarted:
 
 
 @dataclass(frozen=True)
-class StepFinished:
+class StepFinished(Timed):
     """The progress of the run, every `log_interval` optimizer steps."""
 
     step: int  # optimizer steps since the start of the run
@@ -97,7 +99,7 @@ class Histogram:
 
 
 @dataclass(frozen=True)
-class HistogramsTaken:
+class HistogramsTaken(Timed):
     """Histograms of the parameters and of their last gradients, by parameter name, once per epoch."""
 
     step: int
@@ -117,7 +119,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class PredictionsMade:
+class PredictionsMade(Timed):
     """Predictions for some of the held-out samples after the last epoch, in the data's own order."""
 
     epoch: int
@@ -125,7 +127,7 @@ class PredictionsMade:
 
 
 @dataclass(frozen=True)
-class CheckpointSaved:
+class CheckpointSaved(Timed):
     """A checkpoint was written."""
 
     step: int
@@ -135,7 +137,7 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True)
-class CostsTimed:
+class CostsTimed(Timed):
     """The time that each part of a step takes, measured separately after the training if the job asks for it."""
 
     batch_sizes: list[int]  # samples per rank and optimizer step
@@ -146,7 +148,7 @@ class CostsTimed:
 
 
 @dataclass(frozen=True)
-class RunFinished:
+class RunFinished(Timed):
     """The last event of a run that succeeded."""
 
     step: int
@@ -159,7 +161,7 @@ class RunFinished:
 
 
 @dataclass(frozen=True)
-class FunctionStarted:
+class FunctionStarted(Timed):
     """All ranks of a function are about to call it."""
 
     name: str
@@ -169,7 +171,7 @@ class FunctionStarted:
 
 
 @dataclass(frozen=True)
-class CheckpointLoaded:
+class CheckpointLoaded(Timed):
     """A function goes on from a checkpoint."""
 
     step: int
@@ -177,7 +179,7 @@ class CheckpointLoaded:
 
 
 @dataclass(frozen=True)
-class Reported:
+class Reported(Timed):
     """A function's report of its progress, by `session.report` on rank 0."""
 
     step: int
@@ -186,7 +188,7 @@ class Reported:
 
 
 @dataclass(frozen=True)
-class FunctionReturned:
+class FunctionReturned(Timed):
     """The last event of a function's run: it has returned on every rank."""
 
     value: bytes  # rank 0's
@@ -194,7 +196,9 @@ class FunctionReturned:
 
 
 Event = (
-    RunStarted
+    AttemptStarted
+    | AttemptEnded
+    | RunStarted
     | StepFinished
     | EpochFinished
     | HistogramsTaken
@@ -206,6 +210,7 @@ Event = (
     | CheckpointLoaded
     | Reported
     | FunctionReturned
+    | TimeSpent
 )
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in typing.get_args(Event)}
 NOT_IN_HISTORY = (HistogramsTaken, PredictionsMade, FunctionReturned)  # too large; the report and W&B have them
@@ -242,6 +247,7 @@ class RunState:
     returned: FunctionReturned | None = None
     num_starts: int = 0
     num_checkpoints: int = 0  # written by this attempt, removed ones included
+    _time: WallTime = field(default_factory=WallTime, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, events: Iterable[Event], keep_steps: bool = True) -> RunState:
@@ -253,6 +259,8 @@ class RunState:
 
     def handle(self, event: Event) -> None:
         """Update the state with the next event of the run."""
+        if event.at:
+            self._book(event)
         if isinstance(event, RunStarted):
             self.num_starts += 1
             self.started = event
@@ -296,11 +304,43 @@ class RunState:
         resumed = self.started.resumed_step if self.started else 0
         return max([resumed, *(event.step for event in (self.steps[-1:] + self.epochs[-1:]))])
 
+    def time_spent(self, until: float = 0.0) -> TimeSpent:
+        """Return what the wall time went to, up to the last event, or `until` (seconds since the epoch) if it is later.
+
+        All zeros where the events have no times.
+        """
+        return self._time.spent(0.0 if self.finished or self.returned else until)
+
     def position(self, step: int) -> float:
         """Convert an optimizer step to epochs, such as 1.5 for the middle of the second."""
         if self.started is None:
             return 0.0
         return step * int(self.started.config["epochs"]) / max(1, self.started.num_steps)
+
+    def _book(self, event: Event) -> None:
+        """Book the time since the last event."""
+        if isinstance(event, AttemptStarted):
+            return self._time.start_attempt(event)
+        if isinstance(event, (HistogramsTaken, PredictionsMade, TimeSpent)):
+            return None  # so that a history, which has them not, gives the same account
+        self._time.advance(event.at)
+        if isinstance(event, AttemptEnded):
+            self._time.end_attempt(event.idle_seconds)
+        elif isinstance(event, RunStarted):
+            self._time.start_training(event.resumed_step)
+        elif isinstance(event, FunctionStarted):
+            self._time.start_function()
+        elif isinstance(event, CheckpointLoaded):
+            self._time.start_training(event.step)
+        elif isinstance(event, EpochFinished):
+            self._time.evaluate(event.evaluation_seconds)
+        elif isinstance(event, CostsTimed):
+            self._time.evaluate(self._time.elapsed)
+        elif isinstance(event, CheckpointSaved):
+            self._time.save(event.step, event.seconds)
+        elif isinstance(event, RunFinished):
+            self._time.finish()
+        return None
 
     def _add_epoch(self, event: EpochFinished) -> None:
         # A history file repeats the epochs of earlier attempts that `RunStarted` has brought already.

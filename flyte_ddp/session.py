@@ -18,11 +18,12 @@ written.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import events
@@ -52,7 +53,7 @@ def save(state: Mapping[str, Any], step: int) -> None:
     lists. It is complete or not there at all, and checksummed. The newest ones stay.
 
     Raises:
-        ConfigError: the run was given no place for checkpoints, or the store refuses.
+        StorageDenied: the store refuses.
         StorageUnavailable: the store has been away for `store_timeout` seconds.
     """
     if _current:
@@ -97,6 +98,7 @@ class Session:
         self._open_store = open_store
         self._store: CheckpointStore | None = None
         self._step = 0
+        self._has_warned = False
         self._num_loads = 0
         self._num_polls = 0
         self._link.on_stop = self._terminate
@@ -114,6 +116,11 @@ class Session:
         return self.has_stopped
 
     def save(self, state: Mapping[str, Any], step: int) -> None:
+        if not self.checkpoints:
+            if not self._has_warned:
+                logger.warning("session.save: nothing is kept, because the run was given no place for checkpoints")
+            self._has_warned = True
+            return
         store = self._open_checkpoints()
         if self._process.rank == 0:
             started = time.perf_counter()
@@ -158,30 +165,37 @@ class Session:
                 raise ConfigError(f"session.report: {name}: expected a number, got {value!r}") from None
         self._link.emit(events.Reported(self._step, epoch, metrics))
 
-    def close(self, timeout: float = float("inf")) -> None:
-        """Wait until the checkpoints are written, at most `timeout` seconds. Raises as `save`."""
-        deadline = time.monotonic() + timeout
+    def close(self) -> None:
+        """Wait until the checkpoints are written. Raises as `save`."""
         if self._store is not None:
-            self._store.wait(lambda: self._beat_until(deadline))
+            self._store.wait(self._beat)
+
+    @contextlib.contextmanager
+    def finish_on_error(self) -> Iterator[None]:
+        """If the block raises, wait a while for what was saved in it, so that a retry finds it."""
+        try:
+            yield
+        except Exception:
+            if self._store is not None:
+                with self._store.finish_on_error(self._beat):
+                    raise
+            raise
 
     def _terminate(self) -> None:
         """Pass a stop on as SIGTERM, as torchrun does, to a function that does not ask for it."""
         if not self._num_polls:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _beat_until(self, deadline: float) -> None:
-        if time.monotonic() > deadline:
-            raise TimeoutError
+    def _beat(self) -> None:
         self._link.beat(self._step)
 
     def _open_checkpoints(self) -> CheckpointStore:
         from flyte_ddp.rank.checkpoint import CheckpointStore
 
-        if not self.checkpoints:
-            raise ConfigError("checkpoints: expected a directory or URL that all nodes reach, got none")
         if self._store is None:
             job = self._process.job
-            self._store = CheckpointStore(self.checkpoints, NUM_KEPT, job.program.store_timeout, job.owner)
+            timeout, on_busy = job.program.store_timeout, self._link.set_writing
+            self._store = CheckpointStore(self.checkpoints, NUM_KEPT, timeout, job.owner, on_busy=on_busy)
         return self._store
 
     def _agree_on_stop(self) -> int:

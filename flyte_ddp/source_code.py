@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import os
 import sys
+import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,36 @@ def recipe_packages() -> list[str]:
 def packages_of(module: str) -> list[str]:
     """Return the top-level packages whose code decides what a recipe defined in `module` does."""
     return sorted({"flyte_ddp", module.split(".")[0], *recipe_packages()})
+
+
+def packages_beside(module: str) -> tuple[str, ...]:
+    """Return the top-level packages and modules whose code a function defined in `module` may need.
+
+    These are its own one, and those already imported that lie in the same directory, unless that is a directory of
+    installed packages.
+    """
+    own = sys.modules.get(module.partition(".")[0])
+    root = _root_of(own)
+    if root is None:
+        return ()
+    installed = {
+        Path(path).resolve() for path in (sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib"))
+    }
+    beside = {module.partition(".")[0]} - {"__main__"}
+    if root not in installed:
+        loaded = [name for name in sys.modules if "." not in name and name != "__main__"]
+        beside |= {name for name in loaded if _root_of(sys.modules.get(name)) == root}
+    return tuple(sorted(beside))
+
+
+def _root_of(module: Any) -> Path | None:
+    """Return the directory in which a top-level package or module lies."""
+    if file := getattr(module, "__file__", None):
+        path = Path(file).resolve()
+        return path.parents[1] if path.stem == "__init__" else path.parent
+    for path in getattr(module, "__path__", []):  # a package without an __init__
+        return Path(path).resolve().parent
+    return None
 
 
 def source_files(packages: Iterable[str]) -> dict[str, Path]:

@@ -22,13 +22,13 @@ import flytekit
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.errors import ConfigError, TrainingStopped
+from flyte_ddp.flytekit_plugin.deck import DeckPublisher
+from flyte_ddp.flytekit_plugin.failures import flyte_errors
+from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution, share_storage_credentials
+from flyte_ddp.observers.page import Page
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.storage import Storage, fetch_file, redact_url
-from tasks.deck import DeckPublisher
-from tasks.failures import flyte_errors
-from tasks.flyte_context import Execution, current_execution, share_storage_credentials
-from tasks.page import Page
 from tasks.resources import SECRETS, WANDB_ENVIRONMENT, WANDB_SECRET
 
 # Arguments of @task for a task with a frame.

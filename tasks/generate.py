@@ -9,8 +9,8 @@ from flytekit import task
 from flytekit.types.file import PythonPickledFile
 
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.recipes.pet_names.recipe import TRAINING_NAMES
-from tasks.failures import flyte_errors
 from tasks.prepare import PreparedData
 from tasks.resources import SMALL_TASK
 

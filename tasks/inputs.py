@@ -10,7 +10,6 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import click
 from flytekit.core.type_engine import DataclassTransformer, TypeEngine, UnionTransformer
 from flytekit.interaction.click_types import JsonParamType
 from flytekit.models.types import LiteralType, SimpleType
@@ -21,13 +20,7 @@ from mashumaro.jsonschema import build_json_schema
 from flyte_ddp.cluster.config import ClusterConfig, known_fields
 from flyte_ddp.config import TrainingConfig, reject_unknown_fields, resolve
 from flyte_ddp.errors import ConfigError
-
-
-class InputError(click.BadParameter, ValueError):
-    """A user's mistake. `pyflyte run` prints its message alone, where another exception comes with a traceback."""
-
-    def format_message(self) -> str:
-        return self.message  # it names the field itself
+from flyte_ddp.flytekit_plugin.failures import InputError
 
 
 def _json_object(field: str, text: str) -> dict[str, Any]:

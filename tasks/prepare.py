@@ -10,10 +10,10 @@ from typing import Annotated, NamedTuple
 from flytekit import HashMethod, task
 from flytekit.types.directory import FlyteDirectory
 
+from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.prepare import describe_data, prepare_data
 from flyte_ddp.recipes import config_of, get_recipe
 from tasks.cluster import check_cluster
-from tasks.failures import flyte_errors
 from tasks.inputs import (
     ClusterInput,
     OptionalCluster,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,8 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import EpochFinished, Event, Prediction, RunStarted, RunState, StepFinished
 from flyte_ddp.observers import plots
 from flyte_ddp.observers.figures import number, percent
-from tasks.page import NOTHING, Page, counted, draw, duration, row, section, shortened, tile
+from flyte_ddp.observers.page import NOTHING, Page, counted, draw, duration, row, section, shortened, tile
+from flyte_ddp.wall_time import TimeSpent
 
 # These keep the page below 2 MB for any run. The rest of it is 150 kB at most.
 MAX_PREDICTION_BYTES = 1_400_000  # of HTML with images
@@ -121,6 +123,9 @@ class Report(Page):
             "sections": self._sections(),
         }
 
+    def _time_spent(self) -> TimeSpent:
+        return self._state.time_spent(until=self.closed_at or time.time())
+
     def _percent_done(self) -> int:
         started = self._state.started
         return min(100, 100 * self._state.last_step // max(1, started.num_steps)) if started else 0
@@ -150,10 +155,13 @@ class Report(Page):
         else:
             rate = _rounded(state.steps[-1].samples_per_second) if state.steps else NOTHING
             tiles.append(tile("Samples/s", rate, "in training, now"))
+        spent = self._time_spent()
         # A replayed history is reported within a second, so the duration in its own last event counts.
-        seconds = max(self.seconds(), state.finished.seconds if state.finished else 0.0)
+        seconds = spent.wall or max(self.seconds(), state.finished.seconds if state.finished else 0.0)
         note = "since the launch" if self.status == "running" else "launch to end"
         tiles.append(tile("Wall time", duration(seconds), note + (", this attempt" if started.resumed_from else "")))
+        if spent.wall:
+            tiles.append(tile("Goodput", percent(spent.goodput), "of the wall time: stepping and evaluating"))
         on_gpu = started.device != "cpu"
         each = started.device if on_gpu else f"CPU, {counted(started.num_threads, 'thread')} each"
         tiles.append(tile("Ranks", f"{started.world_size}", each))
@@ -254,6 +262,7 @@ class Report(Page):
         size = f"{started.num_parameters:,} parameters"
         kept = f"{self._state.num_checkpoints:,} written, the newest and the best are kept"
         sections = [
+            section("Time", self._time_rows(), "their sum is the wall time"),
             section("Configuration", _configuration(started.config), "bold: not the package's default"),
             section("Environment", environment),
             section("Data", data, has_long_values=True),
@@ -261,6 +270,14 @@ class Report(Page):
             section("Checkpoints", self._checkpoint_rows(), kept, has_long_values=True),
         ]
         return [each for each in sections if each["rows"]]
+
+    def _time_rows(self) -> list[dict[str, Any]]:
+        spent = self._time_spent()
+        return [
+            row(name.replace("_", " ").capitalize(), duration(seconds), percent(seconds / spent.wall))
+            for name, seconds in spent.parts().items()
+            if spent.wall
+        ]
 
     def _checkpoint_rows(self) -> list[dict[str, Any]]:
         """Return the model state and the checkpoints that still exist, the newest first."""

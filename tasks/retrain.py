@@ -12,7 +12,10 @@ from flytekit import Deck, task
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.errors import ChampionError, ConfigError
+from flyte_ddp.flytekit_plugin.failures import flyte_errors
+from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution, share_storage_credentials
 from flyte_ddp.launch.devices import check_requested_gpus
+from flyte_ddp.observers.page import Page, row, section, tile
 from flyte_ddp.promotion.champion import ChampionStore
 from flyte_ddp.promotion.policy import (
     PROMOTIONS,
@@ -25,11 +28,8 @@ from flyte_ddp.promotion.policy import (
 )
 from flyte_ddp.recipes import config_of
 from flyte_ddp.storage import redact_url
-from tasks.failures import flyte_errors
-from tasks.flyte_context import Execution, current_execution, share_storage_credentials
 from tasks.inputs import TrainingOverrides, given
 from tasks.outputs import RetrainingOutputs
-from tasks.page import Page, row, section, tile
 from tasks.prepare import PreparedData
 from tasks.resources import EVALUATION_TASK, SMALL_TASK, code_version
 

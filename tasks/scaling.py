@@ -12,12 +12,12 @@ from flytekit.types.structured import StructuredDataset
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import Event, Listener, RunFinished
+from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.rank.job import Job
 from flyte_ddp.recipes import config_of
 from flyte_ddp.scaling.plots import ranks
 from flyte_ddp.scaling.study import ScalingRun, Study, validate_study
 from tasks.cluster import open_task_cluster
-from tasks.failures import flyte_errors
 from tasks.frame import FRAMED, Frame, open_frame
 from tasks.inputs import ClusterInput, OptionalCluster, OptionalOverrides, TrainingOverrides, given
 from tasks.prepare import PreparedData

@@ -10,13 +10,13 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 from flytekit.types.structured import StructuredDataset
 
 from flyte_ddp.events import EpochFinished, Event, RunStarted
+from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.observers.figures import percent
 from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.recipes import config_of
 from flyte_ddp.sweep.results import FINISHED, STOPPED_EARLY, TrialRun, build_table, find_best
 from flyte_ddp.sweep.search import EarlyStopping, build_trials
 from tasks.cluster import open_task_cluster
-from tasks.failures import flyte_errors
 from tasks.frame import FRAMED, Frame, open_frame
 from tasks.inputs import ClusterInput, OptionalCluster, OptionalOverrides, TrainingOverrides, given
 from tasks.prepare import PreparedData

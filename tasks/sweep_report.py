@@ -12,6 +12,7 @@ from typing import Any
 
 from flyte_ddp.observers import figures
 from flyte_ddp.observers.figures import percent
+from flyte_ddp.observers.page import NOTHING, Page, draw, duration, shortened, tile
 from flyte_ddp.sweep.plots import sweep_panels
 from flyte_ddp.sweep.results import (
     FAILED,
@@ -24,7 +25,6 @@ from flyte_ddp.sweep.results import (
     find_best,
 )
 from flyte_ddp.sweep.search import format_value
-from tasks.page import NOTHING, Page, draw, duration, shortened, tile
 
 MAX_ERROR = 300  # characters of a trial's error in the table
 MAX_DETAILS = 6_000  # characters of a trial's traceback

@@ -14,13 +14,13 @@ from flyte_ddp.rank.job import Job
 from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.recipes import config_of
 from tasks.cluster import open_task_cluster
-from tasks.flyte_context import wandb_link
 from tasks.frame import FRAMED, Frame, open_frame
 from tasks.inputs import ClusterInput, TrainingOverrides, given
 from tasks.outputs import TrainingOutputs
 from tasks.prepare import PreparedData
 from tasks.report import Report
 from tasks.resources import DRIVER_TASK, TRAINING_CACHE, TRAINING_TASK
+from tasks.wandb_link import wandb_link
 
 
 @task(cache=TRAINING_CACHE, **TRAINING_TASK, **FRAMED)
@@ -115,7 +115,7 @@ class _Run:
         resolved = config_of(recipe, given(config))
         frame.limit_time(resolved.max_hours)
         program = RecipeProgram(recipe, resolved, initial_state)
-        self.job = Job(RecipeProgram(program, frame.storage.url), frame.opened_at, run=frame.execution.run_id)
+        self.job = Job(program, frame.storage.url, frame.opened_at, run=frame.execution.run_id)
         wandb = frame.wandb(frame.wandb_run_id(), model_artifact=model_artifact)
         self.listeners: list[Listener] = [
             frame.bar,

@@ -1,4 +1,4 @@
-"""What several test files share. Starting a gang takes seconds, so finished runs are kept for whoever asks again."""
+"""Fixtures of several test files. Starting a gang takes seconds, so finished runs are shared."""
 
 from __future__ import annotations
 

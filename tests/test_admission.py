@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -9,7 +10,7 @@ import yaml
 
 from flyte_ddp.cluster.admission import Allowed, check_allowed
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.cluster.kubernetes.manifest import PLURAL
+from flyte_ddp.cluster.kubernetes.manifest import PLURAL, cluster_spec
 from flyte_ddp.errors import ConfigError
 from tasks.inputs import ClusterInput
 from tasks.settings import ROOT, SettingsError, load_settings
@@ -24,7 +25,7 @@ def kubernetes(**fields):
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "expected"),
     [
         ({"image": "evil:1"}, "image: expected none, because allowed.images is empty, got 'evil:1'"),
         ({"namespace": "kube-system"}, "namespace: expected none, because .* got 'kube-system'"),
@@ -43,12 +44,12 @@ def kubernetes(**fields):
         ({"pod_template": {"tolerations.x": [], "initContainers": []}}, "got tolerations.x; .* got initContainers"),
     ],
 )
-def test_what_is_not_allowed_is_named_and_refused(fields, said):
-    with pytest.raises(ConfigError, match=rf"^cluster\.kubernetes\..*{said}.*settings\.toml"):
+def test_forbidden_values_are_named_and_refused(fields, expected):
+    with pytest.raises(ConfigError, match=rf"^cluster\.kubernetes\..*{expected}.*settings\.toml"):
         check_allowed(kubernetes(**fields), DEFAULTS, "team")
 
 
-def test_the_defaults_allow_what_a_run_leaves_alone_and_where_its_pods_run(monkeypatch):
+def test_the_defaults_allow_unset_fields_and_the_runs_own_namespace(monkeypatch):
     monkeypatch.setenv("FLYTE_INTERNAL_IMAGE", "registry.example.com/flyte-ddp:7")
     template = {
         "nodeSelector": {"a.b/c": "d"},
@@ -91,12 +92,12 @@ def test_a_task_refuses_it_before_it_reads_any_data():
 def test_a_mistake_in_the_table_is_refused_at_registration(tmp_path):
     file = tmp_path / "settings.toml"
     text = (ROOT / "settings.toml").read_text()
-    for old, new, said in (
+    for old, new, expected in (
         ("images = []", "image = []", "settings.toml: allowed: expected images, .* got 'image'"),
         ("images = []", 'images = "*"', r"allowed: images: expected a list of texts, got '\*'"),
     ):
         file.write_text(text.replace(old, new))
-        with pytest.raises(SettingsError, match=said):
+        with pytest.raises(SettingsError, match=expected):
             load_settings(file, {})
 
 
@@ -107,3 +108,22 @@ def test_the_admission_policy_of_deploy_uses_the_lists_that_it_declares_and_is_b
     assert policy["spec"]["matchConstraints"]["resourceRules"][0]["resources"] == [PLURAL]
     assert binding["spec"]["policyName"] == policy["metadata"]["name"]
     assert binding["spec"]["validationActions"] == ["Deny"]
+
+
+PODS = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "pods.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("example", PODS)
+def test_every_example_of_the_page_about_pods_needs_exactly_what_it_says(example):
+    config = ClusterConfig(kind="kubernetes", **yaml.safe_load(example))
+    spec = cluster_spec(config, "ddp-x-00000000")["spec"]
+    for template, pod in (("pod_template", spec["worker"]), ("scheduler_pod_template", spec["scheduler"])):
+        assert set(getattr(config.kubernetes, template)) <= set(pod["spec"])
+        assert "emptyDir" in str(pod["spec"]["volumes"])  # merged, not replaced
+    needed = re.findall(r"^# allowed.pod_template: (.*)$", example, re.MULTILINE)
+    needed = tuple(needed[0].split(", ")) if needed else ()
+    for left_out in needed:
+        rest = tuple(path for path in needed if path != left_out)
+        with pytest.raises(ConfigError, match=re.escape(left_out)):
+            check_allowed(config, dataclasses.replace(DEFAULTS, pod_template=(*DEFAULTS.pod_template, *rest)))
+    check_allowed(config, dataclasses.replace(DEFAULTS, pod_template=(*DEFAULTS.pod_template, *needed)))

@@ -43,7 +43,7 @@ def test_the_table_has_the_median_and_the_range_of_the_ratios_and_the_median_of_
     )
 
 
-def test_a_row_that_was_not_measured_says_why():
+def test_a_row_that_was_not_measured_has_a_reason():
     line = table([Result(THROUGHPUT, note="skipped: peer is not installed")]).splitlines()[-1]
     assert line == "| throughput / the floor | >= 0.95 | skipped: peer is not installed |  |  |"
 
@@ -91,7 +91,7 @@ def test_rows_of_the_same_pair_share_its_runs_and_the_sides_take_turns(tmp_path)
     assert [ratios(result) for result in results] == [[2.0, 2.0], [2.0, 2.0]]
 
 
-def test_a_pair_that_cannot_be_measured_does_not_keep_the_others_from_it():
+def test_a_failing_pair_does_not_stop_the_others():
     good = printing(json.dumps({"first_step_at": 0, "samples_per_second": 5}))
     absent = printing("", "absent", needs="no_such_module")
     silent = printing("nothing", "silent")

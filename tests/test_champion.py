@@ -1,4 +1,4 @@
-"""Whoever reads the champion finds the old model or the new one, whole, whatever happens to whoever promotes."""
+"""A reader finds the old champion or the new one, whole, whatever happens to the process that promotes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def file_of(store, name):
 # Promotion
 
 
-def test_what_is_promoted_is_loaded_by_one_call(url):
+def test_load_champion_returns_the_promoted_model(url):
     written = promote(ChampionStore(url), 1)
     state, read = load_champion(url)
 
@@ -121,7 +121,7 @@ def test_every_version_is_kept_with_its_parent(url):
     assert number_in(load_champion(url)) == 3
 
 
-def test_where_nothing_was_promoted_there_is_no_champion(url):
+def test_there_is_no_champion_before_the_first_promotion(url):
     store = ChampionStore(url)
     assert (store.pointer(), store.versions(), store.version_in_use()) == (b"", [], "")
     with pytest.raises(NoChampion, match="has no champion yet"):
@@ -133,7 +133,7 @@ def test_an_unknown_kind_of_url_is_refused():
         load_champion("nope://x")
 
 
-def test_a_reader_that_is_between_two_files_of_the_old_version_reads_it_to_its_end(url):
+def test_a_promotion_does_not_disturb_a_reader_of_the_old_version(url):
     store = ChampionStore(url)
     promote(store, 1)
     pointer = store.pointer()
@@ -169,7 +169,7 @@ def test_readers_never_see_half_a_promotion(url):
 
 
 @pytest.mark.parametrize("cut", ["model_state.pt", "manifest.json", "champion.json"])
-def test_a_promotion_that_is_cut_short_changes_nothing(url, cut, monkeypatch):
+def test_an_interrupted_promotion_changes_nothing(url, cut, monkeypatch):
     store = ChampionStore(url)
     first = promote(store, 1).version
     write, put = Storage.write, Storage.replace
@@ -197,7 +197,7 @@ def test_a_promotion_that_is_cut_short_changes_nothing(url, cut, monkeypatch):
 # Two promoters at once
 
 
-def test_of_two_promotions_over_the_same_champion_the_second_is_told_and_leaves_nothing(url):
+def test_the_second_of_two_promotions_over_one_champion_fails_and_leaves_nothing(url):
     store = ChampionStore(url)
     promote(store, 1)
     pointer = store.pointer()
@@ -211,7 +211,7 @@ def test_of_two_promotions_over_the_same_champion_the_second_is_told_and_leaves_
     assert names == {"manifest.json", "model_state.pt"}
 
 
-def test_of_two_first_promotions_one_is_told(url):
+def test_the_second_of_two_first_promotions_fails(url):
     store = ChampionStore(url)
     store.promote(state_file(1), manifest(1), b"")
     with pytest.raises(ChampionChanged):
@@ -244,7 +244,7 @@ def test_many_promoters_at_once_lose_no_promotion(tmp_path):
 
 
 @pytest.mark.parametrize("has_champion", [False, True])
-def test_s3_refuses_the_put_when_another_promotion_came_after_the_look(bucket, monkeypatch, has_champion):
+def test_s3_refuses_a_put_after_another_promotion(bucket, monkeypatch, has_champion):
     url = f"{bucket}/{uuid.uuid4().hex}"
     store = ChampionStore(url)
     if has_champion:
@@ -275,7 +275,7 @@ def is_conditional(options):
     return bool({"IfMatch", "IfNoneMatch"} & options.keys())
 
 
-def test_a_put_that_was_sent_twice_because_its_answer_was_lost_counts_as_done(bucket, monkeypatch):
+def test_a_put_repeated_after_a_lost_answer_succeeds(bucket, monkeypatch):
     store = ChampionStore(f"{bucket}/{uuid.uuid4().hex}")
     promote(store, 1)
     put = store.storage.file_system.pipe_file
@@ -291,7 +291,7 @@ def test_a_put_that_was_sent_twice_because_its_answer_was_lost_counts_as_done(bu
 
 
 @pytest.mark.parametrize(("code", "is_done"), [("NotImplemented", True), ("AccessDenied", False)])
-def test_only_a_store_without_conditional_puts_is_written_without_one(bucket, monkeypatch, code, is_done):
+def test_conditional_puts_are_skipped_only_where_unsupported(bucket, monkeypatch, code, is_done):
     store = ChampionStore(f"{bucket}/{uuid.uuid4().hex}")
     put = store.storage.file_system.pipe_file
 
@@ -323,7 +323,7 @@ def flip(file):
 
 
 @pytest.mark.parametrize(
-    ("name", "damage", "kind", "said"),
+    ("name", "damage", "kind", "expected"),
     [
         ("model_state.pt", cut, CorruptChampion, "model_state.pt is damaged"),
         ("model_state.pt", flip, CorruptChampion, "model_state.pt is damaged"),
@@ -334,11 +334,11 @@ def flip(file):
         ("champion.json", lambda file: file.write_text("[]"), CorruptChampion, "champion.json is damaged"),
     ],
 )
-def test_damage_is_named_and_nothing_is_handed_out(tmp_path, name, damage, kind, said):
+def test_a_damaged_champion_is_named_and_not_loaded(tmp_path, name, damage, kind, expected):
     store = ChampionStore(str(tmp_path))
     promote(store, 1)
     damage(file_of(store, name))
-    with pytest.raises(kind, match=said):
+    with pytest.raises(kind, match=expected):
         load_champion(str(tmp_path))
     promote(store, 2)  # which damage does not prevent
     assert number_in(load_champion(str(tmp_path))) == 2
@@ -366,7 +366,7 @@ def test_a_manifest_of_a_later_version_of_this_package_can_be_read(tmp_path):
     assert [each.metrics for each in store.versions()] == [{"test_loss": 1.0}]
 
 
-def test_a_champion_that_cannot_be_read_for_now_is_neither_missing_nor_replaced(monkeypatch):
+def test_an_unreachable_champion_is_neither_missing_nor_replaced(monkeypatch):
     store = ChampionStore(f"memory://{uuid.uuid4().hex}", timeout=0.2)
     promote(store, 1)
     read = store.storage.file_system.cat_file
@@ -389,7 +389,7 @@ def test_a_champion_that_cannot_be_read_for_now_is_neither_missing_nor_replaced(
 # Rollback
 
 
-def test_a_rollback_puts_the_parent_in_use_again_and_forth(url):
+def test_a_rollback_switches_to_the_parent_and_back(url):
     store = ChampionStore(url)
     first, second, third = (promote(store, number).version for number in (1, 2, 3))
 
@@ -401,7 +401,7 @@ def test_a_rollback_puts_the_parent_in_use_again_and_forth(url):
     assert len(store.versions()) == 3
 
 
-def test_a_rollback_needs_nothing_of_a_champion_whose_files_are_gone(tmp_path):
+def test_a_rollback_works_without_the_current_champions_files(tmp_path):
     store = ChampionStore(str(tmp_path))
     promote(store, 1)
     promote(store, 2)
@@ -411,7 +411,7 @@ def test_a_rollback_needs_nothing_of_a_champion_whose_files_are_gone(tmp_path):
     assert number_in(load_champion(str(tmp_path))) == 1
 
 
-def test_a_rollback_to_what_cannot_be_used_is_refused(tmp_path):
+def test_a_rollback_to_an_unusable_version_is_refused(tmp_path):
     store = ChampionStore(str(tmp_path))
     with pytest.raises(NoChampion):
         store.rollback()
@@ -429,7 +429,7 @@ def test_a_rollback_to_what_cannot_be_used_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "arguments", "said"),
+    ("spoil", "arguments", "expected"),
     [
         (
             lambda store: None,
@@ -443,7 +443,7 @@ def test_a_rollback_to_what_cannot_be_used_is_refused(tmp_path):
         (lambda store: store.storage.delete(f"versions/{store.version_in_use()}/manifest.json"), [], "is missing"),
     ],
 )
-def test_a_monitor_learns_of_a_retraining_that_somebody_has_to_look_at(tmp_path, capsys, spoil, arguments, said):
+def test_status_reports_a_retraining_that_needs_attention(tmp_path, capsys, spoil, arguments, expected):
     store = ChampionStore(str(tmp_path))
     promote(store, 1)
     store.record_run("promoted", "f1", True)
@@ -455,10 +455,10 @@ def test_a_monitor_learns_of_a_retraining_that_somebody_has_to_look_at(tmp_path,
     with pytest.raises(SystemExit) as ended:
         main(["status", store.url, *(arguments or ["--max-age", "26h"])])
     assert ended.value.code == 1
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
-def test_the_monitor_of_deploy_asks_what_the_command_understands(tmp_path, capsys):
+def test_the_monitor_in_deploy_uses_valid_arguments(tmp_path, capsys):
     store = ChampionStore(str(tmp_path))
     promote(store, 1)
     store.record_run("promoted", "f1", True)
@@ -469,7 +469,7 @@ def test_the_monitor_of_deploy_asks_what_the_command_understands(tmp_path, capsy
     assert main(arguments) == 0
 
 
-def test_pruning_keeps_the_newest_and_what_is_in_use_with_its_parent(url):
+def test_pruning_keeps_the_newest_the_current_and_its_parent(url):
     store = ChampionStore(url)
     versions = [promote(store, number).version for number in range(6)]
     store.rollback(versions[2])
@@ -481,16 +481,16 @@ def test_pruning_keeps_the_newest_and_what_is_in_use_with_its_parent(url):
     assert store.prune(2) == [versions[2]]
 
 
-def test_nothing_is_pruned_where_it_is_unknown_what_is_in_use(tmp_path, capsys):
+def test_nothing_is_pruned_if_the_current_version_is_unknown(tmp_path, capsys):
     store = ChampionStore(str(tmp_path))
     for number in range(3):
         promote(store, number)
     (tmp_path / "champion.json").write_text("{")
-    for arguments, said in (([], "champion.json is damaged"), (["--keep", "0"], "keep: expected a whole number")):
+    for arguments, expected in (([], "champion.json is damaged"), (["--keep", "0"], "keep: expected a whole number")):
         with pytest.raises(SystemExit) as ended:
             main(["prune", store.url, *(arguments or ["--keep", "1"])])
         assert ended.value.code == 1
-        assert said in capsys.readouterr().err
+        assert expected in capsys.readouterr().err
     assert len(store.versions()) == 3
 
 

@@ -67,7 +67,7 @@ def _flip(file):
 # The store
 
 
-def test_what_is_saved_is_loaded(tmp_path):
+def test_a_saved_state_is_loaded(tmp_path):
     store = _store(tmp_path, 3, 12)
     state, url, skipped = store.load_latest()
 
@@ -174,7 +174,7 @@ def test_the_newest_and_the_best_are_kept_and_nothing_else(tmp_path):
         assert store.load(step)["progress"]["step"] == step
 
 
-def test_what_a_killed_writer_left_behind_is_removed_with_the_next_save(tmp_path):
+def test_remains_of_a_killed_writer_are_removed_with_the_next_save(tmp_path):
     store = _store(tmp_path, 1, 2)
     _files(store, 1)[1].unlink()
     (tmp_path / "step-0000000003.pt.1234.tmp").write_bytes(b"half")
@@ -188,7 +188,7 @@ def test_what_a_killed_writer_left_behind_is_removed_with_the_next_save(tmp_path
 
 
 class Faulty:
-    """Fails operations on a store as a network would, for those whose name and path `fails` says yes to."""
+    """Fails operations on a store as a network would, if `fails` returns True for their name and path."""
 
     def __init__(self, monkeypatch, storage, fails):
         self.fails = fails
@@ -230,7 +230,7 @@ def test_a_store_that_cannot_be_read_is_waited_for_and_loses_nothing(memory, mon
     assert sorted(store.storage.names()) == names
 
 
-def test_nothing_is_deleted_that_this_attempt_did_not_write_or_read_whole(tmp_path):
+def test_only_checkpoints_written_or_read_whole_are_deleted(tmp_path):
     _store(tmp_path, 3, 2000, 3000)
     store = CheckpointStore(str(tmp_path), 1)  # as one that read nothing
     for step in (10, 11, 12):
@@ -241,7 +241,7 @@ def test_nothing_is_deleted_that_this_attempt_did_not_write_or_read_whole(tmp_pa
         assert store.load(step)["progress"]["step"] == step
 
 
-def test_what_earlier_attempts_left_is_read_whole_before_it_goes(tmp_path):
+def test_checkpoints_of_earlier_attempts_are_read_whole_before_deletion(tmp_path):
     before = _store(tmp_path, 3, 4, 5, 6, best=(3,))
     _flip(_files(before, 4)[0])
     store = CheckpointStore(str(tmp_path), 2)
@@ -272,7 +272,7 @@ class Gate:
         monkeypatch.setattr(Storage, "write", gated)
 
 
-def test_save_never_waits_and_the_newest_state_wins_and_the_best(tmp_path, monkeypatch):
+def test_save_never_waits_and_keeps_the_newest_and_the_best_state(tmp_path, monkeypatch):
     gate = Gate(monkeypatch)
     store = CheckpointStore(str(tmp_path), 10)
     for step in range(1, 9):
@@ -285,7 +285,7 @@ def test_save_never_waits_and_the_newest_state_wins_and_the_best(tmp_path, monke
     assert _kept(store) == [1, 5, 8]
 
 
-def test_waiting_gives_a_sign_of_life_while_bytes_move_and_ends_when_none_do(tmp_path, monkeypatch):
+def test_waiting_sends_heartbeats_and_ends_when_no_bytes_move(tmp_path, monkeypatch):
     gate = Gate(monkeypatch)
     store = CheckpointStore(str(tmp_path), 2, timeout=1.5)
     monkeypatch.setattr(store._sink.file_system, "last_upload_at", 0.0, raising=False)  # fsspec shares it
@@ -305,7 +305,7 @@ def test_waiting_gives_a_sign_of_life_while_bytes_move_and_ends_when_none_do(tmp
     gate.is_open.set()
 
 
-def test_training_goes_on_while_the_store_is_away_and_says_so_once(memory, monkeypatch, caplog):
+def test_saves_continue_during_an_outage_with_one_log_line(memory, monkeypatch, caplog):
     store = CheckpointStore(memory, 2)
     faulty = Faulty(monkeypatch, store.storage, lambda name, path: name == "pipe_file")
     for step in range(1, 6):
@@ -321,7 +321,7 @@ def test_training_goes_on_while_the_store_is_away_and_says_so_once(memory, monke
     assert "answers again" in back
 
 
-def test_old_checkpoints_that_cannot_be_removed_end_no_run(memory, monkeypatch):
+def test_a_failed_deletion_does_not_end_the_run(memory, monkeypatch):
     store = _store(memory, 1)
     Faulty(monkeypatch, store.storage, lambda name, path: name == "rm_file")
     store.num_kept = 1
@@ -334,7 +334,7 @@ def test_old_checkpoints_that_cannot_be_removed_end_no_run(memory, monkeypatch):
     assert len(store.storage.names()) == 2
 
 
-def test_a_copied_state_shares_what_the_state_shares_and_nothing_with_it():
+def test_a_copied_state_keeps_shared_tensors_shared():
     tied = torch.rand(100, 10)
     state = OrderedDict(a=tied, b=tied.t(), c=[tied[5:], 3], d=torch.tensor(2.0))
     state._metadata = {"": {"version": 2}}
@@ -350,7 +350,7 @@ def test_a_copied_state_shares_what_the_state_shares_and_nothing_with_it():
     assert copy["a"].untyped_storage().data_ptr() == copy["b"].untyped_storage().data_ptr()
 
 
-def test_a_damaged_newer_checkpoint_does_not_push_out_what_is_written_now(tmp_path):
+def test_a_damaged_newer_checkpoint_does_not_displace_new_ones(tmp_path):
     store = _store(tmp_path, 3, 6, 9, num_kept=1, best=(3,))
     _flip(_files(store, 9)[0])
     assert _latest(store)[0] == 3
@@ -377,7 +377,7 @@ def test_a_checkpoint_saved_again_is_whole_at_every_moment(tmp_path, monkeypatch
     assert len(store.storage.names()) == 2
 
 
-def test_a_write_that_is_refused_is_told_at_the_next_save(tmp_path):
+def test_a_refused_write_is_raised_at_the_next_save(tmp_path):
     (tmp_path / "file").write_text("")
     store = CheckpointStore(str(tmp_path / "file" / "below"), 2)
     store.save(_state(), 1, best=False)
@@ -388,7 +388,7 @@ def test_a_write_that_is_refused_is_told_at_the_next_save(tmp_path):
         store.save(_state(), 2, best=False)
 
 
-def test_a_state_that_cannot_be_written_is_told_too(tmp_path):
+def test_an_unserializable_state_is_raised_at_the_next_save(tmp_path):
     store = CheckpointStore(str(tmp_path), 2)
     store.save({"model": threading.Lock()}, 1, best=False)
 
@@ -397,7 +397,7 @@ def test_a_state_that_cannot_be_written_is_told_too(tmp_path):
 
 
 @pytest.mark.parametrize("killed_before", ["write", "replace"])
-def test_a_writer_killed_in_mid_write_leaves_nothing_that_counts(tmp_path, killed_before):
+def test_a_killed_writer_leaves_no_partial_file(tmp_path, killed_before):
     store = _store(tmp_path, 3)
     program = f"""
 import os, signal, sys, torch
@@ -466,7 +466,7 @@ def resumed(tmp_path_factory):
     return again, newest
 
 
-def test_a_killed_run_goes_on_to_bitwise_the_weights_of_an_uninterrupted_one(resumed, finished_run):
+def test_a_killed_run_resumes_to_bitwise_the_same_weights(resumed, finished_run):
     run, _ = resumed
     whole = finished_run("Dropping", 2).state()
 
@@ -476,7 +476,7 @@ def test_a_killed_run_goes_on_to_bitwise_the_weights_of_an_uninterrupted_one(res
         assert torch.equal(value, whole[name]), name
 
 
-def test_and_says_which_checkpoint_was_damaged_and_which_it_used(resumed):
+def test_a_killed_run_reports_the_damaged_and_the_used_checkpoint(resumed):
     run, damaged = resumed
     started = run.started
 
@@ -486,7 +486,7 @@ def test_and_says_which_checkpoint_was_damaged_and_which_it_used(resumed):
     assert started.resumed_step < int(damaged.name[5:15])
 
 
-def test_and_has_the_whole_history(resumed, finished_run):
+def test_a_killed_run_has_the_whole_history(resumed, finished_run):
     run, _ = resumed
     whole = finished_run("Dropping", 2).result.epochs
 
@@ -497,7 +497,7 @@ def test_and_has_the_whole_history(resumed, finished_run):
     assert run.result.finished.best_epoch == finished_run("Dropping", 2).result.finished.best_epoch
 
 
-def test_a_finished_run_started_again_returns_the_same_and_takes_no_step(resumed):
+def test_a_finished_run_started_again_takes_no_step(resumed):
     run, _ = resumed
     again = new_run(run.directory, "Dropping").train(checkpoint_interval=2, checkpoints_to_keep=3)
 
@@ -515,7 +515,7 @@ def one_epoch(tmp_path_factory):
 
 
 @pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_another_number_of_ranks_goes_on_to_the_same_weights(tmp_path, one_epoch, finished_run, num_processes):
+def test_another_number_of_ranks_resumes_to_the_same_weights(tmp_path, one_epoch, finished_run, num_processes):
     run = _copy(one_epoch, tmp_path).train(num_processes)
 
     assert (run.started.resumed_step, run.started.world_size) == (9, num_processes)
@@ -530,14 +530,14 @@ def _copy(directory, target):
     return new_run(target)
 
 
-def test_another_learning_rate_does_not_go_on_from_a_checkpoint(tmp_path, one_epoch):
+def test_another_learning_rate_is_refused_at_resume(tmp_path, one_epoch):
     with pytest.raises(
         (ConfigError, RankFailure), match=r"learning_rate: expected 0.1, with which .*written, got 0.2;"
     ):
         _copy(one_epoch, tmp_path).train(1, learning_rate=0.2)
 
 
-def test_a_run_has_its_recipes_options_and_other_ones_do_not_go_on_from_its_checkpoint(tmp_path):
+def test_other_recipe_options_are_refused_at_resume(tmp_path):
     run = new_run(tmp_path, "Optional").train(1, epochs=1, recipe_options={"width": 24})
 
     assert run.state()["0.weight"].shape[0] == 24
@@ -547,7 +547,7 @@ def test_a_run_has_its_recipes_options_and_other_ones_do_not_go_on_from_its_chec
         new_run(tmp_path, "Optional").train(1, data=lambda: str(run.data()), epochs=2)
 
 
-def test_other_data_do_not_go_on_from_a_checkpoint(tmp_path, one_epoch):
+def test_other_data_are_refused_at_resume(tmp_path, one_epoch):
     with pytest.raises(
         (ConfigError, RankFailure), match=r"data: expected the data with which .*step-0000000009.* got others"
     ):
@@ -591,7 +591,7 @@ def test_checkpoints_in_a_bucket_are_saved_pruned_and_loaded(bucket):
     assert "bytes, got 99" in skipped[0]
 
 
-def test_a_bucket_that_is_not_there_is_refused(bucket):
+def test_a_missing_bucket_is_refused(bucket):
     with pytest.raises(ConfigError, match="checkpoints: .*got s3://no-such-bucket/run: .*create the bucket"):
         Storage("s3://no-such-bucket/run").check_access("checkpoints")
     Storage(f"{bucket}/fresh").check_access("checkpoints")
@@ -626,9 +626,7 @@ def take_away(outage, seconds=4.0, run=None, step=0):
     return steps
 
 
-def test_a_run_goes_on_from_a_bucket_that_was_away_in_mid_run_and_at_resume(
-    server, bucket, tmp_path, finished_run, monkeypatch
-):
+def test_a_run_survives_outages_in_mid_run_and_at_resume(server, bucket, tmp_path, finished_run, monkeypatch):
     monkeypatch.setenv("STEP_SECONDS", "0.2")
     config = {"checkpoints": f"{bucket}/training", "checkpoint_interval": 1}
     first, second = new_run(tmp_path / "first"), new_run(tmp_path / "second")
@@ -640,8 +638,8 @@ def test_a_run_goes_on_from_a_bucket_that_was_away_in_mid_run_and_at_resume(
     run = second.train(2, **config)
 
     assert refused[1] > refused[0]
-    for said in ("cannot be reached", "answers again"):  # once, for the outage in mid-run
-        assert sum(said in line for line in run.lines) == 1, run.lines
+    for expected in ("cannot be reached", "answers again"):  # once, for the outage in mid-run
+        assert sum(expected in line for line in run.lines) == 1, run.lines
     assert run.started.resumed_step == 9
     assert run.started.resumed_from.startswith(f"{bucket}/training/step-0000000009")
     assert run.started.skipped_checkpoints == []

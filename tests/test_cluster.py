@@ -15,7 +15,7 @@ from flyte_ddp.errors import ClusterError, ConfigError
 
 
 def double_in_a_child(number: int) -> int:
-    """What a worker must be able to do for its ranks: start a process of its own."""
+    """Start a process from a worker, as it must for its ranks."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return int(pool.apply(abs, (-2 * number,)))
 
@@ -68,7 +68,7 @@ def test_min_nodes_lets_a_run_start_with_fewer() -> None:
             assert len(client.scheduler_info(n_workers=-1)["workers"]) == 1
 
 
-def test_a_scheduler_that_nobody_answers_for_is_named() -> None:
+def test_a_scheduler_that_does_not_answer_is_named() -> None:
     config = ClusterConfig(scheduler_address="tcp://127.0.0.1:9", start_timeout=1)
     with pytest.raises(ClusterError, match=r"tcp://127\.0\.0\.1:9 cannot be reached"), open_cluster(config, "run"):
         raise AssertionError("connected")
@@ -89,7 +89,7 @@ def test_an_existing_cluster_needs_an_address(monkeypatch: pytest.MonkeyPatch) -
         ({}, "tcp://s:8786", "existing"),
     ],
 )
-def test_auto_takes_what_is_there(
+def test_kind_auto_chooses_an_available_cluster(
     environment: dict[str, str], address: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("KUBERNETES_SERVICE_HOST", ADDRESS_VARIABLE):

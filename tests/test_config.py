@@ -39,7 +39,7 @@ WRONG_TYPE = [
 
 
 @pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE + WRONG_TYPE)
-def test_a_bad_value_is_refused_naming_field_value_and_what_is_accepted(name, value):
+def test_a_bad_value_is_refused_with_field_expectation_and_value(name, value):
     with pytest.raises(ConfigError) as caught:
         TrainingConfig(**{name: value})
 
@@ -68,7 +68,7 @@ def test_a_whole_float_is_a_whole_number_and_a_whole_number_is_a_float():
     assert (config.learning_rate, type(config.learning_rate)) == (1.0, float)
 
 
-def test_overrides_go_before_the_recipes_defaults_and_those_before_the_class():
+def test_overrides_win_over_recipe_defaults_and_those_over_class_defaults():
     config = resolve({"epochs": 7, "learning_rate": 0.5}, json.loads('{"epochs": 3, "compile": false}'))
 
     assert config == dataclasses.replace(TrainingConfig(), epochs=3, learning_rate=0.5)

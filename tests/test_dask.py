@@ -49,6 +49,7 @@ from flyte_ddp.rank.checkpoint import load_state
 from flyte_ddp.rank.job import Job, NodeRanks
 from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.sweep.runner import one_node_config
+from flyte_ddp.wall_time import AttemptEnded, AttemptStarted
 from tests.support.dask_runs import eventually, ranks_below, start_driver, train
 from tests.support.image_store import running_store
 from tests.support.runs import REPOSITORY, how_it_ended, new_run, wait_for_step
@@ -121,7 +122,7 @@ def states_equal(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def said(run, kind):
+def events_of(run, kind):
     return [event for event in run.events if isinstance(event, kind)]
 
 
@@ -135,9 +136,9 @@ def test_two_nodes_give_the_weights_and_the_events_of_two_processes(client, tmp_
 
     torch.testing.assert_close(run.state(), on_one_machine.state())
     assert [type(event) for event in run.events] == [type(event) for event in on_one_machine.events]
-    assert [event.step for event in said(run, events.StepFinished)] == list(range(1, 28))
-    assert said(run, events.PredictionsMade) == said(on_one_machine, events.PredictionsMade)
-    assert run.result.epochs == said(run, events.EpochFinished)
+    assert [event.step for event in events_of(run, events.StepFinished)] == list(range(1, 28))
+    assert events_of(run, events.PredictionsMade) == events_of(on_one_machine, events.PredictionsMade)
+    assert run.result.epochs == events_of(run, events.EpochFinished)
     assert run.error is None
     assert {f"[node {index}] [rank {index}] the data are opened" for index in (0, 1)} <= set(run.lines)
     plugins = client.run(lambda dask_worker: list(dask_worker.plugins))
@@ -145,27 +146,35 @@ def test_two_nodes_give_the_weights_and_the_events_of_two_processes(client, tmp_
     assert "torch" not in client.run(lambda: list(sys.modules)).popitem()[1]
 
 
-def test_a_killed_rank_costs_nothing_but_time(client, tmp_path, finished_run, caplog):
+def test_a_killed_rank_costs_only_time(client, tmp_path, finished_run, caplog):
     def kill():
         ranks_below(pid_of(client, 1))[0].kill()
 
     run = train(new_run(tmp_path), client, LOCAL, at_step=(5, kill), checkpoint_interval=2)
 
     assert states_equal(run.state(), finished_run().state())
-    first, second = said(run, events.RunStarted)
+    first, second = events_of(run, events.RunStarted)
     assert (first.resumed_step, second.world_size) == (0, 2)
     assert second.resumed_step >= 4
     assert "was killed by SIGKILL" in caplog.text
+    (lost,) = events_of(run, AttemptEnded)
+    assert "was killed by SIGKILL" in lost.reason
+    assert [event.num_nodes for event in events_of(run, AttemptStarted)] == [2, 2]
+    spent = events.RunState.of(run.events).time_spent()
+    assert spent.wall == pytest.approx(run.events[-1].at - run.events[0].launched_at)
+    assert spent.restarting > lost.idle_seconds > 0  # the ranks' two starts, and until the first one's end was noticed
+    assert spent.stepping > 0.05 * 27 * 0.9
+    assert spent.redone_steps > 0
 
 
-def test_a_killed_worker_costs_nothing_but_time(client, tmp_path, finished_run, caplog):
+def test_a_killed_worker_costs_only_time(client, tmp_path, finished_run, caplog):
     def kill():
         os.kill(pid_of(client, 0), signal.SIGKILL)
 
     run = train(new_run(tmp_path), client, LOCAL, at_step=(5, kill), checkpoint_interval=2)
 
     assert states_equal(run.state(), finished_run().state())
-    assert len(said(run, events.RunStarted)) == 2
+    assert len(events_of(run, events.RunStarted)) == 2
     assert "its worker is gone" in caplog.text
 
 
@@ -192,10 +201,11 @@ def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
     with open_cluster(config, "test") as client:
         run = train(Elastic(tmp_path, new_run(tmp_path).recipe), client, config, checkpoint_interval=2)
 
-    whole, shrunk, grown = said(run, events.RunStarted)
+    whole, shrunk, grown = events_of(run, events.RunStarted)
     assert [event.world_size for event in (whole, shrunk, grown)] == [2, 1, 2]
     torch.testing.assert_close(run.state(), finished_run().state())
     # The growth lost no step and used up no restart: the gang took a checkpoint before it ended.
+    assert [event.reason for event in events_of(run, AttemptEnded)][1:] == ["it grows to 2 nodes"]
     steps = [event.step for event in run.events[run.events.index(shrunk) :] if isinstance(event, events.StepFinished)]
     assert steps == list(range(shrunk.resumed_step + 1, 28))
     assert f"the gang ended at step {grown.resumed_step}, after a checkpoint, to grow from 1 to 2 nodes" in caplog.text
@@ -216,7 +226,7 @@ class GrowsAtOnce(growth.GrowthWatch):
         pass
 
 
-def test_a_newcomer_that_is_gone_again_costs_a_moment_and_a_stop_during_a_growth_wins(client, tmp_path, monkeypatch):
+def test_a_vanished_newcomer_costs_a_moment_and_a_stop_wins_over_a_growth(client, tmp_path, monkeypatch):
     run, stop, commands = new_run(tmp_path), StopRequest(), []
 
     async def send(*arguments):
@@ -224,7 +234,7 @@ def test_a_newcomer_that_is_gone_again_costs_a_moment_and_a_stop_during_a_growth
         await calls.send_command(*arguments)
 
     def stop_in_second_gang():
-        if len(said(run, events.RunStarted)) == 2 and not stop.is_set():
+        if len(events_of(run, events.RunStarted)) == 2 and not stop.is_set():
             stop.set("SIGTERM")
 
     monkeypatch.setattr(GrowsAtOnce, "on_growth", staticmethod(stop_in_second_gang))
@@ -234,7 +244,7 @@ def test_a_newcomer_that_is_gone_again_costs_a_moment_and_a_stop_during_a_growth
     elastic = dataclasses.replace(LOCAL, num_nodes=3, min_nodes=2, return_timeout=0.1, max_restarts=0)
     with pytest.raises(TrainingStopped, match="^SIGTERM: the run was stopped at step"):
         train(run, client, elastic, stop=stop)
-    first, second = said(run, events.RunStarted)
+    first, second = events_of(run, events.RunStarted)
     assert (first.world_size, second.world_size) == (2, 2)
     assert second.resumed_step > 0
     assert commands[-1] == "stop 20 SIGTERM"
@@ -261,14 +271,14 @@ def test_a_bug_fails_at_once_with_the_ranks_traceback(client, tmp_path, fault):
         train(run, client, LOCAL)
     assert (caught.value.rank, caught.value.kind) == (1, "exception")
     assert run.error is caught.value
-    assert len(said(run, events.RunStarted)) == 1
+    assert len(events_of(run, events.RunStarted)) == 1
 
 
 def test_a_gpu_out_of_memory_restarts_with_smaller_micro_batches_without_using_up_restarts(client, tmp_path, fault):
     fault("cuda-oom 1 14")
     config = {"grow_accumulation_on_oom": True, "epochs": 2}
     run = train(new_run(tmp_path), client, dataclasses.replace(LOCAL, max_restarts=0), **config)
-    assert [event.config["gradient_accumulation"] for event in said(run, events.RunStarted)] == [1, 2]
+    assert [event.config["gradient_accumulation"] for event in events_of(run, events.RunStarted)] == [1, 2]
 
 
 def test_used_up_restarts_lose_the_gang_and_leave_no_rank(client, tmp_path, fault):
@@ -314,7 +324,7 @@ def test_nodes_have_the_drivers_storage_keys_and_a_restart_waits_for_the_store(
         train(run, client, dataclasses.replace(LOCAL, max_restarts=1), at_step=(6, fail), checkpoint_interval=2)
         assert states_equal(load_state(run.result.finished.model_state_url), finished_run().state())
 
-    assert len(said(run, events.RunStarted)) == 2
+    assert len(events_of(run, events.RunStarted)) == 2
     assert len([record for record in caplog.records if "cannot be reached" in record.message]) == 1
     assert len([record for record in caplog.records if "answers again" in record.message]) == 1
     assert len(seen) == 3
@@ -337,6 +347,9 @@ class Scripted:
     def train(self):
         raise self.error
 
+    def ended(self, reason):
+        return AttemptEnded(self.step, reason, 0.0)
+
 
 OOM = NodeLost("node 1 (w-1 at 10.0.0.1) was lost: its worker is gone (OOMKilled: ...)", "w-1", OUT_OF_MEMORY)
 AWAY = RankFailure("node 0: rank 0 failed: ...", 0, "exception", "StorageUnavailable: s3://b could not be reached")
@@ -355,7 +368,7 @@ ENOUGH = (TrainingStopped("enough"), 99, 9)
         (16, [(DENIED, 5, 0)], RankFailure, 1),
     ],
 )
-def test_what_ends_a_run_and_what_restarts_it(
+def test_failures_that_end_a_run_and_failures_that_restart_it(
     client, tmp_path, monkeypatch, max_restarts, endings, error, num_attempts
 ):
     script = Scripted(endings)
@@ -390,7 +403,7 @@ def test_cleaning_up_never_fails_a_finished_run(tmp_path, monkeypatch, caplog):
     ]
 
 
-def test_a_supervisor_hears_no_command_before_its_job(monkeypatch):
+def test_a_supervisor_takes_no_command_before_its_job(monkeypatch):
     plugin = dask.worker.NodePlugin("run", b"")
     lines = []
 
@@ -478,7 +491,7 @@ def test_nodes_that_do_not_see_the_data_get_a_copy(start_worker, scheduler, tmp_
     assert not list(run.checkpoints.glob("data-*"))
 
 
-def test_a_silent_node_is_given_up_and_ends_its_ranks_when_it_awakes(start_worker, scheduler, tmp_path, caplog):
+def test_a_silent_node_is_abandoned_and_kills_its_ranks_when_it_returns(start_worker, scheduler, tmp_path, caplog):
     start_worker(scheduler, "node-0", STEP_SECONDS="0.1")
     silent = start_worker(scheduler, "node-1", STEP_SECONDS="0.1")
     config = ClusterConfig(
@@ -493,7 +506,7 @@ def test_a_silent_node_is_given_up_and_ends_its_ranks_when_it_awakes(start_worke
 
     with open_cluster(config, "test") as client:
         run = train(new_run(tmp_path), client, config, at_step=(3, fall_silent), checkpoint_interval=2)
-        assert [event.world_size for event in said(run, events.RunStarted)] == [2, 1]
+        assert [event.world_size for event in events_of(run, events.RunStarted)] == [2, 1]
         assert "it has been silent for 5 s" in caplog.text
         for process in stopped:
             process.resume()
@@ -567,7 +580,7 @@ def test_a_stall_shows_the_stacks_of_all_nodes(client, tmp_path, fault):
         ("TheirOwnError: no", ("RuntimeError: CUDA error", 7), False),
     ],
 )
-def test_what_counts_as_a_bug(cause, previous, expected):
+def test_failures_that_count_as_a_bug(cause, previous, expected):
     earlier = Ended(RankFailure("", 0, "exception", previous[0]), previous[1], 0) if previous else None
     assert is_bug(Ended(RankFailure("", 0, "exception", cause), 7, 0), earlier) is expected
 
@@ -581,7 +594,7 @@ def worker(name, host, gpus=()):
     return Worker(f"tcp://{host}:1{name[-1]}", name, host, 8, gpus, False)
 
 
-def test_ranks_go_by_host_and_name_whatever_the_addresses():
+def test_ranks_are_ordered_by_host_and_name():
     config = ClusterConfig(num_nodes=4, processes_per_node=2)
     before = [worker("w-10", "10.0.0.9"), worker("w-3", "10.0.0.1"), worker("w-2", "10.0.0.9")]
     before.append(worker("w-4", "10.0.0.1"))
@@ -655,7 +668,9 @@ def test_a_gang_grows_to_sizes_that_split_the_batch_with_workers_that_can_take_p
     ]
     assert watch(Present(names[:3]), names[:2], [4, 2], grow_delay=0)(1) == 0
     assert watch(Present(names[:2], gpus=("0", "1")), names[:1], [2, 1], grow_delay=0, gpus_per_node=1)(1) == 2
-    assert watch(Present(names[:2], gpus=()), names[:1], [2, 1], grow_delay=0, gpus_per_node=1)(1) == 0
+    without = Present(names[:2], gpus=())
+    assert watch(without, names[:1], [2, 1], grow_delay=0, gpus_per_node=1)(1) == 0
+    assert list(without.unfit.values()) == ["gpus_per_node: expected 1, got 0 on worker w-2"]
 
     def refuse(nodes):
         if nodes[0].name == "w-3":
@@ -701,7 +716,7 @@ def test_bad_input_is_refused_before_any_cluster_is_asked(tmp_path):
         train_on_dask(nccl, str, None, ClusterConfig(num_nodes=2))
 
 
-def test_messages_are_taken_once_and_in_order():
+def test_messages_are_delivered_once_and_in_order():
     inbox = Inbox()
     messages = [{"number": number} for number in range(4)]
     assert inbox.put(messages[0]) == messages[:1]
@@ -712,7 +727,7 @@ def test_messages_are_taken_once_and_in_order():
     assert inbox.put(messages[3]) == messages[3:]
 
 
-def test_code_is_packed_alike_wherever_it_lies(tmp_path, monkeypatch):
+def test_packed_code_does_not_depend_on_its_path(tmp_path, monkeypatch):
     for name in ("here", "there"):
         package = tmp_path / name / "flowers"
         package.mkdir(parents=True)

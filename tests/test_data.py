@@ -34,7 +34,7 @@ def _world(rank, world_size):
 
 
 def _noted(run, split):
-    """What each rank noted, in its order: [[(sample, gradient of its loss or nothing)]]."""
+    """Return the notes of each rank, in its order: [[(sample, gradient of its loss or nothing)]]."""
     ranks = []
     for file in sorted((run.directory / "record").glob(f"{split}-*.jsonl")):
         ranks.append([json.loads(line) for line in file.read_text().splitlines()])
@@ -64,7 +64,7 @@ def test_each_sample_counts_exactly_once_per_epoch_over_all_ranks(finished_run, 
         assert sorted(seen) == list(range(Tiny.num_train))
 
 
-def test_the_order_is_another_one_every_epoch_and_the_same_for_every_world_size(finished_run):
+def test_the_order_depends_on_the_epoch_and_not_on_the_world_size(finished_run):
     steps = {ranks: _batches_seen(finished_run(num_processes=ranks)) for ranks in (1, 2, 3)}
 
     assert steps[1] == steps[2] == steps[3]
@@ -84,7 +84,7 @@ def test_evaluation_counts_each_held_out_sample_once(finished_run, num_processes
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
-@pytest.mark.parametrize("size", [1, 5, 24, 25, 97, 103])
+@pytest.mark.parametrize("size", [1, 5, 13, 24, 25, 97, 103])
 def test_shares_of_any_size_cover_an_epoch_once_in_batches_of_the_global_size(size, world_size):
     config = TrainingConfig(global_batch_size=24, gradient_accumulation=2)
     samples = LoadedSamples(TensorDataset(torch.arange(size), torch.arange(size)), config, _world(0, 1))
@@ -111,7 +111,7 @@ def test_shares_of_any_size_cover_an_epoch_once_in_batches_of_the_global_size(si
     assert [share.num_samples for share in ranks[0][:-1]] == [24] * (len(ranks[0]) - 1)
 
 
-def test_an_epoch_that_goes_on_in_the_middle_has_the_batches_that_were_left():
+def test_an_epoch_resumed_in_the_middle_has_the_remaining_batches():
     config = TrainingConfig(global_batch_size=24)
     samples = LoadedSamples(TensorDataset(torch.arange(97), torch.arange(97)), config, _world(0, 1))
     whole = epoch_shards(samples, config, _world(1, 2), epoch=2)
@@ -169,7 +169,7 @@ def test_a_run_that_shrinks_and_grows_sees_each_sample_once_in_the_batches_of_an
     assert sorted(index for batch, _ in seen for index in batch) == list(range(num_samples))
 
 
-def test_another_seed_is_another_order():
+def test_another_seed_gives_another_order():
     assert epoch_order(97, seed=0, epoch=1).tolist() != epoch_order(97, seed=1, epoch=1).tolist()
 
 
@@ -220,7 +220,7 @@ def test_all_data_in_memory_together_take_a_bounded_share_of_a_gpus_memory(monke
     assert _on_gpu(monkeypatch, 1000, sizes)[0] == moved
 
 
-def test_data_too_large_for_the_gpu_are_planned_on_the_host_so_that_no_batch_waits_for_the_gpu(monkeypatch):
+def test_batches_of_data_too_large_for_the_gpu_are_planned_on_the_host(monkeypatch):
     _, (samples,) = _on_gpu(monkeypatch, 1000, [500])
     world = World(0, 0, 1, torch.device("cuda", 0))
     (shard,) = epoch_shards(samples, TrainingConfig(), world, epoch=1)
@@ -230,7 +230,7 @@ def test_data_too_large_for_the_gpu_are_planned_on_the_host_so_that_no_batch_wai
     assert [index.device.type for index in evaluation_shard(samples, TrainingConfig(), world)] == ["cpu"]
 
 
-def test_a_state_is_evaluated_on_a_device_with_a_number_as_its_tensors_have(monkeypatch):
+def test_a_state_is_evaluated_on_a_numbered_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
@@ -239,7 +239,7 @@ def test_a_state_is_evaluated_on_a_device_with_a_number_as_its_tensors_have(monk
     assert World(0, 0, 1, torch.device("cuda")).device == torch.device("cuda", 0)
 
 
-def test_data_read_sample_by_sample_train_the_weights_that_data_in_memory_do(finished_run):
+def test_loaded_data_and_data_in_memory_give_the_same_weights(finished_run):
     listed, tiny = finished_run("Listed", 2), finished_run("Tiny", 2)
 
     for name, value in tiny.state().items():
@@ -255,7 +255,7 @@ def test_augmentation_and_dropout_do_not_depend_on_how_many_workers_load_the_dat
         assert torch.equal(with_two.state()[name], value), name
 
 
-def test_augmentation_is_another_one_every_epoch_and_the_same_one_again(tmp_path):
+def test_augmentation_differs_between_epochs_and_repeats_between_runs(tmp_path):
     run = new_run(tmp_path, "Augmented")
     train, _ = Augmented().datasets(run.data())
     samples = LoadedSamples(train, TrainingConfig(), _world(0, 1))

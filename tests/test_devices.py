@@ -1,4 +1,4 @@
-"""How GPUs are counted and handed to ranks. There is none here: the driver's library is played by a fake."""
+"""GPUs are counted and assigned to ranks. A fake stands for the driver's library, because there is none here."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_mig_slices_are_counted_one_by_one(machine, monkeypatch):
         ("", ()),
     ],
 )
-def test_a_choice_of_the_user_is_respected(machine, monkeypatch, given, expected):
+def test_cuda_visible_devices_of_the_user_is_respected(machine, monkeypatch, given, expected):
     machine(["/dev/nvidiactl"], cuda=1, nvidia_ml=FakeNvml([(), ()]))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     assert devices.visible_gpus() == expected
@@ -124,7 +124,7 @@ def test_wsl_has_a_gpu_without_nvidias_device_files(machine):
     assert devices.num_gpus() == 2
 
 
-def test_a_task_that_asked_for_gpus_and_has_none_says_what_to_check(machine, monkeypatch, tmp_path):
+def test_a_task_without_its_requested_gpus_fails_with_what_to_check(machine, monkeypatch, tmp_path):
     job = Job(RecipeProgram("digits", TrainingConfig()), str(tmp_path), 0.0)
     monkeypatch.setenv(devices.REQUESTED_VARIABLE, "2")
     machine(POD)  # the device is there, the driver's library is not

@@ -1,6 +1,6 @@
 """Every block of commands and code in the README, in docs/ and in examples/ is run, so that it stays true.
 
-A block that cannot run on any machine has a line directly before it that says what it needs: `<!-- needs: cluster -->`.
+A block that cannot run on any machine has a line directly before it with its needs: `<!-- needs: cluster -->`.
 Its commands are still compared with the workflows, modules and make targets that there are. Blocks of one page run in
 one directory, a copy of the repository, from the first to the last.
 """
@@ -103,7 +103,7 @@ def directories(tmp_path_factory):
         for each in RUN
     ],
 )
-def test_a_block_runs_as_it_stands_but_for_cheaper_settings(block, directories):
+def test_a_block_runs_with_cheaper_settings(block, directories):
     directory = directories(block.page)
     text = block.text
     for pattern, replacement in CHEAPER:
@@ -141,7 +141,7 @@ def test_every_language_of_a_block_is_known_and_every_need_is_one_of_a_few():
 
 
 @pytest.mark.parametrize("block", SHELL, ids=str)
-def test_commands_name_only_what_there_is(block):
+def test_commands_refer_to_existing_files_and_targets(block):
     text = block.text.replace("\\\n", " ")
     for target in re.findall(r"^make ([a-z-]+)", text, re.M):
         assert re.search(rf"^{target}:", (REPOSITORY / "Makefile").read_text(), re.M), target
@@ -164,7 +164,7 @@ def _inputs(file, workflow):
 
 
 @pytest.mark.parametrize("page", [*PAGES, *GUIDES], ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_every_link_of_a_page_leads_to_a_file_or_heading_that_is_there(page):
+def test_every_link_has_a_target(page):
     for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]+))?\)", page.read_text()):
         file = page.parent / target if target else page
         assert file.exists(), target

@@ -13,7 +13,7 @@ from flyte_ddp.rank import fast_start
 
 
 def run(program):
-    """What `program` prints, in a process of its own."""
+    """Return the output of `program`, run in a new process."""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
@@ -65,7 +65,7 @@ print(faults())
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
-def test_freed_memory_is_kept_and_a_c_library_without_mallopt_keeps_its_ways():
+def test_freed_memory_is_kept_unless_the_c_library_has_no_mallopt():
     (kept,) = run(FAULTS.format(before="fast_start.keep_freed_memory()"))
     (returned,) = run(FAULTS.format(before=""))
     missing = "fast_start.ctypes = type('', (), {'CDLL': staticmethod(lambda name: object())}); "
@@ -75,7 +75,7 @@ def test_freed_memory_is_kept_and_a_c_library_without_mallopt_keeps_its_ways():
     assert int(without) > 1000
 
 
-def test_compilations_are_announced_and_a_torch_that_does_not_announce_them_compiles_all_the_same(monkeypatch):
+def test_compilations_are_announced_if_torch_has_the_hooks(monkeypatch):
     calls = []
     fast_start.call_around_compilations(lambda: calls.append("start"), lambda: calls.append("end"))
     torch.compile(lambda inputs: inputs * 3, backend="eager")(torch.zeros(2))

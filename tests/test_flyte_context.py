@@ -8,7 +8,7 @@ from flytekit.core.context_manager import ExecutionParameters, ExecutionState
 from flytekit.models.core.identifier import WorkflowExecutionIdentifier
 
 from flyte_ddp.cluster.kubernetes.manifest import cluster_name
-from tasks.flyte_context import Execution, current_execution
+from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution
 
 EXECUTION = "f33b0c1d2e3f4a5b6c7d"
 # Every place that a task can have in a workflow, as (end of the raw output prefix, end of the metadata prefix) of its
@@ -52,7 +52,7 @@ def execution_at(raw: str, metadata: str) -> Execution:
         return current_execution(parameters)
 
 
-def test_attempts_of_a_node_share_its_checkpoints_and_nothing_else_shares_anything() -> None:
+def test_only_attempts_of_one_node_share_checkpoints() -> None:
     found = {name: [execution_at(*each) for each in attempts] for name, attempts in PLACES.items()}
     places = [{(each.checkpoints, each.run_id) for each in attempts} for attempts in found.values()]
     assert [len(each) for each in places] == [1] * len(PLACES)
@@ -64,7 +64,7 @@ def test_attempts_of_a_node_share_its_checkpoints_and_nothing_else_shares_anythi
 @pytest.mark.parametrize(
     ("place", "node"), [("top-level", "n1"), ("sub-workflow", "n2-0-n2-n1-0-n0"), ("map, first", "n3-0-n0")]
 )
-def test_names_are_those_of_flytes_own_pods(place: str, node: str) -> None:
+def test_attempts_have_the_names_of_flytes_pods(place: str, node: str) -> None:
     second = execution_at(*PLACES[place][1])
     assert second.checkpoints == f"s3://bucket/data/checkpoints/flytesnacks/development/{EXECUTION}/{node}"
     assert second.run_id == f"{EXECUTION}-{node}"

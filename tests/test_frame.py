@@ -16,11 +16,11 @@ from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp import errors
 from flyte_ddp.cluster import connect
+from flyte_ddp.flytekit_plugin.deck import DeckPublisher
+from flyte_ddp.flytekit_plugin.failures import TaskFailed, UserError, flyte_errors
 from flyte_ddp.launch.failures import MAX_LINES
 from flyte_ddp.prepare import prepare_data
 from flyte_ddp.recipes import get_recipe
-from tasks.deck import DeckPublisher
-from tasks.failures import TaskFailed, UserError, flyte_errors
 from tasks.frame import open_frame
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides
 from tasks.report import Report
@@ -48,7 +48,7 @@ def executing(mode: ExecutionState.Mode) -> Iterator[None]:
 
 
 def shown_by_flyte(error: BaseException) -> tuple[BaseException, str]:
-    """What leaves a task in a pod for `error`, and the text that Flyte's console shows of it."""
+    """Return the exception that leaves a task in a pod for `error`, and its text in Flyte's console."""
     with executing(ExecutionState.Mode.TASK_EXECUTION):
         try:
             with flyte_errors():
@@ -81,7 +81,7 @@ def shown_by_flyte(error: BaseException) -> tuple[BaseException, str]:
     ],
     ids=lambda value: getattr(value, "cause", type(value).__name__) if isinstance(value, Exception) else "",
 )
-def test_flyte_shows_the_cause_first_then_one_traceback_on_one_screen(error: Exception, kind: type[Exception]):
+def test_flyte_shows_the_cause_and_one_traceback_on_one_screen(error: Exception, kind: type[Exception]):
     raised, text = shown_by_flyte(error)
     assert type(raised).__mro__.count(kind) == 1
     assert text.count("Traceback (most recent call last)") <= 1
@@ -105,7 +105,7 @@ def test_ctrl_c_stays_ctrl_c():
         raise errors.TrainingStopped("SIGINT: the run was stopped at step 3")
 
 
-def test_ranks_never_inherit_the_key_of_wandb_and_the_task_keeps_it(tmp_path, monkeypatch):
+def test_only_the_task_keeps_the_wandb_key(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "key-of-wandb")
     monkeypatch.setenv("_FSEC_WANDB_API_KEY", "key-of-wandb")
     with executing(ExecutionState.Mode.LOCAL_TASK_EXECUTION), open_frame(Report(), TINY, str(tmp_path)) as frame:

@@ -41,7 +41,7 @@ def leaning(**weights):
 
 
 @pytest.mark.parametrize("window", [0, 8])
-def test_names_are_new_different_in_title_case_and_short_enough(window):
+def test_names_are_new_distinct_in_title_case_and_short_enough(window):
     model = new_model(window)
     known = [name.upper() for name in generate_names(model, 50)]
     names = generate_names(model, CHUNK, known=known)
@@ -58,7 +58,7 @@ def test_title_case_starts_every_part_of_a_name():
 
 
 @pytest.mark.parametrize("window", [0, 8])
-def test_same_seed_gives_the_same_names_and_fewer_are_the_first_of_more(window):
+def test_a_seed_gives_the_same_names_and_a_smaller_count_a_prefix(window):
     model = new_model(window)
     names = generate_names(model, 40, seed=3)
     random.seed(1)
@@ -68,7 +68,7 @@ def test_same_seed_gives_the_same_names_and_fewer_are_the_first_of_more(window):
     assert generate_names(model, 40, seed=4) != names
 
 
-def test_chunks_drawn_elsewhere_in_any_order_give_the_same_names():
+def test_chunks_drawn_in_any_order_give_the_same_names():
     model, count = new_model(), 2 * CHUNK
     expected = generate_names(model, count, seed=5)
     copies = [load_model(model.state_dict()) for _ in range(2)]  # as two machines have them
@@ -96,7 +96,7 @@ def test_names_too_long_are_dropped_not_cut():
 
 
 @pytest.mark.parametrize(("temperature", "share"), [(1.0, 0.8), (0.5, 0.9412), (2.0, 0.6667)])
-def test_letters_come_as_often_as_the_model_says_at_that_temperature(temperature, share):
+def test_letters_have_the_models_frequencies_at_the_temperature(temperature, share):
     # A first letter is a or b as 4 to 1; to the power of 1 / temperature that is 16 to 1 or 2 to 1.
     names = draw_chunk(leaning(a=0.4, b=0.1, end=0.5), 0, temperature, 0, "", 30)
     found = sum(name[0] == "a" for name in names) / len(names)
@@ -166,6 +166,6 @@ def test_state_of_another_model_is_refused(state):
         ("prefix", "a" * 30, "fewer characters than max_length, which is 30"),
     ],
 )
-def test_bad_argument_is_named_with_what_is_accepted(field, value, accepted):
+def test_a_bad_argument_is_refused_with_the_expected_one(field, value, accepted):
     with pytest.raises(ConfigError, match=f"^{field}: expected .*{accepted}.*, got "):
         generate_names(**{"model": new_model(), "count": 3, field: value})

@@ -1,4 +1,4 @@
-"""What only a GPU can show. `make test-gpu` runs these; each skips where there are fewer GPUs than it needs."""
+"""Tests on real GPUs. `make test-gpu` runs these; each skips where there are fewer GPUs than it needs."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_classes_are_the_folders_and_both_directories_are_used_as_they_are(tmp_p
         assert image[:, 16, 16].tolist() == list(COLOURS[recipe.class_names[label]])
 
 
-def test_validation_images_go_before_test_images_and_other_files_are_left_out_and_counted(tmp_path, prepared):
+def test_validation_images_are_preferred_and_other_files_are_counted(tmp_path, prepared):
     tree = image_tree(("train", "test", "val"), ("blue", "red")) | {
         "train/blue/.DS_Store": b"",
         "train/blue/._000.png": b"",
@@ -136,7 +136,7 @@ BROKEN_TREES = {
 
 
 @pytest.mark.parametrize("name", BROKEN_TREES)
-def test_a_tree_that_cannot_be_trained_on_is_refused_with_the_reason(tmp_path, prepared, name):
+def test_an_unusable_tree_is_refused_with_the_reason(tmp_path, prepared, name):
     tree, reason = BROKEN_TREES[name]
     (tmp_path / "tree").mkdir()
     source = write_tree(tree, tmp_path / "tree")
@@ -190,7 +190,7 @@ def test_an_option_outside_its_range_is_refused(options, reason):
     assert "secret@" not in str(caught.value).replace(repr(options), "")
 
 
-def test_an_unknown_architecture_is_refused_with_those_there_are(prepared):
+def test_an_unknown_architecture_is_refused_with_the_known_ones(prepared):
     with pytest.raises(DataError, match="architecture: expected one of .*resnet152, resnet18.*, got 'resnet19'"):
         prepare("", prepared, architecture="resnet19")
 
@@ -281,7 +281,7 @@ def _one_file(store, timeout=20.0, store_timeout=60.0, cache=""):
 
 
 @pytest.mark.parametrize("fault", ["throttle", "cut", "short", "slow"])
-def test_what_passes_is_tried_again(store, fault):
+def test_transient_errors_are_retried(store, fault):
     reader, file, contents = _one_file(store, timeout=2.0 if fault == "slow" else 60.0)
     store.faults["images/a.png"] = [fault]
 
@@ -301,7 +301,7 @@ def test_what_passes_is_tried_again(store, fault):
         ("short", UnreadableImage, r"/a.png cannot be read: expected the listed \d+ bytes, got \d+"),
     ],
 )
-def test_patience_ends_with_the_name_and_the_reason(store, fault, error, reason):
+def test_retries_end_with_the_files_name_and_the_reason(store, fault, error, reason):
     reader, file, _ = _one_file(store, timeout=0.3 if fault == "slow" else 60.0, store_timeout=1.0)
     store.faults["images/a.png"] = [fault] * 20
 
@@ -311,7 +311,7 @@ def test_patience_ends_with_the_name_and_the_reason(store, fault, error, reason)
     assert fault != "short" or len(store.asked_for("a.png")) == 3
 
 
-def test_what_is_missing_is_asked_for_once(store):
+def test_a_missing_file_is_requested_once(store):
     reader, file, _ = _one_file(store)
     store.delete(reader.url, "a.png")
 
@@ -345,7 +345,7 @@ def test_a_reader_goes_to_another_process_without_its_client(store):
 # On disk
 
 
-def test_what_was_read_is_kept_and_what_has_changed_is_read_again(store, tmp_path):
+def test_read_files_are_cached_and_changed_ones_read_again(store, tmp_path):
     reader, file, contents = _one_file(store, cache=str(tmp_path / "cache"))
     assert [reader.read(file) for _ in range(3)] == [contents] * 3
     assert len(store.asked_for("a.png")) == 1
@@ -360,7 +360,7 @@ def test_what_was_read_is_kept_and_what_has_changed_is_read_again(store, tmp_pat
     assert reader.read(file) == contents
 
 
-def test_a_part_that_lies_in_the_cache_is_read_again(store, tmp_path):
+def test_a_partial_file_in_the_cache_is_read_again(store, tmp_path):
     reader, file, contents = _one_file(store, cache=str(tmp_path / "cache"))
     reader.read(file)
     [kept] = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
@@ -370,9 +370,9 @@ def test_a_part_that_lies_in_the_cache_is_read_again(store, tmp_path):
     assert kept.read_bytes() == contents
 
 
-def test_a_writer_killed_in_mid_write_leaves_nothing_that_counts(store, tmp_path, monkeypatch):
+def test_a_killed_writer_leaves_no_partial_file(store, tmp_path, monkeypatch):
     reader, file, contents = _one_file(store, cache=str(tmp_path / "cache"))
-    file = dataclasses.replace(file, size=-1)  # as where a store does not tell, and a part cannot be told by its size
+    file = dataclasses.replace(file, size=-1)  # as from a store without sizes, where a partial file has no wrong size
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         patch.setattr(Path, "write_bytes", lambda self, data: self.open("wb").write(data[:9]))
@@ -383,7 +383,7 @@ def test_a_writer_killed_in_mid_write_leaves_nothing_that_counts(store, tmp_path
     assert reader.read(file) == contents
 
 
-def test_a_cache_that_cannot_be_written_costs_speed_and_a_warning_only(store, tmp_path, caplog):
+def test_an_unwritable_cache_costs_only_speed_and_a_warning(store, tmp_path, caplog):
     (tmp_path / "cache").write_text("a file where a directory should be")
     reader, file, contents = _one_file(store, cache=str(tmp_path / "cache" / "below"))
 
@@ -457,7 +457,7 @@ def test_cmyk_becomes_rgb():
     assert np.allclose(image.getpixel((8, 8)), (200, 30, 30), atol=12)
 
 
-def test_an_image_is_turned_as_its_camera_says():
+def test_an_image_is_rotated_by_its_exif_orientation():
     wide = Image.new("RGB", (16, 8), "white")
     wide.paste("black", (0, 0, 8, 8))
     upright = decode_image(_saved(wide, "PNG", exif=_exif(6)))  # a quarter turn to the right
@@ -526,7 +526,7 @@ def test_an_unreadable_image_is_named_and_fatal_by_default(tmp_path, prepared, k
 
 
 @pytest.mark.parametrize("kind", BROKEN_IMAGES)
-def test_or_the_next_of_its_class_stands_in_and_is_counted(tmp_path, prepared, kind, caplog):
+def test_an_unreadable_image_may_be_replaced_by_the_next_of_its_class(tmp_path, prepared, kind, caplog):
     source = _with_broken_images(tmp_path, kind)
     _, train, test, _ = prepare(source, prepared, unreadable="skip", augment=False)
     _lose(source, kind, ["train/green/001.png"])
@@ -540,12 +540,12 @@ def test_or_the_next_of_its_class_stands_in_and_is_counted(tmp_path, prepared, k
     assert (train.num_replaced, test.num_replaced) == (1, 0)
     train[5]
     assert train.num_replaced == 2
-    told = [record.getMessage() for record in caplog.records if "replaces it" in record.getMessage()]
-    assert len(told) == 1
-    assert "train/green/001.png" in told[0]
+    lines = [record.getMessage() for record in caplog.records if "replaces it" in record.getMessage()]
+    assert len(lines) == 1
+    assert "train/green/001.png" in lines[0]
 
 
-def test_a_class_of_which_nothing_can_be_read_is_fatal_even_so(tmp_path, prepared):
+def test_a_class_without_readable_images_is_always_fatal(tmp_path, prepared):
     names = [f"train/green/{number:03d}.png" for number in range(4)]
     source = _with_broken_images(tmp_path, "no image", names)
     _, train, _, _ = prepare(source, prepared, unreadable="skip")
@@ -554,7 +554,7 @@ def test_a_class_of_which_nothing_can_be_read_is_fatal_even_so(tmp_path, prepare
         train[5]
 
 
-def test_from_a_loader_process_the_error_is_the_same_line(tmp_path, prepared):
+def test_an_error_in_a_loader_process_is_the_same_line(tmp_path, prepared):
     source = _with_broken_images(tmp_path, "no image")
     recipe, train, _, _ = prepare(source, prepared)
     (samples,) = open_samples([train], recipe, TrainingConfig(data_workers=1), ALONE)
@@ -640,9 +640,7 @@ def test_weights_that_do_not_fit_are_refused_before_any_training(tmp_path, prepa
     assert "this ran" not in capsys.readouterr().out
 
 
-def test_torchvisions_weights_are_fetched_once_and_their_absence_is_one_line(
-    tmp_path, prepared, state_file, monkeypatch
-):
+def test_torchvisions_weights_are_fetched_once_or_missing_in_one_line(tmp_path, prepared, state_file, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
 
     def fetch(url, target, hash_prefix, progress):
@@ -737,21 +735,21 @@ def test_two_ranks_learn_from_images_in_a_bucket(bucket_run):
     assert bucket_run.started.num_train_samples == 48
 
 
-def test_an_image_deleted_in_mid_epoch_is_named_once_a_process_and_counted_each_epoch(bucket_run):
+def test_a_deleted_image_is_named_once_per_process_and_counted_each_epoch(bucket_run):
     assert [epoch.num_replaced for epoch in bucket_run.result.epochs] == [1, 1, 1]
-    told = [line for line in bucket_run.lines if bucket_run.gone in line]
-    assert 1 <= len(told) <= 2
-    assert all("FileNotFoundError" in line and "another image of its class replaces it" in line for line in told)
+    lines = [line for line in bucket_run.lines if bucket_run.gone in line]
+    assert 1 <= len(lines) <= 2
+    assert all("FileNotFoundError" in line and "another image of its class replaces it" in line for line in lines)
 
 
-def test_each_other_image_is_asked_for_once_by_whoever_reads_it_first(bucket_run):
+def test_each_other_image_is_requested_once(bucket_run):
     counts = {name: bucket_run.asked.count(name) for name in set(bucket_run.asked)} | {bucket_run.gone: 1}
 
     assert len(counts) == 96
     assert max(counts.values()) <= 2  # 2: both ranks at the same moment
 
 
-def test_both_ranks_evaluate_with_the_same_statistics_and_they_are_those_saved(bucket_run):
+def test_both_ranks_evaluate_with_the_saved_statistics(bucket_run):
     record = Path(bucket_run.directory) / "record"
     first, second = (json.loads((record / f"statistics-{rank}.json").read_text()) for rank in (0, 1))
 
@@ -761,7 +759,7 @@ def test_both_ranks_evaluate_with_the_same_statistics_and_they_are_those_saved(b
 
 
 @pytest.mark.slow
-def test_a_frozen_backbone_trains_on_two_ranks_and_stays_what_it_was(tmp_path, state_file):
+def test_a_frozen_backbone_stays_unchanged_on_two_ranks(tmp_path, state_file):
     run = new_run(tmp_path, "flyte_ddp.recipes.image_folder.recipe.ImageFolder").train(
         2,
         epochs=1,

@@ -39,7 +39,7 @@ def weights_equal(trainer, state):
     return all(torch.equal(value, state[name]) for name, value in trainer.model.state_dict().items())
 
 
-def test_a_checkpoint_goes_before_the_initial_state_and_fixes_it(tmp_path):
+def test_a_checkpoint_overrides_the_initial_state(tmp_path):
     run, url = new_run(tmp_path), str(tmp_path / "given.pt")
     torch.save(state_of(7), url)
     first = new_trainer(run, url)
@@ -63,7 +63,7 @@ def test_a_checkpoint_goes_before_the_initial_state_and_fixes_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("write", "said"),
+    ("write", "expected"),
     [
         (lambda url: None, "cannot be read: FileNotFoundError"),
         (lambda url: Path(url).write_bytes(b"no state"), "cannot be read: UnpicklingError"),
@@ -81,7 +81,7 @@ def test_a_checkpoint_goes_before_the_initial_state_and_fixes_it(tmp_path):
     ],
     ids=["missing", "garbage", "empty", "other-model", "other-shape", "list"],
 )
-def test_what_is_not_a_state_of_the_model_is_refused_with_the_keys_that_do_not_fit(tmp_path, write, said):
+def test_a_state_of_another_model_is_refused_with_its_wrong_keys(tmp_path, write, expected):
     url = str(tmp_path / "given.pt")
     write(url)
     model = get_recipe("tests.support.recipes.Tiny").model()
@@ -92,7 +92,7 @@ def test_what_is_not_a_state_of_the_model_is_refused_with_the_keys_that_do_not_f
     assert message.startswith(
         f"initial_state: expected a state dict with exactly the model's keys and shapes, got {url!r}, which "
     )
-    assert said in message
+    assert expected in message
     assert "\n" not in message
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 

@@ -1,4 +1,4 @@
-"""What is only shown never ends a run."""
+"""Inspection for reports never ends a run."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_histograms_need_no_operation_that_has_no_deterministic_kernel_on_gpus(m
     assert histograms_of(nn.Linear(3, 2))[0].keys() == {"weight", "bias"}
 
 
-def test_an_error_in_what_is_only_shown_is_logged_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
+def test_an_error_in_inspection_is_logged_and_the_run_continues(tmp_path, monkeypatch, caplog):
     def broken(*arguments):
         raise ZeroDivisionError("broken on purpose")
 
@@ -88,7 +88,7 @@ def test_an_error_in_what_is_only_shown_is_logged_and_the_run_goes_on(tmp_path, 
     ]
 
 
-def test_a_run_whose_layers_and_predictions_cannot_be_shown_ends_well(tmp_path):
+def test_a_run_without_showable_layers_and_predictions_succeeds(tmp_path):
     run = new_run(tmp_path, "Unshown").train(num_processes=1, epochs=1)
 
     assert isinstance(run.events[-1], RunFinished)

@@ -1,4 +1,4 @@
-"""What is asked of Kubernetes, to the letter, without a cluster. Its life on a real one is in tests/kubernetes."""
+"""Requests to Kubernetes, to the letter, without a cluster. tests/kubernetes has a real one."""
 
 import dataclasses
 import datetime
@@ -39,6 +39,7 @@ from tasks.train import check_previous_pod
 DEPLOY = Path(__file__).parents[1] / "deploy"
 DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
+KEEP_IN_PLACE = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
 SECURITY = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
@@ -86,6 +87,7 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
         env={"NCCL_DEBUG": "INFO"},
         env_from_secrets=["storage"],
         pod_template={"priorityClassName": "batch"},
+        scheduler_pod_template={"tolerations": [{"key": "small", "operator": "Exists", "tolerationSeconds": 60}]},
         idle_timeout=120,
     )
     config = ClusterConfig(num_nodes=4, gpus_per_node=2, kubernetes=pods)
@@ -102,13 +104,14 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
                 "app.kubernetes.io/name": "flyte-ddp",
                 "app.kubernetes.io/managed-by": "flyte-ddp",
             },
-            "annotations": {"cost-center": "7"},
+            "annotations": {**KEEP_IN_PLACE, "cost-center": "7"},
             "ownerReferences": [{"apiVersion": "v1", "kind": "Pod", "name": "task-pod", "uid": "0a1b"}],
         },
         "spec": {
             "idleTimeout": 120,
             "scheduler": {
                 "spec": {
+                    "tolerations": [{"key": "small", "operator": "Exists", "tolerationSeconds": 60}],
                     "automountServiceAccountToken": False,
                     "securityContext": POD_SECURITY,
                     "serviceAccountName": "reader",
@@ -206,7 +209,7 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
     }
 
 
-def test_a_plain_cluster_asks_for_nothing_that_was_not_set() -> None:
+def test_a_plain_cluster_sets_no_optional_field() -> None:
     spec = cluster_spec(kubernetes(image="image"), "ddp-x-00000000-0")
     assert "ownerReferences" not in spec["metadata"]
     worker = spec["spec"]["worker"]["spec"]
@@ -219,7 +222,8 @@ def test_a_plain_cluster_asks_for_nothing_that_was_not_set() -> None:
 def test_only_a_runs_own_pods_its_driver_and_the_operator_reach_its_cluster() -> None:
     labels = {"execution-id": "f3a9", "node-id": "n1"}
     driver = Driver("task-pod", "0a1b", "flytesnacks-development", "image", labels)
-    policy = network_policy("ddp-x-00000000-0", "2c3d", driver)
+    place = ("ddp-x-00000000-0", "2c3d", "flytesnacks-development", "dask-operator")
+    policy = network_policy(*place, driver)
     own = {"podSelector": {"matchLabels": {"dask.org/cluster-name": "ddp-x-00000000-0"}}}
     operator = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "dask-operator"}}}
     ports = [{"protocol": "TCP", "port": 8786}, {"protocol": "TCP", "port": 8787}]
@@ -231,9 +235,37 @@ def test_only_a_runs_own_pods_its_driver_and_the_operator_reach_its_cluster() ->
     assert policy["metadata"]["ownerReferences"] == [
         {"apiVersion": "kubernetes.dask.org/v1", "kind": "DaskCluster", "name": "ddp-x-00000000-0", "uid": "2c3d"}
     ]
-    unlabelled = network_policy("ddp-x-00000000-0", "2c3d", dataclasses.replace(driver, labels={}))
+    unlabelled = network_policy(*place, dataclasses.replace(driver, labels={}))
     assert unlabelled["spec"]["ingress"][1]["from"] == [operator, {"podSelector": {}}]
-    assert network_policy("ddp-x-00000000-0", "2c3d")["spec"]["ingress"][1]["from"] == [operator]
+    assert network_policy(*place)["spec"]["ingress"][1]["from"] == [operator]
+    # A driver in another namespace is let in from there, and an operator from where it is.
+    elsewhere = network_policy("ddp-x-00000000-0", "2c3d", "gpus", "platform", driver)["spec"]["ingress"][1]["from"]
+    operator["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"] = "platform"
+    home = {"matchLabels": {"kubernetes.io/metadata.name": "flytesnacks-development"}}
+    assert elsewhere == [operator, {"podSelector": {"matchLabels": labels}, "namespaceSelector": home}]
+
+
+def test_the_annotations_for_autoscalers_can_be_replaced() -> None:
+    spec = cluster_spec(kubernetes(annotations={"karpenter.sh/do-not-disrupt": "false"}), "ddp-x-00000000-0")
+    assert spec["metadata"]["annotations"] == {**KEEP_IN_PLACE, "karpenter.sh/do-not-disrupt": "false"}
+
+
+@pytest.mark.parametrize(
+    ("registered", "annotations", "image"),
+    [
+        ("task:1", {}, "task:1"),
+        ("unknown:1", {"primary_container_name": "main"}, "other:1"),
+        ("", {}, "task:1"),  # Flyte names the container after the pod
+    ],
+)
+def test_the_image_is_that_of_the_tasks_container_where_a_sidecar_is_first(
+    registered: str, annotations: dict[str, str], image: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLYTE_INTERNAL_IMAGE", registered)
+    names = {"istio-proxy": "proxy:1", "f1-n0-0": "task:1", "main": "other:1"}
+    containers = [SimpleNamespace(name=name, image=image) for name, image in names.items()]
+    metadata = SimpleNamespace(name="f1-n0-0", annotations=annotations)
+    assert api._own_image(SimpleNamespace(metadata=metadata, spec=SimpleNamespace(containers=containers))) == image
 
 
 def test_users_cannot_take_the_labels_by_which_orphans_are_found() -> None:
@@ -241,7 +273,7 @@ def test_users_cannot_take_the_labels_by_which_orphans_are_found() -> None:
     assert spec["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "flyte-ddp"
 
 
-def test_dask_reads_the_variables_as_what_they_were() -> None:
+def test_dask_parses_its_variables_back_to_their_types() -> None:
     config = ClusterConfig(node_timeout=7)
     container = cluster_spec(config, "ddp-x-00000000-0")["spec"]["scheduler"]["spec"]["containers"][0]
     read = dask.config.collect_env({each["name"]: each["value"] for each in container["env"]})
@@ -316,7 +348,7 @@ def test_cluster_names_differ_where_anything_differs() -> None:
         ("kubernetes", "small", "kubernetes: expected an object with fields, got 'small'"),
     ],
 )
-def test_a_value_that_cannot_be_used_is_named_with_what_is_expected(field: str, value: object, expected: str) -> None:
+def test_an_invalid_value_is_refused_with_the_expected_one(field: str, value: object, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         cluster_config({field: value})
     assert str(caught.value) == expected
@@ -338,7 +370,7 @@ def test_a_value_that_cannot_be_used_is_named_with_what_is_expected(field: str, 
         ("autoscaled_nodes", "yes", "true or false, got 'yes'"),
     ],
 )
-def test_so_is_one_of_the_pods(field: str, value: object, expected: str) -> None:
+def test_an_invalid_value_of_the_pods_is_refused(field: str, value: object, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         cluster_config({"kubernetes": {field: value}})
     assert str(caught.value) == f"kubernetes.{field}: expected {expected}"
@@ -348,10 +380,9 @@ def test_so_is_one_of_the_pods(field: str, value: object, expected: str) -> None
     ("field", "value", "expected"),
     [
         ("env", {"DEBUG": 1}, "kubernetes.env['DEBUG']: expected a string, got 1"),
-        ("tolerations", [{"key": True}], "kubernetes.tolerations[0]['key']: expected a string, got True"),
     ],
 )
-def test_a_value_inside_a_field_is_named_by_its_place(field: str, value: object, expected: str) -> None:
+def test_an_invalid_nested_value_is_named_by_its_path(field: str, value: object, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         cluster_config({"kubernetes": {field: value}})
     assert str(caught.value) == expected
@@ -376,7 +407,7 @@ def test_an_unknown_field_is_named_with_the_known_ones(values: dict[str, Any], e
         cluster_config(values)
 
 
-def test_the_flat_names_of_older_versions_are_accepted_with_a_line_that_says_where_they_are_now(
+def test_flat_names_of_older_versions_are_accepted_with_a_line_about_their_new_place(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     flat = {"num_nodes": 3, "image": "image", "worker_cpus": 1, "kubernetes": {"labels": {"a": "b"}}}
@@ -430,10 +461,13 @@ def from_console(values: dict[str, Any]) -> ClusterConfig:
 def test_whole_numbers_from_flytes_console_stay_whole_everywhere() -> None:
     template = {
         "terminationGracePeriodSeconds": 60,
-        "tolerations": [{"key": "k", "operator": "Exists", "tolerationSeconds": 30}],
+        "tolerations": (tolerations := [{"key": "k", "operator": "Exists", "tolerationSeconds": 30}]),
         "containers": [{"name": "worker", "ports": [{"containerPort": 9000}], "resources": {"limits": {"x/y": 1}}}],
     }
-    config = from_console({"num_nodes": 3, "kubernetes": {"worker_cpus": 1.5, "pod_template": template}})
+    config = from_console(
+        {"num_nodes": 3, "kubernetes": {"worker_cpus": 1.5, "pod_template": template, "tolerations": tolerations}}
+    )
+    assert repr(config.kubernetes.tolerations[0]["tolerationSeconds"]) == "30"
     assert json.dumps(config.kubernetes.pod_template, sort_keys=True) == json.dumps(template, sort_keys=True)
     assert repr((config.num_nodes, config.kubernetes.worker_cpus)) == "(3, 1.5)"
 
@@ -508,7 +542,7 @@ def test_the_operators_image_has_the_version_of_its_pinned_package() -> None:
 
 
 class ApiServer:
-    """What preflight and creation ask of an API server that has all they need, behind faults to be switched on."""
+    """An API server that answers preflight and creation, with faults to switch on."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, str]] = []
@@ -590,7 +624,7 @@ def start(timeout: float = 20) -> None:
 
 
 @pytest.mark.parametrize("fault", [0, 429, 500, 503])
-def test_an_api_server_that_is_away_for_a_moment_is_asked_again(api_server: ApiServer, fault: int) -> None:
+def test_requests_are_repeated_while_the_api_server_is_away(api_server: ApiServer, fault: int) -> None:
     api_server.faults = [fault, fault]
     with pytest.raises(ClusterError, match="the Dask operator did not react"):  # so preflight and creation succeeded
         start()
@@ -598,7 +632,7 @@ def test_an_api_server_that_is_away_for_a_moment_is_asked_again(api_server: ApiS
     assert api_server.requests[-1][0] == "DELETE"
 
 
-def test_a_creation_whose_answer_was_lost_is_found_to_be_ones_own(api_server: ApiServer) -> None:
+def test_a_creation_with_a_lost_answer_is_recognized(api_server: ApiServer) -> None:
     reply = api_server.reply
 
     def lose_the_first(method: str, path: str, body: Any) -> tuple[int, Any]:
@@ -614,9 +648,7 @@ def test_a_creation_whose_answer_was_lost_is_found_to_be_ones_own(api_server: Ap
     assert api_server.requests[-1][0] == "DELETE"
 
 
-def test_an_api_server_that_stays_away_is_no_mistake_of_the_users(
-    api_server: ApiServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_api_server_that_stays_away_is_recoverable(api_server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(api.call.__kwdefaults__, "patience", 1.0)
     api_server.faults = [503] * 100
     with pytest.raises(ClusterError, match="the Kubernetes API server does not answer: not now") as caught:
@@ -628,7 +660,7 @@ def test_an_api_server_that_stays_away_is_no_mistake_of_the_users(
 
 
 @pytest.mark.parametrize("status", [400, 422])
-def test_pods_that_the_api_server_refuses_are_the_users_mistake(api_server: ApiServer, status: int) -> None:
+def test_refused_pods_are_a_user_error(api_server: ApiServer, status: int) -> None:
     reply = api_server.reply
     invalid = (status, {"message": "spec.worker.spec.containers[0].ports: Invalid value"})
     api_server.reply = lambda method, path, body: (  # type: ignore[method-assign]
@@ -638,7 +670,7 @@ def test_pods_that_the_api_server_refuses_are_the_users_mistake(api_server: ApiS
         start()
 
 
-def test_a_refused_token_is_the_users_mistake(api_server: ApiServer) -> None:
+def test_a_refused_token_is_a_user_error(api_server: ApiServer) -> None:
     api_server.faults = [401]
     with pytest.raises(PreflightError, match="this process has no access to a Kubernetes API server"):
         start()
@@ -654,7 +686,7 @@ def test_a_refused_token_is_the_users_mistake(api_server: ApiServer) -> None:
         ),
     ],
 )
-def test_sizes_that_cannot_be_are_findings(api_server: ApiServer, changes: dict[str, Any], finding: str) -> None:
+def test_impossible_sizes_are_preflight_findings(api_server: ApiServer, changes: dict[str, Any], finding: str) -> None:
     config = ClusterConfig(kubernetes=dataclasses.replace(PODS, autoscaled_nodes=False, **changes))
     with pytest.raises(PreflightError, match=finding), lifecycle.kube_cluster(config, "run", time.monotonic() + 20):
         raise AssertionError("started")
@@ -687,7 +719,7 @@ def worker_pod(last_end: dict[str, Any] | None, **metadata: Any) -> dict[str, An
         ([], ""),
     ],
 )
-def test_the_status_of_a_lost_workers_pod_tells_how_its_container_ended(
+def test_a_lost_workers_end_is_read_from_its_pods_status(
     api_server: ApiServer, monkeypatch: pytest.MonkeyPatch, pods: list[dict[str, Any]], reason: str
 ) -> None:
     monkeypatch.setattr(api, "END_TIMEOUT", 0.5)

@@ -16,15 +16,33 @@ from pathlib import Path
 
 import pytest
 
-from flyte_ddp.events import EpochFinished, Event, HistogramsTaken, PredictionsMade, RunStarted, RunState, read_history
+from flyte_ddp.events import (
+    CheckpointSaved,
+    EpochFinished,
+    Event,
+    HistogramsTaken,
+    PredictionsMade,
+    RunStarted,
+    RunState,
+    read_history,
+)
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.progress_bar import ProgressBar
-from tests.support.short_run import epoch_finished, epoch_of_events, run_finished, started, step_finished, whole_run
+from flyte_ddp.wall_time import AttemptEnded, AttemptStarted, TimeSpent
+from tests.support.short_run import (
+    epoch_finished,
+    epoch_of_events,
+    predictions_made,
+    run_finished,
+    started,
+    step_finished,
+    whole_run,
+)
 
 # --- progress bar -----------------------------------------------------------------------------------------------------
 
 
-def test_without_a_terminal_the_run_is_told_in_plain_lines() -> None:
+def test_without_a_terminal_the_run_is_printed_in_plain_lines() -> None:
     stream = io.StringIO()
     bar = ProgressBar(stream)
     for event in [*whole_run(), run_finished()]:
@@ -33,8 +51,8 @@ def test_without_a_terminal_the_run_is_told_in_plain_lines() -> None:
     bar.close(None)
     lines = stream.getvalue().splitlines()
     assert not set("\r\x1b") & set(stream.getvalue())
-    for said in ("recipe digits", "scikit-learn's digits (1,797 images)", "2 ranks", "cpu", "431,080 parameters"):
-        assert said in lines[0]
+    for expected in ("recipe digits", "scikit-learn's digits (1,797 images)", "2 ranks", "cpu", "431,080 parameters"):
+        assert expected in lines[0]
     assert lines[1] == "epoch 1/3, step 1 of 12: loss 1.0000, 1,234 samples/s"
     assert [line for line in lines if "step " in line] == [lines[1]], "steps of the next ten seconds are left out"
     assert [line for line in lines if line.startswith("epoch 2/3")] == [
@@ -55,7 +73,7 @@ def test_no_password_of_a_url_is_printed() -> None:
     assert "host/data.zip (97 images)" in stream.getvalue()
 
 
-def test_a_resumed_run_says_from_where_and_what_was_skipped() -> None:
+def test_a_resumed_run_prints_its_checkpoint_and_the_skipped_ones() -> None:
     stream = io.StringIO()
     ProgressBar(stream).handle(
         started(resumed_step=4, resumed_from="/c/step-4.pt", skipped_checkpoints=["/c/step-8.pt is unusable"])
@@ -95,7 +113,7 @@ def test_on_a_terminal_a_bar_moves_and_lines_stay_above_it() -> None:
 # --- history ----------------------------------------------------------------------------------------------------------
 
 
-def test_history_reads_back_what_was_told_and_leaves_images_out(tmp_path: Path) -> None:
+def test_history_reads_back_all_events_without_images(tmp_path: Path) -> None:
     path = tmp_path / "new" / "history.jsonl"
     history = HistoryFile(path)
     events = [*whole_run(), run_finished()]
@@ -107,7 +125,7 @@ def test_history_reads_back_what_was_told_and_leaves_images_out(tmp_path: Path) 
     assert all(json.loads(line)["time"] > 1.7e9 for line in path.read_text().splitlines())
 
 
-def test_a_torn_last_line_is_left_out_and_written_over(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_ignored_and_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     history = HistoryFile(path)
     history.handle(step_finished(1))
@@ -152,7 +170,62 @@ def test_a_history_file_that_repeats_earlier_epochs_folds_to_every_epoch_once(tm
     assert [epoch.epoch for epoch in state.epochs] == [1, 2, 3]
 
 
-def test_of_epochs_with_equal_accuracy_the_one_with_the_lower_test_loss_is_the_best() -> None:
+def _stamped(events: list[Event], times: list[float]) -> list[Event]:
+    return [replace(event, at=at) for event, at in zip(events, times, strict=True)]
+
+
+def test_the_wall_time_is_what_it_went_to(tmp_path: Path) -> None:
+    """Two attempts: the second one resumes at step 2, so what the first one did after that is done again."""
+    saved = CheckpointSaved(2, "/c/2.pt", False, seconds=0.5)
+    events = _stamped(
+        [
+            AttemptStarted(2, launched_at=1000.0, waited_seconds=7.0),
+            started(),
+            step_finished(2),
+            saved,
+            step_finished(3),
+            AttemptEnded(3, "node 1 was lost", idle_seconds=20.0),
+            AttemptStarted(1, launched_at=1000.0, waited_seconds=30.0),
+            started(resumed_step=2),
+            epoch_finished(1),  # with an evaluation of 0.5 s
+            predictions_made(),
+            run_finished(),
+        ],
+        [1010.0, 1014.0, 1016.0, 1017.0, 1018.0, 1040.0, 1072.0, 1075.0, 1085.0, 1086.0, 1089.0],
+    )
+    spent = RunState.of(events).time_spent()
+    assert spent == TimeSpent(
+        stepping=2.5 + 9.5,
+        evaluating=0.5,
+        checkpoint_stalls=0.5 + 4.0,
+        waiting_for_nodes=7.0 + 30.0,
+        restarting=3.0 + 4.0 + 20.0 + 2.0 + 3.0,
+        redone_steps=1.0 + 2.0,
+    )
+    assert spent.wall == 89.0
+    assert spent.goodput == pytest.approx(12.5 / 89)
+    # At any moment before the end, up to then.
+    for number in range(1, len(events)):
+        assert RunState.of(events[:number]).time_spent(until=2000.0).wall == pytest.approx(1000.0)
+    assert RunState.of(events).time_spent(until=2000.0).wall == 89.0
+    assert RunState.of([started(), *epoch_of_events(1)]).time_spent(until=2000.0).wall == 0.0  # without times
+
+    history = HistoryFile(tmp_path / "history.jsonl")
+    for event in events:
+        history.handle(event)
+    history.close(None)
+    *_, last = read_history(tmp_path / "history.jsonl")
+    assert last == spent
+    assert RunState.of(read_history(tmp_path / "history.jsonl")).time_spent() == spent
+
+
+def test_nobody_waited_between_two_processes_of_a_run() -> None:
+    first = _stamped([AttemptStarted(1, 1000.0, 0.0), started(), step_finished(4)], [1001.0, 1002.0, 1004.0])
+    again = _stamped([AttemptStarted(1, 5000.0, 0.0), started(), step_finished(1)], [5001.0, 5003.0, 5004.0])
+    assert RunState.of(first + again).time_spent() == TimeSpent(stepping=1.0, restarting=2.0 + 3.0, redone_steps=2.0)
+
+
+def test_the_best_of_equally_accurate_epochs_has_the_lowest_test_loss() -> None:
     worse, better = epoch_finished(1), replace(epoch_finished(2), accuracy=epoch_finished(1).accuracy)
     assert RunState.of([started(), worse, better]).best is better
     assert RunState.of([started(), replace(worse, test_loss=0.1), better]).best != better

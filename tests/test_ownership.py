@@ -75,7 +75,7 @@ def test_a_released_place_is_free_and_an_attempt_of_the_same_run_takes_it_over_a
         assert read_owner(Storage(url))[1].token == second.token
 
 
-def test_of_two_that_start_at_once_one_gets_the_place(url):
+def test_one_of_two_simultaneous_runs_gets_the_place(url):
     taken, refused = [], []
 
     def start(number):
@@ -95,7 +95,7 @@ def test_of_two_that_start_at_once_one_gets_the_place(url):
         each.__exit__(None, None, None)
 
 
-def test_signs_of_life_keep_a_place_and_their_absence_ends_its_right(url, monkeypatch):
+def test_heartbeats_keep_a_place_and_its_lease_ends_without_them(url, monkeypatch):
     monkeypatch.setattr(ownership, "BEAT_INTERVAL", 0.05)
     with owns(url, "f1-n0") as first:
         before = read_owner(Storage(url))[1].beat_at
@@ -130,7 +130,7 @@ def test_a_local_run_whose_process_is_gone_is_over_at_once(tmp_path):
         assert read_owner(Storage(str(tmp_path)))[1].pid == os.getpid()
 
 
-def test_damage_to_the_token_locks_nobody_out(tmp_path):
+def test_a_damaged_token_does_not_lock_the_place(tmp_path):
     (tmp_path / OWNER).write_text("half a li")
     with owns(str(tmp_path)) as owner:
         check_owner(Storage(str(tmp_path)), owner.token)
@@ -140,7 +140,7 @@ def test_damage_to_the_token_locks_nobody_out(tmp_path):
         check_owner(Storage(str(tmp_path)), owner.token)
 
 
-def test_a_store_that_lost_its_place_writes_deletes_and_renames_nothing(tmp_path):
+def test_a_replaced_owner_writes_deletes_and_renames_nothing(tmp_path):
     state = {"progress": {"step": 1}, "model": torch.zeros(3)}
     with owns(str(tmp_path), "f1-n0") as first:
         store = CheckpointStore(str(tmp_path), 1, owner=first.token)

@@ -51,7 +51,7 @@ def test_every_letter_and_every_end_of_a_whole_name_is_a_target_once():
 
 
 @pytest.mark.parametrize("names", [["bo"], ["mr. whiskers", "bo", "t.j."], ["a", "abcdefgh", "abcdefghi"]])
-def test_windows_are_those_of_spelling_each_prefix_out(names):
+def test_windows_equal_all_prefixes_of_each_name(names):
     expected = [
         ("*" * (WINDOW + 1) + (name + "+")[:end])[-WINDOW - 1 :] for name in names for end in range(1, len(name) + 2)
     ]
@@ -167,7 +167,7 @@ def test_bundled_names_are_usable_distinct_and_enough(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "contents", "said"),
+    ("file", "contents", "expected"),
     [
         ("few.txt", "rex\nbo\nrex\n", "expected at least 20 distinct names .* got 2 usable names in"),
         ("none.txt", "", "got 0 usable names in"),
@@ -181,17 +181,17 @@ def test_bundled_names_are_usable_distinct_and_enough(tmp_path):
         ("missing.csv", None, "which does not exist"),
     ],
 )
-def test_unusable_data_is_named_with_what_is_accepted(tmp_path, file, contents, said):
+def test_unusable_data_is_refused_with_the_expected_form(tmp_path, file, contents, expected):
     source = tmp_path / file
     if contents is not None:
         source.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
     (tmp_path / "data").mkdir()
-    with pytest.raises(DataError, match=f"^data: .*{said}") as caught:
+    with pytest.raises(DataError, match=f"^data: .*{expected}") as caught:
         prepared(tmp_path / "data", source)
     assert str(source) in str(caught.value)
 
 
-def test_unknown_protocol_is_named(tmp_path):
+def test_an_unknown_protocol_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"expected a path or a URL that fsspec knows, got 'nowhere://names.csv'"):
         prepared(tmp_path, "nowhere://names.csv")
 
@@ -201,19 +201,19 @@ def test_prediction_shows_a_beginning_and_the_letter_after_it(tmp_path, recipe):
     recipe = get_recipe(recipe)
     inputs, targets = map(torch.from_numpy, recipe.encoded(["abigail", "bo"], held_out=True))
     shown = recipe.predictions(inputs, recipe.model()(recipe.inputs(inputs)), targets)
-    told = [(prediction.text, prediction.truth) for prediction in shown]
+    seen = [(prediction.text, prediction.truth) for prediction in shown]
     if len(inputs) == 2:
-        assert told == [("Abig…", "a"), ("B…", "o")]
+        assert seen == [("Abig…", "a"), ("B…", "o")]
     else:
-        assert told[:3] == [("…", "a"), ("A…", "b"), ("Ab…", "i")]
-        assert told[-1] == ("Bo…", "(end)")
+        assert seen[:3] == [("…", "a"), ("A…", "b"), ("Ab…", "i")]
+        assert seen[-1] == ("Bo…", "(end)")
     for prediction in shown:
         assert prediction.guess == max(prediction.scores, key=prediction.scores.get)
         assert sum(prediction.scores.values()) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("recipe", [WHOLE, WINDOWS])
-def test_state_says_how_the_model_reads_names_and_loads_without_the_recipe(tmp_path, recipe):
+def test_the_state_holds_the_alphabet_and_loads_without_the_recipe(tmp_path, recipe):
     model = get_recipe(recipe).model()
     torch.save(model.state_dict(), tmp_path / "state.pt")
     other = get_recipe(WHOLE).model()

@@ -62,7 +62,7 @@ def draw(state_file, chunk):
     return draw_chunk(load_model(torch.load(state_file, weights_only=True)), chunk, 1.0, 7, "", 30)
 
 
-def test_names_are_as_many_as_asked_for_and_none_is_in_the_bundled_list(state_file):
+def test_the_requested_number_of_names_is_generated_and_none_is_bundled(state_file):
     bundled = (
         importlib.resources.files("flyte_ddp.recipes.pet_names").joinpath("names.txt").read_text().lower().splitlines()
     )
@@ -71,7 +71,7 @@ def test_names_are_as_many_as_asked_for_and_none_is_in_the_bundled_list(state_fi
     assert all(name.startswith("Bo") and len(name) <= 9 and name == name.title() for name in names)
 
 
-def test_the_list_of_the_users_own_is_the_one_not_to_repeat(state_file, tmp_path):
+def test_names_of_the_users_list_are_not_repeated(state_file, tmp_path):
     taken = generated(state_file, count=40, seed=7)
     own = tmp_path / "own.txt"
     own.write_text("\n".join(taken))
@@ -82,7 +82,7 @@ def test_the_list_of_the_users_own_is_the_one_not_to_repeat(state_file, tmp_path
 
 
 @pytest.mark.slow
-def test_one_machine_gives_the_names_that_several_give(state_file):
+def test_one_machine_and_several_generate_the_same_names(state_file):
     expected = generate_names(load_model(torch.load(state_file, weights_only=True)), 2 * CHUNK, seed=7)
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(2, mp_context=spawn) as machines:
@@ -91,7 +91,7 @@ def test_one_machine_gives_the_names_that_several_give(state_file):
 
 
 @pytest.mark.parametrize(
-    ("inputs", "said"),
+    ("inputs", "expected"),
     [
         ({"count": 0}, "count: expected a whole number of at least 1, got 0"),
         ({"temperature": -1.0}, "temperature: expected a finite number above 0, got -1.0"),
@@ -102,10 +102,10 @@ def test_one_machine_gives_the_names_that_several_give(state_file):
         ({"data": FlyteFile(__file__)}, "usable names"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(state_file, inputs, said):
+def test_bad_input_is_refused_in_one_line(state_file, inputs, expected):
     with pytest.raises(InputError) as caught:
         generated(state_file, **inputs)
-    assert said in caught.value.message
+    assert expected in caught.value.message
     assert "\n" not in caught.value.message
 
 

@@ -14,7 +14,7 @@ def panels_of(events: list[Event]) -> dict[str, figures.Panel]:
     return {panel.name: panel for panel in plots.training_panels(RunState.of(events))}
 
 
-def test_a_restart_from_a_checkpoint_takes_back_what_was_done_since():
+def test_a_restart_undoes_the_steps_after_its_checkpoint():
     first = [sample_run.started(), *sample_run.steps(1, 80), sample_run.epoch(1)]
     again = sample_run.started(resumed_step=60, previous_epochs=[sample_run.epoch(1)])
     history = RunState.of([*first, again, *sample_run.steps(61, 71)])
@@ -22,7 +22,7 @@ def test_a_restart_from_a_checkpoint_takes_back_what_was_done_since():
     assert [epoch.epoch for epoch in history.epochs] == [1]
 
 
-def test_a_run_has_every_panel_there_is_data_for():
+def test_a_run_has_a_panel_for_all_its_data():
     everything = ["loss", "accuracy", "throughput", "learning-rate", "gradient-norm", "ranks"]
     assert list(panels_of(sample_run.training())) == everything
     assert list(panels_of(sample_run.training(world_size=1))) == everything[:-1]
@@ -87,7 +87,7 @@ UNUSUAL = {
 
 @pytest.mark.filterwarnings("error::UserWarning")  # a healthy run's log has no warning
 @pytest.mark.parametrize("events", UNUSUAL.values(), ids=UNUSUAL.keys())
-def test_unusual_runs_are_drawn_too(events: list[Event]):
+def test_unusual_runs_are_drawn(events: list[Event]):
     panels = panels_of(events)
     assert panels
     for panel in panels.values():

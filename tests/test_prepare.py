@@ -67,7 +67,7 @@ def test_data_waits_for_a_store_that_is_away(store, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("fault", "error"), [("unavailable", StorageUnavailable), ("AccessDenied", StorageDenied)])
-def test_and_ends_recoverably_or_as_the_users_mistake(store, tmp_path, monkeypatch, fault, error):
+def test_an_unreachable_store_is_recoverable_and_a_refusal_is_a_user_error(store, tmp_path, monkeypatch, fault, error):
     monkeypatch.setattr(storage.Storage.__init__, "__defaults__", ("checkpoints", 1.0))
     monkeypatch.setattr(storage.read_file, "__defaults__", ("url", 1.0))
     url = store.fill({"names.txt": NAMES.encode()})

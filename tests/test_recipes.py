@@ -42,7 +42,7 @@ def test_a_recipe_of_the_users_own_module_is_found_by_dotted_name(name):
 
 
 @pytest.mark.parametrize("name", ["mnits", "", " mnist", "a..b", ".mnist", "mnist.", "/etc/passwd", "os", "--help"])
-def test_an_unknown_name_is_refused_with_the_names_there_are(name):
+def test_an_unknown_name_is_refused_with_the_known_ones(name):
     with pytest.raises(ConfigError) as caught:
         get_recipe(name)
 
@@ -89,7 +89,7 @@ def test_a_module_that_fails_on_import_is_refused_with_its_error_as_the_cause(tm
 OPTIONAL = "tests.support.recipes.Optional"
 
 
-def test_options_are_the_attributes_that_the_recipe_sees():
+def test_options_are_attributes_of_the_recipe():
     # 24.0: what is left of 24 in a Flyte literal that a console wrote, whose only numbers are floats.
     recipe = get_recipe(OPTIONAL, {"width": 24.0, "slope": 1, "sizes": [1, 2]})
 
@@ -111,7 +111,7 @@ def test_options_are_the_attributes_that_the_recipe_sees():
         ("digits", {"model": "large"}, "^recipe_options: expected no options for recipe 'digits', got 'model'"),
     ],
 )
-def test_an_option_that_cannot_be_is_refused_in_one_line(name, options, reason):
+def test_an_invalid_option_is_refused_in_one_line(name, options, reason):
     with pytest.raises(ConfigError, match=reason) as caught:
         get_recipe(name, options)
 
@@ -147,7 +147,7 @@ def test_digits_are_real_whole_and_split_the_same_way_each_time(tmp_path):
     assert len(np.unique(images.reshape(len(images), -1), axis=0)) == len(images)  # no sample is in both parts
 
 
-def test_digits_refuse_data_of_the_users_rather_than_train_on_something_else(tmp_path):
+def test_digits_refuse_data_of_the_user(tmp_path):
     with pytest.raises(DataError, match="expected none, got '/some/where'; recipe digits"):
         prepare_data(Digits(), "/some/where", tmp_path)
 
@@ -274,7 +274,7 @@ def test_downloaded_mnist_is_kept_in_the_users_cache_and_not_fetched_again(idx_f
     assert "downloaded from torchvision's mirrors" in describe_data(prepared)["description"]
 
 
-def test_the_fingerprint_tells_other_data_apart(tmp_path):
+def test_other_data_have_another_fingerprint(tmp_path):
     recipe = get_recipe("tests.support.recipes.Tiny")
     fingerprints = []
     for name, source in (("a", "1"), ("b", "1"), ("c", "2")):
@@ -363,7 +363,7 @@ def serve(monkeypatch):
 CONTENTS = np.random.RandomState(0).bytes(200_000)
 
 
-def test_a_download_that_breaks_off_goes_on_where_it_was(serve, tmp_path):
+def test_an_interrupted_download_resumes(serve, tmp_path):
     server = serve(CONTENTS)
     server.faults = [70_000, 50_000]
 
@@ -374,7 +374,7 @@ def test_a_download_that_breaks_off_goes_on_where_it_was(serve, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_download_that_another_process_began_goes_on_where_it_was(serve, tmp_path):
+def test_a_download_begun_by_another_process_resumes(serve, tmp_path):
     server = serve(CONTENTS)
     server.faults = [70_000] * download.NUM_TRIES
     server.faults[1:] = [1_000] * (download.NUM_TRIES - 1)
@@ -397,7 +397,7 @@ def test_a_server_that_cannot_resume_sends_all_of_it_again(serve, tmp_path):
     assert (tmp_path / "file").read_bytes() == CONTENTS
 
 
-def test_contents_with_a_wrong_sum_are_thrown_away_and_fetched_again(serve, tmp_path):
+def test_contents_with_a_wrong_checksum_are_fetched_again(serve, tmp_path):
     server = serve(CONTENTS)
     server.faults = [_flip(CONTENTS)]
 
@@ -407,7 +407,7 @@ def test_contents_with_a_wrong_sum_are_thrown_away_and_fetched_again(serve, tmp_
     assert server.ranges == [0, 0]
 
 
-def test_a_part_that_is_whole_but_wrong_is_thrown_away(serve, tmp_path):
+def test_a_complete_part_with_a_wrong_checksum_is_discarded(serve, tmp_path):
     server = serve(CONTENTS)
     (tmp_path / "file.part").write_bytes(b"x" * len(CONTENTS))
 
@@ -416,7 +416,7 @@ def test_a_part_that_is_whole_but_wrong_is_thrown_away(serve, tmp_path):
     assert (tmp_path / "file").read_bytes() == CONTENTS
 
 
-def test_the_next_mirror_is_asked_where_one_fails_and_nothing_that_is_there_is_fetched(serve, tmp_path):
+def test_the_next_mirror_is_used_and_present_files_are_not_fetched(serve, tmp_path):
     wrong, server = serve(b"something else"), serve(CONTENTS)
     urls = [wrong.url("missing"), wrong.url(), "http://127.0.0.1:9/closed", server.url()]
 
@@ -440,7 +440,7 @@ def test_a_download_that_fails_everywhere_is_refused_with_every_mirrors_reason(s
 
 
 @pytest.mark.parametrize("fault", ["silent", "chunked"])
-def test_a_server_that_falls_silent_or_breaks_off_in_a_chunk_is_asked_again(serve, tmp_path, monkeypatch, fault):
+def test_requests_are_repeated_if_a_server_falls_silent_or_disconnects(serve, tmp_path, monkeypatch, fault):
     monkeypatch.setattr(download, "TIMEOUT", 1.0)
     server = serve(CONTENTS)
     server.faults = [fault]

@@ -1,4 +1,4 @@
-"""What Flyte is told at registration, read from the packaged protos of all tasks, workflows and launch plans."""
+"""The registration of all tasks, workflows and launch plans, read from the packaged protos."""
 
 from __future__ import annotations
 
@@ -112,12 +112,12 @@ def resources(entries):
 # Tasks
 
 
-def test_the_tasks_that_are_known_are_there(package):
+def test_all_tasks_are_registered(package):
     assert set(KNOWN) <= set(package.tasks)
     assert {"workflows.single_node.single_node_training_wf", "workflows.retrain.retrain_wf"} <= set(package.workflows)
 
 
-def test_every_task_runs_in_the_image_and_asks_for_what_it_may_use_and_no_more(package):
+def test_every_task_runs_in_the_image_with_requests_equal_to_limits(package):
     for name, task in package.tasks.items():
         requests, limits = resources(task.container.resources.requests), resources(task.container.resources.limits)
         assert task.container.image == IMAGE, name
@@ -128,7 +128,7 @@ def test_every_task_runs_in_the_image_and_asks_for_what_it_may_use_and_no_more(p
             assert requests == KNOWN[name].resources[package.profile], name
 
 
-def test_a_task_with_a_gpu_says_which_and_has_shared_memory(package):
+def test_a_task_with_a_gpu_names_its_type_and_has_shared_memory(package):
     with_gpu = {name for name, task in package.tasks.items() if resources(task.container.resources.limits)[3]}
     for name, task in package.tasks.items():
         extended = task.extended_resources
@@ -158,7 +158,7 @@ def test_the_key_of_wandb_goes_to_tasks_that_use_it_and_nowhere_when_offline(pac
         assert not any("key" in pair.key.lower() or "secret" in pair.key.lower() for pair in task.container.env), name
 
 
-def test_retries_preemption_caches_and_decks_are_as_each_task_can_bear(package):
+def test_retries_preemption_caches_and_decks_fit_each_task(package):
     from tasks.resources import code_version
 
     for name, task in package.tasks.items():
@@ -189,7 +189,7 @@ def test_every_attempt_of_every_task_has_a_timeout(package):
                 assert node.metadata.timeout == task.metadata.timeout, node.id
 
 
-def test_nodes_inherit_what_their_tasks_say(package):
+def test_nodes_inherit_the_settings_of_their_tasks(package):
     """A node has retries and a mark for preemption of its own, which Flyte takes before the task's."""
     num_checked = 0
     for spec in package.workflows.values():
@@ -202,7 +202,7 @@ def test_nodes_inherit_what_their_tasks_say(package):
     assert num_checked >= len(KNOWN)
 
 
-def test_where_the_checkpoints_lie_does_not_make_a_cached_training_another_one(package):
+def test_the_place_of_checkpoints_does_not_change_the_cache_key(package):
     for name in ("train_on_one_node", "train_on_cluster"):
         assert list(package.tasks[f"tasks.train.{name}"].metadata.cache_ignore_input_vars) == ["checkpoints"]
 
@@ -215,7 +215,7 @@ def test_the_link_to_wandb_is_registered_where_it_is_known(package):
 # The conditional
 
 
-def test_an_unnecessary_training_is_not_even_scheduled(package):
+def test_an_unnecessary_training_is_not_scheduled(package):
     """Training is in a branch, and what the branches read is there when the condition is evaluated."""
     nodes = package.workflows["workflows.retrain.retrain_wf"].template.nodes
     assert [node.metadata.name for node in nodes] == ["prepare", "plan_retraining", "what_to_train_on"]
@@ -278,18 +278,22 @@ def test_no_launch_plan_runs_twice_at_once_or_is_active_unasked(package):
     assert not any(plan.should_auto_activate for plan in LAUNCH_PLANS)
 
 
-def test_who_is_told_of_failures_comes_from_the_environment(package):
+def test_recipients_of_failures_come_from_the_environment(package):
     for name in SCHEDULES:
         notifications = package.launch_plans[name].entity_metadata.notifications
         if package.profile == "sandbox":
             assert not notifications, name
         else:
-            (told,) = notifications
-            assert list(told.email.recipients_email) == ["night@example.com", "day@example.com"]
-            assert [WorkflowExecution.Phase.Name(phase) for phase in told.phases] == ["FAILED", "ABORTED", "TIMED_OUT"]
+            (notification,) = notifications
+            assert list(notification.email.recipients_email) == ["night@example.com", "day@example.com"]
+            assert [WorkflowExecution.Phase.Name(phase) for phase in notification.phases] == [
+                "FAILED",
+                "ABORTED",
+                "TIMED_OUT",
+            ]
 
 
-def test_what_is_retrained_comes_from_the_environment(package):
+def test_inputs_of_retrainings_come_from_the_environment(package):
     for name in SCHEDULES:
         given = package.launch_plans[name].default_inputs.parameters
         is_given = package.profile == "gpu"
@@ -370,7 +374,7 @@ def test_launch_plans_run_as_the_service_account_of_their_registration():
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "expected"),
     [
         ("NOTIFY_EMAILS", "somebody", "notify_emails: expected e-mail addresses, got 'somebody'"),
         ("RETRAIN_INPUTS", "{", "RETRAIN_INPUTS: expected a JSON object, got '{'"),
@@ -384,14 +388,14 @@ def test_launch_plans_run_as_the_service_account_of_their_registration():
         ("SANDBOX", "yes", "SANDBOX: expected 0, 1, false or true, got 'yes'"),
     ],
 )
-def test_bad_settings_are_refused_at_registration(name, value, said, monkeypatch):
+def test_bad_settings_are_refused_at_registration(name, value, expected, monkeypatch):
     from tasks import registration
     from tasks.settings import load_settings
     from workflows.retrain import retrain_wf
 
     with pytest.raises(ValueError, match=r"(?s).*") as caught:
         registration._inputs(retrain_wf, load_settings(environment={name: value}).retrain_inputs)
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
 
 
 # The command
@@ -414,7 +418,7 @@ def register(tmp_path, *, with_pyflyte=False, **environment):
     return done, calls.read_text().splitlines() if calls.exists() else []
 
 
-def test_register_takes_image_and_version_from_the_settings_and_activates_what_it_is_told(tmp_path):
+def test_register_uses_the_settings_and_activates_the_given_launch_plans(tmp_path):
     done, calls = register(tmp_path, IMAGE=IMAGE, PROJECT="p", DOMAIN="production", ACTIVATE="retrain_nightly")
     assert done.returncode == 0, done.stderr
     version = re.search(r"^version (7-[0-9a-f]{8}), image registry", done.stdout, re.MULTILINE)[1]
@@ -434,7 +438,7 @@ def test_register_activates_nothing_by_default_and_takes_another_version(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "expected"),
     [
         ({"ACTIVATE": "1"}, "ACTIVATE: expected launch plans of the table in workflows/retrain.py, got '1'"),
         ({"ACTIVATE": "retrain_nightly retrain_daily"}, "got 'retrain_daily'"),
@@ -442,11 +446,11 @@ def test_register_activates_nothing_by_default_and_takes_another_version(tmp_pat
         ({"IMAGE": ""}, "image: expected the name of your image in settings.toml, in IMAGE or by --image, got none"),
     ],
 )
-def test_register_refuses_before_it_reaches_anybody(tmp_path, environment, said):
+def test_register_refuses_bad_settings_before_any_request(tmp_path, environment, expected):
     done, calls = register(tmp_path, **{"IMAGE": IMAGE, **environment})
     assert done.returncode in (1, 2)
     assert calls == []
-    assert said in done.stderr
+    assert expected in done.stderr
 
 
 @pytest.mark.slow

@@ -16,9 +16,19 @@ from flytekit.deck.deck import get_deck_template
 from flytekit.loggers import logger as flytekit_logger
 
 from flyte_ddp.errors import RankFailure, TrainingStopped
-from flyte_ddp.events import CheckpointSaved, EpochFinished, Event, LayerDescribed, Prediction, PredictionsMade
+from flyte_ddp.events import (
+    CheckpointSaved,
+    EpochFinished,
+    Event,
+    LayerDescribed,
+    Prediction,
+    PredictionsMade,
+    RunState,
+)
+from flyte_ddp.flytekit_plugin.deck import DeckPublisher
+from flyte_ddp.observers.page import duration
+from flyte_ddp.wall_time import AttemptStarted
 from tasks import report
-from tasks.deck import DeckPublisher
 from tasks.report import Report
 from tests.support import browser, sample_run
 
@@ -100,7 +110,7 @@ def text_of(made: Report) -> str:
     return Elements(made.render()).text
 
 
-def test_a_finished_run_is_told_in_full():
+def test_the_report_of_a_finished_run_is_complete():
     made = report_of(sample_run.whole_run())
     assert made.status == "finished"
     text = text_of(made)
@@ -128,6 +138,19 @@ def test_a_finished_run_is_told_in_full():
     assert made.render().count('<svg xmlns="http://www.w3.org/2000/svg"') == 6
 
 
+def test_a_report_says_what_the_wall_time_went_to():
+    events = [AttemptStarted(2, launched_at=1000.0, waited_seconds=60.0), *sample_run.training(), sample_run.finished()]
+    stamped = [dataclasses.replace(event, at=1070.0 + index) for index, event in enumerate(events)]
+    made = report_of(stamped)
+    spent = RunState.of(stamped).time_spent()
+    text = text_of(made)
+    assert f"Wall time {duration(spent.wall)}" in text
+    assert f"Goodput {100 * spent.goodput:.2f} %" in text
+    assert "Waiting for nodes 1 min 0 s" in text
+    assert "Redone steps 0 ms 0.00 %" in text
+    assert "Goodput" not in text_of(report_of(sample_run.training()))  # of events without times
+
+
 def test_the_status_follows_the_run():
     assert report_of([], closed=False).status == "running"
     running = report_of(sample_run.training()[:20], closed=False)
@@ -140,7 +163,7 @@ def test_the_status_follows_the_run():
     assert "RankFailure rank 1 failed: ValueError: bad" in text_of(failed)
 
 
-def test_a_resumed_run_says_from_where_and_shows_earlier_epochs():
+def test_the_report_of_a_resumed_run_shows_its_origin_and_earlier_epochs():
     text = text_of(report_of(resumed_run()))
     assert "Resumed at step 150 from s3://bucket/run/step-0000000150.pt" in text
     assert "step-0000000200.pt is unusable and was skipped" in text
@@ -182,7 +205,7 @@ def test_no_password_or_signature_of_a_url_is_shown():
     assert page.count("https://...@host/data.zip") >= 5
 
 
-def test_wrong_predictions_come_first_and_what_has_no_room_is_counted():
+def test_wrong_predictions_come_first_and_omitted_ones_are_counted():
     large = sample_run.predictions(number=320, side=128)
     made = report_of([*sample_run.training(), large, sample_run.finished()])
     page = Elements(made.render())
@@ -267,7 +290,7 @@ PAGES = {
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_page_opens_without_a_complaint_on_any_screen(chromium: browser.Browser, tmp_path: Path, page: str):
+def test_the_page_opens_without_errors_on_any_screen(chromium: browser.Browser, tmp_path: Path, page: str):
     file = tmp_path / "report.html"
     file.write_text(PAGES[page]().render(), encoding="utf-8")
     for width in (360, 1280):
@@ -324,7 +347,7 @@ def test_the_deck_in_flytes_own_page_shows_the_report(chromium: browser.Browser,
         "<link rel='stylesheet' href='http://localhost:9/style.css'>",
     ],
 )
-def test_the_browser_notices_what_is_wrong_with_a_page(chromium: browser.Browser, tmp_path: Path, flaw: str):
+def test_the_browser_finds_faults_of_a_page(chromium: browser.Browser, tmp_path: Path, flaw: str):
     file = tmp_path / "flawed.html"
     file.write_text(PAGES["started"]().render().replace("</body>", flaw + "</body>"), encoding="utf-8")
     assert chromium.open(file) != []
@@ -339,7 +362,7 @@ def _brightness(color: str) -> float:
 
 
 class Clock:
-    """A clock that stands still until it is told otherwise."""
+    """A clock that stands still until a test sets it."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -350,7 +373,7 @@ class Clock:
 
 @pytest.fixture
 def sandbox(tmp_path: Path) -> Iterator[Path]:
-    """Where flytekit leaves its files in this test."""
+    """The directory of flytekit's files in this test."""
     provider = FileAccessProvider(str(tmp_path / "sandbox"), str(tmp_path / "raw"))
     with FlyteContextManager.with_context(FlyteContextManager.current_context().with_file_access(provider)):
         yield tmp_path / "sandbox"
@@ -380,20 +403,20 @@ def test_the_deck_is_published_while_the_run_goes_on_and_at_its_end(sandbox: Pat
         clock, made = Clock(), Report()
         publisher = DeckPublisher(made, interval=15, clock=clock)
 
-        def tell(event: Event, at: float) -> None:
+        def handle(event: Event, at: float) -> None:
             clock.now = 100 + at
             made.handle(event)
             publisher.handle(event)
             seen.append(len(decks(sandbox)))
 
         def run() -> None:
-            tell(sample_run.started(), at=0)
-            tell(sample_run.steps(1, 1)[0], at=5)
-            tell(sample_run.epoch(1), at=14)
-            tell(sample_run.epoch(2), at=16)
-            tell(CheckpointSaved(100, "file:///c.pt", True, 0.1), at=40)
-            tell(sample_run.epoch(3), at=1001)
-            tell(sample_run.epoch(4), at=1017)  # by then it may take 5 % of 1001 s
+            handle(sample_run.started(), at=0)
+            handle(sample_run.steps(1, 1)[0], at=5)
+            handle(sample_run.epoch(1), at=14)
+            handle(sample_run.epoch(2), at=16)
+            handle(CheckpointSaved(100, "file:///c.pt", True, 0.1), at=40)
+            handle(sample_run.epoch(3), at=1001)
+            handle(sample_run.epoch(4), at=1017)  # by then it may take 5 % of 1001 s
             made.close(rank_failure())
             publisher.close(rank_failure())
             seen.append(len(decks(sandbox)))

@@ -1,4 +1,4 @@
-"""A retraining puts a better model in place or leaves the old one, and says why, whatever the night brings."""
+"""A retraining promotes a better model or keeps the old one, with a reason, whatever fails."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def scale_of(store):
     return round(float(state["0.weight"][0, 0] / fresh["0.weight"][0, 0]))
 
 
-def test_the_first_challenger_is_promoted_and_its_manifest_says_where_it_comes_from(store, make):
+def test_the_first_challenger_is_promoted_with_its_origin_in_the_manifest(store, make):
     given = make(execution="f1-n2", epochs=5)
     assert plan(store, given, PromotionCriteria()) == challenges.Plan(True, "", "there is no champion yet")
     result = judge(store, given, PromotionCriteria(), model_state(5))
@@ -102,7 +102,7 @@ def test_the_first_challenger_is_promoted_and_its_manifest_says_where_it_comes_f
     assert manifest.kickoff_time == "2026-01-02T03:04:05Z"
 
 
-def test_a_loss_lower_by_the_margin_is_better_and_a_higher_one_is_not(store, make):
+def test_a_challenger_must_beat_the_loss_by_the_margin(store, make):
     judge(store, make(), PromotionCriteria(), model_state(5))
     worse = judge(store, make(seed=1), PromotionCriteria(), model_state(6))
     assert (worse.outcome, scale_of(store)) == (Outcome.NOT_BETTER, 5)
@@ -123,7 +123,7 @@ def test_the_margin_is_a_share_of_the_champions_loss(store, make):
     assert judge(store, make(), PromotionCriteria(margin=share - 1e-6), model_state(3)).outcome == Outcome.PROMOTED
 
 
-def test_an_equal_loss_is_not_better_without_a_margin_either(store, make):
+def test_an_equal_loss_is_not_better_without_a_margin(store, make):
     judge(store, make(), PromotionCriteria(), model_state(5))
     assert judge(store, make(seed=1), PromotionCriteria(margin=0), model_state(5)).outcome == Outcome.NOT_BETTER
 
@@ -170,7 +170,7 @@ def damaged(store, name, damage):
         ("manifest.json", lambda file: file.write_bytes(b"{}"), Outcome.PROMOTED_OVER_CORRUPT),
     ],
 )
-def test_a_champion_that_nobody_can_use_is_replaced_by_one_trained_from_scratch(store, make, name, damage, outcome):
+def test_an_unusable_champion_is_replaced_by_one_trained_from_scratch(store, make, name, damage, outcome):
     judge(store, make(), PromotionCriteria(), model_state(3))
     broken = store.version_in_use()
     damaged(store, name, damage)
@@ -194,7 +194,7 @@ def test_a_champion_that_nobody_can_use_is_replaced_by_one_trained_from_scratch(
 
 
 def test_a_champion_whose_pointer_is_gone_is_missing_and_not_the_first(store, make):
-    """As a lifecycle rule leaves it, which deletes the oldest object first."""
+    """Delete the oldest object, as a lifecycle rule does first."""
     judge(store, make(), PromotionCriteria(), model_state(3))
     judge(store, make(seed=1), PromotionCriteria(), model_state(6))
     Path(store.url, "champion.json").unlink()
@@ -241,7 +241,7 @@ class Learning(Tiny):
         return torch.nn.Sequential(torch.nn.Linear(8, self.num_classes))
 
 
-def test_a_recipe_may_learn_from_its_data_what_its_model_looks_like(store, tmp_path):
+def test_a_recipes_model_may_depend_on_its_data(store, tmp_path):
     name = f"{__name__}.Learning"
     (tmp_path / "data").mkdir()
     prepare_data(get_recipe(name), "", tmp_path / "data")
@@ -253,23 +253,23 @@ def test_a_recipe_may_learn_from_its_data_what_its_model_looks_like(store, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("criteria", "said"),
+    ("criteria", "expected"),
     [
         (PromotionCriteria(min_samples=18), "97 training and 17 held-out samples, and min_samples is 18"),
         (PromotionCriteria(min_share=0.97), "less than 0.97 of the champion's 103 and 17"),
     ],
 )
-def test_too_little_data_is_not_trained_on(store, make, data, criteria, said):
+def test_too_little_data_is_not_trained_on(store, make, data, criteria, expected):
     given = make(recipe="Normed")  # which has 103 samples
     judge(store, given, PromotionCriteria(), model_state(1, "Normed"))
     less = dataclasses.replace(given, directory=data("", "Tiny"))  # 97
     planned = plan(store, less, criteria)
     assert (planned.train, planned.outcome) == (False, Outcome.TOO_LITTLE_DATA)
-    assert said in planned.reason
+    assert expected in planned.reason
     assert plan(store, less, PromotionCriteria(min_share=0.94)).train
 
 
-def test_what_the_champion_was_trained_with_is_not_trained_again(store, make):
+def test_the_champions_own_data_and_config_are_not_trained_again(store, make):
     judge(store, make(), PromotionCriteria(), model_state(3))
     planned = plan(store, make(), PromotionCriteria())
     assert (planned.train, planned.outcome) == (False, Outcome.UNCHANGED)
@@ -277,7 +277,7 @@ def test_what_the_champion_was_trained_with_is_not_trained_again(store, make):
         assert plan(store, changed, PromotionCriteria()).train
 
 
-def test_a_challenge_that_was_lost_is_not_fought_again_until_something_changes(store, make):
+def test_a_lost_challenge_is_not_repeated_until_something_changes(store, make):
     judge(store, make(), PromotionCriteria(), model_state(3))
     judge(store, make("5"), PromotionCriteria(), model_state(6))
     planned = plan(store, make("5"), PromotionCriteria())
@@ -293,7 +293,7 @@ def test_a_challenge_that_was_lost_is_not_fought_again_until_something_changes(s
     assert plan(store, make("5"), PromotionCriteria(allow="promoted_over_missing")).train
 
 
-def test_a_promotion_that_was_rolled_back_is_not_repeated_the_next_night(store, make):
+def test_a_rolled_back_promotion_is_not_repeated_the_next_night(store, make):
     judge(store, make(), PromotionCriteria(), model_state(6))
     judge(store, make("5"), PromotionCriteria(), model_state(3))
     store.rollback()
@@ -302,7 +302,7 @@ def test_a_promotion_that_was_rolled_back_is_not_repeated_the_next_night(store, 
     assert plan(store, make("6"), PromotionCriteria()).train
 
 
-def test_a_champion_whose_loss_is_not_finite_any_more_loses(store, make):
+def test_a_champion_with_a_loss_that_is_not_finite_loses(store, make):
     given = make()
     judge(store, given, PromotionCriteria(), model_state(1))
     manifest = dataclasses.replace(store.manifest(), metrics={})
@@ -323,7 +323,7 @@ def test_a_challenger_starts_from_the_champion_or_from_scratch(store, make):
     assert fresh.initial_state == ""
 
 
-def test_a_challenger_that_another_one_came_before_is_measured_against_that_one(store, make, monkeypatch):
+def test_a_challenger_is_measured_against_a_champion_promoted_meanwhile(store, make, monkeypatch):
     judge(store, make(), PromotionCriteria(), model_state(6))
     promote = ChampionStore.promote
 
@@ -340,7 +340,7 @@ def test_a_challenger_that_another_one_came_before_is_measured_against_that_one(
     assert len(store.versions()) == 2
 
 
-def test_a_retried_task_whose_first_attempt_promoted_says_so_and_promotes_nothing_more(store, make):
+def test_a_retry_after_a_promotion_reports_it_and_promotes_nothing(store, make):
     judge(store, make(), PromotionCriteria(), model_state(6))
     first = judge(store, make(execution="f1-n2"), PromotionCriteria(), model_state(3))
     again = judge(store, make(execution="f1-n2"), PromotionCriteria(), model_state(3))
@@ -413,7 +413,7 @@ def status(store, capfd, max_age):
     return code, "".join(capfd.readouterr()).strip().rpartition("; ")[2]
 
 
-def test_retrainings_promote_first_then_nothing_then_what_is_better(retrain, capfd):
+def test_retrainings_promote_the_first_and_then_only_better_models(retrain, capfd):
     first = retrain()
     assert first.outcome == "promoted_first"
     assert "epoch 1/1: train loss" in "".join(capfd.readouterr())
@@ -440,8 +440,13 @@ def test_retrainings_promote_first_then_nothing_then_what_is_better(retrain, cap
     assert better.champion != first.champion
     assert better.metrics["challenger_accuracy"] > better.metrics["champion_accuracy"]
     page = Path(str(better.report)).read_text()
-    for said in ("Retraining digits", "promoted: on the same held-out data", better.champion, "2026-01-02T03:00:00Z"):
-        assert said in page
+    for expected in (
+        "Retraining digits",
+        "promoted: on the same held-out data",
+        better.champion,
+        "2026-01-02T03:00:00Z",
+    ):
+        assert expected in page
 
 
 @pytest.mark.slow
@@ -455,7 +460,7 @@ def test_a_training_whose_loss_becomes_nan_fails_and_leaves_the_champion(retrain
 
 
 @pytest.mark.parametrize(
-    ("inputs", "said"),
+    ("inputs", "expected"),
     [
         ({"champion": ""}, "champion: expected a directory or a URL in a local run, got ''"),
         ({"train_on": "moon"}, "train_on: expected one of one_node, cluster, got 'moon'"),
@@ -463,14 +468,14 @@ def test_a_training_whose_loss_becomes_nan_fails_and_leaves_the_champion(retrain
         ({"champion": "/proc/none"}, "champion: expected a place that this process may use, got /proc/none"),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_trained(retrain, inputs, said, capfd):
-    with pytest.raises(Exception, match=said):
+def test_bad_input_is_refused_before_anything_is_trained(retrain, inputs, expected, capfd):
+    with pytest.raises(Exception, match=expected):
         retrain(recipe=TINY, **inputs)
     assert "epoch" not in "".join(capfd.readouterr())
 
 
-def test_by_default_the_champion_lies_where_all_find_it_and_no_rule_for_raw_outputs_reaches(bucket, make):  # noqa: F811
-    from tasks.flyte_context import Execution
+def test_the_default_champion_is_shared_and_outside_the_raw_output_prefix(bucket, make):  # noqa: F811
+    from flyte_ddp.flytekit_plugin.flyte_context import Execution
     from tasks.retrain import _default_champion
 
     checkpoints = f"{bucket}/data/checkpoints/project/production/f1/n2-n0-n0"

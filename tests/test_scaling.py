@@ -33,7 +33,7 @@ def ring(world_size, num_bytes):
 
 
 def costs(world_size, compute):
-    """What a run of `world_size` ranks times; `compute` is seconds by samples per rank."""
+    """Return the timings of a run of `world_size` ranks; `compute` is seconds by samples per rank."""
     return CostsTimed(
         list(compute), list(compute.values()), NUM_BYTES, ring(world_size, NUM_BYTES), ring(world_size, 4)
     )
@@ -161,7 +161,7 @@ def test_each_run_times_its_own_batch_and_the_largest_also_those_of_the_projecti
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "expected"),
     [
         ({"world_sizes": [2]}, "world_sizes: expected two or more different integers >= 1, got [2]"),
         ({"world_sizes": [1, 1]}, "world_sizes: expected two or more different integers >= 1, got [1, 1]"),
@@ -186,9 +186,9 @@ def test_each_run_times_its_own_batch_and_the_largest_also_those_of_the_projecti
         ({"target_loss": float("nan")}, "target_loss: expected a finite number >= 0, got nan"),
     ],
 )
-def test_an_impossible_study_is_refused_before_anything_starts(changes, said):
+def test_an_impossible_study_is_refused_before_anything_starts(changes, expected):
     arguments = {"world_sizes": [1, 2], "projected_world_sizes": [4], "learning_rates": [], "target_loss": 0.0}
-    with pytest.raises(ConfigError, match="^" + re.escape(said)):
+    with pytest.raises(ConfigError, match="^" + re.escape(expected)):
         validate_study(TrainingConfig(), **{**arguments, **changes})
 
 
@@ -222,7 +222,7 @@ def test_threads_of_a_rank_are_its_share_of_the_cores_or_as_many_as_configured()
         ClusterConfig(threads_per_rank=-1)
 
 
-def test_what_is_projected_is_drawn_hollow_and_said_to_be_projected():
+def test_projections_are_drawn_hollow_and_labelled():
     panels = {panel.name: panel for panel in scaling_panels(study_of_two(projected_world_sizes=[4, 16]))}
     assert list(panels) == [
         "loss-epochs",
@@ -250,7 +250,7 @@ def report_of(runs, projected=(4, 16)):
     return report
 
 
-def test_a_report_escapes_what_comes_from_outside_and_says_how_far_it_is():
+def test_a_report_escapes_foreign_text_and_shows_its_progress():
     waiting = report_of([])
     assert "Waiting for the ranks" in waiting.render()
     hostile = "<script>alert(1)</script>"
@@ -315,7 +315,7 @@ def rows_of(outputs):
     return table.where(table.notna(), None).to_dict("records")
 
 
-def test_the_study_has_a_row_for_each_world_size_and_says_which_is_projected(outputs):
+def test_the_study_has_a_labelled_row_for_each_world_size(outputs):
     import pandas
 
     one, two, four = rows_of(outputs)
@@ -366,7 +366,7 @@ def _num_cores():
     return CPU_COUNT
 
 
-def test_two_ranks_time_their_parts_after_the_training_and_one_rank_has_nothing_to_exchange(outputs):
+def test_two_ranks_time_their_parts_and_one_rank_has_no_exchange(outputs):
     runs = runs_of(outputs)
     (costs,) = [event for event in runs[2] if isinstance(event, CostsTimed)]
     assert costs.batch_sizes == [6, 3]
@@ -379,7 +379,7 @@ def test_two_ranks_time_their_parts_after_the_training_and_one_rank_has_nothing_
         assert [len(epoch.rank_overlap_seconds) for epoch in epochs] == [lengths] * 3
 
 
-def test_the_report_tells_what_was_measured_how_and_how_well_the_model_fits(outputs):
+def test_the_report_has_measurements_method_and_fit(outputs):
     page = Path(outputs.report.path).read_text()
     for words in (
         "Scaling of tests.support.recipes.Tiny",
@@ -408,7 +408,7 @@ def test_a_study_repeats_no_run_that_its_checkpoints_have(outputs, checkpoints, 
     assert Path(again.history.path).read_text() == Path(outputs.history.path).read_text()
 
 
-def test_a_run_that_differs_in_anything_is_another_one(outputs, checkpoints):
+def test_runs_are_reused_only_if_nothing_differs(outputs, checkpoints):
     from flyte_ddp.scaling.runner import _load_record, _name_directory
     from flyte_ddp.storage import Storage
 
@@ -431,7 +431,7 @@ def test_a_run_that_differs_in_anything_is_another_one(outputs, checkpoints):
     assert _load_record(Storage(f"{place.url}-not"), ()) is None
 
 
-def test_a_mistake_is_one_line_before_a_cluster_is_started(tmp_path):
+def test_a_user_error_is_one_line_before_a_cluster_starts(tmp_path):
     with pytest.raises(InputError, match="^world_sizes: 5 ranks: .* expected a multiple of 5, got 12"):
         study(tmp_path, world_sizes=[1, 5])
     with pytest.raises(InputError, match="^recipe: expected digits, .*, got 'nope'"):

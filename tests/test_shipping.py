@@ -167,14 +167,14 @@ def test_every_way_of_registering_ships_all_of_the_code_and_the_users_recipes(re
     } <= shipped
 
 
-def test_a_package_ships_the_same(registered, checkout):
+def test_a_package_ships_the_same_code(registered, checkout):
     with tarfile.open(registered["package"]["archive"].replace("package.tar.gz", "package.tgz")) as package:
         (archive,) = [name for name in package.getnames() if name.startswith("fast")]
         with tarfile.open(fileobj=package.extractfile(archive)) as tar:
             assert {member.name for member in tar if member.isfile()} == expected_files(checkout)
 
 
-def test_the_image_has_the_same():
+def test_the_image_has_the_same_code():
     """The image copies what .dockerignore lets through, which is what `--copy all` ships."""
     assert "\nCOPY . /opt/flyte-ddp/\n" in (REPOSITORY / "Dockerfile").read_text()
 
@@ -207,13 +207,13 @@ def test_the_same_code_with_other_settings_is_another_version(registered):
     assert registered["register"]["version"] != registered["register_gpus"]["version"]
 
 
-def test_the_settings_name_the_image_and_a_flag_another(registered):
+def test_the_image_is_from_the_settings_or_a_flag(registered):
     assert {registered[name]["image"] for name in ("auto", "all", "register")} == {IMAGE}
     assert registered["by_flag"]["image"] == "other:1"
 
 
 @pytest.mark.parametrize(
-    ("way", "said"),
+    ("way", "expected"),
     [
         ("no_image", "image: expected the name of your image in settings.toml, in IMAGE or by --image, got none"),
         (
@@ -227,14 +227,14 @@ def test_the_settings_name_the_image_and_a_flag_another(registered):
         ("register_auto", "--copy: expected all or none, got auto"),
     ],
 )
-def test_what_would_not_run_is_refused_in_a_line(registered, way, said):
+def test_an_incomplete_registration_is_refused_in_one_line(registered, way, expected):
     record = registered[way]
     assert "version" not in record
-    assert said in record["log"]
+    assert expected in record["log"]
     assert "Traceback" not in record["log"]
 
 
-def test_code_that_would_be_left_out_is_named(checkout, tmp_path):
+def test_code_that_would_not_be_shipped_is_named(checkout, tmp_path):
     rules = checkout / ".dockerignore"
     before = rules.read_text()
     rules.write_text(before.replace("!vineyard\n", ""))
@@ -246,7 +246,7 @@ def test_code_that_would_be_left_out_is_named(checkout, tmp_path):
     assert "vineyard/__init__.py: expected a file that is shipped, got one that .dockerignore" in record["log"]
 
 
-def test_a_process_with_other_code_than_was_registered_says_so_and_ends(checkout):
+def test_a_process_with_other_code_than_registered_fails(checkout):
     def start(digest):
         return subprocess.run(
             [sys.executable, "-c", "import tasks.settings; print(tasks.settings.shipped_code())"],

@@ -59,13 +59,13 @@ def test_a_local_run_ends_with_accuracies_and_the_paths_of_its_outputs(local_run
     assert kinds[-1] == "RunFinished"
 
 
-def test_a_local_run_says_which_data_it_used(local_run):
+def test_a_local_run_prints_its_data(local_run):
     assert "1,437 training and 360 held-out images" in local_run.stdout + local_run.stderr
 
 
 def test_the_help_explains_every_flag():
     text = " ".join(re.sub(r"[│\n]", " ", pyflyte_run("--help").stdout).split())
-    for said in (
+    for expected in (
         "what to train: digits, mnist",
         "hyperparameters that differ from the recipe's",
         "0 is one per GPU",
@@ -73,12 +73,12 @@ def test_the_help_explains_every_flag():
         "an unfinished run found there goes on",
         "W&B artifact",
     ):
-        assert said in text
+        assert expected in text
     assert '"anyOf"' not in text  # no JSON schema
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["--recipe", "nope"], "recipe: expected digits, image_folder, mnist"),
         (["--config", '{"epochs": 0}'], "epochs: expected a whole number of at least 1, got 0"),
@@ -102,11 +102,11 @@ def test_the_help_explains_every_flag():
         (["--recipe", "mnist", "--data", "tests"], "tests, which holds no train-images-idx3-ubyte"),
     ],
 )
-def test_bad_input_is_refused_in_words_and_without_a_traceback(arguments, said):
+def test_bad_input_is_refused_without_a_traceback(arguments, expected):
     run = pyflyte_run(*arguments)
     output = run.stdout + run.stderr
     assert run.returncode != 0
-    assert said in " ".join(re.sub(r"[│╭╮╰╯─\n]", " ", output).split())
+    assert expected in " ".join(re.sub(r"[│╭╮╰╯─\n]", " ", output).split())
     assert "Traceback" not in output
     assert "[rank" not in output  # no rank was started
 
@@ -222,7 +222,7 @@ def write_inputs(tmp_path, **config):
     return str(file)
 
 
-def test_a_retry_goes_on_from_the_checkpoints_of_whichever_attempt_wrote_them(tmp_path, inputs):
+def test_a_retry_resumes_from_the_newest_checkpoint_of_any_attempt(tmp_path, inputs):
     """Attempt 0 is killed in mid-epoch, attempt 1 before it writes anything, and attempt 2 finishes the run."""
     from flyteidl.core import literals_pb2
 
@@ -279,7 +279,7 @@ def test_a_run_ends_for_good_when_all_its_attempts_have_taken_max_hours(tmp_path
         assert "Traceback" not in error.message
 
 
-def test_a_killed_rank_is_worth_another_attempt_and_a_bug_is_not(tmp_path, inputs, monkeypatch):
+def test_a_killed_rank_is_recoverable_and_a_bug_is_not(tmp_path, inputs, monkeypatch):
     from flyteidl.core import errors_pb2
 
     kinds = {}
@@ -298,7 +298,7 @@ def test_a_killed_rank_is_worth_another_attempt_and_a_bug_is_not(tmp_path, input
     assert kinds["raise 1 2"] == errors_pb2.ContainerError.NON_RECOVERABLE
 
 
-def test_a_pod_with_other_code_than_was_registered_says_so_and_is_not_tried_again(tmp_path, inputs, monkeypatch):
+def test_a_pod_with_other_code_than_registered_fails_without_a_retry(tmp_path, inputs, monkeypatch):
     from flyteidl.core import errors_pb2
 
     monkeypatch.setenv("FLYTE_DDP_CODE", "0123456789abcdef")
@@ -340,7 +340,7 @@ def resources_of(template, kind):
     return {entry["name"]: entry["value"] for entry in template["container"]["resources"][kind]}
 
 
-def test_the_gpu_profile_asks_for_gpus_memory_disk_and_shared_memory_explicitly():
+def test_the_gpu_profile_requests_gpus_memory_disk_and_shared_memory():
     template = registered_task(GPUS="4", GPU_TYPE="nvidia-tesla-a100", WANDB_ENTITY="team")
     requests, limits = resources_of(template, "requests"), resources_of(template, "limits")
     assert requests == limits == {"CPU": "16", "GPU": "4", "MEMORY": "64Gi", "EPHEMERAL_STORAGE": "50Gi"}
@@ -354,7 +354,7 @@ def test_the_gpu_profile_asks_for_gpus_memory_disk_and_shared_memory_explicitly(
     assert template["config"]["entity"] == "team"
 
 
-def test_the_sandbox_profile_asks_for_no_gpu_and_no_secret():
+def test_the_sandbox_profile_requests_no_gpu_and_no_secret():
     template = registered_task(SANDBOX="1")
     assert resources_of(template, "limits") == {"CPU": "2", "MEMORY": "4Gi", "EPHEMERAL_STORAGE": "4Gi"}
     assert "gpuAccelerator" not in template["extendedResources"]

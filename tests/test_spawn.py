@@ -1,4 +1,4 @@
-"""The launcher on one machine: whatever happens to a rank, a run ends soon, says why, and leaves no process behind."""
+"""The launcher on one machine: whatever happens to a rank, a run ends soon with its reason and leaves no process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLOW_STEP = "0.1"  # seconds, for runs that a signal has to meet on their way
 
 
 def _surroundings():
-    """What of this process and its machine a run must leave as it was."""
+    """Return the state of this process and its machine that a run must not change."""
     return {
         "environment": dict(os.environ),
         "handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],
@@ -66,7 +66,7 @@ def test_an_exception_ends_the_run_with_that_ranks_number_and_traceback(tmp_path
     assert message.startswith(f"rank {rank} failed: ValueError: broken on purpose\nTraceback")
     assert 'raise ValueError("broken on purpose")' in message
     assert "gloo" not in message  # of the other rank, which only lost its peer
-    assert run.error is caught.value  # the listeners are told
+    assert run.error is caught.value  # the listeners get it
     assert run.last_step == 4
     assert survivors() == []
     assert _surroundings() == before
@@ -88,12 +88,12 @@ def test_a_killed_rank_ends_the_run_within_seconds_with_all_its_processes(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"), [("exit", "rank 1 failed: SystemExit: 3"), ("hard-exit", "rank 1 exited with code 3")]
+    ("fault", "expected"), [("exit", "rank 1 failed: SystemExit: 3"), ("hard-exit", "rank 1 exited with code 3")]
 )
-def test_a_rank_that_leaves_ends_the_run(tmp_path, monkeypatch, survivors, fault, said):
+def test_a_rank_that_leaves_ends_the_run(tmp_path, monkeypatch, survivors, fault, expected):
     monkeypatch.setenv("FAULT", f"{fault} 1 5")
 
-    with pytest.raises(RankFailure, match=said) as caught:
+    with pytest.raises(RankFailure, match=expected) as caught:
         new_run(tmp_path).train()
 
     assert caught.value.rank == 1
@@ -138,7 +138,7 @@ def test_a_failure_is_one_line_and_one_short_traceback(tmp_path, monkeypatch):
     assert caught.value.cause.count("the disk is gone") == 100  # equal only for the same error
 
 
-def test_what_only_the_user_can_correct_is_one_line(tmp_path, monkeypatch):
+def test_a_user_error_of_a_rank_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("FAULT", "deny 0 2")
 
     with pytest.raises(RankFailure) as caught:
@@ -207,7 +207,7 @@ def test_data_that_take_longer_to_prepare_than_the_stall_timeout_are_no_stall(tm
 
 
 @pytest.mark.parametrize("signal_name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
-def test_a_signal_stops_the_run_after_a_last_checkpoint_that_it_goes_on_from(
+def test_a_signal_stops_the_run_after_a_last_checkpoint_to_resume_from(
     tmp_path, monkeypatch, survivors, finished_run, signal_name
 ):
     monkeypatch.setenv("STEP_SECONDS", SLOW_STEP)
@@ -271,14 +271,14 @@ def test_the_ranks_of_a_killed_parent_end_themselves(tmp_path, monkeypatch, surv
 # What else may be the case on a machine
 
 
-def test_what_ranks_print_is_relayed_line_by_line_with_their_numbers(finished_run):
+def test_output_of_ranks_is_relayed_line_by_line_with_their_numbers(finished_run):
     lines = finished_run("Tiny", 3).lines
 
     for rank in range(3):
         assert f"[rank {rank}] the data are opened" in lines
 
 
-def test_lines_go_to_standard_error_where_nobody_asks_for_them(tmp_path, capfd):
+def test_lines_go_to_standard_error_by_default(tmp_path, capfd):
     run = new_run(tmp_path)
     run.relay = None
     run.train(1, epochs=1)
@@ -287,7 +287,7 @@ def test_lines_go_to_standard_error_where_nobody_asks_for_them(tmp_path, capfd):
 
 
 @pytest.mark.slow
-def test_two_runs_at_the_same_time_do_not_meet(tmp_path, finished_run):
+def test_two_simultaneous_runs_do_not_interfere(tmp_path, finished_run):
     main_module = sys.modules["__main__"]
     runs = [new_run(tmp_path / name) for name in ("one", "two")]
     threads = [threading.Thread(target=run.train, kwargs={"seed": seed}) for seed, run in enumerate(runs)]
@@ -356,7 +356,7 @@ def test_an_unknown_recipe_is_refused_before_any_process_starts(tmp_path, no_pro
         (2, {"backend": "nccl"}, "backend: expected auto or gloo for ranks without GPUs, got 'nccl'"),
     ],
 )
-def test_a_run_that_cannot_be_is_refused_before_any_process_starts(
+def test_an_impossible_run_is_refused_before_any_process_starts(
     tmp_path, monkeypatch, no_processes, num_processes, config, message
 ):
     monkeypatch.setattr(spawn, "num_gpus", lambda: 0)
@@ -380,7 +380,7 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_any_process_starts(
         new_run(tmp_path).train(2, checkpoints=url)
 
 
-def test_bad_data_end_the_run_with_the_recipes_own_words(tmp_path, survivors):
+def test_bad_data_end_the_run_with_the_recipes_message(tmp_path, survivors):
     def refuse():
         raise DataError("data: /some/file is damaged")
 

@@ -101,7 +101,7 @@ def test_an_unknown_kind_of_url_is_refused_without_its_password():
 
 
 @pytest.mark.parametrize("fault", ["refuses", "hangs"])
-def test_a_store_that_is_away_is_waited_for_and_then_reported_in_one_line(fault, monkeypatch, fast, caplog):
+def test_an_outage_is_waited_for_and_reported_in_one_line(fault, monkeypatch, fast, caplog):
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         if fault == "hangs":
@@ -123,7 +123,7 @@ def test_a_store_that_is_away_is_waited_for_and_then_reported_in_one_line(fault,
     assert line.startswith(f"s3://away-and-{fault} cannot be reached: ")
 
 
-def test_operations_go_on_when_the_store_is_back_and_one_line_says_so(store, url, fast, caplog):
+def test_operations_resume_after_an_outage_with_one_log_line(store, url, fast, caplog):
     place = Storage(url)
     place.write("a", b"1")
     store.fault = "unavailable"
@@ -166,7 +166,7 @@ def test_a_server_that_stops_and_starts_again_is_waited_for(monkeypatch, fast):
     assert results == [b"1"]
 
 
-def test_waiting_can_be_ended(monkeypatch, fast):
+def test_a_stop_request_ends_waiting(monkeypatch, fast):
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     place = Storage("s3://away/run")
@@ -211,7 +211,7 @@ def test_keys_that_are_wrong_or_not_allowed_are_refused_at_once(store, url, code
         store.fault = ""
 
 
-def test_a_bucket_that_is_not_there_is_the_users_mistake_and_not_an_empty_one(store, monkeypatch):
+def test_a_missing_bucket_is_a_user_error_and_not_an_empty_one(store, monkeypatch):
     place = Storage("s3://no-such-bucket/run", "champion")
     for action in (place.check_access, lambda: place.write("a", b""), place.names):
         with pytest.raises(StorageDenied, match=r"champion: .* got s3://no-such-bucket/run: .*create the bucket or"):
@@ -265,7 +265,7 @@ def test_azure_has_flyte_s_variables_too(monkeypatch):
     assert storage_environment()["AZURE_STORAGE_ACCOUNT_KEY"] == "a2V5"
 
 
-def test_another_process_adopts_what_it_has_not_been_given_itself(monkeypatch, tmp_path):
+def test_another_process_adopts_only_missing_credentials(monkeypatch, tmp_path):
     no_keys(monkeypatch, tmp_path)
     given = {"AWS_ACCESS_KEY_ID": "1", "AWS_SECRET_ACCESS_KEY": "2", "AWS_SESSION_TOKEN": "3", "AWS_ENDPOINT_URL": "4"}
     monkeypatch.setenv("FLYTE_AWS_ACCESS_KEY_ID", "own")
@@ -281,7 +281,7 @@ def test_another_process_adopts_what_it_has_not_been_given_itself(monkeypatch, t
     }
 
 
-def test_a_file_system_is_not_shared_with_who_had_other_keys(monkeypatch):
+def test_file_systems_with_different_keys_are_not_shared(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     found = []
@@ -324,7 +324,7 @@ def test_only_storage_opens_urls():
     assert places == {"flyte_ddp/storage/filesystem.py"}, found
 
 
-def test_a_process_that_used_a_store_ends_without_a_word(store, url, tmp_path):
+def test_a_process_that_used_a_store_exits_silently(store, url, tmp_path):
     """flytekit leaves its own session open, whose client ends the process with "Unclosed client session"."""
     program = """
 import sys, threading

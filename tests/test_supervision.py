@@ -57,7 +57,7 @@ def test_a_cold_compilation_reports_progress(monkeypatch):
     assert len(beats) == num_beats
 
 
-def test_the_ranks_ask_each_other_about_once_a_second(monkeypatch):
+def test_ranks_poll_each_other_about_once_a_second(monkeypatch):
     asked = []
     world = World(0, 0, 1, CPU)
     monkeypatch.setattr(World, "sum", lambda self, *values: asked.append(clock[0]) or list(values))

@@ -18,6 +18,7 @@ from flyte_ddp import events
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.errors import ClusterError, ConfigError, SweepFailed, TrainingStopped
+from flyte_ddp.flytekit_plugin.deck import DeckPublisher
 from flyte_ddp.launch.dask import launcher as dask
 from flyte_ddp.launch.dask.placement import Worker
 from flyte_ddp.launch.dask.pool import Pool
@@ -38,11 +39,10 @@ from flyte_ddp.sweep.results import (
 )
 from flyte_ddp.sweep.runner import train_trials
 from flyte_ddp.sweep.search import EarlyStopping, build_trials
-from tasks.deck import DeckPublisher
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides, given
 from tasks.sweep import check_sweep
 from tasks.sweep_report import SweepReport
-from tests.support.wandb_log import told
+from tests.support.wandb_log import records_of
 from tests.test_dask import start_scheduler, start_worker  # noqa: F401 - the latter is a fixture
 
 SWEPT = "tests.support.sweep_recipes.Swept"
@@ -59,7 +59,7 @@ def models(*grids):
 # --- Which models a sweep has -------------------------------------------------------------------------------------
 
 
-def test_a_grid_stands_for_every_combination_once():
+def test_a_grid_yields_every_combination_once():
     found = build_trials("digits", {"epochs": 2}, {"learning_rate": [0.1, 0.01], "global_batch_size": [32, 64.0, 64]})
 
     assert [model.values for model in found] == [
@@ -98,13 +98,13 @@ def test_the_same_seed_draws_the_same_models_and_another_seed_others():
     assert 2 <= sum(model.config.learning_rate < 0.00316 for model in drawn) <= 10
 
 
-def test_no_more_models_are_drawn_than_there_are_different_ones():
+def test_no_more_models_are_drawn_than_distinct_ones_exist():
     found = build_trials("digits", {}, {"optimizer": ["sgd", "adam"], "epochs": {"low": 1, "high": 2}}, num_models=50)
     assert len(found) == 4
 
 
 @pytest.mark.parametrize(
-    ("grid", "num_models", "said"),
+    ("grid", "num_models", "expected"),
     [
         ({}, 0, "grid: expected a JSON object such as .*, got {}"),
         ({"lr": [0.1]}, 0, "grid: expected one of epochs, .*recipe_options.NAME .*, got 'lr'"),
@@ -134,9 +134,9 @@ def test_no_more_models_are_drawn_than_there_are_different_ones():
         ({"global_batch_size": [64, 33]}, 0, "global_batch_size: expected a multiple of 2, got 33"),
     ],
 )
-def test_a_bad_grid_is_refused_in_one_line_before_anything_starts(grid, num_models, said):
+def test_a_bad_grid_is_refused_in_one_line_before_anything_starts(grid, num_models, expected):
     cluster = ClusterInput(kind="existing", processes_per_node=2)
-    with pytest.raises(InputError, match=said) as caught:
+    with pytest.raises(InputError, match=expected) as caught:
         check_sweep.task_function("digits", TrainingOverrides(), grid, num_models, 0, "none", cluster)
     assert "\n" not in str(caught.value)
 
@@ -166,17 +166,17 @@ def test_a_model_worse_than_the_median_of_those_before_is_stopped():
     assert stopped_after("median", bad, good, fair, fair, bad, good) == [0, 0, 0, 0, 2, 0]
 
 
-def test_halving_goes_on_with_the_better_half_at_epochs_1_2_4():
+def test_halving_keeps_the_better_half_at_epochs_1_2_4():
     losses = [[4, 4, 4, 4, 4], [3, 3, 3, 3, 3], [9, 9, 9, 9, 9], [2, 3.5, 9, 9, 9], [1, 1, 1, 3.5, 1]]
     assert stopped_after("halving", *losses) == [0, 0, 1, 2, 4]
 
 
-def test_without_a_rule_nobody_is_stopped_and_a_loss_counts_once(recwarn):
+def test_without_a_rule_no_trial_is_stopped_and_a_loss_counts_once(recwarn):
     assert stopped_after("none", [1, 1], [9, math.nan]) == [0, 0]
     rule = EarlyStopping("halving")
     assert not rule.should_stop(1, 1, 1.0)
     assert rule.should_stop(2, 1, 2.0)
-    assert not rule.should_stop(2, 1, 2.0)  # a run that has restarted tells of its epochs again
+    assert not rule.should_stop(2, 1, 2.0)  # a run that has restarted reports its epochs again
     assert [str(warning.message) for warning in recwarn] == []
 
 
@@ -299,7 +299,7 @@ def four(tmp_path_factory, data, client):
     return sweep(models(*FOUR), checkpoints, data, client, watch), checkpoints, watch
 
 
-def test_a_model_that_fails_is_a_row_with_its_error_and_stops_no_other(four):
+def test_a_failed_model_is_a_row_with_its_error_and_stops_no_other(four):
     runs, _, _ = four
     assert [run.status for run in runs] == [FINISHED, FINISHED, FAILED, FAILED]
     assert runs[2].error == "ValueError: broken on purpose"
@@ -346,7 +346,7 @@ def pid_of_worker_with(record, label):
     return next((int(file.name) for file in record.iterdir() if label in file.read_text().split()), 0)
 
 
-def test_a_lost_worker_a_sigterm_and_a_retry_cost_nothing_but_time(tmp_path, data, client, record, four):
+def test_a_lost_worker_a_sigterm_and_a_retry_cost_only_time(tmp_path, data, client, record, four):
     go = tmp_path / "go"
     slow = {"recipe_options": [{"label": "slow", "slow_until": str(go)}], "learning_rate": [0.1], "epochs": [40]}
     found = models({"recipe_options.label": ["quick"], "learning_rate": [0.1]}, slow)
@@ -386,7 +386,7 @@ def test_a_lost_worker_a_sigterm_and_a_retry_cost_nothing_but_time(tmp_path, dat
     assert len(runs[1].epochs) == 40
 
 
-def test_a_bad_model_is_stopped_early_and_stays_so(tmp_path, data, client, four, monkeypatch):
+def test_a_bad_model_is_stopped_early_for_good(tmp_path, data, client, four, monkeypatch):
     """Beside models that an earlier sweep has trained, and on a worker that has to fetch a copy of the data."""
     _, checkpoints, _ = four
     monkeypatch.setattr(dask.worker, "holds_file", lambda path, contents: not path.endswith("data.json"))
@@ -515,7 +515,7 @@ PAGES = {
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_report_opens_without_a_complaint_on_any_screen(chromium, tmp_path, page):
+def test_the_report_opens_without_errors_on_any_screen(chromium, tmp_path, page):
     file = tmp_path / "report.html"
     file.write_text(PAGES[page]().render(), encoding="utf-8")
     assert file.stat().st_size < 2_000_000
@@ -529,7 +529,7 @@ def test_the_report_opens_without_a_complaint_on_any_screen(chromium, tmp_path, 
     }.get(page, "finished")
 
 
-def test_a_click_on_a_head_sorts_the_models_and_another_one_turns_them_round(chromium, tmp_path):
+def test_a_click_on_a_column_head_sorts_and_another_reverses(chromium, tmp_path):
     file = tmp_path / "report.html"
     file.write_text(report_of(made_up_runs(GRID, m2=FAILED, m3=STOPPED_EARLY)).render(), encoding="utf-8")
     chromium.open(file)
@@ -552,12 +552,12 @@ def test_a_click_on_a_head_sorts_the_models_and_another_one_turns_them_round(chr
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
-    """What the workflow returns, what it says, and how often it shows the report."""
+    """Return the workflow's outputs, its standard error, and how often it published the report."""
     from workflows.sweep import sweep_wf
 
-    said = tmp_path_factory.mktemp("said") / "lines"
+    output = tmp_path_factory.mktemp("output") / "lines"
     published = []
-    with pytest.MonkeyPatch.context() as patch, open(said, "w") as stderr:
+    with pytest.MonkeyPatch.context() as patch, open(output, "w") as stderr:
         patch.setenv("WANDB_MODE", "offline")
         patch.setattr("sys.stderr", stderr)
         patch.setattr(DeckPublisher, "_publish", lambda publisher: published.append(publisher))
@@ -567,7 +567,7 @@ def outputs(tmp_path_factory):
             cluster=ClusterInput(kind="local", node_timeout=30),
             checkpoints=str(tmp_path_factory.mktemp("checkpoints")),
         )
-    return returned, said.read_text(), len(published)
+    return returned, output.read_text(), len(published)
 
 
 def test_the_workflow_returns_the_table_and_the_best_model(outputs):
@@ -586,12 +586,14 @@ def test_the_workflow_returns_the_table_and_the_best_model(outputs):
     get_recipe("digits").model().load_state_dict(torch.load(returned.best_model_state.path, weights_only=True))
 
 
-def test_the_workflow_says_in_a_line_what_becomes_of_each_model(outputs):
-    _, said, _ = outputs
+def test_the_workflow_prints_one_line_per_model(outputs):
+    _, output, _ = outputs
     for number, rate in ((1, "0.0001"), (2, "0.01")):
-        assert f"trial {number}/2 (learning_rate {rate}) started" in said
-        assert re.search(rf"trial {number}/2 \(learning_rate {rate}\) finished: test loss \d\.\d+, accuracy \d+", said)
-    assert "the best is trial 2 (learning_rate 0.01)" in said
+        assert f"trial {number}/2 (learning_rate {rate}) started" in output
+        assert re.search(
+            rf"trial {number}/2 \(learning_rate {rate}\) finished: test loss \d\.\d+, accuracy \d+", output
+        )
+    assert "the best is trial 2 (learning_rate 0.01)" in output
 
 
 def test_the_workflows_report_has_the_models_and_their_curves(outputs, chromium, tmp_path):
@@ -609,10 +611,12 @@ def test_the_report_is_shown_while_the_models_train_and_at_the_end(outputs):
 
 
 def test_the_models_are_one_group_in_wandb(outputs):
-    returned, said, _ = outputs
-    runs = [run for each in Path(returned.report.path).parent.glob("wandb/offline-run-*") for run in told(each, "run")]
+    returned, output, _ = outputs
+    runs = [
+        run for each in Path(returned.report.path).parent.glob("wandb/offline-run-*") for run in records_of(each, "run")
+    ]
     assert len(runs) == 2
     assert len({run.run_group for run in runs}) == 1
     assert {run.display_name for run in runs} == {"trial 1 (learning_rate 0.0001)", "trial 2 (learning_rate 0.01)"}
-    assert said.count("W&B: ") == 1
-    assert f"likewise for all trials of group {runs[0].run_group}" in said
+    assert output.count("W&B: ") == 1
+    assert f"likewise for all trials of group {runs[0].run_group}" in output

@@ -156,21 +156,21 @@ def test_a_single_document_is_cut_and_few_documents_are_not(tmp_path):
         (tmp_path / place).mkdir()
         (tmp_path / place / "one.txt").write_text("\f".join(texts))
         # With this share no hash of a document holds it out.
-        _, _, told = prepared(tmp_path / place, tmp_path / place / "one.txt", separator="\f", held_out=1e-6)
+        _, _, description = prepared(tmp_path / place, tmp_path / place / "one.txt", separator="\f", held_out=1e-6)
         held_out = documents_of(tmp_path / place, HELD_OUT)
         if place == "one":
             assert held_out == ["x" * 8]
-            assert "1 documents, the end of the last one held out; 492 bytes to train, 9 held out" in told
+            assert "1 documents, the end of the last one held out; 492 bytes to train, 9 held out" in description
         else:
             assert held_out == ["c" * 100]
             assert documents_of(tmp_path / place, TRAIN) == texts[:2]
-            assert "the last documents held out" in told
+            assert "the last documents held out" in description
 
 
 def test_without_a_source_it_is_pythons_own_topics(tmp_path):
-    _, _, told = prepared(tmp_path)
+    _, _, description = prepared(tmp_path)
     documents, held_out = (
-        int(number) for number in re.search(r"\(pydoc_data.topics\): (\d+) documents, (\d+) of", told).groups()
+        int(number) for number in re.search(r"\(pydoc_data.topics\): (\d+) documents, (\d+) of", description).groups()
     )
     assert documents > 60
     assert 2 < held_out < 20
@@ -309,7 +309,7 @@ def test_text_of_any_size_is_prepared_in_bounded_memory(tmp_path, tokens, separa
 
 
 @pytest.mark.parametrize(
-    ("name", "contents", "options", "said"),
+    ("name", "contents", "options", "expected"),
     [
         ("missing.txt", None, {}, "data: expected a file, directory or URL with text or Parquet, got .*missing.txt"),
         ("empty.txt", b"", {}, r"data: expected text, got .*empty.txt, which is empty"),
@@ -324,10 +324,10 @@ def test_text_of_any_size_is_prepared_in_bounded_memory(tmp_path, tokens, separa
         ("bad.parquet", b"PAR1 or not", {}, "data: .*bad.parquet is no Parquet file that can be read"),
     ],
 )
-def test_unusable_data_is_named_in_one_line_before_a_rank_starts(tmp_path, name, contents, options, said):
+def test_unusable_data_is_named_in_one_line_before_a_rank_starts(tmp_path, name, contents, options, expected):
     if contents is not None:
         (tmp_path / name).write_bytes(contents)
-    with pytest.raises((DataError, ConfigError), match=f"^{said}") as caught:
+    with pytest.raises((DataError, ConfigError), match=f"^{expected}") as caught:
         prepared(tmp_path, tmp_path / name, **options)
     assert "\n" not in str(caught.value)
 
@@ -343,7 +343,7 @@ def test_columns_and_folders_without_text_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected"),
     [
         ({"width": 30, "heads": 4}, r"recipe_options.width: expected a multiple of 8 \(2 x heads\), got 30"),
         ({"tokens": "words"}, "recipe_options.tokens: expected one of bytes, bpe, got 'words'"),
@@ -355,8 +355,8 @@ def test_columns_and_folders_without_text_are_named(tmp_path):
         ),
     ],
 )
-def test_bad_options_are_refused_in_one_line(options, said):
-    with pytest.raises(ConfigError, match=f"^{said}"):
+def test_bad_options_are_refused_in_one_line(options, expected):
+    with pytest.raises(ConfigError, match=f"^{expected}"):
         config_of("text", {"recipe_options": options})
 
 

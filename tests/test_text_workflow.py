@@ -56,7 +56,7 @@ def trained():
     return run.stdout + run.stderr, *map(Path, outputs.groups())
 
 
-def test_a_run_on_pythons_topics_learns_and_tells_nats_per_byte_speed_and_a_text(trained):
+def test_a_run_on_pythons_topics_learns_and_reports_nats_per_byte_speed_and_text(trained):
     output, _, report, history = trained
     state = RunState.of(read_history(history))
     assert "reference topics that come with Python (pydoc_data.topics)" in output
@@ -87,7 +87,7 @@ def test_the_state_alone_continues_a_text_as_its_run_did(trained):
 
 
 @pytest.mark.parametrize(
-    ("inputs", "said"),
+    ("inputs", "expected"),
     [
         ({"max_tokens": 0}, "max_tokens: expected a whole number from 1 to 100,000, got 0"),
         ({"temperature": -1.0}, "temperature: expected a finite number of at least 0, got -1.0"),
@@ -95,10 +95,10 @@ def test_the_state_alone_continues_a_text_as_its_run_did(trained):
         ({"seed": -1}, "seed: expected a whole number of at least 0, got -1"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(trained, inputs, said):
+def test_bad_input_is_refused_in_one_line(trained, inputs, expected):
     with pytest.raises(InputError) as caught:
         generate_text_wf(model_state=FlyteFile(str(trained[1])), **inputs)
-    assert said in caught.value.message
+    assert expected in caught.value.message
     assert "\n" not in caught.value.message
 
 

@@ -19,6 +19,7 @@ from flyte_ddp.events import (
     PredictionsMade,
     RunFinished,
     RunStarted,
+    RunState,
     StepFinished,
 )
 from flyte_ddp.rank.checkpoint import CheckpointStore
@@ -30,6 +31,7 @@ from flyte_ddp.rank.progress import Progress
 from flyte_ddp.rank.step_timing import time_costs
 from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import get_recipe
+from flyte_ddp.wall_time import AttemptStarted
 from tests.support import recipes
 from tests.support.runs import new_run
 from tests.support.trainers import CPU, Recorder, new_trainer
@@ -96,7 +98,7 @@ def test_any_number_of_ranks_gives_the_weights_and_losses_of_a_plain_loop(finish
 
 
 # 103 samples leave 7: shares of 3, 2 and 2, the first of which takes two micro-batches and the others one.
-def test_so_do_accumulation_clipping_and_targets_that_are_not_one_per_sample(finished_run):
+def test_accumulation_clipping_and_uneven_targets_give_the_weights_of_a_plain_loop(finished_run):
     run = finished_run("Sequences", 3, gradient_accumulation=2, gradient_clip_norm=CLIP)
     norms = [event.gradient_norm for event in run.events if isinstance(event, StepFinished)]
 
@@ -129,13 +131,13 @@ def test_the_state_dict_loads_anywhere_into_the_recipes_model(finished_run):
     get_recipe(run.recipe).model().load_state_dict(state)
 
 
-def test_a_run_says_what_it_does_in_order(finished_run):
+def test_a_run_emits_its_events_in_order(finished_run):
     run = finished_run("Tiny", 2)
     kinds = [type(event) for event in run.events]
     steps = [event for event in run.events if isinstance(event, StepFinished)]
     epochs = [event for event in run.events if isinstance(event, EpochFinished)]
 
-    assert kinds[0] is RunStarted
+    assert kinds[:2] == [AttemptStarted, RunStarted]
     assert kinds[-1] is RunFinished
     assert kinds.count(PredictionsMade) == 1
     assert kinds.count(HistogramsTaken) == kinds.count(CheckpointSaved) == 3
@@ -147,6 +149,10 @@ def test_a_run_says_what_it_does_in_order(finished_run):
     assert (run.started.world_size, run.started.backend, run.started.num_train_samples) == (2, "gloo", 97)
     assert [layer.kind for layer in run.started.layers] == ["Linear", "Tanh", "Linear"]
     assert run.started.num_parameters == sum(value.numel() for value in run.state().values())
+    spent = RunState.of(run.events).time_spent()
+    assert spent.wall == pytest.approx(run.events[-1].at - run.job.launched_at)
+    assert min(spent.stepping, spent.evaluating, spent.restarting) > 0
+    assert spent.redone_steps == spent.waiting_for_nodes == 0
     best = max(epochs, key=lambda epoch: epoch.accuracy)
     assert (run.events[-1].best_epoch, run.events[-1].best_accuracy) == (best.epoch, best.accuracy)
 
@@ -173,20 +179,20 @@ def test_a_loss_that_is_not_a_number_stops_the_run_at_once_and_names_the_step(tm
     assert [event.epoch for event in run.events if isinstance(event, EpochFinished)] == [1]
 
 
-def test_weights_that_overflow_in_the_last_step_do_not_end_a_run_well(tmp_path):
+def test_weights_that_overflow_in_the_last_step_fail_the_run(tmp_path):
     with pytest.raises(RankFailure, match=r"NonFiniteLoss.*epoch 1"):
         new_run(tmp_path).train(1, learning_rate=1e60, epochs=1, global_batch_size=97)
 
 
 # Rank 1's own check of its losses is switched off, as if it lagged behind on a GPU.
 @pytest.mark.parametrize(
-    ("fault", "said"), [("late-nan 1 14", "the loss .* is nan"), ("infinite-gradient 1 14", "norm")]
+    ("fault", "expected"), [("late-nan 1 14", "the loss .* is nan"), ("infinite-gradient 1 14", "norm")]
 )
-def test_no_checkpoint_is_written_of_weights_that_another_rank_has_spoiled(tmp_path, monkeypatch, fault, said):
+def test_no_checkpoint_is_written_of_weights_that_another_rank_has_spoiled(tmp_path, monkeypatch, fault, expected):
     monkeypatch.setenv("FAULT", fault)
     run = new_run(tmp_path)
 
-    with pytest.raises(RankFailure, match=rf"NonFiniteLoss: .*{said}.* step 14 \(epoch 2\)"):
+    with pytest.raises(RankFailure, match=rf"NonFiniteLoss: .*{expected}.* step 14 \(epoch 2\)"):
         run.train(checkpoint_interval=1)
 
     assert run.last_step == 14  # log_interval is 1: the loss of step 14 is reported, the checkpoint is not written
@@ -241,7 +247,7 @@ def test_a_long_evaluation_saves_what_was_trained_before_it(tmp_path, monkeypatc
     assert [(event.step, event.best) for event in saved] == [(9, False), (9, True)]
 
 
-def test_of_epochs_with_equal_accuracy_the_one_with_the_lowest_held_out_loss_is_the_best():
+def test_the_best_of_equally_accurate_epochs_has_the_lowest_held_out_loss():
     def epoch(number, accuracy, loss):
         return EpochFinished(number, number, 1.0, loss, accuracy, 0.1, 1.0, 1.0, 1.0)
 
@@ -278,7 +284,7 @@ def test_fewer_epochs_than_a_checkpoint_has_are_refused(tmp_path, asked_every_st
         new_trainer(run, epochs=1).resume()
 
 
-def test_a_finished_run_is_finished_again_by_the_same_number_of_epochs_and_refused_with_fewer(tmp_path):
+def test_a_finished_run_accepts_the_same_number_of_epochs_and_refuses_fewer(tmp_path):
     run = new_run(tmp_path)
     new_trainer(run, epochs=2).fit()
 
@@ -381,7 +387,7 @@ def test_the_other_optimizers_train_also_in_bfloat16(finished_run, optimizer):
     assert all(value.dtype == torch.float32 for value in run.state().values())
 
 
-def test_one_cycle_rises_over_30_percent_of_the_steps_and_falls_to_next_to_nothing():
+def test_one_cycle_rises_over_30_percent_of_the_steps_and_falls_almost_to_zero():
     config = TrainingConfig(schedule="one_cycle")
     factors = [learning_rate_factor(config, step, 100) for step in range(101)]
 
@@ -393,7 +399,7 @@ def test_one_cycle_rises_over_30_percent_of_the_steps_and_falls_to_next_to_nothi
     assert factors[100] == pytest.approx(1 / 250_000)
 
 
-def test_cosine_warms_up_in_a_line_and_falls_to_zero():
+def test_cosine_warms_up_linearly_and_falls_to_zero():
     config = TrainingConfig(schedule="cosine", warmup_steps=4)
     factors = [learning_rate_factor(config, step, 104) for step in range(105)]
 
@@ -403,7 +409,7 @@ def test_cosine_warms_up_in_a_line_and_falls_to_zero():
     assert factors[104] == pytest.approx(0)
 
 
-def test_constant_stays_where_it_is_after_its_warm_up():
+def test_constant_keeps_its_rate_after_the_warm_up():
     config = TrainingConfig(schedule="constant", warmup_steps=1)
 
     assert [learning_rate_factor(config, step, 10) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
@@ -425,6 +431,6 @@ def test_a_rank_that_compiles_nothing_does_not_import_the_compiler(finished_run,
     assert importlib.util.find_spec("torch._dynamo") is not None  # the module still has that name
 
 
-def test_recipes_for_tests_are_what_the_tests_take_them_for():
+def test_recipes_for_tests_have_the_assumed_properties():
     assert recipes.Tiny.num_train % 12 == 1
     assert recipes.Sequences.num_train % 12 == 7

@@ -22,7 +22,7 @@ from flyte_ddp.events import Event, Histogram, HistogramsTaken, Prediction, Pred
 from flyte_ddp.observers import weights_and_biases
 from flyte_ddp.observers.weights_and_biases import Wandb
 from tests.support.short_run import epoch_finished, epoch_of_events, run_finished, started, step_finished, whole_run
-from tests.support.wandb_log import config_of, rows_of, summary_of, told
+from tests.support.wandb_log import config_of, records_of, rows_of, summary_of
 
 KEY = "0123456789abcdef" * 3
 
@@ -43,7 +43,7 @@ def own_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         wandb.teardown()
 
 
-def tell(listener: Wandb, events: list[Event], error: BaseException | None = None) -> None:
+def replay(listener: Wandb, events: list[Event], error: BaseException | None = None) -> None:
     for event in events:
         listener.handle(event)
     listener.close(error)
@@ -56,24 +56,24 @@ def assert_nowhere(secret: str, directory: Path) -> None:
         assert secret.encode() not in path.read_bytes(), path
 
 
-def test_offline_run_holds_all_there_is_to_see(tmp_path: Path) -> None:
+def test_an_offline_run_holds_all_records(tmp_path: Path) -> None:
     state = tmp_path / "state.pt"
     state.write_bytes(b"the weights")
-    said: list[str] = []
+    lines: list[str] = []
     listener = Wandb(
         "project",
         "run-1",
         tmp_path / "w",
         model_artifact="model-digits",
         config={"team": "vision"},
-        say=said.append,
+        say=lines.append,
     )
-    tell(listener, [*whole_run(), run_finished(str(state))])
+    replay(listener, [*whole_run(), run_finished(str(state))])
     assert listener.url == ""
     (directory,) = (tmp_path / "w" / "wandb").glob("offline-run-*-run-1")
-    assert said == [f"W&B: no API key was found, so the run is recorded offline; to upload it: wandb sync {directory}"]
+    assert lines == [f"W&B: no API key was found, so the run is recorded offline; to upload it: wandb sync {directory}"]
 
-    (run,) = told(directory, "run")
+    (run,) = records_of(directory, "run")
     assert (run.run_id, run.project) == ("run-1", "project")
     config = config_of(directory)
     expected = {
@@ -87,7 +87,7 @@ def test_offline_run_holds_all_there_is_to_see(tmp_path: Path) -> None:
     }
     assert {key: config[key] for key in expected} == expected
 
-    axes = {metric.glob_name: metric.step_metric for metric in told(directory, "metric")}
+    axes = {metric.glob_name: metric.step_metric for metric in records_of(directory, "metric")}
     assert axes["train/*"] == axes["gradients/*"] == axes["parameters/*"] == "step"
     assert axes["epoch/*"] == "epoch"
     rows = rows_of(directory)
@@ -110,7 +110,9 @@ def test_offline_run_holds_all_there_is_to_see(tmp_path: Path) -> None:
         assert (histogram["_type"], histogram["values"], histogram["bins"]) == ("histogram", [3, 1], [-1, 0, 1])
 
     (shown,) = [row["predictions/test"] for row in rows if "predictions/test" in row]
-    (files,) = [artifact.manifest.contents for artifact in told(directory, "artifact") if artifact.type == "run_table"]
+    (files,) = [
+        artifact.manifest.contents for artifact in records_of(directory, "artifact") if artifact.type == "run_table"
+    ]
     kept = {file.path: Path(file.local_path).read_bytes() for file in files}
     table = json.loads(kept["predictions/test.table.json"])
     assert shown["_type"] == "table-file"
@@ -126,22 +128,22 @@ def test_offline_run_holds_all_there_is_to_see(tmp_path: Path) -> None:
         ("fc", "Linear", [650]),
     ]
     assert (summary["best_epoch"], summary["best_accuracy"]) == (3, 0.9667)
-    (model,) = [artifact for artifact in told(directory, "artifact") if artifact.type == "model"]
+    (model,) = [artifact for artifact in records_of(directory, "artifact") if artifact.type == "model"]
     (entry,) = model.manifest.contents
     assert model.name == "model-digits"
     assert Path(entry.local_path).read_bytes() == b"the weights"
-    assert [end.exit_code for end in told(directory, "exit")] == [0]
+    assert [end.exit_code for end in records_of(directory, "exit")] == [0]
 
 
 def test_failed_run_is_marked_as_failed(tmp_path: Path) -> None:
     listener = Wandb("project", "run-1", tmp_path, say=lambda line: None)
-    tell(listener, [started(), step_finished(1)], RuntimeError("rank 1 died"))
-    assert [end.exit_code for end in told(tmp_path, "exit")] == [1]
+    replay(listener, [started(), step_finished(1)], RuntimeError("rank 1 died"))
+    assert [end.exit_code for end in records_of(tmp_path, "exit")] == [1]
 
 
 def test_text_predictions_become_a_table(tmp_path: Path) -> None:
     listener = Wandb("project", "run-1", tmp_path, say=lambda line: None)
-    tell(listener, [started(), PredictionsMade(3, [Prediction("a", "b", {}, text="Bell")])])
+    replay(listener, [started(), PredictionsMade(3, [Prediction("a", "b", {}, text="Bell")])])
     (shown,) = [row["predictions/test"] for row in rows_of(tmp_path) if "predictions/test" in row]
     (path,) = tmp_path.rglob(shown["path"])
     table = json.loads(path.read_text())
@@ -150,7 +152,7 @@ def test_text_predictions_become_a_table(tmp_path: Path) -> None:
 
 def test_a_recipes_own_figures_and_generated_text_are_logged_with_the_epoch(tmp_path: Path) -> None:
     epoch = replace(epoch_finished(1), metrics={"nats_per_byte": 1.5}, sample="<b>first line\nsecond")
-    tell(Wandb("project", "run-1", tmp_path, say=lambda line: None), [started(), epoch, epoch_finished(2)])
+    replay(Wandb("project", "run-1", tmp_path, say=lambda line: None), [started(), epoch, epoch_finished(2)])
     first, second = [row for row in rows_of(tmp_path) if "epoch" in row]
     assert first["epoch/nats_per_byte"] == 1.5
     assert "epoch/nats_per_byte" not in second
@@ -161,24 +163,24 @@ def test_a_recipes_own_figures_and_generated_text_are_logged_with_the_epoch(tmp_
     assert "epoch/sample" not in second
 
 
-def test_ranks_started_again_log_nothing_twice(tmp_path: Path) -> None:
+def test_restarted_ranks_log_nothing_twice(tmp_path: Path) -> None:
     listener = Wandb("project", "run-1", tmp_path, say=lambda line: None)
     first = [started(), *epoch_of_events(1), step_finished(5), step_finished(6)]
     again = started(world_size=1, resumed_step=4, previous_epochs=[epoch_finished(1)])
-    tell(listener, [*first, again, *epoch_of_events(2)])
+    replay(listener, [*first, again, *epoch_of_events(2)])
     rows = rows_of(tmp_path)
     assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [row["epoch"] for row in rows if "epoch/accuracy" in row] == [1, 2]
     assert config_of(tmp_path)["world_size"] == 1
 
 
-def test_offline_run_goes_on_beside_the_files_of_the_earlier_attempt_or_without_them(tmp_path: Path) -> None:
+def test_a_resumed_offline_run_continues_with_or_without_the_earlier_files(tmp_path: Path) -> None:
     resumed = started(resumed_step=4, previous_epochs=[epoch_finished(1)])
 
     def epochs(directory: Path) -> list[int]:
-        tell(Wandb("project", "run-1", directory, say=lambda line: None), [resumed, *epoch_of_events(2)])
+        replay(Wandb("project", "run-1", directory, say=lambda line: None), [resumed, *epoch_of_events(2)])
         newest = max((directory / "wandb").glob("offline-run-*-run-1"))
-        assert [run.run_id for run in told(newest, "run")] == ["run-1"]
+        assert [run.run_id for run in records_of(newest, "run")] == ["run-1"]
         return [row["epoch"] for row in rows_of(newest) if "epoch/accuracy" in row]
 
     earlier = tmp_path / "same" / "wandb" / "offline-run-20200101_000000-run-1"
@@ -187,25 +189,25 @@ def test_offline_run_goes_on_beside_the_files_of_the_earlier_attempt_or_without_
     assert epochs(tmp_path / "another pod") == [1, 2]
 
 
-def test_disabled_mode_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_mode_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    said: list[str] = []
-    listener = Wandb("project", "run-1", tmp_path / "w", api_key=KEY, say=said.append)
-    tell(listener, [*whole_run(), run_finished()])
-    assert (listener.url, said, list(tmp_path.iterdir())) == ("", [], [])
+    lines: list[str] = []
+    listener = Wandb("project", "run-1", tmp_path / "w", api_key=KEY, say=lines.append)
+    replay(listener, [*whole_run(), run_finished()])
+    assert (listener.url, lines, list(tmp_path.iterdir())) == ("", [], [])
 
 
 def test_offline_mode_is_honoured_with_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    said: list[str] = []
-    tell(Wandb("project", "run-1", tmp_path, api_key=KEY, say=said.append), [started(), step_finished(1)])
-    assert len(said) == 1
-    assert said[0].startswith("W&B: WANDB_MODE is offline, so the run is recorded offline; to upload it: wandb sync /")
+    lines: list[str] = []
+    replay(Wandb("project", "run-1", tmp_path, api_key=KEY, say=lines.append), [started(), step_finished(1)])
+    assert len(lines) == 1
+    assert lines[0].startswith("W&B: WANDB_MODE is offline, so the run is recorded offline; to upload it: wandb sync /")
     assert_nowhere(KEY, tmp_path)
 
 
 class WandbServer:
-    """As much of W&B's server as a run needs: it keeps the history and the summary, and gives them to a resumed run."""
+    """A minimal W&B server: it keeps the history and the summary, and returns them to a resumed run."""
 
     def __init__(self) -> None:
         self.requests: list[str] = []
@@ -286,15 +288,15 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
 
 
 def test_online_run_is_continued_by_the_next_attempt(tmp_path: Path, server: WandbServer) -> None:
-    said: list[str] = []
-    first = Wandb("project", "run-1", tmp_path / "1", api_key=KEY, say=said.append)
-    tell(first, [started(), *epoch_of_events(1), step_finished(5), step_finished(6)], RuntimeError("lost its node"))
-    second = Wandb("project", "run-1", tmp_path / "2", api_key=KEY, say=said.append)
-    tell(second, [started(resumed_step=4, previous_epochs=[epoch_finished(1)]), *epoch_of_events(2)])
+    lines: list[str] = []
+    first = Wandb("project", "run-1", tmp_path / "1", api_key=KEY, say=lines.append)
+    replay(first, [started(), *epoch_of_events(1), step_finished(5), step_finished(6)], RuntimeError("lost its node"))
+    second = Wandb("project", "run-1", tmp_path / "2", api_key=KEY, say=lines.append)
+    replay(second, [started(resumed_step=4, previous_epochs=[epoch_finished(1)]), *epoch_of_events(2)])
 
     assert first.url == second.url
     assert first.url.endswith("/someone/project/runs/run-1")
-    assert said == [f"W&B: {first.url}"] * 2
+    assert lines == [f"W&B: {first.url}"] * 2
     assert server.run_ids == {"run-1"}
     assert [row["step"] for row in server.rows if "train/loss" in row] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [row["epoch"] for row in server.rows if "epoch/accuracy" in row] == [1, 2]
@@ -304,7 +306,7 @@ def test_online_run_is_continued_by_the_next_attempt(tmp_path: Path, server: Wan
     assert_nowhere(KEY, tmp_path)
 
 
-def test_server_that_refuses_or_never_answers_is_said_once(
+def test_an_unreachable_server_is_reported_once(
     tmp_path: Path, server: WandbServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights_and_biases, "INIT_TIMEOUT", 1.0)
@@ -317,11 +319,11 @@ def test_server_that_refuses_or_never_answers_is_said_once(
 
         wandb.teardown()
         monkeypatch.setenv("WANDB_BASE_URL", url)
-        said: list[str] = []
-        listener = Wandb("project", "run-1", tmp_path, api_key=KEY, say=said.append)
-        tell(listener, [*whole_run(), run_finished()])
-        assert len(said) == 1
-        assert said[0].startswith("W&B failed and records no more of this run; the training continues: CommError: ")
+        lines: list[str] = []
+        listener = Wandb("project", "run-1", tmp_path, api_key=KEY, say=lines.append)
+        replay(listener, [*whole_run(), run_finished()])
+        assert len(lines) == 1
+        assert lines[0].startswith("W&B failed and records no more of this run; the training continues: CommError: ")
         assert listener.url == ""
     assert_nowhere(KEY, tmp_path)
 
@@ -329,17 +331,17 @@ def test_server_that_refuses_or_never_answers_is_said_once(
 def test_an_offline_run_is_kept_at_a_url_from_which_it_can_be_synced(
     tmp_path: Path, server: WandbServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a run in a pod: all that is left is the archive at the URL."""
+    """As after a run in a pod, only the archive at the URL is left."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    said: list[str] = []
+    lines: list[str] = []
     kept = tmp_path / "checkpoints" / "wandb"
-    listener = Wandb("project", "run-1", tmp_path / "pod", api_key=KEY, offline_url=f"file://{kept}", say=said.append)
+    listener = Wandb("project", "run-1", tmp_path / "pod", api_key=KEY, offline_url=f"file://{kept}", say=lines.append)
     # Without predictions: their table is an artifact, which the server of these tests does not know.
-    tell(listener, [*whole_run()[:-1], run_finished()])
-    assert len(said) == 2
-    assert str(tmp_path / "pod") not in "".join(said), "nobody can reach a pod's own directory"
+    replay(listener, [*whole_run()[:-1], run_finished()])
+    assert len(lines) == 2
+    assert str(tmp_path / "pod") not in "".join(lines), "nobody can reach a pod's own directory"
     (archive,) = kept.iterdir()
-    assert f"kept at file://{archive}; to upload it, download, unzip, then: wandb sync {archive.stem}" in said[1]
+    assert f"kept at file://{archive}; to upload it, download, unzip, then: wandb sync {archive.stem}" in lines[1]
     shutil.rmtree(tmp_path / "pod")
     assert_nowhere(KEY, kept)
 
@@ -353,21 +355,21 @@ def test_an_offline_run_is_kept_at_a_url_from_which_it_can_be_synced(
 
 
 def test_histograms_and_values_that_are_not_finite_do_not_end_the_reporting(tmp_path: Path) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     odd = {"nan": Histogram([1], [math.nan, math.nan]), "none": Histogram([], []), "good": Histogram([1], [0.0, 1.0])}
     step = replace(step_finished(5), loss=math.nan, gradient_norm=math.inf)
-    listener = Wandb("project", "run-1", tmp_path, say=said.append)
+    listener = Wandb("project", "run-1", tmp_path, say=lines.append)
     secret = started(data="https://me:hunter2@host/data.zip")
-    tell(listener, [secret, epoch_finished(1), HistogramsTaken(4, odd, odd), step, replace(step, step=6)])
-    assert len(said) == 1
+    replay(listener, [secret, epoch_finished(1), HistogramsTaken(4, odd, odd), step, replace(step, step=6)])
+    assert len(lines) == 1
     assert_nowhere("hunter2", tmp_path)
     rows = rows_of(tmp_path)
     assert [key for row in rows for key in row if key.startswith("gradients/")] == ["gradients/good"]
     assert [row["step"] for row in rows if "train/loss" in row] == [5, 6]
 
 
-def test_unusable_key_is_said_without_showing_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tell(Wandb("project", "run-1", tmp_path, api_key="much-too-short"), [started(), step_finished(1)])
+def test_an_unusable_key_is_reported_without_showing_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    replay(Wandb("project", "run-1", tmp_path, api_key="much-too-short"), [started(), step_finished(1)])
     (record,) = [record for record in caplog.records if record.name == "flyte_ddp.observers.weights_and_biases"]
     assert record.levelname == "WARNING"
     assert "AuthenticationError: API key must have 40+ characters" in record.getMessage()
@@ -377,33 +379,33 @@ def test_unusable_key_is_said_without_showing_it(tmp_path: Path, caplog: pytest.
 def test_model_state_that_cannot_be_read_ends_the_reporting_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    listener = Wandb("project", "run-1", tmp_path, model_artifact="model-digits", api_key=KEY, say=said.append)
+    lines: list[str] = []
+    listener = Wandb("project", "run-1", tmp_path, model_artifact="model-digits", api_key=KEY, say=lines.append)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    tell(listener, [*whole_run(), run_finished(str(tmp_path / f"missing {KEY}.pt"))])
-    assert len(said) == 2
-    assert "FileNotFoundError" in said[1]
-    assert "missing ***.pt" in said[1], "whatever a message quotes, it is not the key"
-    assert said[1].endswith("What it recorded is in " + said[0].rsplit(" ", 1)[-1])
+    replay(listener, [*whole_run(), run_finished(str(tmp_path / f"missing {KEY}.pt"))])
+    assert len(lines) == 2
+    assert "FileNotFoundError" in lines[1]
+    assert "missing ***.pt" in lines[1], "whatever a message quotes, it is not the key"
+    assert lines[1].endswith("What it recorded is in " + lines[0].rsplit(" ", 1)[-1])
 
 
 MUTE_AFTER_START = """
 import sys
 from flyte_ddp.observers import weights_and_biases
 from tests.support.short_run import epoch_of_events, started
-from tests.test_weights_and_biases import KEY, tell
+from tests.test_weights_and_biases import KEY, replay
 
 weights_and_biases.FINISH_TIMEOUT = 1.0
 say = lambda line: print(line, flush=True)
 listener = weights_and_biases.Wandb("project", "run-1", sys.argv[1], api_key=KEY, say=say)
 listener.handle(started())
 sys.stdin.readline()
-tell(listener, epoch_of_events(1))
+replay(listener, epoch_of_events(1))
 print("goes on")
 """
 
 
-def test_server_that_falls_silent_holds_up_neither_the_end_nor_the_exit(tmp_path: Path, server: WandbServer) -> None:
+def test_a_silent_server_delays_neither_the_end_nor_the_exit(tmp_path: Path, server: WandbServer) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", MUTE_AFTER_START, str(tmp_path)],
         stdin=subprocess.PIPE,

@@ -26,7 +26,8 @@ class Allowed:
     service_accounts: tuple[str, ...] = ()  # besides the namespace's default
     secrets: tuple[str, ...] = ()
     namespaces: tuple[str, ...] = ()  # besides the task's own
-    pod_template: tuple[str, ...] = ()  # paths, such as tolerations or containers.worker.resources, and all below them
+    # Paths in both templates, such as tolerations or containers.worker.resources, each with all below it.
+    pod_template: tuple[str, ...] = ()
 
 
 def check_allowed(config: ClusterConfig, allowed: Allowed, own_namespace: str = "") -> None:
@@ -58,10 +59,11 @@ def _findings(config: ClusterConfig, allowed: Allowed, own_namespace: str) -> It
         if value not in defaults and not any(fnmatchcase(value, pattern) for pattern in patterns):
             yield f"cluster.kubernetes.{field}: expected {_shown(patterns, table)}, got {value!r}"
     rules = [tuple(pattern.split(".")) for pattern in allowed.pod_template]
-    for path in _paths(pods.pod_template):
-        if not any(_covers(rule, path) for rule in rules):
-            expected = _shown(allowed.pod_template, "allowed.pod_template")
-            yield f"cluster.kubernetes.pod_template: expected {expected}, got {'.'.join(path)}"
+    for field in ("pod_template", "scheduler_pod_template"):
+        for path in _paths(getattr(pods, field)):
+            if not any(_covers(rule, path) for rule in rules):
+                expected = _shown(allowed.pod_template, "allowed.pod_template")
+                yield f"cluster.kubernetes.{field}: expected {expected}, got {'.'.join(path)}"
 
 
 def _shown(patterns: tuple[str, ...], table: str) -> str:

@@ -55,7 +55,7 @@ class KubernetesConfig:
     scheduler_cpus: float = field(0.5, above=0, unit="cores")  # of the scheduler pod, requested and limit
     scheduler_memory: str = field("1Gi", **_MEMORY)  # of the scheduler pod, requested and limit
     node_selector: dict[str, str] = field(factory=dict)  # labels of the nodes that workers may run on
-    tolerations: list[dict[str, str]] = field(factory=list)  # of workers: key, operator, value, effect
+    tolerations: list[dict[str, Any]] = field(factory=list)  # of workers, as in a pod's specification
     service_account: str = field("")  # of scheduler and workers, for access to storage; "": the namespace's default
     image_pull_policy: str = field("IfNotPresent", choices=("IfNotPresent", "Always", "Never"))
     image_pull_secrets: list[str] = field(factory=list)  # names of secrets in the namespace
@@ -65,6 +65,9 @@ class KubernetesConfig:
     env_from_secrets: list[str] = field(factory=list)  # secrets whose keys become environment variables of workers
     # merged into the workers' pod spec: mappings key by key, lists of named things by name, null removes
     pod_template: dict[str, Any] = field(factory=dict)
+    # likewise into the scheduler's, which has neither node_selector nor tolerations of the workers
+    scheduler_pod_template: dict[str, Any] = field(factory=dict)
+    operator_namespace: str = field("dask-operator")  # whose pods a run's NetworkPolicy lets in
     # from the driver's last sign of life until the operator deletes the cluster
     idle_timeout: float = field(300.0, minimum=60, unit="seconds")
     autoscaled_nodes: bool = field(False)  # nodes are made on demand: preflight does not ask for one that fits
@@ -72,7 +75,8 @@ class KubernetesConfig:
     def __post_init__(self) -> None:
         validate(self, "kubernetes.")
         # Flyte's console turns every number of a struct into a float, and no number in a pod's specification is one.
-        object.__setattr__(self, "pod_template", _with_whole_numbers(self.pod_template))
+        for name in ("pod_template", "scheduler_pod_template", "tolerations"):
+            object.__setattr__(self, name, _with_whole_numbers(getattr(self, name)))
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 import logging
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -31,7 +33,8 @@ class Dispatcher:
         self._thread = threading.Thread(target=context.run, args=(self._run,), name="listeners", daemon=True)
 
     def emit(self, event: events.Event) -> None:
-        self._queue.put(event)
+        """Pass `event` on, with the time: one clock for all of a run's processes."""
+        self._queue.put(dataclasses.replace(event, at=time.time()))
 
     def __enter__(self) -> Dispatcher:
         self._thread.start()

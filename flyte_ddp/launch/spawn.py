@@ -34,6 +34,7 @@ from flyte_ddp.ownership import Ownership
 from flyte_ddp.rank.job import Job, NodeRanks
 from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.storage import Storage
+from flyte_ddp.wall_time import AttemptEnded, AttemptStarted
 
 OOM_NOTE = "out-of-memory.json"  # beside the checkpoints
 logger = logging.getLogger(__name__)
@@ -121,10 +122,12 @@ def run_on_this_machine(
                     num_restarts=num_restarts,
                     max_restarts=max_restarts,
                 )
+                dispatcher.emit(AttemptStarted(1, job.launched_at, waited_seconds=0.0))
                 try:
                     supervise(job, node, listener, data, dispatcher.emit, stop, relay, step.set)
                     return state
                 except RankFailure as failure:
+                    dispatcher.emit(AttemptEnded(step.value, first_line(failure), idle_seconds=0.0))
                     smaller = job.program.with_smaller_batches(failure, num_processes)
                     if failure.cause == OUT_OF_MEMORY and job.checkpoints:
                         resumed_step = state.started.resumed_step if state.started else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from flyte_ddp.events import (
@@ -9,6 +10,7 @@ from flyte_ddp.events import (
     EpochFinished,
     Event,
     RunStarted,
+    RunState,
     len_of_whole_lines,
     read_history,
     to_line,
@@ -20,7 +22,8 @@ class HistoryFile:
 
     Each line is flushed at once, so another process can follow the file. Predictions and histograms are left out
     because they are large: the report and W&B have them. When a resumed run starts, the epochs of earlier attempts that
-    the file lacks are added, because those attempts' files may have been lost with their pods.
+    the file lacks are added, because those attempts' files may have been lost with their pods. The last line
+    says what the run's time went to.
 
     Args:
         path: of the file. An existing file is continued.
@@ -34,11 +37,13 @@ class HistoryFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         earlier = read_history(path) if path.exists() else []
         self._epochs = {event.epoch for event in earlier if isinstance(event, EpochFinished)}
+        self._state = RunState.of(earlier, keep_steps=False)
         self._file = open(path, "ab")  # noqa: SIM115 - open for as long as the run
         self._file.truncate(len_of_whole_lines(path.read_bytes()))
 
     def handle(self, event: Event) -> None:
         """Add the event to the file."""
+        self._state.handle(event)
         if isinstance(event, NOT_IN_HISTORY):
             return
         self._write(event)
@@ -48,7 +53,10 @@ class HistoryFile:
                     self._write(epoch)
 
     def close(self, error: BaseException | None) -> None:
-        """Close the file. It does not record how the run ended."""
+        """Write what the time went to, and close the file. It does not record how the run ended."""
+        spent = self._state.time_spent(time.time())
+        if spent.wall:
+            self._write(spent)
         self._file.close()
 
     def _write(self, event: Event) -> None:

@@ -6,7 +6,6 @@ is served from a thread, which imports torch at the same time as the function do
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -26,7 +25,6 @@ STORE_TIMEOUT = 600.0  # seconds that a rank waits for the store to be served
 MAX_RETURNED_BYTES = 64 << 20
 ENDED = "flyte_ddp/num_ended"  # the store's counter of functions that have returned
 POLL_INTERVAL = 0.05  # seconds
-ERROR_GRACE = 20.0  # seconds to finish a checkpoint in after the function has raised
 
 
 def call_function(program: FunctionProgram, process: RankProcess) -> None:
@@ -43,12 +41,8 @@ def call_function(program: FunctionProgram, process: RankProcess) -> None:
         node = process.node
         link.emit(events.FunctionStarted(program.name, node.world_size, node.num_nodes, node.num_restarts))
     started = time.time()
-    try:
+    with current.finish_on_error():
         value: bytes = cloudpickle.loads(program.call)()
-    except BaseException:
-        with contextlib.suppress(Exception):
-            current.close(ERROR_GRACE)
-        raise
     if len(value) > MAX_RETURNED_BYTES:
         raise ValueError(
             f"{program.name}: expected a value of at most {MAX_RETURNED_BYTES >> 20} MiB, got {len(value) >> 20} MiB: "

@@ -205,7 +205,7 @@ class Checkout:
         return self.run("workflows/multi_node.py", "multi_node_training_wf", *cluster, *inputs, **environment)
 
     def started(self, done: subprocess.CompletedProcess[str]) -> Execution:
-        """Return the execution that a command says it has started."""
+        """Return the execution that a command has started."""
         assert done.returncode == 0, done.stdout + done.stderr
         (name,) = set(re.findall(r"executions/([a-z0-9]+)", done.stdout + done.stderr))
         return Execution(self.remote, name)

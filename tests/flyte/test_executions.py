@@ -1,4 +1,4 @@
-"""What a user does first with a real Flyte, as real executions."""
+"""A user's first steps with a real Flyte, as real executions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_make_register_registers_every_task_workflow_and_launch_plan(checkout: C
         assert remote.fetch_launch_plan(name=plan, version=version).id.version == version
 
 
-def test_data_that_were_uploaded_are_trained_on_one_node(trained: Execution) -> None:
+def test_uploaded_data_are_trained_on_one_node(trained: Execution) -> None:
     outputs = trained.outputs()
     assert len(outputs["epoch_accuracies"]) == 2
     (started,) = [event for event in trained.history(outputs) if event["event"] == "RunStarted"]
@@ -61,12 +61,12 @@ def test_data_that_were_uploaded_are_trained_on_one_node(trained: Execution) -> 
     assert "<svg" in trained.deck("train_on_one_node")
 
 
-def test_a_healthy_run_prints_no_warning_and_no_path_of_its_pod(trained: Execution) -> None:
+def test_a_healthy_run_prints_no_warning_and_no_pod_path(trained: Execution) -> None:
     trained.outputs()
     assert_quiet(trained)
 
 
-def test_several_nodes_train_without_a_word_about_keys(checkout: Checkout, unique: str) -> None:
+def test_several_nodes_train_without_configured_keys(checkout: Checkout, unique: str) -> None:
     seed = json.dumps({"epochs": 3, "seed": int(unique, 16)})
     execution = checkout.train_on_cluster("--recipe", "digits", "--config", seed)
     outputs = execution.outputs()
@@ -107,9 +107,7 @@ def test_a_recipe_in_a_package_of_two_files_trains_on_several_nodes(
     assert len(execution.outputs()["epoch_accuracies"]) == 3
 
 
-def test_a_pods_deletion_in_mid_run_costs_no_more_than_the_last_steps(
-    checkout: Checkout, unique: str, aborted: list[Execution]
-) -> None:
+def test_a_deleted_pod_loses_only_the_last_steps(checkout: Checkout, unique: str, aborted: list[Execution]) -> None:
     config = json.dumps({"epochs": 60, "seed": int(unique, 16), "checkpoint_interval": 20})
     execution = checkout.train("--recipe", "digits", "--config", config)
     aborted.append(execution)
@@ -122,9 +120,7 @@ def test_a_pods_deletion_in_mid_run_costs_no_more_than_the_last_steps(
     assert len(outputs["epoch_accuracies"]) == 60
 
 
-def test_an_aborted_execution_takes_its_dask_cluster_with_it(
-    checkout: Checkout, unique: str, aborted: list[Execution]
-) -> None:
+def test_an_abort_deletes_the_dask_cluster(checkout: Checkout, unique: str, aborted: list[Execution]) -> None:
     config = json.dumps({"epochs": 2000, "seed": int(unique, 16)})
     execution = checkout.train_on_cluster("--recipe", "digits", "--config", config)
     aborted.append(execution)
@@ -159,7 +155,7 @@ def test_the_same_code_with_other_settings_is_another_version(
     assert versions[0] != versions[1]
 
 
-def test_a_launch_plan_is_started_by_hand_as_the_readme_says(
+def test_a_launch_plan_starts_by_hand_as_in_the_readme(
     checkout: Checkout, version: str, aborted: list[Execution]
 ) -> None:
     plan = (

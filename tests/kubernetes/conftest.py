@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def kubectl(*arguments: str, stdin: str | bytes | None = None, check: bool = True) -> str:
-    """What kubectl prints; AssertionError with its complaint where it fails."""
+    """Return the output of kubectl; AssertionError with its standard error if it fails."""
     data = stdin.encode() if isinstance(stdin, str) else stdin
     done = subprocess.run(["kubectl", *arguments], input=data, capture_output=True, check=False)
     assert not check or done.returncode == 0, done.stderr.decode()
@@ -63,7 +63,7 @@ def apply(manifest: dict[str, Any]) -> None:
 
 
 def eventually(holds: Callable[[], object], timeout: float, what: str) -> Any:
-    """The first true value of `holds` within `timeout` seconds."""
+    """Return the first true value of `holds` within `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not (value := holds()):
         assert time.monotonic() < deadline, f"not within {timeout:g} s: {what}"
@@ -73,7 +73,7 @@ def eventually(holds: Callable[[], object], timeout: float, what: str) -> Any:
 
 @dataclass
 class Namespace:
-    """The tests' own namespace, and what they look at in it."""
+    """The tests' own namespace, and queries of its objects."""
 
     name: str
 
@@ -90,7 +90,7 @@ class Namespace:
         return found
 
     def clusters(self) -> list[str]:
-        """Those that nobody has deleted yet; one that is being deleted goes on its own."""
+        """Return the names of the clusters that are not being deleted."""
         metadata = [item["metadata"] for item in self.items("daskclusters")]
         return [each["name"] for each in metadata if "deletionTimestamp" not in each]
 

@@ -1,7 +1,7 @@
 """The driver of training runs, in a pod, as a Flyte task would be. Needs no pytest: the image has none.
 
 As a program, `python -m tests.kubernetes.driver JSON`, it opens one cluster and trains run after run on it, up to the
-first that fails. Whatever the runs and the launcher say is printed as a line of JSON, with the time when it was said.
+first that fails. Events and log lines of the runs and the launcher are printed as lines of JSON, each with its time.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def prepared(directory: str, recipe: str) -> str:
 
 
 def main() -> None:
-    """Train as told by the argument: `cluster` (fields of ClusterConfig), and `runs`, each with its `name`, `recipe`,
+    """Train as the argument describes: `cluster` (fields of ClusterConfig), and `runs`, each with its `name`, `recipe`,
     `checkpoints` (URL) and `config` (fields of TrainingConfig)."""
     logging.getLogger("flyte_ddp").addHandler(LogHandler())
     logging.getLogger("flyte_ddp").setLevel(logging.INFO)

@@ -34,11 +34,29 @@ NESTED = "n2/data/0/n2-n1/0/n0"  # a node two levels down, as Flyte's metadata p
 UNHEALTHY = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|Warning:|Traceback|Unclosed|kube_config_path")
 NEWER = "code that is newer than the image"
 OWN = "a recipe of a user's own"
+# Takes memory in its third step until the kernel kills. Kubernetes 1.28 and later (cgroup v2) kill all processes of the
+# container then. Older ones kill the one with the highest score: here the container's first, whose end ends the others.
+HUNGRY = """
+from pathlib import Path
+from flyte_ddp.recipes.digits import Digits
+
+
+class Hungry(Digits):
+    num_losses = 0
+
+    def losses(self, outputs, targets):
+        self.num_losses += 1
+        hoard = []
+        while self.num_losses == 3:
+            Path("/proc/1/oom_score_adj").write_text("1000")
+            hoard.append(b"." * (16 << 20))
+        return super().losses(outputs, targets)
+"""
 
 
 @dataclass
 class Package:
-    """What `pyflyte package` made of a checkout."""
+    """The output of `pyflyte package` for a checkout."""
 
     directory: Path
     tasks: dict[str, TaskSpec] = field(default_factory=dict)
@@ -100,7 +118,15 @@ class Flyte:
             "interruptible": "false",
         }
 
-    def start(self, package: Package, task: str, node: str, inputs: LiteralMap, attempt: int = 0) -> str:
+    def start(
+        self,
+        package: Package,
+        task: str,
+        node: str,
+        inputs: LiteralMap,
+        attempt: int = 0,
+        limits: dict[str, str] | None = None,
+    ) -> str:
         """Start an attempt's pod; returns its name."""
         template = package.tasks[task].template
         container = template.container
@@ -145,7 +171,7 @@ class Flyte:
             "args": arguments,
             "env": [{"name": name, "value": value} for name, value in environment.items()],
             # Not the task's: these nodes have two cores, which other pods share.
-            "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}},
+            "resources": {"requests": limits or {"cpu": "100m", "memory": "512Mi"}, "limits": limits or {}},
         }
         spec = {"restartPolicy": "Never", "serviceAccountName": "flyte-ddp", "terminationGracePeriodSeconds": 30}
         annotations = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
@@ -189,7 +215,7 @@ class Flyte:
         return None if raw is None else ErrorDocument.FromString(raw).error
 
     def started(self, outputs: LiteralMap, directory: Path) -> RunStarted:
-        """The beginning of the last attempt, from the history that a training task returned."""
+        """Return the last attempt's RunStarted, from the history that a training task returned."""
         file = directory / "history.jsonl"
         self.store.files.get_file(outputs.literals["history"].scalar.blob.uri, str(file))
         return [event for event in read_history(file) if isinstance(event, RunStarted)][-1]
@@ -255,7 +281,7 @@ def prepared(flyte: Flyte, package: Package, tasks: Any, recipe: str) -> Any:
     return flyte.run(package, "tasks.prepare.prepare", "n0/data", inputs).literals["data"]
 
 
-def test_attempts_go_on_from_each_others_checkpoints_until_one_leaves_typed_outputs_and_a_deck(
+def test_attempts_resume_from_each_others_checkpoints_until_one_succeeds(
     start_flyte: Callable[[str], Flyte], package: Package, tasks: Any, digits: Any, tmp_path: Path
 ) -> None:
     flyte = start_flyte("retried")
@@ -278,7 +304,7 @@ def test_attempts_go_on_from_each_others_checkpoints_until_one_leaves_typed_outp
     def train(attempt: int) -> str:
         return flyte.start(package, "tasks.train.train_on_one_node", NESTED, inputs, attempt)
 
-    # A rank is killed: the task itself ends, and says that another attempt may do better.
+    # A rank is killed: the task itself ends, and reports a recoverable error.
     pod = train(0)
     eventually(lambda: newest_step() >= 5, 600, "a checkpoint of the first attempt")
     kill_a_rank = "kill -KILL $(grep -l '[s]pawn_main' /proc/[0-9]*/cmdline | cut -d/ -f3 | sort -n | tail -n 1)"
@@ -320,7 +346,7 @@ def test_attempts_go_on_from_each_others_checkpoints_until_one_leaves_typed_outp
     assert flyte.store.keys["AWS_SECRET_ACCESS_KEY"] not in deck.decode() + flyte.namespace.log(pod)
 
 
-def test_a_users_mistake_is_not_tried_again_and_is_one_line(
+def test_a_user_error_is_one_line_and_not_retried(
     start_flyte: Callable[[str], Flyte], package: Package, tasks: Any, digits: Any
 ) -> None:
     flyte = start_flyte("mistaken")
@@ -355,7 +381,8 @@ def test_a_users_mistake_is_not_tried_again_and_is_one_line(
 def newer(tmp_path_factory: pytest.TempPathFactory) -> Package:
     """A fast registration of a checkout that is newer than the image, and has recipes of a user's own.
 
-    Its recipe `digits` prints that it is newer. Recipe `Twin` is a package of two files, and the image has neither.
+    Its recipe `digits` prints that it is newer. Recipe `Twin` is a package of two files, `Hungry` takes all memory, and
+    the image has neither.
     """
     checkout = tmp_path_factory.mktemp("newer") / "checkout"
     checkout.mkdir()
@@ -374,10 +401,11 @@ def newer(tmp_path_factory: pytest.TempPathFactory) -> Package:
     (package / "recipe.py").write_text(
         "import recipes.twins.words\nfrom flyte_ddp.recipes.digits import Digits\n\n\nclass Twin(Digits):\n    pass\n"
     )
+    (checkout / "recipes/hungry.py").write_text(HUNGRY)
     return Package.of(checkout, tmp_path_factory.mktemp("newer-package"), "--fast")
 
 
-def test_a_multi_node_task_starts_its_cluster_and_its_workers_run_the_registered_code_and_a_recipe_of_ones_own(
+def test_a_multi_node_task_runs_the_registered_code_and_the_users_recipe_on_its_cluster(
     start_flyte: Callable[[str], Flyte], newer: Package, tasks: Any, digits: Any, tmp_path: Path
 ) -> None:
     flyte = start_flyte("wide")
@@ -404,16 +432,71 @@ def test_a_multi_node_task_starts_its_cluster_and_its_workers_run_the_registered
     callers = [each.get("podSelector") for each in policy["spec"]["ingress"][1]["from"]]
     assert flyte.labels("tasks.train.train_on_cluster", NESTED) in [each["matchLabels"] for each in callers if each]
     assert workers[0]["spec"]["terminationGracePeriodSeconds"] == 20
-    for said in (NEWER, OWN):
+    for printed in (NEWER, OWN):
         for node in (0, 1):
-            assert f"[node {node}] [rank {node}] {said}" in log
-        assert said in log.splitlines()  # the driver's own
+            assert f"[node {node}] [rank {node}] {printed}" in log
+        assert printed in log.splitlines()  # the driver's own
     assert flyte.store.keys["AWS_SECRET_ACCESS_KEY"] not in log
     assert flyte.started(outputs, tmp_path).world_size == 2
     assert len(listed(outputs, "epoch_accuracies")) == 3
     deck = (flyte.read(NESTED, 0, "deck.html") or b"").decode()
     assert "<svg" in deck
     assert flyte.store.keys["AWS_SECRET_ACCESS_KEY"] not in deck
+
+
+def test_a_pod_that_was_killed_twice_for_its_memory_ends_the_run_at_the_next_attempt(
+    start_flyte: Callable[[str], Flyte], newer: Package, tasks: Any, digits: Any
+) -> None:
+    flyte = start_flyte("hungry")
+    inputs = literals(
+        tasks.train.train_on_one_node,
+        recipe="recipes.hungry.Hungry",
+        config=tasks.inputs.TrainingOverrides(),
+        data=digits,
+        num_processes=1,
+    )
+
+    def train(attempt: int) -> int:
+        limits = {"cpu": "1", "memory": "1536Mi"}
+        pod = flyte.start(newer, "tasks.train.train_on_one_node", "n1/data", inputs, attempt, limits)
+        return flyte.namespace.wait_for_end(pod)
+
+    for attempt in (0, 1):
+        assert train(attempt) == 137, flyte.namespace.log(flyte.name("n1/data", attempt))
+        assert flyte.error("n1/data", attempt) is None  # nothing in the pod survived to write one
+    train(2)
+    error = flyte.error("n1/data", 2)
+    assert error is not None, flyte.namespace.log(flyte.name("n1/data", 2))
+    assert error.kind == ContainerError.NON_RECOVERABLE, error
+    assert re.search(
+        r"memory: expected a larger limit of the task \(training.memory_gib in settings.toml\).* ran out of memory "
+        rf"twice\. The pod of the attempt before, {flyte.name('n1/data', 1)}, ended with OOMKilled$",
+        error.message,
+        re.MULTILINE,
+    ), error
+
+
+def test_a_workers_pod_that_was_killed_twice_for_its_memory_ends_the_run(
+    start_flyte: Callable[[str], Flyte], newer: Package, tasks: Any, digits: Any
+) -> None:
+    flyte = start_flyte("hungrier")
+    inputs = literals(
+        tasks.train.train_on_cluster,
+        recipe="recipes.hungry.Hungry",
+        config=tasks.inputs.TrainingOverrides(),
+        data=digits,
+        cluster=cluster_input(tasks, num_nodes=1, worker_memory="1536Mi", max_restarts=16),
+    )
+    pod = flyte.start(newer, "tasks.train.train_on_cluster", "n1/data", inputs)
+    flyte.namespace.wait_for_end(pod, timeout=600)
+    error, log = flyte.error("n1/data"), flyte.namespace.log(pod)
+    assert error is not None, log
+    assert error.kind == ContainerError.NON_RECOVERABLE, error
+    assert re.search(
+        r"cluster.kubernetes.worker_memory: expected more than 1536Mi, or .*OOMKilled", error.message, re.MULTILINE
+    ), error
+    assert log.count("restarts from its last checkpoint") == 1, log
+    assert flyte.namespace.clusters() == []
 
 
 def rows(flyte: Flyte, outputs: LiteralMap) -> list[dict[str, str]]:

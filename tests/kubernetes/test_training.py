@@ -52,28 +52,28 @@ class Driver:
     namespace: Namespace
     pod: str
 
-    def said(self, **values: Any) -> list[dict[str, Any]]:
-        """What it has printed with these values."""
+    def records(self, **values: Any) -> list[dict[str, Any]]:
+        """Return the printed JSON lines that have these values."""
         lines = [line for line in self.namespace.log(self.pod).splitlines() if line.startswith("{")]
         return [each for each in map(json.loads, lines) if values.items() <= each.items()]
 
     def wait_for(self, timeout: float = 600, **values: Any) -> dict[str, Any]:
         """The first thing that it prints with these values."""
 
-        def said() -> list[dict[str, Any]]:
-            phase = self.namespace.phase(self.pod)  # first, because what was said before the end is in the log then
-            found = self.said(**values)
+        def records() -> list[dict[str, Any]]:
+            phase = self.namespace.phase(self.pod)  # first, because what was printed before the end is in the log then
+            found = self.records(**values)
             assert found or phase not in ("Failed", "Succeeded"), f"{self.pod} ended:\n{self.namespace.log(self.pod)}"
             return found
 
-        return dict(eventually(said, timeout, f"{values} from {self.pod}")[0])
+        return dict(eventually(records, timeout, f"{values} from {self.pod}")[0])
 
     def wait_for_step(self, run: str, step: int) -> None:
         self.wait_for(run=run, event="StepFinished", step=step)
 
     def losses_of_gang(self) -> list[dict[str, Any]]:
         """Its log lines about gangs that were lost."""
-        return [each for each in self.said() if "the gang was lost" in each.get("log", "")]
+        return [each for each in self.records() if "the gang was lost" in each.get("log", "")]
 
     def succeeded(self) -> None:
         assert self.namespace.wait_for_end(self.pod, timeout=600) == 0, self.namespace.log(self.pod)
@@ -168,19 +168,19 @@ def bereaved(start: Callable[..., Driver], namespace: Namespace) -> Bereaved:
 def test_two_pods_on_two_nodes_give_the_weights_of_two_local_processes(
     bereaved: Bereaved, store: Store, finished_run: Callable[..., Any]
 ) -> None:
-    (started,) = bereaved.driver.said(run="undisturbed", event="RunStarted")
+    (started,) = bereaved.driver.records(run="undisturbed", event="RunStarted")
     assert started["world_size"] == 2
     assert len({pod["spec"]["nodeName"] for pod in bereaved.pods}) == 2
     torch.testing.assert_close(store.state("undisturbed"), finished_run("Dropping", 2, **CONFIG).state())
-    lines = {each.get("line") for each in bereaved.driver.said()}
+    lines = {each.get("line") for each in bereaved.driver.records()}
     assert {f"[node {index}] [rank {index}] the data are opened" for index in (0, 1)} <= lines
     assert store.keys["AWS_SECRET_ACCESS_KEY"] not in bereaved.driver.namespace.log(bereaved.driver.pod)
 
 
-def test_a_deleted_worker_pod_costs_nothing_but_time(bereaved: Bereaved, store: Store) -> None:
+def test_a_deleted_worker_pod_costs_only_time(bereaved: Bereaved, store: Store) -> None:
     (lost,) = bereaved.driver.losses_of_gang()
     assert lost["at"] - bereaved.deleted_at < DEATH_NOTICED
-    first, second = bereaved.driver.said(run="bereaved", event="RunStarted")
+    first, second = bereaved.driver.records(run="bereaved", event="RunStarted")
     assert first["resumed_step"] == 0
     assert 0 < second["resumed_step"] < STEPS_PER_EPOCH, "it was not met in mid-epoch"
     assert second["world_size"] == 2
@@ -189,7 +189,7 @@ def test_a_deleted_worker_pod_costs_nothing_but_time(bereaved: Bereaved, store: 
     assert all(torch.equal(disturbed[name], undisturbed[name]) for name in disturbed)
 
 
-def test_a_store_that_is_away_in_mid_training_and_at_a_restart_costs_nothing_but_time(
+def test_store_outages_in_mid_training_and_at_a_restart_cost_only_time(
     start: Callable[..., Driver], namespace: Namespace, store: Store, bereaved: Bereaved
 ) -> None:
     driver = start("outages", "refusing", "hanging", node_timeout=PATIENT)
@@ -198,19 +198,19 @@ def test_a_store_that_is_away_in_mid_training_and_at_a_restart_costs_nothing_but
         pod = driver.pods("worker")[0]["metadata"]["name"]
         with getattr(store, run)():
             gone_at = time.time()
-            step = driver.said(run=run, event="StepFinished")[-1]["step"]
+            step = driver.records(run=run, event="StepFinished")[-1]["step"]
             driver.wait_for(run=run, event="StepFinished", step=step + 4)  # the training does not wait for the store
             namespace.kubectl("delete", "pod", pod, "--wait=false")
             time.sleep(max(0.0, gone_at + STORE_OUTAGE - time.time()))
             assert namespace.phase(driver.pod) == "Running", namespace.log(driver.pod)
         driver.wait_for(run=run, event="RunFinished")
-        assert driver.said(run=run, event="RunStarted")[-1]["resumed_step"] > 0
+        assert driver.records(run=run, event="RunStarted")[-1]["resumed_step"] > 0
     driver.succeeded()
     undisturbed = store.state("undisturbed")
     for run in ("refusing", "hanging"):
         state = store.state(run)
         assert all(torch.equal(state[name], undisturbed[name]) for name in undisturbed)
-    lines = [each["log"] for each in driver.said() if "log" in each]
+    lines = [each["log"] for each in driver.records() if "log" in each]
     assert len(lines) < 40, lines
 
 
@@ -225,7 +225,7 @@ def reserved_for_workers(node: str) -> Iterator[dict[str, Any]]:
         kubectl("taint", "node", node, f"{taint}-")
 
 
-def test_a_node_that_falls_silent_is_noticed_and_done_without(start: Callable[..., Driver], store: Store) -> None:
+def test_a_run_continues_without_a_silent_node(start: Callable[..., Driver], store: Store) -> None:
     nodes = kubectl("get", "nodes", "--output", "jsonpath={.items[*].metadata.name}").split()
     cut = next((node for node in nodes if Path("/sys/class/net", node).exists()), "")
     if not cut or os.geteuid() != 0:
@@ -244,13 +244,13 @@ def test_a_node_that_falls_silent_is_noticed_and_done_without(start: Callable[..
     (lost,) = driver.losses_of_gang()
     assert "has been silent for" in lost["log"]
     assert lost["at"] - cut_at < SILENCE_NOTICED
-    first, second = driver.said(run="cut-off", event="RunStarted")
+    first, second = driver.records(run="cut-off", event="RunStarted")
     assert (first["world_size"], second["world_size"]) == (2, 1)
     assert 0 < second["resumed_step"] < STEPS_PER_EPOCH, "it was not met in mid-epoch"
     assert driver.wait_for(run="cut-off", event="RunFinished")["step"] == 2 * STEPS_PER_EPOCH
 
 
-def test_a_deleted_scheduler_pod_costs_nothing_but_time(
+def test_a_deleted_scheduler_pod_costs_only_time(
     start: Callable[..., Driver], namespace: Namespace, store: Store, finished_run: Callable[..., Any]
 ) -> None:
     driver = start("headless", "headless")
@@ -260,11 +260,11 @@ def test_a_deleted_scheduler_pod_costs_nothing_but_time(
     namespace.kubectl("delete", "pod", scheduler["metadata"]["name"], "--wait=false")
     driver.succeeded()
     assert driver.losses_of_gang()[0]["at"] - deleted_at < SILENCE_NOTICED
-    assert driver.said(run="headless", event="RunStarted")[-1]["resumed_step"] > 0
+    assert driver.records(run="headless", event="RunStarted")[-1]["resumed_step"] > 0
     torch.testing.assert_close(store.state("headless"), finished_run("Dropping", 2, **CONFIG).state())
 
 
-def test_a_deleted_driver_pod_leaves_a_last_checkpoint_and_no_cluster_and_the_next_one_goes_on(
+def test_a_deleted_driver_pod_leaves_a_checkpoint_to_resume_from_and_no_cluster(
     start: Callable[..., Driver], namespace: Namespace, store: Store
 ) -> None:
     driver = start("first", "stopped")

@@ -1,6 +1,6 @@
-"""A real browser for tests: headless Chromium, told what to do over a pipe in the DevTools protocol.
+"""A real browser for tests: headless Chromium, controlled over a pipe by the DevTools protocol.
 
-Neither a driver nor a port is needed, and the protocol tells of every console message and every failed request.
+Neither a driver nor a port is needed, and the protocol reports every console message and every failed request.
 """
 
 import base64
@@ -124,7 +124,7 @@ class Browser:
 
 
 def _problem(event: dict[str, Any]) -> str:
-    """What went wrong in the page, in words; nothing where `event` tells of no problem."""
+    """Describe the problem that `event` reports; "" if it reports none."""
     parameters = event.get("params", {})
     match event.get("method"):
         case "Runtime.consoleAPICalled" if parameters["type"] in ("error", "warning", "assert"):

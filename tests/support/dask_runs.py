@@ -83,7 +83,7 @@ def start_driver(directory, cluster, code=REPOSITORY, **config):
 
 
 def eventually(condition, timeout=30):
-    """Whether `condition()` holds within `timeout` seconds."""
+    """Return whether `condition()` holds within `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:

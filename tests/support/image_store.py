@@ -1,4 +1,4 @@
-"""An S3 server of this machine that holds drawn images, notes every request, and misbehaves where a test says so."""
+"""An S3 server of this machine that holds drawn images, notes every request, and misbehaves on request."""
 
 from __future__ import annotations
 

@@ -288,7 +288,7 @@ def _infinite_gradient(losses):
 
 
 def _cuda_oom(losses):
-    """As a GPU that has memory for three samples."""
+    """Fail like a GPU with memory for three samples."""
     import torch
 
     if len(losses) > 3 and losses.is_cuda:

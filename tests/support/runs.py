@@ -1,4 +1,4 @@
-"""Start runs of the recipes for tests and keep what they say.
+"""Start runs of the recipes for tests and keep their events and output.
 
 As a program, `python -m tests.support.runs JSON`, it is the parent of a run, for tests that send
 signals to it: it prints every event as a line of JSON, and last how the run ended.
@@ -26,13 +26,13 @@ REPOSITORY = Path(__file__).parents[2]
 
 @dataclass
 class Run:
-    """A run below `directory`: its data, its checkpoints, and what its ranks said and printed."""
+    """A run below `directory`: its data, its checkpoints, and the events and lines of its ranks."""
 
     directory: Path
     recipe: str
     events: list[events.Event] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
-    error: BaseException | None = None  # as the listeners are told
+    error: BaseException | None = None  # as the listeners get it
     result: Result | None = None
     job: Job | None = None
     url: str = ""  # of the checkpoints, where they are not below `directory`

@@ -17,7 +17,7 @@ from tests.support.recipes import FAULTS, NUM_FEATURES, Tiny
 
 @dataclass
 class Swept(Tiny):
-    """Its inputs tell of which class a sample is, so that whoever learns has a lower held-out loss.
+    """Its inputs contain the class of a sample, so that a model that learns has a lower held-out loss.
 
     Below RECORD there is a file for each worker with the labels of the models that it trained, which a rank locks for
     as long as it lives. It fails where another model's rank has it.

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def records(directory: Path) -> list[Any]:
-    """What W&B recorded in its one transaction log below `directory`: LevelDB's log format, of protocol buffers."""
+    """Return the records of W&B's one transaction log below `directory`: LevelDB's log format, of protocol buffers."""
     import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -41,20 +41,20 @@ def values_of(items: Any) -> dict[str, Any]:
     return values
 
 
-def told(directory: Path, kind: str) -> list[Any]:
+def records_of(directory: Path, kind: str) -> list[Any]:
     """The parts of the record that are of this kind."""
     return [getattr(record, kind) for record in records(directory) if record.WhichOneof("record_type") == kind]
 
 
 def rows_of(directory: Path) -> list[dict[str, Any]]:
     """The rows logged, without W&B's own columns."""
-    rows = [values_of(history.item) for history in told(directory, "history")]
+    rows = [values_of(history.item) for history in records_of(directory, "history")]
     return [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows]
 
 
 def config_of(directory: Path) -> dict[str, Any]:
-    return values_of([item for config in told(directory, "config") for item in config.update])
+    return values_of([item for config in records_of(directory, "config") for item in config.update])
 
 
 def summary_of(directory: Path) -> dict[str, Any]:
-    return values_of([item for summary in told(directory, "summary") for item in summary.update])
+    return values_of([item for summary in records_of(directory, "summary") for item in summary.update])

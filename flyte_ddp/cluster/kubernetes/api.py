@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flyte_ddp.cluster.admission import IMAGE_VARIABLE
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.manifest import GROUP, PLURAL, VERSION, Driver, cluster_name
 from flyte_ddp.errors import OUT_OF_MEMORY, ClusterError
@@ -177,9 +178,25 @@ def driver_pod() -> Driver | None:
             api_message(error),
         )
         return None
-    return Driver(
-        pod.metadata.name, pod.metadata.uid, namespace, pod.spec.containers[0].image, pod.metadata.labels or {}
-    )
+    return Driver(pod.metadata.name, pod.metadata.uid, namespace, _own_image(pod), pod.metadata.labels or {})
+
+
+def _own_image(pod: Any) -> str:
+    """Return the image of the container that this process runs in. A sidecar may stand before it.
+
+    That is the container with the task's registered image, or the one that Flyte marks or names after the pod.
+    """
+    registered = os.environ.get(IMAGE_VARIABLE)
+    marked = (pod.metadata.annotations or {}).get("primary_container_name")
+    containers = pod.spec.containers
+    for is_own in (
+        lambda each: each.image == registered,
+        lambda each: each.name == marked,
+        lambda each: each.name == pod.metadata.name,
+    ):
+        for container in filter(is_own, containers):
+            return str(container.image)
+    return str(containers[0].image)
 
 
 def api_message(error: Exception) -> str:

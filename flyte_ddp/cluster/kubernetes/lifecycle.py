@@ -92,7 +92,7 @@ def kube_cluster(config: ClusterConfig, run_name: str, deadline: float) -> Itera
         token = uuid.uuid4().hex
         spec["metadata"]["annotations"][TOKEN_ANNOTATION] = token
         try:
-            _create(spec, namespace, driver)
+            _create(spec, namespace, driver, config.kubernetes.operator_namespace)
             logger.info("Dask cluster %s is starting in namespace %s", name, namespace)
             _wait_for_scheduler(config, name, namespace, deadline)
             with _scheduler_address(name, namespace) as address:
@@ -167,7 +167,7 @@ def delete_cluster(name: str, namespace: str, uid: str, patience: float = DELETE
             raise
 
 
-def _create(spec: Mapping[str, Any], namespace: str, driver: Driver | None) -> None:
+def _create(spec: Mapping[str, Any], namespace: str, driver: Driver | None, operator_namespace: str) -> None:
     """Create the DaskCluster, and the policy that keeps other pods away from its pods before the operator makes any."""
     from kubernetes.client import ApiException
 
@@ -185,7 +185,7 @@ def _create(spec: Mapping[str, Any], namespace: str, driver: Driver | None) -> N
                     f"if none is running, remove it with: kubectl --namespace {namespace} delete daskcluster {name}"
                 ) from error
         try:
-            policy = network_policy(name, made["metadata"]["uid"], driver)
+            policy = network_policy(name, made["metadata"]["uid"], namespace, operator_namespace, driver)
             call("NetworkingV1Api", "create_namespaced_network_policy", namespace, policy)
         except ApiException as error:
             if error.status != 409:  # it is there already: the answer to an earlier try was lost

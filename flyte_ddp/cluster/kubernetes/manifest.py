@@ -12,8 +12,9 @@ from flyte_ddp.cluster.config import ClusterConfig, dask_config
 
 GROUP, VERSION, PLURAL = "kubernetes.dask.org", "v1", "daskclusters"
 POLICY_GROUP, POLICY_PLURAL = "networking.k8s.io", "networkpolicies"
-OPERATOR_NAMESPACE = "dask-operator"  # where deploy/README.md installs the operator
 MANAGED_BY = {"app.kubernetes.io/managed-by": "flyte-ddp"}
+# A worker that is moved costs the steps since the last checkpoint, and a scheduler the whole attempt.
+KEEP_IN_PLACE = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
 SCHEDULER_PORT, DASHBOARD_PORT = 8786, 8787
 MAX_NAME_LENGTH = 53  # the operator appends "-scheduler", and a Service's name ends at 63
 
@@ -43,7 +44,7 @@ class Driver:
     name: str
     uid: str
     namespace: str
-    image: str  # of its first container
+    image: str  # of the container that this process runs in
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -73,7 +74,7 @@ def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) 
         "name": name,
         # The operator copies both to everything it makes of this, and selects pods by the labels.
         "labels": {**config.kubernetes.labels, "app.kubernetes.io/name": "flyte-ddp", **MANAGED_BY},
-        "annotations": dict(config.kubernetes.annotations),
+        "annotations": {**KEEP_IN_PLACE, **config.kubernetes.annotations},
     }
     if owner is not None:
         metadata["ownerReferences"] = [{"apiVersion": "v1", "kind": "Pod", "name": owner.name, "uid": owner.uid}]
@@ -83,7 +84,10 @@ def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) 
         "metadata": metadata,
         "spec": {
             "idleTimeout": round(config.kubernetes.idle_timeout),
-            "scheduler": {"spec": _scheduler_pod(config), "service": _scheduler_service(name)},
+            "scheduler": {
+                "spec": merge_pod(_scheduler_pod(config), config.kubernetes.scheduler_pod_template),
+                "service": _scheduler_service(name),
+            },
             "worker": {
                 "replicas": config.num_nodes,
                 "spec": merge_pod(_worker_pod(config, name), config.kubernetes.pod_template),
@@ -92,22 +96,25 @@ def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) 
     }
 
 
-def network_policy(name: str, uid: str, driver: Driver | None = None) -> dict[str, Any]:
+def network_policy(
+    name: str, uid: str, namespace: str, operator_namespace: str, driver: Driver | None = None
+) -> dict[str, Any]:
     """Return the NetworkPolicy that lets only its own pods, its driver and the operator reach a cluster's pods.
 
     A Dask scheduler runs any code that a client sends. Kubernetes deletes the policy with the cluster.
 
     Args:
-        uid: of the DaskCluster called `name`.
+        uid: of the DaskCluster called `name`, in `namespace`.
+        operator_namespace: in which the operator runs, which asks the scheduler whether it is idle.
         driver: its labels distinguish its pod; without labels, any pod of the namespace may be the driver. None is a
             driver outside Kubernetes, which connects through a port that the API server forwards.
     """
     own = {"dask.org/cluster-name": name}
     ports = [{"protocol": "TCP", "port": port} for port in (SCHEDULER_PORT, DASHBOARD_PORT)]
-    operator = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": OPERATOR_NAMESPACE}}}
-    callers: list[dict[str, Any]] = [operator]
+    callers: list[dict[str, Any]] = [_namespace_selector(operator_namespace)]
     if driver is not None:
-        callers.append({"podSelector": {"matchLabels": dict(driver.labels)} if driver.labels else {}})
+        caller: dict[str, Any] = {"podSelector": {"matchLabels": dict(driver.labels)} if driver.labels else {}}
+        callers.append({**caller, **({} if driver.namespace == namespace else _namespace_selector(driver.namespace))})
     return {
         "apiVersion": f"{POLICY_GROUP}/v1",
         "kind": "NetworkPolicy",
@@ -127,6 +134,10 @@ def network_policy(name: str, uid: str, driver: Driver | None = None) -> dict[st
             ],
         },
     }
+
+
+def _namespace_selector(namespace: str) -> dict[str, Any]:
+    return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
 
 
 def scheduler_name(name: str) -> str:

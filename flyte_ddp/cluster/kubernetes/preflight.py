@@ -184,9 +184,10 @@ def _check_nodes(config: ClusterConfig, spec: Mapping[str, Any]) -> Iterator[str
             if all(reasons):
                 counts = "; ".join(f"{reasons.count(reason)} {reason}" for reason in sorted(set(reasons)))
                 request = ", ".join(f"{_short(amount)} {resource}" for resource, amount in requests_of(pod).items())
+                remedy = "scheduler_pod_template" if role == "scheduler" else "node_selector or tolerations"
                 yield (
                     f"no node could ever run a {role} pod, which requests {request} (of {len(nodes)} nodes: {counts}); "
-                    "request less, correct node_selector or tolerations, or set autoscaled_nodes where nodes are made "
+                    f"request less, correct {remedy}, or set autoscaled_nodes where nodes are made "
                     "on demand"
                 )
 

@@ -27,6 +27,7 @@ from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, GO, KILL, KILL_GRACE, 
 from flyte_ddp.launch.dask.placement import Node, natural_key
 from flyte_ddp.launch.failures import MAX_LINES, shorten
 from flyte_ddp.launch.signals import STOP_GRACE, StopRequest
+from flyte_ddp.wall_time import AttemptEnded
 
 POLL_INTERVAL = 0.1  # seconds between checks for silence and the stop request
 TRANSFER_TIMEOUT = 60.0  # seconds for the code to reach a worker
@@ -71,6 +72,7 @@ class Attempt:
         self.larger: frozenset[str] = frozenset()  # addresses of the workers of the gang that follows this one
         self.name = f"{run.name}-{number}"  # also of the topic of its messages
         self.step = 0  # that the gang has reached
+        self.progress_at = time.monotonic()  # when it did
         self.resumed_step = -1  # that it started from, once that is known
         self.command = GO
         self.next_command_at = 0.0
@@ -123,6 +125,10 @@ class Attempt:
         if not self.failures:
             raise NodeLost(f"nodes did not end within {self.growth.grace:g} s, to start again larger", "")
         raise self._root_cause()
+
+    def ended(self, reason: str) -> AttemptEnded:
+        """Return the event of the end of this attempt, now."""
+        return AttemptEnded(self.step, reason, idle_seconds=time.monotonic() - self.progress_at)
 
     def _stop_nodes(self, reason: str, grace: float) -> float:
         """Order a last checkpoint and the end; return when the nodes must have ended."""
@@ -206,7 +212,7 @@ class Attempt:
         sender.last_message_at = max(sender.last_message_at, arrived_at)
         sender.has_reported = True
         if message["kind"] == "beat":
-            self.step = max(self.step, message["step"])
+            self._note_step(message["step"])
             return
         for each in sender.inbox.put(message):
             if each["kind"] == "event":
@@ -218,10 +224,16 @@ class Attempt:
                 sender.end = each
 
     def _pass_on(self, event: events.Event) -> None:
-        self.step = max(self.step, getattr(event, "step", 0))
+        self._note_step(getattr(event, "step", 0))
         if isinstance(event, events.RunStarted):
             self.resumed_step = event.resumed_step
+        elif isinstance(event, events.CheckpointLoaded):  # by a function
+            self.resumed_step = event.step
         self.run.emit(event)
+
+    def _note_step(self, step: int) -> None:
+        if step > self.step:
+            self.step, self.progress_at = step, time.monotonic()
 
     def _conclude(self, node: Node) -> None:
         """Note how the task of a node has ended."""

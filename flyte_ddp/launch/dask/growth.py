@@ -92,4 +92,8 @@ class GrowthWatch:
         return frozenset(node.address for node in nodes)
 
     def _is_fit(self, each: Worker) -> bool:
-        return not each.is_busy and len(each.gpus) >= self.config.gpus_per_node
+        if len(each.gpus) < self.config.gpus_per_node:
+            why = f"gpus_per_node: expected {self.config.gpus_per_node}, got {len(each.gpus)} on worker {each.name}"
+            self.roll_call.mark_unfit(each.address, why)
+            return False
+        return not each.is_busy

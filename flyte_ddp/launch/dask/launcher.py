@@ -55,6 +55,7 @@ from flyte_ddp.ownership import Ownership
 from flyte_ddp.rank.job import Job
 from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.storage import Storage, storage_environment
+from flyte_ddp.wall_time import AttemptStarted
 
 ROLL_CALL_INTERVAL = 1.0  # seconds between two checks of which workers are there
 REUNION_TIMEOUT = 5.0  # seconds for all workers of a larger gang to be idle, after the smaller one has ended
@@ -211,10 +212,13 @@ class _Launcher:
         patience = self.config.return_timeout if self.config.min_nodes else self.config.start_timeout
         while True:
             sizes = usable_sizes(self.job, self.config)
+            begun = time.time() if self.num_attempts else self.job.launched_at  # since then the cluster was started
             workers = self._gather(sizes, expected, REUNION_TIMEOUT if self.is_growing else patience)
             self.roll_call.is_strict = False
+            size = next(size for size in sizes if size <= len(workers))
+            self.run.emit(AttemptStarted(size, self.job.launched_at, time.time() - begun))
             directory = self._wait_for_data()
-            nodes = assign_nodes(workers, next(size for size in sizes if size <= len(workers)), self.config)
+            nodes = assign_nodes(workers, size, self.config)
             if self.storage:
                 check_same_directory(self.client, self.storage, nodes)
             growth = self._watch_for_growth(workers, nodes, sizes)
@@ -225,11 +229,13 @@ class _Launcher:
                 if attempt.train():
                     return
                 self.is_growing, self.grown_at, expected = True, time.monotonic(), attempt.larger
+                self.run.emit(attempt.ended(f"it grows to {len(expected)} nodes"))
                 logger.warning(
                     "the gang ended at step %d, after a checkpoint, to grow from %d to %d nodes",
                     *(attempt.step, len(nodes), len(expected)),
                 )
             except (RankFailure, NodeLost) as error:
+                self.run.emit(attempt.ended(first_line(error)))
                 # Without the loss of a node the same ones go on: for a larger gang the watch waits.
                 self.is_growing, expected = False, frozenset(node.address for node in nodes)
                 self._release()

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import click
 from flytekit.core.context_manager import FlyteContextManager
 from flytekit.exceptions.user import FlyteRecoverableException
 
 from flyte_ddp import errors
 from flyte_ddp.errors import RankFailure, SweepFailed, TrainingStopped
 from flyte_ddp.launch.failures import first_line, shorten
-from tasks.inputs import InputError
 
 # Only the user can fix these. Another attempt would end in the same way.
 USER_ERRORS = (errors.ConfigError, errors.DataError, errors.NonFiniteLoss)
@@ -36,6 +36,13 @@ class _WithoutFrames:
     """A mixin for exceptions that hides the frames of the driver."""
 
     __traceback__ = property(lambda self: None, lambda self, value: None)
+
+
+class InputError(click.BadParameter, ValueError):
+    """A user's mistake. `pyflyte run` prints its message alone, where another exception comes with a traceback."""
+
+    def format_message(self) -> str:
+        return self.message  # it names the field itself
 
 
 class UserError(_WithoutFrames, InputError):

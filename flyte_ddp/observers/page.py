@@ -1,7 +1,7 @@
 """The base of all reports: status, error, tiles, and the HTML document around what each report shows.
 
-A report is one HTML document without references to anything outside it. Every text is escaped by Jinja. `tasks.deck`
-shows a report in Flyte's console while the task still runs.
+A report is one HTML document without references to anything outside it. Every text is escaped by Jinja.
+`flyte_ddp.flytekit_plugin.deck` shows a report in Flyte's console while the task still runs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from markupsafe import Markup
 
 from flyte_ddp.errors import TrainingStopped
 from flyte_ddp.observers import figures
+from flyte_ddp.observers.page_template import BASE, MACROS, PAGE, STYLE
 from flyte_ddp.storage import redact_url
-from tasks.page_template import BASE, MACROS, PAGE, STYLE
 
 MAX_ERROR = 60_000  # characters
 NOTHING = "-"  # in place of a value that is not known

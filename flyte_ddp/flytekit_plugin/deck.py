@@ -12,7 +12,7 @@ from flytekit.core.context_manager import FlyteContextManager
 from flytekit.loggers import logger as flytekit_logger
 
 from flyte_ddp.events import EpochFinished, Event, RunStarted, StepFinished
-from tasks.page import Page
+from flyte_ddp.observers.page import Page
 
 DECK_NAME = "Training"
 

@@ -1,0 +1,94 @@
+"""`python -m flyte_ddp run`: start a script on several GPUs or machines, with torchrun's flags.
+
+python -m flyte_ddp run --nnodes 2 --nproc-per-node 2 train.py --lr 0.1
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flyte_ddp.errors import ClusterError, ConfigError, GangLost, RankFailure, StorageUnavailable, TrainingStopped
+from flyte_ddp.launch.run import Gang, run_program, script_program
+from flyte_ddp.observers.progress_bar import ProgressBar
+from flyte_ddp.rank.programs import FunctionProgram
+
+# torchrun starts one agent on each machine; here one command starts all of them.
+TORCHRUN_ONLY = ("--node-rank", "--master-addr", "--master-port", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m flyte_ddp", description="Distributed PyTorch training.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_run(commands)
+    options = parser.parse_args(arguments)
+    return int(options.main(options))
+
+
+def _add_run(commands: Any) -> None:
+    text = "run a script in every rank, on this machine or on a Dask cluster"
+    parser = commands.add_parser("run", help=text, description=text)
+
+    def add(flag: str, **options: Any) -> None:
+        parser.add_argument(flag, f"--{flag[2:].replace('-', '_')}", **options)  # torchrun takes both forms
+
+    stall_timeout = FunctionProgram.stall_timeout
+    parser.add_argument("--nnodes", default="1", help="machines, or a range such as 1:4 (default 1)")
+    add("--nproc-per-node", default="1", help="ranks on each: a number, gpu, cpu or auto (default 1)")
+    add("--max-restarts", type=int, default=0, help="restarts of all ranks after a loss (default 0)")
+    parser.add_argument("--standalone", action="store_true", help="accepted as torchrun's; nothing needs it here")
+    parser.add_argument("--cluster", default="", help="the machines: JSON, or the name of a JSON file")
+    parser.add_argument("--checkpoints", default="", help="directory or URL for session.save, for all machines")
+    text = f"seconds without a session.report until the run is ended (default {stall_timeout:g})"
+    add("--stall-timeout", type=float, default=stall_timeout, help=text)
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
+    for flag in TORCHRUN_ONLY:
+        add(flag, help=argparse.SUPPRESS)
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="of the script")
+    parser.set_defaults(main=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    bar = ProgressBar()
+    try:
+        for flag in TORCHRUN_ONLY:
+            if getattr(options, flag[2:].replace("-", "_")) is not None:
+                raise ConfigError(
+                    f"{flag}: expected no such flag: one command starts all machines (--cluster names them)"
+                )
+        gang = Gang(
+            options.nnodes,
+            options.nproc_per_node,
+            options.max_restarts,
+            _read_cluster(options.cluster) if options.cluster else None,
+            options.stall_timeout,
+        )
+        program = script_program(options.script, options.arguments, options.module, options.stall_timeout)
+        run_program(program, gang, options.checkpoints, [bar], bar.write)
+    except TrainingStopped as stopped:
+        sys.stderr.write(f"{stopped}\n")
+        return 143 if str(stopped).startswith("SIGTERM") else 130
+    except (ConfigError, ClusterError, GangLost, RankFailure, StorageUnavailable) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+def _read_cluster(text: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--cluster: expected JSON or the name of a JSON file, got {text!r}: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"--cluster: expected an object with fields, got {text!r}")
+    return values
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What a Flyte task needs of this library. The one package of it that imports flytekit."""

@@ -1,0 +1,263 @@
+"""Run a function or a script of the user's on this machine or on a Dask cluster. Imports neither torch nor Dask itself.
+
+`run` is dask-pytorch-ddp's `dispatch.run` and torchrun's `elastic_launch` in one: what the ranks find is in
+docs/your-own-function.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import runpy
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from flyte_ddp import events
+from flyte_ddp.cluster.config import ClusterConfig, cluster_config
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.launch import spawn
+from flyte_ddp.launch.devices import default_num_processes, num_cores, num_gpus
+from flyte_ddp.rank.job import Job
+from flyte_ddp.rank.programs import SCRIPT_DIRECTORY, FunctionProgram
+from flyte_ddp.source_code import packages_beside
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+T = TypeVar("T")
+
+OUTPUTS = "{outputs}"  # in a script's arguments: the directory whose files become outputs
+
+
+@dataclass(frozen=True)
+class Gang:
+    """How many ranks run where, in torchrun's terms.
+
+    Args:
+        nnodes: machines; "1:4" for at least 1 and at most 4. One needs no cluster.
+        nproc_per_node: ranks on each; "gpu" for one per GPU, "cpu" for one per core, "auto" for one per GPU, or two
+            where there are none.
+        max_restarts: how often all ranks start again after one was killed, hung or lost, or failed in a way that
+            another attempt may not repeat.
+        cluster: the machines, with the fields of `ClusterConfig`, where `nnodes` is not 1.
+        stall_timeout: seconds without a report of any rank until the run is ended with all stacks; it counts from the
+            first `session.report` on.
+
+    Raises:
+        ConfigError: a value has the wrong type or range, or is given twice.
+    """
+
+    nnodes: int | str = 1
+    nproc_per_node: int | str = 1
+    max_restarts: int = 0
+    cluster: ClusterConfig | Mapping[str, Any] | None = None
+    stall_timeout: float = FunctionProgram.stall_timeout
+
+    def __post_init__(self) -> None:
+        match = re.fullmatch(r"(?:(\d+):)?(\d+)", str(self.nnodes))
+        if match is None or int(match[2]) < 1 or int(match[1] or match[2]) not in range(1, int(match[2]) + 1):
+            raise ConfigError(
+                f"nnodes: expected a number of machines such as 2, or a range such as 1:4, got {self.nnodes!r}"
+            )
+        if not re.fullmatch(r"auto|gpu|cpu|[1-9]\d*", str(self.nproc_per_node)):
+            raise ConfigError(
+                f"nproc_per_node: expected a number of ranks, gpu, cpu or auto, got {self.nproc_per_node!r}"
+            )
+        if not isinstance(self.max_restarts, int) or self.max_restarts < 0:
+            raise ConfigError(f"max_restarts: expected a whole number of at least 0, got {self.max_restarts!r}")
+        if not self.stall_timeout > 0:
+            raise ConfigError(f"stall_timeout: expected seconds above 0, got {self.stall_timeout!r}")
+
+    @property
+    def max_nodes(self) -> int:
+        return int(str(self.nnodes).rpartition(":")[2])
+
+    @property
+    def needs_cluster(self) -> bool:
+        return self.max_nodes > 1 or self.cluster is not None
+
+    def num_processes(self) -> int:
+        """Return the number of ranks on this machine.
+
+        Raises:
+            ConfigError: one per GPU is wanted, and there is none.
+        """
+        if self.nproc_per_node == "gpu" and not num_gpus():
+            raise ConfigError("nproc_per_node: expected a number or cpu on a machine without GPUs, got 'gpu'")
+        counts = {"auto": default_num_processes, "gpu": num_gpus, "cpu": num_cores}
+        kind = str(self.nproc_per_node)
+        return counts[kind]() if kind in counts else int(kind)
+
+    def cluster_config(self) -> ClusterConfig:
+        """Return the cluster that the gang needs.
+
+        Raises:
+            ConfigError: an unknown field or a bad value of `cluster`, or one that contradicts the gang.
+        """
+        given = {} if self.cluster is None else self.cluster
+        if isinstance(given, ClusterConfig):
+            return given
+        least, _, most = str(self.nnodes).rpartition(":")
+        values: dict[str, Any] = {"num_nodes": int(most), "max_restarts": self.max_restarts}
+        if least:
+            values["min_nodes"] = int(least)
+        if str(self.nproc_per_node).isdigit():
+            values["processes_per_node"] = int(self.nproc_per_node)
+        elif self.nproc_per_node == "cpu":
+            raise ConfigError("nproc_per_node: expected a number, gpu or auto on several machines, got 'cpu'")
+        for name, value in values.items():
+            if given.get(name, value) != value:
+                names = {"num_nodes": "nnodes", "min_nodes": "nnodes", "processes_per_node": "nproc_per_node"}
+                raise ConfigError(
+                    f"cluster.{name}: expected {value}, as {names.get(name, name)} has it, got {given[name]!r}"
+                )
+        return cluster_config({**given, **values})
+
+
+def run(
+    function: Callable[..., T],
+    *arguments: Any,
+    nnodes: int | str = 1,
+    nproc_per_node: int | str = 1,
+    max_restarts: int = 0,
+    cluster: ClusterConfig | Mapping[str, Any] | None = None,
+    client: Client | None = None,
+    checkpoints: str = "",
+    stall_timeout: float = FunctionProgram.stall_timeout,
+    listeners: Sequence[events.Listener] = (),
+) -> T:
+    """Call `function(*arguments)` in every rank, in torchrun's environment, and return rank 0's value.
+
+    Args:
+        function: any function that cloudpickle can pickle; its module's code travels with it. For keyword arguments
+            give a `functools.partial`.
+        nnodes, nproc_per_node, max_restarts, cluster, stall_timeout: see `Gang`.
+        client: of a Dask cluster that is there already, of which `nnodes` workers are used.
+        checkpoints: directory or URL for `session.save`, which all machines reach; an unfinished run there goes on.
+            Where all ranks are on this machine, the default is a directory for the length of the run.
+        listeners: receive every event of the run.
+
+    Raises:
+        ConfigError: bad input, before anything is started.
+        RankFailure: a rank raised, with its number and traceback, or was killed, or hung.
+        GangLost, ClusterError: machines were lost, or never came.
+        TrainingStopped: SIGINT or SIGTERM ended the run.
+    """
+    gang = Gang(nnodes, nproc_per_node, max_restarts, cluster, stall_timeout)
+    name = getattr(function, "__qualname__", repr(function))
+    call = cloudpickle.dumps(_Call(function, arguments))
+    module = getattr(function, "__module__", None) or "__main__"
+    program = FunctionProgram(name, call, packages_beside(module), stall_timeout=stall_timeout)
+    return cloudpickle.loads(run_program(program, gang, checkpoints, listeners, client=client))  # type: ignore[no-any-return]
+
+
+def run_program(
+    program: FunctionProgram,
+    gang: Gang,
+    checkpoints: str = "",
+    listeners: Sequence[events.Listener] = (),
+    relay: Callable[[str], None] | None = None,
+    run_name: str = "",
+    run_id: str = "",
+    client: Client | None = None,
+) -> bytes:
+    """Run `program` in the ranks of `gang`, start to end, and return what rank 0's call returned. Raises as `run`.
+
+    Args:
+        relay: called with every line that a rank prints; standard error by default.
+        run_name: unique in a namespace; names a cluster that is made on Kubernetes.
+        run_id: the same for all attempts of the run; "" for a local run.
+    """
+    config = None if client is None and not gang.needs_cluster else gang.cluster_config()
+    with contextlib.ExitStack() as stack:
+        is_local = config is None or (client is None and config.resolved_kind == "local")
+        if not checkpoints and is_local:  # for restarts within the run
+            checkpoints = stack.enter_context(tempfile.TemporaryDirectory(prefix="checkpoints-"))
+        job = Job(program, checkpoints, time.time(), run=run_id)
+        if config is None:
+            processes = gang.num_processes()
+            state = spawn.run_on_this_machine(job, None, processes, listeners, relay, gang.max_restarts)
+        else:
+            from flyte_ddp.cluster.connect import open_cluster
+            from flyte_ddp.launch.dask.launcher import check, run_on_dask
+
+            check(job, config)
+            name = run_name or f"run-{os.urandom(4).hex()}"
+            if client is None:
+                client = stack.enter_context(open_cluster(config, name))
+            state = run_on_dask(job, None, client, config, listeners, relay, name)
+    if state.returned is None:
+        raise RuntimeError("the ranks exited without an error and without a value; please report this bug")
+    return state.returned.value
+
+
+def script_program(
+    script: str, arguments: Sequence[str], is_module: bool = False, stall_timeout: float = FunctionProgram.stall_timeout
+) -> FunctionProgram:
+    """Return the program that runs a script, or a module as `python -m` does, with `arguments`.
+
+    The script's directory is shipped to every node.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    if is_module:
+        packages, directory = packages_beside(script), ""
+    else:
+        path = Path(script).resolve()
+        if not path.is_file():
+            raise ConfigError(f"script: expected a file, got {script!r}")
+        packages, directory = (), str(path.parent)
+    call = _Script(script, directory, tuple(arguments), os.getcwd())
+    return FunctionProgram(Path(script).name, cloudpickle.dumps(call), packages, directory, stall_timeout)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a function, whose value is pickled."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+    def __call__(self) -> bytes:
+        return bytes(cloudpickle.dumps(self.function(*self.arguments)))
+
+
+@dataclass(frozen=True)
+class _Script:
+    """A run of a script, as torchrun starts it: as `__main__`, with its arguments, in the caller's directory.
+
+    On another machine, the shipped copy of the script's directory takes the place of that directory.
+    """
+
+    script: str
+    directory: str  # "" for a module
+    arguments: tuple[str, ...]
+    working_directory: str
+
+    def __call__(self) -> bytes:
+        shipped = Path(__file__).parents[2] / SCRIPT_DIRECTORY
+        directory = str(shipped) if shipped.is_dir() else self.directory
+        os.chdir(directory if shipped.is_dir() else self.working_directory)
+        try:
+            if not self.directory:
+                sys.path.insert(0, os.getcwd())
+                sys.argv = [self.script, *self.arguments]
+                runpy.run_module(self.script, run_name="__main__", alter_sys=True)
+            else:
+                file = os.path.join(directory, Path(self.script).name)
+                sys.path.insert(0, directory)
+                sys.argv = [file, *self.arguments]
+                runpy.run_path(file, run_name="__main__")
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise RuntimeError(f"{self.script} ended with exit code {end.code}") from None
+        return b""
