@@ -10,7 +10,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-DRY_RUN=${DRY_RUN:-0}                                           # 1: say what would be registered, and reach nobody
+DRY_RUN=${DRY_RUN:-0}                                           # 1: print what would be registered, and send nothing
 case $DRY_RUN in
   0) flags=() ;;
   1) flags=(--dry-run) ;;

@@ -1,6 +1,6 @@
 """The hyperparameters of one run, each with its unit. Knows neither recipes nor devices; imports no torch.
 
-A `TrainingConfig` is complete and validated: whoever holds one need not check it again. Users give only the fields that
+A `TrainingConfig` is complete and validated: no later code checks it again. Users give only the fields that
 differ from the recipe's defaults; `resolve` puts the two together.
 """
 

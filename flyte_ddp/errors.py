@@ -86,7 +86,7 @@ class NodeLost(RuntimeError):
 
     Attributes:
         worker: the name of its worker; "" for a silent one, whose pod's log cannot be read either.
-        cause: why, in a word: OUT_OF_MEMORY, or "" for anything else.
+        cause: the reason: OUT_OF_MEMORY, or "" for any other.
     """
 
     def __init__(self, message: str, worker: str, cause: str = "") -> None:
@@ -110,7 +110,7 @@ class WorkersLost(GangLost):
 
 
 class ClusterError(RuntimeError):
-    """The cluster did not come up, or could not be reached. The message says what it was waiting for."""
+    """The cluster did not come up, or could not be reached. The message names what it waited for."""
 
 
 class PreflightError(ConfigError):

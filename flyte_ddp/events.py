@@ -172,7 +172,7 @@ class FunctionStarted(Timed):
 
 @dataclass(frozen=True)
 class CheckpointLoaded(Timed):
-    """A function goes on from a checkpoint."""
+    """A function resumes from a checkpoint."""
 
     step: int
     url: str

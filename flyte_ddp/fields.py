@@ -163,5 +163,5 @@ def _convert(value: object, kind: Any) -> object:
         return value
     if kind == dict[str, Any] and isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         with contextlib.suppress(TypeError, ValueError):  # it holds something that JSON does not know
-            return json.loads(json.dumps(dict(value), allow_nan=False))  # a copy, so that nobody else changes it
+            return json.loads(json.dumps(dict(value), allow_nan=False))  # a copy, so that no other code changes it
     return None

@@ -1,11 +1,11 @@
 """Ownership of a run's place: one run at a time may write there, named by a token in `owner.json`.
 
 Two runs in one place would delete each other's checkpoints. So the process that starts a run takes the place before
-anything is written there, renews its sign of life, and releases the place at the end. Rank 0 compares the token before
+anything is written there, sends heartbeats, and releases the place at the end. Rank 0 compares the token before
 everything that it writes or deletes: a process that was replaced, but lives on somewhere, changes nothing any more.
 
 An owner is over if it released the place, if it is an earlier attempt of the same run (Flyte retries a node under the
-same name), if its process is gone from this very machine, or if its sign of life is too old. Only the last of these
+same name), if its process is gone from this very machine, or if its last heartbeat is too old. Only the last of these
 compares two machines' clocks, which may differ by `CLOCK_MARGIN`.
 """
 
@@ -27,7 +27,7 @@ from flyte_ddp.errors import ConfigError, FileChanged, StorageUnavailable
 from flyte_ddp.storage import Storage, redact_url
 
 OWNER = "owner.json"
-BEAT_INTERVAL = 20.0  # seconds between two signs of life
+BEAT_INTERVAL = 20.0  # seconds between two heartbeats
 RELEASE_TIMEOUT = 5.0  # seconds to release a place in
 CLOCK_MARGIN = 120.0  # seconds by which the clocks of two machines may differ
 
@@ -43,12 +43,12 @@ class Owner:
     pid: int
     process_started_at: float  # seconds since the epoch; a process number is used again
     since: str  # UTC, ISO 8601
-    beat_at: float  # last sign of life, seconds since the epoch by the owner's clock
-    lease: float  # seconds without a sign of life for which the owner may still be alive
+    beat_at: float  # last heartbeat, seconds since the epoch by the owner's clock
+    lease: float  # seconds without a heartbeat for which the owner may still be alive
     released: bool = False
 
     def is_over(self, run: str) -> bool:
-        """Tell if this owner has provably ended, as seen by an attempt of `run`."""
+        """Return whether this owner has provably ended, as seen by an attempt of `run`."""
         if self.released or (run and self.run == run):
             return True
         if self.machine == _machine():
@@ -132,7 +132,7 @@ class Ownership:
                 quiet = max(0.0, time.time() - other.beat_at)
                 raise ConfigError(
                     f"checkpoints: expected a place of this run's own, got {redact_url(self._storage.url)}, which "
-                    f"belongs to {other}; its last sign of life is {quiet:.0f} s old, and its right ends after "
+                    f"belongs to {other}; its last heartbeat is {quiet:.0f} s old, and its lease ends after "
                     f"{other.lease + CLOCK_MARGIN:.0f} s without one. If it is over, delete {OWNER} there"
                 )
             with contextlib.suppress(FileChanged):  # another process was quicker: look again
@@ -160,7 +160,7 @@ class Ownership:
 
 
 def read_owner(storage: Storage) -> tuple[bytes, Owner | None]:
-    """Return the contents of `owner.json`, b"" for no file, and what they say; None where they name no owner."""
+    """Return the contents of `owner.json`, b"" for no file, and the owner in them; None where they name none."""
     try:
         contents = storage.read(OWNER)
     except FileNotFoundError:

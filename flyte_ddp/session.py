@@ -72,7 +72,7 @@ def load() -> dict[str, Any] | None:
 def report(step: int | None = None, epoch: float | None = None, **values: float) -> None:
     """Report progress and metrics: for the progress bar, the history, the report and W&B. Rank 0's are shown.
 
-    Every rank's call is a sign of life: after the first one, a run in which no rank reports for `stall_timeout` seconds
+    Every rank's call is a heartbeat: after the first one, a run in which no rank reports for `stall_timeout` seconds
     is ended with the stacks of all ranks.
 
     Args:

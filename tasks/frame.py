@@ -59,7 +59,7 @@ class Frame:
     def __post_init__(self) -> None:
         self.publisher = DeckPublisher(self.report)
         self._time_limit: threading.Timer | None = None
-        self._time_is_up = ""  # what an error says of the limit when it is reached
+        self._time_is_up = ""  # the beginning of the error when the limit is reached
 
     @property
     def is_local(self) -> bool:

@@ -1,4 +1,4 @@
-"""What users type, as Flyte inputs: checked before anything starts, and refused in one line."""
+"""Users' input as Flyte types: checked before anything starts, and refused in one line."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ClusterInput(ClusterConfig):
 
     @classmethod
     def from_json(cls, text: str) -> ClusterInput:
-        """What `pyflyte run --cluster` calls."""
+        """Parse the value of `pyflyte run --cluster`."""
         values = _json_object("cluster", text)
         try:
             return cls(**known_fields(values))

@@ -21,7 +21,7 @@ from tasks.settings import SettingsError
 KICKOFF_TIME = "kickoff_time"  # the input that a schedule fills in
 STRUCTS = {"config": TrainingOverrides, "cluster": ClusterInput}  # inputs that are JSON objects
 
-# Not a success: nobody wants to read of one every night.
+# Not for a success: one message every night would hide the others.
 PHASES = [WorkflowExecutionPhase.FAILED, WorkflowExecutionPhase.ABORTED, WorkflowExecutionPhase.TIMED_OUT]
 
 

@@ -20,7 +20,7 @@ from tasks.settings import Size, load_settings, shipped_code
 from tasks.shipping import CODE_VARIABLE
 
 # Flyte's local cache remembers outputs for longer than the temporary directory they lie in: a second `pyflyte run`
-# would return at once, with paths of files that are gone. Set it to "true" to have that cache all the same.
+# would return at once, with paths of files that are gone. Set it to "true" to use that cache.
 os.environ.setdefault("FLYTE_LOCAL_CACHE_ENABLED", "false")
 
 SETTINGS = load_settings()
@@ -48,7 +48,7 @@ def _timeout(size: Size) -> timedelta:
 
 
 # W&B's own variables, for the tasks that record a run. Only the mode online needs the key. Flyte mounts secrets as
-# optional: a task whose secret is missing starts all the same, and records offline.
+# optional: a task whose secret is missing starts, and records offline.
 WANDB_MODE = SETTINGS.wandb_mode
 WANDB_ENVIRONMENT = {
     "WANDB_MODE": WANDB_MODE,
@@ -74,7 +74,7 @@ TRAINING_TASK: dict[str, Any] = {
     # Ranks and loader processes pass tensors through /dev/shm, which a container otherwise has 64 MB of.
     "shared_memory": f"{SETTINGS.training.shared_memory_gib}Gi",
     "retries": 3,
-    "interruptible": True,  # a preempted attempt goes on from its checkpoint
+    "interruptible": True,  # a preempted attempt resumes from its checkpoint
     **({"accelerator": GPUAccelerator(SETTINGS.gpu_type)} if SETTINGS.gpu_type else {}),
 }
 

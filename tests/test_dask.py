@@ -453,7 +453,7 @@ def test_workers_with_other_versions_that_join_in_mid_run_are_left_out(client, m
         assert [each.address for each in roll.present_workers()] == list(roll.known)
     assert joined in roll.unfit
     assert [record.message for record in caplog.records if "torch 1.0" in record.message] == [
-        f"the run goes on without a worker: {roll.unfit[joined]}"
+        f"the run continues without a worker: {roll.unfit[joined]}"
     ]
 
 

@@ -35,7 +35,7 @@ def multi_node_training_wf(
             '{"kind": "kubernetes", "num_nodes": 4, "gpus_per_node": 1}'; by default two workers on this machine in a
             local run, and on Kubernetes in a remote one; flyte_ddp/cluster/config.py lists all fields with units
         data: directory, file or URL of the data, for recipes that read data of yours; the recipe's own by default
-        checkpoints: directory or URL for checkpoints that all nodes reach; an unfinished run found there goes on; by
+        checkpoints: directory or URL for checkpoints that all nodes reach; an unfinished run found there resumes; by
             default a place of the execution's own, which its retries share
         model_artifact: name of the W&B artifact to keep the model state as; none by default
     """

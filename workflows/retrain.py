@@ -121,7 +121,7 @@ def retrain_wf(
     )
 
 
-# A branch has one node, so each is a workflow of its own.
+# A branch has one node, so each is a workflow.
 
 
 @workflow
@@ -201,7 +201,7 @@ def challenge_on_cluster(
 
 
 # Every LaunchPlan. Cron counts in UTC. None is active until `make register ACTIVATE=NAME` asks for it, and none runs
-# twice at once. Who is told of failures and what they train: settings.toml.
+# twice at once. settings.toml has the recipients of failures and the inputs.
 LAUNCH_PLANS = [
     launch_plan(name, retrain_wf, cron)
     for name, cron in (

@@ -34,7 +34,7 @@ def single_node_training_wf(
             units
         num_processes: DDP processes; 0 is one per GPU, or two on a machine without GPUs
         data: directory, file or URL of the data, for recipes that read data of yours; the recipe's own by default
-        checkpoints: directory or URL for checkpoints; an unfinished run found there goes on; by default a place of the
+        checkpoints: directory or URL for checkpoints; an unfinished run found there resumes; by default a place of the
             execution's own, which its retries share
         model_artifact: name of the W&B artifact to keep the model state as; none by default
     """

@@ -39,7 +39,7 @@ def sweep_wf(
             lists all fields with units
         num_models: models to draw from the grid at random; 0 is every combination of its choices
         seed: of the random draws; the same seed draws the same models
-        stop_early: none, median (stop models that are worse than the median of those before) or halving (go on with
+        stop_early: none, median (stop models that are worse than the median of those before) or halving (continue with
             the better half after epochs 1, 2, 4, ...)
         cluster: the machines, as JSON or the name of a JSON or YAML file, for example
             '{"kind": "kubernetes", "num_nodes": 4, "gpus_per_node": 1}'; by default two workers on this machine in a

@@ -14,7 +14,7 @@ from flyte_ddp.fields import field, reject_unknown, validate
 
 ADDRESS_VARIABLE = "DASK_SCHEDULER_ADDRESS"  # set by Dask's own tools, and in a task by Flyte's Dask plugin
 
-# Dask settings that a gang needs, whoever starts the scheduler and the workers; dask.config.set and environment alike.
+# Dask settings that a gang needs, for every kind of cluster; for dask.config.set and for the environment.
 DASK_CONFIG: dict[str, Any] = {
     # A task of a dead worker fails at once: the gang restarts as a whole, never one task of it.
     "distributed.scheduler.allowed-failures": 0,
@@ -68,7 +68,7 @@ class KubernetesConfig:
     # likewise into the scheduler's, which has neither node_selector nor tolerations of the workers
     scheduler_pod_template: dict[str, Any] = field(factory=dict)
     operator_namespace: str = field("dask-operator")  # whose pods a run's NetworkPolicy lets in
-    # from the driver's last sign of life until the operator deletes the cluster
+    # from the driver's last heartbeat until the operator deletes the cluster
     idle_timeout: float = field(300.0, minimum=60, unit="seconds")
     autoscaled_nodes: bool = field(False)  # nodes are made on demand: preflight does not ask for one that fits
 

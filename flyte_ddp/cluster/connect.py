@@ -1,7 +1,7 @@
 """The life of a run's Dask cluster as a `with` block. Knows neither recipes nor ranks.
 
 A worker is one node's supervisor: one thread, and child processes of its own. The three kinds of cluster differ in who
-starts the workers; whoever holds the client cannot tell them apart.
+starts the workers; the holder of the client cannot distinguish them.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ DECK_NAME = "Training"
 
 
 class DeckPublisher:
-    """Publishes `report` as the Deck "Training" of the current Flyte task. A listener: tell the report first.
+    """Publishes `report` as the Deck "Training" of the current Flyte task. A listener; it must come after the report.
 
     It publishes when a run starts, then at most every `interval` seconds, and at the end. Outside a task with Decks it
     does nothing. A failure to publish is logged once and never raised.

@@ -20,7 +20,7 @@ class Execution:
     checkpoints: str  # URL at which every attempt finds the checkpoints of those before it
     run_id: str  # names the W&B run; "" in a local run, where nothing names it
     attempt_id: str  # names what belongs to this attempt alone; "" in a local run
-    url: str  # the execution in Flyte's console; "" where Flyte does not tell
+    url: str  # the execution in Flyte's console; "" if unknown
     previous_pod: str = ""  # name of the pod of the attempt before; "" for the first attempt
 
 

@@ -84,7 +84,7 @@ def _nvml_gpus() -> tuple[str, ...]:
     except OSError:
         nvml = None
     if nvml is None or nvml.nvmlInit_v2() != 0:
-        # Device plugins that do not mount the library name what they gave in this variable, or the files tell.
+        # Device plugins that do not mount the library name what they gave in this variable, or by the files.
         given = os.environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")
         if all(name.startswith("MIG-") for name in given):
             return tuple(given)

@@ -21,7 +21,7 @@ _CHAINED = re.compile(r"\n+(?:During handling of the above|The above) exception[
 
 @dataclass(frozen=True)
 class Ended:
-    """How an attempt ended: what the next one is compared with.
+    """The end of an attempt, to compare the next one with.
 
     Attributes:
         step: that it had reached.
@@ -64,7 +64,7 @@ def made_no_progress(ended: Ended, previous: Ended | None) -> bool:
 
 
 def first_line(text: object) -> str:
-    """Return the first line of `text`, such as the one that says what happened."""
+    """Return the first line of `text`, which names what happened."""
     return str(text).partition("\n")[0][:MAX_WIDTH]
 
 

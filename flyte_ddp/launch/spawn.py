@@ -222,7 +222,7 @@ def check(job: Job, num_processes: int) -> None:
 def listening_socket(host: str) -> Iterator[socket.socket]:
     """Open a listening socket on a free port of `host`.
 
-    It is bound before anyone learns its port, and handed to rank 0 open, so nobody can take the port in between.
+    It is bound before its port is known, and passed to rank 0 open, so no other process can take the port in between.
     """
     with socket.create_server((host, 0), backlog=1024) as listener:
         yield listener

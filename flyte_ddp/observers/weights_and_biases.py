@@ -63,7 +63,7 @@ class Wandb:
     """Shows a run in Weights & Biases. A failure of W&B never affects the training.
 
     W&B is only called in a thread of this listener, with bounded waits. An error there is printed once and ends the
-    reporting to W&B. Without a key the run is recorded offline, and a line says how to upload it. `WANDB_MODE` and
+    reporting to W&B. Without a key the run is recorded offline, and a line shows how to upload it. `WANDB_MODE` and
     W&B's other environment variables work as usual. The stop button on W&B's page interrupts this process like Ctrl-C.
 
     A resumed run continues the W&B run with the same `run_id` and logs what that run does not have yet. W&B's own step

@@ -29,7 +29,7 @@ FROM_CHAMPION, FROM_SCRATCH = "champion", "scratch"
 
 
 class Outcome(str, Enum):
-    """How a retraining ended. The first four put a new champion in use; with the others the old one stays."""
+    """The result of a retraining. The first four put a new champion in use; with the others the old one stays."""
 
     PROMOTED = "promoted"  # better than the champion by the margin
     PROMOTED_FIRST = "promoted_first"  # there was no champion
@@ -102,7 +102,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class PromotionResult:
-    """How a challenge ended."""
+    """The result of a challenge, with its reason."""
 
     outcome: Outcome
     reason: str
@@ -286,7 +286,7 @@ def _describe_mismatch(challenge: Challenge, current: CurrentModel) -> str:
 
 
 def _is_promoted(challenge: Challenge, manifest: Manifest, state: bytes) -> bool:
-    """Tell if an earlier attempt of the same task made `state` the champion, and failed later."""
+    """Return whether an earlier attempt of the same task made `state` the champion, and failed later."""
     return (
         challenge.execution != ""
         and manifest.execution == challenge.execution

@@ -1,7 +1,7 @@
 """From data sets to batches on the device: which rank sees which sample, and when.
 
 The order of an epoch is drawn once for all ranks, cut into global batches, and only then shared. So it does not
-depend on the number of ranks, every sample is in exactly one shard, and a run can go on in the middle of an epoch.
+depend on the number of ranks, every sample is in exactly one shard, and a run can resume in the middle of an epoch.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def keep_freed_memory() -> None:
 def avoid_importing_dynamo() -> None:
     """Keep torch from importing its compiler (4 s of CPU and 150 MB) in a process that compiles nothing.
 
-    Three places in torch 2.15 import torch._dynamo only to ask or tell it something: functions that it must not trace
+    Three places in torch 2.15 import torch._dynamo only to query or set a flag: functions that it must not trace
     (they remember the answer in `__dynamo_disable`, so it can be put there first: themselves, unchanged), the
     wrapper of every optimizer's `step`, which breaks the graph, and the constructor of DistributedDataParallel,
     which reads a setting. A torch that does this in another way just imports its compiler as before.

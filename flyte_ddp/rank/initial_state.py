@@ -34,7 +34,7 @@ FIXED_BY_CHECKPOINT = (
 def check_same_run(
     checkpoint: Mapping[str, Any], url: str, config: TrainingConfig, data_fingerprint: str, initial_state: str
 ) -> None:
-    """Check that a run of these hyperparameters, data and initial state may go on from `checkpoint`, which is at `url`.
+    """Check that a run of these hyperparameters, data and initial state may resume from `checkpoint`, read at `url`.
 
     Raises:
         ConfigError: it belongs to another run; names the field.

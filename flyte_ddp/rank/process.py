@@ -50,7 +50,7 @@ class SupervisorLink:
     """The rank's ends of the two pipes to its supervisor, and its slot in the memory that they share.
 
     A thread receives the supervisor's messages. If the pipe ends, the supervisor is dead: the thread then kills this
-    process and everything it started, because nobody else can.
+    process and everything it started, because no other process can.
     """
 
     def __init__(self, up: Connection, down: Connection, beats: Any, local_rank: int) -> None:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 STOP_CHECK_INTERVAL = 1.0  # seconds between two times that the ranks ask each other whether to stop
 BEAT_INTERVAL = 1.0  # seconds between two reports of progress on behalf of an operation that makes none
-MAX_OPERATION_SECONDS = 1800.0  # after which such an operation counts as a stall all the same
+MAX_OPERATION_SECONDS = 1800.0  # after which such an operation counts as a stall
 
 
 class Supervisor(Protocol):

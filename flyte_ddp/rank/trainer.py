@@ -151,7 +151,7 @@ class Trainer:
 
         Raises:
             NonFiniteLoss: the last step has spoiled the weights.
-            StopRequested: a run that goes on from the checkpoint starts with this evaluation.
+            StopRequested: a run that resumes from the checkpoint starts with this evaluation.
         """
         poll = StopPoll(self.world, self.supervisor)
         started, is_saved = time.perf_counter(), False

@@ -177,7 +177,7 @@ class Storage:
         """Return the contents of `name`.
 
         Raises:
-            FileNotFoundError: the store says that there is none.
+            FileNotFoundError: there is no such file.
         """
         contents: bytes = self.retry(lambda: self.file_system.cat_file(f"{self.root}/{name}"))
         return contents
@@ -223,7 +223,7 @@ class Storage:
         while True:
             try:
                 result = action()
-            except Exception as error:  # every file system has errors of its own
+            except Exception as error:  # every file system has its own errors
                 self._raise_if_final(error)
                 _note_outage(self._store, error)
                 left = deadline - time.monotonic()

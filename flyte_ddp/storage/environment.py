@@ -33,7 +33,7 @@ _GROUPS: tuple[dict[str, str], ...] = (
     {"STORAGE_EMULATOR_HOST": ""},
     {"FLYTE_AWS_ADDRESSING_STYLE": ""},
 )
-# A profile lies in a file of this machine, so it is not handed on; but who set it wants its keys, not Flyte's.
+# A profile lies in a file of this machine, so it is not passed on; but its keys win over Flyte's.
 _PROFILE = "AWS_PROFILE"
 
 

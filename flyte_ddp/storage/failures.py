@@ -1,4 +1,4 @@
-"""What the errors of the stores' clients mean. Every kind of file system has errors of its own.
+"""Classification of errors of the stores' clients. Every kind of file system has its own.
 
 They become one of three: FileNotFoundError (proven missing), `StorageDenied` (the user's mistake) or
 `StorageUnavailable` (the store may come back).

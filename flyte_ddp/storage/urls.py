@@ -30,5 +30,5 @@ def _redact(url: str) -> str:
 
 
 def has_password(url: str) -> bool:
-    """Tell if `url` has a password or a token before its host."""
+    """Return whether `url` has a password or a token before its host."""
     return "@" in urllib.parse.urlsplit(url).netloc and redact_url(url) != url

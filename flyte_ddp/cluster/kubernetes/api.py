@@ -1,4 +1,4 @@
-"""Requests to the API server, and what they tell about a cluster's pods. Creates nothing.
+"""Requests to the API server, and what their answers show of a cluster's pods. Creates nothing.
 
 `kubernetes` is the one client for requests: each has a timeout of its own. kr8s, which dask-kubernetes brings along,
 forwards the scheduler's port to a driver outside the cluster; the other client has only sockets for that.
@@ -42,7 +42,7 @@ class ApiUnavailable(ClusterError):
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """How a worker's container ended."""
+    """The end of a worker's container."""
 
     reason: str  # as in the pod's status, such as OOMKilled or Error; "" where no container has ended
     log: str  # the last lines of it and of its successor; "" where there is no pod

@@ -1,6 +1,6 @@
 """A Dask cluster on Kubernetes, made by the Dask operator: its life as a `with` block. Knows neither recipes nor ranks.
 
-dask_kubernetes.operator.KubeCluster is not used: its start has no deadline, it cannot tell what pods wait for, it may
+dask_kubernetes.operator.KubeCluster is not used: its start has no deadline, it cannot report what pods wait for, it may
 wait an hour for a deletion, and it cleans up at exit only, which SIGTERM skips. Without it there is one object to
 create and one to delete.
 """
@@ -63,7 +63,7 @@ def kube_cluster(config: ClusterConfig, run_name: str, deadline: float) -> Itera
     """Yield the address of a new cluster's ready scheduler. The cluster is deleted however the block is left.
 
     Also on SIGTERM, which leaves the block with SystemExit. A SIGKILL of this process leaves the cluster behind until
-    its pod is deleted, or until `idle_timeout` seconds after its last sign of life.
+    its pod is deleted, or until `idle_timeout` seconds after its last heartbeat.
 
     Args:
         run_name: the cluster's name is `cluster_name` of it.

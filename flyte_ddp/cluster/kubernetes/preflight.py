@@ -105,7 +105,7 @@ def _check_operator() -> Iterator[str]:
             raise
         yield (
             f"the Dask operator is not installed: this Kubernetes cluster does not know {PLURAL}.{GROUP}; "
-            "install it as deploy/README.md says"
+            "install it as in deploy/README.md"
         )
         return
     with _skip_if_forbidden("the pods of the Dask operator"):

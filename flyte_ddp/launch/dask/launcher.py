@@ -4,7 +4,7 @@ Dask carries messages, not tensors. On each worker a task runs a process with `s
 The messages of these processes come back as Dask's structured events; the ranks talk to each other by gloo or NCCL.
 What fails fails as a whole: the gang is ended on every node and starts again from its last checkpoint.
 
-A silent machine is the hard case: its connections stay open and nobody reports it. So both sides give a sign of life
+A silent machine is the hard case: its connections stay open and nobody reports it. So both sides send heartbeats
 every second, and each takes the other for lost after `node_timeout`. A driver that has lost a node ends the others; a
 node that has lost its driver kills its own ranks.
 """

@@ -15,7 +15,7 @@ from typing import Any
 from flyte_ddp.rank import programs
 from flyte_ddp.rank.job import Job, NodeRanks
 
-BEAT_INTERVAL = 1.0  # seconds between two signs of life, in either direction
+BEAT_INTERVAL = 1.0  # seconds between two heartbeats, in either direction
 KILL_GRACE = 5.0  # seconds in which the ranks must be gone after a command to kill them
 
 GO, STOP, KILL = "go", "stop", "kill"  # the driver's commands; seconds of grace and the reason follow STOP

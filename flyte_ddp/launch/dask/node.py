@@ -50,7 +50,7 @@ class DriverLink:
     def send(self, kind: str, **values: Any) -> None:
         """Send a message, in order."""
         with self._lock:
-            if kind != "beat":  # those only count as signs of life
+            if kind != "beat":  # those only count as heartbeats
                 values["number"] = self._num_sent
                 self._num_sent += 1
             # The other end may be gone. The end of the other pipe reports that.

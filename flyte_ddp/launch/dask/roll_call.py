@@ -66,7 +66,7 @@ class RollCall:
         """Leave a worker out from now on, and log why."""
         if address not in self.unfit:
             self.unfit[address] = why
-            logger.warning("the run goes on without a worker: %s", why)
+            logger.warning("the run continues without a worker: %s", why)
 
     def _check_versions(self, names: dict[str, str]) -> None:
         """Compare the versions of new workers among `names` with ours, before any of our code goes there."""

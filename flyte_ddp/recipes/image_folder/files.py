@@ -35,7 +35,7 @@ class UnreadableImage(DataError):
 
 @dataclass(frozen=True)
 class Access:
-    """How a store is accessed. The same in every process, so without secrets."""
+    """Access to a store. The same in every process, so without secrets."""
 
     endpoint_url: str = ""  # of a store that speaks S3's or Google's protocol; "" for theirs
     anonymous: bool = False  # for public buckets, without credentials
@@ -48,7 +48,7 @@ class File:
     """A file as it was listed."""
 
     name: str  # relative to what was listed
-    size: int  # bytes; -1 where the store does not tell
+    size: int  # bytes; -1 if the store does not report it
     version: str  # ETag or time of the last change; "" where the store has neither
 
 

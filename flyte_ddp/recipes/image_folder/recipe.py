@@ -132,7 +132,7 @@ class ImageFolder(Recipe):
         if self.weights != "none":
             fetch_weights(self.weights, self.architecture, directory / WEIGHTS)
             self.datasets(directory)
-            self.model()  # tells whether they fit before anything waits for a GPU
+            self.model()  # if they do not fit, fails before anything waits for a GPU
         return f"{description}, " + (f"read from {url}" if source else "drawn here")
 
     def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:

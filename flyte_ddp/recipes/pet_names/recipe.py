@@ -256,7 +256,7 @@ def _read(source: str) -> str:
 
 
 def _parsed(text: str, source: str) -> list[str]:
-    """Return the names in `text`: JSON, CSV or a name a line, told by its contents and by `.json` or `.csv`."""
+    """Return the names in `text`: JSON, CSV or a name a line, recognized by its contents, `.json` or `.csv`."""
     if text.lstrip()[:1] in ("[", "{") or re.search(r"\.json(\.gz)?$", source):
         return _parsed_json(text, source)
     rows = csv.reader(io.StringIO(text, newline=""))
