@@ -2,15 +2,20 @@
 
 import logging
 import multiprocessing
+import os
 import socket
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
-from distributed import LocalCluster
+from distributed import LocalCluster, Security
 
+from flyte_ddp.cluster import connect
 from flyte_ddp.cluster.config import ADDRESS_VARIABLE, ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
+from flyte_ddp.cluster.kubernetes.manifest import CERTIFICATE_MOUNT, cluster_spec
 from flyte_ddp.errors import ClusterError, ConfigError
 
 
@@ -51,6 +56,49 @@ def test_an_existing_cluster_is_used_and_left_running(
         for _ in range(2):
             with open_cluster(config, "run") as client:
                 assert client.submit(sum, [1, 2]).result(timeout=30) == 3
+
+
+def test_with_a_runs_certificate_only_those_who_have_its_key_reach_scheduler_and_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commands and variables of the pods, as processes of this machine."""
+    security = Security.temporary()
+    (tmp_path / "tls.crt").write_text(security.tls_scheduler_cert)
+    (tmp_path / "tls.key").write_text(security.tls_scheduler_key)
+    pods = cluster_spec(ClusterConfig(kind="kubernetes", num_nodes=1), "ddp-x-00000000")["spec"]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    address = f"tls://127.0.0.1:{port}"
+
+    def start(role: str, *arguments: str) -> subprocess.Popen[bytes]:
+        (container,) = pods[role]["spec"]["containers"]
+        variables = {each["name"]: each["value"].replace(CERTIFICATE_MOUNT, str(tmp_path)) for each in container["env"]}
+        assert variables.get("DASK_SCHEDULER_ADDRESS", address).startswith("tls://")
+        command = [Path(sys.executable).with_name("dask"), *container["args"][1:], *arguments]
+        command = [str(each).replace("$(DASK_WORKER_NAME)", "worker") for each in command]
+        environment = {**os.environ, **variables, "DASK_SCHEDULER_ADDRESS": address, "HOME": str(tmp_path)}
+        return subprocess.Popen(command, env=environment, cwd=tmp_path)
+
+    processes = [start("scheduler", "--port", str(port), "--dashboard-address", "127.0.0.1:0"), start("worker")]
+    try:
+        with connect._connected(address, time.monotonic() + 60, security) as client:
+            client.wait_for_workers(1, timeout=60)
+            (worker,) = client.scheduler_info(n_workers=-1)["workers"]
+            assert worker.startswith("tls://")
+            assert client.submit(sum, [1, 2]).result(timeout=30) == 3
+            monkeypatch.setattr(connect, "FOREIGN_SERVER_TIMEOUT", 0.0)
+            stranger = Security.temporary()
+            for other, target in ((stranger, address), (stranger, worker), (None, address.replace("tls", "tcp"))):
+                with (
+                    pytest.raises(ClusterError, match="is not a Dask scheduler|cannot be reached"),
+                    connect._connected(target, time.monotonic() + 1, other),
+                ):
+                    raise AssertionError("connected")
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(timeout=30)
 
 
 def test_too_few_workers_end_the_start_at_its_deadline() -> None:

@@ -23,6 +23,7 @@ from flyte_ddp.cluster.connect import worker_end
 from flyte_ddp.cluster.kubernetes import api, lifecycle
 from flyte_ddp.cluster.kubernetes.manifest import (
     Driver,
+    certificate_secret,
     cluster_name,
     cluster_spec,
     merge_pod,
@@ -58,6 +59,17 @@ GANG_SETTINGS = [
     {"name": "DASK_DISTRIBUTED__ADMIN__SYSTEM_MONITOR__INTERVAL", "value": "5s"},
     {"name": "DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL", "value": "20s"},
 ]
+TLS_SETTINGS = [
+    {"name": "DASK_DISTRIBUTED__COMM__REQUIRE_ENCRYPTION", "value": "True"},
+    {"name": "DASK_DISTRIBUTED__COMM__TLS__CA_FILE", "value": "/etc/flyte-ddp-tls/tls.crt"},
+    *(
+        {"name": f"DASK_DISTRIBUTED__COMM__TLS__{role}__{part}", "value": f"/etc/flyte-ddp-tls/tls.{suffix}"}
+        for role in ("SCHEDULER", "WORKER", "CLIENT")
+        for part, suffix in (("CERT", "crt"), ("KEY", "key"))
+    ),
+]
+CERTIFICATE_MOUNT = {"name": "certificate", "mountPath": "/etc/flyte-ddp-tls", "readOnly": True}
+CERTIFICATE_VOLUME = {"name": "certificate", "secret": {"secretName": "ddp-x-00000000-0"}}
 ROUTES = (
     "['distributed.http.scheduler.api', 'distributed.http.scheduler.prometheus', 'distributed.http.scheduler.info', "
     "'distributed.http.scheduler.json', 'distributed.http.health', 'distributed.http.proxy', "
@@ -121,10 +133,11 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
                             "name": "scheduler",
                             "image": "registry.example.com/flyte-ddp:1",
                             "imagePullPolicy": "Always",
-                            "args": ["dask", "scheduler", "--host", "0.0.0.0"],
+                            "args": ["dask", "scheduler", "--host", "0.0.0.0", "--protocol", "tls"],
                             "env": [
                                 *GANG_SETTINGS,
                                 {"name": "DASK_DISTRIBUTED__SCHEDULER__HTTP__ROUTES", "value": ROUTES},
+                                *TLS_SETTINGS,
                             ],
                             "resources": {"requests": scheduler_resources, "limits": scheduler_resources},
                             "securityContext": SECURITY,
@@ -143,10 +156,10 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
                                 "periodSeconds": 20,
                                 "timeoutSeconds": 10,
                             },
-                            "volumeMounts": [TEMPORARY_MOUNT],
+                            "volumeMounts": [TEMPORARY_MOUNT, CERTIFICATE_MOUNT],
                         }
                     ],
-                    "volumes": [TEMPORARY_VOLUME],
+                    "volumes": [TEMPORARY_VOLUME, CERTIFICATE_VOLUME],
                 },
                 "service": {
                     "type": "ClusterIP",
@@ -179,16 +192,26 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
                                 *("dask", "worker", "--name", "$(DASK_WORKER_NAME)"),
                                 *("--nthreads", "1", "--memory-limit", "0"),
                             ],
-                            "env": [*GANG_SETTINGS, {"name": "NCCL_DEBUG", "value": "INFO"}],
+                            "env": [
+                                *GANG_SETTINGS,
+                                *TLS_SETTINGS,
+                                {"name": "DASK_SCHEDULER_ADDRESS", "value": "tls://ddp-x-00000000-0-scheduler:8786"},
+                                {"name": "NCCL_DEBUG", "value": "INFO"},
+                            ],
                             "envFrom": [{"secretRef": {"name": "storage"}}],
                             "resources": {"requests": worker_resources, "limits": worker_resources},
                             "securityContext": SECURITY,
-                            "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}, TEMPORARY_MOUNT],
+                            "volumeMounts": [
+                                {"name": "shared-memory", "mountPath": "/dev/shm"},
+                                TEMPORARY_MOUNT,
+                                CERTIFICATE_MOUNT,
+                            ],
                         }
                     ],
                     "volumes": [
                         {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}},
                         TEMPORARY_VOLUME,
+                        CERTIFICATE_VOLUME,
                     ],
                     "topologySpreadConstraints": [
                         {
@@ -207,6 +230,19 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
             },
         },
     }
+
+
+def test_without_tls_nothing_of_it_is_asked_for() -> None:
+    spec = cluster_spec(kubernetes(image="image", tls=False), "ddp-x-00000000-0")["spec"]
+    assert not re.search("tls|certificate|DASK_SCHEDULER_ADDRESS", json.dumps(spec), re.IGNORECASE)
+
+
+def test_the_certificate_goes_with_its_cluster() -> None:
+    secret = certificate_secret("ddp-x-00000000-0", "2c3d", "certificate", "key")
+    assert secret["metadata"]["ownerReferences"] == [
+        {"apiVersion": "kubernetes.dask.org/v1", "kind": "DaskCluster", "name": "ddp-x-00000000-0", "uid": "2c3d"}
+    ]
+    assert secret["stringData"] == {"tls.crt": "certificate", "tls.key": "key"}
 
 
 def test_a_plain_cluster_sets_no_optional_field() -> None:
@@ -287,6 +323,7 @@ def test_dask_parses_its_variables_back_to_their_types() -> None:
 
 def test_a_pod_template_is_merged_by_name() -> None:
     config = kubernetes(
+        tls=False,
         pod_template={
             "topologySpreadConstraints": None,
             "securityContext": {"fsGroup": 1000},
@@ -299,7 +336,7 @@ def test_a_pod_template_is_merged_by_name() -> None:
                 {"name": "sidecar", "image": "sidecar"},
             ],
             "volumes": [{"name": "scratch", "emptyDir": {}}],
-        }
+        },
     )
     pod = cluster_spec(config, "ddp-x-00000000-0")["spec"]["worker"]["spec"]
     worker, sidecar = pod["containers"]

@@ -68,6 +68,8 @@ class KubernetesConfig:
     # likewise into the scheduler's, which has neither node_selector nor tolerations of the workers
     scheduler_pod_template: dict[str, Any] = field(factory=dict)
     operator_namespace: str = field("dask-operator")  # whose pods a run's NetworkPolicy lets in
+    # driver, scheduler and workers talk by TLS with a certificate of the run's own; not the ranks among themselves
+    tls: bool = field(True)
     # from the driver's last heartbeat until the operator deletes the cluster
     idle_timeout: float = field(300.0, minimum=60, unit="seconds")
     autoscaled_nodes: bool = field(False)  # nodes are made on demand: preflight does not ask for one that fits

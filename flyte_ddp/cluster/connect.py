@@ -22,7 +22,7 @@ from flyte_ddp.cluster.kubernetes.lifecycle import POLL_INTERVAL, REPORT_INTERVA
 from flyte_ddp.errors import ClusterError, ConfigError
 
 if typing.TYPE_CHECKING:
-    from distributed import Client
+    from distributed import Client, Security
 
 CLIENT_CLOSE_TIMEOUT = 3.0  # seconds; of the 30 that Kubernetes gives a pod to end, most belong to a last checkpoint
 FOREIGN_SERVER_TIMEOUT = 30.0  # seconds in which a server other than Dask may still answer at a scheduler's address
@@ -54,13 +54,14 @@ def open_cluster(config: ClusterConfig, run_name: str) -> Iterator[Client]:
         kind = config.resolved_kind
         stack.enter_context(dask.config.set(dask_config(config)))
         stack.enter_context(_warnings_only(logging.getLogger("distributed")))
+        security = None  # as Dask's own configuration has it
         if kind == "kubernetes":
-            address = stack.enter_context(lifecycle.kube_cluster(config, run_name, deadline))
+            address, security = stack.enter_context(lifecycle.kube_cluster(config, run_name, deadline))
         elif kind == "local":
             address = stack.enter_context(_local_cluster(config))
         else:
             address = _existing_address(config)
-        client = stack.enter_context(_connected(address, deadline))
+        client = stack.enter_context(_connected(address, deadline, security))
         if kind == "kubernetes":
             stack.enter_context(lifecycle.keep_alive(client, config.kubernetes.idle_timeout))
         _wait_for_workers(client, config, run_name, deadline)
@@ -118,12 +119,14 @@ def _local_cluster(config: ClusterConfig) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _connected(address: str, deadline: float) -> Iterator[Client]:
-    from distributed import Client
+def _connected(address: str, deadline: float, security: Security | None) -> Iterator[Client]:
+    from distributed import Client, Security
 
-    _wait_for_dask(address, deadline)
+    security = security or Security()
+    _wait_for_dask(address, deadline, security)
     try:
-        client = Client(address, timeout=max(1.0, deadline - time.monotonic()), set_as_default=False)
+        timeout = max(1.0, deadline - time.monotonic())
+        client = Client(address, timeout=timeout, security=security, set_as_default=False)
     except OSError as error:  # Dask's TimeoutError is one as well
         raise ClusterError(f"the Dask scheduler at {address} cannot be reached: {error}") from error
     try:
@@ -134,7 +137,7 @@ def _connected(address: str, deadline: float) -> Iterator[Client]:
             client.close(timeout=CLIENT_CLOSE_TIMEOUT)
 
 
-def _wait_for_dask(address: str, deadline: float) -> None:
+def _wait_for_dask(address: str, deadline: float, security: Security) -> None:
     """Wait until a Dask server answers at `address`.
 
     A Client that any other server answers, such as the dashboard's, fails in a way that keeps this process from ending.
@@ -144,9 +147,11 @@ def _wait_for_dask(address: str, deadline: float) -> None:
         ClusterError: nothing answers until `deadline`, or what answers is not Dask.
     """
     from distributed.comm import connect
+    from distributed.comm.core import FatalCommClosedError
 
     async def connect_once() -> None:
-        comm = await connect(address, timeout=max(1.0, deadline - time.monotonic()))
+        timeout = max(1.0, deadline - time.monotonic())
+        comm = await connect(address, timeout=timeout, **security.get_connection_args("client"))
         await comm.close()
 
     foreign_until = min(deadline, time.monotonic() + FOREIGN_SERVER_TIMEOUT)
@@ -155,11 +160,12 @@ def _wait_for_dask(address: str, deadline: float) -> None:
         while True:
             try:
                 return executor.submit(asyncio.run, connect_once()).result()
+            # Its first bytes, read as a length or a protocol's version, or no TLS of ours.
+            except (MemoryError, ValueError, FatalCommClosedError) as error:
+                if time.monotonic() > foreign_until:
+                    raise ClusterError(f"the server at {address} is not a Dask scheduler: {error!r}") from error
             except OSError as error:  # Dask's TimeoutError is one as well
                 raise ClusterError(f"the Dask scheduler at {address} cannot be reached: {error}") from error
-            except (MemoryError, ValueError) as error:  # its first bytes, read as a length or a protocol's version
-                if time.monotonic() > foreign_until:
-                    raise ClusterError(f"the server at {address} is not a Dask scheduler: {error}") from error
             time.sleep(POLL_INTERVAL)
 
 

@@ -134,7 +134,8 @@ def test_the_pod_template_pulls_no_image_that_is_present(namespace: Namespace) -
     "right",
     [
         *("get secrets", "list secrets", "create pods", "delete pods", "create pods/exec", "get configmaps"),
-        *("patch daskclusters.kubernetes.dask.org", "delete networkpolicies.networking.k8s.io", "create roles"),
+        *("patch daskclusters.kubernetes.dask.org", "list daskclusters.kubernetes.dask.org", "delete secrets"),
+        *("delete networkpolicies.networking.k8s.io", "create roles"),
     ],
 )
 def test_the_service_account_has_no_other_permission(namespace: Namespace, right: str) -> None:
@@ -153,6 +154,7 @@ def test_preflight_lists_each_missing_permission(namespace: Namespace) -> None:
         "create daskclusters.kubernetes.dask.org",
         "delete daskclusters",
         "create networkpolicies.networking.k8s.io",
+        "create secrets",
         "list pods",
         "get pods/log",
     ):

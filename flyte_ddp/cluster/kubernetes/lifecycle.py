@@ -38,6 +38,7 @@ from flyte_ddp.cluster.kubernetes.manifest import (
     SCHEDULER_PORT,
     VERSION,
     Driver,
+    certificate_secret,
     cluster_name,
     cluster_spec,
     network_policy,
@@ -47,7 +48,7 @@ from flyte_ddp.cluster.kubernetes.preflight import preflight
 from flyte_ddp.errors import ClusterError, PreflightError
 
 if TYPE_CHECKING:
-    from distributed import Client
+    from distributed import Client, Security
 
 TOKEN_ANNOTATION = "flyte-ddp/token"  # distinguishes the cluster that this process made from another of the same name
 POLL_INTERVAL = 0.25  # seconds
@@ -59,11 +60,12 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def kube_cluster(config: ClusterConfig, run_name: str, deadline: float) -> Iterator[str]:
-    """Yield the address of a new cluster's ready scheduler. The cluster is deleted however the block is left.
+def kube_cluster(config: ClusterConfig, run_name: str, deadline: float) -> Iterator[tuple[str, Security | None]]:
+    """Yield the address of a new cluster's ready scheduler, and the certificate to connect with; None without TLS.
 
-    Also on SIGTERM, which leaves the block with SystemExit. A SIGKILL of this process leaves the cluster behind until
-    its pod is deleted, or until `idle_timeout` seconds after its last heartbeat.
+    The cluster is deleted however the block is left, also on SIGTERM, which leaves it with SystemExit. A SIGKILL of
+    this process leaves the cluster behind until its pod is deleted, or until `idle_timeout` seconds after its last
+    heartbeat.
 
     Args:
         run_name: the cluster's name is `cluster_name` of it.
@@ -74,9 +76,11 @@ def kube_cluster(config: ClusterConfig, run_name: str, deadline: float) -> Itera
         ClusterError: it did not start in time, with what its pods wait for; the API server does not answer; or a
             cluster of this name exists already.
     """
+    from distributed import Security
     from kubernetes.client import ApiException
 
     name = cluster_name(run_name)
+    security = Security.temporary() if config.kubernetes.tls else None
     with terminate_on_sigterm():
         try:
             driver = driver_pod()
@@ -92,16 +96,16 @@ def kube_cluster(config: ClusterConfig, run_name: str, deadline: float) -> Itera
         token = uuid.uuid4().hex
         spec["metadata"]["annotations"][TOKEN_ANNOTATION] = token
         try:
-            _create(spec, namespace, driver, config.kubernetes.operator_namespace)
+            _create(spec, namespace, driver, config.kubernetes.operator_namespace, security)
             logger.info("Dask cluster %s is starting in namespace %s", name, namespace)
             _wait_for_scheduler(config, name, namespace, deadline)
-            with _scheduler_address(name, namespace) as address:
+            with _scheduler_address(name, namespace, "tls" if security else "tcp") as address:
                 logger.info(
                     "dashboard: http://localhost:8787/status after kubectl --namespace %s port-forward service/%s 8787",
                     namespace,
                     scheduler_name(name),
                 )
-                yield address
+                yield address, security
         finally:
             _delete_own(name, namespace, token)
 
@@ -167,8 +171,17 @@ def delete_cluster(name: str, namespace: str, uid: str, patience: float = DELETE
             raise
 
 
-def _create(spec: Mapping[str, Any], namespace: str, driver: Driver | None, operator_namespace: str) -> None:
-    """Create the DaskCluster, and the policy that keeps other pods away from its pods before the operator makes any."""
+def _create(
+    spec: Mapping[str, Any],
+    namespace: str,
+    driver: Driver | None,
+    operator_namespace: str,
+    security: Security | None,
+) -> None:
+    """Create the DaskCluster, and before the operator makes any pods of it, what it owns.
+
+    That is the policy that keeps other pods away from them, and the certificate that they wait for.
+    """
     from kubernetes.client import ApiException
 
     name = spec["metadata"]["name"]
@@ -184,18 +197,28 @@ def _create(spec: Mapping[str, Any], namespace: str, driver: Driver | None, oper
                     f"a Dask cluster named {name} exists already in namespace {namespace}, and belongs to another run; "
                     f"if none is running, remove it with: kubectl --namespace {namespace} delete daskcluster {name}"
                 ) from error
-        try:
-            policy = network_policy(name, made["metadata"]["uid"], namespace, operator_namespace, driver)
-            call("NetworkingV1Api", "create_namespaced_network_policy", namespace, policy)
-        except ApiException as error:
-            if error.status != 409:  # it is there already: the answer to an earlier try was lost
-                raise
+        uid = made["metadata"]["uid"]
+        policy = network_policy(name, uid, namespace, operator_namespace, driver)
+        _create_owned("NetworkingV1Api", "create_namespaced_network_policy", namespace, policy)
+        if security is not None:
+            secret = certificate_secret(name, uid, security.tls_scheduler_cert, security.tls_scheduler_key)
+            _create_owned("CoreV1Api", "create_namespaced_secret", namespace, secret)
     except ApiException as error:
         if error.status in (400, 422):
             raise PreflightError(
                 [f"the API server refuses the pods as they are described: {api_message(error)}; correct `pod_template`"]
             ) from error
         raise ClusterError(f"Dask cluster {name} was not created: {api_message(error)}") from error
+
+
+def _create_owned(api: str, method: str, namespace: str, body: Mapping[str, Any]) -> None:
+    from kubernetes.client import ApiException
+
+    try:
+        call(api, method, namespace, body)
+    except ApiException as error:
+        if error.status != 409:  # it is there already: the answer to an earlier try was lost
+            raise
 
 
 def _token_of(cluster: Mapping[str, Any]) -> str:
@@ -233,10 +256,10 @@ def _wait_for_scheduler(config: ClusterConfig, name: str, namespace: str, deadli
 
 
 @contextlib.contextmanager
-def _scheduler_address(name: str, namespace: str) -> Iterator[str]:
+def _scheduler_address(name: str, namespace: str, protocol: str) -> Iterator[str]:
     """By the Service's name inside the Kubernetes cluster, through a port forwarded by its API server outside."""
     if is_in_pod():
-        yield f"tcp://{scheduler_name(name)}.{namespace}:{SCHEDULER_PORT}"
+        yield f"{protocol}://{scheduler_name(name)}.{namespace}:{SCHEDULER_PORT}"
         return
     import kr8s.objects
 
@@ -246,7 +269,7 @@ def _scheduler_address(name: str, namespace: str) -> Iterator[str]:
     forward = service.portforward(SCHEDULER_PORT, local_port=free_port)
     forward.__enter__()
     try:
-        yield f"tcp://127.0.0.1:{free_port}"
+        yield f"{protocol}://127.0.0.1:{free_port}"
     finally:
         # From Python 3.12 on this waits for connections that are still open; the deletion after it must not.
         closing = threading.Thread(target=forward.__exit__, args=(None, None, None), daemon=True)

@@ -12,6 +12,7 @@ from flyte_ddp.cluster.config import ClusterConfig, dask_config
 
 GROUP, VERSION, PLURAL = "kubernetes.dask.org", "v1", "daskclusters"
 POLICY_GROUP, POLICY_PLURAL = "networking.k8s.io", "networkpolicies"
+CERTIFICATE_MOUNT = "/etc/flyte-ddp-tls"  # in scheduler and workers
 MANAGED_BY = {"app.kubernetes.io/managed-by": "flyte-ddp"}
 # A worker that is moved costs the steps since the last checkpoint, and a scheduler the whole attempt.
 KEEP_IN_PLACE = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
@@ -85,7 +86,7 @@ def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) 
         "spec": {
             "idleTimeout": round(config.kubernetes.idle_timeout),
             "scheduler": {
-                "spec": merge_pod(_scheduler_pod(config), config.kubernetes.scheduler_pod_template),
+                "spec": merge_pod(_scheduler_pod(config, name), config.kubernetes.scheduler_pod_template),
                 "service": _scheduler_service(name),
             },
             "worker": {
@@ -118,13 +119,7 @@ def network_policy(
     return {
         "apiVersion": f"{POLICY_GROUP}/v1",
         "kind": "NetworkPolicy",
-        "metadata": {
-            "name": name,
-            "labels": {"app.kubernetes.io/name": "flyte-ddp", **MANAGED_BY},
-            "ownerReferences": [
-                {"apiVersion": f"{GROUP}/{VERSION}", "kind": "DaskCluster", "name": name, "uid": uid},
-            ],
-        },
+        "metadata": _owned_metadata(name, uid),
         "spec": {
             "podSelector": {"matchLabels": own},
             "policyTypes": ["Ingress"],
@@ -133,6 +128,26 @@ def network_policy(
                 {"from": callers, "ports": ports},
             ],
         },
+    }
+
+
+def certificate_secret(name: str, uid: str, certificate: str, key: str) -> dict[str, Any]:
+    """Return the Secret with the run's certificate (PEM). Kubernetes deletes it with the DaskCluster of that `uid`."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": "kubernetes.io/tls",
+        "metadata": _owned_metadata(name, uid),
+        "stringData": {"tls.crt": certificate, "tls.key": key},
+    }
+
+
+def _owned_metadata(name: str, uid: str) -> dict[str, Any]:
+    """Return the metadata of an object that goes with the DaskCluster called `name`, whose name it has."""
+    return {
+        "name": name,
+        "labels": {"app.kubernetes.io/name": "flyte-ddp", **MANAGED_BY},
+        "ownerReferences": [{"apiVersion": f"{GROUP}/{VERSION}", "kind": "DaskCluster", "name": name, "uid": uid}],
     }
 
 
@@ -174,7 +189,10 @@ def _worker_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
     resources = _resources(config.kubernetes.worker_cpus, config.kubernetes.worker_memory)
     if config.gpus_per_node:
         resources[config.kubernetes.gpu_resource] = str(config.gpus_per_node)
-    variables = {**WRITABLE_HOME, **_variables(dask_config(config)), **config.kubernetes.env}
+    variables = {**WRITABLE_HOME, **_variables({**dask_config(config), **_tls_settings(config)})}
+    if config.kubernetes.tls:  # the operator would set it to a tcp:// address
+        variables["DASK_SCHEDULER_ADDRESS"] = f"tls://{scheduler_name(name)}:{SCHEDULER_PORT}"
+    variables |= config.kubernetes.env
     container: dict[str, Any] = {
         "name": "worker",
         "image": config.kubernetes.image,
@@ -184,7 +202,11 @@ def _worker_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
         "env": _environment(variables),
         "resources": {"requests": resources, "limits": dict(resources)},
         "securityContext": _container_security(),
-        "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}, dict(TEMPORARY_MOUNT)],
+        "volumeMounts": [
+            {"name": "shared-memory", "mountPath": "/dev/shm"},
+            dict(TEMPORARY_MOUNT),
+            *_certificate_mounts(config),
+        ],
     }
     if config.kubernetes.env_from_secrets:
         container["envFrom"] = [{"secretRef": {"name": secret}} for secret in config.kubernetes.env_from_secrets]
@@ -195,6 +217,7 @@ def _worker_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
         "volumes": [
             {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": config.kubernetes.shared_memory}},
             dict(TEMPORARY_VOLUME),
+            *_certificate_volumes(config, name),
         ],
         # The loss of a node should cost one worker only. Where nodes are few, workers may share one.
         "topologySpreadConstraints": [
@@ -213,17 +236,21 @@ def _worker_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
     return pod
 
 
-def _scheduler_pod(config: ClusterConfig) -> dict[str, Any]:
+def _scheduler_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
     """Return the scheduler's pod: small, without a GPU, and without the node selector and tolerations of GPU nodes."""
     resources = _resources(config.kubernetes.scheduler_cpus, config.kubernetes.scheduler_memory)
-    settings = {**dask_config(config), "distributed.scheduler.http.routes": SCHEDULER_ROUTES}
+    settings = {
+        **dask_config(config),
+        "distributed.scheduler.http.routes": SCHEDULER_ROUTES,
+        **_tls_settings(config),
+    }
     variables = {**WRITABLE_HOME, **_variables(settings)}
     health = {"httpGet": {"port": "http-dashboard", "path": "/health"}}
     container = {
         "name": "scheduler",
         "image": config.kubernetes.image,
         "imagePullPolicy": config.kubernetes.image_pull_policy,
-        "args": ["dask", "scheduler", "--host", "0.0.0.0"],
+        "args": ["dask", "scheduler", "--host", "0.0.0.0", *(["--protocol", "tls"] if config.kubernetes.tls else [])],
         "env": _environment(variables),
         "resources": {"requests": resources, "limits": dict(resources)},
         "securityContext": _container_security(),
@@ -233,9 +260,37 @@ def _scheduler_pod(config: ClusterConfig) -> dict[str, Any]:
         ],
         "readinessProbe": {**health, "periodSeconds": 1, "timeoutSeconds": 5},
         "livenessProbe": {**health, "initialDelaySeconds": 60, "periodSeconds": 20, "timeoutSeconds": 10},
-        "volumeMounts": [dict(TEMPORARY_MOUNT)],
+        "volumeMounts": [dict(TEMPORARY_MOUNT), *_certificate_mounts(config)],
     }
-    return {**_pod_basics(config), "containers": [container], "volumes": [dict(TEMPORARY_VOLUME)]}
+    volumes = [dict(TEMPORARY_VOLUME), *_certificate_volumes(config, name)]
+    return {**_pod_basics(config), "containers": [container], "volumes": volumes}
+
+
+def _tls_settings(config: ClusterConfig) -> dict[str, Any]:
+    """Return Dask's settings for TLS.
+
+    One certificate, which is its own authority, serves all: whoever has its key belongs to the run.
+    """
+    if not config.kubernetes.tls:
+        return {}
+    certificate, key = f"{CERTIFICATE_MOUNT}/tls.crt", f"{CERTIFICATE_MOUNT}/tls.key"
+    settings: dict[str, Any] = {
+        "distributed.comm.require-encryption": True,
+        "distributed.comm.tls.ca-file": certificate,
+    }
+    for role in ("scheduler", "worker", "client"):
+        settings[f"distributed.comm.tls.{role}.cert"] = certificate
+        settings[f"distributed.comm.tls.{role}.key"] = key
+    return settings
+
+
+def _certificate_mounts(config: ClusterConfig) -> list[dict[str, Any]]:
+    mount = {"name": "certificate", "mountPath": CERTIFICATE_MOUNT, "readOnly": True}
+    return [mount] if config.kubernetes.tls else []
+
+
+def _certificate_volumes(config: ClusterConfig, name: str) -> list[dict[str, Any]]:
+    return [{"name": "certificate", "secret": {"secretName": name}}] if config.kubernetes.tls else []
 
 
 def _scheduler_service(name: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ NEEDED_EVERYWHERE = [
     ("get", "", "pods", "log"),
     ("list", "", "events", ""),
     ("create", POLICY_GROUP, POLICY_PLURAL, ""),
+    ("create", "", "secrets", ""),
 ]
 NEEDED_OUTSIDE = [("get", "", "services", ""), ("create", "", "pods", "portforward")]
 
