@@ -1,10 +1,12 @@
 """Requests to Kubernetes, to the letter, without a cluster. tests/kubernetes has a real one."""
 
+import contextlib
 import dataclasses
 import datetime
 import http.server
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ import yaml
 
 from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig, cluster_config, dask_config
 from flyte_ddp.cluster.connect import worker_end
-from flyte_ddp.cluster.kubernetes import api, lifecycle
+from flyte_ddp.cluster.kubernetes import api, lifecycle, network
 from flyte_ddp.cluster.kubernetes.manifest import (
     Driver,
     certificate_secret,
@@ -279,6 +281,26 @@ def test_only_a_runs_own_pods_its_driver_and_the_operator_reach_its_cluster() ->
     operator["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"] = "platform"
     home = {"matchLabels": {"kubernetes.io/metadata.name": "flytesnacks-development"}}
     assert elsewhere == [operator, {"podSelector": {"matchLabels": labels}, "namespaceSelector": home}]
+
+
+def test_a_policy_that_nobody_enforces_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        closed_port = probe.getsockname()[1]
+    with caplog.at_level("DEBUG", "flyte_ddp"):
+        network.warn_if_unenforced("127.0.0.1", closed_port).join(10)
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "nobody seems to enforce NetworkPolicies" in caplog.text
+        caplog.clear()
+        with socket.socket() as full:  # whose queue is full: another connection gets no answer
+            full.bind(("127.0.0.1", 0))
+            full.listen(0)
+            with contextlib.ExitStack() as waiting:
+                for _ in range(4):
+                    client = waiting.enter_context(socket.socket())
+                    client.setblocking(False)
+                    client.connect_ex(full.getsockname())
+                network.warn_if_unenforced(*full.getsockname()).join(10)
+        assert [record.levelname for record in caplog.records] == ["DEBUG"]
 
 
 def test_the_annotations_for_autoscalers_can_be_replaced() -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.parse
 import uuid
 from collections.abc import Iterator
 
@@ -18,7 +19,7 @@ from flyte_ddp.cluster.kubernetes import api as kube_api
 from flyte_ddp.cluster.kubernetes import lifecycle, orphans, preflight
 from flyte_ddp.cluster.kubernetes.manifest import cluster_name, cluster_spec
 from flyte_ddp.errors import ClusterError, PreflightError
-from tests.kubernetes.conftest import IMAGE, ROOT, Namespace, apply, eventually, kubectl, small_cluster
+from tests.kubernetes.conftest import IMAGE, ROOT, Namespace, Store, apply, eventually, kubectl, small_cluster
 
 DRIVER = """
     import socket, time
@@ -100,6 +101,82 @@ def test_a_driver_pod_needs_no_more_than_the_rbac_of_deploy_and_deletes_its_clus
     assert all(own in pod["metadata"]["labels"].items() for pod in pods)
     assert policy["metadata"]["ownerReferences"][0]["uid"] == cluster["metadata"]["uid"]
     eventually(lambda: len(namespace.items("networkpolicies")) == 1, 60, "an end to the run's network policy")
+
+
+ELSEWHERE = """
+    import dataclasses, logging, socket, sys, time
+    from flyte_ddp.cluster.config import cluster_config
+    from flyte_ddp.cluster.connect import open_cluster
+
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+    with open_cluster(cluster_config(%r), socket.gethostname()) as client:
+        def look(address, port):
+            with socket.create_connection((address, port), timeout=10):
+                return socket.getaddrinfo("kubernetes.default.svc", 443)[0][4][0]
+
+        print("workers reach", client.run(look, *%r), flush=True)
+        print("the cluster is up", flush=True)
+        time.sleep(600)
+"""
+TRY = """
+import socket, sys
+for place in sys.argv[1:]:
+    host, _, port = place.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=3).close()
+        print(place, "open")
+    except ConnectionRefusedError:
+        print(place, "open")
+    except OSError as error:
+        print(place, "shut")
+"""
+
+
+def test_a_pod_of_another_run_reaches_nothing_of_a_cluster_whose_driver_may_live_elsewhere(
+    namespace: Namespace, store: Store
+) -> None:
+    """Its driver in another namespace, its workers, DNS, the object store and the operator work meanwhile."""
+    home = Namespace(f"{namespace.name}-home")
+    kubectl("create", "namespace", home.name)
+    rbac = (ROOT / "deploy/rbac.yaml").read_text()
+    kubectl("apply", "-f", "-", stdin=rbac.replace("NAMESPACE", home.name))
+    try:
+        (binding,) = (
+            each
+            for each in yaml.safe_load_all(rbac.replace("NAMESPACE", namespace.name))
+            if each["kind"] == "RoleBinding"
+        )
+        binding["metadata"]["name"] = "flyte-ddp-home"
+        binding["subjects"][0]["namespace"] = home.name
+        apply(binding)
+        code = json.loads(namespace.kubectl("get", "configmap", "code", "--output", "json"))
+        kubectl("create", "-f", "-", stdin=json.dumps({**code, "metadata": {"name": "code", "namespace": home.name}}))
+        bucket = urllib.parse.urlsplit(store.url)
+        script = ELSEWHERE % (small_cluster(namespace=namespace.name), (bucket.hostname, bucket.port))
+        home.start_driver("elsewhere", script)
+        log = home.wait_for_line("elsewhere", "the cluster is up")
+        assert "nobody seems to enforce" not in log
+        (cluster,) = namespace.clusters()
+        service = f"{cluster}-scheduler.{namespace.name}"
+        addresses = [pod["status"]["podIP"] for pod in namespace.items("pods", f"dask.org/cluster-name={cluster}")]
+        places = [
+            f"{service}:8786",
+            f"{service}:8787",
+            *(f"{address}:{port}" for address in addresses for port in (8786, 40000)),
+        ]
+        stranger = ("run", "stranger", f"--image={IMAGE}", "--image-pull-policy=IfNotPresent", "--restart=Never")
+        namespace.kubectl(*stranger, "--labels=execution-id=another", "--command", "--", "python", "-c", TRY, *places)
+        assert namespace.wait_for_end("stranger") == 0
+        assert namespace.log("stranger").splitlines() == [f"{place} shut" for place in places]
+        url = f"http://{service}:8787/api/v1/check_idle"
+        ask = f"import urllib.request; print(urllib.request.urlopen({url!r}, timeout=9).status)"
+        operator = ("--namespace", "dask-operator", "exec", "deploy/dask-operator", "--")
+        assert kubectl(*operator, "python", "-c", ask).strip() == "200"
+        home.kubectl("delete", "pod", "elsewhere", "--grace-period=20")
+        eventually(lambda: not namespace.clusters(), 60, "the end of the cluster")
+    finally:
+        kubectl("delete", "-f", "-", "--wait=false", stdin=rbac.replace("NAMESPACE", home.name))
+        kubectl("delete", "namespace", home.name, "--wait=false")
 
 
 def test_every_manifest_of_deploy_applies_cleanly(namespace: Namespace) -> None:

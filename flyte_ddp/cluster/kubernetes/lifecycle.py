@@ -44,6 +44,7 @@ from flyte_ddp.cluster.kubernetes.manifest import (
     network_policy,
     scheduler_name,
 )
+from flyte_ddp.cluster.kubernetes.network import warn_if_unenforced
 from flyte_ddp.cluster.kubernetes.preflight import preflight
 from flyte_ddp.errors import ClusterError, PreflightError
 
@@ -98,7 +99,9 @@ def kube_cluster(config: ClusterConfig, run_name: str, deadline: float) -> Itera
         try:
             _create(spec, namespace, driver, config.kubernetes.operator_namespace, security)
             logger.info("Dask cluster %s is starting in namespace %s", name, namespace)
-            _wait_for_scheduler(config, name, namespace, deadline)
+            scheduler = _wait_for_scheduler(config, name, namespace, deadline)
+            if is_in_pod():
+                warn_if_unenforced(scheduler.status.pod_ip)
             with _scheduler_address(name, namespace, "tls" if security else "tcp") as address:
                 logger.info(
                     "dashboard: http://localhost:8787/status after kubectl --namespace %s port-forward service/%s 8787",
@@ -225,7 +228,8 @@ def _token_of(cluster: Mapping[str, Any]) -> str:
     return str(cluster["metadata"].get("annotations", {}).get(TOKEN_ANNOTATION, ""))
 
 
-def _wait_for_scheduler(config: ClusterConfig, name: str, namespace: str, deadline: float) -> None:
+def _wait_for_scheduler(config: ClusterConfig, name: str, namespace: str, deadline: float) -> Any:
+    """Return the scheduler's pod when it is ready."""
     from kubernetes.client import ApiException
 
     started = time.monotonic()
@@ -236,8 +240,11 @@ def _wait_for_scheduler(config: ClusterConfig, name: str, namespace: str, deadli
         try:
             cluster = {} if is_known_to_operator else read_cluster(name, namespace, patience=0) or {}
             is_known_to_operator = is_known_to_operator or "phase" in cluster.get("status", {})
-            if is_known_to_operator and any(is_ready(pod) for pod in pods_of(name, namespace, "scheduler")):
-                return
+            ready = (
+                [pod for pod in pods_of(name, namespace, "scheduler") if is_ready(pod)] if is_known_to_operator else []
+            )
+            if ready:
+                return ready[0]
         except (ApiException, ApiUnavailable) as error:  # the API server may restart meanwhile
             logger.debug("the state of Dask cluster %s is not known at the moment: %s", name, api_message(error))
         if not is_known_to_operator and now > min(started + OPERATOR_TIMEOUT, deadline):
