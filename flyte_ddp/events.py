@@ -158,6 +158,7 @@ class RunFinished(Timed):
     best_accuracy: float
     peak_memory_bytes: int  # of rank 0: its GPU's memory, or its process's without a GPU
     first_step_seconds: float  # from the launch of the ranks to the end of the first optimizer step
+    rank_peak_memory_bytes: list[int] = field(default_factory=list)  # of each rank
 
 
 @dataclass(frozen=True)

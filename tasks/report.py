@@ -245,7 +245,8 @@ class Report(Page):
             *(row(name, version) for name, version in started.versions.items()),
         ]
         if finished:
-            environment.append(row("Peak memory, rank 0", f"{finished.peak_memory_bytes / 2**20:,.0f} MiB"))
+            peaks = finished.rank_peak_memory_bytes or [finished.peak_memory_bytes]
+            environment.append(row("Peak memory per rank", ", ".join(f"{each / 2**20:,.0f} MiB" for each in peaks)))
             environment.append(row("Launch to first step", duration(finished.first_step_seconds)))
         if self._state.num_starts > 1:
             environment.append(row("Restarts of the gang", f"{self._state.num_starts - 1}"))

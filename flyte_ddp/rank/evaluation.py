@@ -6,6 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from flyte_ddp.rank.data import Samples, evaluation_shard, num_common_batches, o
 from flyte_ddp.rank.forward import autocast, evaluating, model_inputs
 from flyte_ddp.rank.initial_state import mismatch
 from flyte_ddp.rank.parallel import place_model
+from flyte_ddp.rank.sharding import is_sharded
 from flyte_ddp.rank.world import World, single_process_world
 from flyte_ddp.recipes import Recipe
 
@@ -44,7 +46,8 @@ def evaluate(
     """Measure `model` on `samples`, each counted once. Every rank calls it, and gets the same result.
 
     Every rank sums over its share, then the sums are all-reduced. `model` must not be wrapped: a forward pass of DDP is
-    a collective, and the ranks' shares may differ in length.
+    a collective, and the ranks' shares may differ in length. That of a split model is one too, so all ranks make
+    equally many.
 
     Args:
         on_batch: called after each batch, equally often on all ranks, so that it may be a collective.
@@ -56,15 +59,20 @@ def evaluate(
     num_targets: float | Tensor = 0.0
     shard = evaluation_shard(samples, config, world)
     num_common = num_common_batches(samples, config, world)
+    splits = is_sharded(model)
     with evaluating(model):
         for number, (index, (inputs, targets)) in enumerate(zip(shard, samples.batches(shard, epoch=0), strict=True)):
-            with autocast(config, world.device):
+            with nullcontext() if splits else autocast(config, world.device):
                 outputs = model(model_inputs(recipe, config, inputs))
             loss_sum += recipe.losses(outputs, targets).sum()
             num_correct += recipe.num_correct(outputs, targets).sum()
             num_targets += samples.num_targets(index)
             if number < num_common:
                 on_batch()
+        if splits and len(shard) < max(world.gather(len(shard))):  # the others need this rank's part of the weights
+            first = torch.zeros(1, dtype=torch.int64, device=samples.index_device)
+            for inputs, _ in samples.batches([first], epoch=0):
+                model(model_inputs(recipe, config, inputs))
     total_loss, total_correct, total = world.sum(loss_sum, num_correct, num_targets)
     return Evaluation(total_loss / total, total_correct / total, time.perf_counter() - started)
 

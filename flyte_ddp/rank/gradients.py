@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.rank.data import Batch, BatchShard
 from flyte_ddp.rank.forward import autocast, model_inputs, seed_forward
+from flyte_ddp.rank.sharding import is_sharded, set_gradient_sync, whole
 from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import Recipe
 
@@ -43,8 +44,11 @@ def compute_gradients(
         seed_forward(config, world, step, micro_batch)
         # Gradients are exchanged once per optimizer step, with its last micro-batch.
         exchanges = micro_batch == len(shard.weights) - 1 or world.world_size == 1
-        with nullcontext() if exchanges else replica.no_sync():
-            with autocast(config, world.device):
+        splits = is_sharded(replica)
+        if splits:
+            set_gradient_sync(replica, exchanges)
+        with nullcontext() if exchanges or splits else replica.no_sync():
+            with nullcontext() if splits else autocast(config, world.device):  # its precision is part of the shards
                 outputs = replica(model_inputs(recipe, config, inputs))
             loss_sum = recipe.losses(outputs, targets).sum() * weight
             seconds += time.perf_counter() - started
@@ -63,10 +67,10 @@ def clip_gradients(model: nn.Module, max_norm: float, needed: bool) -> float:
     """
     if max_norm:
         norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        return float(norm) if needed else 0.0
+        return float(whole(norm)) if needed else 0.0
     return gradient_norm(model) if needed else 0.0
 
 
 def gradient_norm(model: nn.Module) -> float:
-    """Return the L2 norm of the whole gradient. Waits for the device."""
-    return float(nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None]))
+    """Return the L2 norm of the whole gradient. Waits for the device; a collective if the model is split."""
+    return float(whole(nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None])))

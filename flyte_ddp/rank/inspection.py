@@ -14,6 +14,7 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import Histogram, LayerDescribed, Prediction
 from flyte_ddp.rank.data import Samples
 from flyte_ddp.rank.forward import evaluating, model_inputs
+from flyte_ddp.rank.sharding import reshard, whole
 from flyte_ddp.recipes import Recipe
 
 NUM_BINS = 64
@@ -73,11 +74,12 @@ def histograms_of(model: nn.Module) -> tuple[dict[str, Histogram], dict[str, His
 
     They count the finite values; a tensor without any has none.
     """
+    reshard(model)
     parameters, gradients = {}, {}
     for name, parameter in model.named_parameters():
-        if histogram := _histogram(parameter.detach()):
+        if histogram := _histogram(whole(parameter.detach())):
             parameters[name] = histogram
-        if parameter.grad is not None and (histogram := _histogram(parameter.grad.detach())):
+        if parameter.grad is not None and (histogram := _histogram(whole(parameter.grad.detach()))):
             gradients[name] = histogram
     return parameters, gradients
 

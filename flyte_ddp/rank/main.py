@@ -21,6 +21,7 @@ from flyte_ddp.rank.job import MODEL_STATE, Job, NodeRanks
 from flyte_ddp.rank.parallel import place_model
 from flyte_ddp.rank.process import RankProcess, SupervisorLink
 from flyte_ddp.rank.programs import RecipeProgram
+from flyte_ddp.rank.sharding import whole_state
 from flyte_ddp.rank.step_timing import time_costs
 from flyte_ddp.rank.supervision import beat_while_compiling, keep_beating
 from flyte_ddp.rank.trainer import Trainer
@@ -40,7 +41,7 @@ def main(program: RecipeProgram, process: RankProcess) -> None:
         device = torch.device("cuda", process.local_rank % max(1, torch.cuda.device_count()))
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = not config.deterministic
-    if not config.compile:
+    if not config.compile and config.parallel == "ddp":
         avoid_importing_dynamo()
     world = World(process.rank, process.local_rank, node.world_size, device)
     link.beat(0)
@@ -74,20 +75,28 @@ def train(program: RecipeProgram, job: Job, world: World, node: NodeRanks, link:
         beat_while_compiling(lambda: link.beat(trainer.progress.step))
     with keep_beating(lambda: link.beat(trainer.progress.step)):  # a large checkpoint takes its time
         resumed_from, skipped = trainer.resume()
-    if world.is_first:
-        link.emit(_run_started(program, node, trainer, data["description"], resumed_from, skipped))
+    if world.is_first or trainer.is_sharded:
+        run_started = _run_started(program, node, trainer, data["description"], resumed_from, skipped)
+        if world.is_first:
+            link.emit(run_started)
 
     # Go!
     with store.finish_on_error(trainer.beat):
         progress = trainer.fit()
 
     # Results: predictions to look at, the trained weights, and the run's figures
-    if world.is_first:
+    state = model.state_dict()
+    if world.is_first or trainer.is_sharded:
         with shown("predictions"):
-            link.emit(events.PredictionsMade(progress.epoch - 1, predictions_of(model, recipe, test, config)))
+            predictions = events.PredictionsMade(progress.epoch - 1, predictions_of(model, recipe, test, config))
+            if world.is_first:
+                link.emit(predictions)
         link.beat(progress.step)
-        model_state = store.save_file(MODEL_STATE, portable(model.state_dict()), trainer.beat)
-        finished = _run_finished(job, trainer, model_state)
+        state = whole_state(state, keep=world.is_first)
+    peak_memory = [int(each) for each in world.gather(_peak_memory(world))]
+    if world.is_first:
+        model_state = store.save_file(MODEL_STATE, portable(state), trainer.beat)
+        finished = _run_finished(job, trainer, model_state, peak_memory)
     if program.timed_batch_sizes:
         costs = time_costs(model, recipe, train, config, world, program.timed_batch_sizes, beat=trainer.beat)
         if world.is_first:
@@ -125,7 +134,7 @@ def _run_started(
     )
 
 
-def _run_finished(job: Job, trainer: Trainer, model_state: str) -> events.RunFinished:
+def _run_finished(job: Job, trainer: Trainer, model_state: str, peak_memory: list[int]) -> events.RunFinished:
     best = trainer.progress.best
     assert best is not None  # a config has at least one epoch
     return events.RunFinished(
@@ -134,7 +143,8 @@ def _run_finished(job: Job, trainer: Trainer, model_state: str) -> events.RunFin
         seconds=time.time() - job.launched_at,
         best_epoch=best.epoch,
         best_accuracy=best.accuracy,
-        peak_memory_bytes=_peak_memory(trainer.world),
+        peak_memory_bytes=peak_memory[0],
+        rank_peak_memory_bytes=peak_memory,
         first_step_seconds=max(0.0, trainer.first_step_at - job.launched_at),
     )
 

@@ -1,24 +1,41 @@
-"""A recipe's model on its device, and its replicas on all ranks. The model itself never sees a rank."""
+"""A recipe's model on its device, and its replicas or shards on all ranks. The model itself never sees a rank."""
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.rank.batch_norm import accept_single_values, synchronize
 from flyte_ddp.rank.fast_start import ddp_exchange_seconds, set_ddp_timing_interval
+from flyte_ddp.rank.sharding import check_memory, large_blocks, shard_model
 from flyte_ddp.rank.world import World
+
+logger = logging.getLogger(__name__)
 
 TIMED_INTERVAL = 10  # steps between two exchanges of gradients that DDP's timers measure on CPUs, after the first ten
 
 
 def place_model(model: nn.Module, config: TrainingConfig, world: World) -> nn.Module:
-    """Return `model` on the rank's device, in the configured memory format and with the configured BatchNorm."""
-    model = synchronize(model.to(world.device), config, world)
+    """Return `model` on the rank's device, in the configured memory format and with the configured BatchNorm.
+
+    One that is to be split stays on the CPU: the device need not hold all of it.
+
+    Raises:
+        ConfigError: the model cannot fit into the device's memory.
+    """
+    splits = config.parallel == "fsdp" and world.world_size > 1
+    if world.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(world.device).total_memory
+        check_memory(model, config, world.world_size if splits else 1, memory)
+    model = synchronize(model if splits else model.to(world.device), config, world)
     accept_single_values(model)
     if config.channels_last:
         # Not by model.to(memory_format=...), which fails at the 5-D weights of 3-D convolutions. Not by `contiguous`,
@@ -29,12 +46,31 @@ def place_model(model: nn.Module, config: TrainingConfig, world: World) -> nn.Mo
     return model
 
 
-def replicate(model: nn.Module, config: TrainingConfig, world: World) -> tuple[Any, Any]:
+def replicate(
+    model: nn.Module, config: TrainingConfig, world: World, blocks: Sequence[nn.Module] = ()
+) -> tuple[Any, Any]:
     """Return `model` as it evaluates and as it trains: compiled if configured, the latter under DDP on several ranks.
 
-    A forward pass of the replica that trains is a collective; one of the model that evaluates is not.
+    A forward pass of the replica that trains is a collective; one of the model that evaluates is not, unless the model
+    is split (`parallel: fsdp`): then both are the model itself.
+
+    Args:
+        blocks: what `Recipe.blocks` returns.
     """
     replica: Any = model
+    if config.parallel == "fsdp" and world.world_size == 1:
+        logger.warning("parallel: one rank holds the whole model; fsdp splits it over several")
+    if config.parallel == "fsdp" or config.activation_checkpointing:
+        blocks = list(blocks) or large_blocks(model)
+    if config.activation_checkpointing:
+        for block in blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    if config.parallel == "fsdp" and world.world_size > 1:
+        if config.compile:
+            for block in blocks:
+                block.compile()
+        shard_model(model, blocks, config, world)
+        return model, model
     if world.world_size > 1:
         on_gpu = world.device.type == "cuda"
         replica = DistributedDataParallel(

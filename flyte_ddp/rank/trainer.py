@@ -28,6 +28,7 @@ from flyte_ddp.rank.loss_watch import REMEDY, LossWatch
 from flyte_ddp.rank.optim import build_optimizer, learning_rate
 from flyte_ddp.rank.parallel import exchange_seconds, replicate
 from flyte_ddp.rank.progress import MetricSums, Progress
+from flyte_ddp.rank.sharding import is_sharded, load_whole_model, load_whole_optimizer, whole_state
 from flyte_ddp.rank.supervision import StopPoll, Supervisor, run_together
 from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import Recipe
@@ -72,7 +73,8 @@ class Trainer:
         self.initial_state = initial_state
         self.num_steps = config.epochs * num_batches(train, config)
         self.progress = Progress()
-        self.evaluated_model, self.replica = replicate(model, config, world)
+        self.evaluated_model, self.replica = replicate(model, config, world, recipe.blocks(model))
+        self.is_sharded = is_sharded(model)  # then every forward pass, and every look at the weights, is a collective
         self.optimizer = build_optimizer(model, config, recipe.optimizer_groups(model))
         self.utilization = FlopsUtilization(recipe, model, config, world)
         self.loss_watch = LossWatch(world)
@@ -160,7 +162,9 @@ class Trainer:
             nonlocal is_saved
             self.beat()
             stops = poll.stop_agreed()
-            if not is_saved and (stops or time.perf_counter() - started > LONG_EVALUATION):
+            # How long it has taken differs between the ranks, and a save of a split model needs all of them at once.
+            is_long = not self.is_sharded and time.perf_counter() - started > LONG_EVALUATION
+            if not is_saved and (stops or is_long):
                 self.save_checkpoint(best=False)
                 is_saved = True
             if stops:
@@ -177,16 +181,19 @@ class Trainer:
 
     def save_checkpoint(self, best: bool) -> None:
         """Write a checkpoint of the current state. Every rank calls it; rank 0 writes."""
+        started = time.perf_counter()
+        model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
+        if self.is_sharded:
+            model, optimizer = whole_state([model, optimizer], keep=self.world.is_first)
         if not self.world.is_first:
             return
-        started = time.perf_counter()
         state = {
             "config": dataclasses.asdict(self.config),
             "data_fingerprint": self.data_fingerprint,
             "initial_state": self.initial_state,
             "progress": dataclasses.asdict(self.progress),
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": model,
+            "optimizer": optimizer,
         }
         url = self.store.save(state, self.progress.step, best)
         seconds = time.perf_counter() - started
@@ -214,8 +221,8 @@ class Trainer:
             place = url or self.store.storage.url
             state = run_together(lambda: state or self.store.load(step), self.world)
             check_same_run(state, place, self.config, self.data_fingerprint, self.initial_state)
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            load_whole_model(self.model, state["model"])
+            load_whole_optimizer(self.optimizer, state["optimizer"])
             self.progress = Progress.from_dict(state["progress"])
         elif self.initial_state:
             run_together(
@@ -288,11 +295,13 @@ class Trainer:
         with inspection.shown("metrics"):
             metrics = {**self.recipe.metrics(finished), **self.utilization.of(finished)}
             finished = dataclasses.replace(finished, metrics=metrics)
-        if world.is_first:
+        if world.is_first or self.is_sharded:
             with inspection.shown("sample"):
                 finished = dataclasses.replace(finished, sample=self.recipe.generate_sample(self.model))
-            self.supervisor.emit(finished)
             with inspection.shown("histograms"):
-                self.supervisor.emit(HistogramsTaken(progress.step, *inspection.histograms_of(self.model)))
+                histograms = HistogramsTaken(progress.step, *inspection.histograms_of(self.model))
+            if world.is_first:
+                self.supervisor.emit(finished)
+                self.supervisor.emit(histograms)
         progress.finish_epoch(finished)
         return finished

@@ -53,8 +53,10 @@ def validate_runs(recipe: str, config: TrainingConfig, world_sizes: Sequence[int
     """Validate all runs before the cluster starts.
 
     Raises:
-        ConfigError: as `resize_cluster` and `launcher.check`.
+        ConfigError: as `resize_cluster` and `launcher.check`; or a split model, no rank of which can step alone.
     """
+    if config.parallel != "ddp":
+        raise ConfigError(f"config.parallel: expected ddp in a scaling study, got {config.parallel!r}")
     for world_size in world_sizes:
         check(Job(RecipeProgram(recipe, config), "", 0.0), resize_cluster(cluster, world_size))
 

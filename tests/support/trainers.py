@@ -33,11 +33,11 @@ class Recorder:
         self.events.append(event)
 
 
-def new_trainer(run, initial_state="", supervisor=None, **config):
+def new_trainer(run, initial_state="", supervisor=None, source="", **config):
     """A trainer of the recipe of `run`, with its data and its checkpoints."""
     config = config_of(run.recipe, config)
     recipe, world = get_recipe(run.recipe, config.recipe_options), World(0, 0, 1, CPU)
-    train, test = open_samples(recipe.datasets(run.data()), recipe, config, world)
+    train, test = open_samples(recipe.datasets(run.data(source)), recipe, config, world)
     torch.manual_seed(config.seed)
     model = place_model(recipe.model(), config, world)
     store = CheckpointStore(str(run.checkpoints), config.checkpoints_to_keep)
