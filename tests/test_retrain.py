@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.errors import ConfigError, StorageUnavailable
 from flyte_ddp.prepare import prepare_data
 from flyte_ddp.promotion import policy as challenges
 from flyte_ddp.promotion.__main__ import main
@@ -457,6 +457,19 @@ def test_a_training_whose_loss_becomes_nan_fails_and_leaves_the_champion(retrain
     with pytest.raises(Exception, match="the loss is nan at step 3"):
         retrain(champion=store.url, recipe=TINY, config={"global_batch_size": 12})
     assert store.pointer() == before
+
+
+def test_an_outage_while_the_report_is_made_is_recoverable(store, monkeypatch):
+    from flyte_ddp.flytekit_plugin.failures import RecoverableError
+    from tasks.retrain import keep_champion
+
+    def is_away(store):
+        raise StorageUnavailable("champion: s3://bucket could not be reached for 600 s")
+
+    monkeypatch.setattr(ChampionStore, "versions", is_away)
+    monkeypatch.setattr(ChampionStore, "version_in_use", is_away)
+    with pytest.raises(RecoverableError, match="champion: s3://bucket could not be reached"):
+        keep_champion(champion=store.url, recipe="digits", outcome="unchanged", reason="nothing is new")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The events of a made-up run, as rank 0 would emit them."""
+"""The events of a made-up run with numbers as of a real one, for pages and figures. short_run.py has exact ones."""
 
 import dataclasses
 import io

@@ -1,4 +1,4 @@
-"""The events of a made-up run of three epochs with four steps each."""
+"""The events of a made-up run of three epochs with four steps each, with numbers that tests can name."""
 
 from __future__ import annotations
 
