@@ -20,7 +20,9 @@ from torch.nn import functional
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.prepare import describe_data, prepare_data
+from flyte_ddp.rank import flops
 from flyte_ddp.rank.data import epoch_shards, open_samples
+from flyte_ddp.rank.flops import FlopsUtilization
 from flyte_ddp.rank.initial_state import load_initial_state
 from flyte_ddp.rank.optim import build_optimizer
 from flyte_ddp.rank.world import World
@@ -482,3 +484,29 @@ def test_operations_are_counted_as_the_papers_do(tmp_path):
     model = recipe.model()
     num_parameters = sum(each.numel() for each in model.parameters())
     assert recipe.flops_per_sample(model) == 8 * (6 * num_parameters + 12 * 2 * 2 * 8 * 8)
+
+
+def test_utilization_is_measured_only_for_a_recipe_that_counts_its_operations(tmp_path, monkeypatch):
+    config, world = TrainingConfig(), World(0, 0, 1, CPU)
+    recipe, _, _ = prepared(tmp_path)
+    model = recipe.model()
+    measured = FlopsUtilization(recipe, model, config, world)
+    assert measured.peak_flops > 1e8  # operations per second, of any processor of this century
+    epoch = sample_epoch(test_loss=1.0)
+    share = recipe.flops_per_sample(model) * epoch.samples_per_second / measured.peak_flops
+    assert measured.of(epoch) == {"model_flops_utilization": pytest.approx(share)}
+    monkeypatch.setattr(flops, "measure_peak_flops", None)  # a call would fail
+    assert FlopsUtilization(get_recipe("digits"), torch.nn.Linear(2, 2), config, world).of(epoch) == {}
+
+
+def test_half_precision_and_dropout_train(tmp_path):
+    recipe, (train, _), _ = prepared(tmp_path, dropout=0.5)
+    model = recipe.model()
+    inputs, targets = recipe.inputs(train.tensors[0][:4]), train.tensors[1][:4]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        first, second = (recipe.losses(model(inputs), targets) for _ in range(2))
+        assert not torch.equal(first, second)
+        model.eval()
+        assert torch.equal(*(recipe.losses(model(inputs), targets) for _ in range(2)))
+    first.mean().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
