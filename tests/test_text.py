@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import hashlib
 import re
 import subprocess
 import sys
@@ -169,6 +170,12 @@ def test_a_single_document_is_cut_and_few_documents_are_not(tmp_path):
             assert "the last documents held out" in description
 
 
+def test_a_document_trains_however_much_is_held_out(tmp_path):
+    (tmp_path / "one.txt").write_text("\f".join(DOCUMENTS))
+    prepared(tmp_path, tmp_path / "one.txt", separator="\f", held_out=0.9999)
+    assert documents_of(tmp_path, TRAIN) == DOCUMENTS[:1]
+
+
 def test_without_a_source_it_is_pythons_own_topics(tmp_path):
     _, _, description = prepared(tmp_path)
     documents, held_out = (
@@ -332,6 +339,20 @@ def test_unusable_data_is_named_in_one_line_before_a_rank_starts(tmp_path, name,
     with pytest.raises((DataError, ConfigError), match=f"^{expected}") as caught:
         prepared(tmp_path, tmp_path / name, **options)
     assert "\n" not in str(caught.value)
+
+
+def test_held_out_text_that_is_not_utf8_is_named_too(tmp_path):
+    """The BPE is trained on the other documents, and does not meet it."""
+    texts = [text.encode() for text in DOCUMENTS]
+    for number in range(100):
+        bad = f"{number} ".encode() + b"\xe4"
+        if int.from_bytes(hashlib.sha256(bad).digest()[:8], "big") < 0.1 * 2**64:
+            break
+    (tmp_path / "one.txt").write_bytes(b"\f".join([*texts, bad]))
+    with pytest.raises(
+        DataError, match=r"^data: expected UTF-8, .* got the byte 0xe4 in .*one.txt; convert it, or use"
+    ):
+        prepared(tmp_path, tmp_path / "one.txt", separator="\f", tokens="bpe", vocabulary=300)
 
 
 def test_columns_and_folders_without_text_are_named(tmp_path):
