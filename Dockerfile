@@ -8,8 +8,8 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates python3 python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
-# What the image must hold, from the pins that every environment shares, less the development tools. A stage of its own,
-# so that a new linter changes a text file here and no layer of the image.
+# The packages of the image: the pins that every environment shares, without the development tools. A separate stage, so
+# that a new linter changes a text file here and no layer of the image.
 FROM base AS pins
 RUN python3 -m venv /uv && /uv/bin/pip install --no-cache-dir uv
 WORKDIR /pins

@@ -6,11 +6,11 @@ CONFIG ?= {}
 DATA ?=
 VENV := .venv
 BIN := $(VENV)/bin
-# What settings.toml names; for tests on a cluster, else a name for this machine alone.
+# The image in settings.toml; if it names none, a local name for tests on a cluster.
 IMAGE ?= $(or $(shell $(BIN)/python -m tasks image 2>/dev/null),flyte-ddp:dev)
-# uv is used where it is on the path; else it is installed beside the environment. It installs in seconds what takes pip
-# minutes, and resolves torch and torchvision to matching builds. It compiles them at once: where PYTHONDONTWRITEBYTECODE is
-# set, every process would else compile torch anew, which takes longer than everything else a rank does before it trains.
+# uv from the path, or installed beside the environment. It takes seconds where pip takes minutes, and resolves torch and
+# torchvision to matching builds. It compiles the bytecode: with PYTHONDONTWRITEBYTECODE set, every process would otherwise
+# compile torch again, which takes longer than everything else that a rank does before it trains.
 UV := $(or $(shell command -v uv 2>/dev/null),.uv/bin/uv)
 INSTALLED := $(VENV)/.installed
 # Two at a time, because a test's ranks often wait. A file's tests stay together, because they share what they started.

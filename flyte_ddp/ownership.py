@@ -114,7 +114,7 @@ class Ownership:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        # Not waited for without end: a process that was asked to stop has seconds, and its store may hang.
+        # A bounded wait: a process that was asked to stop has seconds, and its store may hang.
         release = threading.Thread(target=self._release, name="release", daemon=True)
         release.start()
         release.join(RELEASE_TIMEOUT)

@@ -28,7 +28,7 @@ GUIDES = sorted(REPOSITORY.glob("deploy/*.md"))  # for a cluster, from the first
 NEEDS = ("cluster", "gpu", "network", "hours")
 BLOCK = re.compile(r"^(?:<!-- needs: (?P<needs>\w+) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 
-# What makes a documented command cheap enough for every run of the tests, without making it another command.
+# Replacements that make a documented command cheap enough for every run of the tests.
 CHEAPER = (
     (r"\bmake (test|test-all|test-gpu|test-flyte|test-kubernetes|lint|bench|format|help)\b", r"make --dry-run \1"),
     (r"\bmake (train|train-multi-node)\b", r"""make \1 CONFIG='{"epochs": 1}'"""),

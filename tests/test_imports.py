@@ -48,7 +48,7 @@ HOMES = {
     "wandb": ("flyte_ddp.observers",),
 }
 SLOW = ("tokenizers", "torch", "torchvision", "matplotlib", "wandb", "sklearn", "flytekit", "optuna", "pandas")
-# What runs in a rank, or generates names or text, may import torch at the top; what starts a rank may not.
+# Modules that run in a rank, or generate names or text, may import torch at the top; those that start a rank may not.
 STARTS_RANKS = (
     *("flyte_ddp.rank.job", "flyte_ddp.rank.programs", "flyte_ddp.rank.process"),
     *("flyte_ddp.rank.function", "flyte_ddp.rank.fast_start"),

@@ -131,8 +131,8 @@ class LoadedSamples:
     def __init__(self, dataset: Dataset[Any], config: TrainingConfig, world: World) -> None:
         self.device = world.device
         self.size = len(dataset)  # type: ignore[arg-type]
-        # What the next pass over the loader reads. One loader serves all passes, so that its processes, each of which
-        # imports torch for seconds, start once.
+        # The samples of the next pass over the loader. One loader serves all passes, so that its processes start once:
+        # each imports torch for seconds.
         self._plan: list[list[tuple[int, int]]] = []
         workers = config.data_workers
         self._dataset = dataset

@@ -69,7 +69,7 @@ def open_filesystem(
 
 
 def _s3_options(num_tries: int, timeout: float, anonymous: bool) -> dict[str, Any]:
-    # Given as arguments, not left to the client: fsspec shares file systems with equal arguments, and one that was
+    # As arguments, not by the client's environment: fsspec shares file systems with equal arguments, and one that was
     # opened before the keys changed would keep the old ones.
     found = storage_environment()
     config: dict[str, Any] = {

@@ -24,7 +24,7 @@ RECIPE = "tests.support.recipes.Dropping"
 STEPS_PER_EPOCH = 25
 CONFIG = {"epochs": 2, "global_batch_size": 4, "checkpoint_interval": 2}
 STEP_SECONDS = "0.4"  # an epoch is long enough to be met in the middle
-# What the driver needs that the image does not have: the tests' own code, and this checkout's version of the package.
+# Files for the driver that the image does not have: the tests' own code, and this checkout's version of the package.
 CODE = ["flyte_ddp", "tests/__init__.py", "tests/support/runs.py", "tests/support/recipes.py"]
 CODE += ["tests/kubernetes/__init__.py", "tests/kubernetes/driver.py"]
 ONE_WORKER_TO_A_NODE = {

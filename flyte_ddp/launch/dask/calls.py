@@ -16,7 +16,7 @@ from flyte_ddp.launch.dask import worker
 
 ANSWER_TIMEOUT = 5.0  # seconds for a worker to answer before it counts as absent
 
-# What runs in the workers travels by value: they may have no such module, or an older one.
+# Pickle code for the workers by value: they may have no such module, or an older one.
 for module in (worker, devices):
     cloudpickle.register_pickle_by_value(module)
 

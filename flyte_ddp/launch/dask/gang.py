@@ -182,7 +182,7 @@ class Attempt:
             return
         self.next_command_at = time.monotonic() + BEAT_INTERVAL
         addresses = [node.address for node in self.nodes if not node.has_ended]
-        # Not waited for: a node that does not answer must not keep the command from the others.
+        # Without waiting: a node that does not answer must not delay the others.
         self.client.loop.add_callback(send_command, self.client, addresses, self.run.name, self.name, self.command)
 
     def _receive(self) -> None:

@@ -197,7 +197,7 @@ def introduce(plugin: str, dask_worker: Worker) -> dict[str, Any]:
 
 
 async def install(name: str, code: bytes, dask_worker: Worker) -> None:
-    # Made here: Dask pickles a function by value where it is told to, but its arguments by reference.
+    # Made here, because Dask pickles this function by value, but its arguments by reference.
     await dask_worker.plugin_add(plugin=NodePlugin(name, code), name=name, catch_errors=False)
 
 
