@@ -167,6 +167,20 @@ def test_a_killed_rank_costs_only_time(client, tmp_path, finished_run, caplog):
     assert spent.redone_steps > 0
 
 
+@pytest.mark.slow
+def test_a_killed_rank_of_a_split_model_costs_only_time(client, tmp_path, finished_run):
+    def kill():
+        ranks_below(pid_of(client, 1))[0].kill()
+
+    split = {"parallel": "fsdp", "checkpoint_interval": 2}
+    run = train(new_run(tmp_path), client, LOCAL, at_step=(5, kill), **split)
+
+    torch.testing.assert_close(run.state(), finished_run().state())
+    first, second = events_of(run, events.RunStarted)
+    assert (first.resumed_step, second.world_size) == (0, 2)
+    assert second.resumed_step >= 4
+
+
 def test_a_killed_worker_costs_only_time(client, tmp_path, finished_run, caplog):
     def kill():
         os.kill(pid_of(client, 0), signal.SIGKILL)

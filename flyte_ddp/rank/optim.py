@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.rank.sharding import is_sharded
 
 
 def build_optimizer(
@@ -30,7 +31,8 @@ def build_optimizer(
     _check_complete(model, trained)
     rate, decay = config.learning_rate, config.weight_decay
     if config.optimizer == "sgd":
-        return torch.optim.SGD(trained, lr=rate, momentum=config.momentum, weight_decay=decay, fused=True)
+        fused = not is_sharded(model)  # of torch 2.15's fused kernels, this one takes no split tensors
+        return torch.optim.SGD(trained, lr=rate, momentum=config.momentum, weight_decay=decay, fused=fused)
     optimizer = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
     return optimizer(trained, lr=rate, weight_decay=decay, fused=True)
 
