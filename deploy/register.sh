@@ -29,6 +29,10 @@ PROJECT=${PROJECT:-flytesnacks}
 DOMAIN=${DOMAIN:-development}
 SERVICE_ACCOUNT=${SERVICE_ACCOUNT:-flyte-ddp}                   # of deploy/rbac.yaml; what launch plans run as
 
+python -m tasks requests
+if [[ $DRY_RUN == 0 ]]; then
+  python -m tasks limits "$PROJECT" "$DOMAIN" "$version"        # before the registration, which else ends halfway
+fi
 pyflyte register --project "$PROJECT" --domain "$DOMAIN" --version "$version" --image "$image" \
   --service-account "$SERVICE_ACCOUNT" --copy none ${flags[@]+"${flags[@]}"} workflows
 for plan in $ACTIVATE; do

@@ -1,4 +1,8 @@
-"""`python -m tasks image` and `python -m tasks version` print what `make image` and `make register` use."""
+"""What `make image` and `make register` use.
+
+python -m tasks image | version | requests
+python -m tasks limits PROJECT DOMAIN VERSION
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,29 @@ import sys
 
 from tasks.settings import SettingsError, load_settings, require_image
 
+
+def main(arguments: list[str]) -> str:
+    """Return the output of a command."""
+    settings = load_settings()
+    match arguments:
+        case ["image"]:
+            return require_image(settings.image)
+        case ["version"]:
+            return settings.version
+        case ["requests"]:
+            from tasks.limits import describe_requests
+
+            return describe_requests()
+        case ["limits", project, domain, version]:
+            from tasks.limits import check_limits
+
+            check_limits(project, domain, version, require_image(settings.image))
+            return f"Flyte accepts what the tasks request in {project}-{domain}"
+    raise SettingsError(__doc__ or "")
+
+
 if __name__ == "__main__":
     try:
-        settings = load_settings()
-        print(require_image(settings.image) if sys.argv[1:] == ["image"] else settings.version)  # noqa: T201
+        print(main(sys.argv[1:]))  # noqa: T201
     except SettingsError as error:
         sys.exit(str(error))

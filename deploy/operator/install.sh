@@ -2,12 +2,17 @@
 # Install the Dask operator without Helm and without its upstream image: its CRDs from the dask-kubernetes package, and
 # its controller from this project's image. Safe to run again, for an upgrade as well.
 #
-#   deploy/operator/install.sh IMAGE          PYTHON=python3 names an environment that has dask-kubernetes
+#   deploy/operator/install.sh IMAGE          PYTHON names another environment than .venv, which `make setup` makes
 set -euo pipefail
 
 image=${1:?usage: install.sh IMAGE}
 here=$(cd "$(dirname "$0")" && pwd)
-crds=$("${PYTHON:-python3}" -c '
+python=${PYTHON:-$here/../../.venv/bin/python}
+if ! "$python" -c 'import dask_kubernetes' 2>/dev/null; then
+  echo "PYTHON: expected an environment with dask-kubernetes, got $python; make one with: make setup" >&2
+  exit 2
+fi
+crds=$("$python" -c '
 from importlib.resources import files
 print(files("dask_kubernetes") / "operator/deployment/helm/dask-kubernetes-operator/crds")')
 
