@@ -298,10 +298,11 @@ class Trainer:
         if world.is_first or self.is_sharded:
             with inspection.shown("sample"):
                 finished = dataclasses.replace(finished, sample=self.recipe.generate_sample(self.model))
-            with inspection.shown("histograms"):
-                histograms = HistogramsTaken(progress.step, *inspection.histograms_of(self.model))
             if world.is_first:
                 self.supervisor.emit(finished)
-                self.supervisor.emit(histograms)
+            with inspection.shown("histograms"):
+                histograms = HistogramsTaken(progress.step, *inspection.histograms_of(self.model))
+                if world.is_first:
+                    self.supervisor.emit(histograms)
         progress.finish_epoch(finished)
         return finished

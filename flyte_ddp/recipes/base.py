@@ -127,7 +127,10 @@ class Recipe:
         return {}
 
     def generate_sample(self, model: nn.Module) -> str:
-        """Return a text that `model` generates, shown after each epoch; "" by default. Rank 0 alone calls it."""
+        """Return a text that `model` generates, shown after each epoch; "" by default.
+
+        Rank 0 calls it; all ranks do, and must call the model equally often, where the model is sharded over them.
+        """
         return ""
 
     def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
