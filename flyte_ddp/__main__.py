@@ -18,7 +18,10 @@ from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.rank.programs import FunctionProgram
 
 # torchrun starts one agent on each machine; here one command starts all of them.
-TORCHRUN_ONLY = ("--node-rank", "--master-addr", "--master-port", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id")
+TORCHRUN_ONLY = (
+    *("--node-rank", "--master-addr", "--master-port"),
+    *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,7 +58,7 @@ def _add_run(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    bar = ProgressBar()
+    bar = ProgressBar(lines=sys.stdout)  # what the ranks print is this command's output, as torchrun's
     try:
         for flag in TORCHRUN_ONLY:
             if getattr(options, flag[2:].replace("-", "_")) is not None:

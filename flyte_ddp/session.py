@@ -124,6 +124,8 @@ class Session:
         store = self._open_checkpoints()
         if self._process.rank == 0:
             started = time.perf_counter()
+            if store.keeps_resumed and self._num_readers() == self._process.node.world_size - 1:
+                store.keeps_resumed = False
             url = store.save({"step": step, "state": state}, step, best=False)
             self._link.emit(events.CheckpointSaved(step, url, False, time.perf_counter() - started))
 
@@ -140,12 +142,14 @@ class Session:
             for line in skipped:
                 logger.warning("%s", line)
             if not is_alone:
+                checkpoints.keeps_resumed = found is not None
                 self._open_store().set(key, str(found["step"] if found else -1))
             if found:
                 self._link.emit(events.CheckpointLoaded(found["step"], url))
         else:
             step = int(self._open_store().get(key))
             found = checkpoints.load(step) if step >= 0 else None
+            self._open_store().add(f"{key}/num_readers", 1)
         if found is None:
             return None
         self._step = found["step"]
@@ -180,6 +184,10 @@ class Session:
                 with self._store.finish_on_error(self._beat):
                     raise
             raise
+
+    def _num_readers(self) -> int:
+        """Return how many ranks have read the checkpoint that rank 0 has chosen last."""
+        return int(self._open_store().add(f"flyte_ddp/load-{self._num_loads}/num_readers", 0))
 
     def _terminate(self) -> None:
         """Pass a stop on as SIGTERM, as torchrun does, to a function that does not ask for it."""

@@ -45,10 +45,10 @@ def packages_beside(module: str) -> tuple[str, ...]:
     """Return the top-level packages and modules whose code a function defined in `module` may need.
 
     These are its own one, and those already imported that lie in the same directory, unless that is a directory of
-    installed packages.
+    installed packages. A notebook counts as a module of the working directory.
     """
     own = sys.modules.get(module.partition(".")[0])
-    root = _root_of(own)
+    root = _root_of(own) or (Path.cwd() if module == "__main__" else None)
     if root is None:
         return ()
     installed = {

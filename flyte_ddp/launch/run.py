@@ -7,14 +7,18 @@ docs/your-own-function.md.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import os
 import re
 import runpy
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -73,7 +77,7 @@ class Gang:
             )
         if not isinstance(self.max_restarts, int) or self.max_restarts < 0:
             raise ConfigError(f"max_restarts: expected a whole number of at least 0, got {self.max_restarts!r}")
-        if not self.stall_timeout > 0:
+        if not isinstance(self.stall_timeout, (int, float)) or not self.stall_timeout > 0:
             raise ConfigError(f"stall_timeout: expected seconds above 0, got {self.stall_timeout!r}")
 
     @property
@@ -207,10 +211,13 @@ def script_program(
     The script's directory is shipped to every node.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: there is no such file or module.
     """
     if is_module:
-        packages, directory = packages_beside(script), ""
+        package = script.partition(".")[0]
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"script: expected a module that Python finds here, got {script!r}")
+        directory, packages = "", (package,)
     else:
         path = Path(script).resolve()
         if not path.is_file():
@@ -222,13 +229,15 @@ def script_program(
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a function, whose value is pickled."""
+    """A call of a function, whose value is pickled on rank 0."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
 
     def __call__(self) -> bytes:
-        return bytes(cloudpickle.dumps(self.function(*self.arguments)))
+        name = getattr(self.function, "__qualname__", "the function")
+        value = _call_to_exit(name, functools.partial(self.function, *self.arguments))
+        return bytes(cloudpickle.dumps(value)) if os.environ["RANK"] == "0" else b""
 
 
 @dataclass(frozen=True)
@@ -245,19 +254,49 @@ class _Script:
 
     def __call__(self) -> bytes:
         shipped = Path(__file__).parents[2] / SCRIPT_DIRECTORY
-        directory = str(shipped) if shipped.is_dir() else self.directory
-        os.chdir(directory if shipped.is_dir() else self.working_directory)
-        try:
-            if not self.directory:
-                sys.path.insert(0, os.getcwd())
-                sys.argv = [self.script, *self.arguments]
-                runpy.run_module(self.script, run_name="__main__", alter_sys=True)
-            else:
-                file = os.path.join(directory, Path(self.script).name)
-                sys.path.insert(0, directory)
-                sys.argv = [file, *self.arguments]
-                runpy.run_path(file, run_name="__main__")
-        except SystemExit as end:
-            if end.code not in (None, 0):
-                raise RuntimeError(f"{self.script} ended with exit code {end.code}") from None
+        directory = shipped if self.directory and shipped.is_dir() else Path(self.directory)
+        file = directory / Path(self.script).name
+        is_here = not self.directory or _are_equal(Path(self.directory, file.name), file)
+        if is_here and os.path.isdir(self.working_directory):
+            os.chdir(self.working_directory)
+        elif self.directory:
+            os.chdir(directory)
+        sys.argv = [self.script if is_here else str(file), *self.arguments]
+        # As under torchrun, what lies in the working directory hides no installed package.
+        others = [entry for entry in sys.path if entry not in ("", self.working_directory)]
+        run: Callable[[], object]
+        if not self.directory:
+            sys.path[:] = [os.getcwd(), *others]
+            run = functools.partial(runpy.run_module, self.script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[:] = [str(directory), *others, self.working_directory]
+            run = functools.partial(_run_as_main, str(file))
+        _call_to_exit(self.script, run)
         return b""
+
+
+def _run_as_main(file: str) -> None:
+    """Run a script as Python itself does: what it started may use its module until the process ends."""
+    main = types.ModuleType("__main__")
+    main.__file__ = file
+    main.__loader__ = SourceFileLoader("__main__", file)
+    sys.modules["__main__"] = main
+    exec(compile(Path(file).read_bytes(), file, "exec", dont_inherit=True), main.__dict__)
+
+
+def _are_equal(one: Path, other: Path) -> bool:
+    return one.is_file() and one.read_bytes() == other.read_bytes()
+
+
+def _call_to_exit(name: str, call: Callable[[], T]) -> T | None:
+    """Return what `call` returns; None if it exits with code 0.
+
+    Raises:
+        RuntimeError: it exits with another code, at the line that the traceback ends with.
+    """
+    try:
+        return call()
+    except SystemExit as end:
+        if end.code in (None, 0):
+            return None
+        raise RuntimeError(f"{name} ended with exit code {end.code}").with_traceback(end.__traceback__) from None

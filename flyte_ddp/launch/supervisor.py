@@ -41,6 +41,7 @@ POLL_INTERVAL = 0.1  # seconds between checks of logs, heartbeats and the stop r
 LOG_TAIL = 20  # lines of a dead rank's output in the error
 MAX_MESSAGE = 6  # lines of an exception's own message
 STACK_LINES = 36  # of all ranks' main threads together in the error of a stall; the log has all threads
+REDRAW_INTERVAL = 10.0  # seconds between two lines for a progress bar that a rank draws
 DEATH_GRACE = 2.0  # seconds for the kernel to end killed processes, and for their new parent to reap them
 
 _hiding = threading.Lock()
@@ -200,7 +201,7 @@ class _Ranks:
         deadline = time.monotonic() + DEATH_GRACE
         while any(_has_group(rank.process.pid) for rank in self.ranks) and time.monotonic() < deadline:
             time.sleep(POLL_INTERVAL / 10)
-        self._relay_logs()
+        self._relay_logs(at_end=True)
 
     def _send_data(self, directory: str) -> None:
         now = time.monotonic()
@@ -309,9 +310,9 @@ class _Ranks:
         place = self.job.checkpoints
         return f"{where}. Its checkpoints are in {place}: the same run with the same checkpoints resumes there"
 
-    def _relay_logs(self) -> None:
+    def _relay_logs(self, at_end: bool = False) -> None:
         for rank in self.ranks:
-            for line in rank.log.new_lines():
+            for line in rank.log.new_lines(at_end):
                 self.relay(f"[rank {rank.number}] {line}")
 
 
@@ -347,14 +348,20 @@ class _Preparation:
 
 
 class _LogTail:
-    """The lines that are appended to a growing file."""
+    """The lines that are appended to a growing file.
+
+    A line that a progress bar draws again and again, with carriage returns, is shown as last drawn, and from time to
+    time while it is incomplete.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
         self.position = 0
         self.rest = b""
+        self._next_redrawn = 0.0  # monotonic
 
-    def new_lines(self) -> list[str]:
+    def new_lines(self, at_end: bool = False) -> list[str]:
+        """Return the new complete lines; `at_end`, also what no line break follows."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(self.position)
@@ -362,14 +369,25 @@ class _LogTail:
         except FileNotFoundError:
             return []
         self.position += len(contents)
-        *lines, self.rest = (self.rest + contents).split(b"\n")
-        return [line.decode(errors="replace") for line in lines]
+        *lines, rest = (self.rest + contents).split(b"\n")
+        is_redrawn, self.rest = b"\r" in rest, rest if rest.endswith(b"\r") else _as_drawn(rest)
+        if at_end and self.rest:
+            lines, self.rest = [*lines, self.rest], b""
+        elif is_redrawn and time.monotonic() >= self._next_redrawn:
+            self._next_redrawn = time.monotonic() + REDRAW_INTERVAL
+            lines.append(self.rest)
+        return [_as_drawn(line).decode(errors="replace") for line in lines]
 
     def last_lines(self, count: int) -> str:
         try:
             return "\n".join(self.path.read_text(errors="replace").splitlines()[-count:])
         except FileNotFoundError:
             return ""
+
+
+def _as_drawn(line: bytes) -> bytes:
+    """Return what a terminal shows of a line with carriage returns."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 def count_oom_kills() -> int:

@@ -7,7 +7,16 @@ import threading
 import time
 from typing import Any, TextIO
 
-from flyte_ddp.events import EpochFinished, Event, RunFinished, RunStarted, StepFinished
+from flyte_ddp.events import (
+    CheckpointLoaded,
+    EpochFinished,
+    Event,
+    FunctionStarted,
+    Reported,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+)
 from flyte_ddp.storage import redact_url
 
 PLAIN_STEP_INTERVAL = 10.0  # seconds between lines about steps if the output is not a terminal
@@ -18,10 +27,12 @@ class ProgressBar:
 
     Args:
         stream: the output; standard error by default.
+        lines: the output of `write`; by default the same.
     """
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(self, stream: TextIO | None = None, lines: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
+        self._lines = lines or self._stream
         self._is_live = self._stream.isatty()
         self._bar: Any = None
         self._run: RunStarted | None = None
@@ -39,11 +50,19 @@ class ProgressBar:
                 self._show_epoch(event)
             elif isinstance(event, RunFinished):
                 self._print(f"best accuracy {event.best_accuracy:.2%} after epoch {event.best_epoch}")
+            elif isinstance(event, FunctionStarted):
+                ranks = "1 rank" if event.world_size == 1 else f"{event.world_size} ranks"
+                nodes = f" on {event.num_nodes} nodes" if event.num_nodes > 1 else ""
+                self._print(f"{event.name}, {ranks}{nodes}")
+            elif isinstance(event, CheckpointLoaded):
+                self._print(f"resumed at step {event.step:,} from {event.url}")
+            elif isinstance(event, Reported):
+                self._show_report(event)
 
     def write(self, line: str) -> None:
         """Print `line`, given without a line break, above the bar. Any thread may call this."""
         with self._lock:
-            self._print(line)
+            self._print(line, self._lines)
 
     def close(self, error: BaseException | None) -> None:
         """Remove the bar. After an error it stays, to show how far the run came."""
@@ -102,12 +121,21 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.update(event.step - self._bar.n)
 
+    def _show_report(self, event: Reported) -> None:
+        """Show what a function reports: its number of steps is unknown, so there is no bar to fill."""
+        if (now := time.monotonic()) < self._next_step_line:
+            return
+        self._next_step_line = now + PLAIN_STEP_INTERVAL
+        epoch = "" if event.epoch is None else f"epoch {event.epoch:.4g}, "
+        values = ", ".join(f"{name} {value:.6g}" for name, value in event.values.items())
+        self._print(f"{epoch}step {event.step:,}" + (f": {values}" if values else ""))
+
     def _epoch_label(self, epoch: int) -> str:
         return f"epoch {epoch}/{self._run.config.get('epochs', '?') if self._run else '?'}"
 
-    def _print(self, line: str) -> None:
-        line = redact_url(line)
+    def _print(self, line: str, stream: TextIO | None = None) -> None:
+        line, stream = redact_url(line), stream or self._stream
         if self._bar is None:
-            print(line, file=self._stream, flush=True)
+            print(line, file=stream, flush=True)
         else:
-            self._bar.write(line, file=self._stream)  # removes the bar, prints, and draws it again
+            self._bar.write(line, file=stream)  # removes the bar, prints, and draws it again

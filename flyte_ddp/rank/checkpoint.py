@@ -82,6 +82,7 @@ class CheckpointStore:
         self.num_kept = num_kept
         self.timeout = timeout
         self.owner = owner
+        self.keeps_resumed = False  # what `load_latest` returned stays, because other ranks may still read it
         self._on_busy = on_busy
         self._sink = Storage(url, timeout=0)  # a failed try must not keep a newer state waiting
         self._own: dict[str, dict[str, Any]] = {}  # manifests that were written or read whole here, by name
@@ -329,7 +330,7 @@ class CheckpointStore:
         self._own = {name: manifest for name, manifest in self._own.items() if name in names}
         own = sorted(name for name in self._own if name <= newest)
         best = [name for name in own if self._own[name].get("best")]
-        kept = {*own[-self.num_kept :], *best[-1:]}
+        kept = {*own[-self.num_kept :], *best[-1:], *([self._resumed] if self.keeps_resumed else [])}
         # Manifests go first: without one a checkpoint does not exist, with one it must be whole.
         for name in own:
             if name not in kept:

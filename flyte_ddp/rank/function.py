@@ -1,11 +1,15 @@
 """Call a function of the user's in a rank, with a session, and send what it returned. Imports no torch at the top.
 
-The function's first line must not wait for torch: who measures a start measures that. So the store where the ranks meet
-is served from a thread, which imports torch at the same time as the function does.
+The function's first line must not wait for torch: who measures a start measures that. Nor may torch be imported before
+the function does it: a variable that the function sets for torch would come too late. So the store where the ranks meet
+is served from a thread that waits for the function's own import.
 """
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -40,6 +44,7 @@ def call_function(program: FunctionProgram, process: RankProcess) -> None:
     if process.rank == 0:
         node = process.node
         link.emit(events.FunctionStarted(program.name, node.world_size, node.num_nodes, node.num_restarts))
+    _be_a_main_process()
     started = time.time()
     with current.finish_on_error():
         value: bytes = cloudpickle.loads(program.call)()
@@ -49,11 +54,32 @@ def call_function(program: FunctionProgram, process: RankProcess) -> None:
             "write it to session.checkpoints, and return where it is"
         )
     current.close()
+    _run_exit_handlers()
     store.wait_until_all_ended()
     if current.has_stopped:
         raise StopRequested
     if process.rank == 0:
         link.emit(events.FunctionReturned(value, time.time() - started))
+
+
+def _be_a_main_process() -> None:
+    """Undo what shows that the process was started by multiprocessing: a script may ask, or choose a start method."""
+    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]  # none is chosen
+    multiprocessing.current_process().name = "MainProcess"
+
+
+def _run_exit_handlers() -> None:
+    """Wait for threads and call `atexit` handlers, as the end of a Python process does, which a rank's is not.
+
+    Loggers and writers of files rely on it. Not after an exception: a thread may wait for a dead peer.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does at the end of a process
+    atexit._run_exitfuncs()
+
+
+def _has_imported_torch() -> bool:
+    spec = getattr(sys.modules.get("torch"), "__spec__", None)
+    return spec is not None and not getattr(spec, "_initializing", False)
 
 
 class _Store:
@@ -65,6 +91,7 @@ class _Store:
         self._error: BaseException | None = None
         self._opening = threading.Thread(target=self._open, name="store", daemon=True)
         self._lock = threading.Lock()
+        self._is_needed = threading.Event()  # now, even if that imports torch
         self._is_begun = process.rank == 0
         if self._is_begun:
             self._opening.start()
@@ -75,6 +102,7 @@ class _Store:
             if not self._is_begun:
                 self._is_begun = True
                 self._opening.start()
+        self._is_needed.set()
         self._opening.join()
         if self._error is not None:
             raise self._error
@@ -93,6 +121,8 @@ class _Store:
             num_ended = store.add(ENDED, 0)
 
     def _open(self) -> None:
+        while not (_has_imported_torch() or self._is_needed.wait(POLL_INTERVAL)):
+            pass
         try:
             self._store = self._process.open_store(STORE_TIMEOUT)
         except BaseException as error:

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+import types
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,6 +40,12 @@ if TYPE_CHECKING:
 # Errors of gloo, NCCL and the store on a rank whose peer has died: a consequence, never the cause.
 PEER_FAILURE = re.compile(
     r"gloo|NCCL|[Cc]onnection (was )?(closed|reset|refused)|Broken pipe|recvValue|sendBytes|failed to recv"
+)
+
+# Modules whose frames lead to a user's function.
+STARTERS = (
+    *("flyte_ddp.rank.process", "flyte_ddp.rank.programs", "flyte_ddp.rank.function"),
+    *("flyte_ddp.launch.run", "runpy"),
 )
 
 MEMORY_HINT = (
@@ -178,7 +185,7 @@ def run_rank(
         if isinstance(error, StopRequested):
             link.send("stopped")
         else:
-            text = traceback.format_exc()
+            text = "".join(traceback.format_exception(type(error), error, _frames_of_program(error)))
             message = str(error)
             if type(error).__name__ == CUDA_OUT_OF_MEMORY:
                 message += f". {MEMORY_HINT}"
@@ -199,6 +206,14 @@ def run_rank(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _frames_of_program(error: BaseException) -> types.TracebackType | None:
+    """Return the traceback of `error` without the frames that lead to a user's function: these are ours."""
+    frames = error.__traceback__
+    while frames and frames.tb_frame.f_globals.get("__name__") in STARTERS:
+        frames = frames.tb_next
+    return frames or error.__traceback__
 
 
 def environment(job: Job, node: NodeRanks, local_rank: int) -> dict[str, str]:

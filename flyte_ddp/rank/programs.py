@@ -7,6 +7,7 @@ checked; the rank's process calls `run`.
 from __future__ import annotations
 
 import dataclasses
+import os
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +107,9 @@ class FunctionProgram:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {}
+        """Variables that torchrun sets as well."""
+        name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+        return {name: os.environ.get(name, "1")}
 
     def check(self, world_size: int, has_gpus: bool) -> None:
         """Do nothing: any function may run on any number of ranks."""

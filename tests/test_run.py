@@ -1,0 +1,422 @@
+"""Functions and scripts of a user's: what they find, what is returned, and what happens when a rank of them dies."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import flyte_ddp
+from flyte_ddp import __main__ as command_line
+from flyte_ddp import events, session
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.cluster.connect import open_cluster
+from flyte_ddp.errors import ConfigError, GangLost, RankFailure
+from flyte_ddp.launch.run import Gang, run_program, script_program
+from flyte_ddp.source_code import packages_beside
+
+REPOSITORY = Path(__file__).parents[1]
+SCRIPTS = REPOSITORY / "tests/support/scripts"
+OURS = [sys.executable, "-m", "flyte_ddp", "run"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+FLAGS = ["--nproc-per-node", "2", "--max-restarts", "1"]
+
+# What torchrun's ranks find and ours do not, or another value of: nothing of it is for the script.
+TORCHRUNS_OWN = {
+    "TORCHELASTIC_ERROR_FILE",  # for its agent
+    "TORCHELASTIC_SIGNALS_TO_HANDLE",  # of its agent
+    *("TORCHELASTIC_RUN_ID", "MASTER_PORT"),  # differ from run to run
+}
+OUR_OWN = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": ""}
+
+
+class Listener:
+    def __init__(self):
+        self.events = []
+        self.lines = []
+
+    def handle(self, event):
+        self.events.append(event)
+
+    def close(self, error):
+        pass
+
+    def of(self, kind):
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+# A script
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """What the same script finds under each of the launchers, rank by rank, and what the command printed."""
+    found = {}
+    for name, command in (("torchrun", TORCHRUN), ("ours", OURS)):
+        directory = tmp_path_factory.mktemp(name)
+        (directory / "scripts").mkdir()
+        for script in ("surroundings.py", "beside.py"):
+            shutil.copy(SCRIPTS / script, directory / "scripts")
+        (directory / "sklearn").mkdir()  # as an installed package is called
+        (directory / "sklearn/__init__.py").touch()
+        done = subprocess.run(
+            [*command, *FLAGS, "scripts/surroundings.py", str(directory), "--max-restarts", "9"],
+            cwd=directory,
+            env={name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        ranks = [json.loads((directory / f"found-{rank}").read_text()) for rank in (0, 1)]
+        found[name] = (ranks, done, directory)
+    return found
+
+
+def test_a_script_finds_the_environment_that_torchrun_gives_it(both):
+    for theirs, ours in zip(both["torchrun"][0], both["ours"][0], strict=True):
+        theirs, ours = dict(theirs["environment"]), dict(ours["environment"])
+        assert (theirs.pop("MASTER_ADDR"), ours.pop("MASTER_ADDR")) == ("localhost", "127.0.0.1")
+        names = {name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)}
+        assert names - TORCHRUNS_OWN - OUR_OWN - {"PWD", "OLDPWD", "OMP_NUM_THREADS"} == set()
+        assert ours["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+        assert {"TORCHELASTIC_RUN_ID", "MASTER_PORT", "OMP_NUM_THREADS"} <= ours.keys()
+
+
+def test_a_script_runs_as_the_main_program_with_its_own_arguments(both):
+    for name, (ranks, _, directory) in both.items():
+        for found in ranks:
+            script = directory / "scripts/surroundings.py"
+            assert found["arguments"] == ["scripts/surroundings.py", str(directory), "--max-restarts", "9"], name
+            assert (found["path"], found["directory"]) == (str(script.parent), str(directory)), name
+            assert (found["file"], found["package"], found["is main"]) == (str(script), None, True), name
+            assert "site-packages" in found["sklearn"], name
+            assert (found["process"], found["torch is imported"]) == ("MainProcess", False), name
+
+
+def test_what_a_script_started_is_waited_for_and_its_exit_handlers_run(both):
+    for name, (_, _, directory) in both.items():
+        for rank in (0, 1):
+            assert (directory / f"child-{rank}").read_text() == "beside", name  # a process of the start method spawn
+            assert (directory / f"thread-{rank}").exists(), name
+            assert (directory / f"atexit-{rank}").exists(), name
+
+
+def test_the_store_is_served_while_any_rank_runs(both):
+    for name, (ranks, _, _) in both.items():
+        assert [found["sum"] for found in ranks] == [3.0, 3.0], name
+        assert ranks[1]["store"] == "kept", name
+
+
+def test_what_ranks_print_is_the_commands_output(both):
+    done = both["ours"][1]
+    lines = done.stdout.splitlines()
+    assert sorted(lines) == sorted(f"[rank {rank}] {line}" for rank in (0, 1) for line in ("all is done", "bye"))
+    assert "surroundings.py, 2 ranks" in done.stderr
+    assert "step 1: loss 0.5" in done.stderr
+
+
+def test_a_session_without_a_run_does_nothing(both, monkeypatch):
+    assert [found["session"] for found in both["torchrun"][0]] == [[False, None, False]] * 2
+    assert [found["session"] for found in both["ours"][0]] == [[True, None, False]] * 2
+    monkeypatch.setattr(session, "_current", None)
+    session.save({"step": 1}, 1)
+    session.report(loss=0.5)
+    assert (session.checkpoints, session.load(), session.stop_requested) == ("", None, False)
+    with pytest.raises(AttributeError, match="no attribute 'stop'"):
+        _ = session.stop
+
+
+# A function
+
+
+def test_a_function_resumes_after_a_kill_from_the_newest_sound_checkpoint_and_rank_0_returns(tmp_path, caplog):
+    def manifest(step):
+        return tmp_path / f"checkpoints/step-{step:010d}.json"
+
+    def function(directory):
+        rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        state = session.load()
+        first = state["step"] + 1 if state else 1
+        for step in range(first, 7):
+            session.report(step=step, epoch=step / 6, loss=1 / step)
+            session.save({"step": step, "weights": [float(step)]}, step)
+            while rank == 0 and not manifest(step).exists():  # a newer state replaces one that waits
+                time.sleep(0.05)
+            if (attempt, step) == (0, 4):
+                if rank:
+                    while not manifest(step).exists():
+                        time.sleep(0.05)
+                    (newest,) = Path(directory).glob("step-*04-*.pt")
+                    newest.write_bytes(newest.read_bytes()[:-9])
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(60)
+        return (attempt, first, state) if rank == 0 else threading.Lock()  # which nobody can pickle
+
+    listener = Listener()
+    checkpoints = str(tmp_path / "checkpoints")
+    attempt, first, state = flyte_ddp.run(
+        function, checkpoints, nproc_per_node=2, max_restarts=1, checkpoints=checkpoints, listeners=[listener]
+    )
+
+    assert (attempt, first, state) == (1, 4, {"step": 3, "weights": [3.0]})
+    assert [event.num_restarts for event in listener.of(events.FunctionStarted)] == [0, 1]
+    assert [event.step for event in listener.of(events.CheckpointLoaded)] == [3]
+    reports = listener.of(events.Reported)
+    assert [event.step for event in reports] == [1, 2, 3, 4, 4, 5, 6]
+    assert (reports[-1].epoch, reports[-1].values) == (1.0, {"loss": 1 / 6})
+    assert [event.step for event in events.RunState.of(listener.events).reports] == [1, 2, 3, 4, 5, 6]
+    assert "rank 1 was killed by SIGKILL" in caplog.text
+    kept = sorted(path.stem for path in Path(checkpoints).glob("step-*.json"))
+    assert kept[-2:] == ["step-0000000005", "step-0000000006"]
+    assert len(kept) <= 3  # perhaps with what another rank may have read until then
+
+
+def test_a_bug_is_not_retried_and_its_traceback_begins_in_the_function(tmp_path):
+    def function():
+        with open(tmp_path / f"attempts-{os.environ['RANK']}", "a") as file:
+            file.write("x")
+        if os.environ["RANK"] == "1":
+            raise KeyError("a bug")
+        time.sleep(60)
+
+    with pytest.raises(RankFailure, match="rank 1 failed: KeyError: 'a bug'\nTraceback") as caught:
+        flyte_ddp.run(function, nproc_per_node=2, max_restarts=2)
+
+    assert (caught.value.rank, caught.value.kind) == (1, "exception")
+    assert (tmp_path / "attempts-1").read_text() == "x"
+    first_frame = str(caught.value).splitlines()[2]
+    assert f'File "{__file__}"' in first_frame
+    assert "in function" in first_frame
+
+
+def test_only_a_function_that_has_reported_is_ended_by_the_stall_timeout(tmp_path):
+    def function():
+        time.sleep(2.5)  # more than the stall timeout, without a report
+        session.report()
+        (tmp_path / f"reported-{os.environ['RANK']}").touch()
+        stand_still()
+
+    def stand_still():
+        time.sleep(60)
+
+    with pytest.raises(RankFailure, match=r"no rank made progress for \d s \(stall_timeout: 1\)") as caught:
+        flyte_ddp.run(function, nproc_per_node=2, stall_timeout=1)
+
+    assert caught.value.kind == "stall"
+    for rank in (0, 1):
+        assert (tmp_path / f"reported-{rank}").exists()
+        assert f"--- rank {rank}, at step 1" in str(caught.value)
+    assert str(caught.value).count("in stand_still") == 2
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda: b"x" * (65 << 20), "expected a value of at most 64 MiB, got 65 MiB"),
+        (lambda: sys.exit("no such file"), "<lambda> ended with exit code no such file"),
+        (lambda: session.report(loss="low"), "rank 0 failed: ConfigError: session.report: loss: expected a number"),
+    ],
+)
+def test_what_a_function_does_wrong_is_one_clear_error(function, expected):
+    with pytest.raises(RankFailure, match=expected):
+        flyte_ddp.run(function)
+
+
+def test_one_rank_alone_returns_and_an_exit_with_code_0_is_none():
+    assert flyte_ddp.run(lambda *numbers: sum(numbers), 1, 2, 3) == 6
+    assert flyte_ddp.run(lambda: sys.exit(0)) is None
+
+
+# A stop
+
+
+def start(directory, script, *flags):
+    return subprocess.Popen(
+        [*OURS, "--nproc-per-node", "2", "--checkpoints", str(directory / "checkpoints"), *flags, script, directory],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_ranks_stop_at_the_same_step_with_a_last_checkpoint(tmp_path):
+    parent = start(tmp_path, SCRIPTS / "polite.py")
+    for _ in itertools.islice(parent.stdout, 2):
+        pass
+    parent.send_signal(signal.SIGTERM)
+    _, errors = parent.communicate(timeout=60)
+
+    assert parent.returncode == 143, errors
+    steps = {int((tmp_path / f"stopped-{rank}").read_text()) for rank in (0, 1)}
+    assert len(steps) == 1
+    assert "SIGTERM: the run was stopped" in errors
+    (step,) = steps
+    assert (tmp_path / f"checkpoints/step-{step:010d}.json").exists()
+
+
+def test_a_script_that_does_not_ask_gets_sigterm_as_under_torchrun(tmp_path):
+    (tmp_path / "rude.py").write_text(
+        "import os, signal, sys, time\n"
+        "def handle(number, frame):\n"
+        "    open(os.path.join(sys.argv[1], 'sigterm-' + os.environ['RANK']), 'w').close()\n"
+        "    sys.exit(1)\n"
+        "signal.signal(signal.SIGTERM, handle)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = start(tmp_path, tmp_path / "rude.py")
+    for _ in itertools.islice(parent.stdout, 2):
+        pass
+    parent.send_signal(signal.SIGINT)
+    _, errors = parent.communicate(timeout=60)
+
+    assert parent.returncode == 130, errors
+    assert "SIGINT: the run was stopped" in errors
+    assert sorted(path.name for path in tmp_path.glob("sigterm-*")) == ["sigterm-0", "sigterm-1"]
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"nnodes": "2:1"}, "nnodes: expected a number of machines such as 2, or a range such as 1:4, got '2:1'"),
+        ({"nnodes": 0}, "nnodes: expected a number of machines such as 2, or a range such as 1:4, got 0"),
+        ({"nproc_per_node": "all"}, "nproc_per_node: expected a number of ranks, gpu, cpu or auto, got 'all'"),
+        ({"nproc_per_node": 0}, "nproc_per_node: expected a number of ranks, gpu, cpu or auto, got 0"),
+        ({"max_restarts": -1}, "max_restarts: expected a whole number of at least 0, got -1"),
+        ({"stall_timeout": float("nan")}, "stall_timeout: expected seconds above 0, got nan"),
+        ({"stall_timeout": "1"}, "stall_timeout: expected seconds above 0, got '1'"),
+        ({"nnodes": 2, "cluster": {"num_nodes": 3}}, "cluster.num_nodes: expected 2, as nnodes has it, got 3"),
+        ({"nnodes": 2, "nproc_per_node": "cpu"}, "nproc_per_node: expected a number, gpu or auto on several machines"),
+        ({"cluster": {"nodes": 2}}, "nodes"),
+        ({"nnodes": 2, "max_restarts": 1, "cluster": {"max_restarts": 2}}, "cluster.max_restarts: expected 1"),
+    ],
+)
+def test_a_gang_that_cannot_be_is_refused(values, expected):
+    with pytest.raises(ConfigError) as caught:
+        Gang(**values).cluster_config()
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["missing.py"], "error: script: expected a file, got 'missing.py'"),
+        (["-m", "no_such_module"], "error: script: expected a module that Python finds here, got 'no_such_module'"),
+        (["--nnodes", "2:1", __file__], "error: nnodes: expected a number of machines"),
+        (["--cluster", "{", __file__], "error: --cluster: expected JSON or the name of a JSON file, got '{'"),
+        (["--cluster", "no.json", __file__], "error: --cluster: expected JSON or the name of a JSON file, got 'no.j"),
+        (["--cluster", __file__, __file__], "error: --cluster: expected JSON or the name of a JSON file, got"),
+        (["--nproc-per-node=gpu", __file__], "error: nproc_per_node: expected a number or cpu on a machine without"),
+        *(
+            ([flag, "1", __file__], f"error: {flag}: expected no such flag: one command starts all machines")
+            for flag in command_line.TORCHRUN_ONLY
+        ),
+        (["--rdzv_endpoint=host:1", __file__], "error: --rdzv-endpoint: expected no such flag"),
+    ],
+)
+def test_a_command_that_cannot_be_is_refused_in_one_line(arguments, expected, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert command_line.main(["run", *arguments]) == 2
+    output = capsys.readouterr().err
+    assert output.startswith(expected)
+    assert output.count("\n") == 1
+
+
+def test_a_flag_that_nobody_knows_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command_line.main(["run", "--log-dir", "logs", __file__])
+    assert "unrecognized arguments: --log-dir" in capsys.readouterr().err
+
+
+# On a Dask cluster
+
+
+@pytest.fixture(scope="module")
+def client():
+    with open_cluster(ClusterConfig(kind="local", num_nodes=2, node_timeout=60), "run") as client:
+        yield client
+
+
+def test_a_function_runs_on_a_dask_cluster_with_the_code_beside_it(client, tmp_path, monkeypatch):
+    (tmp_path / "functions.py").write_text(
+        "import os\n"
+        "import torch, torch.distributed as dist\n"
+        "from constants import FACTOR\n"
+        "def train(value):\n"
+        "    dist.init_process_group('gloo')\n"
+        "    total = torch.ones(1) * value * FACTOR\n"
+        "    dist.all_reduce(total)\n"
+        "    names = ('RANK', 'GROUP_RANK', 'GROUP_WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'TORCHELASTIC_RESTART_COUNT')\n"
+        "    return total.item(), [os.environ[name] for name in names], bytes(5 << 20)\n"
+    )
+    (tmp_path / "constants.py").write_text("FACTOR = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)  # of this process only: the workers run already
+    functions = importlib.import_module("functions")
+    assert packages_beside("functions") == ("constants", "functions")
+    with pytest.raises(ModuleNotFoundError):
+        client.submit(importlib.import_module, "constants").result()
+
+    listener = Listener()
+    total, variables, rest = flyte_ddp.run(functions.train, 2, nnodes=2, client=client, listeners=[listener])
+
+    assert (total, variables, rest) == (12.0, ["0", "0", "2", "1", "0"], bytes(5 << 20))
+    (started,) = listener.of(events.FunctionStarted)
+    assert (started.name, started.world_size, started.num_nodes) == ("train", 2, 2)
+
+
+def test_a_scripts_directory_is_shipped_to_the_workers(client, tmp_path, monkeypatch):
+    directory = tmp_path / "code"
+    shutil.copytree(SCRIPTS, directory)
+    monkeypatch.chdir(tmp_path)
+    (directory / "placed.py").write_text(
+        "import os, sys, beside\n"
+        "from flyte_ddp import session\n"
+        "print('runs', os.path.basename(os.path.dirname(beside.__file__)), os.getcwd(), *sys.argv[1:])\n"
+        "sys.exit(3 if 'bad' in sys.argv else 0)\n"
+    )
+    listener = Listener()
+    gang = Gang(nnodes=2, cluster={"kind": "local", "node_timeout": 60})
+    run_program(script_program("code/placed.py", ["--lr", "1"]), gang, relay=listener.lines.append, client=client)
+
+    shipped = [line for line in listener.lines if "runs" in line]
+    assert len(shipped) == 2
+    # This machine has the working directory, so what is written there stays; the code is the driver's.
+    assert all(f"runs flyte_ddp_script {tmp_path} --lr 1" in line for line in shipped)
+
+    with pytest.raises(GangLost, match=r"code/placed\.py ended with exit code 3\n(.*\n)*.* line 4, in <module>"):
+        run_program(script_program("code/placed.py", ["bad"]), gang, client=client)
+
+
+def test_a_module_is_shipped_with_its_package_and_a_notebook_with_the_modules_beside_it(tmp_path, monkeypatch):
+    (tmp_path / "shipped_package").mkdir()
+    (tmp_path / "shipped_package/train.py").write_text("print(1)\n")
+    (tmp_path / "notes.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    program = script_program("shipped_package.train", [], is_module=True)
+    assert "shipped_package/train.py" in program.source_files()
+    assert "flyte_ddp/session.py" in program.source_files()
+
+    importlib.import_module("notes")
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    monkeypatch.setattr(sys.modules["__main__"], "__path__", [], raising=False)
+    assert packages_beside("__main__") == ("notes",)
