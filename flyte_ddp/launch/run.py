@@ -213,16 +213,18 @@ def script_program(
     Raises:
         ConfigError: there is no such file or module.
     """
+    packages: tuple[str, ...] = ()
+    directory = ""
     if is_module:
         package = script.partition(".")[0]
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"script: expected a module that Python finds here, got {script!r}")
-        directory, packages = "", (package,)
+        packages = (package,)
     else:
         path = Path(script).resolve()
         if not path.is_file():
             raise ConfigError(f"script: expected a file, got {script!r}")
-        packages, directory = (), str(path.parent)
+        directory = str(path.parent)
     call = _Script(script, directory, tuple(arguments), os.getcwd())
     return FunctionProgram(Path(script).name, cloudpickle.dumps(call), packages, directory, stall_timeout)
 

@@ -64,7 +64,7 @@ def call_function(program: FunctionProgram, process: RankProcess) -> None:
 
 def _be_a_main_process() -> None:
     """Undo what shows that the process was started by multiprocessing: a script may ask, or choose a start method."""
-    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]  # none is chosen
+    multiprocessing.set_start_method(None, force=True)  # none is chosen
     multiprocessing.current_process().name = "MainProcess"
 
 
