@@ -1,6 +1,7 @@
-"""`python -m flyte_ddp run`: start a script on several GPUs or machines, with torchrun's flags.
+"""`python -m flyte_ddp run` starts a script on several GPUs or machines; `doctor` checks a Kubernetes cluster.
 
 python -m flyte_ddp run --nnodes 2 --nproc-per-node 2 train.py --lr 0.1
+python -m flyte_ddp doctor --cluster '{"num_nodes": 4, "namespace": "vision-development"}'
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flyte_ddp.cluster.config import cluster_config
 from flyte_ddp.errors import ClusterError, ConfigError, GangLost, RankFailure, StorageUnavailable, TrainingStopped
 from flyte_ddp.launch.run import Gang, run_program, script_program
 from flyte_ddp.observers.progress_bar import ProgressBar
@@ -29,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flyte_ddp", description="Distributed PyTorch training.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_run(commands)
+    _add_doctor(commands)
     options = parser.parse_args(arguments)
     return int(options.main(options))
 
@@ -55,6 +58,28 @@ def _add_run(commands: Any) -> None:
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="of the script")
     parser.set_defaults(main=_run)
+
+
+def _add_doctor(commands: Any) -> None:
+    text = "compare the Kubernetes cluster of the kubeconfig with what deploy/README.md sets up"
+    parser = commands.add_parser("doctor", help=text, description=text)
+    parser.add_argument(
+        "--cluster", default="{}", help="of the runs, as for --cluster of a workflow: JSON, or a JSON file"
+    )
+    parser.add_argument("--service-account", default="flyte-ddp", help="of the tasks (default flyte-ddp)")
+    parser.set_defaults(main=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from flyte_ddp.cluster.kubernetes.doctor import BAD, diagnose
+
+    try:
+        findings = list(diagnose(cluster_config(_read_cluster(options.cluster)), options.service_account))
+    except (ConfigError, ClusterError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    sys.stdout.write("".join(f"{finding}\n" for finding in findings))
+    return 1 if any(finding.level == BAD for finding in findings) else 0
 
 
 def _run(options: argparse.Namespace) -> int:

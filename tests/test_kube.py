@@ -20,6 +20,7 @@ import distributed  # noqa: F401 - adds its defaults to the configuration
 import pytest
 import yaml
 
+from flyte_ddp.__main__ import main as doctor
 from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig, cluster_config, dask_config
 from flyte_ddp.cluster.connect import worker_end
 from flyte_ddp.cluster.kubernetes import api, lifecycle, network
@@ -600,6 +601,25 @@ def test_the_operators_image_has_the_version_of_its_pinned_package() -> None:
     assert yaml.safe_load((DEPLOY / "operator/values.yaml").read_text())["image"]["tag"] == pinned
 
 
+def operator_pods(image: str) -> dict[str, Any]:
+    metadata = {"name": "operator", "namespace": "dask-operator"}
+    spec = {"containers": [{"name": "operator", "image": image}]}
+    return {"items": [{"metadata": metadata, "spec": spec, "status": {"phase": "Running"}}]}
+
+
+def limit_range(**limits: str) -> dict[str, Any]:
+    return {"items": [{"metadata": {"name": "small"}, "spec": {"limits": [{"type": "Pod", "max": limits}]}}]}
+
+
+def one_kind() -> dict[str, Any]:
+    kind = {"name": "daskclusters", "kind": "DaskCluster", "namespaced": True, "singularName": "", "verbs": []}
+    return {"groupVersion": "kubernetes.dask.org/v1", "resources": [kind]}
+
+
+AUTOSCALED = '{"kubernetes": {"autoscaled_nodes": true}}'
+OPERATOR_KINDS = ("daskclusters", "daskworkergroups", "daskjobs", "daskautoscalers")
+
+
 class ApiServer:
     """An API server that answers preflight and creation, with faults to switch on."""
 
@@ -607,6 +627,8 @@ class ApiServer:
         self.requests: list[tuple[str, str]] = []
         self.faults: list[int] = []  # what the next requests end with: an HTTP status, or 0 for a cut connection
         self.cluster: dict[str, Any] | None = None
+        self.answers: dict[str, Any] = {}  # instead of its own, by the end of the path
+        self.forbidden = "/nothing"  # the end of a path
         server = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -635,7 +657,13 @@ class ApiServer:
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 
     def reply(self, method: str, path: str, body: Any) -> tuple[int, Any]:
-        if "selfsubjectaccessreviews" in path:
+        place = path.partition("?")[0]
+        if place.endswith(self.forbidden):
+            return 403, {"message": "you may not"}
+        for end, answer in self.answers.items():
+            if method == "GET" and place.endswith(end):
+                return 200, answer
+        if "subjectaccessreviews" in path:
             return 201, {"spec": body["spec"], "status": {"allowed": True}}
         if method == "POST" and "daskclusters" in path:
             if self.cluster is not None:
@@ -650,7 +678,11 @@ class ApiServer:
             names = ("buildDate", "compiler", "gitCommit", "gitTreeState", "gitVersion", "goVersion")
             return 200, dict.fromkeys([*names, "major", "minor", "platform"], "1")
         if path.startswith("/apis/kubernetes.dask.org"):
-            return 200, {"groupVersion": "kubernetes.dask.org/v1", "resources": []}
+            kinds = [
+                {"name": name, "kind": name, "namespaced": True, "singularName": "", "verbs": []}
+                for name in OPERATOR_KINDS
+            ]
+            return 200, {"groupVersion": "kubernetes.dask.org/v1", "resources": kinds}
         return 200, {"items": [], "metadata": {"name": "team"}}
 
 
@@ -816,3 +848,35 @@ def test_a_task_whose_pod_was_killed_for_its_memory_twice_at_the_same_step_ends(
     check_previous_pod(job, "e-n1-2")  # it came further than the first
     with pytest.raises(OutOfMemory, match=r"memory: expected a larger limit .* The pod of the attempt before, e-n1-3"):
         check_previous_pod(job, "e-n1-3")
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        (
+            {"/pods": operator_pods("ghcr.io/dask/dask-kubernetes-operator:2024.1.0")},
+            "the operator has version 2024.1.0",
+        ),
+        ({"/apis/kubernetes.dask.org/v1": one_kind()}, "does not know daskautoscalers, "),
+        ({"/limitranges": limit_range(memory="1Gi")}, "small allows 1Gi memory, a worker requests more"),
+        (
+            {"/api/v1/namespaces/team": {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}},
+            "namespace team is restricted, so tasks need the pod template",
+        ),
+    ],
+)
+def test_the_doctor_names_what_differs_from_the_guide(
+    answers: dict[str, Any], expected: str, api_server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api_server.answers = answers
+    assert doctor(["doctor", "--cluster", AUTOSCALED]) == 1
+    (finding,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED")]
+    assert expected in finding
+
+
+def test_the_doctor_leaves_out_what_it_may_not_see(api_server: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+    api_server.forbidden = "/limitranges"
+    assert doctor(["doctor", "--cluster", AUTOSCALED]) == 0
+    assert "unknown  limit ranges: you may not" in capsys.readouterr().out
+    assert doctor(["doctor", "--cluster", "nowhere.json"]) == 2
+    assert "--cluster: expected JSON or the name of a JSON file, got 'nowhere.json'" in capsys.readouterr().err

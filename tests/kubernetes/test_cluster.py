@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
+from flyte_ddp.__main__ import main as doctor
 from flyte_ddp.cluster.connect import open_cluster, worker_end
 from flyte_ddp.cluster.kubernetes import api as kube_api
 from flyte_ddp.cluster.kubernetes import lifecycle, orphans, preflight
@@ -177,6 +178,32 @@ def test_a_pod_of_another_run_reaches_nothing_of_a_cluster_whose_driver_may_live
     finally:
         kubectl("delete", "-f", "-", "--wait=false", stdin=rbac.replace("NAMESPACE", home.name))
         kubectl("delete", "namespace", home.name, "--wait=false")
+
+
+def test_the_remedies_of_the_doctor_make_a_new_namespace_fit(
+    operator: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    name = f"ddp-test-doctor-{uuid.uuid4().hex[:6]}"
+    command = ["doctor", "--cluster", json.dumps(small_cluster(namespace=name))]
+    assert doctor(command) == 1
+    assert f"namespace {name} does not exist; create it with" in capsys.readouterr().out
+    kubectl("create", "namespace", name)
+    try:
+        assert doctor(command) == 1
+        findings = capsys.readouterr().out
+        remedies = re.findall(r"^(?:FAILED|warning) .*?: ((?:sed|kubectl) .*)$", findings, re.MULTILINE)
+        assert len(remedies) == 3, findings
+        for remedy in remedies:
+            subprocess.run(["bash", "-c", remedy], check=True, stdout=subprocess.DEVNULL)
+        assert doctor(command) == 0
+        findings = capsys.readouterr().out
+        assert not re.search("^(FAILED|warning)", findings, re.MULTILINE), findings
+        assert f"could start in namespace {name}" in findings
+    finally:
+        for kind in ("clusterrole", "clusterrolebinding"):
+            kubectl("delete", kind, f"flyte-ddp-preflight-{name}", "--ignore-not-found")
+        kubectl("delete", "namespace", name, "--wait=false")
 
 
 def test_every_manifest_of_deploy_applies_cleanly(namespace: Namespace) -> None:

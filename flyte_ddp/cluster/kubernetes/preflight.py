@@ -45,13 +45,14 @@ def preflight(config: ClusterConfig, spec: Mapping[str, Any], namespace: str) ->
         PreflightError: it cannot, with each finding.
         ClusterError: the API server does not answer.
     """
-    findings = list(_findings(config, spec["spec"], namespace))
+    findings = list(find_obstacles(config, spec["spec"], namespace))
     if findings:
         raise PreflightError(findings)
 
 
-def _findings(config: ClusterConfig, spec: Mapping[str, Any], namespace: str) -> Iterator[str]:
-    no_access = _check_access()
+def find_obstacles(config: ClusterConfig, spec: Mapping[str, Any], namespace: str) -> Iterator[str]:
+    """Yield a sentence for each obstacle to a DaskCluster with this `spec`."""
+    no_access = check_access()
     if no_access:
         yield no_access
         return  # everything else would fail for the same reason
@@ -72,7 +73,8 @@ def _findings(config: ClusterConfig, spec: Mapping[str, Any], namespace: str) ->
     yield from _check_nodes(config, spec)
 
 
-def _check_access() -> str:
+def check_access() -> str:
+    """Return why the API server cannot be used; "" if it can."""
     from kubernetes.client import ApiException
     from kubernetes.config import ConfigException
     from urllib3.exceptions import HTTPError
