@@ -34,6 +34,7 @@ from flyte_ddp.recipes.text.model import Shape, TextModel, rotate, rotation_of
 from flyte_ddp.recipes.text.shards import HELD_OUT, TRAIN, read_facts
 from flyte_ddp.recipes.text.tokens import Bytes, tokenizer_of, train_bpe
 from tests.support import sample_run
+from tests.support.image_store import running_store
 
 REPOSITORY = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -112,6 +113,18 @@ def test_documents_come_whole_from_files_rows_separators_and_urls(tmp_path, form
     assert sorted(train + held_out) == sorted(DOCUMENTS)
     assert len(held_out) in range(1, 12)
     assert description.startswith(f"text from {source}: 40 documents, {len(held_out)} of them held out; ")
+
+
+def test_a_bucket_that_throttles_cuts_and_shortens_answers_gives_the_whole_text(tmp_path):
+    with running_store() as store:
+        url = store.fill({f"{number}.txt": text.encode() for number, text in enumerate(DOCUMENTS)})
+        store.faults["images/1.txt"] = ["throttle"]
+        store.faults["images/2.txt"] = ["cut"]
+        store.faults["images/3.txt"] = ["short"]
+        _, _, description = prepared(tmp_path, url)
+    found = documents_of(tmp_path, TRAIN) + documents_of(tmp_path, HELD_OUT)
+    assert sorted(found) == sorted(DOCUMENTS)
+    assert description.startswith(f"text from {url}: 40 documents")
 
 
 def test_split_depends_on_the_documents_alone_and_keeps_copies_on_one_side(tmp_path):

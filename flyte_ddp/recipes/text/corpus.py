@@ -77,8 +77,8 @@ class Corpus:
                 yield Piece(text, ends=True)
             return
         storage = Storage(self.source, "data")
-        for path, _ in self._list_files():
-            with _local_copy(storage, path) as file:
+        for path, size in self._list_files():
+            with _local_copy(storage, path, size) as file:
                 name = path if storage.is_local else str(storage.file_system.unstrip_protocol(path))
                 try:
                     yield from self._pieces_of(file, name)
@@ -152,14 +152,24 @@ def _topics() -> list[bytes]:
 
 
 @contextlib.contextmanager
-def _local_copy(storage: Storage, path: str) -> Iterator[Path]:
-    """Yield a local path of the file: its own, or a copy for as long as the block runs."""
+def _local_copy(storage: Storage, path: str, size: int) -> Iterator[Path]:
+    """Yield a local path of the file: its own, or a copy for as long as the block runs.
+
+    Args:
+        size: bytes that the store has listed; 0 if unknown.
+    """
     if storage.is_local:
         yield Path(path)
         return
     with tempfile.TemporaryDirectory(prefix="text-") as directory:
         copy = Path(directory, "file")
-        storage.retry(lambda: storage.file_system.get_file(path, str(copy)))
+
+        def fetch() -> None:
+            storage.file_system.get_file(path, str(copy))
+            if size and copy.stat().st_size != size:
+                raise ConnectionError(f"{path}: expected the listed {size:,} bytes, got {copy.stat().st_size:,}")
+
+        storage.retry(fetch)
         yield copy
 
 
