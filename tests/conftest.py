@@ -62,3 +62,11 @@ def survivors(monkeypatch):
     yield get
     for process in get():  # a failed test leaves nothing behind
         process.kill()
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """An empty directory for a recipe's prepared data."""
+    directory = tmp_path / "prepared"
+    directory.mkdir()
+    return directory

@@ -194,13 +194,6 @@ def idx_files(monkeypatch):
     return files
 
 
-@pytest.fixture
-def prepared(tmp_path):
-    """An empty directory for what is prepared."""
-    (tmp_path / "prepared").mkdir()
-    return tmp_path / "prepared"
-
-
 def _md5(contents):
     return hashlib.md5(contents, usedforsecurity=False).hexdigest()
 

@@ -1,30 +1,16 @@
-"""Sweeps: which models they have, what becomes of each on clusters of this machine's processes, and the workflow."""
+"""Sweeps: their trials, which of them stop early, the workers they share, their figures and their report."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import os
-import re
-import signal
-from pathlib import Path
 
-import pandas
 import pytest
-import torch
-from dask.system import CPU_COUNT
 
 from flyte_ddp import events
-from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.cluster.connect import open_cluster
-from flyte_ddp.errors import ClusterError, ConfigError, SweepFailed, TrainingStopped
-from flyte_ddp.flytekit_plugin.deck import DeckPublisher
-from flyte_ddp.launch.dask import launcher as dask
+from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.launch.dask.placement import Worker
 from flyte_ddp.launch.dask.pool import Pool
 from flyte_ddp.observers import figures
-from flyte_ddp.prepare import prepare_data
-from flyte_ddp.recipes import get_recipe
 from flyte_ddp.sweep import plots as sweep_plots
 from flyte_ddp.sweep.plots import sweep_panels
 from flyte_ddp.sweep.results import (
@@ -35,28 +21,18 @@ from flyte_ddp.sweep.results import (
     STOPPED_EARLY,
     TrialRun,
     build_table,
-    find_best,
 )
-from flyte_ddp.sweep.runner import train_trials
 from flyte_ddp.sweep.search import EarlyStopping, build_trials
-from tasks.inputs import ClusterInput, InputError, TrainingOverrides, given
+from tasks.inputs import ClusterInput, InputError, TrainingOverrides
 from tasks.sweep import check_sweep
 from tasks.sweep_report import SweepReport
-from tests.support.wandb_log import records_of
 from tests.test_dask import start_scheduler, start_worker  # noqa: F401 - the latter is a fixture
 
 SWEPT = "tests.support.sweep_recipes.Swept"
-LOCAL = ClusterConfig(kind="local", node_timeout=30)  # a busy machine's workers are slow to answer, not lost
 RANGE = {"low": 0.0001, "high": 0.1, "log": True}
 
 
-def models(*grids):
-    """The models of several grids of the recipe for sweeps, one after the other."""
-    found = [model for grid in grids for model in build_trials(SWEPT, {"checkpoint_interval": 2}, grid)]
-    return [dataclasses.replace(model, number=index) for index, model in enumerate(found, start=1)]
-
-
-# --- Which models a sweep has -------------------------------------------------------------------------------------
+# --- The trials ---------------------------------------------------------------------------------------------------
 
 
 def test_a_grid_yields_every_combination_once():
@@ -233,206 +209,7 @@ def test_the_copy_of_the_data_is_made_once_for_all_runs_and_removed_at_the_end(t
     assert list(tmp_path.iterdir()) == []
 
 
-# --- On a cluster -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def record(tmp_path_factory):
-    return tmp_path_factory.mktemp("record")
-
-
-@pytest.fixture(scope="module")
-def client(record):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RECORD", str(record))
-        with open_cluster(LOCAL, "test") as client:
-            yield client
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("data")
-    prepare_data(get_recipe(SWEPT), "", directory)
-    return directory
-
-
-class Watch:
-    """An observer that remembers, and calls `reaction` with every model and event."""
-
-    def __init__(self, reaction=None):
-        self.seen = []
-        self.reaction = reaction
-
-    def __call__(self, run, event):
-        self.seen.append((run.trial.number, event))
-        if self.reaction:
-            self.reaction(run, event)
-
-    def starts(self, number):
-        """The steps at which the model's ranks started."""
-        return [
-            event.resumed_step for each, event in self.seen if each == number and isinstance(event, events.RunStarted)
-        ]
-
-
-def sweep(found, checkpoints, data, client, watch=None, **options):
-    return train_trials(
-        *(SWEPT, found, str(checkpoints), str(data), client, LOCAL),
-        observers=[watch or Watch()],
-        relay=lambda line: None,
-        **options,
-    )
-
-
-FOUR = [
-    {"learning_rate": [0.1, 0.01]},
-    {"recipe_options.fault": ["raise"]},
-    {"recipe_options.fault": ["nan"]},
-]
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory, data, client):
-    """A finished sweep of two models that learn, one that raises and one with a NaN; where it lies; who saw it."""
-    checkpoints = tmp_path_factory.mktemp("four")
-    watch = Watch()
-    return sweep(models(*FOUR), checkpoints, data, client, watch), checkpoints, watch
-
-
-def test_a_failed_model_is_a_row_with_its_error_and_stops_no_other(four):
-    runs, _, _ = four
-    assert [run.status for run in runs] == [FINISHED, FINISHED, FAILED, FAILED]
-    assert runs[2].error == "ValueError: broken on purpose"
-    assert "in _raise" in runs[2].details
-    assert runs[3].error.startswith("NonFiniteLoss: the loss is nan at step 3 (epoch 1) on rank 0")
-    assert "\n" not in runs[2].error + runs[3].error
-
-
-def test_every_epoch_of_every_model_is_in_the_table(four):
-    runs, _, _ = four
-    runs = [
-        dataclasses.replace(run, trial=dataclasses.replace(run.trial, values={"rate": index}))
-        for index, run in enumerate(runs)
-    ]
-    table = build_table(runs)
-    assert list(table["model"]) == [1, 1, 1, 2, 2, 2, 3, 4]
-    assert list(table["epoch"].fillna(0)) == [1, 2, 3, 1, 2, 3, 0, 0]
-    assert list(table["rate"]) == [0, 0, 0, 1, 1, 1, 2, 3]
-    assert list(table["test_loss"][:3]) == [epoch.test_loss for epoch in runs[0].epochs]
-    assert table["elapsed_seconds"][1] == pytest.approx(
-        sum(epoch.seconds + epoch.evaluation_seconds for epoch in runs[0].epochs[:2])
-    )
-    assert table["error"][6] == "ValueError: broken on purpose"
-    assert table["error"][:6].isna().all()
-
-
-def test_the_best_has_the_lowest_loss_after_its_last_epoch(four):
-    runs, _, _ = four
-    best = find_best(runs)
-    assert best is runs[0]
-    assert best.last_loss < runs[1].last_loss
-    get_recipe(SWEPT).model().load_state_dict(torch.load(best.model_state_url, weights_only=True))
-
-
-def test_models_train_side_by_side(four, record):
-    """One on each worker; that none has two at a time is proved by the lock that every rank takes."""
-    assert len(list(record.iterdir())) == 2
-    _, _, watch = four
-    num_threads = {event.num_threads for _, event in watch.seen if isinstance(event, events.RunStarted)}
-    assert num_threads == {max(1, CPU_COUNT // 2)}
-
-
-def pid_of_worker_with(record, label):
-    return next((int(file.name) for file in record.iterdir() if label in file.read_text().split()), 0)
-
-
-def test_a_lost_worker_a_sigterm_and_a_retry_cost_only_time(tmp_path, data, client, record, four):
-    go = tmp_path / "go"
-    slow = {"recipe_options": [{"label": "slow", "slow_until": str(go)}], "learning_rate": [0.1], "epochs": [40]}
-    found = models({"recipe_options.label": ["quick"], "learning_rate": [0.1]}, slow)
-    done = []
-
-    def react(run, event):
-        if run.trial.number == 1 and run.status == FINISHED and not done:
-            done.append("quick")
-        elif run.trial.number == 2 and done == ["quick"] and isinstance(event, events.EpochFinished):
-            done.append("killed")
-            os.kill(pid_of_worker_with(record, "slow"), signal.SIGKILL)
-        elif run.trial.number == 2 and done == ["quick", "killed"] and isinstance(event, events.RunStarted):
-            done.append("restarted")
-        # Not earlier: the restarted trial has to get further than where it went on.
-        elif run.trial.number == 2 and done[2:] == ["restarted"] and isinstance(event, events.EpochFinished):
-            done.append("stopped")
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    watch = Watch(react)
-    with pytest.raises(TrainingStopped, match=r"SIGTERM: the sweep was stopped with 1 of 2 trials done. To resume"):
-        sweep(found, tmp_path / "checkpoints", data, client, watch)
-    assert done == ["quick", "killed", "restarted", "stopped"]
-    assert watch.starts(1) == [0]  # the others hear nothing of it
-    first, second = watch.starts(2)
-    assert (first, second > 0) == (0, True)
-
-    go.touch()
-    watch = Watch()
-    runs = sweep(found, tmp_path / "checkpoints", data, client, watch)
-    assert [run.status for run in runs] == [FINISHED, FINISHED]
-    assert watch.starts(1) == []  # it is trained already
-    (again,) = watch.starts(2)
-    assert again > second
-    uninterrupted = [epoch.test_loss for epoch in four[0][0].epochs]
-    for run in runs:
-        assert [epoch.test_loss for epoch in run.epochs[:3]] == uninterrupted
-    assert len(runs[1].epochs) == 40
-
-
-def test_a_bad_model_is_stopped_early_for_good(tmp_path, data, client, four, monkeypatch):
-    """Beside models that an earlier sweep has trained, and on a worker that has to fetch a copy of the data."""
-    _, checkpoints, _ = four
-    monkeypatch.setattr(dask.worker, "holds_file", lambda path, contents: not path.endswith("data.json"))
-    bad = {"learning_rate": [1e-9], "epochs": [60], "recipe_options.slow_until": [str(tmp_path / "never")]}
-    found = models(*FOUR[:1], bad)
-    watch = Watch()
-    runs = sweep(found, checkpoints, data, client, watch, stop_early="median")
-    assert [run.status for run in runs] == [FINISHED, FINISHED, STOPPED_EARLY]
-    assert [watch.starts(number) for number in (1, 2, 3)] == [[], [], [0]]
-    assert 2 <= len(runs[2].epochs) < 60
-    assert find_best(runs) is runs[0]
-    assert [entry.name for entry in checkpoints.iterdir()] == ["trials"]
-
-    watch = Watch()
-    assert [run.status for run in sweep(found, checkpoints, data, client, watch)] == [run.status for run in runs]
-    assert watch.starts(3) == []
-
-
-@pytest.mark.slow
-def test_a_sweep_without_any_good_model_fails_with_the_errors_of_all(tmp_path, data, client):
-    with pytest.raises(SweepFailed) as caught:
-        sweep(models(*FOUR[1:]), tmp_path, data, client)
-    assert str(caught.value).startswith("none of the 2 trials finished\ntrial 1 (recipe_options.fault raise")
-    assert "ValueError: broken on purpose" in str(caught.value)
-    assert "NonFiniteLoss: the loss is nan" in str(caught.value)
-    assert not caught.value.may_succeed
-
-
-@pytest.mark.slow
-def test_a_lost_cluster_ends_the_sweep(tmp_path, data, record, start_worker):  # noqa: F811
-    scheduler, address = start_scheduler(tmp_path)
-    for number in range(2):
-        start_worker(address, f"worker-{number}", RECORD=str(record))
-    config = ClusterConfig(kind="existing", scheduler_address=address, start_timeout=60)
-
-    def react(run, event):
-        if run.trial.number == 1 and isinstance(event, events.EpochFinished):
-            scheduler.kill()
-
-    slow = {"recipe_options.slow_until": [str(tmp_path / "never")], "learning_rate": [0.1, 0.01, 0.001], "epochs": [99]}
-    with open_cluster(config, "test") as client, pytest.raises(ClusterError, match="the cluster was lost: "):
-        sweep(models(slow), tmp_path / "checkpoints", data, client, Watch(react))
-    scheduler.wait()
-
-
-# --- What people see ----------------------------------------------------------------------------------------------
+# --- Figures and report -------------------------------------------------------------------------------------------
 
 
 def made_up_runs(grid, num_models=0, **statuses):
@@ -545,78 +322,3 @@ def test_a_click_on_a_column_head_sorts_and_another_reverses(chromium, tmp_path)
     assert chromium.evaluate(shown).startswith("2 ")
     assert chromium.evaluate("document.querySelectorAll('.trials b').length") == 0  # an error is text, not markup
     assert "ValueError: <b>bad</b>" in chromium.evaluate("document.querySelector('.trials').textContent")
-
-
-# --- The workflow -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def outputs(tmp_path_factory):
-    """Return the workflow's outputs, its standard error, and how often it published the report."""
-    from workflows.sweep import sweep_wf
-
-    output = tmp_path_factory.mktemp("output") / "lines"
-    published = []
-    with pytest.MonkeyPatch.context() as patch, open(output, "w") as stderr:
-        patch.setenv("WANDB_MODE", "offline")
-        patch.setattr("sys.stderr", stderr)
-        patch.setattr(DeckPublisher, "_publish", lambda publisher: published.append(publisher))
-        returned = sweep_wf(
-            grid={"learning_rate": [0.0001, 0.01]},
-            config=TrainingOverrides(epochs=2),
-            cluster=ClusterInput(kind="local", node_timeout=30),
-            checkpoints=str(tmp_path_factory.mktemp("checkpoints")),
-        )
-    return returned, output.read_text(), len(published)
-
-
-def test_the_workflow_returns_the_table_and_the_best_model(outputs):
-    returned, _, _ = outputs
-    table = returned.results.open(pandas.DataFrame).all()
-    assert list(table["model"]) == [1, 1, 2, 2]
-    assert list(table["learning_rate"]) == [0.0001, 0.0001, 0.01, 0.01]
-    of_csv = pandas.read_csv(returned.csv.path)
-    assert list(of_csv) == list(table)
-    assert of_csv["error"].isna().all()
-    pandas.testing.assert_frame_equal(of_csv.drop(columns="error"), table.drop(columns="error"), check_dtype=False)
-    best = table[table["model"] == 2]
-    assert best["test_loss"].iloc[-1] < table["test_loss"][1]
-    assert returned.best_accuracies == list(best["accuracy"])
-    assert given(returned.best_config) == {"epochs": 2, "learning_rate": 0.01}
-    get_recipe("digits").model().load_state_dict(torch.load(returned.best_model_state.path, weights_only=True))
-
-
-def test_the_workflow_prints_one_line_per_model(outputs):
-    _, output, _ = outputs
-    for number, rate in ((1, "0.0001"), (2, "0.01")):
-        assert f"trial {number}/2 (learning_rate {rate}) started" in output
-        assert re.search(
-            rf"trial {number}/2 \(learning_rate {rate}\) finished: test loss \d\.\d+, accuracy \d+", output
-        )
-    assert "the best is trial 2 (learning_rate 0.01)" in output
-
-
-def test_the_workflows_report_has_the_models_and_their_curves(outputs, chromium, tmp_path):
-    returned, _, _ = outputs
-    page = Path(returned.report.path)
-    assert chromium.open(page) == []
-    assert chromium.evaluate("document.querySelectorAll('svg.panel').length") == 2
-    assert chromium.evaluate("document.querySelectorAll('.trials tbody tr').length") == 2
-    assert "learning_rate" in chromium.evaluate("document.querySelector('.lead').textContent")
-
-
-def test_the_report_is_shown_while_the_models_train_and_at_the_end(outputs):
-    _, _, num_published = outputs
-    assert num_published == 2 * 2 + 1  # models, epochs
-
-
-def test_the_models_are_one_group_in_wandb(outputs):
-    returned, output, _ = outputs
-    runs = [
-        run for each in Path(returned.report.path).parent.glob("wandb/offline-run-*") for run in records_of(each, "run")
-    ]
-    assert len(runs) == 2
-    assert len({run.run_group for run in runs}) == 1
-    assert {run.display_name for run in runs} == {"trial 1 (learning_rate 0.0001)", "trial 2 (learning_rate 0.01)"}
-    assert output.count("W&B: ") == 1
-    assert f"likewise for all trials of group {runs[0].run_group}" in output

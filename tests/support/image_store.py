@@ -14,6 +14,9 @@ from moto.s3.models import get_canned_acl, s3_backends
 from moto.server import ThreadedMotoServer
 from PIL import Image
 
+from flyte_ddp.prepare import describe_data, prepare_data
+from flyte_ddp.recipes import get_recipe
+
 COLOURS = {"blue": (30, 60, 220), "green": (40, 190, 60), "red": (220, 40, 30)}
 
 
@@ -45,6 +48,13 @@ def write_tree(tree, directory):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(contents)
     return str(directory)
+
+
+def prepare(source, directory, **options):
+    """Prepare `source` for recipe image_folder; return (recipe, training data, held-out data, description)."""
+    recipe = get_recipe("image_folder", {"image_size": 32, **options})
+    prepare_data(recipe, str(source), directory)
+    return (recipe, *recipe.datasets(directory), describe_data(directory)["description"])
 
 
 class ImageStore:
