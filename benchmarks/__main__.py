@@ -55,6 +55,10 @@ def rows(data: Path, names: str = "") -> dict[str, list[Row]]:
         launcher = (*KEEP_FREED_MEMORY, sys.executable) if name == "loop" else (sys.executable,)
         return Variant(f"text {name}", (*launcher, "-m", "benchmarks.text", name), num_threads(1))
 
+    def checkpoints(name: str, *arguments: str) -> Variant:
+        command = (sys.executable, "-m", "benchmarks.checkpoints", name, *arguments)
+        return Variant(f"checkpoints {name}", command, num_threads(1))
+
     ours, ours_bf16, ours_twice = variant("ours"), variant("ours", precision="bf16"), variant("ours", 2)
     tutorial, torchrun = variant("tutorial"), variant("torchrun", 2)
     speed, memory, start = "samples_per_second", "peak_memory_bytes", "first_step_seconds"
@@ -90,6 +94,22 @@ def rows(data: Path, names: str = "") -> dict[str, list[Row]]:
                 variant("torchrun_killed", 2),
                 "",
             )
+        ],
+        "checkpoints": [
+            Row(
+                "stall of a checkpoint, 1.2 GB / a plain copy of the bytes",
+                "stall_seconds",
+                checkpoints("stall"),
+                checkpoints("copy"),
+                "<= 1.3",
+            ),
+            Row(
+                "throughput with a checkpoint of 1.2 GB every 50 steps / without",
+                speed,
+                checkpoints("often", str(data / PREPARED)),
+                checkpoints("never", str(data / PREPARED)),
+                ">= 0.98",
+            ),
         ],
         "pet_names": [
             Row(

@@ -36,6 +36,7 @@ UNITS: dict[str, Callable[[float], str]] = {
     "memory_with_supervisor_bytes": lambda value: f"{value / 2**20:,.0f} MiB",  # sum of the processes' peaks
     "first_step_seconds": lambda value: f"{value:.1f} s",  # from the command's start to the first optimizer step's end
     "recovery_seconds": lambda value: f"{value:.1f} s",  # from the death of a rank to the end of the next step
+    "stall_seconds": lambda value: f"{1000 * value:.0f} ms",  # for which a checkpoint keeps the training
     "seconds_to_loss": lambda value: f"{value:.0f} s",  # from the command's start to the best loss of theirs
 }
 """Every quantity that can be measured, with its format."""

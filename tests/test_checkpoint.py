@@ -17,7 +17,8 @@ import torch
 
 from flyte_ddp.errors import CheckpointError, ConfigError, RankFailure, StorageUnavailable
 from flyte_ddp.events import StepFinished
-from flyte_ddp.rank.checkpoint import CheckpointStore, copy_state, load_state, portable
+from flyte_ddp.rank.checkpoint import CheckpointStore, load_state, portable
+from flyte_ddp.rank.staging import StagingMemory
 from flyte_ddp.storage import Storage
 from tests.kubernetes.store import Store
 from tests.support.runs import REPOSITORY, new_run
@@ -338,7 +339,9 @@ def test_a_copied_state_keeps_shared_tensors_shared():
     tied = torch.rand(100, 10)
     state = OrderedDict(a=tied, b=tied.t(), c=[tied[5:], 3], d=torch.tensor(2.0))
     state._metadata = {"": {"version": 2}}
-    copy = copy_state({"model": state})["model"]
+    memory = StagingMemory()
+    whole, buffers = memory.copy({"model": state})
+    copy = whole["model"]
     before = {name: tied.clone() for name in "a"}
     tied.zero_()
 
@@ -348,6 +351,30 @@ def test_a_copied_state_keeps_shared_tensors_shared():
     assert torch.equal(copy["c"][0], before["a"][5:])
     assert (copy["c"][1], float(copy["d"])) == (3, 2.0)
     assert copy["a"].untyped_storage().data_ptr() == copy["b"].untyped_storage().data_ptr()
+    # The next state is copied into other memory while this one is in use, and into the same afterwards.
+    assert memory.copy({"model": state})[0]["model"]["a"].data_ptr() != copy["a"].data_ptr()
+    assert torch.equal(copy["a"], before["a"])
+    memory.release(buffers)
+    assert memory.copy({"model": state})[0]["model"]["a"].data_ptr() == copy["a"].data_ptr()
+    assert memory.copy({"model": {"a": torch.ones(7)}})[0]["model"]["a"].tolist() == [1.0] * 7
+
+
+def test_states_that_wait_and_are_replaced_or_written_use_the_same_memory(tmp_path, monkeypatch):
+    """Never more than one being written, one that waits and the best one, however long the store is away."""
+    store = CheckpointStore(str(tmp_path), 2)
+    held = threading.Event()
+    write = Storage.write
+    monkeypatch.setattr(Storage, "write", lambda *arguments: held.wait(30) and write(*arguments))
+    weights = [torch.full((5000,), float(step)) for step in range(9)]
+    for step in range(1, 9):
+        store.save({"progress": {"step": step}, "weight": weights[step]}, step, best=step == 2)
+        time.sleep(0.02)
+    held.set()
+    store.wait()
+    kept = {step: store.load(step)["weight"][0].item() for step in _kept(store)}
+    assert kept[8] == 8
+    assert all(step == value for step, value in kept.items())
+    assert len(store._memory._free) <= 3
 
 
 def test_a_damaged_newer_checkpoint_does_not_displace_new_ones(tmp_path):
@@ -635,12 +662,15 @@ def test_a_run_survives_outages_in_mid_run_and_at_resume(server, bucket, tmp_pat
     assert hung[1] >= 9
     take_away(server.refusing)
     refused = take_away(server.refusing, 2, second, 12)
+    del server.requests[:]
     run = second.train(2, **config)
 
     assert refused[1] > refused[0]
     for expected in ("cannot be reached", "answers again"):  # once, for the outage in mid-run
         assert sum(expected in line for line in run.lines) == 1, run.lines
     assert run.started.resumed_step == 9
+    reads = [path for method, path in server.requests if method == "GET" and "step-0000000009-" in path]
+    assert len(reads) == 1  # the other rank got the state from the one that read it
     assert run.started.resumed_from.startswith(f"{bucket}/training/step-0000000009")
     assert run.started.skipped_checkpoints == []
     assert run.result.finished.model_state_url == f"{bucket}/training/model_state.pt"

@@ -20,9 +20,8 @@ import math
 import threading
 import time
 import uuid
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ import torch
 from flyte_ddp.errors import CheckpointError, ConfigError, StorageUnavailable
 from flyte_ddp.ownership import check_owner
 from flyte_ddp.rank.job import WRITE_GRACE
+from flyte_ddp.rank.staging import Buffers, StagingMemory
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
 
 FORMAT = 1  # of the tensors' layout; raised when an older one can no longer be read
@@ -53,6 +53,7 @@ class _Write:
     best: bool = False
     has_manifest: bool = True
     contents: bytes = b""
+    buffers: Buffers = field(default_factory=list)  # the memory of `state`
 
 
 class CheckpointStore:
@@ -94,6 +95,7 @@ class CheckpointStore:
         self._outage: Exception | None = None  # why the last try failed
         self._failure: Exception | None = None  # final
         self._changed = threading.Condition()
+        self._memory = StagingMemory()
         self._thread: threading.Thread | None = None
 
     def save(self, state: Mapping[str, Any], step: int, best: bool) -> str:
@@ -106,7 +108,13 @@ class CheckpointStore:
         """
         self.check()
         # A name of its own also where this step was saved before, whose tensors must stay until this is complete.
-        self._enqueue(_Write(copy_state(state), f"{_name(step)}-{uuid.uuid4().hex[:8]}.pt", step, best))
+        write = _Write(None, f"{_name(step)}-{uuid.uuid4().hex[:8]}.pt", step, best)
+        with self._changed:
+            *waiting, _ = _wanted([*self._queue, write])
+            self._drop(each for each in self._queue if each not in waiting)  # its memory is for this one
+            self._queue = waiting
+        write.state, write.buffers = self._memory.copy(state)
+        self._enqueue(write)
         return self.storage.join(_name(step) + ".json")
 
     def save_file(self, name: str, state: Mapping[str, Any], on_wait: Callable[[], None] | None = None) -> str:
@@ -263,6 +271,11 @@ class CheckpointStore:
             self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
             self._thread.start()
 
+    def _drop(self, writes: Iterable[_Write]) -> None:
+        for write in writes:
+            self._memory.release(write.buffers)
+            write.buffers = []
+
     def _run(self) -> None:
         pause = FIRST_PAUSE
         while True:
@@ -300,6 +313,7 @@ class CheckpointStore:
             buffer = io.BytesIO()
             torch.save({"format": FORMAT, **write.state} if write.has_manifest else dict(write.state), buffer)
             write.contents, write.state = buffer.getvalue(), None
+            self._drop([write])
         self._check_owner(self._sink)
         if not write.has_manifest:
             self._sink.write(write.file, write.contents)
@@ -385,35 +399,6 @@ def portable(state: Mapping[str, Any]) -> dict[str, Any]:
         else value
         for name, value in state.items()
     }
-
-
-def copy_state(state: Any) -> Any:
-    """Return a copy of nested dicts, lists and tuples with their tensors on the CPU, for another thread to write.
-
-    Tensors that share memory, such as tied weights, share it in the copy too: they are written once.
-    """
-    copies: dict[int, torch.UntypedStorage] = {}
-
-    def copied(value: Any) -> Any:
-        if isinstance(value, OrderedDict):  # a module's state dict
-            ordered = OrderedDict((key, copied(each)) for key, each in value.items())
-            vars(ordered).update(vars(value))  # the versions of its modules' formats
-            return ordered
-        if isinstance(value, Mapping):
-            return {key: copied(each) for key, each in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(copied(each) for each in value)
-        if not isinstance(value, torch.Tensor):
-            return value
-        if value.layout != torch.strided:
-            return value.detach().to("cpu", copy=True)
-        storage = value.untyped_storage()
-        if storage._cdata not in copies:
-            copies[storage._cdata] = storage.cpu() if storage.device.type != "cpu" else storage.clone()
-        copy = torch.empty(0, dtype=value.dtype)
-        return copy.set_(copies[storage._cdata], value.storage_offset(), value.size(), value.stride())
-
-    return copied(state)
 
 
 def _name(step: int) -> str:

@@ -29,6 +29,7 @@ from flyte_ddp.rank.optim import build_optimizer, learning_rate
 from flyte_ddp.rank.parallel import exchange_seconds, replicate
 from flyte_ddp.rank.progress import MetricSums, Progress
 from flyte_ddp.rank.sharding import is_sharded, load_whole_model, load_whole_optimizer, whole_state
+from flyte_ddp.rank.shared_state import share_state
 from flyte_ddp.rank.supervision import StopPoll, Supervisor, run_together
 from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import Recipe
@@ -202,7 +203,7 @@ class Trainer:
     def resume(self) -> tuple[str, list[str]]:
         """Go on from the newest checkpoint in the store, or start from the initial state, if one is given.
 
-        Every rank calls it; rank 0 chooses.
+        Every rank calls it; rank 0 chooses and reads, and the others get the state from it.
 
         Returns:
             The checkpoint's URL, "" for none, and why each newer one was skipped; both on rank 0 only.
@@ -210,16 +211,12 @@ class Trainer:
         Raises:
             ConfigError: the checkpoint belongs to a run with other data, other hyperparameters or another initial
                 state; the initial state is not one of this model.
-            CheckpointError: this rank cannot read what rank 0 could.
             StorageUnavailable: the store has been away for `store_timeout`.
         """
         load_latest = self.store.load_latest if self.world.is_first else lambda: (None, "", [])
         state, url, skipped = run_together(load_latest, self.world)
-        # If each rank chose, one that failed to read the newest would quietly train from older weights.
-        step = int(self.world.sum(state["progress"]["step"] if state else 0)[0])
-        if step:
-            place = url or self.store.storage.url
-            state = run_together(lambda: state or self.store.load(step), self.world)
+        if self.world.sum(float(state is not None))[0]:
+            state, place = share_state(state, self.world), url or self.store.storage.url
             check_same_run(state, place, self.config, self.data_fingerprint, self.initial_state)
             load_whole_model(self.model, state["model"])
             load_whole_optimizer(self.optimizer, state["optimizer"])

@@ -51,6 +51,15 @@ class World:
         """Return every rank's `value`, in the order of the ranks. One collective."""
         return self.sum(*(value if rank == self.rank else 0.0 for rank in range(self.world_size)))
 
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Fill `tensor`, of one shape and type on all ranks, with rank 0's values, and return it. One collective."""
+        contents = tensor.to(self.device).contiguous()
+        if self.world_size > 1 and tensor.numel():
+            dist.broadcast(contents.view(-1).view(torch.uint8), src=0)  # as bytes, because not every type can travel
+            if not self.is_first:
+                tensor.copy_(contents)
+        return tensor
+
     def __repr__(self) -> str:
         return f"rank {self.rank} of {self.world_size} on {self.device}"
 

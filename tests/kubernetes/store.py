@@ -26,6 +26,7 @@ class Store:
             "AWS_SECRET_ACCESS_KEY": secrets.token_hex(8),
             "AWS_REGION": "us-east-1",
         }
+        self.requests: list[tuple[str, str]] = []  # (method, path) of those that were answered
         self._answers = threading.Event()  # clear while requests hang
         self._answers.set()
         self._start(host, 0)
@@ -42,6 +43,7 @@ class Store:
     def _guarded(self, environ: dict[str, Any], start_response: Any) -> Any:
         """Answer as S3 does where keys are missing, wrong or not allowed; moto alone takes any."""
         self._answers.wait()
+        self.requests.append((environ["REQUEST_METHOD"], environ["PATH_INFO"]))
         authorization = environ.get("HTTP_AUTHORIZATION", "")
         code = ""
         if f"Credential={self.keys['AWS_ACCESS_KEY_ID']}/" not in authorization:
