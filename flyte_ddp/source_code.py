@@ -48,7 +48,7 @@ def packages_beside(module: str) -> tuple[str, ...]:
     installed packages. A notebook counts as a module of the working directory.
     """
     own = sys.modules.get(module.partition(".")[0])
-    root = _root_of(own) or (Path.cwd() if module == "__main__" else None)
+    root = root_of(own) or (Path.cwd() if module == "__main__" else None)
     if root is None:
         return ()
     installed = {
@@ -57,11 +57,11 @@ def packages_beside(module: str) -> tuple[str, ...]:
     beside = {module.partition(".")[0]} - {"__main__"}
     if root not in installed:
         loaded = [name for name in sys.modules if "." not in name and name != "__main__"]
-        beside |= {name for name in loaded if _root_of(sys.modules.get(name)) == root}
+        beside |= {name for name in loaded if root_of(sys.modules.get(name)) == root}
     return tuple(sorted(beside))
 
 
-def _root_of(module: Any) -> Path | None:
+def root_of(module: Any) -> Path | None:
     """Return the directory in which a top-level package or module lies."""
     if file := getattr(module, "__file__", None):
         path = Path(file).resolve()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import signal
 import threading
@@ -25,6 +24,7 @@ from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.flytekit_plugin.deck import DeckPublisher
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution, share_storage_credentials
+from flyte_ddp.observers.launcher_log import launcher_log
 from flyte_ddp.observers.page import Page
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.weights_and_biases import Wandb
@@ -193,7 +193,7 @@ def open_frame(report: Page, recipe: str, checkpoints: str, purpose: str = "") -
         frame = Frame(report, execution, directory, storage, execution.attempt_id or local_name, key, opened_at)
         try:
             storage.check_access("checkpoints")  # the W&B run's id is the first file there
-            with _launcher_logs(frame.say):
+            with launcher_log(frame.say):
                 yield frame
         except BaseException as error:
             reason = frame.explain(error)
@@ -216,33 +216,3 @@ def _wandb_key() -> Iterator[str | None]:
         yield key
     finally:
         os.environ.update(removed)
-
-
-@contextlib.contextmanager
-def _launcher_logs(say: Callable[[str], None]) -> Iterator[None]:
-    """Pass what the launchers log, such as a cluster that starts or a gang that restarts, to `say` alone."""
-    logger = logging.getLogger("flyte_ddp")
-    handler = _LineHandler(say)
-    level, propagates = logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = propagates
-
-
-class _LineHandler(logging.Handler):
-    """Prints each record as a line. In a sweep it begins with the trial, whose thread is named after it."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        super().__init__()
-        self._say = say
-
-    def emit(self, record: logging.LogRecord) -> None:
-        thread = record.threadName or ""
-        line = self.format(record)
-        self._say(f"[{thread}] {line}" if thread.startswith("trial ") else line)

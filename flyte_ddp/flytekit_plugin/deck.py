@@ -71,7 +71,7 @@ class DeckPublisher:
         return not has_failed
 
 
-class _ReportDeck(Deck):
+class _ReportDeck(Deck):  # type: ignore[misc]
     """A Deck that renders the report whenever flytekit writes it."""
 
     def __init__(self, report: Page) -> None:

@@ -49,7 +49,7 @@ class UserError(_WithoutFrames, InputError):
     """The user's mistake, in one line with its remedy. Flyte does not retry it."""
 
 
-class RecoverableError(_WithoutFrames, FlyteRecoverableException):
+class RecoverableError(_WithoutFrames, FlyteRecoverableException):  # type: ignore[misc]
     """A failure that another attempt may survive. Flyte retries it."""
 
 
@@ -85,7 +85,8 @@ def _translate(error: Exception) -> BaseException:
         if error.is_user_error:
             return UserError(error.cause.partition(": ")[2])
         kind = getattr(errors, error.error_name, Exception)
-        return _shown(RecoverableError if issubclass(kind, RECOVERABLE_ERRORS) else TaskFailed, str(error))
+        may_succeed = issubclass(kind, RECOVERABLE_ERRORS) or error.error_name == FlyteRecoverableException.__name__
+        return _shown(RecoverableError if may_succeed else TaskFailed, str(error))
     if isinstance(error, SweepFailed):
         return _shown(RecoverableError, str(error)) if error.may_succeed else UserError(str(error))
     if isinstance(error, USER_ERRORS):

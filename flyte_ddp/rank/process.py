@@ -45,7 +45,7 @@ PEER_FAILURE = re.compile(
 # Modules whose frames lead to a user's function.
 STARTERS = (
     *("flyte_ddp.rank.process", "flyte_ddp.rank.programs", "flyte_ddp.rank.function"),
-    *("flyte_ddp.launch.run", "runpy"),
+    *("flyte_ddp.launch.run", "flyte_ddp.flytekit_plugin.rank_call", "contextlib", "runpy"),
 )
 
 MEMORY_HINT = (

@@ -104,12 +104,13 @@ class FunctionProgram:
     directory: str = ""  # of a script, which needs the files beside it
     stall_timeout: float = 1800.0  # seconds; it counts from the first `session.report` on
     store_timeout: float = 600.0  # seconds without the checkpoints' store until the attempt ends recoverably
+    variables: dict[str, str] = dataclasses.field(default_factory=dict)  # of the environment of every rank
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that torchrun sets as well."""
+        """Variables of the user's, and those that torchrun sets as well."""
         name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-        return {name: os.environ.get(name, "1")}
+        return {name: os.environ.get(name, "1"), **self.variables}
 
     def check(self, world_size: int, has_gpus: bool) -> None:
         """Do nothing: any function may run on any number of ranks."""

@@ -61,3 +61,14 @@ def adopt_storage_environment(given: Mapping[str, str]) -> None:
     for group in _GROUPS:
         if not any(name in own for name in group):
             os.environ.update({name: given[name] for name in group if name in given})
+
+
+def flyte_storage_environment() -> dict[str, str]:
+    """Return this process's storage configuration under Flyte's names, for flytekit outside a pod of Flyte's."""
+    found = storage_environment()
+    return {
+        flyte: found[name]
+        for group in _GROUPS
+        for name, flyte in group.items()
+        if flyte and name in found and not os.environ.get(flyte)
+    }

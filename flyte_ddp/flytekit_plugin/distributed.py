@@ -1,0 +1,276 @@
+"""`Distributed`: a Flyte task whose function runs in every rank, with the fields of kfpytorch's `Elastic`.
+
+The task is the driver. It starts the ranks in its own pod, or on a Dask cluster that it makes for them, watches them,
+and returns rank 0's outputs. In a local run the ranks are processes of this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+from flytekit import Deck, FlyteContextManager, PythonFunctionTask
+from flytekit.core.tracker import extract_task_module
+from flytekit.core.type_engine import TypeEngine
+from flytekit.deck.deck import _output_deck
+from flytekit.extend import TaskPlugins
+from flytekit.models.literals import LiteralMap
+from google.protobuf.json_format import MessageToDict
+
+from flyte_ddp.cluster.config import known_fields
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.flytekit_plugin.failures import flyte_errors
+from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution, share_storage_credentials
+from flyte_ddp.flytekit_plugin.pods import describe_pods, fit_driver_pod, fit_own_pod
+from flyte_ddp.flytekit_plugin.rank_call import TaskCall, unpack
+from flyte_ddp.launch.devices import num_gpus
+from flyte_ddp.launch.run import Gang, run_program
+from flyte_ddp.observers.launcher_log import launcher_log
+from flyte_ddp.observers.progress_bar import ProgressBar
+from flyte_ddp.rank.programs import FunctionProgram
+from flyte_ddp.source_code import packages_beside, root_of
+
+FLYTE_VARIABLES = ("FLYTE_INTERNAL_", "_F_")  # beginnings of the names that tell a process its execution; no secrets
+_LITERALS = "literals"
+
+
+@dataclass
+class Distributed:
+    """Run the function of a Flyte task in every rank of a gang, in torchrun's environment.
+
+    The first eight fields are those of kfpytorch's `Elastic`, in its order.
+
+    Args:
+        nnodes: machines; "1:4" for at least 1 and at most 4. One is the task's own pod and needs no cluster.
+        nproc_per_node: ranks on each; "gpu" for one per GPU, "auto" for one per GPU, or two where there are none.
+        start_method: "spawn" or "fork", which changes nothing: ranks are always fresh processes.
+        monitor_interval: changes nothing: the end of a rank is noticed at once.
+        max_restarts: how often all ranks start again, within one attempt of Flyte's, after one was killed, hung or
+            lost, or failed in a way that another attempt may not repeat.
+        rdzv_configs: "join_timeout" is the number of seconds that a cluster of several nodes may take to start; the
+            rest has no meaning here.
+        increase_shared_mem: give a pod with ranks as much shared memory as it has memory, if the task does not say.
+        run_policy: Kubeflow's, which changes nothing: the task's own `timeout` and `retries` count.
+        cluster: the machines, with the fields of `flyte_ddp.cluster.config.ClusterConfig`. What it does not name
+            follows from the task's `requests` and `limits`: they are those of each machine's pod.
+        stall_timeout: seconds without a report of any rank until the run is ended with all stacks; it counts from the
+            first `session.report` on.
+
+    Raises:
+        ConfigError: a value has the wrong type or range.
+    """
+
+    nnodes: int | str = 1
+    nproc_per_node: int | str = 1
+    start_method: str = "spawn"
+    monitor_interval: float = 5
+    max_restarts: int = 0
+    rdzv_configs: dict[str, Any] = field(default_factory=lambda: {"timeout": 900, "join_timeout": 900})
+    increase_shared_mem: bool = True
+    run_policy: Any = None
+    cluster: Mapping[str, Any] | None = None
+    stall_timeout: float = FunctionProgram.stall_timeout
+
+    def __post_init__(self) -> None:
+        if self.start_method not in ("spawn", "fork"):
+            raise ConfigError(f"start_method: expected spawn or fork, got {self.start_method!r}")
+        if self.gang().needs_cluster:
+            self.gang().cluster_config()
+
+    def gang(self, pods: Mapping[str, Any] | None = None) -> Gang:
+        """Return where the ranks run.
+
+        Args:
+            pods: fields of the cluster's `kubernetes`, and gpus_per_node, that `cluster` need not name.
+        """
+        cluster = None if self.cluster is None else known_fields(self.cluster)
+        gang = Gang(self.nnodes, self.nproc_per_node, self.max_restarts, cluster, self.stall_timeout)
+        if not gang.needs_cluster:
+            return gang
+        values = dict(cluster or {})
+        if "join_timeout" in self.rdzv_configs:
+            values.setdefault("start_timeout", float(self.rdzv_configs["join_timeout"]))
+        gang = dataclasses.replace(gang, cluster=values)
+        kind = gang.cluster_config().resolved_kind
+        pods = dict(pods or {})
+        gpus = pods.pop("gpus_per_node", 0)
+        if kind == "kubernetes":
+            values.setdefault("gpus_per_node", gpus)
+            values["kubernetes"] = {**pods, **values.get("kubernetes", {})}
+        elif kind == "local" and values.get("gpus_per_node", 0) > num_gpus():
+            values["gpus_per_node"] = 0  # the same task, tried out on a machine without GPUs
+        return dataclasses.replace(gang, cluster=values)
+
+    def list_ignored(self) -> list[str]:
+        """Return the fields that were given and have no meaning here."""
+        default = Distributed()
+        fields = ("start_method", "monitor_interval", "run_policy")
+        names = [name for name in fields if getattr(self, name) != getattr(default, name)]
+        known = ("timeout", "join_timeout") if self.gang().needs_cluster else ()
+        if self.rdzv_configs != default.rdzv_configs:
+            names += [f"rdzv_configs.{name}" for name in self.rdzv_configs if name not in known]
+        return names
+
+
+class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
+    """The task that `@task(task_config=Distributed(...))` makes."""
+
+    def __init__(self, task_config: Distributed, task_function: Callable[..., Any], **options: Any) -> None:
+        behavior = PythonFunctionTask.ExecutionBehavior.DEFAULT
+        if options.get("execution_mode", behavior) is not behavior:
+            raise ConfigError("task_config: expected Distributed for @task, got it for another decorator")
+        self._pods: dict[str, Any] = {}  # sizes of the ranks' pods, as the task's own options have them
+        self._not_moved: list[str] = []  # other options that would be meant for those pods
+        if task_config.gang().needs_cluster:
+            self._pods = describe_pods(options)
+            options, self._not_moved = fit_driver_pod(options)
+            task_config.gang(self._pods)
+        else:
+            options = fit_own_pod(options, task_config.increase_shared_mem)
+        super().__init__(task_config, task_function, task_type="python-task", **options)
+
+    def _literal_map_to_python_input(self, literal_map: LiteralMap, ctx: Any) -> dict[str, Any]:
+        """Return the inputs as they are: only the ranks need Python values."""
+        return {_LITERALS: literal_map}
+
+    def execute(self, **inputs: Any) -> Any:
+        """Run the function in the ranks. Called by flytekit, with Python values by a map task.
+
+        Returns:
+            The outputs as literals, which flytekit passes on as they are; as Python values to a map task.
+
+        Raises:
+            UserError, RecoverableError, TaskFailed, KeyboardInterrupt: see `flyte_errors`.
+        """
+        literals = inputs.get(_LITERALS)
+        if isinstance(literals, LiteralMap):
+            return self._run(literals)
+        context = FlyteContextManager.current_context()
+        outputs = self.python_interface.outputs
+        literals = self._run(TypeEngine.dict_to_literal_map(context, inputs, self.python_interface.inputs))
+        values = tuple(TypeEngine.literal_map_to_kwargs(context, literals, outputs)[name] for name in outputs)
+        return values if len(values) > 1 else next(iter(values), None)
+
+    def _run(self, inputs: LiteralMap) -> LiteralMap:
+        context = FlyteContextManager.current_context()
+        parameters = context.user_space_params
+        is_local = context.execution_state.is_local_execution()
+        bar = ProgressBar()
+        with flyte_errors(), launcher_log(bar.write), _importable(self.task_function.__module__):
+            gang = self.task_config.gang(self._pods)
+            self._say_what_is_ignored(bar.write)
+            _check_places(gang, inputs, self.interface.outputs, context.file_access.raw_output_prefix)
+            execution = Execution("", "", "", "")
+            if not is_local:
+                share_storage_credentials()
+                execution = current_execution(parameters)
+            value = run_program(
+                self._program(inputs, context.file_access.raw_output_prefix, parameters),
+                gang,
+                checkpoints=execution.checkpoints,
+                listeners=[bar],
+                relay=bar.write,
+                run_name=execution.attempt_id,
+                run_id=execution.run_id,
+            )
+        outputs, decks = unpack(value)
+        for name, html in decks:
+            Deck(name, html)
+        if is_local and self.enable_deck:  # in a pod, flytekit does it
+            _output_deck(self.name.split(".")[-1], parameters)
+        return outputs
+
+    def _program(self, inputs: LiteralMap, raw_output_prefix: str, parameters: Any) -> FunctionProgram:
+        _, module, attribute, _ = extract_task_module(self)
+        is_found = getattr(sys.modules.get(module), attribute, None) is self
+        checkpoints: tuple[str | None, str | None] = (None, None)
+        with contextlib.suppress(NotImplementedError):  # a local run has no place for Flyte's own
+            checkpoint = parameters.checkpoint
+            checkpoints = (checkpoint._checkpoint_dest, checkpoint._checkpoint_src)
+        call = TaskCall(
+            module=module if is_found else "",
+            attribute=attribute,
+            task=b"" if is_found else cloudpickle.dumps(self),
+            inputs=inputs.to_flyte_idl().SerializeToString(),
+            raw_output_prefix=raw_output_prefix,
+            output_metadata_prefix=parameters.output_metadata_prefix or "",
+            checkpoints=checkpoints,
+        )
+        own = {name: value for name, value in os.environ.items() if name.startswith(FLYTE_VARIABLES)}
+        return FunctionProgram(
+            name=attribute,
+            call=cloudpickle.dumps(call),
+            packages=packages_beside(self.task_function.__module__),
+            stall_timeout=self.task_config.stall_timeout,
+            variables={**own, **self.environment},
+        )
+
+    def _say_what_is_ignored(self, say: Callable[[str], None]) -> None:
+        if names := self.task_config.list_ignored():
+            say(f"{self.name}: these fields of task_config change nothing: {', '.join(names)}")
+        if self._not_moved:
+            say(
+                f"{self.name}: these options of the task do not reach the pods of its ranks, which have their own in "
+                f"task_config.cluster.kubernetes: {', '.join(self._not_moved)}"
+            )
+
+
+@contextlib.contextmanager
+def _importable(module: str) -> Iterator[None]:
+    """Keep the directory of a module on sys.path, where `pyflyte run` had it while it loaded the module."""
+    root = str(root_of(sys.modules.get(module.partition(".")[0])) or "")
+    is_missing = bool(root) and root not in sys.path
+    if is_missing:
+        sys.path.append(root)
+    try:
+        yield
+    finally:
+        if is_missing:
+            sys.path.remove(root)
+
+
+def _check_places(gang: Gang, inputs: LiteralMap, outputs: Mapping[str, Any], raw_output_prefix: str) -> None:
+    """Refuse files of this machine in a run whose ranks are on others.
+
+    Raises:
+        ConfigError: an input is a local file, or the outputs are files and would be written to a local directory.
+    """
+    if not gang.needs_cluster or gang.cluster_config().resolved_kind != "kubernetes":
+        return
+    for name, literal in inputs.literals.items():
+        for uri in _find_values(MessageToDict(literal.to_flyte_idl()), "uri"):
+            if _is_local(uri):
+                raise ConfigError(f"{name}: expected a URL that the pods of the ranks can reach, got {uri!r}")
+    for name, variable in outputs.items():
+        kind = MessageToDict(variable.type.to_flyte_idl())
+        has_files = bool([*_find_values(kind, "blob"), *_find_values(kind, "structuredDatasetType")])
+        if has_files and _is_local(raw_output_prefix):
+            raise ConfigError(
+                f"raw-output-data-prefix: expected a URL that the pods of the ranks can reach, because output {name} "
+                f"is a file, got {raw_output_prefix!r}"
+            )
+
+
+def _find_values(message: Any, key: str) -> Iterator[Any]:
+    """Yield what is under `key` anywhere in a message."""
+    if isinstance(message, Mapping):
+        if key in message:
+            yield message[key]
+        for value in message.values():
+            yield from _find_values(value, key)
+    elif isinstance(message, list):
+        for value in message:
+            yield from _find_values(value, key)
+
+
+def _is_local(uri: str) -> bool:
+    return "://" not in uri or uri.startswith("file://")
+
+
+TaskPlugins.register_pythontask_plugin(Distributed, DistributedTask)

@@ -1,0 +1,63 @@
+"""The pods of a `Distributed` task: what the options of @task mean for the driver's pod and the ranks' pods."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flytekit import Resources
+from flytekit.core.resources import ResourceSpec
+
+from flyte_ddp.launch.devices import REQUESTED_VARIABLE
+
+SHARED_MEMORY = "/dev/shm"
+DRIVER_RESOURCES = Resources(cpu="1", mem="2Gi")  # of the pod that waits for the ranks of other pods
+FOR_RANKS = ("accelerator", "shared_memory", "pod_template", "pod_template_name", "secret_requests")
+
+
+def fit_own_pod(options: dict[str, Any], increase_shared_mem: bool) -> dict[str, Any]:
+    """Return the options of a task whose ranks run in its own pod."""
+    options = dict(options)
+    has_own = options.get("shared_memory") or _mounts_shared_memory(options.get("pod_template"))
+    if increase_shared_mem and not has_own:
+        options["shared_memory"] = True  # all of the pod's memory, as Elastic does it
+    gpus = describe_pods(options).get("gpus_per_node", 0)
+    if gpus:  # a pod that cannot see its GPUs must not train without them in silence
+        options["environment"] = {REQUESTED_VARIABLE: str(gpus), **(options.get("environment") or {})}
+    return options
+
+
+def fit_driver_pod(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the options of a task whose ranks run in other pods, and the names of those that would be for these."""
+    sizes = ("requests", "limits", "resources")
+    driver = {name: value for name, value in options.items() if name not in (*sizes, "accelerator", "shared_memory")}
+    driver |= {"requests": DRIVER_RESOURCES, "limits": DRIVER_RESOURCES}
+    return driver, [name for name in FOR_RANKS if options.get(name)]
+
+
+def describe_pods(options: dict[str, Any]) -> dict[str, Any]:
+    """Return what the sizes among a task's options mean for a cluster: gpus_per_node, worker_cpus, worker_memory."""
+    if options.get("resources") is not None:
+        spec = ResourceSpec.from_multiple_resource(options["resources"])
+        requests, limits = spec.requests, spec.limits
+    else:
+        requests, limits = (options.get(name) or Resources() for name in ("requests", "limits"))
+
+    def either(name: str) -> Any:
+        value = getattr(limits, name)
+        return getattr(requests, name) if value is None else value
+
+    pods: dict[str, Any] = {}
+    if gpus := int(either("gpu") or 0):
+        pods["gpus_per_node"] = gpus
+    if (cpus := either("cpu")) is not None:
+        text = str(cpus)
+        pods["worker_cpus"] = float(text[:-1]) / 1000 if text.endswith("m") else float(text)
+    if (memory := either("mem")) is not None:
+        pods["worker_memory"] = str(memory)
+    return pods
+
+
+def _mounts_shared_memory(pod_template: Any) -> bool:
+    spec = getattr(pod_template, "pod_spec", None)
+    containers = getattr(spec, "containers", None) or []
+    return any(mount.mount_path == SHARED_MEMORY for each in containers for mount in each.volume_mounts or [])

@@ -1,0 +1,109 @@
+"""The call of a Flyte task's function in a rank: from the task's inputs to its outputs, as literals.
+
+Inputs and outputs cross machines as Flyte's own literals (protobuf), not as pickled values. So a FlyteFile is a URL
+that each rank downloads on its own machine, no credentials of the driver's file system travel with it, and what a
+worker sends is never executed. Rank 0 converts its return values itself, because the files that it returns are on its
+machine: flytekit uploads them from there to the task's own prefix.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+from flyteidl.core import literals_pb2
+from flytekit import FlyteContext, PythonFunctionTask
+from flytekit.bin.entrypoint import setup_execution
+from flytekit.core.type_engine import TypeEngine
+from flytekit.deck.deck import TimeLineDeck
+from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.models.literals import LiteralMap
+from flytekit.utils.asyn import loop_manager
+
+from flyte_ddp.storage import flyte_storage_environment
+
+
+@dataclass(frozen=True)
+class TaskCall:
+    """A call of a task's function, to be made in every rank.
+
+    Attributes:
+        module, attribute: where the ranks find the task; "" if they cannot import it.
+        task: pickled, where they cannot.
+        inputs: of the task, a LiteralMap.
+        raw_output_prefix, output_metadata_prefix, checkpoints: of the task's execution. The last are Flyte's own.
+    """
+
+    module: str
+    attribute: str
+    task: bytes
+    inputs: bytes
+    raw_output_prefix: str
+    output_metadata_prefix: str
+    checkpoints: tuple[str | None, str | None]
+
+    def __call__(self) -> bytes:
+        os.environ.update(flyte_storage_environment())
+        with setup_execution(self.raw_output_prefix, self.output_metadata_prefix, *self.checkpoints) as context:
+            task = self._load_task()
+            inputs = TypeEngine.literal_map_to_kwargs(
+                context, parse_literals(self.inputs), task.python_interface.inputs
+            )
+            try:
+                value = task.task_function(**inputs)
+            except FlyteRecoverableException as error:
+                raise _Recoverable(error).with_traceback(error.__traceback__) from None
+            if int(os.environ["RANK"]) > 0:
+                return b""
+            outputs, values = loop_manager.run_sync(task._output_to_literal_map, value, context)
+            return _pack(outputs, _render_decks(task, inputs, values, context))
+
+    def _load_task(self) -> PythonFunctionTask[Any]:
+        if self.module:
+            task: PythonFunctionTask[Any] = getattr(importlib.import_module(self.module), self.attribute)
+            return task
+        return cloudpickle.loads(self.task)
+
+
+def parse_literals(message: bytes) -> LiteralMap:
+    """Return the LiteralMap whose protobuf message is given."""
+    return LiteralMap.from_flyte_idl(literals_pb2.LiteralMap.FromString(message))
+
+
+def unpack(value: bytes) -> tuple[LiteralMap, list[tuple[str, str]]]:
+    """Return the outputs and the Decks, by name and HTML, that `TaskCall` returned."""
+    values = json.loads(value)
+    return parse_literals(base64.b64decode(values["outputs"])), [(name, html) for name, html in values["decks"]]
+
+
+def _pack(outputs: LiteralMap, decks: list[tuple[str, str]]) -> bytes:
+    message = outputs.to_flyte_idl().SerializeToString()
+    return json.dumps({"outputs": base64.b64encode(message).decode(), "decks": decks}).encode()
+
+
+def _render_decks(
+    task: PythonFunctionTask[Any], inputs: dict[str, Any], outputs: dict[str, Any], context: FlyteContext
+) -> list[tuple[str, str]]:
+    """Return the Decks that the function made, and those that flytekit makes of inputs, outputs and source."""
+    if not task.enable_deck:
+        return []
+    parameters = context.user_space_params
+    task._write_decks(inputs, outputs, context, parameters)
+    return [(deck.name, deck.html) for deck in parameters.decks if not isinstance(deck, TimeLineDeck)]
+
+
+class _Recoverable(Exception):
+    """A FlyteRecoverableException of the user's, or a subclass, as it leaves the rank: by its class's name and text."""
+
+    def __init__(self, error: FlyteRecoverableException) -> None:
+        name = type(error).__name__
+        text = ",".join(map(str, error.args))
+        super().__init__(text if name == self.__class__.__name__ else f"{name}: {text}")
+
+
+_Recoverable.__name__ = FlyteRecoverableException.__name__

@@ -1,0 +1,209 @@
+"""Flyte tasks of a user's own with `Distributed`: the cases of flytekit-kf-pytorch's tests/test_elastic_task.py."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from flytekit import FlyteContextManager, PodTemplate, Resources, dynamic, task
+from flytekit.configuration import Image, ImageConfig, SerializationSettings
+from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.extras.accelerators import T4
+from flytekit.tools.translator import get_serializable
+from kubernetes.client import V1Container, V1PodSpec, V1VolumeMount
+
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.flytekit_plugin import Distributed
+from flyte_ddp.flytekit_plugin.distributed import DistributedTask, _check_places
+from flyte_ddp.flytekit_plugin.failures import TaskFailed
+from tests.support import distributed_tasks as tasks
+
+SETTINGS = SerializationSettings(ImageConfig(Image("default", "image", "tag")), "project", "domain", "version")
+
+
+def template_of(distributed: DistributedTask):
+    """The task as it is registered."""
+    from collections import OrderedDict
+
+    return get_serializable(OrderedDict(), SETTINGS, distributed).template
+
+
+def test_inputs_outputs_decks_and_environment_pass_through_ranks_that_restart(tmp_path, capfd):
+    (tmp_path / "input.txt").write_text("hello")
+    decks: list[tuple[str, str]] = []
+    context = FlyteContextManager.current_context()
+    params = context.user_space_params.with_enable_deck(True).build()
+    state = context.execution_state.with_params(user_space_params=params)
+    with FlyteContextManager.with_context(context.with_execution_state(state)):
+        message, config, total, read = tasks.train_and_read(
+            config=tasks.Config(lr=0.1), text=tasks.FlyteFile(str(tmp_path / "input.txt"))
+        )
+        decks = [(deck.name, deck.html) for deck in params.decks]
+
+    assert message.splitlines() == [
+        *("hello", "seen 0"),
+        *("OWN_VARIABLE=own", "WORLD_SIZE=2", "LOCAL_WORLD_SIZE=2", "TORCHELASTIC_RESTART_COUNT=1"),
+    ]
+    assert (config.lr, config.bs, config.name) == (0.1, 64, "distributed")
+    assert total == tasks.EXPECTED_SUM
+    assert read == "a of rank 0; ['a', 'b']; rank 0"
+    assert ("mine", "<b>the Deck of rank 0</b>") in decks
+    names = [name for name, _ in decks]
+    assert {"Input", "Output", "Source Code"} <= {name.title() for name in names}
+    shown = capfd.readouterr().err
+    assert "these fields of task_config change nothing: start_method\n" in shown
+    assert "restart 1 of at most 1" in shown
+    assert "SIGKILL" in shown
+
+
+def test_a_bug_is_reported_with_its_rank_and_the_users_frames_alone_and_not_retried():
+    with pytest.raises(TaskFailed) as caught:
+        tasks.fail(kind="bug")
+
+    assert not isinstance(caught.value, FlyteRecoverableException)
+    lines = str(caught.value).splitlines()
+    assert lines[1].strip() == "rank 1 failed: ValueError: expected something else"
+    frames = [line for line in lines if line.lstrip().startswith("File ")]
+    assert [frame.split('"')[1] for frame in frames] == [tasks.__file__]
+
+
+def test_flytes_recoverable_exception_and_its_subclasses_stay_recoverable():
+    with pytest.raises(FlyteRecoverableException, match="rank 1 failed: .*NotReady: the data is not there yet"):
+        tasks.fail(kind="not ready")
+
+
+def test_a_task_is_mapped_and_nested_in_workflows():
+    assert tasks.nested(numbers=[3]) == ([9], 16)
+
+
+def test_two_nodes_are_processes_of_this_machine_in_a_local_run():
+    file = tasks.on_two_nodes(name="x")
+    assert Path(str(file)).read_text() == "[('0', '0', 'x'), ('1', '0', 'x')]"
+
+
+def test_an_import_change_turns_an_elastic_task_into_ours():
+    kfpytorch = pytest.importorskip("flytekitplugins.kfpytorch")
+    elastic, ours = kfpytorch.Elastic, Distributed
+    names = [each.name for each in fields(elastic)]
+    assert [each.name for each in fields(ours)][: len(names)] == names
+    for name in names:
+        assert getattr(ours(), name) == getattr(elastic(), name), name
+
+    def train(lr: float) -> float:
+        return lr
+
+    def define(Elastic):
+        return task(
+            task_config=Elastic(
+                nnodes=2,
+                nproc_per_node=4,
+                start_method="spawn",
+                monitor_interval=5,
+                max_restarts=3,
+                rdzv_configs={"timeout": 1200, "join_timeout": 1000},
+                increase_shared_mem=True,
+                run_policy=kfpytorch.RunPolicy(backoff_limit=2),
+            ),
+            retries=3,
+            requests=Resources(cpu="8", mem="32Gi", gpu="4"),
+            limits=Resources(cpu="8", mem="32Gi", gpu="4"),
+        )(train)
+
+    with pytest.warns(UserWarning, match="increase_shared_mem"):
+        theirs = define(elastic)
+    own = define(ours)
+    assert own.interface == theirs.interface
+    assert own.python_interface.inputs == theirs.python_interface.inputs
+    assert own.metadata.retries == theirs.metadata.retries == 3
+    assert own.task_config.list_ignored() == ["run_policy"]
+    assert own.task_config.gang().cluster_config().start_timeout == 1000
+
+
+def test_the_sizes_of_a_task_are_those_of_its_ranks_pods(monkeypatch):
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+
+    @task(
+        task_config=Distributed(nnodes="2:4", nproc_per_node=4, cluster={"kubernetes": {"worker_memory": "64Gi"}}),
+        requests=Resources(cpu="7500m", mem="32Gi"),
+        limits=Resources(gpu="4"),
+        accelerator=T4,
+    )
+    def train() -> None: ...
+
+    cluster = train.task_config.gang(train._pods).cluster_config()
+    assert (cluster.num_nodes, cluster.min_nodes, cluster.gpus_per_node, cluster.processes_per_node) == (4, 2, 4, 4)
+    assert (cluster.kubernetes.worker_cpus, cluster.kubernetes.worker_memory) == (7.5, "64Gi")
+    template = template_of(train)
+    assert {str(each.name): each.value for each in template.container.resources.requests} == {"1": "1", "3": "2Gi"}
+    assert template.extended_resources is None
+    assert train._not_moved == ["accelerator"]
+    assert template.type == "python-task"
+
+
+def test_a_pod_with_ranks_has_shared_memory_and_knows_its_gpus():
+    def train() -> None: ...
+
+    def template(**options):
+        config = Distributed(nproc_per_node=2, increase_shared_mem=options.pop("increase_shared_mem", True))
+        return template_of(task(task_config=config, **options)(train))
+
+    shared = template(limits=Resources(gpu="2"), environment={"A": "b"})
+    assert shared.extended_resources.shared_memory.mount_path == "/dev/shm"
+    assert shared.container.env == {"FLYTE_DDP_REQUESTED_GPUS": "2", "A": "b"}
+    assert template(increase_shared_mem=False).extended_resources is None
+    assert template(shared_memory="1Gi").extended_resources.shared_memory.size_limit == "1Gi"
+    mounted = V1Container(name="primary", volume_mounts=[V1VolumeMount(name="own", mount_path="/dev/shm")])
+    assert template(pod_template=PodTemplate(pod_spec=V1PodSpec(containers=[mounted]))).extended_resources is None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"start_method": "thread"}, "start_method: expected spawn or fork, got 'thread'"),
+        ({"nnodes": 0}, "nnodes: expected a number of machines"),
+        ({"nnodes": 2, "cluster": {"gpus": 1}}, "gpus"),
+        ({"nnodes": 2, "cluster": {"num_nodes": 3}}, "cluster.num_nodes: expected 2, as nnodes has it, got 3"),
+        ({"nproc_per_node": "all"}, "nproc_per_node: expected a number of ranks"),
+    ],
+)
+def test_a_mistake_in_a_definition_is_named_before_anything_runs(options, said):
+    with pytest.raises(ConfigError) as caught:
+        Distributed(**options)
+    assert said in str(caught.value)
+
+
+def test_only_task_takes_a_distributed_config():
+    def train() -> None: ...
+
+    with pytest.raises(ConfigError, match="^task_config: expected Distributed for @task"):
+        dynamic(task_config=Distributed())(train)
+
+
+def test_files_of_this_machine_are_refused_for_ranks_in_pods():
+    def train(file: tasks.FlyteFile) -> tasks.FlyteFile:
+        return file
+
+    distributed = task(task_config=Distributed(nnodes=2, cluster={"kind": "kubernetes"}))(train)
+    context = FlyteContextManager.current_context()
+    literals = tasks.TypeEngine.dict_to_literal_map(context, {"file": tasks.FlyteFile("s3://bucket/file")})
+    gang, outputs = distributed.task_config.gang(), distributed.interface.outputs
+    _check_places(gang, literals, outputs, "s3://bucket/raw")
+    with pytest.raises(ConfigError, match="^raw-output-data-prefix: .* output o0 is a file, got '/tmp/raw'"):
+        _check_places(gang, literals, outputs, "/tmp/raw")
+    literals.literals["file"].scalar.blob._uri = "/tmp/file"
+    with pytest.raises(ConfigError, match="^file: expected a URL that the pods of the ranks can reach"):
+        _check_places(gang, literals, outputs, "s3://bucket/raw")
+
+
+def test_the_function_is_found_by_name_where_ranks_can_import_it():
+    import cloudpickle
+
+    context = FlyteContextManager.current_context()
+    literals = tasks.TypeEngine.dict_to_literal_map(context, {"kind": "bug"})
+    program = tasks.fail._program(literals, "/tmp", context.user_space_params)
+    call = cloudpickle.loads(program.call)
+    assert (call.module, call.attribute, call.task) == (tasks.__name__, "fail", b"")
+    assert "tests" in program.packages
+    assert inspect.getmodule(tasks.fail.task_function) is tasks
