@@ -1,0 +1,65 @@
+"""Train a Transformer whose weights are sharded over the ranks with FSDP2 (`fully_shard`), in a loop of one's own.
+
+python -m flyte_ddp run --nproc-per-node 2 examples/scripts/fsdp2.py --steps 20
+torchrun --nproc-per-node 2 examples/scripts/fsdp2.py --steps 20
+"""
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from flyte_ddp import session
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+VOCABULARY, LENGTH, BATCH = 32, 16, 16
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=40)
+    arguments = parser.parse_args()
+
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    mesh = init_device_mesh(kind, (int(os.environ["WORLD_SIZE"]),))  # makes the process group, too
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True) for _ in range(2)]
+    model = nn.Sequential(nn.Embedding(VOCABULARY, 64), *layers, nn.Linear(64, VOCABULARY)).to(kind)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+    first_step = 0
+    if state := session.load():  # the same on all ranks; each takes its shards
+        set_model_state_dict(model, state["model"], options=StateDictOptions(full_state_dict=True))
+        first_step = state["step"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    for step in range(first_step + 1, arguments.steps + 1):
+        generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
+        tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator).to(kind)
+        scores = model(tokens)
+        loss = nn.functional.cross_entropy(scores.flatten(0, 1), (tokens + 1).remainder(VOCABULARY).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        session.report(step=step, loss=loss.item())
+        is_stopped = session.stop_requested
+        if step % 10 == 0 or is_stopped:  # every rank gathers, rank 0 writes
+            session.save({"model": get_model_state_dict(model, options=WHOLE), "step": step}, step)
+        if is_stopped:
+            break
+    if dist.get_rank() == 0:
+        print(f"step {step}: loss {loss.item():.6f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""The scripts of `examples/scripts/`: started by this package and by torchrun, each ends in the same loss."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+SCRIPTS = REPOSITORY / "examples/scripts"
+SHORT = {
+    "ddp.py": ["--epochs", "2"],
+    "fsdp2.py": ["--steps", "12"],
+    "lightning_digits.py": ["--epochs", "2"],
+    "accelerate_digits.py": ["--epochs", "2"],
+    "hugging_face_digits.py": ["--steps", "10"],
+}
+PACKAGES = {  # of the extra `bench`, where a script needs one
+    "lightning_digits.py": "lightning",
+    "accelerate_digits.py": "accelerate",
+    "hugging_face_digits.py": "transformers",
+}
+
+
+def last_loss(module, script, directory):
+    done = subprocess.run(
+        [sys.executable, "-m", *module, "--nproc-per-node", "2", SCRIPTS / script, *SHORT[script]],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = re.findall(r"^(?:\[rank 0\] )?(?:epoch|step) \d+: loss ([\d.]+)$", done.stdout, re.M)
+    assert losses, done.stdout + done.stderr
+    return float(losses[-1])
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(name, marks=[pytest.mark.slow] if name in PACKAGES else []) for name in SHORT]
+)
+def test_a_script_ends_in_the_same_loss_as_under_torchrun(script, tmp_path):
+    if script in PACKAGES:
+        pytest.importorskip(PACKAGES[script])
+    ours = last_loss(["flyte_ddp", "run"], script, tmp_path)
+    theirs = last_loss(["torch.distributed.run"], script, tmp_path)
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    assert list(tmp_path.iterdir()) == []  # no script leaves anything in the working directory
+
+
+def test_every_script_is_tested_and_says_how_it_is_started():
+    scripts = {path.name: path.read_text() for path in SCRIPTS.glob("*.py")}
+    assert scripts.keys() == SHORT.keys()
+    for name, text in scripts.items():
+        for command in ("python -m flyte_ddp run", "torchrun"):
+            assert f"\n{command} --nproc-per-node 2 examples/scripts/{name}" in text
+        assert len(text.splitlines()) <= 75
