@@ -75,7 +75,7 @@ def test_flytes_recoverable_exception_and_its_subclasses_stay_recoverable():
 
 
 def test_a_task_is_mapped_and_nested_in_workflows():
-    assert tasks.nested(numbers=[3]) == ([9], 16)
+    assert tasks.nested(numbers=[3]) == ([9], 4)
 
 
 def test_two_nodes_are_processes_of_this_machine_in_a_local_run():

@@ -109,13 +109,13 @@ def square(number: int) -> int:
 
 
 @dynamic
-def square_twice(number: int) -> int:
-    return square(number=square(number=number))
+def square_in_dynamic(number: int) -> int:
+    return square(number=number)
 
 
 @workflow
 def nested(numbers: list[int]) -> tuple[list[int], int]:
-    return map_task(square)(number=numbers), square_twice(number=2)
+    return map_task(square)(number=numbers), square_in_dynamic(number=2)
 
 
 @task(task_config=Distributed(nnodes=2, nproc_per_node=1, cluster={"kind": "local", "gpus_per_node": 8}))
