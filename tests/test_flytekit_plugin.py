@@ -50,6 +50,8 @@ def test_inputs_outputs_decks_and_environment_pass_through_ranks_that_restart(tm
     assert total == tasks.EXPECTED_SUM
     assert read == "a of rank 0; ['a', 'b']; rank 0"
     assert ("mine", "<b>the Deck of rank 0</b>") in decks
+    report = dict(decks)["Training"]
+    assert all(each in report for each in ("finished", "Resumed at step", "loss", "SIGKILL", "last reported"))
     names = [name for name, _ in decks]
     assert {"Input", "Output", "Source Code"} <= {name.title() for name in names}
     shown = capfd.readouterr().err

@@ -11,7 +11,7 @@ from flytekit import Deck
 from flytekit.core.context_manager import FlyteContextManager
 from flytekit.loggers import logger as flytekit_logger
 
-from flyte_ddp.events import EpochFinished, Event, RunStarted, StepFinished
+from flyte_ddp.events import EpochFinished, Event, FunctionStarted, Reported, RunStarted, StepFinished
 from flyte_ddp.observers.page import Page
 
 DECK_NAME = "Training"
@@ -45,8 +45,8 @@ class DeckPublisher:
             _ReportDeck(report)
 
     def handle(self, event: Event) -> None:
-        is_progress = isinstance(event, (StepFinished, EpochFinished))
-        if isinstance(event, RunStarted) or (is_progress and self._clock() >= self._due_at):
+        is_progress = isinstance(event, (StepFinished, EpochFinished, Reported))
+        if isinstance(event, (RunStarted, FunctionStarted)) or (is_progress and self._clock() >= self._due_at):
             self._publish()
 
     def close(self, error: BaseException | None) -> None:

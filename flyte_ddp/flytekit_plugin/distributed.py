@@ -25,12 +25,14 @@ from google.protobuf.json_format import MessageToDict
 
 from flyte_ddp.cluster.config import known_fields
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.flytekit_plugin.deck import DeckPublisher
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution, share_storage_credentials
 from flyte_ddp.flytekit_plugin.pods import describe_pods, fit_driver_pod, fit_own_pod
 from flyte_ddp.flytekit_plugin.rank_call import TaskCall, unpack
 from flyte_ddp.launch.devices import num_gpus
 from flyte_ddp.launch.run import Gang, run_program
+from flyte_ddp.observers.function_report import FunctionReport
 from flyte_ddp.observers.launcher_log import launcher_log
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.rank.programs import FunctionProgram
@@ -162,9 +164,15 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         parameters = context.user_space_params
         is_local = context.execution_state.is_local_execution()
         bar = ProgressBar()
-        with flyte_errors(), launcher_log(bar.write), _importable(self.task_function.__module__):
+        report = FunctionReport(self.name.split(".")[-1])
+
+        def say(line: str) -> None:
+            bar.write(line)
+            report.add_line(line)
+
+        with flyte_errors(), launcher_log(say), _importable(self.task_function.__module__):
             gang = self.task_config.gang(self._pods)
-            self._say_what_is_ignored(bar.write)
+            self._say_what_is_ignored(say)
             _check_places(gang, inputs, self.interface.outputs, context.file_access.raw_output_prefix)
             execution = Execution("", "", "", "")
             if not is_local:
@@ -174,8 +182,8 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
                 self._program(inputs, context.file_access.raw_output_prefix, parameters),
                 gang,
                 checkpoints=execution.checkpoints,
-                listeners=[bar],
-                relay=bar.write,
+                listeners=[bar, report, DeckPublisher(report)],
+                relay=say,
                 run_name=execution.attempt_id,
                 run_id=execution.run_id,
             )

@@ -26,6 +26,7 @@ from flyte_ddp.observers.figures import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+MAX_REPORTED = 12  # values of a function's reports that are drawn
 MAX_LINES = len(PALETTE)  # of ranks, one color each; for more ranks their range is drawn
 
 
@@ -85,6 +86,25 @@ def training_panels(state: RunState) -> list[Panel]:
             )
         )
     return panels
+
+
+def report_panels(state: RunState) -> list[Panel]:
+    """Return a panel for each value that a function has reported, over its steps."""
+    names = list(dict.fromkeys(name for report in state.reports for name in report.values))[:MAX_REPORTED]
+    return [_report_panel(name, f"reported-{index}", state) for index, name in enumerate(names)]
+
+
+def _report_panel(name: str, panel_name: str, state: RunState) -> Panel:
+    points = [(report.step, report.values[name]) for report in state.reports if name in report.values]
+    title = name.replace("_", " ")
+
+    def draw(axes: Axes) -> None:
+        shown = thinned(points)
+        axes.plot(*zip(*shown, strict=True), color=PALETTE[0], marker="o" if len(shown) == 1 else "")
+        axes.set_xlabel("step", loc="right", alpha=0.7, fontsize=9.5, labelpad=1)
+        style(axes, title)
+
+    return Panel(panel_name, title, f"{title} over steps: now {number(points[-1][1], '.4g')}", draw)
 
 
 def over_epochs(axes: Axes, state: RunState) -> None:

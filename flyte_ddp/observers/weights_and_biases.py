@@ -27,9 +27,11 @@ from typing import Any
 from flyte_ddp.events import (
     EpochFinished,
     Event,
+    FunctionStarted,
     HistogramsTaken,
     LayerDescribed,
     PredictionsMade,
+    Reported,
     RunFinished,
     RunStarted,
     StepFinished,
@@ -188,6 +190,8 @@ class Wandb:
     def _report(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             self._start(event)
+        elif isinstance(event, FunctionStarted):
+            self._start_function(event)
         elif self._run is None:
             return
         elif isinstance(event, StepFinished) and event.step > self._last_step:
@@ -202,6 +206,11 @@ class Wandb:
                     "train/samples_per_second": event.samples_per_second,
                 }
             )
+        elif isinstance(event, Reported) and event.step >= self._last_step:
+            self._last_step = event.step
+            epoch = {} if event.epoch is None else {"train/epoch": event.epoch}
+            values = {f"train/{name}": value for name, value in event.values.items()}
+            self._run.log({"step": event.step, **epoch, **values})
         elif isinstance(event, EpochFinished):
             self._report_epoch(event)
         elif isinstance(event, HistogramsTaken) and self._epoch_is_new:
@@ -213,7 +222,7 @@ class Wandb:
 
     def _start(self, event: RunStarted) -> None:
         if self._run is None:
-            self._open(event)
+            self._open(len(event.previous_epochs))
         if self._run is None:
             return
         values = {name: getattr(event, name) for name in SHOWN_IN_CONFIG} | {"data": redact_url(event.data)}
@@ -223,7 +232,14 @@ class Wandb:
         for epoch in event.previous_epochs:
             self._report_epoch(epoch)
 
-    def _open(self, event: RunStarted) -> None:
+    def _start_function(self, event: FunctionStarted) -> None:
+        if self._run is None:
+            self._open(num_previous_epochs=0)
+        if self._run is not None:
+            values = {"function": event.name, "world_size": event.world_size, "num_nodes": event.num_nodes}
+            self._run.config.update({**self._config, **values}, allow_val_change=True)
+
+    def _open(self, num_previous_epochs: int) -> None:
         """Open the W&B run, or continue it. Do nothing if W&B is disabled."""
         if os.environ.get("WANDB_MODE") == "disabled":  # saves the import, 1.5 s
             return
@@ -267,7 +283,7 @@ class Wandb:
         self._last_epoch = int(self._run.summary.get("epoch") or 0)
         files = Path(self._run.settings.sync_dir)
         if reason and len(list(files.parent.glob(f"offline-run-*-{self._run.id}"))) > 1:
-            self._last_epoch = len(event.previous_epochs)  # the files of an earlier attempt have them
+            self._last_epoch = num_previous_epochs  # the files of an earlier attempt have them
         self._url = self._run.url or ""
         self._is_offline = bool(reason)
         if not reason:
