@@ -1,0 +1,214 @@
+"""Flyte's part in tests: packaged tasks, and the pods that it would start for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flyteidl.admin.task_pb2 import TaskSpec
+from flyteidl.core.errors_pb2 import ContainerError, ErrorDocument
+from flyteidl.core.literals_pb2 import LiteralMap
+from flytekit import FlyteContextManager
+from flytekit.core.type_engine import TypeEngine
+
+from flyte_ddp.events import RunStarted, read_history
+from tests.kubernetes.conftest import IMAGE, Namespace, apply
+from tests.kubernetes.store import Store
+
+PROJECT, DOMAIN = "flytesnacks", "development"
+NESTED = "n2/data/0/n2-n1/0/n0"  # a node two levels down, as Flyte's metadata prefix has it; a top-level one is n1/data
+UNHEALTHY = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|Warning:|Traceback|Unclosed|kube_config_path")
+
+
+@dataclass
+class Package:
+    """The output of `pyflyte package` for a checkout."""
+
+    directory: Path
+    tasks: dict[str, TaskSpec] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, checkout: Path, directory: Path, *options: str) -> Package:
+        archive = directory / "package.tgz"
+        command = [str(Path(sys.executable).with_name("pyflyte")), "--pkgs", "workflows", "package"]
+        environment = {**os.environ, "SANDBOX": "1", "WANDB_MODE": "offline"}
+        subprocess.run(
+            [*command, "--image", IMAGE, "--output", str(archive), *options],
+            cwd=checkout,
+            env=environment,
+            check=True,
+            capture_output=True,
+        )
+        shutil.unpack_archive(archive, directory)
+        package = cls(directory)
+        for file in directory.glob("*_1.pb"):  # 1: a task
+            spec = TaskSpec.FromString(file.read_bytes())
+            package.tasks[spec.template.id.name] = spec
+        return package
+
+    @property
+    def code(self) -> Path:
+        """The archive that a fast registration uploads."""
+        (archive,) = self.directory.glob("fast*.tar.gz")
+        return archive
+
+
+@dataclass
+class Flyte:
+    """An execution's place in the object store, and the pods of its nodes."""
+
+    namespace: Namespace
+    store: Store
+    execution: str
+
+    def prefix(self, node: str) -> str:
+        return f"flyte/metadata/propeller/{PROJECT}-{DOMAIN}-{self.execution}/{node}"
+
+    def name(self, node: str, attempt: int) -> str:
+        """The pod's name, which is also the last segment of its raw output prefix."""
+        unique = "-".join(part for part in node.split("/") if part != "data")
+        return f"{self.execution}-{unique}-{attempt}"
+
+    def raw(self, node: str, attempt: int) -> str:
+        shard = f"{'abcdef'[attempt]}{len(node) % 10}"  # which differs from attempt to attempt
+        return f"s3://flyte/data/{shard}/{self.name(node, attempt)}"
+
+    def labels(self, task: str, node: str) -> dict[str, str]:
+        """The labels of the task's pod."""
+        return {
+            "execution-id": self.execution,
+            "node-id": node.removesuffix("/data").rpartition("/")[2],  # of the innermost workflow alone
+            "task-name": task.replace(".", "-").replace("_", "-"),
+            "project": PROJECT,
+            "domain": DOMAIN,
+            "interruptible": "false",
+        }
+
+    def start(
+        self,
+        package: Package,
+        task: str,
+        node: str,
+        inputs: LiteralMap,
+        attempt: int = 0,
+        limits: dict[str, str] | None = None,
+    ) -> str:
+        """Start an attempt's pod; returns its name."""
+        template = package.tasks[task].template
+        container = template.container
+        pod, prefix, raw = self.name(node, attempt), self.prefix(node), self.raw(node, attempt)
+        self.store.files.pipe_file(f"{prefix}/inputs.pb", inputs.SerializeToString())
+        previous = f"{self.raw(node, attempt - 1)}/_flytecheckpoints" if attempt else '""'
+        values = {
+            "{{.input}}": f"s3://{prefix}/inputs.pb",
+            "{{.outputPrefix}}": f"s3://{prefix}/{attempt}",
+            "{{.rawOutputDataPrefix}}": raw,
+            "{{.checkpointOutputPrefix}}": f"{raw}/_flytecheckpoints",
+            "{{.prevCheckpointPrefix}}": previous,
+        }
+        if "pyflyte-fast-execute" in container.args:
+            code = f"flyte/{PROJECT}/{DOMAIN}/ABCDEF/{package.code.name}"
+            self.store.files.put_file(str(package.code), code)
+            values["{{ .remote_package_path }}"] = f"s3://{code}"
+            values["{{ .dest_dir }}"] = "."
+        arguments = [values.get(argument, argument) for argument in container.args]
+        assert not [each for each in arguments if "{{" in each]
+        environment = {each.key: each.value for each in container.env} | {
+            "FLYTE_INTERNAL_EXECUTION_ID": self.execution,
+            "FLYTE_INTERNAL_EXECUTION_PROJECT": PROJECT,
+            "FLYTE_INTERNAL_EXECUTION_DOMAIN": DOMAIN,
+            "FLYTE_INTERNAL_EXECUTION_WORKFLOW": f"{PROJECT}:{DOMAIN}:workflow",
+            "FLYTE_INTERNAL_TASK_PROJECT": PROJECT,
+            "FLYTE_INTERNAL_TASK_DOMAIN": DOMAIN,
+            "FLYTE_INTERNAL_TASK_NAME": task,
+            "FLYTE_INTERNAL_TASK_VERSION": "version",
+            "FLYTE_ATTEMPT_NUMBER": str(attempt),
+            "FLYTE_AWS_ENDPOINT": self.store.url,
+            "FLYTE_AWS_ACCESS_KEY_ID": self.store.keys["AWS_ACCESS_KEY_ID"],
+            "FLYTE_AWS_SECRET_ACCESS_KEY": self.store.keys["AWS_SECRET_ACCESS_KEY"],
+            "FLYTE_PLATFORM_URL": "flyteadmin.flyte:81",
+            "FLYTE_PLATFORM_INSECURE": "true",
+        }
+        defaults = json.loads(self.namespace.kubectl("get", "podtemplate", "flyte-ddp", "--output", "json"))["template"]
+        (default,) = defaults["spec"].pop("containers")
+        own = {
+            "name": pod,
+            "image": container.image,
+            "args": arguments,
+            "env": [{"name": name, "value": value} for name, value in environment.items()],
+            # Not the task's: these nodes have two cores, which other pods share.
+            "resources": {"requests": limits or {"cpu": "100m", "memory": "512Mi"}, "limits": limits or {}},
+        }
+        spec = {"restartPolicy": "Never", "serviceAccountName": "flyte-ddp", "terminationGracePeriodSeconds": 30}
+        annotations = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+        apply(
+            {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "metadata": {
+                    "name": pod,
+                    "namespace": self.namespace.name,
+                    "labels": self.labels(task, node),
+                    "annotations": annotations,
+                },
+                "spec": {**defaults["spec"], **spec, "containers": [{**default, **own}]},
+            }
+        )
+        return pod
+
+    def run(self, package: Package, task: str, node: str, inputs: LiteralMap) -> LiteralMap:
+        """The outputs of a task that ends well at its first attempt, without a word of warning."""
+        pod = self.start(package, task, node, inputs)
+        code = self.namespace.wait_for_end(pod, timeout=900)
+        log = self.namespace.log(pod)
+        outputs = self.outputs(node)
+        assert outputs is not None, f"exit code {code}\n{self.error(node)}\n{log}"
+        assert [line for line in log.splitlines() if UNHEALTHY.search(line)] == []
+        return outputs
+
+    def read(self, node: str, attempt: int, name: str) -> bytes | None:
+        try:
+            return bytes(self.store.files.cat_file(f"{self.prefix(node)}/{attempt}/{name}"))
+        except FileNotFoundError:
+            return None
+
+    def outputs(self, node: str, attempt: int = 0) -> LiteralMap | None:
+        raw = self.read(node, attempt, "outputs.pb")
+        return None if raw is None else LiteralMap.FromString(raw)
+
+    def error(self, node: str, attempt: int = 0) -> ContainerError | None:
+        raw = self.read(node, attempt, "error.pb")
+        return None if raw is None else ErrorDocument.FromString(raw).error
+
+    def started(self, outputs: LiteralMap, directory: Path) -> RunStarted:
+        """Return the last attempt's RunStarted, from the history that a training task returned."""
+        file = directory / "history.jsonl"
+        self.store.files.get_file(outputs.literals["history"].scalar.blob.uri, str(file))
+        return [event for event in read_history(file) if isinstance(event, RunStarted)][-1]
+
+
+def literals(task: Any, **inputs: Any) -> LiteralMap:
+    """`inputs` of a task as Flyte passes them on; a literal stays one."""
+    given = {name: value for name, value in inputs.items() if not hasattr(value, "WhichOneof")}
+    interface = task.python_interface.inputs
+    kinds = task.interface.inputs
+    context = FlyteContextManager.current_context()
+    made = TypeEngine.dict_to_literal_map(context, given, {name: interface[name] for name in given}).to_flyte_idl()
+    for name in inputs.keys() - given.keys():
+        made.literals[name].CopyFrom(inputs[name])
+    for name, (_, default) in task.python_interface.inputs_with_defaults.items():
+        if name not in inputs:
+            literal = TypeEngine.to_literal(context, default, interface[name], kinds[name].type)
+            made.literals[name].CopyFrom(literal.to_flyte_idl())
+    return made
+
+
+def listed(outputs: LiteralMap, name: str) -> list[Any]:
+    return list(outputs.literals[name].collection.literals)
