@@ -69,11 +69,12 @@ def client():
 def fault(client):
     """fault("kind rank step"): what the ranks of the next run do, see tests.support.recipes."""
 
-    def switch_on(text):
-        client.run(lambda: os.environ.update(FAULT=text))  # a bound method would arrive with an environment of its own
+    def switch_on(text, write_seconds=0):
+        variables = {"FAULT": text, "WRITE_SECONDS": str(write_seconds)}
+        client.run(lambda: os.environ.update(variables))  # a bound method would arrive with an environment of its own
 
     yield switch_on
-    client.run(lambda: os.environ.pop("FAULT", None))
+    client.run(lambda: [os.environ.pop(name, None) for name in ("FAULT", "WRITE_SECONDS")])
 
 
 def start_scheduler(directory):
@@ -279,10 +280,11 @@ def test_a_stop_leaves_ranks_that_end_to_grow_less_time():
 
 
 def test_a_bug_fails_at_once_with_the_ranks_traceback(client, tmp_path, fault):
-    fault("raise 1 3")
+    fault("raise 1 3", write_seconds=1)
     run = new_run(tmp_path)
     with pytest.raises(RankFailure, match=r"(?s)node 1 .*rank 1 failed: ValueError.*Traceback.*in _raise") as caught:
-        train(run, client, LOCAL)
+        train(run, client, LOCAL, checkpoint_interval=2)
+    assert (run.checkpoints / "step-0000000002.json").exists()  # rank 0 of the other node was still writing
     assert (caught.value.rank, caught.value.kind) == (1, "exception")
     assert run.error is caught.value
     assert len(events_of(run, events.RunStarted)) == 1

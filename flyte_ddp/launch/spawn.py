@@ -124,7 +124,7 @@ def run_on_this_machine(
                 )
                 dispatcher.emit(AttemptStarted(1, job.launched_at, waited_seconds=0.0))
                 try:
-                    supervise(job, node, listener, data, dispatcher.emit, stop, relay, step.set)
+                    supervise(job, node, listener, data, dispatcher.emit, stop, relay, step.on_beat)
                     return state
                 except RankFailure as failure:
                     dispatcher.emit(AttemptEnded(step.value, first_line(failure), idle_seconds=0.0))
@@ -148,7 +148,7 @@ class _LatestStep:
 
     value = 0
 
-    def set(self, step: int) -> None:
+    def on_beat(self, step: int, is_writing: bool) -> None:
         self.value = max(self.value, step)
 
 

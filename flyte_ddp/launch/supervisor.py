@@ -55,7 +55,7 @@ def supervise(
     emit: Callable[[events.Event], None],
     stop: StopRequest,
     relay: Callable[[str], None] | None = None,
-    on_beat: Callable[[int], None] | None = None,
+    on_beat: Callable[[int, bool], None] | None = None,
 ) -> None:
     """Run the ranks of one node to their end. When this returns or raises, all their processes are gone.
 
@@ -65,7 +65,8 @@ def supervise(
         emit: called with every event, on the node of rank 0.
         stop: ends the run early when set.
         relay: called with every line that a rank prints; standard error by default.
-        on_beat: called about every `POLL_INTERVAL` seconds with the step that this node's ranks have reached.
+        on_beat: called about every `POLL_INTERVAL` seconds with the step that this node's ranks have reached, and True
+            while rank 0 is one of them and writes a checkpoint.
 
     Raises:
         RankFailure: a rank failed, or no rank made progress for `stall_timeout` seconds.
@@ -141,7 +142,7 @@ class _Ranks:
         preparation: _Preparation | None,
         emit: Callable[[events.Event], None],
         stop: StopRequest,
-        on_beat: Callable[[int], None] | None,
+        on_beat: Callable[[int, bool], None] | None,
     ) -> None:
         """Pass data and events on until every rank has succeeded. Raise if one fails, or if none makes progress."""
         has_sent_stop = False
@@ -167,7 +168,7 @@ class _Ranks:
             if has_data and not self.failures:
                 self._check_progress()
             if on_beat:
-                on_beat(self._step())
+                on_beat(self._step(), bool(self.beats[-1]))
             if stop.is_set() and not has_data:
                 raise TrainingStopped(f"{stop.reason}: the run was stopped while its data were prepared")
             if stop.is_set() and not has_sent_stop:

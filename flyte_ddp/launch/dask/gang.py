@@ -27,6 +27,7 @@ from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, GO, KILL, KILL_GRACE, 
 from flyte_ddp.launch.dask.placement import Node, natural_key
 from flyte_ddp.launch.failures import MAX_LINES, shorten
 from flyte_ddp.launch.signals import STOP_GRACE, StopRequest
+from flyte_ddp.rank.job import WRITE_GRACE
 from flyte_ddp.wall_time import AttemptEnded
 
 POLL_INTERVAL = 0.1  # seconds between checks for silence and the stop request
@@ -213,6 +214,7 @@ class Attempt:
         sender.has_reported = True
         if message["kind"] == "beat":
             self._note_step(message["step"])
+            sender.is_writing = message["is_writing"]
             return
         for each in sender.inbox.put(message):
             if each["kind"] == "event":
@@ -280,8 +282,11 @@ class Attempt:
     def _cause_is_known(self) -> bool:
         if not self.failures:
             return False
-        first = min(noticed for _, noticed, _ in self.failures)
-        return not all(is_echo for is_echo, _, _ in self.failures) or time.monotonic() - first > ECHO_GRACE
+        seconds = time.monotonic() - min(noticed for _, noticed, _ in self.failures)
+        is_writing = any(node.is_writing and not node.has_ended for node in self.nodes)
+        if is_writing and all(getattr(failure, "kind", "") == "exception" for _, _, failure in self.failures):
+            return seconds > WRITE_GRACE
+        return not all(is_echo for is_echo, _, _ in self.failures) or seconds > ECHO_GRACE
 
     def _root_cause(self) -> Exception:
         """Return the failure that explains the others, with the last lines of the lost worker's pod."""

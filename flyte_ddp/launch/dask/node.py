@@ -36,6 +36,7 @@ class DriverLink:
     def __init__(self, commands: BinaryIO, messages: BinaryIO, driver_timeout: float) -> None:
         self.stop = StopRequest()
         self.step = 0
+        self.is_writing = False  # a checkpoint
         self.is_lost = False  # ordered to end at once, or left alone
         self._commands = commands
         self._messages = messages
@@ -62,15 +63,21 @@ class DriverLink:
         self.send_lines()
         self.send("event", event=events.to_dict(event))
 
-    def on_beat(self, step: int) -> None:
+    def on_beat(self, step: int, is_writing: bool) -> None:
         self.step = step
         self.send_lines()
+        if is_writing != self.is_writing:
+            self.is_writing = is_writing
+            self.send_beat()
 
     def send_lines(self) -> None:
         """Send the lines that the ranks have printed: many at a time, so that a talkative rank costs little."""
         lines, self._lines = self._lines, []
         if lines:
             self.send("lines", lines=lines)
+
+    def send_beat(self) -> None:
+        self.send("beat", step=self.step, is_writing=self.is_writing)
 
     def relay(self, line: str) -> None:
         self._lines.append(line)
@@ -91,7 +98,7 @@ class DriverLink:
 
     def _beat(self) -> None:
         while True:
-            self.send("beat", step=self.step)
+            self.send_beat()
             time.sleep(BEAT_INTERVAL)
             silence = time.monotonic() - self._last_command_at
             if silence > self._driver_timeout:

@@ -41,6 +41,7 @@ class Node:
     has_plugin: bool
     last_message_at: float = 0.0  # monotonic
     has_reported: bool = False
+    is_writing: bool = False  # rank 0 writes a checkpoint
     has_ended: bool = False  # its task has ended, or nothing more can be heard of it
     end: dict[str, Any] | None = None  # its last message
     inbox: Inbox = field(default_factory=Inbox)
