@@ -19,7 +19,7 @@ export UV_SYSTEM_CERTS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train train-multi-node test test-all test-docs test-gpu test-kubernetes test-flyte lint format bench \
-  image register requirements
+  soak image register requirements
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -77,6 +77,9 @@ format: $(INSTALLED)  ## let ruff mend what it can
 
 bench: $(INSTALLED)  ## compare with alternatives: ratios, each pair measured in one run; ONLY="start recovery" for some rows
 	$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY))
+
+soak: $(INSTALLED)  ## ten minutes of random kills, evictions and returns: samples, weights and goodput; SEED=1
+	$(BIN)/python -m benchmarks.soak $(if $(SEED),--seed $(SEED))
 
 image: $(INSTALLED)  ## the image for tasks, driver, scheduler and workers, as settings.toml or IMAGE names it
 	docker build --build-arg IMAGE=$(IMAGE) -t $(IMAGE) .

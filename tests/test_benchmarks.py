@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+import torch
 
 from benchmarks.measure import (
     MeasurementError,
@@ -17,6 +18,9 @@ from benchmarks.measure import (
     table,
     timed_to_loss,
 )
+from benchmarks.soak import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Counting, lost_and_doubled
+from flyte_ddp.prepare import prepare_data
+from tests.support.runs import new_run
 
 OURS, THEIRS = Variant("ours", ("true",), 1), Variant("theirs", ("true",), 1)
 THROUGHPUT = Row("throughput / the floor", "samples_per_second", OURS, THEIRS, ">= 0.95")
@@ -112,3 +116,19 @@ def test_a_round_that_fails_after_a_good_one_is_left_out_and_counted(tmp_path):
     (result,) = compare([Row("dying", "samples_per_second", good, dying, "")], 2, {}, lambda text: None)
     assert (ratios(result), result.num_failed, result.note) == ([1.0], 1, "")
     assert "(1.00 to 1.00; 1 rounds failed)" in table([result])
+
+
+def test_the_soak_counts_samples_that_were_lost_or_trained_twice():
+    seen = torch.full((NUM_SAMPLES,), 60 * LEARNING_RATE / BATCH_SIZE)
+    assert lost_and_doubled(seen, epochs=60) == (0, 0)
+    seen[3] -= 2 * LEARNING_RATE / BATCH_SIZE
+    seen[7:12] += LEARNING_RATE / BATCH_SIZE
+    assert lost_and_doubled(seen, epochs=60) == (2, 5)
+
+
+def test_each_sample_of_the_soak_counts_itself(tmp_path):
+    (tmp_path / "data").mkdir()
+    prepare_data(Counting(), "", tmp_path / "data")
+    run = new_run(tmp_path, "benchmarks.soak.Counting").train(2, epochs=2)
+    assert lost_and_doubled(run.state()["seen"], epochs=2) == (0, 0)
+    assert lost_and_doubled(run.state()["seen"], epochs=1) == (0, NUM_SAMPLES)

@@ -197,7 +197,7 @@ def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
     start_worker, scheduler, tmp_path, finished_run, caplog
 ):
     """On a cluster that somebody scales; a step takes long on one node, so that the second one is there in time."""
-    pace = {"STEP_SECONDS": "0.05", "ALONE_SECONDS": "1.5"}
+    pace = {"STEP_SECONDS": "0.05", "ALONE_SECONDS": "2.5"}
     nannies = [start_worker(scheduler, f"node-{index}", **pace) for index in range(2)]
 
     class Elastic(type(new_run(tmp_path))):

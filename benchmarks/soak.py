@@ -1,0 +1,294 @@
+"""Kill ranks and evict nodes at random while a run trains: `python -m benchmarks.soak --seed 1`.
+
+On a Dask cluster of two worker processes on this machine, one model trains. At random moments a rank is killed, or a
+worker with its nanny, which comes back under another name some seconds later. In the end it prints what the time went
+to, the samples that were lost or trained twice, and whether the weights are those of an undisturbed run.
+
+The model counts samples itself: each has a parameter of its own, whose gradient is the same each time it is seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.cluster.connect import open_cluster
+from flyte_ddp.config import TrainingConfig, resolve
+from flyte_ddp.events import Event, RunStarted, RunState
+from flyte_ddp.launch import spawn
+from flyte_ddp.launch.dask.launcher import train_on_dask
+from flyte_ddp.prepare import prepare_data
+from flyte_ddp.rank.job import Job
+from flyte_ddp.rank.programs import RecipeProgram
+from flyte_ddp.recipes import Recipe
+from flyte_ddp.recipes.arrays import load_images, save_images
+
+if TYPE_CHECKING:
+    from psutil import Process
+    from torch import Tensor, nn
+
+NUM_SAMPLES, NUM_FEATURES, NUM_CLASSES = 960, 16, 4
+BATCH_SIZE, LEARNING_RATE = 24, 0.05
+STEP_SECONDS = 0.25  # on any number of nodes, so that the run's length is known
+ABSENCE = (3.0, 15.0)  # seconds until an evicted node is back
+QUIET = 0.85  # share of the time after which nothing more is killed, so that the run ends undisturbed
+NAME = "benchmarks.soak.Counting"
+
+
+class Counting(Recipe):
+    """A small model, and for each training sample a number that grows by one step each time it is seen."""
+
+    defaults = {
+        "global_batch_size": BATCH_SIZE,
+        "optimizer": "sgd",
+        "momentum": 0.0,
+        "learning_rate": LEARNING_RATE,
+        "schedule": "constant",
+        "checkpoint_interval": 8,
+        "log_interval": 4,
+    }
+
+    def prepare(self, source: str, directory: Path) -> str:
+        import numpy as np
+
+        draw = np.random.RandomState(0)
+        for split, size in (("train", NUM_SAMPLES), ("test", 40)):
+            inputs = draw.standard_normal((size, NUM_FEATURES + 1)).astype(np.float32)
+            inputs[:, -1] = np.arange(size)  # the sample's number
+            save_images(directory / f"{split}.npz", inputs, draw.randint(NUM_CLASSES, size=size))
+        return f"{NUM_SAMPLES} samples of noise"
+
+    def datasets(self, directory: Path) -> Any:
+        return load_images(directory / "train.npz"), load_images(directory / "test.npz")
+
+    def model(self) -> nn.Module:
+        import torch
+        from torch import nn
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = nn.Sequential(nn.Linear(NUM_FEATURES, 32), nn.Tanh(), nn.Linear(32, NUM_CLASSES))
+                self.seen = nn.Parameter(torch.zeros(NUM_SAMPLES))
+
+            def forward(self, inputs: Tensor) -> Tensor:
+                seen = self.seen[inputs[:, -1].long()]
+                return torch.cat([self.layers(inputs[:, :-1]), seen[:, None]], dim=1)
+
+        return Model()
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if outputs.requires_grad:
+            time.sleep(float(os.environ.get("SOAK_STEP_SECONDS", "0")))
+        return super().losses(outputs[:, :-1], targets) - outputs[:, -1]
+
+    def num_correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return super().num_correct(outputs[:, :-1], targets)
+
+    def predictions(self, batch: Any, outputs: Tensor, targets: Tensor) -> Any:
+        return []
+
+
+class Nodes:
+    """A Dask scheduler and its workers, as processes."""
+
+    def __init__(self, directory: Path) -> None:
+        self.file = directory / "scheduler.json"
+        self.workers: dict[str, subprocess.Popen[bytes]] = {}
+        self.num_started = 0
+        options = ("--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--scheduler-file", str(self.file))
+        self.scheduler = self._start("scheduler", *options)
+        while not (self.file.exists() and self.file.read_text().endswith("}")):
+            time.sleep(0.1)
+        self.address = str(json.loads(self.file.read_text())["address"])
+
+    def add(self) -> str:
+        name = f"node-{self.num_started}"
+        self.num_started += 1
+        options = ("--name", name, "--nthreads", "1", "--no-dashboard", "--memory-limit", "0")
+        self.workers[name] = self._start("worker", self.address, *options)
+        return name
+
+    def evict(self, name: str) -> None:
+        """Kill a worker with its nanny; its ranks notice that by themselves."""
+        nanny = self.workers.pop(name)
+        for process in [nanny, *_children(nanny.pid, recursive=False)]:
+            process.kill()
+        nanny.wait()
+
+    def ranks(self) -> list[Process]:
+        return [
+            process
+            for nanny in self.workers.values()
+            for process in _children(nanny.pid, recursive=True)
+            if _is_rank(process)
+        ]
+
+    def close(self) -> None:
+        for process in [*self.workers.values(), self.scheduler]:
+            for child in _children(process.pid, recursive=True):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, 9)
+            process.kill()
+            process.wait()
+
+    def _start(self, *command: str) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "SOAK_STEP_SECONDS": str(STEP_SECONDS), "CUDA_VISIBLE_DEVICES": ""}
+        return subprocess.Popen(
+            [sys.executable, "-m", "dask", *command], env=environment, stderr=subprocess.DEVNULL, cwd=os.getcwd()
+        )
+
+
+class Faults(threading.Thread):
+    """A listener of the run that also does the harm, in a thread, from the first step on."""
+
+    def __init__(self, nodes: Nodes, seed: int, num_faults: int, seconds: float) -> None:
+        super().__init__(daemon=True)
+        self.nodes = nodes
+        self.random = random.Random(seed)
+        self.times = sorted(self.random.uniform(0, QUIET * seconds) for _ in range(num_faults))
+        self.state = RunState(keep_steps=False)
+        self.done: dict[str, int] = {"rank killed": 0, "node evicted": 0}
+        self.sizes: list[int] = []
+        self.is_over = threading.Event()
+
+    def handle(self, event: Event) -> None:
+        self.state.handle(event)
+        if isinstance(event, RunStarted):
+            self.sizes.append(event.world_size)
+            if len(self.sizes) == 1:
+                self.start()
+
+    def close(self, error: BaseException | None) -> None:
+        self.is_over.set()
+
+    def run(self) -> None:
+        begun = time.monotonic()
+        for moment in self.times:
+            if self.is_over.wait(max(0.0, begun + moment - time.monotonic())):
+                return
+            if len(self.nodes.workers) > 1 and self.random.random() < 0.5:
+                self.nodes.evict(self.random.choice(sorted(self.nodes.workers)))
+                self.done["node evicted"] += 1
+                threading.Timer(self.random.uniform(*ABSENCE), self.nodes.add).start()
+            elif ranks := self.nodes.ranks():
+                with contextlib.suppress(ProcessLookupError):
+                    self.random.choice(ranks).kill()
+                    self.done["rank killed"] += 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=10.0, help="of stepping (%(default)s)")
+    parser.add_argument("--faults", type=int, default=20, help="kills and evictions (%(default)s)")
+    arguments = parser.parse_args()
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)
+    steps_per_epoch = NUM_SAMPLES // BATCH_SIZE
+    epochs = max(1, round(60 * arguments.minutes / STEP_SECONDS / steps_per_epoch))
+    config = resolve(Counting.defaults, {"epochs": epochs})
+    with tempfile.TemporaryDirectory(prefix="soak-") as name, _nodes(Path(name)) as nodes:
+        directory = Path(name)
+        (directory / "data").mkdir()
+        prepare_data(Counting(), "", directory / "data")
+        faults = Faults(nodes, arguments.seed, arguments.faults, 60 * arguments.minutes)
+        _train(config, nodes, faults, directory)
+        spawn.train(_job(config, directory / "undisturbed"), lambda: str(directory / "data"), num_processes=2)
+        return _report(arguments, epochs, faults, directory)
+
+
+def _train(config: TrainingConfig, nodes: Nodes, faults: Faults, directory: Path) -> None:
+    cluster = ClusterConfig(
+        kind="existing",
+        scheduler_address=nodes.address,
+        min_nodes=1,
+        max_restarts=1000,
+        return_timeout=0.5,
+        grow_delay=1.0,
+        grow_interval=0.0,
+    )
+    with open_cluster(cluster, "soak") as client:
+        train_on_dask(_job(config, directory / "run"), lambda: str(directory / "data"), client, cluster, [faults])
+
+
+def _job(config: TrainingConfig, place: Path) -> Job:
+    return Job(RecipeProgram(NAME, config), str(place), time.time())
+
+
+def _report(arguments: argparse.Namespace, epochs: int, faults: Faults, directory: Path) -> int:
+    """Print the result. Return 0 if every sample was seen once an epoch and the weights are right, else 1."""
+    import torch
+
+    states = [torch.load(directory / place / "model_state.pt", weights_only=True) for place in ("run", "undisturbed")]
+    lost, doubled = lost_and_doubled(states[0]["seen"], epochs)
+    difference = 0.0
+    try:
+        torch.testing.assert_close(states[0], states[1])
+    except AssertionError:
+        difference = max(float((states[0][name] - states[1][name]).abs().max()) for name in states[0])
+    spent = faults.state.time_spent()
+    grown = sum(later > earlier for earlier, later in itertools.pairwise(faults.sizes))
+    rows = {
+        "seed": str(arguments.seed),
+        "faults": ", ".join(f"{count} x {what}" for what, count in faults.done.items()),
+        "attempts": f"{len(faults.sizes)}, of which {grown} larger than the one before",
+        "samples lost": f"{lost} of {epochs * NUM_SAMPLES:,}",
+        "samples trained twice": str(doubled),
+        "weights": f"differ by {difference:.2g}" if difference else "those of an undisturbed run",
+        "wall time": f"{spent.wall:.0f} s",
+        "goodput": f"{100 * spent.goodput:.1f} %",
+        **{name.replace("_", " "): f"{seconds:.1f} s" for name, seconds in spent.parts().items()},
+    }
+    print("\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]))
+    return int(bool(lost or doubled or difference))
+
+
+def lost_and_doubled(seen: Tensor, epochs: int) -> tuple[int, int]:
+    """Return how many times a sample was left out of an epoch, and how many times it was trained once more."""
+    counts = (seen / (LEARNING_RATE / BATCH_SIZE)).round().long()
+    return int((epochs - counts).clamp(min=0).sum()), int((counts - epochs).clamp(min=0).sum())
+
+
+@contextlib.contextmanager
+def _nodes(directory: Path) -> Iterator[Nodes]:
+    nodes = Nodes(directory)
+    try:
+        nodes.add()
+        nodes.add()
+        yield nodes
+    finally:
+        nodes.close()
+
+
+def _children(pid: int, recursive: bool) -> list[Process]:
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return list(psutil.Process(pid).children(recursive))
+    return []
+
+
+def _is_rank(process: Process) -> bool:
+    import psutil
+
+    with contextlib.suppress(psutil.Error, AttributeError):  # it, or its parent, has just ended
+        return "spawn_main" in str(process.cmdline()) and "node import main" in str(process.parent().cmdline())
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())
