@@ -12,11 +12,9 @@ import contextlib
 import contextvars
 import multiprocessing
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import types
@@ -31,6 +29,7 @@ from flyte_ddp import events
 from flyte_ddp.errors import OUT_OF_MEMORY, RankFailure, TrainingStopped
 from flyte_ddp.launch.devices import visible_gpus
 from flyte_ddp.launch.failures import first_line, shorten, shorten_traceback
+from flyte_ddp.launch.log_tail import LogTail, logs_directory
 from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.rank.job import WRITE_GRACE, Job, NodeRanks, rank_log, rank_stacks
 from flyte_ddp.rank.process import run_rank
@@ -41,7 +40,6 @@ POLL_INTERVAL = 0.1  # seconds between checks of logs, heartbeats and the stop r
 LOG_TAIL = 20  # lines of a dead rank's output in the error
 MAX_MESSAGE = 6  # lines of an exception's own message
 STACK_LINES = 36  # of all ranks' main threads together in the error of a stall; the log has all threads
-REDRAW_INTERVAL = 10.0  # seconds between two lines for a progress bar that a rank draws
 DEATH_GRACE = 2.0  # seconds for the kernel to end killed processes, and for their new parent to reap them
 
 _hiding = threading.Lock()
@@ -72,7 +70,7 @@ def supervise(
         RankFailure: a rank failed, or no rank made progress for `stall_timeout` seconds.
         TrainingStopped: the run was stopped.
     """
-    with _logs_directory() as logs:
+    with logs_directory() as logs:
         ranks = _Ranks(job, node, listener, logs, relay or print_line)
         try:
             ranks.watch(_Preparation(data) if data else None, emit, stop, on_beat)
@@ -88,7 +86,7 @@ class _Rank:
     process: BaseProcess
     up: Connection
     down: Connection
-    log: _LogTail
+    log: LogTail
     outcome: str = ""  # "done", "stopped" or "error", as the rank reported; "" before
 
 
@@ -135,7 +133,7 @@ class _Ranks:
         # Only the rank holds its ends now, so that either side sees the other's death as the end of a pipe.
         rank_up.close()
         rank_down.close()
-        self.ranks.append(_Rank(number, process, up, down, _LogTail(rank_log(self.logs, number))))
+        self.ranks.append(_Rank(number, process, up, down, LogTail(rank_log(self.logs, number))))
 
     def watch(
         self,
@@ -348,49 +346,6 @@ class _Preparation:
             self._error = error
 
 
-class _LogTail:
-    """The lines that are appended to a growing file.
-
-    A line that a progress bar draws again and again, with carriage returns, is shown as last drawn, and from time to
-    time while it is incomplete.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = Path(path)
-        self.position = 0
-        self.rest = b""
-        self._next_redrawn = 0.0  # monotonic
-
-    def new_lines(self, at_end: bool = False) -> list[str]:
-        """Return the new complete lines; `at_end`, also what no line break follows."""
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(self.position)
-                contents = file.read()
-        except FileNotFoundError:
-            return []
-        self.position += len(contents)
-        *lines, rest = (self.rest + contents).split(b"\n")
-        is_redrawn, self.rest = b"\r" in rest, rest if rest.endswith(b"\r") else _as_drawn(rest)
-        if at_end and self.rest:
-            lines, self.rest = [*lines, self.rest], b""
-        elif is_redrawn and time.monotonic() >= self._next_redrawn:
-            self._next_redrawn = time.monotonic() + REDRAW_INTERVAL
-            lines.append(self.rest)
-        return [_as_drawn(line).decode(errors="replace") for line in lines]
-
-    def last_lines(self, count: int) -> str:
-        try:
-            return "\n".join(self.path.read_text(errors="replace").splitlines()[-count:])
-        except FileNotFoundError:
-            return ""
-
-
-def _as_drawn(line: bytes) -> bytes:
-    """Return what a terminal shows of a line with carriage returns."""
-    return line.rstrip(b"\r").rpartition(b"\r")[2]
-
-
 def count_oom_kills() -> int:
     """Count the processes of this container that the kernel killed for lack of memory; 0 if that is not known."""
     try:
@@ -439,15 +394,6 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name)
             else:
                 os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _logs_directory() -> Iterator[str]:
-    directory = tempfile.mkdtemp(prefix="ranks-")
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _has_group(leader: int | None) -> bool:

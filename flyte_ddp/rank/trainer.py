@@ -15,7 +15,7 @@ from torch import nn
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import NonFiniteLoss, StopRequested
-from flyte_ddp.events import CheckpointSaved, EpochFinished, HistogramsTaken, StepFinished
+from flyte_ddp.events import CheckpointSaved, EpochFinished, Event, HistogramsTaken, StepFinished
 from flyte_ddp.rank import inspection
 from flyte_ddp.rank.batch_norm import keep_frozen_statistics
 from flyte_ddp.rank.checkpoint import CheckpointStore
@@ -163,7 +163,7 @@ class Trainer:
             nonlocal is_saved
             self.beat()
             stops = poll.stop_agreed()
-            # How long it has taken differs between the ranks, and a save of a split model needs all of them at once.
+            # Its length differs between the ranks, and a save of a split model needs all of them at once.
             is_long = not self.is_sharded and time.perf_counter() - started > LONG_EVALUATION
             if not is_saved and (stops or is_long):
                 self.save_checkpoint(best=False)
@@ -222,15 +222,17 @@ class Trainer:
             load_whole_optimizer(self.optimizer, state["optimizer"])
             self.progress = Progress.from_dict(state["progress"])
         elif self.initial_state:
-            run_together(
-                lambda: load_initial_state(self.model, self.initial_state, self.config.store_timeout),
-                self.world,
-            )
+            timeout = self.config.store_timeout
+            run_together(lambda: load_initial_state(self.model, self.initial_state, timeout), self.world)
         return url, skipped
 
     def beat(self) -> None:
         """Report that this rank makes progress."""
         self.supervisor.beat(self.progress.step)
+
+    def _emit(self, event: Event) -> None:
+        if self.world.is_first:
+            self.supervisor.emit(event)
 
     def _new_sums(self) -> MetricSums:
         return MetricSums(torch.zeros((), dtype=torch.float64, device=self.world.device))
@@ -246,10 +248,8 @@ class Trainer:
         progress.loss_sum = earlier.loss_sum + self.world.sum(sums.loss_sum)[0]
         progress.num_targets = earlier.num_targets + float(sums.num_targets)
         progress.seconds = earlier.seconds + sums.seconds
-        for name, value in (
-            ("loss summed over all ranks", progress.loss_sum),
-            ("gradient's norm", gradient_norm(self.model)),
-        ):
+        checked = {"loss summed over all ranks": progress.loss_sum, "gradient's norm": gradient_norm(self.model)}
+        for name, value in checked.items():
             if not math.isfinite(value):
                 raise NonFiniteLoss(f"the {name} is {value} at step {progress.step} (epoch {progress.epoch}); {REMEDY}")
 
@@ -258,18 +258,16 @@ class Trainer:
         return learning_rate(self.config, self.progress.step - 1, self.num_steps)
 
     def _report_step(self, sums: MetricSums, gradient_norm: float) -> None:
-        loss_sum = self.world.sum(sums.loss_sum)[0]
-        if self.world.is_first:
-            self.supervisor.emit(
-                StepFinished(
-                    step=self.progress.step,
-                    epoch=self.progress.epoch,
-                    loss=loss_sum / float(sums.num_targets),
-                    learning_rate=self._last_learning_rate(),
-                    gradient_norm=gradient_norm,
-                    samples_per_second=sums.num_samples / sums.seconds,
-                )
+        self._emit(
+            StepFinished(
+                step=self.progress.step,
+                epoch=self.progress.epoch,
+                loss=self.world.sum(sums.loss_sum)[0] / float(sums.num_targets),
+                learning_rate=self._last_learning_rate(),
+                gradient_norm=gradient_norm,
+                samples_per_second=sums.num_samples / sums.seconds,
             )
+        )
 
     def _finish_epoch(self, sums: MetricSums, own_seconds: float, evaluation: Evaluation) -> EpochFinished:
         """Report the epoch's results and advance to the next epoch."""
@@ -295,11 +293,8 @@ class Trainer:
         if world.is_first or self.is_sharded:
             with inspection.shown("sample"):
                 finished = dataclasses.replace(finished, sample=self.recipe.generate_sample(self.model))
-            if world.is_first:
-                self.supervisor.emit(finished)
+            self._emit(finished)
             with inspection.shown("histograms"):
-                histograms = HistogramsTaken(progress.step, *inspection.histograms_of(self.model))
-                if world.is_first:
-                    self.supervisor.emit(histograms)
+                self._emit(HistogramsTaken(progress.step, *inspection.histograms_of(self.model)))
         progress.finish_epoch(finished)
         return finished

@@ -1,0 +1,65 @@
+"""The files into which the ranks of a node print, and how their supervisor reads them while they grow."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+REDRAW_INTERVAL = 10.0  # seconds between two lines for a progress bar that a rank draws
+
+
+class LogTail:
+    """The lines that are appended to a growing file.
+
+    A line that a progress bar draws again and again, with carriage returns, is shown as last drawn, and from time to
+    time while it is incomplete.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        self.position = 0
+        self.rest = b""
+        self._next_redrawn = 0.0  # monotonic
+
+    def new_lines(self, at_end: bool = False) -> list[str]:
+        """Return the new complete lines; `at_end`, also what no line break follows."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.position)
+                contents = file.read()
+        except FileNotFoundError:
+            return []
+        self.position += len(contents)
+        *lines, rest = (self.rest + contents).split(b"\n")
+        is_redrawn, self.rest = b"\r" in rest, rest if rest.endswith(b"\r") else _as_drawn(rest)
+        if at_end and self.rest:
+            lines, self.rest = [*lines, self.rest], b""
+        elif is_redrawn and time.monotonic() >= self._next_redrawn:
+            self._next_redrawn = time.monotonic() + REDRAW_INTERVAL
+            lines.append(self.rest)
+        return [_as_drawn(line).decode(errors="replace") for line in lines]
+
+    def last_lines(self, count: int) -> str:
+        try:
+            return "\n".join(self.path.read_text(errors="replace").splitlines()[-count:])
+        except FileNotFoundError:
+            return ""
+
+
+def _as_drawn(line: bytes) -> bytes:
+    """Return what a terminal shows of a line with carriage returns."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+@contextlib.contextmanager
+def logs_directory() -> Iterator[str]:
+    """Make a directory for the length of the block."""
+    directory = tempfile.mkdtemp(prefix="ranks-")
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
