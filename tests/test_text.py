@@ -408,6 +408,33 @@ def test_a_state_of_another_vocabulary_is_refused_also_where_sizes_are_the_same(
     load_initial_state(TextModel(Shape(300, **TINY), tokenizer=definitions[0]), str(file))
 
 
+def test_the_vocabulary_of_another_model_is_used_so_that_new_text_fits_it(tmp_path):
+    definition = train_bpe(iter(DOCUMENTS), 300).definition
+    file = tmp_path / "model_state.pt"
+    torch.save(TextModel(Shape(300, **TINY), tokenizer=definition).state_dict(), file)
+    recipe, _, _ = prepared(tmp_path, tokens="bpe", vocabulary_of=str(file))  # on Python's own topics
+    load_initial_state(recipe.model(), str(file))
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (None, "which does not exist"),
+        (b"junk", "which is another file"),
+        ({"fc.weight": torch.zeros(1)}, "which is another file"),
+        (TextModel(Shape(256, **TINY)).state_dict(), "which has bytes as tokens"),
+    ],
+)
+def test_a_file_without_a_vocabulary_is_named_in_one_line(tmp_path, state, said):
+    file = tmp_path / "model_state.pt"
+    if state is not None:
+        file.write_bytes(state) if isinstance(state, bytes) else torch.save(state, file)
+    with pytest.raises(
+        ConfigError, match=f"^recipe_options.vocabulary_of: expected .* of recipe text .* got .*{said}$"
+    ):
+        prepared(tmp_path, tokens="bpe", vocabulary_of=str(file))
+
+
 # The model
 
 

@@ -14,6 +14,7 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished, Prediction
 from flyte_ddp.fields import field, validate
 from flyte_ddp.recipes.base import Recipe
+from flyte_ddp.storage import has_password, redact_url
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -44,6 +45,7 @@ class Text(Recipe):
     dropout: float = field(0.0, minimum=0, below=1)
     tokens: str = field("bytes", choices=("bytes", "bpe"))  # bpe: byte-pair encoding, trained on the data
     vocabulary: int = field(4096, minimum=300, maximum=32_768)  # tokens of a bpe, of which files have 16 bits
+    vocabulary_of: str = field("")  # path or URL of a model state whose bpe is used instead of a new one
     held_out: float = field(0.1, above=0, below=1)  # share of the documents
     separator: str = field("")  # between two documents in a text file; "" makes each file a document
     files: str = field("")  # pattern of the names of files in a directory, such as "*.py"; "" for text and Parquet
@@ -66,6 +68,11 @@ class Text(Recipe):
             raise ConfigError(
                 f"recipe_options.width: expected a multiple of {2 * self.heads} (2 x heads), got {self.width}"
             )
+        if self.vocabulary_of and (self.tokens != "bpe" or has_password(self.vocabulary_of)):
+            raise ConfigError(
+                'recipe_options.vocabulary_of: expected a URL without a password, and {"tokens": "bpe"} with it, got '
+                f"{redact_url(self.vocabulary_of)!r} and tokens {self.tokens!r}"
+            )
         # Set by `datasets` for `model` and the figures.
         self._facts: Facts | None = None
 
@@ -77,10 +84,17 @@ class Text(Recipe):
                 topics that come with Python.
         """
         from flyte_ddp.recipes.text.corpus import Corpus
-        from flyte_ddp.recipes.text.shards import prepare_shards
+        from flyte_ddp.recipes.text.shards import prepare_shards, sample_texts
+        from flyte_ddp.recipes.text.tokens import tokenizer_of, tokenizer_of_state, train_bpe
 
         corpus = Corpus(source, self.separator, self.files, self.column)
-        return prepare_shards(corpus, directory, self.tokens, self.vocabulary, self.held_out, self.context)
+        if self.tokens == "bytes":
+            tokenizer = tokenizer_of("")
+        elif self.vocabulary_of:
+            tokenizer = tokenizer_of_state(self.vocabulary_of, "recipe_options.vocabulary_of")
+        else:
+            tokenizer = train_bpe(sample_texts(corpus, self.held_out), self.vocabulary)
+        return prepare_shards(corpus, directory, tokenizer, self.held_out, self.context)
 
     def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
         import warnings

@@ -16,7 +16,7 @@ import numpy as np
 
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.recipes.text.corpus import Corpus, Piece
-from flyte_ddp.recipes.text.tokens import Tokenizer, tokenizer_of, train_bpe
+from flyte_ddp.recipes.text.tokens import Tokenizer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -45,14 +45,13 @@ class Facts:
     held_out: Shard
 
 
-def prepare_shards(corpus: Corpus, directory: Path, tokens: str, vocabulary: int, held_out: float, context: int) -> str:
+def prepare_shards(corpus: Corpus, directory: Path, tokenizer: Tokenizer, held_out: float, context: int) -> str:
     """Tokenize `corpus` into `directory`, and describe it.
 
     Documents are held out by a hash of their beginning, so that copies of a document lie on one side, and a document
     stays on its side when others are added.
 
     Args:
-        tokens: bytes or bpe; a BPE has `vocabulary` tokens.
         held_out: share of the documents.
         context: tokens of a window.
 
@@ -60,7 +59,6 @@ def prepare_shards(corpus: Corpus, directory: Path, tokens: str, vocabulary: int
         DataError: the corpus is empty, or is not UTF-8 for a tokenizer that needs it.
         ConfigError: the window is longer than one of the files.
     """
-    tokenizer = tokenizer_of("") if tokens == "bytes" else train_bpe(_sample(corpus, held_out), vocabulary)
     paths = directory / TRAIN, directory / HELD_OUT
     with open(paths[0], "wb") as train_file, open(paths[1], "wb") as held_out_file:
         writer = _Writer((train_file, held_out_file), tokenizer, held_out)
@@ -84,11 +82,29 @@ def prepare_shards(corpus: Corpus, directory: Path, tokens: str, vocabulary: int
         **{name: vars(shard) for name, shard in zip(("train", "held_out"), shards, strict=True)},
     }
     (directory / FACTS).write_text(json.dumps(facts))
-    kind = "bytes" if tokens == "bytes" else f"tokens of a BPE of {tokenizer.size:,}"
+    kind = f"tokens of a BPE of {tokenizer.size:,}" if tokenizer.definition else "bytes"
     return (
         f"text from {corpus.name}: {writer.num_documents:,} documents, {how}; "
         f"{shards[0].tokens:,} {kind} to train, {shards[1].tokens:,} held out"
     )
+
+
+def sample_texts(corpus: Corpus, held_out: float) -> Iterator[str]:
+    """Yield texts of the training documents, `BPE_SAMPLE` bytes of a large corpus, taken from all over it.
+
+    Raises:
+        DataError: a text is not UTF-8.
+    """
+    share = BPE_SAMPLE / max(1, corpus.num_bytes())
+    split, taken = _Split(held_out), 0
+    for number, piece in enumerate(corpus.pieces()):
+        is_taken = int((number + 1) * share) > int(number * share) if share < 1 else True
+        if split.is_held_out(piece) is False and is_taken and taken < BPE_SAMPLE:
+            taken += len(piece.text)
+            try:
+                yield piece.text.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise _not_utf8(corpus, error) from error
 
 
 def read_facts(directory: Path) -> Facts:
@@ -156,24 +172,6 @@ class _Split:
         if piece.ends:
             self._side = None
         return side
-
-
-def _sample(corpus: Corpus, held_out: float) -> Iterator[str]:
-    """Yield texts of the training documents, `BPE_SAMPLE` bytes of a large corpus, taken from all over it.
-
-    Raises:
-        DataError: a text is not UTF-8.
-    """
-    share = BPE_SAMPLE / max(1, corpus.num_bytes())
-    split, taken = _Split(held_out), 0
-    for number, piece in enumerate(corpus.pieces()):
-        is_taken = int((number + 1) * share) > int(number * share) if share < 1 else True
-        if split.is_held_out(piece) is False and is_taken and taken < BPE_SAMPLE:
-            taken += len(piece.text)
-            try:
-                yield piece.text.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise _not_utf8(corpus, error) from error
 
 
 def _not_utf8(corpus: Corpus, error: UnicodeDecodeError) -> DataError:

@@ -5,10 +5,14 @@ A tokenizer has a `definition`, a string from which `tokenizer_of` makes it agai
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+
+from flyte_ddp.errors import ConfigError, StorageDenied, StorageUnavailable
+from flyte_ddp.storage import read_file
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -89,6 +93,34 @@ class Bpe:
 def tokenizer_of(definition: str) -> Tokenizer:
     """Return the tokenizer with this definition; "" is that of bytes."""
     return Bpe(definition) if definition else Bytes()
+
+
+def tokenizer_of_state(url: str, field: str) -> Tokenizer:
+    """Return the BPE of the model whose state is at `url`, a path or URL.
+
+    Args:
+        field: named in errors.
+
+    Raises:
+        ConfigError: there is no state of such a model.
+        StorageDenied: it may not be read.
+        StorageUnavailable: its store could not be reached.
+    """
+    import torch
+
+    expected = f"{field}: expected the model_state.pt of a run of recipe text with a bpe, got {url!r}, which"
+    try:
+        state = torch.load(io.BytesIO(read_file(url, field)), map_location="cpu", weights_only=True)
+        definition = state["_extra_state"]["tokenizer"]
+    except FileNotFoundError:
+        raise ConfigError(f"{expected} does not exist") from None
+    except (StorageDenied, StorageUnavailable):
+        raise
+    except Exception as error:  # of any kind: the bytes of another file may look like anything
+        raise ConfigError(f"{expected} is another file") from error
+    if not definition:
+        raise ConfigError(f"{expected} has bytes as tokens")
+    return Bpe(definition)
 
 
 def train_bpe(texts: Iterator[str], vocabulary: int) -> Bpe:
