@@ -105,7 +105,7 @@ class _ConfigTransformer(DataclassTransformer):
         return dc
 
 
-class _OptionalTransformer(UnionTransformer):
+class OptionalTransformer(UnionTransformer):
     """Name the mistake in an optional input.
 
     flytekit tries all variants of a union and drops their errors. What none of them accepted arrives here as the text
@@ -149,8 +149,8 @@ OptionalSource = typing.Union[FlyteDirectory, FlyteFile, None]  # noqa: UP007 - 
 
 for _kind in (TrainingOverrides, ClusterInput):
     TypeEngine.register(_ConfigTransformer(_kind))
-    TypeEngine.register(_OptionalTransformer(typing.Optional[_kind], functools.partial(_refuse_text, _kind)))  # noqa: UP045
-TypeEngine.register(_OptionalTransformer(OptionalSource, _refuse_source))
+    TypeEngine.register(OptionalTransformer(typing.Optional[_kind], functools.partial(_refuse_text, _kind)))  # noqa: UP045
+TypeEngine.register(OptionalTransformer(OptionalSource, _refuse_source))
 
 
 def given(overrides: Any) -> Mapping[str, Any]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from flytekit import task
 
 from flyte_ddp.errors import OUT_OF_MEMORY
-from flyte_ddp.events import Event, Listener
+from flyte_ddp.events import Listener
 from flyte_ddp.launch import spawn
 from flyte_ddp.launch.spawn import Result
 from flyte_ddp.observers.history import HistoryFile
-from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.rank.job import Job
 from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.recipes import config_of
@@ -20,7 +19,7 @@ from tasks.outputs import TrainingOutputs
 from tasks.prepare import PreparedData
 from tasks.report import Report
 from tasks.resources import DRIVER_TASK, TRAINING_CACHE, TRAINING_TASK
-from tasks.wandb_link import wandb_link
+from tasks.wandb_link import ReportLink, wandb_link
 
 
 @task(cache=TRAINING_CACHE, **TRAINING_TASK, **FRAMED)
@@ -122,7 +121,7 @@ class _Run:
             HistoryFile(frame.directory / "history.jsonl"),
             wandb,
             frame.report,
-            _Link(wandb, frame.report),
+            ReportLink(wandb, frame.report),
             frame.publisher,
         ]
 
@@ -138,18 +137,3 @@ class _Run:
         self.frame.say("accuracy per epoch  " + "  ".join(f"{100 * accuracy:.2f} %" for accuracy in accuracies))
         self.frame.say_outputs(model_state=outputs.model_state, report=outputs.report, history=outputs.history)
         return outputs
-
-
-class _Link:
-    """A listener that adds the W&B run's URL to the report when W&B has answered."""
-
-    def __init__(self, wandb: Wandb, report: Report) -> None:
-        self.wandb = wandb
-        self.report = report
-
-    def handle(self, event: Event) -> None:
-        if self.wandb.url:
-            self.report.links["W&B run"] = self.wandb.url
-
-    def close(self, error: BaseException | None) -> None:
-        pass

@@ -1,9 +1,12 @@
-"""The link from a task in Flyte's console to its W&B run."""
+"""Links to a task's W&B run: in Flyte's console, and in the report."""
 
 from __future__ import annotations
 
 from flytekit.core.utils import ClassDecorator
 
+from flyte_ddp.events import Event
+from flyte_ddp.observers.page import Page
+from flyte_ddp.observers.weights_and_biases import Wandb
 from tasks.resources import WANDB_ENVIRONMENT, WANDB_MODE
 
 
@@ -28,3 +31,18 @@ class wandb_link(ClassDecorator):
             "entity": entity,
             "project": WANDB_ENVIRONMENT["WANDB_PROJECT"],
         }
+
+
+class ReportLink:
+    """A listener that adds the W&B run's URL to the report when W&B has answered."""
+
+    def __init__(self, wandb: Wandb, report: Page) -> None:
+        self.wandb = wandb
+        self.report = report
+
+    def handle(self, event: Event) -> None:
+        if self.wandb.url:
+            self.report.links["W&B run"] = self.wandb.url
+
+    def close(self, error: BaseException | None) -> None:
+        pass

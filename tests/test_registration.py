@@ -57,6 +57,7 @@ KNOWN = {
     "tasks.prepare.prepare": Expected(SMALL),
     "tasks.train.train_on_one_node": Expected(TRAINING, 3, interruptible=True, cached=True, secret=True, deck=True),
     "tasks.train.train_on_cluster": Expected(DRIVER, 3, cached=True, secret=True, deck=True),
+    "tasks.script.run_script": Expected(DRIVER, 3, secret=True, deck=True),
     "tasks.retrain.plan_retraining": Expected(SMALL),
     "tasks.retrain.judge_challenger": Expected(EVALUATION, 3, interruptible=True, deck=True),
     "tasks.retrain.keep_champion": Expected(SMALL, deck=True),
@@ -117,7 +118,11 @@ def resources(entries):
 
 def test_all_tasks_are_registered(package):
     assert set(KNOWN) <= set(package.tasks)
-    assert {"workflows.single_node.single_node_training_wf", "workflows.retrain.retrain_wf"} <= set(package.workflows)
+    assert {
+        "workflows.single_node.single_node_training_wf",
+        "workflows.retrain.retrain_wf",
+        "workflows.script.script_wf",
+    } <= set(package.workflows)
 
 
 def test_every_task_runs_in_the_image_with_requests_equal_to_limits(package):

@@ -29,6 +29,7 @@ from flyte_ddp.cluster.config import ClusterConfig, cluster_config
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch import spawn
 from flyte_ddp.launch.devices import default_num_processes, num_cores, num_gpus
+from flyte_ddp.launch.outputs import outputs_directory
 from flyte_ddp.rank.job import Job
 from flyte_ddp.rank.programs import SCRIPT_DIRECTORY, FunctionProgram
 from flyte_ddp.source_code import packages_beside
@@ -204,11 +205,18 @@ def run_program(
 
 
 def script_program(
-    script: str, arguments: Sequence[str], is_module: bool = False, stall_timeout: float = FunctionProgram.stall_timeout
+    script: str,
+    arguments: Sequence[str],
+    is_module: bool = False,
+    stall_timeout: float = FunctionProgram.stall_timeout,
+    outputs: str = "",
 ) -> FunctionProgram:
     """Return the program that runs a script, or a module as `python -m` does, with `arguments`.
 
     The script's directory is shipped to every node.
+
+    Args:
+        outputs: directory or URL for the files of the directory that replaces `OUTPUTS` in the arguments.
 
     Raises:
         ConfigError: there is no such file or module.
@@ -225,7 +233,7 @@ def script_program(
         if not path.is_file():
             raise ConfigError(f"script: expected a file, got {script!r}")
         directory = str(path.parent)
-    call = _Script(script, directory, tuple(arguments), os.getcwd())
+    call = _Script(script, directory, tuple(arguments), os.getcwd(), outputs)
     return FunctionProgram(Path(script).name, cloudpickle.dumps(call), packages, directory, stall_timeout)
 
 
@@ -253,8 +261,14 @@ class _Script:
     directory: str  # "" for a module
     arguments: tuple[str, ...]
     working_directory: str
+    outputs: str = ""
 
     def __call__(self) -> bytes:
+        with outputs_directory(self.outputs) as outputs:
+            self._run([each.replace(OUTPUTS, outputs) if outputs else each for each in self.arguments])
+        return b""
+
+    def _run(self, arguments: Sequence[str]) -> None:
         shipped = Path(__file__).parents[2] / SCRIPT_DIRECTORY
         directory = shipped if self.directory and shipped.is_dir() else Path(self.directory)
         file = directory / Path(self.script).name
@@ -263,7 +277,7 @@ class _Script:
             os.chdir(self.working_directory)
         elif self.directory:
             os.chdir(directory)
-        sys.argv = [self.script if is_here else str(file), *self.arguments]
+        sys.argv = [self.script if is_here else str(file), *arguments]
         # As under torchrun, what lies in the working directory hides no installed package.
         others = [entry for entry in sys.path if entry not in ("", self.working_directory)]
         run: Callable[[], object]
@@ -274,7 +288,6 @@ class _Script:
             sys.path[:] = [str(directory), *others, self.working_directory]
             run = functools.partial(_run_as_main, str(file))
         _call_to_exit(self.script, run)
-        return b""
 
 
 def _run_as_main(file: str) -> None:

@@ -1,0 +1,198 @@
+"""The task that runs a script of the user's own, and the script as a Flyte input.
+
+What the user types is a script, or a directory with one. The directory travels: pyflyte packs it into one archive when
+it converts the input, so a local run and a remote one ship the same files.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import typing
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flytekit
+from flytekit import task
+from flytekit.core.type_engine import TypeEngine
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.flytekit_plugin.failures import InputError
+from flyte_ddp.launch.run import Gang, run_program, script_program
+from flyte_ddp.observers.function_report import FunctionReport
+from flyte_ddp.observers.history import HistoryFile
+from flyte_ddp.source_code import MAX_SIZE, files_below
+from tasks.cluster import open_task_cluster
+from tasks.frame import FRAMED, Frame, open_frame
+from tasks.inputs import ClusterInput, OptionalCluster, OptionalTransformer
+from tasks.resources import DRIVER_TASK
+from tasks.wandb_link import ReportLink, wandb_link
+
+ScriptSource = typing.Union[FlyteFile, FlyteDirectory]  # noqa: UP007 - a script, or a directory or archive with one
+
+
+class ScriptOutputs(NamedTuple):
+    """The outputs of a script's run."""
+
+    outputs: FlyteDirectory  # what rank 0's node has written to {outputs}
+    log: FlyteFile  # every line that the ranks printed
+    history: FlyteFile  # every event of the run, as JSON lines
+    report: FlyteFile  # the HTML page that the Deck shows too
+
+
+@task(**DRIVER_TASK, **FRAMED)
+@wandb_link
+def run_script(
+    script: ScriptSource,
+    entry_point: str = "",
+    arguments: list[str] = [],  # noqa: B006 - Flyte's form of a default
+    cluster: OptionalCluster = None,
+    checkpoints: str = "",
+) -> ScriptOutputs:
+    """Run a script in every rank of a Dask cluster that is started for it and taken down afterwards.
+
+    This task is the driver: it requests no GPU, and the ranks run in the cluster's worker pods.
+    """
+    name = Path(entry_point or str(script.remote_source or script.path)).stem
+    report = FunctionReport(name)
+    with open_frame(report, name, checkpoints) as frame:
+        config = cluster or ClusterInput()
+        file = unpack_script(script, entry_point, frame.directory / "script")
+        outputs = _place_of_outputs(frame)
+        program = script_program(str(file), arguments, outputs=outputs)
+        wandb = frame.wandb(frame.wandb_run_id())
+        with _Log(frame, report) as log, open_task_cluster(config, frame.name) as client:
+            run_program(
+                program,
+                Gang(config.num_nodes, cluster=config),
+                frame.storage.url,
+                [
+                    frame.bar,
+                    HistoryFile(frame.directory / "history.jsonl"),
+                    wandb,
+                    report,
+                    ReportLink(wandb, report),
+                    frame.publisher,
+                ],
+                relay=log.add,
+                run_name=frame.name,
+                run_id=frame.execution.run_id,
+                client=client,
+            )
+        report.outputs["outputs"] = outputs
+        files = {name: frame.output(name) for name in ("log.txt", "history.jsonl")}
+        frame.say_outputs(log=files["log.txt"], history=files["history.jsonl"])
+        frame.say(f"{'outputs':<20}{outputs}")
+        return ScriptOutputs(
+            outputs=FlyteDirectory(outputs, remote_directory=False),
+            log=files["log.txt"],
+            history=files["history.jsonl"],
+            report=frame.saved_report(),
+        )
+
+
+def _place_of_outputs(frame: Frame) -> str:
+    """Return a directory of this machine in a local run; in a pod, a URL that belongs to this attempt."""
+    if frame.is_local:
+        directory = frame.directory / "outputs"
+        directory.mkdir()
+        return str(directory)
+    return f"{flytekit.current_context().raw_output_prefix.rstrip('/')}/outputs"
+
+
+class _Log:
+    """The lines of the ranks: printed, in the report, and in a file."""
+
+    def __init__(self, frame: Frame, report: FunctionReport) -> None:
+        self._receivers: list[Callable[[str], None]] = [frame.say, report.add_line]
+        self._file = open(frame.directory / "log.txt", "w", encoding="utf-8")  # noqa: SIM115 - closed by the block
+        self._lock = threading.Lock()
+
+    def add(self, line: str) -> None:
+        """Add a line. Any thread may call this."""
+        with self._lock:
+            self._file.write(f"{line}\n")
+            for receive in self._receivers:
+                receive(line)
+
+    def __enter__(self) -> _Log:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._file.close()
+            self._file = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - a late line goes nowhere
+
+
+def pack_script(path: Path) -> str:
+    """Return a zip of a script's directory, with the script's name as its comment, or of a directory.
+
+    Raises:
+        InputError: it is too large to be code alone.
+    """
+    directory = path if path.is_dir() else path.parent
+    files, size = files_below(directory), 0
+    for file in files.values():
+        size += file.stat().st_size
+        if size > MAX_SIZE:
+            raise InputError(
+                f"script: expected a directory of code without data, because every node gets it, got more than "
+                f"{MAX_SIZE >> 20} MiB in {directory}"
+            )
+    archive = os.path.join(tempfile.mkdtemp(prefix="script-"), f"{path.stem}.zip")
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, file in files.items():
+            packed.write(file, name)
+        packed.comment = b"" if path.is_dir() else path.name.encode()
+    return archive
+
+
+def unpack_script(script: Any, entry_point: str, directory: Path) -> Path:
+    """Return the script among its files in `directory`, which is made.
+
+    Raises:
+        ConfigError: there is no such file, or none is named.
+    """
+    source = Path(str(script.download()))
+    directory.mkdir(parents=True)
+    entry = entry_point
+    if source.is_dir():
+        directory = source
+    elif zipfile.is_zipfile(source):
+        with zipfile.ZipFile(source) as packed:
+            packed.extractall(directory)
+            entry = entry or packed.comment.decode()
+    else:
+        entry = entry or source.name
+        (directory / source.name).write_bytes(source.read_bytes())
+    if not entry:
+        raise ConfigError("entry_point: expected the name of a script in the directory that script names, got ''")
+    if not (directory / entry).is_file():
+        found = ", ".join(sorted(files_below(directory))[:10])
+        raise ConfigError(f"entry_point: expected a file of script's directory ({found}), got {entry!r}")
+    return directory / entry
+
+
+def _refuse(path: str) -> None:
+    raise InputError(f"script: expected a script or a directory with one, got {path!r}, which does not exist")
+
+
+class _ScriptTransformer(OptionalTransformer):
+    """Packs a script of this machine before flytekit uploads it."""
+
+    async def async_to_literal(self, ctx: Any, python_val: Any, python_type: Any, expected: Any) -> Any:
+        path = str(getattr(python_val, "path", ""))
+        is_ours = "://" not in path and getattr(python_val, "remote_source", None) is None
+        if is_ours and not path.endswith(".zip") and os.path.exists(path):
+            # Of a local run, where nothing is uploaded, the archive stays where it is.
+            keeps_path = False in (getattr(python_val, name, None) for name in ("remote_path", "remote_directory"))
+            python_val = FlyteFile(pack_script(Path(path).resolve()), remote_path=False if keeps_path else None)
+        return await super().async_to_literal(ctx, python_val, python_type, expected)
+
+
+TypeEngine.register(_ScriptTransformer(ScriptSource, _refuse))
