@@ -189,7 +189,7 @@ def test_every_attempt_of_every_task_has_a_timeout(package):
     """Also in the nodes: Flyte reads it there."""
     small, training = TIMEOUTS[package.profile]
     for name, task in package.tasks.items():
-        trains = name.rpartition(".")[2].startswith("train_")
+        trains = name.rpartition(".")[2].startswith(("train_", "run_"))
         assert task.metadata.timeout.seconds == 3600 * (training if trains else small), name
     for spec in package.workflows.values():
         for node in spec.template.nodes:
