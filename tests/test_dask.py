@@ -280,7 +280,7 @@ def test_a_stop_leaves_ranks_that_end_to_grow_less_time():
 
 
 def test_a_bug_fails_at_once_with_the_ranks_traceback(client, tmp_path, fault):
-    fault("raise 1 3", write_seconds=1)
+    fault("raise 1 4", write_seconds=1)  # step 3 shows that rank 0 has begun to save step 2
     run = new_run(tmp_path)
     with pytest.raises(RankFailure, match=r"(?s)node 1 .*rank 1 failed: ValueError.*Traceback.*in _raise") as caught:
         train(run, client, LOCAL, checkpoint_interval=2)

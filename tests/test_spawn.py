@@ -48,7 +48,7 @@ def _wait_until_gone(survivors, seconds):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_exception_ends_the_run_with_that_ranks_number_and_traceback(tmp_path, monkeypatch, survivors, rank):
-    monkeypatch.setenv("FAULT", f"raise {rank} 5")
+    monkeypatch.setenv("FAULT", f"raise {rank} 6")  # step 5 shows that rank 0 has begun to save step 4
     monkeypatch.setenv("WRITE_SECONDS", "1")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     run = new_run(tmp_path)
@@ -67,7 +67,7 @@ def test_an_exception_ends_the_run_with_that_ranks_number_and_traceback(tmp_path
     assert 'raise ValueError("broken on purpose")' in message
     assert "gloo" not in message  # of the other rank, which only lost its peer
     assert run.error is caught.value  # the listeners get it
-    assert run.last_step == 4
+    assert run.last_step == 5
     assert survivors() == []
     assert _surroundings() == before
 
