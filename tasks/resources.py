@@ -15,6 +15,7 @@ from flytekit import Cache, Resources, Secret
 from flytekit.extras.accelerators import GPUAccelerator
 
 from flyte_ddp.launch.devices import REQUESTED_VARIABLE
+from flyte_ddp.observers.metrics import PORT_VARIABLE
 from flyte_ddp.source_code import digest_of, recipe_packages
 from tasks.settings import Size, load_settings, shipped_code
 from tasks.shipping import CODE_VARIABLE
@@ -67,10 +68,16 @@ def _requested(num_gpus: int) -> dict[str, str]:
     return {REQUESTED_VARIABLE: str(num_gpus)} if num_gpus else {}
 
 
+def metrics_environment(port: int) -> dict[str, str]:
+    """Return the variable by which a training task serves its figures at `port`; none for 0."""
+    return {PORT_VARIABLE: str(port)} if port else {}
+
+
+_METRICS = metrics_environment(SETTINGS.metrics_port)
 SMALL_TASK: dict[str, Any] = {**_resources(SETTINGS.small), "environment": _CODE}
 TRAINING_TASK: dict[str, Any] = {
     **_resources(SETTINGS.training, SETTINGS.gpus),
-    "environment": {**_CODE, **WANDB_ENVIRONMENT, **_requested(SETTINGS.gpus)},
+    "environment": {**_CODE, **WANDB_ENVIRONMENT, **_METRICS, **_requested(SETTINGS.gpus)},
     # Ranks and loader processes pass tensors through /dev/shm, which a container otherwise has 64 MB of.
     "shared_memory": f"{SETTINGS.training.shared_memory_gib}Gi",
     "retries": 3,
@@ -88,7 +95,7 @@ EVALUATION_TASK: dict[str, Any] = {
 
 DRIVER_TASK: dict[str, Any] = {
     **_resources(SETTINGS.driver),
-    "environment": {**_CODE, **WANDB_ENVIRONMENT},
+    "environment": {**_CODE, **WANDB_ENVIRONMENT, **_METRICS},
     "retries": 3,
     "interruptible": False,  # its loss ends the whole gang
 }

@@ -45,6 +45,7 @@ class Settings:
     image: str
     recipes: tuple[str, ...]
     notify_emails: tuple[str, ...]
+    metrics_port: int
     retrain_inputs: Mapping[str, Any]
     wandb_mode: str
     wandb_project: str

@@ -6,9 +6,11 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -222,16 +224,23 @@ def write_inputs(tmp_path, **config):
     return str(file)
 
 
-def test_a_retry_resumes_from_the_newest_checkpoint_of_any_attempt(tmp_path, inputs):
+def test_a_retry_resumes_from_the_newest_checkpoint_of_any_attempt(tmp_path, inputs, monkeypatch):
     """Attempt 0 is killed in mid-epoch, attempt 1 before it writes anything, and attempt 2 finishes the run."""
     from flyteidl.core import literals_pb2
 
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    monkeypatch.setenv("FLYTE_DDP_METRICS_PORT", str(port))
     first, _ = execute_as_flyte_would(tmp_path, 0, inputs)
     checkpoints = tmp_path / "data/checkpoints/project/domain/f1/n1"
     deadline = time.monotonic() + 90
     while len(list(checkpoints.glob("step-*.json"))) < 2 and first.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        assert re.search(
+            rb'^flyte_ddp_step\{recipe="tests.support.recipes.Tiny",run="f1-n1"\} [1-9]', answer.read(), re.M
+        )
     first.send_signal(signal.SIGKILL)
     first.communicate()
     second, _ = execute_as_flyte_would(tmp_path, 1, inputs)

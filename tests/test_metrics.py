@@ -1,0 +1,81 @@
+"""Prometheus reads a run's newest figures from the port that registration asked for."""
+
+from __future__ import annotations
+
+import re
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flyte_ddp.observers.metrics import HELP, PORT_VARIABLE, MetricsServer, requested_port
+from tests.support.short_run import run_finished, started, whole_run
+
+DEPLOY = Path(__file__).parents[1] / "deploy"
+
+
+def scrape(server):
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        text = answer.read().decode()
+    return text, {name: float(value) for name, value in re.findall(r"^(\w+)\{[^\n]*\} (\S+)$", text, re.M)}
+
+
+def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
+    server = MetricsServer(0, recipe="digits", run='f1-"n1"')
+    try:
+        assert scrape(server)[1] == {"flyte_ddp_restarts": 0, "flyte_ddp_finished": 0}
+        for event in whole_run():
+            server.handle(event)
+        text, found = scrape(server)
+        assert set(found) == set(HELP)
+        assert found["flyte_ddp_step"] == found["flyte_ddp_steps_planned"] == found["flyte_ddp_checkpoint_step"] == 12
+        assert (found["flyte_ddp_epoch"], found["flyte_ddp_world_size"], found["flyte_ddp_restarts"]) == (3, 2, 0)
+        assert found["flyte_ddp_accuracy"] == pytest.approx(1 - 0.1 / 3)
+        assert abs(found["flyte_ddp_last_event_timestamp_seconds"] - time.time()) < 60
+        assert 'flyte_ddp_step{recipe="digits",run="f1-\\"n1\\""} 12' in text
+        assert text.count("# TYPE ") == len(HELP)
+        for event in (started(resumed_step=8), run_finished()):
+            server.handle(event)
+        found = scrape(server)[1]
+        assert (found["flyte_ddp_restarts"], found["flyte_ddp_step"], found["flyte_ddp_finished"]) == (1, 8, 1)
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"http://127.0.0.1:{server.port}/", timeout=10)
+    finally:
+        server.close(None)
+    with pytest.raises(urllib.error.URLError):
+        scrape(server)
+
+
+def test_a_port_that_is_taken_is_a_warning_and_the_run_goes_on(caplog):
+    first = MetricsServer(0)
+    second = MetricsServer(first.port)
+    assert f"metrics are not served: port {first.port}: " in caplog.text
+    second.handle(started())
+    second.close(None)
+    first.close(None)
+
+
+def test_nothing_is_served_unless_registration_asked_for_it(monkeypatch):
+    from tasks.resources import DRIVER_TASK, TRAINING_TASK, metrics_environment
+
+    monkeypatch.delenv(PORT_VARIABLE, raising=False)
+    assert requested_port() == 0
+    assert metrics_environment(0) == {}
+    for task in (DRIVER_TASK, TRAINING_TASK):
+        assert PORT_VARIABLE not in task["environment"]
+    for name, value in metrics_environment(9464).items():
+        monkeypatch.setenv(name, value)
+    assert requested_port() == 9464
+
+
+def test_the_alert_rules_of_deploy_use_figures_that_are_served():
+    documents = list(yaml.safe_load_all((DEPLOY / "alerts.yaml").read_text()))
+    (rules,) = (each for each in documents if each["kind"] == "PrometheusRule")
+    expressions = " ".join(rule["expr"] for group in rules["spec"]["groups"] for rule in group["rules"])
+    used = set(re.findall(r"flyte_ddp_\w+", expressions))
+    assert used
+    assert used <= set(HELP)
