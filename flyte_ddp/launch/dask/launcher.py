@@ -373,7 +373,7 @@ class _Launcher:
                 return workers
             if waited > max(patience, self.config.start_timeout) or self.client.status == "closed":
                 break
-            time.sleep(ROLL_CALL_INTERVAL)
+            time.sleep(min(ROLL_CALL_INTERVAL, 0.1 + waited))  # at first they are only about to be idle again
         message = f"{len(workers)} of {self.config.num_nodes} workers are there and idle after {waited:.0f} s"
         if self.client.status == "closed":
             message = "the Dask scheduler is gone"
