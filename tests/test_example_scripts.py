@@ -58,5 +58,5 @@ def test_every_script_is_tested_and_says_how_it_is_started():
     assert scripts.keys() == SHORT.keys()
     for name, text in scripts.items():
         for command in ("python -m flyte_ddp run", "torchrun"):
-            assert f"\n{command} --nproc-per-node 2 examples/scripts/{name}" in text
+            assert re.search(rf"^ *{command} --nproc-per-node 2 examples/scripts/{name}", text, re.M)
         assert len(text.splitlines()) <= 75
