@@ -45,6 +45,16 @@ def rows(data: Path, names: str = "") -> dict[str, list[Row]]:
         command = (*launcher, "-m", "benchmarks.variants", name, *options)
         return Variant(f"{name} {precision} x{num_ranks}", command, num_threads(num_ranks), needs)
 
+    def script(module: str, *arguments: str) -> tuple[Variant, Variant]:
+        """Return a script under our launcher and under torchrun."""
+        launchers = {"flyte_ddp": ("flyte_ddp", "run"), "torchrun": ("torch.distributed.run", "--standalone")}
+        flags = ("--nproc-per-node", "2", "-m", f"benchmarks.{module}", *arguments)
+        ours, theirs = (
+            Variant(f"{module} by {name}", (sys.executable, "-m", *launcher, *flags), num_threads(2))
+            for name, launcher in launchers.items()
+        )
+        return ours, theirs
+
     def generator(name: str) -> Variant:
         return Variant(name, (sys.executable, "-m", "benchmarks.names", name), num_threads(1))
 
@@ -81,6 +91,15 @@ def rows(data: Path, names: str = "") -> dict[str, list[Row]]:
         "start": [
             Row("command to first step / torchrun DDP, 2 ranks", start, ours_twice, torchrun, "0.5"),
             Row("`pyflyte run` to first step / torchrun DDP, 2 ranks", start, _pyflyte(), torchrun, ""),
+        ],
+        "script": [
+            Row("command to the first line of a script / torchrun, 2 ranks", start, *script("first_line"), "<= 0.5"),
+            Row(
+                "throughput of a script / the same under torchrun, 2 ranks, fp32",
+                speed,
+                *script("variants", "torchrun", "--data", str(data), "--precision", "fp32", "--ranks", "2"),
+                ">= 0.98",
+            ),
         ],
         "dask": [
             Row("throughput on two Dask nodes / torchrun DDP", speed, variant("dask", 2), torchrun, ">= 0.98"),
