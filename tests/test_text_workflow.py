@@ -49,7 +49,7 @@ def trained():
         env={**os.environ, "WANDB_MODE": "disabled", "COLUMNS": "200"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     outputs = re.search(r"model_state=(\S+), report=(\S+), history=(\S+?)\)", run.stdout.replace("\n", " "))
