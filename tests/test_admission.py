@@ -114,7 +114,7 @@ PODS = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "pods.md").read_text(),
 
 
 @pytest.mark.parametrize("example", PODS)
-def test_every_example_of_the_page_about_pods_needs_exactly_what_it_says(example):
+def test_every_example_about_pods_is_allowed_by_exactly_its_named_paths(example):
     config = ClusterConfig(kind="kubernetes", **yaml.safe_load(example))
     spec = cluster_spec(config, "ddp-x-00000000")["spec"]
     for template, pod in (("pod_template", spec["worker"]), ("scheduler_pod_template", spec["scheduler"])):

@@ -166,7 +166,7 @@ def _kept(store):
     )
 
 
-def test_the_newest_and_the_best_are_kept_and_nothing_else(tmp_path):
+def test_only_the_newest_and_the_best_are_kept(tmp_path):
     store = _store(tmp_path, 1, 2, 3, 4, 5, 6, num_kept=2, best=(1, 3))
 
     assert _kept(store) == [3, 5, 6]  # 3 was better than 1

@@ -601,7 +601,7 @@ def test_failures_that_count_as_a_bug(cause, previous, expected):
     assert is_bug(Ended(RankFailure("", 0, "exception", cause), 7, 0), earlier) is expected
 
 
-def test_a_killed_rank_is_no_bug():
+def test_a_killed_rank_does_not_count_as_a_bug():
     ended = Ended(RankFailure("", 0, "signal", "SIGKILL"), 3, 0)
     assert not is_bug(ended, ended)
 

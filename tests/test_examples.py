@@ -75,7 +75,7 @@ def test_its_options_come_from_the_config_and_a_wrong_one_is_named(elsewhere):
         (("sweep.py", "sweep_wf"), ["--grid", '{"recipe_options.hidden": [8, 64]}']),
     ],
 )
-def test_every_other_workflow_trains_it_too(elsewhere, workflow, arguments):
+def test_every_other_workflow_trains_the_example(elsewhere, workflow, arguments):
     status, output = pyflyte_run(elsewhere, workflow, "--cluster", LOCAL, *arguments)
     assert status == 0, output
     assert accuracies(output)[-1] > 90

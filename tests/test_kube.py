@@ -284,7 +284,7 @@ def test_only_a_runs_own_pods_its_driver_and_the_operator_reach_its_cluster() ->
     assert elsewhere == [operator, {"podSelector": {"matchLabels": labels}, "namespaceSelector": home}]
 
 
-def test_a_policy_that_nobody_enforces_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_policy_that_is_not_enforced_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         closed_port = probe.getsockname()[1]
     with caplog.at_level("DEBUG", "flyte_ddp"):

@@ -219,7 +219,7 @@ def test_the_wall_time_is_what_it_went_to(tmp_path: Path) -> None:
     assert RunState.of(read_history(tmp_path / "history.jsonl")).time_spent() == spent
 
 
-def test_nobody_waited_between_two_processes_of_a_run() -> None:
+def test_time_between_two_processes_of_a_run_is_no_wait() -> None:
     first = _stamped([AttemptStarted(1, 1000.0, 0.0), started(), step_finished(4)], [1001.0, 1002.0, 1004.0])
     again = _stamped([AttemptStarted(1, 5000.0, 0.0), started(), step_finished(1)], [5001.0, 5003.0, 5004.0])
     assert RunState.of(first + again).time_spent() == TimeSpent(stepping=1.0, restarting=2.0 + 3.0, redone_steps=2.0)

@@ -210,9 +210,7 @@ def _lay_out(files, directory, packed):
 @pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
 @pytest.mark.parametrize("below", [".", "raw", "MNIST/raw"])
 @pytest.mark.parametrize("prefix", ["", "file://"], ids=["path", "url"])
-def test_mnist_is_read_from_a_directory_packed_or_not_wherever_it_lies_below(
-    idx_files, tmp_path, prepared, packed, below, prefix
-):
+def test_mnist_is_read_packed_or_unpacked_from_any_subdirectory(idx_files, tmp_path, prepared, packed, below, prefix):
     _lay_out(idx_files, tmp_path / "given" / below, packed)
 
     prepare_data(mnist.Mnist(), f"{prefix}{tmp_path}/given", prepared)

@@ -253,7 +253,7 @@ def schedule_of(spec):
     return ("rate", schedule.rate.value) if schedule.rate.value else ("", None)
 
 
-def test_the_table_has_these_launch_plans_and_nothing_else_is_scheduled(package):
+def test_only_the_launch_plans_of_the_table_are_scheduled(package):
     found = {name: schedule_of(spec) for name, spec in package.launch_plans.items()}
     assert {name: found[name] for name in SCHEDULES} == SCHEDULES
     assert {name for name, schedule in found.items() if schedule[0]} <= set(SCHEDULES)

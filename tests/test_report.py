@@ -138,7 +138,7 @@ def test_the_report_of_a_finished_run_is_complete():
     assert made.render().count('<svg xmlns="http://www.w3.org/2000/svg"') == 6
 
 
-def test_a_report_says_what_the_wall_time_went_to():
+def test_the_report_splits_the_wall_time():
     events = [AttemptStarted(2, launched_at=1000.0, waited_seconds=60.0), *sample_run.training(), sample_run.finished()]
     stamped = [dataclasses.replace(event, at=1070.0 + index) for index, event in enumerate(events)]
     made = report_of(stamped)

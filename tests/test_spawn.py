@@ -193,7 +193,7 @@ def test_a_stall_ends_the_run_with_every_ranks_stack(tmp_path, monkeypatch, surv
 
 
 @pytest.mark.slow
-def test_data_that_take_longer_to_prepare_than_the_stall_timeout_are_no_stall(tmp_path):
+def test_a_long_preparation_of_data_is_no_stall(tmp_path):
     run = new_run(tmp_path)
 
     def prepare():

@@ -257,7 +257,7 @@ def test_explicit_variables_win_over_flyte_s_as_a_whole(monkeypatch, tmp_path):
     assert storage_environment() == {"AWS_ENDPOINT_URL": "http://flyte"}
 
 
-def test_azure_has_flyte_s_variables_too(monkeypatch):
+def test_flyte_s_variables_are_enough_for_azure(monkeypatch):
     monkeypatch.setenv("FLYTE_AZURE_STORAGE_ACCOUNT_NAME", "account")
     monkeypatch.setenv("FLYTE_AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
     file_system, path = open_filesystem("abfs://container/path")

@@ -93,7 +93,7 @@ def checkout_with_recipes(checkout: Checkout) -> Checkout:
     return checkout
 
 
-def test_a_recipe_of_ones_own_trains_on_one_node(checkout_with_recipes: Checkout, unique: str) -> None:
+def test_a_users_recipe_trains_on_one_node(checkout_with_recipes: Checkout, unique: str) -> None:
     config = json.dumps({"epochs": 3, "seed": int(unique, 16)})
     execution = checkout_with_recipes.train("--recipe", "recipes.wine.Wine", "--config", config)
     assert len(execution.outputs()["epoch_accuracies"]) == 3
