@@ -17,11 +17,13 @@ import pytest
 import torch
 from flyteidl.core.errors_pb2 import ContainerError
 from flyteidl.core.literals_pb2 import LiteralMap
+from flytekit.types.file import FlyteFile
 
 from flyte_ddp.cluster.kubernetes.manifest import cluster_name
 from tests.kubernetes.conftest import ROOT, Namespace, eventually, small_cluster
 from tests.kubernetes.flyte import DOMAIN, NESTED, PROJECT, UNHEALTHY, Flyte, Package, listed, literals
 from tests.kubernetes.store import FORBIDDEN, Store
+from tests.support import kubernetes_task
 
 NEWER = "code that is newer than the image"
 OWN = "a recipe of a user's own"
@@ -206,6 +208,7 @@ def newer(tmp_path_factory: pytest.TempPathFactory) -> Package:
         "import recipes.twins.words\nfrom flyte_ddp.recipes.digits import Digits\n\n\nclass Twin(Digits):\n    pass\n"
     )
     (checkout / "recipes/hungry.py").write_text(HUNGRY)
+    shutil.copy(ROOT / "tests/support/kubernetes_task.py", checkout / "workflows/own.py")
     return Package.of(checkout, tmp_path_factory.mktemp("newer-package"), "--fast")
 
 
@@ -301,6 +304,41 @@ def test_a_workers_pod_that_was_killed_twice_for_its_memory_ends_the_run(
     ), error
     assert log.count("restarts from its last checkpoint") == 1, log
     assert flyte.namespace.clusters() == []
+
+
+def test_a_task_of_a_users_own_goes_on_when_a_pod_is_deleted_and_its_output_reaches_the_next_task(
+    start_flyte: Callable[[str], Flyte], newer: Package
+) -> None:
+    flyte = start_flyte("own")
+    flyte.store.files.pipe_file("flyte/words.txt", b"the total is")
+    inputs = literals(kubernetes_task.train, text=FlyteFile("s3://flyte/words.txt"), steps=100)
+    pod = flyte.start(newer, "workflows.own.train", NESTED, inputs)
+    checkpoints = f"flyte/data/checkpoints/{PROJECT}/{DOMAIN}/own/n2-0-n2-n1-0-n0"
+
+    def newest_step() -> int:
+        flyte.store.files.invalidate_cache()
+        found = flyte.store.files.glob(f"{checkpoints}/step-*.json")
+        return max((int(path.rsplit("step-", 1)[1].removesuffix(".json")) for path in found), default=0)
+
+    eventually(lambda: newest_step() >= 5, 600, "a checkpoint")
+    worker = flyte.namespace.items("pods", "dask.org/component=worker")[0]["metadata"]["name"]
+    flyte.namespace.kubectl("delete", "pod", worker, "--grace-period=0", "--force")
+    flyte.namespace.wait_for_end(pod, timeout=600)
+    log = flyte.namespace.log(pod)
+    outputs = flyte.outputs(NESTED)
+    assert outputs is not None, f"{flyte.error(NESTED)}\n{log}"
+    assert "restarts from its last checkpoint (restart 1 of at most 2)" in log
+    assert outputs.literals["o1"].scalar.primitive.integer >= 5
+    file = outputs.literals["o0"]
+    assert file.scalar.blob.uri.startswith(flyte.raw(NESTED, 0))
+    deck = (flyte.read(NESTED, 0, "deck.html") or b"").decode()
+    assert all(text in deck for text in ("the Deck of rank 0", "Resumed at step", "finished"))
+    assert flyte.namespace.clusters() == []
+    for text in (log, deck):
+        assert flyte.store.keys["AWS_SECRET_ACCESS_KEY"] not in text
+    next_inputs = literals(kubernetes_task.read, file=file)
+    (contents,) = flyte.run(newer, "workflows.own.read", "n3/data", next_inputs).literals.values()
+    assert contents.scalar.primitive.string_value == "the total is 200 own"
 
 
 def rows(flyte: Flyte, outputs: LiteralMap) -> list[dict[str, str]]:
