@@ -121,6 +121,7 @@ class Wandb:
         self._url = ""
         self._run: Any = None  # W&B's
         self._last_step = self._last_epoch = 0  # what the W&B run has
+        self._repeated_step = 0  # of a function's ranks that have started again: up to here its reports are known
         self._epoch_is_new = False
         self._is_off = False
         self._queue: queue.SimpleQueue[Event | int] = queue.SimpleQueue()  # an int is the exit code, the last item
@@ -206,8 +207,8 @@ class Wandb:
                     "train/samples_per_second": event.samples_per_second,
                 }
             )
-        elif isinstance(event, Reported) and event.step >= self._last_step:
-            self._last_step = event.step
+        elif isinstance(event, Reported) and event.step > self._repeated_step:
+            self._last_step = max(self._last_step, event.step)
             epoch = {} if event.epoch is None else {"train/epoch": event.epoch}
             values = {f"train/{name}": value for name, value in event.values.items()}
             self._run.log({"step": event.step, **epoch, **values})
@@ -235,6 +236,7 @@ class Wandb:
     def _start_function(self, event: FunctionStarted) -> None:
         if self._run is None:
             self._open(num_previous_epochs=0)
+        self._repeated_step = self._last_step
         if self._run is not None:
             values = {"function": event.name, "world_size": event.world_size, "num_nodes": event.num_nodes}
             self._run.config.update({**self._config, **values}, allow_val_change=True)

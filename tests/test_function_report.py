@@ -1,0 +1,75 @@
+"""How a function's run is shown: in the report, and in W&B. Its history and progress bar have test_observers.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flyte_ddp.errors import RankFailure
+from flyte_ddp.events import CheckpointLoaded, CheckpointSaved, Event, FunctionReturned, FunctionStarted, Reported
+from flyte_ddp.observers.function_report import MAX_LINES, FunctionReport
+from flyte_ddp.observers.weights_and_biases import Wandb
+from tests.support.wandb_log import config_of, rows_of
+
+STARTED = FunctionStarted("train", 4, 2, 0)
+
+
+def restarted_run() -> list[Event]:
+    """A run that reported steps 1 to 8, and went on from step 5."""
+    before = [Reported(step, step / 4, {"loss": 1 / step}) for step in range(1, 9)]
+    saved = CheckpointSaved(5, "s3://bucket/step-5", False, 0.1)
+    loaded = CheckpointLoaded(5, "s3://key:secret@bucket/step-5")
+    after = [Reported(step, step / 4, {"loss": 1 / step, "val_accuracy": 0.875}) for step in range(6, 11)]
+    return [STARTED, *before, saved, STARTED, loaded, *after]
+
+
+def report_of(events: list[Event]) -> FunctionReport:
+    report = FunctionReport("train")
+    for event in events:
+        report.handle(event)
+    return report
+
+
+def test_a_report_shows_values_restarts_checkpoints_and_the_last_lines():
+    report = report_of(restarted_run())
+    for number in range(2 * MAX_LINES):
+        report.add_line(f"<line {number}>")
+    shown = report.render()
+
+    assert report.status == "running"
+    assert "4 ranks on 2 nodes" in shown
+    for text in ("val accuracy", "0.875", "epoch 2.5", "s3://bucket/step-5", "Resumed at step"):
+        assert text in shown
+    assert shown.count("<svg") == 2
+    assert f"&lt;line {2 * MAX_LINES - 1}&gt;" in shown
+    assert f"&lt;line {MAX_LINES - 1}&gt;" not in shown
+    assert "secret" not in shown
+    assert "<td>1 <small>in this attempt" in shown
+
+
+def test_a_report_ends_finished_or_failed():
+    report = report_of([*restarted_run(), FunctionReturned(b"", 1.0)])
+    report.outputs["outputs"] = "s3://bucket/outputs"
+    report.close(None)
+    assert report.status == "finished"
+    assert "s3://bucket/outputs" in report.render()
+
+    failed = report_of([STARTED])
+    failed.close(RankFailure("rank 1 failed: ValueError: no", 1, "exception", "ValueError: no"))
+    assert failed.status == "failed"
+    assert "rank 1 failed: ValueError: no" in failed.render()
+    assert "Waiting for the ranks" in FunctionReport("train").render()
+
+
+def test_wandb_has_every_reported_value_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    listener = Wandb("project", "run-1", tmp_path)
+    for event in restarted_run():
+        listener.handle(event)
+    listener.close(None)
+
+    rows = [row for row in rows_of(tmp_path) if "train/loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert rows[-1] | {"step": 10, "train/loss": 0.1, "train/val_accuracy": 0.875, "train/epoch": 2.5} == rows[-1]
+    assert config_of(tmp_path)["function"] == "train"
