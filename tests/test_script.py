@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -105,11 +106,13 @@ def test_a_script_that_is_not_there_is_named():
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_outputs_of_rank_0s_node_are_copied_to_their_url(tmp_path, monkeypatch, rank):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"run-{tmp_path.name}")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run-1")
     monkeypatch.setenv("RANK", rank)
+    (tmp_path / "node").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "node"))
     url = f"file://{tmp_path}/kept"
     with outputs_directory(url) as directory:
-        assert not Path(directory).is_relative_to(tmp_path)
+        assert Path(directory).is_relative_to(tmp_path / "node")
         (Path(directory) / "deep").mkdir()
         (Path(directory) / "deep" / "file").write_bytes(b"\0contents")
     kept = tmp_path / "kept" / "deep" / "file"

@@ -12,7 +12,6 @@ from flyte_ddp.events import CheckpointLoaded, Event, FunctionStarted, Reported,
 from flyte_ddp.observers.figures import number
 from flyte_ddp.observers.page import Page, counted, draw, duration, row, section, shortened, tile
 from flyte_ddp.observers.plots import report_panels
-from flyte_ddp.storage import redact_url
 
 MAX_LINES = 60  # of the log
 MAX_LINE = 400  # characters of each
@@ -50,7 +49,7 @@ class FunctionReport(Page):
 
     def add_line(self, line: str) -> None:
         """Add a line of the log. Any thread may call this."""
-        self._lines.append(shortened(redact_url(line), MAX_LINE))
+        self._lines.append(shortened(line, MAX_LINE))
 
     def handle(self, event: Event) -> None:
         """Take in the next event of the run."""
