@@ -176,7 +176,7 @@ def test_a_single_document_is_cut_and_few_documents_are_not(tmp_path):
         held_out = documents_of(tmp_path / place, HELD_OUT)
         if place == "one":
             assert held_out == ["x" * 8]
-            assert "1 documents, the end of the last one held out; 492 bytes to train, 9 held out" in description
+            assert "1 document, the end of the last one held out; 492 bytes to train, 9 held out" in description
         else:
             assert held_out == ["c" * 100]
             assert documents_of(tmp_path / place, TRAIN) == texts[:2]

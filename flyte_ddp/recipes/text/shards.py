@@ -84,7 +84,7 @@ def prepare_shards(corpus: Corpus, directory: Path, tokenizer: Tokenizer, held_o
     (directory / FACTS).write_text(json.dumps(facts))
     kind = f"tokens of a BPE of {tokenizer.size:,}" if tokenizer.definition else "bytes"
     return (
-        f"text from {corpus.name}: {writer.num_documents:,} documents, {how}; "
+        f"text from {corpus.name}: {writer.num_documents:,} document{'s'[: writer.num_documents > 1]}, {how}; "
         f"{shards[0].tokens:,} {kind} to train, {shards[1].tokens:,} held out"
     )
 
