@@ -11,7 +11,6 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 from flytekit import Deck, dynamic, map_task, task, workflow
-from flytekit.core.type_engine import TypeEngine  # noqa: F401 - for the test
 from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile

@@ -21,7 +21,7 @@ PODS = {"worker_cpus": 0.2, "worker_memory": "1500Mi", "shared_memory": "64Mi", 
     task_config=Distributed(
         nnodes=2,
         max_restarts=2,
-        cluster={"node_timeout": 10.0, "start_timeout": 300.0, "kubernetes": PODS},
+        cluster={"start_timeout": 300.0, "kubernetes": PODS},
     ),
     retries=3,
     environment={"OWN_VARIABLE": "own"},
