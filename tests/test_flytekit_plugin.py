@@ -100,6 +100,45 @@ def test_two_nodes_are_processes_of_this_machine_in_a_local_run():
     assert Path(str(file)).read_text() == "[('0', '0', 'x'), ('1', '0', 'x')]"
 
 
+MAIN = """
+import os
+from dataclasses import dataclass
+from flytekit import task, workflow
+from flyte_ddp.flytekit_plugin import Distributed
+
+@dataclass
+class Count:
+    value: int
+
+@task(task_config=Distributed(nproc_per_node=2))
+def add(count: Count) -> Count:
+    return Count(count.value + int(os.environ["WORLD_SIZE"]))
+
+@workflow
+def wf(count: Count) -> Count:
+    return add(count=count)
+
+if __name__ == "__main__":
+    print(wf(count=Count(3)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["python", "pyflyte"])
+def test_a_task_without_torch_in_the_file_that_is_run_needs_no_package(tmp_path, way):
+    file = tmp_path / "counting.py"
+    file.write_text(MAIN)
+    commands = {
+        "python": [sys.executable, str(file)],
+        "pyflyte": [Path(sys.executable).with_name("pyflyte"), "run", str(file), "wf", "--count", '{"value": 3}'],
+    }
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        commands[way], env=environment, cwd=tmp_path.parent, capture_output=True, text=True, timeout=240
+    )
+    assert "Count(value=5)" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.slow
 def test_a_task_in_a_pod_keeps_files_decks_and_checkpoints_in_the_store(tmp_path):
     """The command that Flyte starts in a pod; the pods of the ranks are workers of this machine."""

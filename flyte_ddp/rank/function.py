@@ -54,6 +54,8 @@ def call_function(program: FunctionProgram, process: RankProcess) -> None:
             "write it to session.checkpoints, and return where it is"
         )
     current.close()
+    if process.node.world_size > 1:
+        store.open()  # may import torch, which a process that has shut down its threads cannot
     _run_exit_handlers()
     store.wait_until_all_ended()
     if current.has_stopped:
