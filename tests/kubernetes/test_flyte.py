@@ -29,7 +29,9 @@ NEWER = "code that is newer than the image"
 OWN = "a recipe of a user's own"
 # Takes memory in its third step until the kernel kills. Kubernetes 1.28 and later (cgroup v2) kill all processes of the
 # container then. Older ones kill the one with the highest score: here the container's first, whose end ends the others.
+# Two processes share the memory, because one that has it all, and the mapped libraries, would have a higher score yet.
 HUNGRY = """
+import os
 from pathlib import Path
 from flyte_ddp.recipes.digits import Digits
 
@@ -39,10 +41,12 @@ class Hungry(Digits):
 
     def losses(self, outputs, targets):
         self.num_losses += 1
-        hoard = []
-        while self.num_losses == 3:
+        if self.num_losses == 3:
             Path("/proc/1/oom_score_adj").write_text("1000")
-            hoard.append(b"." * (16 << 20))
+            os.fork()
+            hoard = []
+            while True:
+                hoard.append(b"." * (16 << 20))
         return super().losses(outputs, targets)
 """
 
