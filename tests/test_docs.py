@@ -32,7 +32,7 @@ BLOCK = re.compile(r"^(?:<!-- needs: (?P<needs>\w+) -->\n)?```(?P<language>\w*)\
 CHEAPER = (
     (r"\bmake (test|test-all|test-gpu|test-flyte|test-kubernetes|lint|bench|format|help)\b", r"make --dry-run \1"),
     (r"\bmake (train|train-multi-node)\b", r"""make \1 CONFIG='{"epochs": 1}'"""),
-    (r"\b((?!generate_(?:names|text)_wf)\w+_wf)\b", r"""\1 --config '{"epochs": 1}'"""),  # a later --config wins
+    (r"\b((?!generate_(?:names|text)_wf|script_wf)\w+_wf)\b", r"""\1 --config '{"epochs": 1}'"""),  # a later --config wins
     (r'"epochs": \d+', '"epochs": 1'),
     (r"(--recipe |RECIPE=)mnist\b", r"\1digits"),
     (r"--data ~/MNIST", ""),
