@@ -32,7 +32,10 @@ BLOCK = re.compile(r"^(?:<!-- needs: (?P<needs>\w+) -->\n)?```(?P<language>\w*)\
 CHEAPER = (
     (r"\bmake (test|test-all|test-gpu|test-flyte|test-kubernetes|lint|bench|format|help)\b", r"make --dry-run \1"),
     (r"\bmake (train|train-multi-node)\b", r"""make \1 CONFIG='{"epochs": 1}'"""),
-    (r"\b((?!generate_(?:names|text)_wf|script_wf)\w+_wf)\b", r"""\1 --config '{"epochs": 1}'"""),  # a later --config wins
+    (
+        r"\b((?!generate_(?:names|text)_wf|script_wf)\w+_wf)\b",
+        r"""\1 --config '{"epochs": 1}'""",
+    ),  # a later --config wins
     (r'"epochs": \d+', '"epochs": 1'),
     (r"(--recipe |RECIPE=)mnist\b", r"\1digits"),
     (r"--data ~/MNIST", ""),
@@ -149,7 +152,7 @@ def test_commands_refer_to_existing_files_and_targets(block):
         assert importlib.util.find_spec(module), module
     for line in re.findall(r"pyflyte run (?!remote-)(.+)", text):
         words = shlex.split(line, comments=True)
-        (at,) = [position for position, word in enumerate(words) if word.endswith(".py")]
+        at = next(position for position, word in enumerate(words) if word.endswith(".py"))
         file, workflow = words[at].replace("$WORKFLOWS", "workflows"), words[at + 1]
         inputs = _inputs(REPOSITORY / file, workflow)
         for word in words[at + 2 :]:
