@@ -30,7 +30,7 @@ BLOCK = re.compile(r"^(?:<!-- needs: (?P<needs>\w+) -->\n)?```(?P<language>\w*)\
 
 # Replacements that make a documented command cheap enough for every run of the tests.
 CHEAPER = (
-    (r"\bmake (test|test-all|test-gpu|test-flyte|test-kubernetes|lint|bench|format|help)\b", r"make --dry-run \1"),
+    (r"\bmake (test(?:-all|-gpu|-flyte|-kubernetes)?|lint|audit|bench|format|help)\b", r"make --dry-run \1"),
     (r"\bmake (train|train-multi-node)\b", r"""make \1 CONFIG='{"epochs": 1}'"""),
     (
         r"\b((?!generate_(?:names|text)_wf|script_wf)\w+_wf)\b",
