@@ -6,8 +6,6 @@
 # For a release, pin the base by its digest: --build-arg BASE=debian:bookworm-slim@sha256:...
 ARG BASE=debian:bookworm-slim
 FROM $BASE AS base
-# The pins were resolved and tested for amd64 alone.
-RUN test "$(uname -m)" = x86_64 || { echo "expected an amd64 machine or --platform linux/amd64, got $(uname -m)" >&2; exit 1; }
 RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates python3 python3-venv \
     && rm -rf /var/lib/apt/lists/*
@@ -15,6 +13,8 @@ RUN apt-get update \
 # The packages of the image: the pins that every environment shares, without the development tools. A separate stage, so
 # that a new linter changes a text file here and no layer of the image.
 FROM base AS pins
+# The pins are tested on amd64 alone.
+RUN test "$(uname -m)" = x86_64 || { echo "expected an amd64 machine or --platform linux/amd64, got $(uname -m)" >&2; exit 1; }
 RUN python3 -m venv /uv && /uv/bin/pip install --no-cache-dir uv==0.13.9
 WORKDIR /pins
 COPY pyproject.toml requirements.txt ./
@@ -37,12 +37,12 @@ ENV PATH=/opt/venv/bin:$PATH \
 
 # The gigabytes: they change with torch's version alone. uv comes and goes within the layer.
 COPY --from=pins /pins/gpu.txt /pins/
-RUN python3 -m venv /tmp/uv && /tmp/uv/bin/pip install --no-cache-dir --quiet uv==0.13.9 \
+RUN python3 -m venv /tmp/uv && /tmp/uv/bin/pip install --no-cache-dir --quiet uv \
     && /tmp/uv/bin/uv pip install --no-cache --no-deps --compile-bytecode -r /pins/gpu.txt \
     && rm -rf /tmp/uv
 # Everything else that is not ours.
 COPY --from=pins /pins/all.txt /pins/
-RUN python3 -m venv /tmp/uv && /tmp/uv/bin/pip install --no-cache-dir --quiet uv==0.13.9 \
+RUN python3 -m venv /tmp/uv && /tmp/uv/bin/pip install --no-cache-dir --quiet uv \
     && /tmp/uv/bin/uv pip install --no-cache --no-deps --compile-bytecode -r /pins/all.txt \
     && rm -rf /tmp/uv
 
