@@ -13,8 +13,8 @@ IMAGE ?= $(or $(shell $(BIN)/python -m tasks image 2>/dev/null),flyte-ddp:dev)
 # compile torch again, which takes longer than everything else that a rank does before it trains.
 UV := $(or $(shell command -v uv 2>/dev/null),.uv/bin/uv)
 INSTALLED := $(VENV)/.installed
-# Two at a time, because a test's ranks often wait. A file's tests stay together, because they share what they started.
-PARALLEL ?= -n 2 --dist loadfile
+# Three at a time on two cores, because a test's ranks often wait. A file's tests stay together, because they share what they started.
+PARALLEL ?= -n 3 --dist loadfile
 export UV_SYSTEM_CERTS ?= 1
 
 .DEFAULT_GOAL := help

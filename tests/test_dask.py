@@ -241,6 +241,7 @@ class GrowsAtOnce(growth.GrowthWatch):
         pass
 
 
+@pytest.mark.slow
 def test_a_vanished_newcomer_costs_a_moment_and_a_stop_wins_over_a_growth(client, tmp_path, monkeypatch):
     run, stop, commands = new_run(tmp_path), StopRequest(), []
 

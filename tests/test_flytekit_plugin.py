@@ -91,10 +91,12 @@ def test_flytes_recoverable_exception_and_its_subclasses_stay_recoverable():
         tasks.fail(kind="not ready")
 
 
+@pytest.mark.slow
 def test_a_task_is_mapped_and_nested_in_workflows():
     assert tasks.nested(numbers=[3]) == ([9], 4)
 
 
+@pytest.mark.slow
 def test_two_nodes_are_processes_of_this_machine_in_a_local_run():
     file = tasks.on_two_nodes(name="x")
     assert Path(str(file)).read_text() == "[('0', '0', 'x'), ('1', '0', 'x')]"

@@ -97,5 +97,5 @@ def test_a_state_of_another_model_is_refused_with_its_wrong_keys(tmp_path, write
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_a_job_has_fresh_weights_by_default():
-    assert {field.name: field.default for field in dataclasses.fields(Job)}["initial_state"] == ""
+def test_a_recipe_has_fresh_weights_by_default():
+    assert {field.name: field.default for field in dataclasses.fields(RecipeProgram)}["initial_state"] == ""
