@@ -12,6 +12,7 @@ import logging
 import socket
 import sys
 import tempfile
+import threading
 import time
 from typing import Any
 
@@ -25,9 +26,12 @@ from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.recipes import get_recipe
 from tests.support.runs import new_run
 
+_speaks = threading.Lock()  # the launcher's log and the listeners' events come from different threads
+
 
 def say(**values: Any) -> None:
-    print(json.dumps({"at": time.time(), **values}), flush=True)
+    with _speaks:
+        print(json.dumps({"at": time.time(), **values}), flush=True)
 
 
 class Listener:
