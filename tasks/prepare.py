@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
+import flytekit
 from flytekit import HashMethod, task
 from flytekit.types.directory import FlyteDirectory
 
@@ -55,7 +55,8 @@ def prepare(
     with flyte_errors():
         resolved = config_of(recipe, given(config))
         check_cluster(cluster)
-        directory = Path(tempfile.mkdtemp(prefix="data-"))
+        directory = Path(flytekit.current_context().working_directory, "data")
+        directory.mkdir(parents=True)
         prepare_data(get_recipe(recipe, resolved.recipe_options), location(source), directory)
     return Prepared(
         FlyteDirectory(str(directory)), TrainingOverrides(**dataclasses.asdict(resolved)), cluster or ClusterInput()

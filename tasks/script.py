@@ -7,7 +7,6 @@ it converts the input, so a local run and a remote one ship the same files.
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 import typing
 import zipfile
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import flytekit
-from flytekit import task
+from flytekit import FlyteContextManager, task
 from flytekit.core.type_engine import TypeEngine
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
@@ -144,7 +143,8 @@ def pack_script(path: Path) -> str:
                 f"script: expected a directory of code without data, because every node gets it, got more than "
                 f"{MAX_SIZE >> 20} MiB in {directory}"
             )
-    archive = os.path.join(tempfile.mkdtemp(prefix="script-"), f"{path.stem}.zip")
+    scratch = FlyteContextManager.current_context().file_access.get_random_local_directory()
+    archive = os.path.join(scratch, f"{path.stem}.zip")
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as packed:
         for name, file in files.items():
             packed.write(file, name)

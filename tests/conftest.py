@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import tempfile
 import uuid
 
 import psutil
@@ -10,6 +13,23 @@ import pytest
 
 from tests.support import browser
 from tests.support.runs import new_run
+
+
+_temporary = pytest.StashKey[str]()
+
+
+def pytest_configure(config):
+    """Give this session and its children a temporary directory of their own: killed processes never clean up."""
+    if "PYTEST_XDIST_WORKER" in os.environ:  # has the directory of the process that started it
+        return
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest's own directories stay where they were
+    # Short: the path of a UNIX socket has at most 107 bytes.
+    config.stash[_temporary] = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="t-")
+
+
+def pytest_unconfigure(config):
+    if directory := config.stash.get(_temporary, ""):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import zipfile
 from pathlib import Path
@@ -56,6 +57,7 @@ def converted(source):
 
 
 def test_a_script_runs_with_the_files_beside_it_and_returns_what_it_wrote(project):
+    before = set(os.listdir(tempfile.gettempdir()))
     results = script_wf(
         script=FlyteFile(str(project / "train.py"), remote_path=False),
         arguments=["0.1", "{outputs}"],
@@ -70,6 +72,8 @@ def test_a_script_runs_with_the_files_beside_it_and_returns_what_it_wrote(projec
     assert any(isinstance(event, FunctionStarted) and event.world_size == 2 for event in history)
     report = Path(str(results.report)).read_text()
     assert all(text in report for text in ("the value of rank 1", "finished", "Outputs", "Step", "loss"))
+    left = set(os.listdir(tempfile.gettempdir())) - before
+    assert [name for name in left if name.startswith(("checkpoints-", "data-", "ranks-", "script-"))] == []
 
 
 @pytest.mark.parametrize("keeps_path", [True, False], ids=["local", "remote"])

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -33,9 +34,14 @@ def pyflyte_run(*arguments, **environment):
 
 
 @pytest.fixture(scope="module")
-def local_run():
+def temporary(tmp_path_factory):
+    return tmp_path_factory.mktemp("temporary")
+
+
+@pytest.fixture(scope="module")
+def local_run(temporary):
     """Two epochs of digits on two ranks, through `pyflyte run`."""
-    run = pyflyte_run("--config", json.dumps(SMALL), "--num_processes", "2")
+    run = pyflyte_run("--config", json.dumps(SMALL), "--num_processes", "2", TMPDIR=str(temporary))
     assert run.returncode == 0, run.stdout + run.stderr
     return run
 
@@ -60,6 +66,10 @@ def test_a_local_run_ends_with_accuracies_and_the_paths_of_its_outputs(local_run
     assert kinds.count("EpochFinished") == 2
     assert kinds[-1] == "TimeSpent"
     assert "RunFinished" in kinds[-3:]
+
+
+def test_a_local_run_leaves_only_flytekits_directory_with_its_outputs(local_run, temporary):
+    assert [path.name for path in temporary.iterdir() if not path.name.startswith("flyte")] == []
 
 
 def test_a_local_run_prints_its_data(local_run):
@@ -265,7 +275,7 @@ def test_a_retry_resumes_from_the_newest_checkpoint_of_any_attempt(tmp_path, inp
     assert any('"Flyte Deck"' in line for line in lines)
     (archive,) = (checkpoints / "wandb").iterdir()
     assert f"kept at {archive}" in output
-    assert "/tmp/flyte-" not in output.replace(str(tmp_path), "")
+    assert f"{tempfile.gettempdir()}/flyte-" not in output.replace(str(tmp_path), "")
     assert "Training" in (prefix / "deck.html").read_text()
 
 

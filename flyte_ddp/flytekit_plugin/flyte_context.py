@@ -32,7 +32,8 @@ def current_execution(parameters: ExecutionParameters) -> Execution:
     """
     state = FlyteContextManager.current_context().execution_state
     if state is None or state.is_local_execution():
-        return Execution(tempfile.mkdtemp(prefix="checkpoints-"), "", "", "")
+        os.makedirs(parameters.working_directory, exist_ok=True)
+        return Execution(tempfile.mkdtemp(prefix="checkpoints-", dir=parameters.working_directory), "", "", "")
     execution = parameters.execution_id
     node, attempt = node_and_attempt(execution.name, parameters.raw_output_prefix, parameters.output_metadata_prefix)
     # .../SHARD/EXECUTION-NODE-ATTEMPT: the part above is the same for all attempts.
