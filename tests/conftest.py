@@ -14,7 +14,6 @@ import pytest
 from tests.support import browser
 from tests.support.runs import new_run
 
-
 _temporary = pytest.StashKey[str]()
 
 
@@ -22,7 +21,7 @@ def pytest_configure(config):
     """Give this session and its children a temporary directory of their own: killed processes never clean up."""
     if "PYTEST_XDIST_WORKER" in os.environ:  # has the directory of the process that started it
         return
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest's own directories stay where they were
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # for pytest's own directories
     # Short: the path of a UNIX socket has at most 107 bytes.
     config.stash[_temporary] = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="t-")
 
