@@ -189,6 +189,13 @@ class Reported(Timed):
 
 
 @dataclass(frozen=True)
+class BecameStoppable(Timed):
+    """A function has saved a checkpoint or resumed from one, and reads `session.stop_requested` on every rank."""
+
+    step: int
+
+
+@dataclass(frozen=True)
 class FunctionReturned(Timed):
     """The last event of a function's run: it has returned on every rank."""
 
@@ -210,6 +217,7 @@ Event = (
     | FunctionStarted
     | CheckpointLoaded
     | Reported
+    | BecameStoppable
     | FunctionReturned
     | TimeSpent
 )

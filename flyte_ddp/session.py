@@ -102,6 +102,8 @@ class Session:
         self._num_loads = 0
         self._num_polls = 0
         self._link.on_stop = self._terminate
+        self._can_resume = False  # there is a checkpoint of the function
+        self._is_stoppable = False  # the supervisors know, or another rank tells them
         self._has_published = False
         self._stop_at = 0  # number of the call of `stop_requested` from which it is true; 0 while that is open
 
@@ -109,6 +111,8 @@ class Session:
     def stop_requested(self) -> bool:
         """True from the same call on in every rank, if all call it equally often."""
         self._num_polls += 1
+        if not self._is_stoppable:
+            self._is_stoppable = self._announce()
         if not self._link.stop_requested:
             return False
         self._stop_at = self._stop_at or self._agree_on_stop()
@@ -127,6 +131,7 @@ class Session:
             if store.keeps_resumed and self._num_readers() == self._process.node.world_size - 1:
                 store.keeps_resumed = False
             url = store.save({"step": step, "state": state}, step, best=False)
+            self._can_resume = True
             self._link.emit(events.CheckpointSaved(step, url, False, time.perf_counter() - started))
 
     def load(self) -> dict[str, Any] | None:
@@ -152,7 +157,7 @@ class Session:
             self._open_store().add(f"{key}/num_readers", 1)
         if found is None:
             return None
-        self._step = found["step"]
+        self._step, self._can_resume = found["step"], True
         state: dict[str, Any] = found["state"]
         return state
 
@@ -205,6 +210,21 @@ class Session:
             timeout, on_busy = job.program.store_timeout, self._link.set_writing
             self._store = CheckpointStore(self.checkpoints, NUM_KEPT, timeout, job.owner, on_busy=on_busy)
         return self._store
+
+    def _announce(self) -> bool:
+        """Have it known, once, that the function can be stopped and resumed: then its gang may end to grow.
+
+        For that a checkpoint of it is there, and every rank reads `stop_requested`. One that does not would be sent a
+        SIGTERM. Returns True when this rank has no more to say.
+        """
+        others = self._process.node.world_size - 1
+        if self._process.rank > 0:
+            self._open_store().add("flyte_ddp/num_polling", 1)
+        elif not self._can_resume or (others and self._open_store().add("flyte_ddp/num_polling", 0) < others):
+            return False
+        else:
+            self._link.emit(events.BecameStoppable(self._step))
+        return True
 
     def _agree_on_stop(self) -> int:
         """Return the call at which all ranks stop; 0 if some of them do not know of the stop yet.

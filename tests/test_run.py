@@ -383,6 +383,42 @@ def test_a_function_runs_on_a_dask_cluster_with_the_code_beside_it(client, tmp_p
     assert (started.name, started.world_size, started.num_nodes) == ("train", 2, 2)
 
 
+def test_a_function_that_saves_when_it_is_asked_to_stop_shrinks_and_grows_back(client, tmp_path, monkeypatch):
+    """The second rank kills its worker, which Dask starts again."""
+    (tmp_path / "elastic.py").write_text(
+        "import os, time\n"
+        "import psutil, torch, torch.distributed as dist\n"
+        "from flyte_ddp import session\n"
+        "def train():\n"
+        "    dist.init_process_group('gloo')\n"
+        "    state = session.load() or {'sizes': [], 'step': 0}\n"
+        "    sizes = [*state['sizes'], dist.get_world_size()]\n"
+        "    for step in range(state['step'], 400 if len(sizes) < 3 else state['step'] + 5):\n"
+        "        dist.all_reduce(torch.ones(1))\n"
+        "        time.sleep(0.1)\n"
+        "        if step == 5 and sizes == [2] and dist.get_rank() == 1:\n"
+        "            psutil.Process().parent().parent().kill()\n"
+        "        session.report(step=step + 1)\n"
+        "        stops = session.stop_requested\n"
+        "        if stops or step == 2:\n"
+        "            session.save({'sizes': sizes, 'step': step + 1}, step + 1)\n"
+        "        if stops:\n"
+        "            return None\n"
+        "    return sizes, step + 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    train, listener = importlib.import_module("elastic").train, Listener()
+    cluster = {"min_nodes": 1, "return_timeout": 0.1, "grow_delay": 0, "node_timeout": 60}
+
+    gang = {"nnodes": 2, "cluster": cluster, "max_restarts": 1, "checkpoints": str(tmp_path / "checkpoints")}
+    sizes, steps = flyte_ddp.run(train, client=client, listeners=[listener], **gang)
+
+    assert sizes == [2, 1, 2]
+    reports = [event.step for event in listener.of(events.Reported)]
+    assert reports[-(steps - 3) :] == list(range(4, steps + 1)), "the growth lost or redid a step"
+    assert [event.step for event in listener.of(events.BecameStoppable)][:1] == [4]
+
+
 def test_a_scripts_directory_is_shipped_to_the_workers(client, tmp_path, monkeypatch):
     directory = tmp_path / "code"
     shutil.copytree(SCRIPTS, directory)

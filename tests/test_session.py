@@ -101,6 +101,27 @@ def test_one_rank_alone_stops_at_once():
     assert session.has_stopped
 
 
+def test_it_is_known_once_that_a_function_can_be_stopped_when_it_can_resume_and_all_ranks_ask(tmp_path):
+    store = Store()
+    (first, link), (second, _) = (session_of(rank, 2, store, str(tmp_path)) for rank in range(2))
+    assert not first.stop_requested
+    first.save({}, 1)
+    first.close()
+    assert not first.stop_requested
+    assert [type(event) for event in link.events] == [events.CheckpointSaved], "the second rank has not asked"
+    assert not second.stop_requested
+    assert not first.stop_requested
+    assert not first.stop_requested
+    assert [type(event) for event in link.events[1:]] == [events.BecameStoppable]
+
+    resumed, link = session_of(checkpoints=str(tmp_path))
+    assert not resumed.stop_requested
+    assert not link.events
+    resumed.load()
+    assert not resumed.stop_requested
+    assert isinstance(link.events[-1], events.BecameStoppable)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_ranks_that_train_together_stop_at_the_same_call_whenever_each_learns_of_it(seed):
     order = random.Random(seed)

@@ -75,6 +75,7 @@ class Attempt:
         self.step = 0  # that the gang has reached
         self.progress_at = time.monotonic()  # when it did
         self.resumed_step = -1  # that it started from, once that is known
+        self.is_stoppable = False  # it saves its state when it is asked to end, so it may end to grow
         self.command = GO
         self.next_command_at = 0.0
         self.futures: list[Future] = []
@@ -107,7 +108,7 @@ class Attempt:
                 if stop.is_set() and not is_stopping:  # also while it grows
                     is_stopping = True
                     deadline = self._stop_nodes(stop.reason, STOP_GRACE)
-                elif self.command == GO and self.step > self.resumed_step >= 0:
+                elif self.command == GO and self.is_stoppable:
                     self.larger = self.growth.members
                     if self.larger:
                         reason = f"the gang grows from {len(self.nodes)} to {len(self.larger)} nodes"
@@ -231,6 +232,8 @@ class Attempt:
             self.resumed_step = event.resumed_step
         elif isinstance(event, events.CheckpointLoaded):  # by a function
             self.resumed_step = event.step
+        elif isinstance(event, (events.StepFinished, events.BecameStoppable)):  # of a recipe, of a function
+            self.is_stoppable = True
         self.run.emit(event)
 
     def _note_step(self, step: int) -> None:

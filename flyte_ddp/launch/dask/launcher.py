@@ -53,7 +53,6 @@ from flyte_ddp.launch.spawn import MORE_ACCUMULATION, Result, own_place
 from flyte_ddp.launch.supervisor import print_line
 from flyte_ddp.ownership import Ownership
 from flyte_ddp.rank.job import Job
-from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.storage import Storage, storage_environment
 from flyte_ddp.wall_time import AttemptStarted
 
@@ -254,8 +253,8 @@ class _Launcher:
     def _watch_for_growth(self, workers: Sequence[Worker], nodes: Sequence[Node], sizes: Sequence[int]) -> GrowthWatch:
         """Return the watch for workers with which the gang of these nodes could be larger."""
         addresses = {node.address for node in nodes}
-        if not isinstance(self.job.program, RecipeProgram):
-            sizes = [len(nodes)]  # a function may not save its state when it is asked to stop
+        if self.storage is None:
+            sizes = [len(nodes)]  # nothing is kept that a larger gang could go on from
         probe = Storage(self.job.checkpoints, timeout=0)
 
         def check_nodes(newcomers: Sequence[Node]) -> None:
