@@ -1,32 +1,19 @@
-# One image for all roles: Flyte task, driver, Dask scheduler and worker, and the Dask operator where a cluster has none.
+# One image for the Flyte task, the driver and the Dask scheduler and workers; a small one for the Dask operator.
 # GPUs work through the CUDA libraries that come with torch's wheels and the driver that the node mounts.
 #
 #   docker build --build-arg IMAGE=registry.example.com/flyte-ddp:1 -t registry.example.com/flyte-ddp:1 .
+#   docker build --target operator -t registry.example.com/flyte-ddp-operator:1 .
+#
+# BASE     the base image; for a release by its digest, debian:bookworm-slim@sha256:..., as deploy/README.md shows
+# COMPILER 1: with the C++ compiler that torch.compile (`compile: true`) starts, 200 MB more
 
-# For a release, pin the base by its digest: --build-arg BASE=debian:bookworm-slim@sha256:...
 ARG BASE=debian:bookworm-slim
 FROM $BASE AS base
-RUN apt-get update \
-    && apt-get install -y --no-install-recommends ca-certificates python3 python3-venv \
-    && rm -rf /var/lib/apt/lists/*
-
-# The packages of the image: the pins that every environment shares, without the development tools. A separate stage, so
-# that a new linter changes a text file here and no layer of the image.
-FROM base AS pins
 # The pins are tested on amd64 alone.
 RUN test "$(uname -m)" = x86_64 || { echo "expected an amd64 machine or --platform linux/amd64, got $(uname -m)" >&2; exit 1; }
-RUN python3 -m venv /uv && /uv/bin/pip install --no-cache-dir uv==0.13.9
-WORKDIR /pins
-COPY pyproject.toml requirements.txt ./
-RUN /uv/bin/uv pip compile pyproject.toml --constraint requirements.txt --python-version 3.11 \
-        --no-annotate --no-header --quiet -o all.txt \
-    && grep -E '^(torch|torchvision|triton|nvidia-[a-z0-9-]+|cuda-[a-z0-9-]+)==' all.txt > gpu.txt
-
-FROM base
-# torch.compile, on GPUs too, builds its kernels' launchers with a C++ compiler; tini is a process 1 that passes signals
-# on and reaps what a killed rank leaves behind.
+# tini is a process 1 that passes signals on and reaps what a killed rank leaves behind.
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends g++ python3-dev tini \
+    && apt-get install -y --no-install-recommends ca-certificates python3 python3-venv tini \
     && rm -rf /var/lib/apt/lists/* \
     && python3 -m venv /opt/venv \
     && useradd --uid 1000 --home-dir /root flyte \
@@ -35,21 +22,42 @@ ENV PATH=/opt/venv/bin:$PATH \
     VIRTUAL_ENV=/opt/venv \
     PYTHONUNBUFFERED=1
 
-# The gigabytes: they change with torch's version alone. uv comes and goes within the layer.
+# What installs packages, and in which layer. In a stage of its own, so that no image keeps it.
+FROM base AS pins
+COPY requirements-uv.txt /pins/
+RUN python3 -m venv /uv && /uv/bin/pip install --no-cache-dir --quiet --require-hashes -r /pins/requirements-uv.txt
+COPY requirements.txt /pins/
+RUN cd /pins && awk '/^[a-z0-9]/ { gpu = /^(torch|torchvision|triton|nvidia-[a-z0-9-]+|cuda-[a-z0-9-]+)==/ } gpu' requirements.txt > gpu.txt
+
+FROM base AS operator
+COPY requirements-operator.txt /pins/
+RUN --mount=type=bind,from=pins,source=/uv,target=/uv \
+    /uv/bin/uv pip install --no-cache --no-deps --require-hashes --compile-bytecode -r /pins/requirements-operator.txt
+USER 1000
+ENTRYPOINT ["tini", "--"]
+
+FROM base
+# The gigabytes: they change with torch's version alone.
 COPY --from=pins /pins/gpu.txt /pins/
-RUN python3 -m venv /tmp/uv && /tmp/uv/bin/pip install --no-cache-dir --quiet uv \
-    && /tmp/uv/bin/uv pip install --no-cache --no-deps --compile-bytecode -r /pins/gpu.txt \
-    && rm -rf /tmp/uv
+RUN --mount=type=bind,from=pins,source=/uv,target=/uv \
+    /uv/bin/uv pip install --no-cache --no-deps --require-hashes --compile-bytecode -r /pins/gpu.txt
 # Everything else that is not ours.
-COPY --from=pins /pins/all.txt /pins/
-RUN python3 -m venv /tmp/uv && /tmp/uv/bin/pip install --no-cache-dir --quiet uv \
-    && /tmp/uv/bin/uv pip install --no-cache --no-deps --compile-bytecode -r /pins/all.txt \
-    && rm -rf /tmp/uv
+COPY --from=pins /pins/requirements.txt /pins/
+RUN --mount=type=bind,from=pins,source=/uv,target=/uv \
+    /uv/bin/uv pip install --no-cache --no-deps --require-hashes --compile-bytecode -r /pins/requirements.txt
 
 # flytekit leaves its S3 sessions open, and reports them in an ERROR line at the end of each process of a task. That end
 # closes them anyway. Here, because the process of a fast registration runs none of our code.
 RUN echo 'import atexit, sys; atexit.register(lambda: "aiohttp" in sys.modules and setattr(sys.modules["aiohttp"].ClientSession, "__del__", lambda self: None))' \
         > "$(python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/quiet_exit.pth"
+
+# torch.compile builds kernels' launchers with it, on GPUs too.
+ARG COMPILER=0
+RUN case $COMPILER in \
+      0) ;; \
+      1) apt-get update && apt-get install -y --no-install-recommends g++ python3-dev && rm -rf /var/lib/apt/lists/* ;; \
+      *) echo "COMPILER: expected 0 or 1, got $COMPILER" >&2; exit 1 ;; \
+    esac
 
 # The code, kilobytes: what .dockerignore lets through. A fast registration unpacks newer code into the working directory,
 # which comes first on the path and has all of it, so that the two are never mixed.

@@ -13,27 +13,30 @@ IMAGE ?= $(or $(shell $(BIN)/python -m tasks image 2>/dev/null),flyte-ddp:dev)
 # compile torch again, which takes longer than everything else that a rank does before it trains.
 UV := $(or $(shell command -v uv 2>/dev/null),.uv/bin/uv)
 INSTALLED := $(VENV)/.installed
+PINS := requirements.txt requirements-dev.txt
 # Three at a time on two cores, because a test's ranks often wait. A file's tests stay together, because they share what they started.
 PARALLEL ?= -n 3 --dist loadfile
 export UV_SYSTEM_CERTS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train train-multi-node test test-all test-docs test-gpu test-kubernetes test-flyte lint audit format bench \
-  soak image register requirements
+  soak sbom image register requirements
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 
 setup: $(INSTALLED)  ## the environment in .venv, with the pinned packages
 
-$(INSTALLED): requirements.txt pyproject.toml | $(UV)
+$(INSTALLED): requirements.txt requirements-dev.txt pyproject.toml | $(UV)
 	$(UV) venv --quiet --seed --allow-existing --python $(PYTHON) $(VENV)
-	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python -r requirements.txt
+	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python --require-hashes \
+	  -r requirements.txt -r requirements-dev.txt
 	@touch $@
 
-.uv/bin/uv:
+.uv/bin/uv: requirements-uv.txt
 	$(PYTHON) -m venv .uv
-	.uv/bin/pip install --quiet uv==0.13.9
+	.uv/bin/pip install --quiet --require-hashes -r requirements-uv.txt
+	@touch $@
 
 train: $(INSTALLED)  ## train RECIPE (digits) with PROCESSES (2) DDP processes; CONFIG='{"epochs": 3}', DATA=directory
 	$(BIN)/pyflyte run workflows/single_node.py single_node_training_wf --recipe $(RECIPE) \
@@ -68,10 +71,10 @@ lint: $(INSTALLED)  ## ruff, and mypy, strict on flyte_ddp/
 	$(BIN)/mypy
 
 audit: $(INSTALLED)  ## known vulnerabilities of the pinned packages; fails too where it could not ask about all of them
-	@$(BIN)/pip-audit --requirement requirements.txt --no-deps --disable-pip --progress-spinner off > .audit 2>&1 \
+	@$(BIN)/pip-audit $(addprefix --requirement ,$(PINS)) --no-deps --disable-pip --progress-spinner off > .audit 2>&1 \
 	  && ! grep -q 'could not be audited' .audit \
 	  || { grep -v 'could not be audited' .audit; \
-	    echo "pip-audit: $$(grep -c 'could not be audited' .audit) of $$(grep -c '==' requirements.txt) pins were not audited"; \
+	    echo "pip-audit: $$(grep -c 'could not be audited' .audit) of $$(cat $(PINS) | grep -c '^[a-z0-9].*==') pins were not audited"; \
 	    exit 1; }
 
 format: $(INSTALLED)  ## let ruff mend what it can
@@ -84,12 +87,27 @@ bench: $(INSTALLED)  ## compare with alternatives: ratios, each pair measured in
 soak: $(INSTALLED)  ## ten minutes of random kills, evictions and returns: samples, weights and goodput; SEED=1
 	$(BIN)/python -m benchmarks.soak $(if $(SEED),--seed $(SEED))
 
+sbom: $(INSTALLED)  ## the Python packages of the image as CycloneDX, in sbom.json
+	$(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --mc-type application --output-reproducible \
+	  --output-file sbom.json requirements.txt
+
 image: $(INSTALLED)  ## the image for tasks, driver, scheduler and workers, as settings.toml or IMAGE names it
 	docker build --build-arg IMAGE=$(IMAGE) -t $(IMAGE) .
 
 register: $(INSTALLED)  ## all workflows with Flyte, by settings.toml; DRY_RUN=1, ACTIVATE=retrain_nightly
 	PATH="$(abspath $(BIN)):$$PATH" deploy/register.sh
 
-requirements: | $(UV)  ## pin the newest packages that fit pyproject.toml, for all platforms and Python versions
-	$(UV) pip compile --quiet --upgrade --universal --python-version 3.10 --no-emit-index-url --all-extras \
-	  --custom-compile-command 'make requirements' --output-file requirements.txt pyproject.toml
+# The image installs requirements.txt, the operator's image its own part of that, a checkout also requirements-dev.txt: the pins
+# that requirements.txt does not have, constrained to it.
+PIN := $(UV) pip compile --quiet --no-emit-index-url --generate-hashes --custom-compile-command 'make requirements' $(UPGRADE)
+EVERYWHERE := --universal --python-version 3.10
+
+requirements: UPGRADE ?= --upgrade
+requirements: | $(UV)  ## pin the newest packages that fit pyproject.toml; UPGRADE= keeps the pins that there are
+	$(PIN) $(EVERYWHERE) --output-file requirements.txt pyproject.toml
+	echo dask-kubernetes | $(PIN) --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-annotate \
+	  --constraint requirements.txt --output-file requirements-operator.txt -
+	$(PIN) $(EVERYWHERE) --all-extras --no-annotate --constraint requirements.txt --output-file requirements-dev.txt pyproject.toml
+	awk 'FNR == NR { if (/^[a-z0-9]/) pinned[$$0]; next } /^[a-z0-9]/ { skip = $$0 in pinned } !skip' \
+	  requirements.txt requirements-dev.txt > .pins && mv .pins requirements-dev.txt
+	echo uv | $(PIN) $(EVERYWHERE) --output-file requirements-uv.txt -

@@ -20,6 +20,8 @@ SHIPPED = ("flyte_ddp", "tasks", "workflows", "recipes", "settings.toml")
 BESIDE = (
     "pyproject.toml",
     "requirements.txt",
+    "requirements-operator.txt",
+    "requirements-uv.txt",
     ".dockerignore",
 )  # to build the image with; flytekit adds the last
 RUN = ["run", "--remote", "workflows/single_node.py", "single_node_training_wf", "--recipe", "recipes.wine.Wine"]
