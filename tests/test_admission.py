@@ -101,13 +101,87 @@ def test_a_mistake_in_the_table_is_refused_at_registration(tmp_path):
             load_settings(file, {})
 
 
+POLICY, BINDING = yaml.safe_load_all((ROOT / "deploy" / "admission-policy.yaml").read_text())
+
+
 def test_the_admission_policy_of_deploy_uses_the_lists_that_it_declares_and_is_bound():
-    policy, binding = yaml.safe_load_all((ROOT / "deploy" / "admission-policy.yaml").read_text())
-    used = set(re.findall(r"variables\.(\w+)", " ".join(rule["expression"] for rule in policy["spec"]["validations"])))
-    assert used == {variable["name"] for variable in policy["spec"]["variables"]}
-    assert policy["spec"]["matchConstraints"]["resourceRules"][0]["resources"] == [PLURAL]
-    assert binding["spec"]["policyName"] == policy["metadata"]["name"]
-    assert binding["spec"]["validationActions"] == ["Deny"]
+    rules = [rule["expression"] for rule in [*POLICY["spec"]["validations"], *POLICY["spec"]["variables"]]]
+    used = set(re.findall(r"variables\.(\w+)", " ".join(rules)))
+    assert used == {variable["name"] for variable in POLICY["spec"]["variables"]}
+    assert PLURAL in POLICY["spec"]["matchConstraints"]["resourceRules"][0]["resources"]
+    assert BINDING["spec"]["policyName"] == POLICY["metadata"]["name"]
+    assert BINDING["spec"]["validationActions"] == ["Deny"]
+
+
+def refusals(manifest, kind="DaskCluster", user="system:serviceaccount:team:flyte-ddp"):
+    """Return the messages of the policy's rules that refuse `manifest`, evaluated as the API server would."""
+    cel = pytest.importorskip("cel")  # for Python 3.11 and newer
+    given = {"object": manifest, "request": {"kind": {"kind": kind}, "userInfo": {"username": user}}, "variables": {}}
+    for variable in POLICY["spec"]["variables"]:
+        given["variables"][variable["name"]] = cel.evaluate(variable["expression"], given)
+    return [each["message"] for each in POLICY["spec"]["validations"] if not cel.evaluate(each["expression"], given)]
+
+
+def run(name="ddp-x-00000000", **fields):
+    """The DaskCluster of a run with what the policy's lists allow, and `fields`."""
+    allowed = {
+        "image": "registry.example.com/flyte-ddp:7",
+        "service_account": "flyte-ddp",
+        "env_from_secrets": ["storage"],
+        "image_pull_secrets": ["registry"],
+    }
+    return cluster_spec(ClusterConfig(kind="kubernetes", kubernetes={**allowed, **fields}), name)
+
+
+def with_pod(**fields):
+    """A run whose workers' pod specification was changed by hand."""
+    manifest = run()
+    manifest["spec"]["worker"]["spec"].update(fields)
+    return manifest
+
+
+INIT = {"name": "i", "image": "registry.example.com/flyte-ddp:7"}
+TOKEN = {"name": "e", "valueFrom": {"secretKeyRef": {"name": "wandb", "key": "api_key"}}}
+
+
+@pytest.mark.parametrize("fields", [{}, {"tls": False}, {"image": "registry.example.com/flyte-ddp@sha256:0"}])
+def test_the_admission_policy_admits_the_runs_of_this_package(fields):
+    assert refusals(run(**fields)) == []
+
+
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [
+        (run(image="evil:1"), "an image"),
+        (run(image="registry.example.com/flyte-ddp-evil:1"), "an image"),
+        (with_pod(initContainers=[{**INIT, "image": "evil"}]), "an image"),
+        (run(service_account="admin"), "a service account"),
+        (with_pod(serviceAccount="admin"), "a service account"),  # the deprecated name of the same field
+        (with_pod(automountServiceAccountToken=True), "automountServiceAccountToken"),
+        (run(env_from_secrets=["wandb"]), "a secret in the environment"),
+        (with_pod(initContainers=[{**INIT, "env": [TOKEN]}]), "a secret in the environment"),
+        (run(image_pull_secrets=["other"]), "a secret in a volume"),
+        (with_pod(volumes=[{"name": "v", "secret": {"secretName": "wandb"}}]), "a secret in a volume"),
+        (run("wandb"), "a secret in a volume"),  # a cluster named after the secret that it mounts
+        (with_pod(**HOST), "a volume"),
+        (with_pod(volumes=[{"name": "v", "projected": {"sources": []}}]), "a volume"),
+        (with_pod(hostNetwork=True), "a pod with the node's"),
+        (with_pod(initContainers=[{**INIT, **PRIVILEGED}]), "a pod with the node's"),
+    ],
+)
+def test_the_admission_policy_refuses_what_is_in_no_list(manifest, message):
+    (refusal,) = refusals(manifest)
+    assert refusal.startswith(message)
+
+
+def test_the_admission_policy_leaves_what_else_makes_pods_to_the_operator():
+    group = {"metadata": {"name": "x"}, "spec": {"worker": {"spec": {"hostPID": True}}}}
+    assert refusals(group, "DaskWorkerGroup") == ["only the operator creates DaskWorkerGroups and DaskJobs"]
+    assert refusals(group, "DaskWorkerGroup", "system:serviceaccount:dask-operator:dask-operator") == []
+    assert refusals({"type": "kubernetes.io/tls"}, "Secret") == refusals({}, "Secret") == []
+    assert refusals({"type": "kubernetes.io/service-account-token"}, "Secret") == [
+        "a secret with a service account's token"
+    ]
 
 
 PODS = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "pods.md").read_text(), re.DOTALL)
