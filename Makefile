@@ -8,6 +8,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The image in settings.toml; if it names none, a local name for tests on a cluster.
 IMAGE ?= $(or $(shell $(BIN)/python -m tasks image 2>/dev/null),flyte-ddp:dev)
+# The platform of the image: Debian 12's Python.
+IMAGE_PLATFORM := --python-version 3.11 --python-platform x86_64-manylinux_2_28
+# The image that the tests on a cluster install the Dask operator from.
+OPERATOR_IMAGE ?= $(IMAGE)
 # uv from the path, or installed beside the environment. It takes seconds where pip takes minutes, and resolves torch and
 # torchvision to matching builds. It compiles the bytecode: with PYTHONDONTWRITEBYTECODE set, every process would otherwise
 # compile torch again, which takes longer than everything else that a rank does before it trains.
@@ -59,8 +63,8 @@ test-docs: $(INSTALLED)  ## every command and piece of code in docs/ and example
 test-gpu: $(INSTALLED)  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu
 
-test-kubernetes: $(INSTALLED)  ## the tests on the cluster that KUBECONFIG names, whose nodes have IMAGE
-	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -m kubernetes tests/kubernetes
+test-kubernetes: $(INSTALLED)  ## the tests on the cluster that KUBECONFIG names, whose nodes have IMAGE and OPERATOR_IMAGE
+	FLYTE_DDP_TEST_IMAGE=$(IMAGE) FLYTE_DDP_TEST_OPERATOR_IMAGE=$(OPERATOR_IMAGE) $(BIN)/python -m pytest -m kubernetes tests/kubernetes
 
 test-flyte: $(INSTALLED)  ## real executions on the Flyte that FLYTECTL_CONFIG names, whose nodes (KUBECONFIG) have IMAGE
 	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -v -rP -m flyte tests/flyte
@@ -87,9 +91,10 @@ bench: $(INSTALLED)  ## compare with alternatives: ratios, each pair measured in
 soak: $(INSTALLED)  ## ten minutes of random kills, evictions and returns: samples, weights and goodput; SEED=1
 	$(BIN)/python -m benchmarks.soak $(if $(SEED),--seed $(SEED))
 
-sbom: $(INSTALLED)  ## the Python packages of the image as CycloneDX, in sbom.json
-	$(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --mc-type application --output-reproducible \
-	  --output-file sbom.json requirements.txt
+sbom: $(INSTALLED)  ## the image's Python packages with their hashes, as CycloneDX in sbom.json
+	$(UV) pip compile --quiet --no-deps --no-header --no-annotate --generate-hashes $(IMAGE_PLATFORM) requirements.txt \
+	  | $(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --mc-type application --output-reproducible \
+	    --output-file sbom.json -
 
 image: $(INSTALLED)  ## the image for tasks, driver, scheduler and workers, as settings.toml or IMAGE names it
 	docker build --build-arg IMAGE=$(IMAGE) -t $(IMAGE) .
@@ -105,7 +110,7 @@ EVERYWHERE := --universal --python-version 3.10
 requirements: UPGRADE ?= --upgrade
 requirements: | $(UV)  ## pin the newest packages that fit pyproject.toml; UPGRADE= keeps the pins that there are
 	$(PIN) $(EVERYWHERE) --output-file requirements.txt pyproject.toml
-	echo dask-kubernetes | $(PIN) --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-annotate \
+	echo dask-kubernetes | $(PIN) $(IMAGE_PLATFORM) --no-annotate \
 	  --constraint requirements.txt --output-file requirements-operator.txt -
 	$(PIN) $(EVERYWHERE) --all-extras --no-annotate --constraint requirements.txt --output-file requirements-dev.txt pyproject.toml
 	awk 'FNR == NR { if (/^[a-z0-9]/) pinned[$$0]; next } /^[a-z0-9]/ { skip = $$0 in pinned } !skip' \

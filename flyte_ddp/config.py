@@ -40,7 +40,7 @@ class TrainingConfig:
     gradient_clip_norm: float = field(0.0, minimum=0)  # largest L2 norm of the whole gradient; 0 does not clip
     precision: str = field("fp32", choices=("fp32", "bf16"))  # bf16: autocast; weights and optimizer stay fp32
     channels_last: bool = field(True)  # memory format of image-shaped (4-D) tensors
-    compile: bool = field(False)  # torch.compile the model, with fsdp each of its blocks
+    compile: bool = field(False)  # torch.compile the model, with fsdp each of its blocks; needs a C++ compiler
     # ddp: each rank holds the whole model; fsdp: weights, gradients and optimizer state are split over all ranks
     parallel: str = field("ddp", choices=("ddp", "fsdp"))
     # compute each block's activations again in the backward pass rather than keep them: less memory, a third more work

@@ -1,11 +1,19 @@
-"""`make audit` passes only if pip-audit could ask about every pin and found nothing."""
+"""The pinned packages: complete, with hashes, in the right file; `make audit` passes only if it could ask about all."""
 
 from __future__ import annotations
 
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 REPOSITORY = Path(__file__).parents[1]
 UNKNOWN = "zipp  Dependency not found on PyPI and could not be audited: zipp (4.1.2)"
@@ -25,9 +33,64 @@ def test_an_audit_that_could_not_ask_fails_like_one_that_found_something(tmp_pat
     program.write_text(f"#!/bin/sh\ncat <<END\n{output}\nEND\nexit {status}\n")
     program.chmod(0o755)
     (tmp_path / "installed").touch()
-    for name in ("Makefile", "requirements.txt", "pyproject.toml"):
+    for name in ("Makefile", "requirements.txt", "requirements-dev.txt", "requirements-uv.txt", "pyproject.toml"):
         (tmp_path / name).write_text((REPOSITORY / name).read_text())
     command = ["make", "audit", f"BIN={tmp_path}", f"INSTALLED={tmp_path / 'installed'}", "UV=/bin/true", "IMAGE=x:1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (done.returncode == 0) == passes, done.stdout + done.stderr
     assert shown in done.stdout
+
+
+def pins(name):
+    """Return {name==version: its hashes} of a file of pins."""
+    text = re.sub(r" \\\n\s+", " ", (REPOSITORY / name).read_text())
+    lines = [line.split("#")[0].strip() for line in text.splitlines()]
+    found = {}
+    for line in filter(None, lines):
+        match = re.fullmatch(r"([\w.-]+==[^ ]+)(?: ; [^-]+?)?((?: --hash=sha256:[0-9a-f]{64})+)", line)
+        assert match, f"{name}: {line[:200]}"
+        found[match[1]] = match[2].split()
+    return found
+
+
+def names(requirements):
+    return {re.split(r"[=\[]", each)[0] for each in requirements}
+
+
+def test_every_pin_has_its_hashes_and_the_image_gets_no_tool_of_development():
+    runtime, development = pins("requirements.txt"), pins("requirements-dev.txt")
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert {Requirement(each).name for each in project["dependencies"]} <= names(runtime)
+    extras = {Requirement(each).name for extra in project["optional-dependencies"].values() for each in extra}
+    assert extras <= names(runtime) | names(development)
+    assert not names(runtime) & {"pytest", "mypy", "ruff", "moto", "transformers", "lightning", "pip-audit"}
+    for name in names(runtime) & names(development):  # for other platforms only in the one: the same versions
+        assert {each for each in development if names([each]) == {name}} <= runtime.keys(), name
+
+
+def test_the_operators_image_has_pins_of_the_training_image_and_no_torch():
+    operator = pins("requirements-operator.txt")
+    assert operator.items() <= pins("requirements.txt").items()
+    assert "dask-kubernetes" in names(operator)
+    assert "torch" not in names(operator)
+
+
+def test_the_image_installs_nothing_without_a_hash():
+    text = (REPOSITORY / "Dockerfile").read_text().replace("\\\n", " ")
+    installs = re.findall(r"pip install [^\n]*", text)
+    assert len(installs) == 4
+    assert all("--require-hashes" in each for each in installs)
+    assert set(re.findall(r"-r /pins/(\S+)", text)) == {
+        "requirements-uv.txt",
+        "requirements-operator.txt",
+        "requirements.txt",
+        "gpu.txt",
+    }
+    (select,) = re.findall(r"awk '(.*?)' requirements.txt", text)
+    gpu = subprocess.run(
+        ["awk", select, str(REPOSITORY / "requirements.txt")], capture_output=True, text=True, check=True
+    )
+    chosen = names(re.findall(r"^[a-z0-9][^ ]*", gpu.stdout, re.MULTILINE))
+    assert {"torch", "torchvision", "triton", "nvidia-nccl-cu13"} <= chosen
+    assert "flytekit" not in chosen
+    assert gpu.stdout.count("--hash") > len(chosen)

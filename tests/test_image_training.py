@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.launch.spawn import check
 from flyte_ddp.rank.batch_norm import keep_frozen_statistics
 from flyte_ddp.rank.job import Job
+from flyte_ddp.rank.main import main
 from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.recipes.image_folder.recipe import ImageFolder
 from tests.support.image_store import image_tree, prepare, running_store
@@ -138,6 +140,19 @@ def test_synchronized_batch_norm_is_refused_on_cpus_before_any_rank_starts(tmp_p
     check(job, 1)
     with pytest.raises(ConfigError, match="^sync_batch_norm: expected false for ranks without GPUs, got true"):
         check(job, 2)
+
+
+def test_a_model_is_not_compiled_where_no_compiler_is(tmp_path, monkeypatch):
+    program = RecipeProgram("image_folder", TrainingConfig(compile=True))
+    monkeypatch.setenv("CXX", sys.executable)
+    check(Job(program, str(tmp_path), 0.0), 1)
+    monkeypatch.delenv("CXX")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"^compile: expected false, or a C\+\+ compiler .*COMPILER=1.*, got true"):
+        check(Job(program, str(tmp_path), 0.0), 1)
+    with pytest.raises(ConfigError, match="^compile: expected"):
+        main(program, None)  # a rank on another machine, before it uses anything of its process
 
 
 def test_predictions_travel_with_small_images_and_the_likeliest_classes():

@@ -32,7 +32,7 @@ from flyte_ddp.launch.signals import stop_on_signals
 from flyte_ddp.launch.supervisor import supervise
 from flyte_ddp.ownership import Ownership
 from flyte_ddp.rank.job import Job, NodeRanks
-from flyte_ddp.rank.programs import RecipeProgram
+from flyte_ddp.rank.programs import RecipeProgram, check_compiler
 from flyte_ddp.storage import Storage
 from flyte_ddp.wall_time import AttemptEnded, AttemptStarted
 
@@ -211,6 +211,7 @@ def check(job: Job, num_processes: int) -> None:
         raise ConfigError(f"num_processes: expected at most {gpus}, one per GPU, got {num_processes}")
     program = job.program
     program.check(num_processes, gpus > 0)
+    check_compiler(program)
     uses_nccl = isinstance(program, RecipeProgram) and program.config.backend != "gloo"
     if gpus and num_processes > 1 and uses_nccl and has_mig_slices():
         raise ConfigError("backend: expected gloo between MIG slices of a GPU, got nccl")

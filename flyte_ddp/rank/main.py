@@ -20,7 +20,7 @@ from flyte_ddp.rank.inspection import layers_of, predictions_of, sample_inputs, 
 from flyte_ddp.rank.job import MODEL_STATE, Job, NodeRanks
 from flyte_ddp.rank.parallel import place_model
 from flyte_ddp.rank.process import RankProcess, SupervisorLink
-from flyte_ddp.rank.programs import RecipeProgram
+from flyte_ddp.rank.programs import RecipeProgram, check_compiler
 from flyte_ddp.rank.sharding import whole_state
 from flyte_ddp.rank.step_timing import time_costs
 from flyte_ddp.rank.supervision import beat_while_compiling, keep_beating
@@ -31,6 +31,7 @@ from flyte_ddp.recipes import get_recipe
 
 def main(program: RecipeProgram, process: RankProcess) -> None:
     """Join the other ranks and train the recipe of `program`."""
+    check_compiler(program)  # on a Dask worker, whose image the driver has not seen
     config, node, link = program.config, process.node, process.link
     torch.set_num_threads(node.num_threads)
     if config.deterministic:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from flyte_ddp.source_code import files_below, packages_of, source_files
 if TYPE_CHECKING:
     from flyte_ddp.rank.process import RankProcess
 
+COMPILERS = ("g++", "gcc", "clang")  # torch.compile takes g++ or CXX for CPUs, gcc, clang or CC for GPUs
 CUDA_OUT_OF_MEMORY = "OutOfMemoryError"  # class name of torch.cuda.OutOfMemoryError
 SCRIPT_DIRECTORY = "flyte_ddp_script"  # among the source files on a node: the directory of a script
 
@@ -136,6 +138,22 @@ class FunctionProgram:
 
 
 Program = RecipeProgram | FunctionProgram
+
+
+def check_compiler(program: Program) -> None:
+    """Check that a program that compiles its model can do so on this machine.
+
+    Raises:
+        ConfigError: `compile` is set, and there is no C++ compiler.
+    """
+    if not isinstance(program, RecipeProgram) or not program.config.compile:
+        return
+    named = {os.environ.get(variable, "") for variable in ("CXX", "CC")}
+    if not any(shutil.which(name) for name in (*named, *COMPILERS) if name):
+        raise ConfigError(
+            "compile: expected false, or a C++ compiler (an image built with --build-arg COMPILER=1), got true and no "
+            "compiler"
+        )
 
 
 def to_dict(program: Program) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from tests.kubernetes.store import Store
 
 ROOT = Path(__file__).parents[2]
 IMAGE = os.environ.get("FLYTE_DDP_TEST_IMAGE", "flyte-ddp:dev")
+OPERATOR_IMAGE = os.environ.get("FLYTE_DDP_TEST_OPERATOR_IMAGE", IMAGE)
 
 # Small enough for two nodes of two cores that other pods share.
 SMALL = {"kind": "kubernetes", "num_nodes": 2, "start_timeout": 400}
@@ -153,7 +154,9 @@ def operator() -> None:
     if kubectl("--namespace", "dask-operator", *available, check=False):
         return  # the cluster has one, which others may use at this moment
     subprocess.run(
-        [str(ROOT / "deploy/operator/install.sh"), IMAGE], check=True, env={**os.environ, "PYTHON": sys.executable}
+        [str(ROOT / "deploy/operator/install.sh"), OPERATOR_IMAGE],
+        check=True,
+        env={**os.environ, "PYTHON": sys.executable},
     )
 
 
