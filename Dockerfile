@@ -5,7 +5,7 @@
 #   docker build --target operator -t registry.example.com/flyte-ddp-operator:1 .
 #
 # BASE     the base image; for a release by its digest, debian:bookworm-slim@sha256:..., as deploy/README.md shows
-# COMPILER 1: with the C++ compiler that torch.compile (`compile: true`) starts, 200 MB more
+# COMPILER 1: with the C++ compiler that torch.compile (`compile: true`) starts, 450 MB more
 
 ARG BASE=debian:bookworm-slim
 FROM $BASE AS base
