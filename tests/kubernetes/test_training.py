@@ -21,9 +21,11 @@ from tests.kubernetes.conftest import IMAGE, ROOT, Namespace, apply, eventually,
 from tests.kubernetes.store import Store
 
 RECIPE = "tests.support.recipes.Dropping"
+WITHOUT_DROPOUT = "tests.support.recipes.Tiny"  # dropout's draws depend on the number of ranks
 STEPS_PER_EPOCH = 25
 CONFIG = {"epochs": 2, "global_batch_size": 4, "checkpoint_interval": 2}
 STEP_SECONDS = "0.4"  # an epoch is long enough to be met in the middle
+ALONE_SECONDS = "4"  # of a step on one node: a mended node is there before the run is finished
 # Files for the driver that the image does not have: the tests' own code, and this checkout's version of the package.
 CODE = ["flyte_ddp", "tests/__init__.py", "tests/support/runs.py", "tests/support/recipes.py"]
 CODE += ["tests/kubernetes/__init__.py", "tests/kubernetes/driver.py"]
@@ -103,15 +105,15 @@ def code(namespace: Namespace) -> None:
 def start(namespace: Namespace, store: Store, code: None) -> Callable[..., Driver]:
     """start(pod, *runs, **cluster): a driver that trains `runs` in turn; each is stored under its name."""
 
-    def start(pod: str, *runs: str, **cluster: Any) -> Driver:
+    def start(pod: str, *runs: str, recipe: str = RECIPE, **cluster: Any) -> Driver:
         orders = {
             "cluster": small_cluster(
                 image="",  # as of the driver's own pod
-                env={"STEP_SECONDS": STEP_SECONDS},
+                env={"STEP_SECONDS": STEP_SECONDS, "ALONE_SECONDS": ALONE_SECONDS},
                 **cluster,
             ),
             "runs": [
-                {"name": run, "recipe": RECIPE, "checkpoints": f"s3://runs/{run}", "config": CONFIG} for run in runs
+                {"name": run, "recipe": recipe, "checkpoints": f"s3://runs/{run}", "config": CONFIG} for run in runs
             ],
         }
         # The working directory comes before all else on Python's path, and in the image it holds the image's own code.
@@ -225,29 +227,35 @@ def reserved_for_workers(node: str) -> Iterator[dict[str, Any]]:
         kubectl("taint", "node", node, f"{taint}-")
 
 
-def test_a_run_continues_without_a_silent_node(start: Callable[..., Driver], store: Store) -> None:
+def test_a_run_shrinks_without_a_silent_node_and_grows_back_when_it_is_mended(
+    start: Callable[..., Driver], store: Store, finished_run: Callable[..., Any]
+) -> None:
     nodes = kubectl("get", "nodes", "--output", "jsonpath={.items[*].metadata.name}").split()
     cut = next((node for node in nodes if Path("/sys/class/net", node).exists()), "")
     if not cut or os.geteuid() != 0:
         pytest.skip("no node is on a network link of this machine that this user may cut")
     with reserved_for_workers(cut) as placement:
-        driver = start("cut-off", "cut-off", min_nodes=1, return_timeout=5, **placement)
+        elastic = {"min_nodes": 1, "return_timeout": 5, "grow_delay": 5}
+        driver = start("cut-off", "cut-off", recipe=WITHOUT_DROPOUT, **elastic, **placement)
         driver.wait_for_step("cut-off", 3)
     assert [pod["spec"]["nodeName"] for pod in driver.pods("worker")].count(cut) == 1
     cut_at = time.time()
     subprocess.run(["ip", "link", "set", cut, "down"], check=True)
     try:
-        driver.succeeded()
+        driver.wait_for(run="cut-off", event="RunStarted", world_size=1)
     finally:
         subprocess.run(["ip", "link", "set", cut, "up"], check=True)
         kubectl("wait", "--for=condition=Ready", f"node/{cut}", "--timeout=120s")
+    driver.succeeded()
     (lost,) = driver.losses_of_gang()
     assert "has been silent for" in lost["log"]
     assert lost["at"] - cut_at < SILENCE_NOTICED
-    first, second = driver.records(run="cut-off", event="RunStarted")
-    assert (first["world_size"], second["world_size"]) == (2, 1)
-    assert 0 < second["resumed_step"] < STEPS_PER_EPOCH, "it was not met in mid-epoch"
-    assert driver.wait_for(run="cut-off", event="RunFinished")["step"] == 2 * STEPS_PER_EPOCH
+    whole, shrunk, grown = driver.records(run="cut-off", event="RunStarted")
+    assert [each["world_size"] for each in (whole, shrunk, grown)] == [2, 1, 2]
+    assert 0 < shrunk["resumed_step"] < STEPS_PER_EPOCH, "it was not met in mid-epoch"
+    steps = [each["step"] for each in driver.records(run="cut-off", event="StepFinished") if each["at"] > shrunk["at"]]
+    assert steps == list(range(shrunk["resumed_step"] + 1, 2 * STEPS_PER_EPOCH + 1)), "the growth lost or redid a step"
+    torch.testing.assert_close(store.state("cut-off"), finished_run("Tiny", 2, **CONFIG).state())
 
 
 def test_a_deleted_scheduler_pod_costs_only_time(

@@ -8,7 +8,7 @@ import time
 import flytekit
 import torch
 import torch.distributed as dist
-from flytekit import Deck, task
+from flytekit import Deck, task, workflow
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp import session
@@ -52,3 +52,10 @@ def read(file: FlyteFile) -> str:
     """Return the contents of a file, in the pod of the next task."""
     with open(file) as text:
         return text.read()
+
+
+@workflow
+def train_and_read(text: FlyteFile, steps: int) -> tuple[str, int]:
+    """Train on two nodes, and read the file that came out."""
+    file, resumed = train(text=text, steps=steps)
+    return read(file=file), resumed
