@@ -12,7 +12,7 @@ import pytest
 from flytekit.models.core.execution import WorkflowExecutionPhase as Phase
 from flytekit.remote import FlyteRemote
 
-from tests.flyte.conftest import DOMAIN, IMAGE, PROJECT, Checkout, Execution, eventually, items, kubectl
+from tests.flyte.conftest import DOMAIN, IMAGE, PROJECT, SMALL_CLUSTER, Checkout, Execution, eventually, items, kubectl
 from tests.support.checkout import REPOSITORY, copy_repository
 
 PROBLEM = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|Traceback|Unclosed|not provided")
@@ -105,6 +105,47 @@ def test_a_recipe_in_a_package_of_two_files_trains_on_several_nodes(
     config = json.dumps({"epochs": 3, "seed": int(unique, 16)})
     execution = checkout_with_recipes.train_on_cluster("--recipe", "recipes.cellar.wines.Cellar", "--config", config)
     assert len(execution.outputs()["epoch_accuracies"]) == 3
+
+
+SCRIPT = """
+import sys
+import torch.distributed as dist
+from helper import GREETING
+from flyte_ddp import session
+
+dist.init_process_group("gloo")
+for step in range(1, 4):
+    dist.barrier()
+    session.report(step=step, loss=1 / step)
+print(GREETING, "from rank", dist.get_rank(), "of", dist.get_world_size())
+if dist.get_rank() == 0:
+    with open(f"{sys.argv[1]}/model.txt", "w") as file:
+        file.write("trained")
+"""
+
+
+def test_a_script_runs_on_several_nodes_with_the_file_beside_it(checkout: Checkout, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "helper.py").write_text("GREETING = 'hello'\n")
+    script = ("--script", str(tmp_path / "train.py"), "--arguments", '["{outputs}"]')
+    execution = checkout.run("workflows/script.py", "script_wf", *script, "--cluster", json.dumps(SMALL_CLUSTER))
+    outputs = execution.outputs()
+    assert execution.read(f"{outputs['outputs'].remote_source.rstrip('/')}/model.txt") == "trained"
+    log = execution.read(outputs["log"].remote_source)
+    assert all(f"[node {rank}] [rank {rank}] hello from rank {rank} of 2" in log for rank in (0, 1))
+    assert [event["step"] for event in execution.history(outputs) if event["event"] == "Reported"] == [1, 2, 3]
+    assert "hello from rank 0 of 2" in execution.deck("run_script")
+    assert not items("daskclusters", f"execution-id={execution.name}")
+
+
+def test_a_users_task_trains_on_two_nodes_and_the_next_task_reads_its_file(checkout: Checkout, tmp_path: Path) -> None:
+    shutil.copy(REPOSITORY / "tests/support/kubernetes_task.py", checkout.directory / "workflows/own.py")
+    (tmp_path / "words.txt").write_text("the sum is")
+    inputs = ("--text", str(tmp_path / "words.txt"), "--steps", "5")
+    execution = checkout.run("workflows/own.py", "train_and_read", *inputs)
+    outputs = execution.outputs()
+    assert (outputs["o0"], outputs["o1"]) == ("the sum is 10 own", 0)
+    assert "the Deck of rank 0" in execution.deck("own.train")
 
 
 def test_a_deleted_pod_loses_only_the_last_steps(checkout: Checkout, unique: str, aborted: list[Execution]) -> None:
