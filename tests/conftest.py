@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing.util
 import os
 import shutil
 import tempfile
@@ -13,8 +14,7 @@ import pytest
 
 from tests.support import browser
 from tests.support.runs import new_run
-
-_temporary = pytest.StashKey[str]()
+from tests.support.warm_ranks import use_warm_ranks
 
 
 def pytest_configure(config):
@@ -23,12 +23,9 @@ def pytest_configure(config):
         return
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # for pytest's own directories
     # Short: the path of a UNIX socket has at most 107 bytes.
-    config.stash[_temporary] = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="t-")
-
-
-def pytest_unconfigure(config):
-    if directory := config.stash.get(_temporary, ""):
-        shutil.rmtree(directory, ignore_errors=True)
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="t-")
+    # After multiprocessing's own directory in it, which has priority -100.
+    multiprocessing.util.Finalize(None, shutil.rmtree, [tempfile.tempdir, True], exitpriority=-200)
 
 
 @pytest.fixture(scope="session")
@@ -44,10 +41,19 @@ def finished_run(tmp_path_factory):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("RECORD", str(directory / "record"))
                 patch.setenv("TELL_MODULES", "1")
+                use_warm_ranks(patch)
                 runs[key] = new_run(directory, recipe).train(num_processes, **config)
         return runs[key]
 
     return get
+
+
+@pytest.fixture(scope="module")
+def warm_ranks():
+    """Ranks on this machine start in a tenth of the time, see tests.support.warm_ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        use_warm_ranks(patch)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import run_command
+
 REPOSITORY = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 WORKFLOW = ["workflows/single_node.py", "single_node_training_wf"]
@@ -23,14 +25,10 @@ SMALL = {"epochs": 2, "learning_rate": 0.003}
 
 
 def pyflyte_run(*arguments, **environment):
-    return subprocess.run(
-        [BIN / "pyflyte", "run", *WORKFLOW, *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, "WANDB_MODE": "disabled", "COLUMNS": "200", **environment},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    """Return the exit code and all that `pyflyte run` prints, without a process of its own."""
+    values = {"WANDB_MODE": "disabled", **environment}
+    code, output, errors = run_command("pyflyte", "run", *WORKFLOW, *arguments, cwd=REPOSITORY, **values)
+    return code, " ".join(re.sub(r"[│╭╮╰╯─\n]", " ", output + errors).split())
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +39,14 @@ def temporary(tmp_path_factory):
 @pytest.fixture(scope="module")
 def local_run(temporary):
     """Two epochs of digits on two ranks, through `pyflyte run`."""
-    run = pyflyte_run("--config", json.dumps(SMALL), "--num_processes", "2", TMPDIR=str(temporary))
+    run = subprocess.run(
+        [BIN / "pyflyte", "run", *WORKFLOW, "--config", json.dumps(SMALL), "--num_processes", "2"],
+        cwd=REPOSITORY,
+        env={**os.environ, "WANDB_MODE": "disabled", "COLUMNS": "200", "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     return run
 
@@ -77,7 +82,7 @@ def test_a_local_run_prints_its_data(local_run):
 
 
 def test_the_help_explains_every_flag():
-    text = " ".join(re.sub(r"[│\n]", " ", pyflyte_run("--help").stdout).split())
+    _, text = pyflyte_run("--help")
     for expected in (
         "what to train: digits, mnist",
         "hyperparameters that differ from the recipe's",
@@ -116,10 +121,9 @@ def test_the_help_explains_every_flag():
     ],
 )
 def test_bad_input_is_refused_without_a_traceback(arguments, expected):
-    run = pyflyte_run(*arguments)
-    output = run.stdout + run.stderr
-    assert run.returncode != 0
-    assert expected in " ".join(re.sub(r"[│╭╮╰╯─\n]", " ", output).split())
+    code, output = pyflyte_run(*arguments)
+    assert code != 0
+    assert expected in output
     assert "Traceback" not in output
     assert "[rank" not in output  # no rank was started
 
@@ -127,7 +131,7 @@ def test_bad_input_is_refused_without_a_traceback(arguments, expected):
 def test_the_configuration_may_come_from_a_yaml_file(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("epochs: -1\n")
-    assert "epochs: expected a whole number of at least 1, got -1" in pyflyte_run("--config", str(file)).stderr
+    assert "epochs: expected a whole number of at least 1, got -1" in pyflyte_run("--config", str(file))[1]
 
 
 @pytest.mark.parametrize("sender", ["pyflyte", "console"])
@@ -156,25 +160,30 @@ def test_a_recipes_options_reach_a_registered_task(sender):
     assert type(config.recipe_options["width"]) is int
 
 
-def test_nan_loss_is_one_line_with_its_step():
-    run = pyflyte_run("--recipe", "tests.support.recipes.Tiny", FAULT="nan 0 3")
-    output = " ".join(re.sub(r"[│\n]", " ", run.stdout + run.stderr).split())
-    assert run.returncode != 0
+def test_nan_loss_is_one_line_with_its_step(warm_ranks):
+    code, output = pyflyte_run("--recipe", "tests.support.recipes.Tiny", FAULT="nan 0 3")
+    assert code != 0
     assert re.search(r"the loss is nan at step 3 \(epoch 1\) on rank 0", output)
 
 
-def execute_as_flyte_would(directory, attempt, inputs):
-    """Run the container command of attempt `attempt` of the training task, its prefixes laid out as Flyte does."""
+def container_command(directory, attempt, inputs):
+    """Return the arguments and the environment of attempt `attempt` of the training task, as Flyte lays them out."""
     root = f"file://{directory}"
     prefix = f"{directory}/metadata/project-domain-f1/n1/data/{attempt}"
     os.makedirs(prefix, exist_ok=True)
-    command = [
-        *(BIN / "pyflyte-execute", "--inputs", inputs),
-        *("--output-prefix", f"file://{prefix}", "--raw-output-data-prefix", f"{root}/data/s{attempt}/f1-n1-{attempt}"),
+    arguments = [
+        *(
+            "--inputs",
+            inputs,
+            "--output-prefix",
+            f"file://{prefix}",
+            "--raw-output-data-prefix",
+            f"{root}/data/s{attempt}/f1-n1-{attempt}",
+        ),
         *("--resolver", "flytekit.core.python_auto_container.default_task_resolver", "--"),
         *("task-module", "tasks.train", "task-name", "train_on_one_node"),
     ]
-    identity = {
+    environment = {
         "FLYTE_INTERNAL_EXECUTION_ID": "f1",
         "FLYTE_INTERNAL_EXECUTION_PROJECT": "project",
         "FLYTE_INTERNAL_EXECUTION_DOMAIN": "domain",
@@ -182,15 +191,31 @@ def execute_as_flyte_would(directory, attempt, inputs):
         "PYTHONPATH": str(REPOSITORY),
         "STEP_SECONDS": "0.05",
     }
+    return arguments, environment, Path(prefix)
+
+
+def start_pod(directory, attempt, inputs):
+    """Start that attempt as a process."""
+    arguments, environment, prefix = container_command(directory, attempt, inputs)
     process = subprocess.Popen(
-        command,
+        [BIN / "pyflyte-execute", *arguments],
         cwd=directory,
-        env={**os.environ, **identity},
+        env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    return process, Path(prefix)
+    return process, prefix
+
+
+def error_of_pod(directory, attempt, inputs, **variables):
+    """Run that attempt in this process, and return the error that it leaves for Flyte."""
+    from flyteidl.core import errors_pb2
+
+    arguments, environment, prefix = container_command(directory, attempt, inputs)
+    _, output, errors = run_command("pyflyte-execute", *arguments, cwd=directory, **environment, **variables)
+    assert (prefix / "error.pb").exists(), output + errors
+    return errors_pb2.ErrorDocument.FromString((prefix / "error.pb").read_bytes()).error
 
 
 @pytest.fixture
@@ -242,7 +267,7 @@ def test_a_retry_resumes_from_the_newest_checkpoint_of_any_attempt(tmp_path, inp
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     monkeypatch.setenv("FLYTE_DDP_METRICS_PORT", str(port))
-    first, _ = execute_as_flyte_would(tmp_path, 0, inputs)
+    first, _ = start_pod(tmp_path, 0, inputs)
     checkpoints = tmp_path / "data/checkpoints/project/domain/f1/n1"
     deadline = time.monotonic() + 90
     while len(list(checkpoints.glob("step-*.json"))) < 2 and first.poll() is None:
@@ -254,11 +279,11 @@ def test_a_retry_resumes_from_the_newest_checkpoint_of_any_attempt(tmp_path, inp
         )
     first.send_signal(signal.SIGKILL)
     first.communicate()
-    second, _ = execute_as_flyte_would(tmp_path, 1, inputs)
+    second, _ = start_pod(tmp_path, 1, inputs)
     second.send_signal(signal.SIGKILL)
     second.communicate()
 
-    third, prefix = execute_as_flyte_would(tmp_path, 2, inputs)
+    third, prefix = start_pod(tmp_path, 2, inputs)
     output, _ = third.communicate(timeout=120)
 
     assert not (prefix / "error.pb").exists(), output
@@ -279,7 +304,7 @@ def test_a_retry_resumes_from_the_newest_checkpoint_of_any_attempt(tmp_path, inp
     assert "Training" in (prefix / "deck.html").read_text()
 
 
-def test_a_run_ends_for_good_when_all_its_attempts_have_taken_max_hours(tmp_path):
+def test_a_run_ends_for_good_when_all_its_attempts_have_taken_max_hours(tmp_path, warm_ranks):
     from flyteidl.core import errors_pb2
 
     checkpoints = tmp_path / "data/checkpoints/project/domain/f1/n1"
@@ -288,28 +313,21 @@ def test_a_run_ends_for_good_when_all_its_attempts_have_taken_max_hours(tmp_path
     (checkpoints / "first-start.json").write_text(json.dumps(note))
     inputs = write_inputs(tmp_path, epochs=100_000, max_hours=1.0)
     for attempt, end in ((1, r"the (run was stopped|ranks were killed)|nothing was running"), (2, "Its checkpoints")):
-        process, prefix = execute_as_flyte_would(tmp_path, attempt, inputs)
-        try:
-            output, _ = process.communicate(timeout=120)
-        finally:
-            process.kill()
-        error = errors_pb2.ErrorDocument.FromString((prefix / "error.pb").read_bytes()).error
-        assert re.search(f"max_hours: the run has taken 1 h, all attempts together, which is its limit.*{end}", output)
+        error = error_of_pod(tmp_path, attempt, inputs)
+        assert re.search(
+            f"max_hours: the run has taken 1 h, all attempts together, which is its limit.*{end}", error.message
+        )
         assert error.kind == errors_pb2.ContainerError.NON_RECOVERABLE
         assert "Traceback" not in error.message
 
 
-def test_a_killed_rank_is_recoverable_and_a_bug_is_not(tmp_path, inputs, monkeypatch):
+def test_a_killed_rank_is_recoverable_and_a_bug_is_not(tmp_path, inputs, warm_ranks):
     from flyteidl.core import errors_pb2
 
     kinds = {}
     for attempt, fault in enumerate(("kill 1 2", "raise 1 2")):
-        monkeypatch.setenv("FAULT", fault)
-        process, prefix = execute_as_flyte_would(tmp_path / fault.split()[0], attempt, inputs)
-        output, _ = process.communicate(timeout=120)
-        error = errors_pb2.ErrorDocument.FromString((prefix / "error.pb").read_bytes()).error
+        error = error_of_pod(tmp_path / fault.split()[0], attempt, inputs, FAULT=fault)
         kinds[fault] = error.kind
-        assert "rank 1" in error.message, output
         lines = [line.strip() for line in error.message.splitlines() if line.strip()]
         assert "rank 1" in lines[1], "the cause comes first"
         assert error.message.count("Traceback (most recent call last)") <= 1
@@ -322,7 +340,7 @@ def test_a_pod_with_other_code_than_registered_fails_without_a_retry(tmp_path, i
     from flyteidl.core import errors_pb2
 
     monkeypatch.setenv("FLYTE_DDP_CODE", "0123456789abcdef")
-    process, prefix = execute_as_flyte_would(tmp_path, 0, inputs)
+    process, prefix = start_pod(tmp_path, 0, inputs)
     output, _ = process.communicate(timeout=120)
     assert (prefix / "error.pb").exists(), output
     error = errors_pb2.ErrorDocument.FromString((prefix / "error.pb").read_bytes()).error
@@ -343,17 +361,22 @@ print(json.dumps(MessageToDict(get_serializable(OrderedDict(), settings, train_o
 """
 
 
-def registered_task(**environment):
-    """The task's template as registration would send it, as JSON."""
+def registered_task(directory=REPOSITORY, **environment):
+    """The task's template as registration from `directory` would send it, as JSON."""
     run = subprocess.run(
         [sys.executable, "-c", PRINT_TEMPLATE],
-        cwd=REPOSITORY,
+        cwd=directory,
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=True,
     )
     return json.loads(run.stdout)["template"]
+
+
+@pytest.fixture(scope="module")
+def sandbox_task():
+    return registered_task(SANDBOX="1")
 
 
 def resources_of(template, kind):
@@ -374,24 +397,20 @@ def test_the_gpu_profile_requests_gpus_memory_disk_and_shared_memory():
     assert template["config"]["entity"] == "team"
 
 
-def test_the_sandbox_profile_requests_no_gpu_and_no_secret():
-    template = registered_task(SANDBOX="1")
-    assert resources_of(template, "limits") == {"CPU": "2", "MEMORY": "4Gi", "EPHEMERAL_STORAGE": "4Gi"}
-    assert "gpuAccelerator" not in template["extendedResources"]
-    assert "securityContext" not in template
+def test_the_sandbox_profile_requests_no_gpu_and_no_secret(sandbox_task):
+    assert resources_of(sandbox_task, "limits") == {"CPU": "2", "MEMORY": "4Gi", "EPHEMERAL_STORAGE": "4Gi"}
+    assert "gpuAccelerator" not in sandbox_task["extendedResources"]
+    assert "securityContext" not in sandbox_task
 
 
-def test_the_cache_version_follows_the_training_code(tmp_path):
-    version = registered_task()["metadata"]["discoveryVersion"]
-    assert registered_task()["metadata"]["discoveryVersion"] == version
+def test_the_cache_version_follows_the_training_code(tmp_path, sandbox_task):
     for name in ("flyte_ddp", "tasks", "workflows", "recipes", "settings.toml"):
         subprocess.run(["cp", "-r", REPOSITORY / name, tmp_path], check=True)
-    versions = {version}
-    for changed in ("flyte_ddp/rank/trainer.py", "recipes/__init__.py"):
-        with open(tmp_path / changed, "a") as file:
-            file.write("\n# changed\n")
-        run = subprocess.run(
-            [sys.executable, "-c", PRINT_TEMPLATE], cwd=tmp_path, capture_output=True, text=True, check=True
-        )
-        versions.add(json.loads(run.stdout)["template"]["metadata"]["discoveryVersion"])
-    assert len(versions) == 3
+    versions = [sandbox_task["metadata"]["discoveryVersion"]]
+    for changed in ("", "flyte_ddp/rank/trainer.py", "recipes/__init__.py"):
+        if changed:
+            with open(tmp_path / changed, "a") as file:
+                file.write("\n# changed\n")
+        versions.append(registered_task(tmp_path, SANDBOX="1")["metadata"]["discoveryVersion"])
+    assert versions[0] == versions[1]  # of another process, at another place
+    assert len(set(versions)) == 3
