@@ -24,8 +24,8 @@ from tests.support.image_store import image_tree, write_tree
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = sorted([REPOSITORY / "README.md", *REPOSITORY.glob("docs/**/*.md"), REPOSITORY / "examples/README.md"])
-GUIDES = sorted(REPOSITORY.glob("deploy/*.md"))  # for a cluster, from the first to the last block
-NEEDS = ("cluster", "gpu", "network", "hours")
+GUIDES = sorted(REPOSITORY.glob("deploy/*.md"))  # for a cluster: tests/kubernetes/test_guide.py follows them
+NEEDS = ("cluster", "gpu", "network", "hours", "registry", "helm", "flyte")
 BLOCK = re.compile(r"^(?:<!-- needs: (?P<needs>\w+) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 
 # Replacements that make a documented command cheap enough for every run of the tests.
@@ -136,10 +136,10 @@ def test_a_block_runs_with_cheaper_settings(block, directories):
 
 
 def test_every_language_of_a_block_is_known_and_every_need_is_one_of_a_few():
-    for block in BLOCKS:
+    for block in [block for page in [*PAGES, *GUIDES] for block in blocks_of(page)]:
         assert block.language in ("", "sh", "python", "yaml", "toml", "mermaid"), block
         assert block.needs in ("", *NEEDS), block
-    for page in PAGES:
+    for page in [*PAGES, *GUIDES]:
         assert page.read_text().count("<!-- needs:") == sum(bool(block.needs) for block in blocks_of(page)), page
 
 

@@ -1,0 +1,100 @@
+"""The guide for a new cluster, deploy/README.md, followed in one shell by its own commands from the first to the last.
+
+A block that needs what is not here (a registry, Helm, a Flyte) is marked in the guide and left out.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flyte_ddp.cluster.config import cluster_config
+from tests.kubernetes.conftest import IMAGE, OPERATOR_IMAGE, ROOT, kubectl
+from tests.support.checkout import copy_repository
+from tests.test_docs import blocks_of
+
+GUIDE = ROOT / "deploy/README.md"
+KEY = "0123456789"
+SMALL = '"num_nodes": 2, "kubernetes": {"worker_cpus": 0.1, "worker_memory": "1Gi", "scheduler_cpus": 0.1, '
+# What differs from a cluster of one's own: other tests use this one, and its nodes are small.
+ADAPTED = (
+    (r"flytesnacks-development", "GUIDE_NAMESPACE"),
+    (re.escape('"num_nodes": 4, "kubernetes": {'), SMALL),
+    (r" dask-operator/dask-operator; do", "; do"),
+    (r"orphans --delete", "orphans --delete --namespace $NAMESPACE"),
+)
+
+
+@pytest.fixture
+def new_namespace(operator: None) -> Iterator[str]:
+    name = f"ddp-guide-{uuid.uuid4().hex[:6]}"
+    yield name
+    for kind in ("clusterrole", "clusterrolebinding"):
+        kubectl("delete", kind, f"flyte-ddp-preflight-{name}", "--ignore-not-found")
+    kubectl("delete", "namespace", name, "--ignore-not-found", "--wait=false")
+
+
+def test_the_guide_leads_from_an_empty_namespace_to_a_checked_registration(new_namespace: str, tmp_path: Path) -> None:
+    script = ["set -euo pipefail"]
+    for block in blocks_of(GUIDE):
+        if block.language == "sh" and not block.needs:
+            text = block.text
+            for pattern, replacement in ADAPTED:
+                text = re.sub(pattern, replacement.replace("GUIDE_NAMESPACE", new_namespace), text)
+            script += [f"echo '=== {block}, after '$SECONDS s", text]
+    installed = "jsonpath={.spec.template.spec.containers[0].image}"
+    kept = kubectl("--namespace", "dask-operator", "get", "deployment", "dask-operator", "--output", installed)
+    copy_repository(tmp_path)
+    (tmp_path / "storage.env").write_text("AWS_ENDPOINT_URL=http://store:9000\n")
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(script)],
+        cwd=tmp_path,
+        env={
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if name not in ("PYTHONPATH", "MAKEFLAGS", "MAKELEVEL")
+            },
+            "PATH": f"{ROOT / '.uv/bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "IMAGE": IMAGE,
+            "OPERATOR_IMAGE": OPERATOR_IMAGE if kept == OPERATOR_IMAGE else kept,  # somebody else's stays as it is
+            "SANDBOX": "1",
+            "VERSION": "v1",  # the copy is no git repository
+        },
+        input=KEY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    shown = f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
+    print(shown)
+    assert done.returncode == 0, shown
+    assert f"could start in namespace {new_namespace}" in done.stdout, shown
+    assert not re.search("^FAILED", done.stdout, re.MULTILINE), shown
+    assert re.search(r"^training +2 CPU, 4Gi memory, 4Gi disk, timeout 4 h, retries 3$", done.stdout, re.MULTILINE), (
+        shown
+    )
+    assert re.search(r"^Successfully registered \d\d entities$", done.stdout, re.MULTILINE), shown
+    assert f"version v1, image {IMAGE}" in done.stdout, shown
+
+    account = ("--as", f"system:serviceaccount:{new_namespace}:flyte-ddp", "--namespace", new_namespace)
+    assert kubectl("auth", "can-i", "create", "daskclusters.kubernetes.dask.org", *account).strip() == "yes"
+    assert kubectl("auth", "can-i", "get", "secrets", *account, check=False).strip() == "no"
+    key = kubectl("--namespace", new_namespace, "get", "secret", "wandb", "--output", "jsonpath={.data.api_key}")
+    assert base64.b64decode(key).decode() == KEY
+
+
+def test_the_clusters_of_the_guide_are_valid() -> None:
+    configs = [block.text for block in blocks_of(GUIDE) if block.file == "cluster.yaml"]
+    assert configs
+    for text in configs:
+        cluster_config(yaml.safe_load(text))
