@@ -25,6 +25,7 @@ from flyte_ddp.flytekit_plugin.deck import DeckPublisher
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution, share_storage_credentials
 from flyte_ddp.observers.launcher_log import launcher_log
+from flyte_ddp.observers.metrics import MetricsServer, RunFigures, requested_port
 from flyte_ddp.observers.page import Page
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.weights_and_biases import Wandb
@@ -58,6 +59,7 @@ class Frame:
 
     def __post_init__(self) -> None:
         self.publisher = DeckPublisher(self.report)
+        self._metrics = MetricsServer(port) if (port := requested_port()) else None
         self._time_limit: threading.Timer | None = None
         self._time_is_up = ""  # the beginning of the error when the limit is reached
 
@@ -134,6 +136,10 @@ class Frame:
         }
         return kind(**{**settings, **options})
 
+    def figures(self, **labels: str) -> list[RunFigures]:
+        """Return the listener that serves one more run of this task to Prometheus; none if no port was asked for."""
+        return [self._metrics.follow(**labels, run=self.execution.run_id)] if self._metrics is not None else []
+
     def output(self, name: str) -> FlyteFile:
         """Return file `name` in the task's directory as an output, in a pod with a URL that is known already."""
         return FlyteFile(str(self.directory / name), remote_path=self._output_url(name))
@@ -160,6 +166,8 @@ class Frame:
         """Complete the report. Only the first call, and the first with an error, changes it."""
         if self._time_limit is not None:
             self._time_limit.cancel()
+        if self._metrics is not None:
+            self._metrics.close()
         if not self.report.closed_at or (error is not None and self.report.error is None):
             self.report.close(error)
             self.publisher.close(error)

@@ -140,7 +140,8 @@ class _Observer:
         run_id = f"{self.group}-{os.path.basename(job.checkpoints)}".replace(".", "-")
         name = f"{ranks(world_size)}, rate {config.learning_rate:g}"
         wandb = self.frame.wandb(run_id, name=name, group=self.group)
-        return [self.frame.bar, wandb, _ReportListener(self.report), self.frame.publisher]
+        figures = self.frame.figures(recipe=self.report.recipe, job=os.path.basename(job.checkpoints))
+        return [self.frame.bar, wandb, _ReportListener(self.report), self.frame.publisher, *figures]
 
     def outputs(self, histories: list[str]) -> ScalingOutputs:
         """Return the task's outputs, and print the results and where the outputs are."""

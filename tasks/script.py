@@ -77,6 +77,7 @@ def run_script(
                     report,
                     ReportLink(wandb, report),
                     frame.publisher,
+                    *frame.figures(script=name),
                 ],
                 relay=log.add,
                 run_name=frame.name,

@@ -9,7 +9,7 @@ from flytekit import task
 from flytekit.types.file import FlyteFile, PythonPickledFile
 from flytekit.types.structured import StructuredDataset
 
-from flyte_ddp.events import EpochFinished, Event, RunStarted
+from flyte_ddp.events import EpochFinished, Event, Listener, RunStarted
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.observers.figures import percent
 from flyte_ddp.observers.weights_and_biases import Wandb
@@ -122,9 +122,10 @@ class _Observer:
         if isinstance(event, EpochFinished):
             self.frame.publisher.handle(event)
 
-    def make_listeners(self, run: TrialRun) -> list[Wandb]:
-        """Return the W&B observer of one trial."""
+    def make_listeners(self, run: TrialRun) -> list[Listener]:
+        """Return the listeners of one trial: W&B, and Prometheus' if a port was asked for."""
         return [
+            *self.frame.figures(recipe=self.report.recipe, trial=str(run.trial.number)),
             self.frame.wandb(
                 f"{self.group}-{run.key}",
                 _TrialWandb,
@@ -133,7 +134,7 @@ class _Observer:
                 group=self.group,
                 config={"sweep": dict(run.trial.values)},
                 say=self._say_of_wandb,
-            )
+            ),
         ]
 
     def outputs(self) -> SweepOutputs:

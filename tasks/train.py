@@ -9,7 +9,6 @@ from flyte_ddp.events import Listener
 from flyte_ddp.launch import spawn
 from flyte_ddp.launch.spawn import Result
 from flyte_ddp.observers.history import HistoryFile
-from flyte_ddp.observers.metrics import MetricsServer, requested_port
 from flyte_ddp.rank.job import Job
 from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.recipes import config_of
@@ -124,9 +123,8 @@ class _Run:
             frame.report,
             ReportLink(wandb, frame.report),
             frame.publisher,
+            *frame.figures(recipe=recipe),
         ]
-        if port := requested_port():
-            self.listeners.append(MetricsServer(port, recipe=recipe, run=frame.execution.run_id))
 
     def outputs(self, result: Result) -> TrainingOutputs:
         """Return the task's outputs, and print where they are."""

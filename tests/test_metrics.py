@@ -25,11 +25,12 @@ def scrape(server):
 
 
 def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
-    server = MetricsServer(0, recipe="digits", run='f1-"n1"')
+    server = MetricsServer(0)
+    run = server.follow(recipe="digits", run='f1-"n1"')
     try:
         assert scrape(server)[1] == {"flyte_ddp_restarts": 0, "flyte_ddp_finished": 0}
         for event in whole_run():
-            server.handle(event)
+            run.handle(event)
         text, found = scrape(server)
         assert set(found) == set(HELP)
         assert found["flyte_ddp_step"] == found["flyte_ddp_steps_planned"] == found["flyte_ddp_checkpoint_step"] == 12
@@ -39,13 +40,13 @@ def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
         assert 'flyte_ddp_step{recipe="digits",run="f1-\\"n1\\""} 12' in text
         assert text.count("# TYPE ") == len(HELP)
         for event in (started(resumed_step=8), run_finished()):
-            server.handle(event)
+            run.handle(event)
         found = scrape(server)[1]
         assert (found["flyte_ddp_restarts"], found["flyte_ddp_step"], found["flyte_ddp_finished"]) == (1, 8, 1)
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"http://127.0.0.1:{server.port}/", timeout=10)
     finally:
-        server.close(None)
+        server.close()
     with pytest.raises(urllib.error.URLError):
         scrape(server)
 
@@ -54,9 +55,26 @@ def test_a_port_that_is_taken_is_a_warning_and_the_run_goes_on(caplog):
     first = MetricsServer(0)
     second = MetricsServer(first.port)
     assert f"metrics are not served: port {first.port}: " in caplog.text
-    second.handle(started())
-    second.close(None)
-    first.close(None)
+    second.follow().handle(started())
+    second.close()
+    first.close()
+
+
+def test_runs_side_by_side_are_served_until_each_has_ended():
+    server = MetricsServer(0)
+    runs = [server.follow(trial=str(number)) for number in (1, 2)]
+    for number, run in enumerate(runs):
+        run.handle(started(resumed_step=number))
+    text = scrape(server)[0]
+    assert 'flyte_ddp_step{trial="1"} 0\nflyte_ddp_step{trial="2"} 1\n' in text
+    assert text.count("# TYPE flyte_ddp_step gauge") == 1
+    runs[0].close(None)
+    text = scrape(server)[0]
+    assert 'trial="1"' not in text
+    assert 'trial="2"' in text
+    runs[1].close(RuntimeError())
+    assert scrape(server)[0] == ""
+    server.close()
 
 
 def test_nothing_is_served_unless_registration_asked_for_it(monkeypatch):

@@ -6,6 +6,9 @@ import dataclasses
 import os
 import re
 import signal
+import socket
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pandas
@@ -248,22 +251,33 @@ def test_a_lost_cluster_ends_the_sweep(tmp_path, data, record, start_worker):  #
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
-    """Return the workflow's outputs, its standard error, and how often it published the report."""
+    """Return the workflow's outputs, its standard error, and its figures for Prometheus at each new report."""
     from workflows.sweep import sweep_wf
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+
+    def figures(_):
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+                published.append(answer.read().decode())
+        except urllib.error.URLError:  # at the end
+            published.append("")
 
     output = tmp_path_factory.mktemp("output") / "lines"
     published = []
     with pytest.MonkeyPatch.context() as patch, open(output, "w") as stderr:
         patch.setenv("WANDB_MODE", "offline")
         patch.setattr("sys.stderr", stderr)
-        patch.setattr(DeckPublisher, "_publish", lambda publisher: published.append(publisher))
+        patch.setattr(DeckPublisher, "_publish", figures)
+        patch.setenv("FLYTE_DDP_METRICS_PORT", str(port))
         returned = sweep_wf(
             grid={"learning_rate": [0.0001, 0.01]},
             config=TrainingOverrides(epochs=2),
             cluster=ClusterInput(kind="local", node_timeout=30),
             checkpoints=str(tmp_path_factory.mktemp("checkpoints")),
         )
-    return returned, output.read_text(), len(published)
+    return returned, output.read_text(), published
 
 
 def test_the_workflow_returns_the_table_and_the_best_model(outputs):
@@ -302,8 +316,15 @@ def test_the_workflows_report_has_the_models_and_their_curves(outputs, chromium,
 
 
 def test_the_report_is_shown_while_the_models_train_and_at_the_end(outputs):
-    _, _, num_published = outputs
-    assert num_published == 2 * 2 + 1  # models, epochs
+    _, _, published = outputs
+    assert len(published) == 2 * 2 + 1  # models, epochs
+
+
+def test_each_model_has_its_figures_for_prometheus_while_it_trains(outputs):
+    _, _, published = outputs
+    for trial in (1, 2):
+        assert any(f'flyte_ddp_world_size{{recipe="digits",trial="{trial}",run=""}} 1' in text for text in published)
+    assert published[-1] == ""
 
 
 def test_the_models_are_one_group_in_wandb(outputs):

@@ -1,4 +1,4 @@
-"""The observer that serves a run's figures to Prometheus, as text, on a port of the driver or single-node task.
+"""The observers that serve the figures of a task's runs to Prometheus, as text, on a port of its pod.
 
 Needs no library: the text format is lines of `name{labels} value`.
 """
@@ -34,41 +34,18 @@ HELP = {
 logger = logging.getLogger(__name__)
 
 
-class MetricsServer:
-    """A listener that answers GET /metrics with the newest figures. A port that is taken is a warning, not an error.
+class RunFigures:
+    """The listener of one run: its newest figures, until the run has ended.
 
     Args:
-        port: to listen on, at all addresses; 0 for any free one.
-        labels: of every figure.
+        labels: of every figure, as in Prometheus' text format.
     """
 
-    def __init__(self, port: int, **labels: str) -> None:
-        self.port = 0  # at which it listens; 0 if it does not
-        self._labels = ",".join(f'{name}="{_escape(value)}"' for name, value in labels.items())
+    def __init__(self, labels: str) -> None:
+        self.labels = labels
         self._values: dict[str, float] = {"flyte_ddp_restarts": -1.0, "flyte_ddp_finished": 0.0}
         self._lock = threading.Lock()
-        text = self.text
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                is_known = self.path.partition("?")[0] == "/metrics"
-                body = text().encode() if is_known else b""
-                self.send_response(200 if is_known else 404)
-                self.send_header("Content-Type", CONTENT_TYPE)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *arguments: object) -> None:
-                pass
-
-        try:
-            self._server = http.server.ThreadingHTTPServer(("", port), Handler)
-        except OSError as error:
-            logger.warning("metrics are not served: port %d: %s", port, error)
-            return
-        self.port = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
+        self.is_open = True
 
     def handle(self, event: Event) -> None:
         """Keep the figures of the event."""
@@ -93,18 +70,69 @@ class MetricsServer:
                 found["flyte_ddp_finished"] = 1
             self._values.update(found)
 
-    def text(self) -> str:
-        """Return all figures that are known in Prometheus' text format."""
+    def values(self) -> dict[str, float]:
+        """Return all figures that are known, by name."""
         with self._lock:
-            values = {
-                name: max(0.0, value) if name == "flyte_ddp_restarts" else value for name, value in self._values.items()
-            }
-        return "".join(
-            f"# HELP {name} {HELP[name]}\n# TYPE {name} gauge\n{name}{{{self._labels}}} {value!r}\n"
-            for name, value in sorted(values.items())
-        )
+            return {**self._values, "flyte_ddp_restarts": max(0.0, self._values["flyte_ddp_restarts"])}
 
     def close(self, error: BaseException | None) -> None:
+        """Serve the run no more."""
+        self.is_open = False
+
+
+class MetricsServer:
+    """A server of the figures of open runs, at GET /metrics. A port that is taken is a warning, not an error.
+
+    Args:
+        port: to listen on, at all addresses; 0 for any free one.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.port = 0  # at which it listens; 0 if it does not
+        self._runs: list[RunFigures] = []
+        self._lock = threading.Lock()
+        text = self.text
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                is_known = self.path.partition("?")[0] == "/metrics"
+                body = text().encode() if is_known else b""
+                self.send_response(200 if is_known else 404)
+                self.send_header("Content-Type", CONTENT_TYPE)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *arguments: object) -> None:
+                pass
+
+        try:
+            self._server = http.server.ThreadingHTTPServer(("", port), Handler)
+        except OSError as error:
+            logger.warning("metrics are not served: port %d: %s", port, error)
+            return
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
+
+    def follow(self, **labels: str) -> RunFigures:
+        """Return the listener of one more run, whose figures get `labels`."""
+        run = RunFigures(",".join(f'{name}="{_escape(value)}"' for name, value in labels.items()))
+        with self._lock:
+            self._runs.append(run)
+        return run
+
+    def text(self) -> str:
+        """Return the figures of all runs that have not ended, in Prometheus' text format."""
+        with self._lock:
+            self._runs = [run for run in self._runs if run.is_open]
+            found = [(run.labels, run.values()) for run in self._runs]
+        lines = []
+        for name in sorted({name for _, values in found for name in values}):
+            lines += [f"# HELP {name} {HELP[name]}", f"# TYPE {name} gauge"]
+            lines += [f"{name}{{{labels}}} {values[name]!r}" for labels, values in found if name in values]
+        return "".join(f"{line}\n" for line in lines)
+
+    def close(self) -> None:
         """Stop serving."""
         if self.port:
             self._server.shutdown()

@@ -24,7 +24,10 @@ from tests.test_docs import blocks_of
 
 GUIDE = ROOT / "deploy/README.md"
 KEY = "0123456789"
-SMALL = '"num_nodes": 2, "kubernetes": {"worker_cpus": 0.1, "worker_memory": "1Gi", "scheduler_cpus": 0.1, '
+SMALL = (
+    '"num_nodes": 2, "kubernetes": {"worker_cpus": 0.1, "worker_memory": "1Gi", "shared_memory": "128Mi", '
+    '"scheduler_cpus": 0.1, "scheduler_memory": "512Mi", '
+)
 # What differs from a cluster of one's own: other tests use this one, and its nodes are small.
 ADAPTED = (
     (r"flytesnacks-development", "GUIDE_NAMESPACE"),
