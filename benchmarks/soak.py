@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 NUM_SAMPLES, NUM_FEATURES, NUM_CLASSES = 960, 16, 4
 BATCH_SIZE, LEARNING_RATE = 24, 0.05
+STEP_SECONDS_VARIABLE = "SOAK_STEP_SECONDS"  # of the environment: how long a step lasts
 STEP_SECONDS = 0.25  # on any number of nodes, so that the run's length is known
 ABSENCE = (3.0, 15.0)  # seconds until an evicted node is back
 QUIET = 0.85  # share of the time after which nothing more is killed, so that the run ends undisturbed
@@ -93,7 +94,7 @@ class Counting(Recipe):
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.requires_grad:
-            time.sleep(float(os.environ.get("SOAK_STEP_SECONDS", "0")))
+            time.sleep(float(os.environ.get(STEP_SECONDS_VARIABLE, "0")))
         return super().losses(outputs[:, :-1], targets) - outputs[:, -1]
 
     def num_correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -106,7 +107,8 @@ class Counting(Recipe):
 class Nodes:
     """A Dask scheduler and its workers, as processes."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
+        self.environment = environment  # of all processes
         self.file = directory / "scheduler.json"
         self.workers: dict[str, subprocess.Popen[bytes]] = {}
         self.num_started = 0
@@ -147,9 +149,8 @@ class Nodes:
             process.wait()
 
     def _start(self, *command: str) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "SOAK_STEP_SECONDS": str(STEP_SECONDS), "CUDA_VISIBLE_DEVICES": ""}
         return subprocess.Popen(
-            [sys.executable, "-m", "dask", *command], env=environment, stderr=subprocess.DEVNULL, cwd=os.getcwd()
+            [sys.executable, "-m", "dask", *command], env=self.environment, stderr=subprocess.DEVNULL, cwd=os.getcwd()
         )
 
 
@@ -265,7 +266,7 @@ def lost_and_doubled(seen: Tensor, epochs: int) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _nodes(directory: Path) -> Iterator[Nodes]:
-    nodes = Nodes(directory)
+    nodes = Nodes(directory, {**os.environ, STEP_SECONDS_VARIABLE: str(STEP_SECONDS), "CUDA_VISIBLE_DEVICES": ""})
     try:
         nodes.add()
         nodes.add()

@@ -1,6 +1,7 @@
 """The arithmetic and the table of the benchmarks. Nothing is measured here."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -18,6 +19,9 @@ from benchmarks.measure import (
     table,
     timed_to_loss,
 )
+from benchmarks.recovery.__main__ import table as recovery_table
+from benchmarks.recovery.faults import Outcome, damage
+from benchmarks.recovery.workload import Step, longest_pause, num_redone
 from benchmarks.soak import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Counting, lost_and_doubled
 from flyte_ddp.prepare import prepare_data
 from tests.support.runs import new_run
@@ -132,3 +136,65 @@ def test_each_sample_of_the_soak_counts_itself(tmp_path):
     run = new_run(tmp_path, "benchmarks.soak.Counting").train(2, epochs=2)
     assert lost_and_doubled(run.state()["seen"], epochs=2) == (0, 0)
     assert lost_and_doubled(run.state()["seen"], epochs=1) == (0, NUM_SAMPLES)
+
+
+def logged(*steps):
+    return [Step(at, number, 2) for at, number in steps]
+
+
+def test_recovery_lasts_from_the_fault_to_the_end_of_the_longest_pause_after_it():
+    steps = logged((1, 1), (2, 2), (3, 3), (9, 2), (10, 3), (13, 4))
+    assert longest_pause(steps, begin=2.5) == 6.5
+    assert longest_pause(steps, begin=9.5) == 3.5  # not the pause before the fault
+    assert longest_pause(steps, begin=2.5, end=2.9) == 0.5  # a pause that began later belongs to another fault
+    assert longest_pause(steps, begin=13.5) is None
+
+
+def test_steps_that_are_done_again_are_counted_for_the_fault_that_caused_them():
+    steps = logged((1, 1), (2, 2), (3, 3), (9, 2), (10, 3), (11, 4), (20, 4), (21, 5))
+    assert num_redone(steps) == 3
+    assert num_redone(steps, begin=3.5, end=12) == 2
+    assert num_redone(steps, begin=12) == 1
+
+
+def test_a_damaged_file_keeps_its_size_and_its_ends(tmp_path):
+    file = tmp_path / "checkpoint.pt"
+    file.write_bytes(b"abc" * 100)
+    damage(file)
+    contents = file.read_bytes()
+    assert (len(contents), contents[:100], contents[200:]) == (300, (b"abc" * 100)[:100], (b"abc" * 100)[200:])
+    assert contents[100:200] == bytes(100)
+
+
+def test_the_table_of_recoveries_has_a_line_for_each_fault_and_a_column_for_each_system():
+    ours = {"rank killed": Outcome(2.54, 7, True), "store away": Outcome(0.1, 0, True)}
+    theirs = {"rank killed": Outcome(None, 0, None), "store away": Outcome(None, 0, None, "- (it has no store)")}
+    assert recovery_table({"ours": ours, "theirs": theirs}).splitlines() == [
+        "| fault | ours | theirs |",
+        "|---|---|---|",
+        "| rank killed | 2.5 s, 7 steps again, weights equal | no next step, 0 steps again, **the run failed** |",
+        "| store away | 0.1 s, 0 steps again, weights equal | - (it has no store) |",
+    ]
+    assert "weights differ" in recovery_table({"ours": {"rank killed": Outcome(2.5, 7, False)}})
+
+
+@pytest.mark.slow
+def test_the_recovery_suite_kills_a_rank_of_ours_and_finds_the_weights_equal():
+    command = (sys.executable, "-m", "benchmarks.recovery", "--systems", "ours", "--only", "kill")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("| rank killed")]
+    assert line.endswith("weights equal |")
+    seconds, redone = line.split("|")[2].split(",")[:2]
+    assert 0 < float(seconds.split()[0]) < 120
+    assert 1 <= int(redone.split()[0]) <= 10  # since the last checkpoint
+
+
+@pytest.mark.slow
+def test_a_small_gang_without_ranks_is_measured_and_restarts_without_its_last_node():
+    command = (sys.executable, "-m", "benchmarks.many_nodes", "--nodes", "3")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("| 3 |")]
+    rate = float(line.split("|")[4].split()[0])
+    assert 3 <= rate <= 8  # a heartbeat of each node, and the steps of the first

@@ -1,0 +1,237 @@
+"""What the driver and the scheduler cost at many nodes: `python -m benchmarks.many_nodes`, or `--nodes 4 16`.
+
+The driver and the Dask scheduler are real, and so are the messages between them and the nodes' supervisors. The nodes
+are light: Dask workers that share one process, each with a supervisor process that has no ranks. It sends a heartbeat
+a second; the first node also reports a step each second, and the last one is a process of its own, which is killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.measure import machine
+from flyte_ddp.cluster.config import DASK_CONFIG, ClusterConfig
+from flyte_ddp.cluster.connect import open_cluster
+from flyte_ddp.errors import TrainingStopped
+from flyte_ddp.events import Event, StepFinished
+from flyte_ddp.launch.dask import gang, worker
+from flyte_ddp.launch.dask.launcher import run_on_dask
+from flyte_ddp.launch.dask.messages import NodeJob
+from flyte_ddp.launch.dask.node import DriverLink
+from flyte_ddp.launch.devices import num_cores
+from flyte_ddp.launch.signals import StopRequest
+from flyte_ddp.launch.supervisor import POLL_INTERVAL
+from flyte_ddp.rank.job import Job
+from flyte_ddp.rank.programs import FunctionProgram
+from flyte_ddp.wall_time import AttemptStarted
+
+NUM_NODES = (4, 16, 64)
+WINDOW = 10.0  # seconds over which the costs are taken
+START_TIMEOUT = 180.0  # seconds for all nodes to report
+STEPS_PER_SECOND = 10
+SUPERVISOR = "import sys; sys.path.insert(0, sys.argv[1]); from benchmarks.many_nodes import supervise; supervise()"
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a gang of some size costs while it trains, and how fast the loss of a node is answered."""
+
+    num_nodes: int
+    driver: float  # share of a core
+    scheduler: float  # share of a core
+    messages_per_second: float  # from the nodes to the driver
+    recovery_seconds: float  # from the death of a node's processes to the start of the next attempt
+
+
+def supervise() -> None:
+    """Run the supervisor of a node without ranks, with the arguments of `flyte_ddp.launch.dask.node.main`."""
+    commands, messages = os.fdopen(int(sys.argv[3]), "rb"), os.fdopen(int(sys.argv[4]), "wb")
+    job = NodeJob.from_json(commands.readline())
+    link = DriverLink(commands, messages, job.driver_timeout)
+    polls = 0
+    while not link.stop.is_set():
+        time.sleep(POLL_INTERVAL)
+        polls += 1
+        step = int(polls * POLL_INTERVAL * STEPS_PER_SECOND)
+        link.on_beat(step, False)
+        if job.ranks.first_rank == 0 and polls % round(1 / POLL_INTERVAL) == 0:
+            link.emit(StepFinished(step, 1, 0.5, 0.1, 1.0, 1000.0))
+    link.send("end", outcome="killed" if link.is_lost else "stopped", message=link.stop.reason)
+    os._exit(0)
+
+
+async def run_workers(address: str, count: int) -> None:
+    """Run `count` Dask workers in this process until its standard input ends."""
+    from distributed import Worker
+
+    workers = [Worker(address, nthreads=1, name=f"node-{index}", dashboard=False) for index in range(count)]
+    await asyncio.gather(*workers)
+    await asyncio.to_thread(sys.stdin.read)
+    os._exit(0)
+
+
+class Watch:
+    """A listener that notes when attempts begin."""
+
+    def __init__(self) -> None:
+        self.starts: list[float] = []
+        self.num_steps = 0
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, AttemptStarted):
+            self.starts.append(time.monotonic())
+        elif isinstance(event, StepFinished):
+            self.num_steps += 1
+
+    def close(self, error: BaseException | None) -> None:
+        pass
+
+
+def measure(num_nodes: int) -> Cost:
+    """Run a gang of `num_nodes`, take its costs, and kill its last node."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for name, value in DASK_CONFIG.items():
+        environment["DASK_" + name.upper().replace(".", "__").replace("-", "_")] = str(value)
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(*command: str, **options: Any) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen([sys.executable, *command], env=environment, cwd=ROOT, **options)
+        processes.append(process)
+        return process
+
+    with tempfile.TemporaryDirectory(prefix="many-nodes-") as directory:
+        file = Path(directory, "scheduler.json")
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        try:
+            address = ("--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--scheduler-file", str(file))
+            scheduler = start("-m", "dask", "scheduler", *address, **quiet)
+            while not (file.exists() and file.read_text().endswith("}")):
+                time.sleep(0.1)
+            url = str(json.loads(file.read_text())["address"])
+            start("-m", "benchmarks.many_nodes", "--workers", url, str(num_nodes - 1), stdin=subprocess.PIPE, **quiet)
+            last = ("--name", f"node-{num_nodes - 1}", "--nthreads", "1", "--no-nanny", "--no-dashboard")
+            victim = start("-m", "dask", "worker", url, *last, **quiet)
+            return _measure(num_nodes, url, scheduler.pid, victim.pid)
+        finally:
+            for process in processes:
+                for child in [*psutil.Process(process.pid).children(recursive=True), process]:
+                    child.kill()
+                process.wait()
+
+
+def _measure(num_nodes: int, url: str, scheduler_pid: int, victim_pid: int) -> Cost:
+    cluster = ClusterConfig(
+        kind="existing", scheduler_address=url, num_nodes=num_nodes, min_nodes=num_nodes - 1, return_timeout=0.1
+    )
+    messages = CountedMessages()
+    watch, stop = Watch(), StopRequest()
+    program = FunctionProgram("no ranks", b"", packages=("benchmarks",))
+
+    def run() -> None:
+        with open_cluster(cluster, "many-nodes") as client:
+            with contextlib.suppress(TrainingStopped):
+                run_on_dask(Job(program, "", time.time()), None, client, cluster, [watch], stop=stop)
+
+    thread = threading.Thread(target=run, name="driver")
+    thread.start()
+    try:
+        _wait_until(thread, lambda: len(messages.senders) == num_nodes)
+        processes = psutil.Process(), psutil.Process(scheduler_pid)
+        time.sleep(2.0)  # for the start to be over
+        before, begun, num_messages = [_cpu_seconds(each) for each in processes], time.monotonic(), messages.count
+        time.sleep(WINDOW)
+        seconds = time.monotonic() - begun
+        driver, scheduler = ((_cpu_seconds(each) - cpu) / seconds for each, cpu in zip(processes, before, strict=True))
+        rate = (messages.count - num_messages) / seconds
+        killed_at = time.monotonic()
+        victim = psutil.Process(victim_pid)
+        for each in [victim, *victim.children(recursive=True)]:
+            each.kill()
+        _wait_until(thread, lambda: len(watch.starts) > 1)
+        return Cost(num_nodes, driver, scheduler, rate, watch.starts[1] - killed_at)
+    finally:
+        stop.set("the measurement is over")
+        thread.join()
+        messages.close()
+
+
+class CountedMessages:
+    """Counts what the nodes send to the driver of this process, until closed."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.senders: set[str] = set()
+        self._take = gang.Attempt._take
+        self._bootstrap = worker.BOOTSTRAP
+
+        def take(attempt: gang.Attempt, arrived_at: float, envelope: dict[str, Any]) -> None:
+            self.count += 1
+            self.senders.add(envelope["worker"])
+            self._take(attempt, arrived_at, envelope)
+
+        gang.Attempt._take = take  # type: ignore[method-assign]
+        worker.BOOTSTRAP = SUPERVISOR
+
+    def close(self) -> None:
+        gang.Attempt._take = self._take  # type: ignore[method-assign]
+        worker.BOOTSTRAP = self._bootstrap
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _wait_until(thread: threading.Thread, condition: Any) -> None:
+    deadline = time.monotonic() + START_TIMEOUT
+    while not condition():
+        if not thread.is_alive() or time.monotonic() > deadline:
+            raise RuntimeError("the gang has ended, or did not come so far in time")
+        time.sleep(0.01)
+
+
+def table(costs: list[Cost]) -> str:
+    """Format the costs as a Markdown table."""
+    lines = [
+        "| nodes | driver, of a core | scheduler, of a core | messages to the driver | node lost to the next attempt |",
+        "|---|---|---|---|---|",
+    ]
+    rows = [
+        f"| {cost.num_nodes} | {100 * cost.driver:.1f} % | {100 * cost.scheduler:.1f} % "
+        f"| {cost.messages_per_second:.0f} a second | {cost.recovery_seconds:.1f} s |"
+        for cost in costs
+    ]
+    return "\n".join([*lines, *rows])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.many_nodes", description=__doc__)
+    parser.add_argument("--nodes", type=int, nargs="+", default=NUM_NODES, help="%(default)s")
+    parser.add_argument("--workers", nargs=2, metavar=("ADDRESS", "COUNT"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.workers:
+        asyncio.run(run_workers(arguments.workers[0], int(arguments.workers[1])))
+    for name in ("distributed", "flyte_ddp"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    print(table([measure(count) for count in arguments.nodes]))
+    print(f"\n{machine(num_cores())}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The same faults for this package, torchrun elastic and Ray Train: `python -m benchmarks.recovery`."""

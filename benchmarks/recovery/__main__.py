@@ -1,0 +1,152 @@
+"""Make the same faults under this package, torchrun elastic and Ray Train: `python -m benchmarks.recovery`.
+
+All train the same model with the same data, batches and checkpoint interval on two nodes of this machine, which are
+groups of processes. For each fault: the seconds to the next step, the steps that were done again, and whether the final
+weights are those of an undisturbed run. The outputs of runs that failed are printed on standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import machine
+from benchmarks.recovery.faults import FAULTS, Fault, Outcome, Store, measure
+from benchmarks.recovery.script import MODEL_STATE
+from benchmarks.recovery.systems import ROOT, SYSTEMS, Ours, System, Task, free_port, running
+from benchmarks.recovery.workload import RECIPE, LoggedCounting
+from flyte_ddp.config import resolve
+from flyte_ddp.launch import spawn
+from flyte_ddp.launch.devices import num_cores
+from flyte_ddp.prepare import prepare_data
+from flyte_ddp.rank.job import Job
+from flyte_ddp.rank.programs import RecipeProgram
+from flyte_ddp.storage import open_filesystem
+
+BUCKET = "s3://recovery"
+OUTPUT_TAIL = 15  # lines of a failed run's output
+
+
+class Suite:
+    """The runs of the chosen systems and faults, below one directory."""
+
+    def __init__(self, directory: Path, store: Store) -> None:
+        self.directory = directory
+        self.store = store
+        self.data = directory / "data"
+        self.data.mkdir()
+        prepare_data(LoggedCounting(), "", self.data)
+        self._undisturbed: dict[tuple[bool, int], dict[str, Any]] = {}
+
+    def run(self, kind: type[System], name: str, fault: Fault) -> dict[str, Outcome]:
+        """Return the outcomes of a fault for a system, by the fault's titles."""
+        if fault.needs_store and not kind.has_store:
+            return {title: Outcome(None, 0, None, "- (it has no store)") for title in fault.titles}
+        directory = self.directory / f"{kind.__name__}-{name}"
+        directory.mkdir()
+        url = f"{BUCKET}/{kind.__name__}" if fault.needs_store else ""
+        with running(kind, Task(self.data, directory, fault.epochs, url)) as system:
+            results = measure(system, fault, self.store)
+            code = system.exit_code()
+            equal = self._weights_are_right(system) if code == 0 else None
+        if code != 0:
+            tail = (directory / "output.log").read_text(errors="replace").splitlines()[-OUTPUT_TAIL:]
+            log("\n".join([f"{kind.name}, {name}: " + ("no end" if code is None else f"exit code {code}"), *tail]))
+        if not results:
+            return {title: Outcome(None, 0, None, "it did not start") for title in fault.titles}
+        return {title: Outcome(*result, equal) for title, result in zip(fault.titles, results, strict=True)}
+
+    def _weights_are_right(self, system: System) -> bool:
+        import torch
+
+        from flyte_ddp.rank.checkpoint import load_state
+
+        is_ours, epochs = isinstance(system, Ours), system.task.epochs
+        if (is_ours, epochs) not in self._undisturbed:
+            self._undisturbed[is_ours, epochs] = load_state(self._train_undisturbed(is_ours, epochs))
+        try:
+            torch.testing.assert_close(dict(load_state(system.weights_url())), dict(self._undisturbed[is_ours, epochs]))
+        except AssertionError:
+            return False
+        return True
+
+    def _train_undisturbed(self, is_ours: bool, epochs: int) -> str:
+        """Train with two ranks, without a fault and without waiting in steps; return the URL of the weights."""
+        directory = self.directory / f"undisturbed-{is_ours}-{epochs}"
+        directory.mkdir()
+        if is_ours:
+            config = resolve(LoggedCounting.defaults, {"epochs": epochs})
+            job = Job(RecipeProgram(RECIPE, config), str(directory), time.time())
+            spawn.train(job, lambda: str(self.data), num_processes=2)
+        else:
+            launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+            options = Task(self.data, directory, epochs).options()
+            command = (*launcher, "-m", "benchmarks.recovery.script", *options)
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+            subprocess.run(command, env=environment, cwd=ROOT, check=True, stderr=subprocess.DEVNULL)
+        return f"{directory}/{MODEL_STATE}"
+
+
+def table(outcomes: dict[str, dict[str, Outcome]]) -> str:
+    """Format the outcomes, by system and title of the fault, as a Markdown table: one line for each fault."""
+    lines = [f"| fault | {' | '.join(outcomes)} |", "|---" * (1 + len(outcomes)) + "|"]
+    for title in dict.fromkeys(title for found in outcomes.values() for title in found):
+        cells = [cell(found[title]) if title in found else "" for found in outcomes.values()]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def cell(outcome: Outcome) -> str:
+    """Return one outcome in words: seconds, steps done again, and weights where they are wrong or missing."""
+    if outcome.note:
+        return outcome.note
+    seconds = "no next step" if outcome.seconds is None else f"{outcome.seconds:.1f} s"
+    weights = {True: "weights equal", False: "**weights differ**", None: "**the run failed**"}[outcome.weights_equal]
+    return f"{seconds}, {outcome.redone} steps again, {weights}"
+
+
+def log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=FAULTS, default=list(FAULTS), help="faults (all)")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="(all)")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no process is left behind
+    outcomes: dict[str, dict[str, Outcome]] = {}
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # not a line for each request
+    store = Store(free_port())
+    os.environ.update(store.environment())
+    open_filesystem(BUCKET)[0].mkdir(BUCKET.removeprefix("s3://"))
+    with tempfile.TemporaryDirectory(prefix="recovery-") as directory:
+        suite = Suite(Path(directory), store)
+        for name in arguments.systems:
+            kind = SYSTEMS[name]
+            if kind.needs and not importlib.util.find_spec(kind.needs):
+                log(f"{kind.name} is left out: {kind.needs} is not installed")
+                continue
+            outcomes[kind.name] = {}
+            for fault_name in arguments.only:
+                for title, outcome in suite.run(kind, fault_name, FAULTS[fault_name]).items():
+                    log(f"{kind.name}, {title}: {cell(outcome)}")
+                    outcomes[kind.name][title] = outcome
+    store.stop()
+    print(table(outcomes))
+    print(f"\n{machine(num_cores())}")
+    ours = outcomes.get(Ours.name, {})
+    return int(any(outcome.seconds is None or not outcome.weights_equal for outcome in ours.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""The faults, and what each did to a run: seconds to the next step, steps done again, and the final weights."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.recovery.systems import System
+from benchmarks.recovery.workload import CHECKPOINT_INTERVAL, longest_pause, num_redone, read_steps
+
+FAULT_STEP = 2 * CHECKPOINT_INTERVAL + 7  # the first step after which a fault may come
+FIRST_STEP_TIMEOUT = 120.0  # seconds from the start of a system
+TIMEOUT = 150.0  # seconds from a fault to the end of the run, in addition to its steps
+OUTAGE = 60.0  # seconds for which the store is away
+ABSENCE = 2.0  # seconds until nodes that were evicted come back
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one fault did."""
+
+    seconds: float | None  # from the fault to the next step; None if there was none
+    redone: int  # steps
+    weights_equal: bool | None  # those of an undisturbed run; None if there were no weights
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a fault came, and until when its consequences count."""
+
+    begin: float  # seconds since the epoch
+    end: float = float("inf")
+    world_size: int = 0  # the first step of this many ranks counts; 0: the step after the longest pause
+
+
+def kill_rank(system: System, store: Store) -> list[Moment]:
+    """Kill the second rank."""
+    system.rank_process(1).kill()
+    return [Moment(time.time())]
+
+
+def stop_rank(system: System, store: Store) -> list[Moment]:
+    """Stop the second rank, which then hangs."""
+    system.rank_process(1).send_signal(signal.SIGSTOP)
+    return [Moment(time.time())]
+
+
+def lose_node(system: System, store: Store) -> list[Moment]:
+    """Kill the second rank's node; another one comes when the run has gone on without it."""
+    lost_at = time.time()
+    system.kill_node(system.node_of(system.rank_process(1)))
+    wait_until(system, lambda: any(step.world_size == 1 for step in read_steps(system.task.directory)))
+    time.sleep(ABSENCE)
+    back_at = time.time()
+    system.add_node()
+    return [Moment(lost_at, back_at), Moment(back_at, world_size=2)]
+
+
+def silence_node(system: System, store: Store) -> list[Moment]:
+    """Stop every process of the second rank's node, as a machine does whose network is cut."""
+    node = system.node_of(system.rank_process(1))
+    system.stop_node(node)
+    return [Moment(time.time())]
+
+
+def lose_store(system: System, store: Store) -> list[Moment]:
+    """Stop the server of the object store for a minute."""
+    begin = time.time()
+    store.stop()
+    wait_until(system, lambda: time.time() > begin + OUTAGE)
+    store.start()
+    return [Moment(begin)]
+
+
+def damage_checkpoint(system: System, store: Store) -> list[Moment]:
+    """Kill the second rank, and overwrite a part of the newest checkpoint."""
+    begin = time.time()
+    system.rank_process(1).kill()
+    newest = max(system.task.directory.rglob("*.pt"), key=lambda file: file.stat().st_mtime)
+    damage(newest)
+    return [Moment(begin)]
+
+
+def evict_all(system: System, store: Store) -> list[Moment]:
+    """Kill every node; two others come a little later."""
+    begin = time.time()
+    for node in list(system.nodes):
+        system.kill_node(node)
+    time.sleep(ABSENCE)
+    system.add_node()
+    system.add_node()
+    return [Moment(begin)]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault: how it is made, and how many epochs its run needs."""
+
+    titles: tuple[str, ...]  # of the lines of the table
+    make: Callable[[System, Store], list[Moment]]
+    epochs: int = 3
+    needs_store: bool = False
+
+
+FAULTS = {
+    "kill": Fault(("rank killed",), kill_rank),
+    "stop": Fault(("rank stopped",), stop_rank),
+    "node": Fault(("node lost", "node back"), lose_node, epochs=12),
+    "silent": Fault(("node silent",), silence_node),
+    "store": Fault((f"store away for {OUTAGE:.0f} s",), lose_store, epochs=36, needs_store=True),
+    "damage": Fault(("rank killed, newest checkpoint damaged",), damage_checkpoint),
+    "evict": Fault(("all nodes evicted",), evict_all),
+}
+
+
+class Store:
+    """An object store on this machine that can be stopped and keeps what it has."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.start()
+
+    def start(self) -> None:
+        from moto.server import ThreadedMotoServer
+
+        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=self.port, verbose=False)
+        self._server.start()
+
+    def stop(self) -> None:
+        self._server.stop()
+
+    def environment(self) -> dict[str, str]:
+        return {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+
+
+def damage(file: Path) -> None:
+    """Overwrite the middle third of `file` with zeros, and keep its size."""
+    size = file.stat().st_size
+    with open(file, "r+b") as contents:
+        contents.seek(size // 3)
+        contents.write(bytes(size // 3))
+        os.fsync(contents.fileno())
+
+
+def wait_until(system: System, condition: Callable[[], bool], seconds: float = TIMEOUT) -> bool:
+    """Wait until `condition`, the end of the run or the end of the time; return True for the first."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if system.exit_code() is not None or time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def measure(system: System, fault: Fault, store: Store) -> list[tuple[float | None, int]]:
+    """Make the fault in a run that has just been started, and wait for its end.
+
+    Returns:
+        For each of the titles the seconds to the next step and the steps that were done again; none if the run did not
+        come to the fault.
+    """
+    directory = system.task.directory
+
+    def has_come_to(number: int) -> bool:
+        steps = read_steps(directory)
+        return bool(steps) and steps[-1].number >= number
+
+    if not wait_until(system, lambda: has_come_to(FAULT_STEP), FIRST_STEP_TIMEOUT):
+        return []
+    moments = fault.make(system, store)
+    wait_until(system, lambda: False)
+    steps = read_steps(directory)
+    results = []
+    for moment in moments:
+        if moment.world_size:
+            after = [step.at for step in steps if step.at > moment.begin and step.world_size == moment.world_size]
+            seconds = min(after) - moment.begin if after else None
+        else:
+            seconds = longest_pause(steps, moment.begin, moment.end)
+        results.append((seconds, num_redone(steps, moment.begin, moment.end)))
+    return results

@@ -1,0 +1,234 @@
+"""The systems that are compared, each as processes of this machine: its nodes, and the driver where it has one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.recovery.drivers import PATIENCE
+from benchmarks.recovery.script import MODEL_STATE
+from benchmarks.recovery.workload import DIRECTORY, MAX_RESTARTS, STEP_SECONDS
+from benchmarks.soak import STEP_SECONDS_VARIABLE, Nodes
+
+ROOT = Path(__file__).parents[2]
+START_TIMEOUT = 120.0  # seconds for a scheduler or a head node to answer
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a system has to train."""
+
+    data: Path
+    directory: Path  # of this run alone
+    epochs: int
+    store: str = ""  # URL for the checkpoints; "" is `directory`
+
+    def options(self) -> tuple[str, ...]:
+        return ("--data", str(self.data), "--directory", str(self.directory), "--epochs", str(self.epochs))
+
+
+class System:
+    """Nodes and a driver that run one task. Subclasses start them."""
+
+    name = ""
+    needs = ""  # a module without which it cannot run
+    has_store = True
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.environment = {
+            **os.environ,
+            DIRECTORY: str(task.directory),
+            STEP_SECONDS_VARIABLE: str(STEP_SECONDS),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": str(ROOT),
+        }
+        self.log = open(task.directory / "output.log", "ab")  # noqa: SIM115 - closed by `close`
+        self.nodes: list[subprocess.Popen[bytes]] = []
+        self.others: list[subprocess.Popen[bytes]] = []  # the driver is the last one
+        self.start()
+        self.add_node()
+        self.add_node()
+        self.start_driver()
+
+    def start(self) -> None:
+        """Start what the nodes need."""
+
+    def add_node(self) -> None:
+        raise NotImplementedError
+
+    def start_driver(self) -> None:
+        """Start the driver."""
+
+    def exit_code(self) -> int | None:
+        """Return how the run ended; None while it runs."""
+        return self.others[-1].poll()
+
+    def weights_url(self) -> str:
+        return f"{self.task.directory}/{MODEL_STATE}"
+
+    def popen(self, *command: str, more: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command,
+            env={**self.environment, **(more or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=self.log,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+
+    def rank_process(self, rank: int) -> psutil.Process:
+        """Return the process of a rank of the present gang."""
+        return psutil.Process(int((self.task.directory / f"rank-{rank}.pid").read_text()))
+
+    def node_of(self, process: psutil.Process) -> subprocess.Popen[bytes]:
+        """Return the node that `process` runs on."""
+        ancestors = {each.pid for each in process.parents()}
+        return next(node for node in self.nodes if node.pid in ancestors)
+
+    def kill_node(self, node: subprocess.Popen[bytes]) -> None:
+        """Kill everything that runs on a node, at once."""
+        self.nodes.remove(node)
+        send_to_all(node, signal.SIGKILL)
+        node.wait()
+
+    def stop_node(self, node: subprocess.Popen[bytes]) -> None:
+        """Stop everything that runs on a node, without a word to anybody."""
+        self.nodes.remove(node)
+        self.others.insert(0, node)
+        send_to_all(node, signal.SIGSTOP)
+
+    def close(self) -> None:
+        for process in [*self.nodes, *reversed(self.others)]:
+            send_to_all(process, signal.SIGKILL)
+            process.wait()
+        self.log.close()
+
+
+class Ours(System):
+    """Our launcher on a Dask cluster of two workers."""
+
+    name = "flyte-ddp"
+
+    def start(self) -> None:
+        self.dask = Nodes(self.task.directory, self.environment)
+
+    def add_node(self) -> None:
+        self.nodes.append(self.dask.workers[self.dask.add()])
+
+    def start_driver(self) -> None:
+        store = ("--store", self.task.store) if self.task.store else ()
+        command = (sys.executable, "-m", "benchmarks.recovery.drivers", "ours", "--address", self.dask.address)
+        self.others.append(self.popen(*command, *self.task.options(), *store))
+
+    def weights_url(self) -> str:
+        return f"{self.task.store or self.task.directory}/{MODEL_STATE}"
+
+    def close(self) -> None:
+        super().close()
+        self.dask.close()
+
+
+class Torchrun(System):
+    """Two elastic agents of torchrun, which meet at the first one's store. There is no driver."""
+
+    name = "torchrun elastic"
+    has_store = False
+
+    def start(self) -> None:
+        self.port = free_port()
+        # Otherwise an agent that joins later waits for an address that the others published in an earlier round.
+        self.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+
+    def add_node(self) -> None:
+        launcher = (
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1"),
+            *(f"--max-restarts={MAX_RESTARTS}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.port}"),
+            *("--rdzv-id=recovery", f"--rdzv-conf=last_call_timeout={PATIENCE:g}"),
+        )
+        self.nodes.append(self.popen(*launcher, "-m", "benchmarks.recovery.script", *self.task.options()))
+        while len(self.nodes) == 1 and not answers(self.port):
+            time.sleep(0.05)  # the first one serves the store
+
+    def exit_code(self) -> int | None:
+        codes = [node.poll() for node in self.nodes]
+        return None if None in codes else max(map(abs, codes), default=0)
+
+
+class RayTrain(System):
+    """Ray Train with an elastic group of one or two workers; head, two nodes and the driver are processes."""
+
+    name = "Ray Train"
+    needs = "ray"
+
+    def start(self) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        self.others.append(self._node("--head", f"--port={self.address.split(':')[1]}", "--num-cpus=0"))
+        self._wait_for_nodes(1)
+
+    def add_node(self) -> None:
+        self.nodes.append(self._node(f"--address={self.address}", "--num-cpus=1"))
+
+    def start_driver(self) -> None:
+        self._wait_for_nodes(3)
+        store = ("--store", self.task.store) if self.task.store else ()
+        command = (sys.executable, "-m", "benchmarks.recovery.drivers", "ray", "--address", self.address)
+        self.others.append(self.popen(*command, *self.task.options(), *store))
+
+    def _wait_for_nodes(self, count: int) -> None:
+        """Wait until so many nodes, the head among them, have reported that they run."""
+        deadline = time.monotonic() + START_TIMEOUT
+        log = self.task.directory / "output.log"
+        while log.read_text(errors="replace").count("Ray runtime started.") < count and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    def _node(self, *options: str) -> subprocess.Popen[bytes]:
+        common = ("--block", "--disable-usage-stats", "--include-dashboard=false", "--object-store-memory=80000000")
+        ports = ("--min-worker-port=0", "--max-worker-port=0")
+        return self.popen(str(Path(sys.executable).with_name("ray")), "start", *options, *common, *ports)
+
+
+SYSTEMS: dict[str, type[System]] = {"ours": Ours, "torchrun": Torchrun, "ray": RayTrain}
+
+
+@contextlib.contextmanager
+def running(kind: type[System], task: Task) -> Iterator[System]:
+    """Run a system for the length of the block; nothing of it is left after that."""
+    system = kind(task)
+    try:
+        yield system
+    finally:
+        system.close()
+
+
+def send_to_all(process: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to `process` and everything below it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        top = psutil.Process(process.pid)
+        for each in [top, *top.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.send_signal(number)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def answers(port: int) -> bool:
+    with contextlib.suppress(OSError):
+        socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+        return True
+    return False
