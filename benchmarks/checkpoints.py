@@ -1,4 +1,4 @@
-"""What checkpoints cost: `python -m benchmarks.checkpoints stall`, or copy, often DATA, never DATA.
+"""The cost of checkpoints: `python -m benchmarks.checkpoints stall`; or copy, often DATA, never DATA.
 
 The model has 100 million parameters, and AdamW two more numbers for each: 1.2 GB. `stall` is the time for which a save
 keeps the training, and `copy` a plain copy of the same bytes into memory that was written to before. `often` and

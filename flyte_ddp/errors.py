@@ -99,7 +99,7 @@ class NodeLost(RuntimeError):
 
 
 class GangLost(RuntimeError):
-    """The gang was lost for good: its restarts are used up, or the nodes it needs did not come back.
+    """The gang is lost: its restarts are used up, or the nodes it needs did not come back.
 
     The same run on another cluster resumes from its checkpoints.
     """

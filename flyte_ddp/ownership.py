@@ -124,7 +124,7 @@ class Ownership:
             self._put(self._beats, dataclasses.replace(self._owner, beat_at=time.time(), released=True))
 
     def _take(self, owner: Owner, is_first: bool) -> None:
-        """Write `owner` over whatever may be written over."""
+        """Write `owner` if the place is free, or if its owner may be replaced."""
         while True:
             self._written, other = read_owner(self._storage)
             is_ours = other is not None and other.token == self.token

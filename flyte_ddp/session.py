@@ -1,4 +1,4 @@
-"""What a training function may ask of the run that it belongs to. Optional: a function that ignores it runs as well.
+"""The run that a training function belongs to: its checkpoints, reports and stop requests. Using it is optional.
 
     from flyte_ddp import session
 

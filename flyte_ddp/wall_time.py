@@ -1,4 +1,4 @@
-"""What the wall time of a run goes to. Knows attempts only; `RunState` in events.py translates the other events."""
+"""Account for the wall time of a run. Knows attempts only; `RunState` in events.py translates the other events."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class AttemptEnded(Timed):
 
 @dataclass(frozen=True)
 class TimeSpent(Timed):
-    """What the wall time of a run went to, in seconds. Folded from the other events; the last line of a history."""
+    """Wall time of a run by purpose, in seconds. Folded from the other events; the last line of a history."""
 
     stepping: float = 0.0  # optimizer steps that count
     evaluating: float = 0.0
@@ -53,7 +53,7 @@ class TimeSpent(Timed):
         return (self.stepping + self.evaluating) / self.wall if self.wall else 0.0
 
     def parts(self) -> dict[str, float]:
-        """Return the seconds by what they went to."""
+        """Return the seconds of each purpose."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "at"}
 
 

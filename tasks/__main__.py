@@ -1,4 +1,4 @@
-"""What `make image` and `make register` use.
+"""Commands for `make image` and `make register`.
 
 python -m tasks image | version | requests
 python -m tasks limits PROJECT DOMAIN VERSION

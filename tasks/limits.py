@@ -1,4 +1,4 @@
-"""What the tasks request, and whether a Flyte accepts it: asked before anything is registered.
+"""Check before a registration that Flyte's platform limits allow the tasks' requests.
 
 Flyte checks each task's limits when it is registered, one after the other: a registration that is refused ends halfway,
 and its version cannot be used again.

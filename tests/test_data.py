@@ -1,4 +1,4 @@
-"""Which rank sees which sample, and when: by what the ranks of real runs noted, and by the shares themselves."""
+"""The samples of each rank and step: as the ranks of real runs recorded them, and as computed."""
 
 from __future__ import annotations
 

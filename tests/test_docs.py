@@ -31,7 +31,7 @@ BLOCK = re.compile(r"^(?:<!-- needs: (?P<needs>\w+) -->\n)?```(?P<language>\w*)\
 # Replacements that make a documented command cheap enough for every run of the tests.
 CHEAPER = (
     (r"\bmake (test(?:-all|-gpu|-flyte|-kubernetes)?|lint|audit|bench|format|help)\b", r"make --dry-run \1"),
-    (r"\bmake (train|train-multi-node)\b", r"""make \1 CONFIG='{"epochs": 1}'"""),
+    (r"\bmake (train|train-multi-node)\b", r"""make \1 PROCESSES=1 CONFIG='{"epochs": 1}'"""),
     (
         r"\b((?!generate_(?:names|text)_wf|script_wf)\w+_wf)\b",
         r"""\1 --config '{"epochs": 1}'""",
@@ -39,7 +39,9 @@ CHEAPER = (
     (r'"epochs": \d+', '"epochs": 1'),
     (r"(--recipe |RECIPE=)mnist\b", r"\1digits"),
     (r"--data ~/MNIST", ""),
-    (r"--num_processes \d+", "--num_processes 1"),
+    (r"--num_processes \d+", ""),
+    (r"\bsingle_node_training_wf\b", r"\g<0> --num_processes 1"),
+    (r"--nproc-per-node \d+", "--nproc-per-node 1"),
     (r"--num_models \d+", "--num_models 2"),
     (r"(s3|gs)://bucket/", "DIRECTORY/bucket/"),
     (r"/tmp/", "DIRECTORY/tmp/"),

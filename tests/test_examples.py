@@ -48,7 +48,7 @@ def test_the_example_is_short():
 
 def test_a_recipe_outside_the_package_trains_to_a_meaningful_accuracy(elsewhere):
     workflow = ("single_node.py", "single_node_training_wf")
-    status, output = pyflyte_run(elsewhere, workflow, "--config", '{"epochs": 10}')
+    status, output = pyflyte_run(elsewhere, workflow, "--config", '{"epochs": 10}', "--num_processes", "1")
     assert status == 0, output
     assert accuracies(output)[-1] > 90  # of three classes
     assert [path.name for path in elsewhere.iterdir() if path.name != "__pycache__"] == ["wine.py"]

@@ -1,4 +1,4 @@
-"""How a function's run is shown: in the report, and in W&B. Its history and progress bar have test_observers.py."""
+"""The report and the W&B run of a function. test_observers.py tests its history and progress bar."""
 
 from __future__ import annotations
 

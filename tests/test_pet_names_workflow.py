@@ -7,10 +7,7 @@ import concurrent.futures
 import functools
 import importlib.resources
 import multiprocessing
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +18,7 @@ from flyte_ddp.recipes.pet_names.alphabet import END
 from flyte_ddp.recipes.pet_names.generate import CHUNK, draw_chunk, generate_names, load_model, pick_new
 from flyte_ddp.recipes.pet_names.model import NameModel
 from tasks.inputs import InputError
+from tests.support.commands import run_command
 from workflows.pet_names import generate_names_wf
 
 REPOSITORY = Path(__file__).parents[1]
@@ -42,20 +40,12 @@ def generated(state_file, **inputs):
     return generate_names_wf(model_state=FlyteFile(str(state_file)), **inputs)
 
 
-def pyflyte_run(*arguments):
-    return subprocess.run(
-        [Path(sys.executable).parent / "pyflyte", "run", "workflows/pet_names.py", *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, "WANDB_MODE": "disabled", "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-
-
-def last_list(text):
-    """The list that `pyflyte run` prints last."""
-    return ast.literal_eval(re.findall(r"\[[^\]]*\]", text.replace("\n", " "))[-1])
+def names_of_pyflyte_run(*arguments):
+    """Return the list that `pyflyte run` prints last."""
+    command = ["pyflyte", "run", "workflows/pet_names.py", *arguments]
+    code, output, errors = run_command(*command, cwd=REPOSITORY, WANDB_MODE="disabled")
+    assert code == 0, output + errors
+    return ast.literal_eval(re.findall(r"\[[^\]]*\]", output.replace("\n", " "))[-1])
 
 
 def draw(state_file, chunk):
@@ -118,15 +108,14 @@ def test_a_file_that_is_no_names_model_is_refused_in_one_line(contents, tmp_path
 
 
 def test_one_pyflyte_run_generates_names(state_file):
-    run = pyflyte_run("generate_names_wf", "--model_state", str(state_file), "--count", "5", "--seed", "7")
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert last_list(run.stdout) == generated(state_file, count=5, seed=7)
+    names = names_of_pyflyte_run("generate_names_wf", "--model_state", state_file, "--count", "5", "--seed", "7")
+    assert names == generated(state_file, count=5, seed=7)
 
 
 @pytest.mark.slow
-def test_one_pyflyte_run_trains_and_generates():
-    run = pyflyte_run("train_and_generate_names_wf", "--config", '{"epochs": 1}', "--count", "7", "--prefix", "Mo")
-    assert run.returncode == 0, run.stdout + run.stderr
-    names = last_list(run.stdout)
+def test_one_pyflyte_run_trains_and_generates(warm_ranks):
+    names = names_of_pyflyte_run(
+        "train_and_generate_names_wf", "--config", '{"epochs": 1}', "--count", "7", "--prefix", "Mo"
+    )
     assert len(names) == 7
     assert all(name.startswith("Mo") for name in names)

@@ -24,6 +24,7 @@ from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.errors import ConfigError, GangLost, RankFailure
 from flyte_ddp.launch.run import Gang, run_program, script_program
 from flyte_ddp.source_code import packages_beside
+from tests.support.warm_ranks import use_warm_ranks
 
 REPOSITORY = Path(__file__).parents[1]
 SCRIPTS = REPOSITORY / "tests/support/scripts"
@@ -64,7 +65,7 @@ class Listener:
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """What the same script finds under each of the launchers, rank by rank, and what the command printed."""
+    """For torchrun and our command: the script's surroundings in each rank, its finished process, its directory."""
     found = {}
     for name, command in (("torchrun", TORCHRUN), ("ours", OURS)):
         directory = tmp_path_factory.mktemp(name)
@@ -144,7 +145,11 @@ def test_a_session_without_a_run_does_nothing(both, monkeypatch):
 # A function
 
 
-def test_a_function_resumes_after_a_kill_from_the_newest_sound_checkpoint_and_rank_0_returns(tmp_path, caplog):
+def test_a_function_resumes_after_a_kill_from_the_newest_sound_checkpoint_and_rank_0_returns(
+    tmp_path, caplog, monkeypatch
+):
+    use_warm_ranks(monkeypatch)
+
     def manifest(step):
         return tmp_path / f"checkpoints/step-{step:010d}.json"
 
@@ -245,24 +250,26 @@ def test_one_rank_alone_returns_and_an_exit_with_code_0_is_none():
 # A stop
 
 
-def start(directory, script, *flags):
-    return subprocess.Popen(
-        [*OURS, "--nproc-per-node", "2", "--checkpoints", str(directory / "checkpoints"), *flags, script, directory],
+def run_until_signal(directory, script, number):
+    """Send signal `number` to a run after its ranks' first two lines; return its exit code and its errors."""
+    parent = subprocess.Popen(
+        [*OURS, "--nproc-per-node", "2", "--checkpoints", str(directory / "checkpoints"), script, directory],
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+    for _ in itertools.islice(parent.stdout, 2):
+        pass
+    parent.send_signal(number)
+    _, errors = parent.communicate(timeout=60)
+    return parent.returncode, errors
 
 
 def test_ranks_stop_at_the_same_step_with_a_last_checkpoint(tmp_path):
-    parent = start(tmp_path, SCRIPTS / "polite.py")
-    for _ in itertools.islice(parent.stdout, 2):
-        pass
-    parent.send_signal(signal.SIGTERM)
-    _, errors = parent.communicate(timeout=60)
+    code, errors = run_until_signal(tmp_path, SCRIPTS / "polite.py", signal.SIGTERM)
 
-    assert parent.returncode == 143, errors
+    assert code == 143, errors
     steps = {int((tmp_path / f"stopped-{rank}").read_text()) for rank in (0, 1)}
     assert len(steps) == 1
     assert "SIGTERM: the run was stopped" in errors
@@ -280,13 +287,9 @@ def test_a_script_that_does_not_ask_gets_sigterm_as_under_torchrun(tmp_path):
         "print('ready', flush=True)\n"
         "time.sleep(60)\n"
     )
-    parent = start(tmp_path, tmp_path / "rude.py")
-    for _ in itertools.islice(parent.stdout, 2):
-        pass
-    parent.send_signal(signal.SIGINT)
-    _, errors = parent.communicate(timeout=60)
+    code, errors = run_until_signal(tmp_path, tmp_path / "rude.py", signal.SIGINT)
 
-    assert parent.returncode == 130, errors
+    assert code == 130, errors
     assert "SIGINT: the run was stopped" in errors
     assert sorted(path.name for path in tmp_path.glob("sigterm-*")) == ["sigterm-0", "sigterm-1"]
 

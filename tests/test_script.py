@@ -50,7 +50,7 @@ def project(tmp_path):
 
 
 def converted(source):
-    """What arrives in the task."""
+    """Return `source` as the task receives it."""
     context = FlyteContextManager.current_context()
     literal = TypeEngine.to_literal(context, source, ScriptSource, TypeEngine.to_literal_type(ScriptSource))
     return TypeEngine.to_python_value(context, literal, ScriptSource)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +17,7 @@ from flyte_ddp.recipes.text.generate import generate_text, load_model, pick_toke
 from flyte_ddp.recipes.text.model import Shape, TextModel
 from flyte_ddp.recipes.text.tokens import Bytes
 from tasks.inputs import InputError
+from tests.support.commands import run_command
 from workflows.text import generate_text_wf
 
 REPOSITORY = Path(__file__).parents[1]
@@ -38,22 +36,14 @@ def new_model(**shape):
 
 
 @pytest.fixture(scope="module")
-def trained():
+def trained(warm_ranks):
     """Two epochs on Python's own topics on two ranks: (what `pyflyte run` printed, model state, report, history)."""
-    run = subprocess.run(
-        [
-            *(Path(sys.executable).parent / "pyflyte", "run", "workflows/single_node.py", "single_node_training_wf"),
-            *("--recipe", "text", "--num_processes", "2", "--config", json.dumps(SMALL)),
-        ],
-        cwd=REPOSITORY,
-        env={**os.environ, "WANDB_MODE": "disabled", "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    outputs = re.search(r"model_state=(\S+), report=(\S+), history=(\S+?)\)", run.stdout.replace("\n", " "))
-    return run.stdout + run.stderr, *map(Path, outputs.groups())
+    command = ["pyflyte", "run", "workflows/single_node.py", "single_node_training_wf", "--recipe", "text"]
+    flags = ["--num_processes", "2", "--config", json.dumps(SMALL)]
+    code, output, errors = run_command(*command, *flags, cwd=REPOSITORY, WANDB_MODE="disabled")
+    assert code == 0, output + errors
+    outputs = re.search(r"model_state=(\S+), report=(\S+), history=(\S+?)\)", output.replace("\n", " "))
+    return output + errors, *map(Path, outputs.groups())
 
 
 def test_a_run_on_pythons_topics_learns_and_reports_nats_per_byte_speed_and_text(trained):

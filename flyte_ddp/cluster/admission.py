@@ -1,4 +1,4 @@
-"""What a run may ask Kubernetes for: a policy that is part of the registered version. Opens nothing.
+"""Admission policy: the limits of a run's requests to Kubernetes, part of the registered version. Opens nothing.
 
 Inputs given at a launch name images, service accounts, secrets, namespaces and parts of pods. Whoever creates a
 DaskCluster creates any pod, so these are compared with a list before anything is created.

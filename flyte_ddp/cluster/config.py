@@ -1,4 +1,4 @@
-"""Which Dask cluster a run uses, as data. Knows neither Dask nor Kubernetes, and opens nothing."""
+"""Configuration of the Dask cluster that a run uses. Knows neither Dask nor Kubernetes, and opens nothing."""
 
 from __future__ import annotations
 

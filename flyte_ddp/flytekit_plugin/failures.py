@@ -1,4 +1,4 @@
-"""How errors reach Flyte: which of them are worth another attempt, which are the user's, and what is shown.
+"""Translate errors for Flyte: recoverable or not, the user's or the system's, and the text that Flyte shows.
 
 Flyte shows an error as "Trace:" and "Message:", both with its whole text. So the text of ours is short: the first line
 says what happened, the lines after it are the one traceback that matters, which is the rank's. The driver's own frames

@@ -44,7 +44,7 @@ OUTPUTS = "{outputs}"  # in a script's arguments: the directory whose files beco
 
 @dataclass(frozen=True)
 class Gang:
-    """How many ranks run where, in torchrun's terms.
+    """Number and placement of the ranks of a run, in torchrun's terms.
 
     Args:
         nnodes: machines; "1:4" for at least 1 and at most 4. One needs no cluster.

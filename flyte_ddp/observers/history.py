@@ -53,7 +53,7 @@ class HistoryFile:
                     self._write(epoch)
 
     def close(self, error: BaseException | None) -> None:
-        """Write what the time went to, and close the file. It does not record how the run ended."""
+        """Write the account of the wall time, and close the file. The end of the run is not recorded."""
         spent = self._state.time_spent(time.time())
         if spent.wall:
             self._write(spent)

@@ -1,4 +1,4 @@
-"""What the launchers log, such as a cluster that starts or a gang that restarts, as lines for people."""
+"""Show the launchers' log records, such as a starting cluster or a restarting gang, as lines of the task's output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def launcher_log(say: Callable[[str], None]) -> Iterator[None]:
-    """Pass what the launchers log to `say` alone, for the length of the block."""
+    """Pass the launchers' log records to `say`, and to no other handler, for the length of the block."""
     logger = logging.getLogger("flyte_ddp")
     handler = _LineHandler(say)
     level, propagates = logger.level, logger.propagate

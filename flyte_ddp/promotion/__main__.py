@@ -76,7 +76,7 @@ def format_versions(store: ChampionStore) -> str:
 
 
 def describe_status(store: ChampionStore, max_age: float) -> tuple[str, bool]:
-    """Return the state of the retraining in a line, and whether nobody needs to look at it.
+    """Return the state of the retraining in one line, and True if it needs no attention.
 
     Args:
         max_age: seconds since the last retraining ended, whatever came of it.

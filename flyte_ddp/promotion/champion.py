@@ -227,7 +227,7 @@ class ChampionStore:
         return self._read_record(LAST_RUN)
 
     def record_run(self, outcome: str, execution: str, has_promoted: bool) -> None:
-        """Record that a retraining ended now, whatever came of it, for `status`.
+        """Record the time and the outcome of a retraining, for `status`.
 
         Args:
             outcome: of the retraining, such as unchanged.

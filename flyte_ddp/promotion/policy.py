@@ -56,7 +56,7 @@ NEEDS_ATTENTION = (Outcome.NOT_FINITE, Outcome.TOO_LITTLE_DATA, Outcome.INCOMPAT
 
 @dataclass(frozen=True)
 class PromotionCriteria:
-    """When a challenger is trained, and when it wins.
+    """Conditions for training a challenger and for promoting it.
 
     Raises:
         ConfigError: a value lies outside the limits of its field.

@@ -152,7 +152,7 @@ class Storage:
 
     @property
     def last_upload_at(self) -> float:
-        """When the last upload of this process, or part of one, arrived: monotonic clock; 0 where it is not known."""
+        """Time of the monotonic clock at which this process last uploaded a file or a part of one; 0 if unknown."""
         return float(getattr(self.file_system, "last_upload_at", 0.0))
 
     def _write(self, path: str, contents: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Whether anybody enforces the NetworkPolicy of a run, seen from its driver."""
+"""Check from a run's driver that the cluster enforces the run's NetworkPolicy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def warn_if_unenforced(address: str, port: int = CLOSED_PORT) -> threading.Thread:
-    """Try a port of the scheduler's pod that its policy does not open and nobody listens at, and log what that tells.
+    """Probe a closed port of the scheduler's pod, and log a warning if the network policy does not block the probe.
 
     A pod that is reached refuses the connection at once; a policy drops it without an answer. Returns the thread that
     does so, because a start must not wait for it.

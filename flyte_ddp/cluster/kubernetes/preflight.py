@@ -235,7 +235,7 @@ def requests_of(pod: Mapping[str, Any]) -> dict[str, Decimal]:
 
 
 def quantity(amount: object) -> Decimal:
-    """Return a Kubernetes quantity, such as 500m, 2 or 8Gi, as a number of cores, bytes or things.
+    """Return a Kubernetes quantity, such as 500m, 2 or 8Gi, as a number of cores, bytes or devices.
 
     Raises:
         PreflightError: `amount` is not a quantity; only `pod_template` can hold such a thing.

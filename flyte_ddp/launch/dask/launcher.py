@@ -198,7 +198,7 @@ class _Launcher:
         self.grown_at = -math.inf  # monotonic: when one last did so
 
     def close(self) -> None:
-        """Leave nothing in the workers, nor beside the checkpoints. Does not raise."""
+        """Remove the plugin from the workers and the copy of the data from the store. Does not raise."""
         asked = self.roll_call.known & set(self.roll_call.listed_workers())
         call_workers(self.client, asked, worker.uninstall, self.run.name)
         self._release()

@@ -37,7 +37,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Facts:
-    """What `prepare_shards` leaves beside the files."""
+    """Facts about prepared shards, stored in the same directory."""
 
     tokenizer: str  # its definition
     context: int
