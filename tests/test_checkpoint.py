@@ -17,7 +17,8 @@ import torch
 
 from flyte_ddp.errors import CheckpointError, ConfigError, RankFailure, StorageUnavailable
 from flyte_ddp.events import StepFinished
-from flyte_ddp.rank.checkpoint import CheckpointStore, load_state, portable
+from flyte_ddp.rank.checkpoint import CheckpointStore
+from flyte_ddp.rank.checkpoint_files import load_state, portable
 from flyte_ddp.rank.staging import StagingMemory
 from flyte_ddp.storage import Storage
 from tests.kubernetes.store import Store
@@ -54,7 +55,7 @@ def _latest(store):
 def _files(store, step):
     """The tensors and the manifest of `step`."""
     manifest = Path(store.storage.root) / f"step-{step:010d}.json"
-    return manifest.parent / json.loads(manifest.read_text())["file"], manifest
+    return manifest.parent / json.loads(manifest.read_text())["files"][0]["file"], manifest
 
 
 def _cut(file):
@@ -489,7 +490,7 @@ def resumed(tmp_path_factory):
             with pytest.raises(RankFailure, match="SIGKILL"):
                 run.train(checkpoint_interval=2, checkpoints_to_keep=3)
         manifests = sorted(run.checkpoints.glob("step-*.json"))
-    newest = run.checkpoints / json.loads(manifests[-1].read_text())["file"]
+    newest = run.checkpoints / json.loads(manifests[-1].read_text())["files"][0]["file"]
     _flip(newest)
     again = new_run(run.directory, "Dropping").train(checkpoint_interval=2, checkpoints_to_keep=3)
     return again, newest

@@ -45,7 +45,7 @@ from flyte_ddp.launch.dask.node import DriverLink
 from flyte_ddp.launch.dask.placement import Worker, assign_nodes
 from flyte_ddp.launch.failures import Ended, is_bug
 from flyte_ddp.launch.signals import StopRequest
-from flyte_ddp.rank.checkpoint import load_state
+from flyte_ddp.rank.checkpoint_files import load_state
 from flyte_ddp.rank.job import Job, NodeRanks
 from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.sweep.runner import one_node_config

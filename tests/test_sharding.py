@@ -1,18 +1,34 @@
-"""A model in shards trains to the weights of a whole one, and its states are the same files."""
+"""A model in shards trains to the weights of a whole one, and any number of ranks reads its checkpoints."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import signal
+import time
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import PrefixStore
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.errors import ConfigError
-from flyte_ddp.events import CheckpointSaved, EpochFinished, HistogramsTaken, PredictionsMade, RunStarted
+from flyte_ddp.errors import ConfigError, StorageUnavailable
+from flyte_ddp.events import CheckpointSaved, EpochFinished, HistogramsTaken, PredictionsMade, RunStarted, from_dict
+from flyte_ddp.launch.spawn import Result
 from flyte_ddp.prepare import describe_data
+from flyte_ddp.rank.checkpoint import CheckpointStore
+from flyte_ddp.rank.job import Job
+from flyte_ddp.rank.parallel import build_model
+from flyte_ddp.rank.peers import Peers
+from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.rank.sharding import check_memory, large_blocks
+from flyte_ddp.rank.world import World
+from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.storage import Storage
+from tests.support.gang import run_gang, train_recipe
 from tests.support.runs import new_run
 from tests.support.trainers import new_trainer
 
@@ -40,12 +56,23 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole_run(text, tmp_path_factory):
-    return run_text(tmp_path_factory.mktemp("whole")).train(1, source=text, **CONFIG)
+    return run_without_launcher(run_text(tmp_path_factory.mktemp("whole")), 1, text, CONFIG)
 
 
 def run_text(directory):
     run = new_run(directory)
     run.recipe = "text"
+    return run
+
+
+def run_without_launcher(run, num_ranks, source, config):
+    """Train `run` in a gang; return it with the events of rank 0."""
+    config = config_of(run.recipe, config)
+    run.job = Job(RecipeProgram(run.recipe, config), str(run.checkpoints), 0.0)
+    arguments = (run.recipe, config, str(run.data(source)), str(run.checkpoints))
+    run.events = [from_dict(values) for values in run_gang(num_ranks, train_recipe, *arguments)[0]]
+    epochs = [event for event in run.events if isinstance(event, EpochFinished)]
+    run.result = Result(run.events[-1], [*run.started.previous_epochs, *epochs])
     return run
 
 
@@ -59,7 +86,8 @@ def resharded_run(text, tmp_path_factory):
     directory = tmp_path_factory.mktemp("shards")
     options = {"parallel": "fsdp", "gradient_accumulation": 2, "activation_checkpointing": True}
     first = run_text(directory).train(2, source=text, **{**CONFIG, **options, "epochs": 1})
-    return first, run_text(directory).train(3, source=text, **{**CONFIG, **options, "gradient_accumulation": 1})
+    options["gradient_accumulation"] = 1
+    return first, run_without_launcher(run_text(directory), 3, text, {**CONFIG, **options})
 
 
 def test_shards_on_two_and_then_three_ranks_train_to_the_weights_of_one_process(resharded_run, whole_run):
@@ -112,6 +140,165 @@ def test_a_run_of_shards_shows_what_others_show(resharded_run, whole_run):
     assert shown(second, RunStarted)[0].config["parallel"] == "fsdp"
 
 
+# Checkpoints of shards, of a model whose last layer has three rows: a fourth rank holds none of them.
+
+TINY = "tests.support.recipes.Tiny"
+STEPS = 9  # per epoch
+
+
+def train_and_note_reads(world, store, *arguments):
+    """Work of a gang: the events, and the names of the files of tensors that this rank has read."""
+    names, read = [], Storage.read
+
+    def noting(storage, name):
+        names.append(name)
+        return read(storage, name)
+
+    Storage.read = noting
+    return train_recipe(world, store, *arguments), [name for name in names if name.endswith(".pt")]
+
+
+def train_tiny(directory, num_ranks, **options):
+    """Train `Tiny` in a gang, on from what is there; return when it started, when it ended, and who read what."""
+    run = new_run(directory)
+    config = config_of(TINY, {"optimizer": "adamw", "learning_rate": 0.01, **options})
+    given = (train_and_note_reads, TINY, config, str(run.data()), str(run.checkpoints))
+    results = run_gang(num_ranks, *given)
+    emitted = [from_dict(values) for values in results[0][0]]
+    started = next(event for event in emitted if isinstance(event, RunStarted))
+    return started, emitted[-1], [sorted(names) for _, names in results]
+
+
+def files_of(manifest):
+    return [entry["file"] for entry in json.loads(Path(manifest).read_text())["files"]]
+
+
+def flip(file):
+    contents = bytearray(file.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    file.write_bytes(contents)
+
+
+def test_checkpoints_go_from_ddp_over_4_2_and_3_ranks_of_shards_to_ddp(tmp_path):
+    _, finished, _ = train_tiny(tmp_path / "whole", 1, epochs=5)
+    expected = torch.load(finished.model_state_url, weights_only=True)
+
+    for epoch, num_ranks in enumerate((1, 4, 2, 3), start=1):
+        parallel = "ddp" if num_ranks == 1 else "fsdp"
+        # Three ranks also train the last epoch, whose checkpoint is then damaged.
+        last = epoch + (num_ranks == 3)
+        started, finished, reads = train_tiny(tmp_path / "run", num_ranks, epochs=last, parallel=parallel)
+        assert (started.resumed_step, started.skipped_checkpoints) == ((epoch - 1) * STEPS, [])
+        if epoch > 1:
+            # Each file is read by one rank, by all ranks in turn.
+            files = files_of(started.resumed_from)
+            assert [[name for name in names if name in files] for names in reads] == [
+                files[rank::num_ranks] for rank in range(num_ranks)
+            ]
+        newest = tmp_path / "run" / "checkpoints" / f"step-{last * STEPS:010d}.json"
+        files = files_of(newest)
+        assert len(files) == num_ranks
+        if num_ranks > 1:
+            assert [name.rpartition("-")[2] for name in files] == [f"{r}of{num_ranks}.pt" for r in range(num_ranks)]
+    torch.testing.assert_close(torch.load(finished.model_state_url, weights_only=True), expected, **TOLERANCE)
+
+    flip(newest.with_name(files[1]))
+    started, finished, _ = train_tiny(tmp_path / "run", 2, epochs=5)
+    assert started.resumed_step == 4 * STEPS
+    (line,) = started.skipped_checkpoints
+    assert f"{newest} is damaged and was renamed to skipped-" in line
+    assert f"{files[1]}: its SHA-256 is not the one" in line
+    assert len(list(newest.parent.glob(f"skipped-*-step-{5 * STEPS:010d}*"))) == 4
+    torch.testing.assert_close(torch.load(finished.model_state_url, weights_only=True), expected, **TOLERANCE)
+
+
+def resume_and_not(world, store, directory, data):
+    """Work of a gang: train two epochs at once, and one after the other."""
+    finished = []
+    for number, (epochs, place) in enumerate([(2, "whole"), (1, "parts"), (2, "parts")]):
+        config = config_of("tests.support.recipes.Dropping", {"epochs": epochs, "parallel": "fsdp"})
+        given = ("tests.support.recipes.Dropping", config, data, f"{directory}/{place}")
+        finished.append(train_recipe(world, PrefixStore(str(number), store), *given))
+    return finished
+
+
+def test_a_resumed_run_of_shards_has_bitwise_the_weights_of_one_that_was_not_interrupted(tmp_path):
+    run = new_run(tmp_path, "Dropping")
+    (whole, _, resumed), _ = run_gang(2, resume_and_not, str(tmp_path), str(run.data()))
+
+    started = next(from_dict(values) for values in resumed if values["event"] == "RunStarted")
+    assert started.resumed_step == STEPS
+    states = [torch.load(events[-1]["model_state_url"], weights_only=True) for events in (whole, resumed)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def save_shards(store, rank, step, best=False):
+    state = {"shards": [(2 * rank, torch.full((2, 300), float(step)))]}
+    if rank == 0:
+        state |= {"weight": torch.empty(4, 300, device="meta"), "step": step}
+    store.save(state, step, best)
+
+
+def save_while_one_rank_is_slow_and_then_killed(world, store, directory):
+    """Work of a gang of two: the checkpoints after each part, with all their values, and the files at the end."""
+    checkpoints = CheckpointStore(directory, 10, peers=Peers(world, store))
+    write, num_writes = Storage.write, 0
+
+    def slow(storage, name, contents):
+        nonlocal num_writes
+        if name.endswith("-1of2.pt"):
+            num_writes += 1
+            if num_writes == 1:
+                raise StorageUnavailable("checkpoints: away")
+            time.sleep(0.2)
+        write(storage, name, contents)
+
+    def die(*arguments):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Storage.write = slow
+    for step in range(1, 9):
+        save_shards(checkpoints, world.rank, step, best=step in (3, 5))
+        time.sleep(0.05)
+    checkpoints.wait()
+    assert len(checkpoints._memory._free) <= 3
+    if world.rank == 1:
+        world.gather(0.0)
+        Storage.write = die
+    else:
+        whole = {name: values_of(checkpoints, name) for name in checkpoints.storage.names() if name.endswith(".json")}
+        world.gather(0.0)  # until now the other one is alive
+    save_shards(checkpoints, world.rank, 9)
+    checkpoints.wait(seconds=1.0)
+    again = CheckpointStore(directory, 10)
+    state, _, skipped = again.load_latest()
+    return whole, state["weight"], skipped, again.storage.names(), num_writes
+
+
+def values_of(store, manifest):
+    state = store.load(int(manifest[5:15]))
+    return [state["step"], *{float(value) for value in state["weight"].flatten()}]
+
+
+def test_shards_of_one_step_make_a_checkpoint_when_a_rank_is_slow_and_none_when_it_is_killed(tmp_path):
+    first, second = run_gang(2, save_while_one_rank_is_slow_and_then_killed, str(tmp_path))
+    whole, newest, skipped, names, _ = first
+
+    assert second is None  # killed
+    assert whole[f"step-{8:010d}.json"] == [8, 8.0]
+    assert f"step-{5:010d}.json" in whole  # the best one, though newer ones replaced others
+    assert len(whole) < 8
+    for manifest, values in whole.items():
+        assert values == [int(manifest[5:15]), float(manifest[5:15])]
+    assert newest.unique().tolist() == [8.0]
+    assert skipped == []
+    assert [name.rpartition("-")[2] for name in names if name.startswith(f"step-{9:010d}")] == ["0of2.pt"]
+    # Rank 0 has removed what was begun and not completed before.
+    referenced = {file for manifest in whole for file in files_of(tmp_path / manifest)}
+    assert {name for name in names if not name.startswith(f"step-{9:010d}")} == referenced | whole.keys()
+
+
 @pytest.mark.slow
 def test_shards_in_bf16_are_close_to_a_whole_model_in_bf16(text, tmp_path):
     whole = run_text(tmp_path / "whole").train(2, source=text, **CONFIG, precision="bf16")
@@ -129,6 +316,18 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would_make_it_fit():
         check_memory(model, TrainingConfig(parallel="fsdp"), 2, 1 << 30)
     check_memory(model, TrainingConfig(parallel="fsdp"), 5, 1 << 30)
     check_memory(model, dataclasses.replace(TrainingConfig(), optimizer="sgd"), 1, 4 << 30)
+
+
+def test_a_model_whose_weights_can_be_drawn_one_by_one_is_never_built_whole(text, tmp_path):
+    world = World(0, 0, 2, torch.device("cpu"))
+    for name, is_meta in (("text", True), (TINY, False)):
+        run = run_text(tmp_path / name)
+        run.recipe, config = name, config_of(name, {"parallel": "fsdp"})
+        recipe = get_recipe(name, config.recipe_options)
+        recipe.datasets(run.data(text if name == "text" else ""))
+        for parameter in build_model(recipe, config, world).parameters():
+            assert parameter.is_meta == is_meta
+        assert not any(each.is_meta for each in build_model(recipe, TrainingConfig(), world).parameters())
 
 
 def test_a_model_without_named_blocks_is_split_by_size():

@@ -1,19 +1,18 @@
 """Checkpoints that outlive the process that wrote them: atomic, checksummed, at any fsspec URL.
 
-A checkpoint is two files. `step-00000123-4f1c88a2.pt` holds the tensors; `step-00000123.json`, the manifest, names that
-file with its size and SHA-256. The manifest is written last, so a checkpoint without one does not exist.
+A checkpoint is two files. `step-0000000123-4f1c88a2.pt` holds the tensors; `step-0000000123.json`, the manifest, names
+that file with its size and SHA-256. A state in shards has a file of each rank, `step-0000000123-4f1c88a2-1of4.pt`, and
+one manifest. It is written last, so a checkpoint without one does not exist.
 
 Two rules keep progress safe. Only proven damage is skipped: a store that cannot be reached is waited for. And nothing
 is deleted that this process did not write or read whole: what is damaged is renamed to `skipped-...`.
 
-Knows nothing of models or ranks; only rank 0 writes.
+Knows nothing of models. Rank 0 writes; of a state in shards every rank writes its own, and rank 0 the manifest.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import io
 import json
 import logging
 import math
@@ -24,23 +23,33 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from flyte_ddp.errors import CheckpointError, ConfigError, StorageUnavailable
 from flyte_ddp.ownership import check_owner
+from flyte_ddp.rank.checkpoint_files import (
+    FORMAT,
+    Damaged,
+    Entry,
+    checkpoint_name,
+    describe_file,
+    is_manifest,
+    pack,
+    read_file,
+    read_manifest,
+    set_aside,
+)
 from flyte_ddp.rank.job import WRITE_GRACE
+from flyte_ddp.rank.peers import Peers
+from flyte_ddp.rank.resharding import RowsOf, assemble, keep_all
 from flyte_ddp.rank.staging import Buffers, StagingMemory
+from flyte_ddp.rank.supervision import run_together
+from flyte_ddp.rank.world import ALONE, World
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
 
-FORMAT = 1  # of the tensors' layout; raised when an older one can no longer be read
 FIRST_PAUSE, MAX_PAUSE = 0.5, 15.0  # seconds between two tries to write
 POLL = 0.2  # seconds between looks at the writer while something waits for it
+PEER_POLL = 0.05  # seconds between looks at the other ranks' writers
 
 logger = logging.getLogger(__name__)
-
-
-class Damaged(Exception):
-    """A checkpoint is proven to be unusable: a file is missing, or is not what was written."""
 
 
 @dataclass(eq=False)
@@ -48,10 +57,11 @@ class _Write:
     """A state that is to be written."""
 
     state: Mapping[str, Any] | None  # None once it is in `contents`
-    file: str
+    name: str  # of the file, or what the names of all ranks' files begin with
     step: int = 0
     best: bool = False
     has_manifest: bool = True
+    number: int = 0  # counts the saves of this process, so it is the same on all ranks
     contents: bytes = b""
     buffers: Buffers = field(default_factory=list)  # the memory of `state`
 
@@ -69,6 +79,7 @@ class CheckpointStore:
         owner: the token of the run that owns the place (`ownership.Ownership`). Checked before anything is written,
             renamed or deleted; "" for a place that nothing else uses.
         on_busy: called with True when a state is about to be written, and with False when none is being written.
+        peers: the ranks that each save a part of every state; None where this process saves whole ones.
     """
 
     def __init__(
@@ -77,20 +88,24 @@ class CheckpointStore:
         num_kept: int,
         timeout: float = STORE_TIMEOUT,
         owner: str = "",
-        on_busy: Callable[[bool], None] = lambda is_busy: None,
+        on_busy: Callable[[bool], None] | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self.storage = Storage(url, timeout=timeout)
         self.num_kept = num_kept
         self.timeout = timeout
         self.owner = owner
         self.keeps_resumed = False  # what `load_latest` returned stays, because other ranks may still read it
-        self._on_busy = on_busy
+        self._on_busy = on_busy or (lambda is_busy: None)
+        self._peers = peers
+        self._follows = peers is not None and peers.rank > 0
         self._sink = Storage(url, timeout=0)  # a failed try must not keep a newer state waiting
         self._own: dict[str, dict[str, Any]] = {}  # manifests that were written or read whole here, by name
         self._files: set[str] = set()  # tensors that were read or written here, or begun
         self._resumed = ""  # the manifest that `load_latest` returned
         self._queue: list[_Write] = []
-        self._is_writing = False
+        self._num_saves = 0
+        self._current: _Write | None = None  # what is being written
         self._stuck_since = 0.0  # monotonic: when the state being written was begun; 0 while idle
         self._outage: Exception | None = None  # why the last try failed
         self._failure: Exception | None = None  # final
@@ -108,14 +123,23 @@ class CheckpointStore:
         """
         self.check()
         # A name of its own also where this step was saved before, whose tensors must stay until this is complete.
-        write = _Write(None, f"{_name(step)}-{uuid.uuid4().hex[:8]}.pt", step, best)
+        self._num_saves += 1
+        name = f"{checkpoint_name(step)}-{uuid.uuid4().hex[:8]}"
+        write = _Write(None, name, step, best, number=self._num_saves)
+        kept = self._choose_kept(write)
         with self._changed:
-            *waiting, _ = _wanted([*self._queue, write])
-            self._drop(each for each in self._queue if each not in waiting)  # its memory is for this one
-            self._queue = waiting
+            self._drop(each for each in self._queue if each.number not in kept)  # its memory is for this one
+            self._queue = [each for each in self._queue if each.number in kept]
         write.state, write.buffers = self._memory.copy(state)
         self._enqueue(write)
-        return self.storage.join(_name(step) + ".json")
+        return self.storage.join(checkpoint_name(step) + ".json")
+
+    def _choose_kept(self, write: _Write) -> list[int]:
+        """Return the numbers of the states that may still be written, on all ranks those of rank 0; without `write`."""
+        with self._changed:
+            current = [self._current] if self._current else []
+            kept = [each.number for each in (*current, *_wanted([*self._queue, write])[:-1])]
+        return kept if self._peers is None else self._peers.agree(kept)
 
     def save_file(self, name: str, state: Mapping[str, Any], on_wait: Callable[[], None] | None = None) -> str:
         """Write `state` to `name` beside the checkpoints, wait until it is there, and return its URL.
@@ -173,34 +197,61 @@ class CheckpointStore:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             with self._changed:
-                if self._failure is None and not self._queue and not self._is_writing:
+                if self._failure is None and not self._queue and not self._current:
                     return
                 self._changed.wait(0 if self._failure else POLL)
             self.check()
             if on_wait:
                 on_wait()
 
-    def load_latest(self) -> tuple[dict[str, Any] | None, str, list[str]]:
+    def load_latest(
+        self, world: World = ALONE, rows_of: RowsOf = keep_all
+    ) -> tuple[dict[str, Any] | None, str, list[str]]:
         """Return the newest checkpoint that is whole, its URL, and a line for each damaged one that was skipped.
 
         A damaged checkpoint is renamed to `skipped-...`, for people to look at; nothing here touches it again.
 
+        Args:
+            world: the ranks that read it together; each of them calls this.
+            rows_of: returns what this rank keeps of each tensor.
+
         Returns:
-            (state with tensors on the CPU, URL, lines); (None, "", lines) where there is none.
+            (state with tensors on the CPU, URL, lines); (None, "", lines) where there is none. The lines on rank 0.
 
         Raises:
             StorageUnavailable, StorageDenied: what is there could not be found out.
         """
         skipped: list[str] = []
-        for manifest in sorted(self._manifests(self.storage), reverse=True):
+        name, damage = "", None
+
+        def find() -> tuple[str, dict[str, Any]]:
+            if not world.is_first:
+                return "", {}
+            if damage is not None:
+                skipped.append(self._set_aside(self.storage, name, damage))
+            return self._find_latest(skipped)
+
+        while True:
+            name, manifest = world.share(run_together(find, world))
+            if not name:
+                return None, "", skipped
             try:
-                state = self._load(self.storage, manifest)
-            except Damaged as damage:
-                skipped.append(self._set_aside(self.storage, manifest, damage))
+                state = assemble(manifest["files"], lambda entry: read_file(self.storage, entry), world, rows_of)
+            except Damaged as error:
+                damage = error
             else:
-                self._resumed = manifest
-                return state, self.storage.join(manifest), skipped
-        return None, "", skipped
+                self._resumed = name
+                self._note_whole(name, manifest)
+                return state, self.storage.join(name), skipped
+
+    def _find_latest(self, skipped: list[str]) -> tuple[str, dict[str, Any]]:
+        """Return the name of the newest manifest that can be read, and the manifest; ("", {}) where there is none."""
+        for name in sorted(self._manifests(self.storage), reverse=True):
+            try:
+                return name, read_manifest(self.storage, name)
+            except Damaged as damage:
+                skipped.append(self._set_aside(self.storage, name, damage))
+        return "", {}
 
     def load(self, step: int) -> dict[str, Any]:
         """Return the checkpoint of optimizer step `step`, tensors on the CPU.
@@ -209,67 +260,38 @@ class CheckpointStore:
             CheckpointError: it is missing or damaged.
             StorageUnavailable, StorageDenied: it could not be read.
         """
+        name = checkpoint_name(step) + ".json"
         try:
-            return self._load(self.storage, _name(step) + ".json")
+            manifest = read_manifest(self.storage, name)
+            state = assemble(manifest["files"], lambda entry: read_file(self.storage, entry), ALONE)
         except Damaged as damage:
-            raise CheckpointError(f"{self.storage.join(_name(step))}.json cannot be used: {damage}") from damage
-
-    # --- Reading -------------------------------------------------------------------------------------------------
-
-    def _load(self, storage: Storage, manifest_name: str) -> dict[str, Any]:
-        """Read a checkpoint whole. Raises Damaged for what is proven, and the store's errors as they are."""
-        manifest = self._manifest(storage, manifest_name)
-        try:
-            contents = storage.read(manifest["file"])
-        except FileNotFoundError as error:
-            raise Damaged(f"{manifest['file']} is missing") from error
-        if len(contents) != manifest["bytes"]:
-            raise Damaged(f"expected {manifest['bytes']} bytes, got {len(contents)}")
-        if hashlib.sha256(contents).hexdigest() != manifest["sha256"]:
-            raise Damaged("its SHA-256 is not the one that was recorded when it was written")
-        try:
-            state: dict[str, Any] = torch.load(io.BytesIO(contents), map_location="cpu", weights_only=True)
-            found = state["format"]
-        except MemoryError:
-            raise
-        except Exception as error:  # the bytes are those that were written, so no other try would end otherwise
-            raise Damaged(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
-        if found != FORMAT:
-            raise Damaged(f"expected format {FORMAT}, got format {found}")
-        self._own[manifest_name] = manifest
-        self._files.add(manifest["file"])
+            raise CheckpointError(f"{self.storage.join(name)} cannot be used: {damage}") from damage
+        self._note_whole(name, manifest)
         return state
 
-    def _manifest(self, storage: Storage, name: str) -> dict[str, Any]:
-        try:
-            manifest = json.loads(storage.read(name))
-            manifest["file"], manifest["bytes"], manifest["sha256"]
-        except (FileNotFoundError, ValueError, TypeError, KeyError) as error:
-            raise Damaged(f"its manifest cannot be read: {type(error).__name__}: {error}") from error
-        return dict(manifest)
+    def _note_whole(self, name: str, manifest: dict[str, Any]) -> None:
+        """Note that a checkpoint was written or read whole, so that it may be deleted when its time has come."""
+        self._own[name] = manifest
+        self._files.update(entry["file"] for entry in manifest["files"])
 
     def _set_aside(self, storage: Storage, manifest_name: str, damage: Damaged) -> str:
         """Rename the files of a damaged checkpoint; return the line that reports it."""
         self._check_owner(storage)
-        mark = f"skipped-{uuid.uuid4().hex[:8]}-"
-        stem = manifest_name.removesuffix(".json")
-        # The manifest goes last: without it, tensors that are left would be found by nothing.
-        names = [name for name in storage.names() if name.startswith(f"{stem}-") and name.endswith(".pt")]
-        for name in (*names, manifest_name):
-            with contextlib.suppress(FileNotFoundError):
-                storage.rename(name, mark + name)
-        return f"{storage.join(manifest_name)} is damaged and was renamed to {mark}{manifest_name}: {damage}"
+        return set_aside(storage, manifest_name, damage)
 
     # --- Writing: everything below runs in the writing thread -----------------------------------------------------
 
     def _enqueue(self, write: _Write) -> None:
         self._on_busy(True)
         with self._changed:
-            self._queue = _wanted([*self._queue, write])
+            self._queue = self._wanted_here([*self._queue, write])
             self._changed.notify_all()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
             self._thread.start()
+
+    def _wanted_here(self, queue: list[_Write]) -> list[_Write]:
+        return queue if self._follows else _wanted(queue)  # rank 0 chooses for the ranks that follow it
 
     def _drop(self, writes: Iterable[_Write]) -> None:
         for write in writes:
@@ -279,63 +301,99 @@ class CheckpointStore:
     def _run(self) -> None:
         pause = FIRST_PAUSE
         while True:
-            with self._changed:
-                while not self._queue:
-                    self._changed.wait()
-                write, self._is_writing = self._queue.pop(0), True
-                self._stuck_since = self._stuck_since or time.monotonic()
-            self._on_busy(True)
+            write: _Write | None = None
             try:
+                write = self._next()
+                self._on_busy(True)
                 self._write(write)
             except StorageUnavailable as error:  # the storage has logged it
                 self._on_busy(False)
                 self._outage = error
                 with self._changed:
-                    self._queue, self._is_writing = _wanted([write, *self._queue]), False
+                    waiting = [write, *self._queue] if write else self._queue
+                    self._queue, self._current = self._wanted_here(waiting), None
                 time.sleep(pause)
                 pause = min(2 * pause, MAX_PAUSE)
             except Exception as error:
                 with self._changed:
-                    self._failure, self._is_writing = error, False
+                    self._failure, self._current = error, None
                     self._on_busy(False)
                     self._changed.notify_all()
                 return
             else:
                 pause = FIRST_PAUSE
                 with self._changed:
-                    self._outage, self._is_writing = None, False
+                    self._outage, self._current = None, None
                     self._on_busy(bool(self._queue))
                     self._stuck_since = 0.0
                     self._changed.notify_all()
 
+    def _next(self) -> _Write:
+        """Wait for a state to write, and take it from the queue: the oldest, or the one that rank 0 has begun."""
+        while True:
+            with self._changed:
+                while not self._queue:
+                    self._changed.wait()
+            number, name = self._peers.begun() if self._peers and self._follows else (0, "")
+            with self._changed:
+                if self._follows:  # older ones are not written any more
+                    self._drop(each for each in self._queue if each.number < number)
+                    self._queue = [each for each in self._queue if each.number >= number]
+                if self._queue and (not self._follows or self._queue[0].number == number):
+                    self._current = write = self._queue.pop(0)
+                    write.name = name or write.name
+                    self._stuck_since = self._stuck_since or time.monotonic()
+                    return write
+                self._changed.notify_all()
+            time.sleep(PEER_POLL)
+
     def _write(self, write: _Write) -> None:
+        peers = self._peers if write.has_manifest else None
+        if peers and not self._follows:
+            self._files.update(peers.file(write.name, rank) for rank in range(peers.size))
+            peers.begin(write.number, write.name)
         if write.state is not None:
-            buffer = io.BytesIO()
-            torch.save({"format": FORMAT, **write.state} if write.has_manifest else dict(write.state), buffer)
-            write.contents, write.state = buffer.getvalue(), None
+            write.contents = pack({"format": FORMAT, **write.state} if write.has_manifest else write.state)
+            write.state = None
             self._drop([write])
         self._check_owner(self._sink)
         if not write.has_manifest:
-            self._sink.write(write.file, write.contents)
+            self._sink.write(write.name, write.contents)
             return
-        self._files.add(write.file)
-        self._sink.write(write.file, write.contents)
-        manifest = {
-            "file": write.file,
-            "bytes": len(write.contents),
-            "sha256": hashlib.sha256(write.contents).hexdigest(),
-            "step": write.step,
-            "best": write.best,
-            "written_at": time.time(),
-        }
+        file = peers.file(write.name, peers.rank) if peers else f"{write.name}.pt"
+        self._files.add(file)
+        self._sink.write(file, write.contents)
+        entries = [describe_file(file, write.contents)]
+        if peers and self._follows:
+            peers.publish(write.number, entries[0])
+            return
+        if peers:
+            entries += self._wait_for_peers(peers, write.number)
+        manifest = {"files": entries, "step": write.step, "best": write.best, "written_at": time.time()}
         self._check_owner(self._sink)  # an upload may take long
-        name = _name(write.step) + ".json"
+        name = checkpoint_name(write.step) + ".json"
         self._sink.write(name, json.dumps(manifest).encode())
-        self._own[name] = manifest
+        self._note_whole(name, manifest)
         try:
             self._prune(name)
         except Exception as error:  # the checkpoint is in place: what could not be deleted now goes the next time
             logger.warning("checkpoints: old ones could not be removed: %s: %s", type(error).__name__, error)
+
+    def _wait_for_peers(self, peers: Peers, number: int) -> list[Entry]:
+        """Return the entries of the other ranks' files, in the order of the ranks, once all of them are in place.
+
+        `check` ends the run if none came for `timeout` seconds.
+        """
+        num_found = 0
+        while True:
+            entries = peers.published(number)
+            if len(entries) == peers.size - 1:
+                return [entries[rank] for rank in sorted(entries)]
+            if len(entries) > num_found:
+                num_found, self._stuck_since = len(entries), time.monotonic()
+            missing = [rank for rank in range(1, peers.size) if rank not in entries]
+            self._outage = StorageUnavailable(f"the shards of ranks {missing} are not in place")
+            time.sleep(PEER_POLL)
 
     def _prune(self, newest: str) -> None:
         """Delete what newer checkpoints replace. Only what was written or read whole here counts and goes."""
@@ -350,60 +408,35 @@ class CheckpointStore:
             if name not in kept:
                 self._sink.delete(name)
                 del self._own[name]
-        referenced = {manifest["file"] for manifest in self._own.values()}
+        referenced = {entry["file"] for manifest in self._own.values() for entry in manifest["files"]}
         for name in names:
             is_half = name.startswith("step-") and name.endswith(".tmp")  # a killed writer on a local disk
             if is_half or (name in self._files and name not in referenced):
                 self._sink.delete(name)
-        self._files &= referenced
+                self._files.discard(name)  # not those that a slower rank may still write
 
     def _adopt_one(self, names: set[str]) -> None:
         """Read the oldest checkpoint of an earlier attempt whole, so that it may be deleted when its time has come."""
-        older = [name for name in names if _is_manifest(name) and name < self._resumed and name not in self._own]
+        older = [name for name in names if is_manifest(name) and name < self._resumed and name not in self._own]
         if older:
             try:
-                self._load(self._sink, min(older))
+                manifest = read_manifest(self._sink, min(older))
+                for entry in manifest["files"]:  # one in memory at a time
+                    read_file(self._sink, entry)
             except Damaged as damage:
                 logger.warning("%s", self._set_aside(self._sink, min(older), damage))
+            else:
+                self._note_whole(min(older), manifest)
 
     def _check_owner(self, storage: Storage) -> None:
         if self.owner:
             check_owner(storage, self.owner)
 
     def _manifests(self, storage: Storage) -> list[str]:
-        return [name for name in storage.names() if _is_manifest(name)]
+        return [name for name in storage.names() if is_manifest(name)]
 
 
 def _wanted(queue: list[_Write]) -> list[_Write]:
     """Return what is worth writing of `queue`, oldest first: the newest state, and the newest that was the best."""
     best = [write for write in queue if write.best][-1:]
     return [write for write in queue if write is queue[-1] or write in best]
-
-
-def load_state(url: str, timeout: float = STORE_TIMEOUT) -> Any:
-    """Return the state dict at `url`, tensors on the CPU; only tensors and plain values are unpickled.
-
-    Args:
-        timeout: seconds to wait for a store that cannot be reached.
-    """
-    directory, _, name = url.rpartition("/")
-    contents = Storage(directory, timeout=timeout).read(name)
-    return torch.load(io.BytesIO(contents), map_location="cpu", weights_only=True)
-
-
-def portable(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's state dict as copies on the CPU in the default memory format, to load on any machine."""
-    return {
-        name: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        if isinstance(value, torch.Tensor)
-        else value
-        for name, value in state.items()
-    }
-
-
-def _name(step: int) -> str:
-    return f"step-{step:010d}"
-
-
-def _is_manifest(name: str) -> bool:
-    return name.startswith("step-") and name.endswith(".json")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, StorageUnavailable
-from flyte_ddp.rank.checkpoint import load_state
-from flyte_ddp.rank.sharding import load_whole_model
+from flyte_ddp.rank.checkpoint_files import load_state
+from flyte_ddp.rank.sharding import load_model
 from flyte_ddp.storage import STORE_TIMEOUT
 
 # The fields that must stay as they are in the checkpoint. The others may change: more epochs, other intervals, ranks.
@@ -88,7 +88,7 @@ def load_initial_state(model: nn.Module, url: str, timeout: float = STORE_TIMEOU
         raise ConfigError(f"{expected}, got {url!r}, which cannot be read: {type(error).__name__}: {reason}") from error
     if problem := mismatch(model.state_dict(), state):
         raise ConfigError(f"{expected}, got {url!r}, which does not fit the model: {problem}")
-    load_whole_model(model, state)
+    load_model(model, state)
 
 
 def mismatch(expected: Mapping[str, Any], state: Any) -> str:

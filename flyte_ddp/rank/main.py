@@ -13,12 +13,14 @@ import torch.distributed as dist
 
 from flyte_ddp import events
 from flyte_ddp.prepare import describe_data
-from flyte_ddp.rank.checkpoint import CheckpointStore, portable
+from flyte_ddp.rank.checkpoint import CheckpointStore
+from flyte_ddp.rank.checkpoint_files import portable
 from flyte_ddp.rank.data import open_samples
 from flyte_ddp.rank.fast_start import avoid_importing_dynamo
 from flyte_ddp.rank.inspection import layers_of, predictions_of, sample_inputs, shown
 from flyte_ddp.rank.job import MODEL_STATE, Job, NodeRanks
-from flyte_ddp.rank.parallel import place_model
+from flyte_ddp.rank.parallel import build_model
+from flyte_ddp.rank.peers import Peers
 from flyte_ddp.rank.process import RankProcess, SupervisorLink
 from flyte_ddp.rank.programs import RecipeProgram, check_compiler
 from flyte_ddp.rank.sharding import whole_state
@@ -50,12 +52,24 @@ def main(program: RecipeProgram, process: RankProcess) -> None:
         train(program, process.job, world, node, link)
         return
     store = process.open_store(config.collective_timeout)
+    peers = Peers(world, store) if config.parallel == "fsdp" else None
     with process_group(world, config.backend, store, config.collective_timeout):
-        train(program, process.job, world, node, link)
+        train(program, process.job, world, node, link, peers)
 
 
-def train(program: RecipeProgram, job: Job, world: World, node: NodeRanks, link: SupervisorLink) -> None:
-    """Train the recipe, and report and save its results."""
+def train(
+    program: RecipeProgram,
+    job: Job,
+    world: World,
+    node: NodeRanks,
+    link: SupervisorLink,
+    peers: Peers | None = None,
+) -> None:
+    """Train the recipe, and report and save its results.
+
+    Args:
+        peers: the ranks, where each of them writes a part of every checkpoint.
+    """
     # Data and model: every rank has the same weights, and its own shard of each batch
     config = program.config
     recipe = get_recipe(program.recipe, config.recipe_options)
@@ -64,11 +78,13 @@ def train(program: RecipeProgram, job: Job, world: World, node: NodeRanks, link:
     train, test = open_samples(recipe.datasets(directory), recipe, config, world)
     link.beat(0)
     torch.manual_seed(config.seed)
-    model = place_model(recipe.model(), config, world)
+    model = build_model(recipe, config, world)
 
     # Where to start: at the newest checkpoint, if there is one
+    # A supervisor waits for rank 0's writing, which ends last: it waits for the other ranks'.
+    on_busy = link.set_writing if world.is_first else None
     store = CheckpointStore(
-        job.checkpoints, config.checkpoints_to_keep, config.store_timeout, job.owner, on_busy=link.set_writing
+        job.checkpoints, config.checkpoints_to_keep, config.store_timeout, job.owner, on_busy=on_busy, peers=peers
     )
     fingerprint = data["fingerprint"]
     trainer = Trainer(recipe, config, world, model, train, test, store, link, fingerprint, program.initial_state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,12 +16,26 @@ from torch.utils.checkpoint import checkpoint
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.rank.batch_norm import accept_single_values, synchronize
 from flyte_ddp.rank.fast_start import ddp_exchange_seconds, set_ddp_timing_interval
-from flyte_ddp.rank.sharding import check_memory, large_blocks, shard_model
+from flyte_ddp.rank.sharding import check_memory, fill_model, large_blocks, shard_model
 from flyte_ddp.rank.world import World
+from flyte_ddp.recipes import Recipe
 
 logger = logging.getLogger(__name__)
 
 TIMED_INTERVAL = 10  # steps between two exchanges of gradients that DDP's timers measure on CPUs, after the first ten
+
+
+def build_model(recipe: Recipe, config: TrainingConfig, world: World) -> nn.Module:
+    """Return the recipe's model as `place_model` does; without contents if it is split and can be filled afterwards."""
+    splits = config.parallel == "fsdp" and world.world_size > 1
+    with torch.device("meta") if splits and fills_by_tensor(recipe) else nullcontext():
+        model = recipe.model()
+    return place_model(model, config, world)
+
+
+def fills_by_tensor(recipe: Recipe) -> bool:
+    """Return whether a recipe can draw each weight of its model alone."""
+    return type(recipe).initial_value is not Recipe.initial_value
 
 
 def place_model(model: nn.Module, config: TrainingConfig, world: World) -> nn.Module:
@@ -46,17 +61,16 @@ def place_model(model: nn.Module, config: TrainingConfig, world: World) -> nn.Mo
     return model
 
 
-def replicate(
-    model: nn.Module, config: TrainingConfig, world: World, blocks: Sequence[nn.Module] = ()
-) -> tuple[Any, Any]:
+def replicate(model: nn.Module, config: TrainingConfig, world: World, recipe: Recipe | None = None) -> tuple[Any, Any]:
     """Return `model` as it evaluates and as it trains: compiled if configured, the latter under DDP on several ranks.
 
     A forward pass of the replica that trains is a collective; one of the model that evaluates is not, unless the model
     is split (`parallel: fsdp`): then both are the model itself.
 
     Args:
-        blocks: what `Recipe.blocks` returns.
+        recipe: of the model; names its blocks, and fills one that `build_model` has left without contents.
     """
+    blocks: Sequence[nn.Module] = recipe.blocks(model) if recipe else ()
     replica: Any = model
     if config.parallel == "fsdp" and world.world_size == 1:
         logger.warning("parallel: one rank holds the whole model; fsdp splits it over several")
@@ -70,6 +84,8 @@ def replicate(
             for block in blocks:
                 block.compile()
         shard_model(model, blocks, config, world)
+        if recipe and any(parameter.is_meta for parameter in model.parameters()):
+            fill_model(model, recipe.initial_value, world.device)
         return model, model
     if world.world_size > 1:
         on_gpu = world.device.type == "cuda"

@@ -1,14 +1,15 @@
 """A model in shards: each rank holds a part of every parameter, its gradient and its optimizer state (FSDP2).
 
-A state is whole wherever it leaves the ranks: checkpoints and results are the same files as without shards, so a run
-may go on at another number of ranks, or without shards. Nothing else in the package knows how a parameter is split.
+A checkpoint has one file of each rank with its part of every tensor, and any number of ranks reads it, split or not
+(resharding.py). The trained weights are one file, the same as without shards. Nothing else in the package knows how a
+parameter is split.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch.optim import Optimizer
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.rank.resharding import SHARDS, Place, RowsOf
+from flyte_ddp.rank.staging import map_tensors
 from flyte_ddp.rank.world import World
 
 MIN_BLOCK_PARAMETERS = 1 << 16  # smaller modules are gathered with the one around them
@@ -43,6 +46,23 @@ def shard_model(model: nn.Module, blocks: Sequence[nn.Module], config: TrainingC
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=inner)
     fully_shard(model, mesh=mesh, mp_policy=outer)
+
+
+def fill_model(model: nn.Module, initial_value: Callable[[str, torch.Size], Tensor], device: torch.device) -> None:
+    """Give a split model its fresh weights, one tensor after another.
+
+    Args:
+        initial_value: `Recipe.initial_value`.
+    """
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            value = initial_value(name, tensor.shape)
+            if _is_split(tensor):
+                rows = _rows(tensor)
+                tensor.to_local().copy_(value[rows.start : rows.stop])  # type: ignore[attr-defined]
+            else:
+                tensor.copy_(value)
 
 
 def large_blocks(model: nn.Module) -> list[nn.Module]:
@@ -105,15 +125,48 @@ def whole_state(state: Any, keep: bool) -> Any:
     return state
 
 
-def load_whole_model(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load a whole state dict into `model`; of a split one, each rank takes its part. Raises as `load_state_dict`."""
+def split_state(state: Mapping[str, Any], is_first: bool) -> dict[str, Any]:
+    """Return what one rank writes of `state`: its rows of every split tensor, and on the first rank all the rest.
+
+    The first rank's has a tensor without contents in the place of each split one.
+    """
+    shards: list[tuple[int, Tensor]] = []
+
+    def take_rows(tensor: Tensor) -> Tensor:
+        if not _is_split(tensor):
+            return tensor
+        shards.append((_rows(tensor).start, tensor.to_local()))  # type: ignore[attr-defined]
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    outline = map_tensors(state, take_rows)
+    return {**(outline if is_first else {}), SHARDS: shards}
+
+
+def own_rows(model: nn.Module, optimizer: Optimizer) -> RowsOf:
+    """Return a function of a tensor's place in a checkpoint that returns the rows of it that this rank keeps."""
+    weights = model.state_dict()
+    parameters = _parameters(optimizer)
+
+    def rows_of(place: Place, tensor: Tensor) -> range | None:
+        own = None
+        if place[0] == "model":
+            own = weights.get(place[1])
+        elif place[:2] == ("optimizer", "state") and place[2] < len(parameters):
+            own = parameters[place[2]]
+        return _rows(own) if own is not None and _is_split(own) and own.shape == tensor.shape else None
+
+    return rows_of
+
+
+def load_model(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load a state dict of whole tensors, or of this rank's rows, into `model`. Raises as `load_state_dict`."""
     own = model.state_dict()
     model.load_state_dict({name: _part_like(value, own.get(name)) for name, value in state.items()})
 
 
-def load_whole_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load the whole state of an optimizer whose parameters may be split: each rank takes its part."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load the state of an optimizer, of whole tensors or of this rank's rows."""
+    parameters = _parameters(optimizer)
     parts = {
         number: {name: _part_like(value, parameters[number]) for name, value in values.items()}
         for number, values in state["state"].items()
@@ -152,13 +205,34 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _part_like(value: Any, own: Any) -> Any:
-    """Return this rank's part of a whole tensor, split as `own` is; anything else as it is."""
-    if _is_split(own) and isinstance(value, Tensor) and value.shape == own.shape:
-        from torch.distributed.tensor import distribute_tensor
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-        return distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
-    return value
+
+def _part_like(value: Any, own: Any) -> Any:
+    """Return a whole tensor, or this rank's rows of it, split as `own` is; anything else as it is."""
+    if not _is_split(own) or not isinstance(value, Tensor):
+        return value
+    rows = _rows(own)
+    if value.shape == own.shape:
+        value = value[rows.start : rows.stop]
+    elif value.shape != own.to_local().shape:
+        return value
+    from torch.distributed.tensor import DTensor
+
+    local = value.to(own.device)
+    mesh, placements = own.device_mesh, own.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=own.shape, stride=own.stride())
+
+
+def _rows(split: Any) -> range:
+    """Return the rows that this rank has of a split tensor: as `torch.chunk` shares them, the last ranks have fewer."""
+    size, rank = split.device_mesh.size(), split.device_mesh.get_local_rank()
+    num_rows = -(-len(split) // size)
+    rows = range(min(rank * num_rows, len(split)), min((rank + 1) * num_rows, len(split)))
+    assert [each.is_shard(0) for each in split.placements] == [True]  # as `fully_shard` does
+    assert len(split.to_local()) == len(rows)
+    return rows
 
 
 def _is_split(value: Any) -> bool:

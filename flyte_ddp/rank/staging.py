@@ -35,6 +35,8 @@ class StagingMemory:
         copies: dict[int, UntypedStorage] = {}
 
         def copy_tensor(value: torch.Tensor) -> torch.Tensor:
+            if value.is_meta:
+                return value
             if value.layout != torch.strided:
                 return value.detach().to("cpu", copy=True)
             source = value.untyped_storage()

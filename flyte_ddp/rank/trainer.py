@@ -28,8 +28,7 @@ from flyte_ddp.rank.loss_watch import REMEDY, LossWatch
 from flyte_ddp.rank.optim import build_optimizer, learning_rate
 from flyte_ddp.rank.parallel import exchange_seconds, replicate
 from flyte_ddp.rank.progress import MetricSums, Progress
-from flyte_ddp.rank.sharding import is_sharded, load_whole_model, load_whole_optimizer, whole_state
-from flyte_ddp.rank.shared_state import share_state
+from flyte_ddp.rank.sharding import is_sharded, load_model, load_optimizer, own_rows, split_state
 from flyte_ddp.rank.supervision import StopPoll, Supervisor, run_together
 from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import Recipe
@@ -41,9 +40,9 @@ class Trainer:
     """One rank's model, optimizer and progress.
 
     Args:
-        model: from `place_model`, with the same weights on every rank.
+        model: from `build_model`, with the same weights on every rank.
         train, test: samples that the ranks share.
-        store: the checkpoints; the same place for every rank, though only rank 0 writes.
+        store: the checkpoints; the same place for every rank; the ranks of a split model are its `peers`.
         data_fingerprint: noted in checkpoints, so that none is continued on other data.
         initial_state: URL of the state dict from which the run starts if there is no checkpoint yet; noted in
             checkpoints likewise. "" leaves the model's own weights.
@@ -74,7 +73,7 @@ class Trainer:
         self.initial_state = initial_state
         self.num_steps = config.epochs * num_batches(train, config)
         self.progress = Progress()
-        self.evaluated_model, self.replica = replicate(model, config, world, recipe.blocks(model))
+        self.evaluated_model, self.replica = replicate(model, config, world, recipe)
         self.is_sharded = is_sharded(model)  # then every forward pass, and every look at the weights, is a collective
         self.optimizer = build_optimizer(model, config, recipe.optimizer_groups(model))
         self.utilization = FlopsUtilization(recipe, model, config, world)
@@ -181,45 +180,41 @@ class Trainer:
         return result
 
     def save_checkpoint(self, best: bool) -> None:
-        """Write a checkpoint of the current state. Every rank calls it; rank 0 writes."""
+        """Write a checkpoint of the current state. Every rank calls it; rank 0 writes, of a split model every rank."""
         started = time.perf_counter()
-        model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
-        if self.is_sharded:
-            model, optimizer = whole_state([model, optimizer], keep=self.world.is_first)
-        if not self.world.is_first:
+        if not self.world.is_first and not self.is_sharded:
             return
         state = {
             "config": dataclasses.asdict(self.config),
             "data_fingerprint": self.data_fingerprint,
             "initial_state": self.initial_state,
             "progress": dataclasses.asdict(self.progress),
-            "model": model,
-            "optimizer": optimizer,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
         }
+        if self.is_sharded:
+            state = split_state(state, self.world.is_first)
         url = self.store.save(state, self.progress.step, best)
-        seconds = time.perf_counter() - started
-        self.supervisor.emit(CheckpointSaved(self.progress.step, url, best, seconds))
+        self._emit(CheckpointSaved(self.progress.step, url, best, time.perf_counter() - started))
 
     def resume(self) -> tuple[str, list[str]]:
         """Go on from the newest checkpoint in the store, or start from the initial state, if one is given.
 
-        Every rank calls it; rank 0 chooses and reads, and the others get the state from it.
+        Every rank calls it; each file is read by one rank, and the others get from that rank what they need of it.
 
         Returns:
-            The checkpoint's URL, "" for none, and why each newer one was skipped; both on rank 0 only.
+            The checkpoint's URL, "" for none, and on rank 0 why each newer one was skipped.
 
         Raises:
             ConfigError: the checkpoint belongs to a run with other data, other hyperparameters or another initial
                 state; the initial state is not one of this model.
             StorageUnavailable: the store has been away for `store_timeout`.
         """
-        load_latest = self.store.load_latest if self.world.is_first else lambda: (None, "", [])
-        state, url, skipped = run_together(load_latest, self.world)
-        if self.world.sum(float(state is not None))[0]:
-            state, place = share_state(state, self.world), url or self.store.storage.url
-            check_same_run(state, place, self.config, self.data_fingerprint, self.initial_state)
-            load_whole_model(self.model, state["model"])
-            load_whole_optimizer(self.optimizer, state["optimizer"])
+        state, url, skipped = self.store.load_latest(self.world, own_rows(self.model, self.optimizer))
+        if state is not None:
+            check_same_run(state, url, self.config, self.data_fingerprint, self.initial_state)
+            load_model(self.model, state["model"])
+            load_optimizer(self.optimizer, state["optimizer"])
             self.progress = Progress.from_dict(state["progress"])
         elif self.initial_state:
             timeout = self.config.store_timeout

@@ -5,10 +5,12 @@ Knows nothing of who started the rank. One `World` is made per process and passe
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,17 +53,37 @@ class World:
         """Return every rank's `value`, in the order of the ranks. One collective."""
         return self.sum(*(value if rank == self.rank else 0.0 for rank in range(self.world_size)))
 
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Fill `tensor`, of one shape and type on all ranks, with rank 0's values, and return it. One collective."""
-        contents = tensor.to(self.device).contiguous()
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """Fill `tensor`, of one shape and type on all ranks, with the values of rank `source`, and return it.
+
+        One collective.
+        """
         if self.world_size > 1 and tensor.numel():
-            dist.broadcast(contents.view(-1).view(torch.uint8), src=0)  # as bytes, because not every type can travel
-            if not self.is_first:
+            contents = tensor.to(self.device).contiguous()
+            dist.broadcast(contents.view(-1).view(torch.uint8), src=source)  # as bytes: not every type can travel
+            if self.rank != source:
                 tensor.copy_(contents)
         return tensor
 
+    def share(self, value: Any, source: int = 0) -> Any:
+        """Return the `value` of rank `source` on every rank: plain values and tensors, nested. Two collectives."""
+        if self.world_size == 1:
+            return value
+        packed = io.BytesIO()
+        if self.rank == source:
+            torch.save(value, packed)
+        num_bytes = int(self.sum(float(len(packed.getvalue())))[0])
+        contents = torch.zeros(num_bytes, dtype=torch.uint8)
+        if self.rank == source:
+            contents = torch.frombuffer(bytearray(packed.getvalue()), dtype=torch.uint8)
+        self.broadcast(contents, source)
+        return torch.load(io.BytesIO(contents.numpy().tobytes()), weights_only=True)
+
     def __repr__(self) -> str:
         return f"rank {self.rank} of {self.world_size} on {self.device}"
+
+
+ALONE = World(0, 0, 1, torch.device("cpu"))  # what a process without peers, and without a GPU, computes in
 
 
 def single_process_world() -> World:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from flyte_ddp.events import EpochFinished, Prediction
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Size, Tensor, nn
     from torch.utils.data import Dataset
 
 
@@ -66,6 +66,15 @@ class Recipe:
         `datasets` is called before on the same object, so it may set the number of classes.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define model")
+
+    def initial_value(self, name: str, shape: Size) -> Tensor:
+        """Return the fresh value of one parameter or buffer of the model, the same that `model` gives it.
+
+        Optional. With it a sharded model is built inside `torch.device("meta")` and filled tensor by tensor, so that no
+        rank ever holds the whole model. The random generator has been seeded as for `model`, but the order of the calls
+        differs: derive a generator from `torch.initial_seed()` and the name.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define initial_value")
 
     def inputs(self, batch: Tensor) -> Tensor:
         """Convert a batch of `datasets` to the model's input, on the device; for example normalize it.

@@ -6,7 +6,7 @@ import torch
 
 from flyte_ddp.rank.checkpoint import CheckpointStore
 from flyte_ddp.rank.data import open_samples
-from flyte_ddp.rank.parallel import place_model
+from flyte_ddp.rank.parallel import build_model
 from flyte_ddp.rank.trainer import Trainer
 from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import config_of, get_recipe
@@ -39,7 +39,7 @@ def new_trainer(run, initial_state="", supervisor=None, source="", **config):
     recipe, world = get_recipe(run.recipe, config.recipe_options), World(0, 0, 1, CPU)
     train, test = open_samples(recipe.datasets(run.data(source)), recipe, config, world)
     torch.manual_seed(config.seed)
-    model = place_model(recipe.model(), config, world)
+    model = build_model(recipe, config, world)
     store = CheckpointStore(str(run.checkpoints), config.checkpoints_to_keep)
     return Trainer(
         recipe, config, world, model, train, test, store, supervisor or Recorder(), initial_state=initial_state

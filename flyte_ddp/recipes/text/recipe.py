@@ -17,7 +17,7 @@ from flyte_ddp.recipes.base import Recipe
 from flyte_ddp.storage import has_password, redact_url
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Size, Tensor, nn
     from torch.utils.data import Dataset
 
     from flyte_ddp.recipes.text.shards import Facts
@@ -132,6 +132,13 @@ class Text(Recipe):
         model.to_empty(device=device)
         model.reset_parameters(torch.initial_seed())
         return model
+
+    def initial_value(self, name: str, shape: Size) -> Tensor:
+        import torch
+
+        from flyte_ddp.recipes.text.model import initial_value
+
+        return initial_value(name, shape, self.layers, torch.initial_seed())
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         return list(model.get_submodule("blocks").children())

@@ -1,0 +1,125 @@
+"""The files of a checkpoint: its manifest, and one file of tensors for each rank that wrote a part of it.
+
+And the trained weights, which are one file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from flyte_ddp.storage import STORE_TIMEOUT, Storage
+
+FORMAT = 1  # of the tensors' layout; raised when an older one can no longer be read
+
+Entry = dict[str, Any]  # of a file in a manifest: "file", "bytes" and "sha256"
+
+
+class Damaged(Exception):
+    """A checkpoint is proven to be unusable: a file is missing, or is not what was written."""
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the beginning of the names of all files of a checkpoint."""
+    return f"step-{step:010d}"
+
+
+def is_manifest(name: str) -> bool:
+    """Return whether `name` is that of a manifest."""
+    return name.startswith("step-") and name.endswith(".json")
+
+
+def pack(state: Mapping[str, Any]) -> bytes:
+    """Return the contents of a file of tensors."""
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    return buffer.getvalue()
+
+
+def describe_file(name: str, contents: bytes) -> Entry:
+    """Return the entry of a file in its manifest."""
+    return {"file": name, "bytes": len(contents), "sha256": hashlib.sha256(contents).hexdigest()}
+
+
+def read_manifest(storage: Storage, name: str) -> dict[str, Any]:
+    """Return a manifest, with the entries of its files at "files".
+
+    Raises:
+        Damaged: it cannot be read, or lacks something.
+    """
+    try:
+        manifest = json.loads(storage.read(name))
+        entries = [manifest] if "file" in manifest else manifest["files"]  # earlier versions had one file and no list
+        files = [{key: entry[key] for key in ("file", "bytes", "sha256")} for entry in entries]
+    except (FileNotFoundError, ValueError, TypeError, KeyError) as error:
+        raise Damaged(f"its manifest cannot be read: {type(error).__name__}: {error}") from error
+    if not files:
+        raise Damaged("its manifest names no file")
+    return {**manifest, "files": files}
+
+
+def read_file(storage: Storage, entry: Entry) -> dict[str, Any]:
+    """Return the contents of a file of tensors.
+
+    Raises:
+        Damaged: it is missing, or not what was written. The store's errors are raised as they are.
+    """
+    name = entry["file"]
+    try:
+        contents = storage.read(name)
+    except FileNotFoundError as error:
+        raise Damaged(f"{name} is missing") from error
+    if len(contents) != entry["bytes"]:
+        raise Damaged(f"{name}: expected {entry['bytes']} bytes, got {len(contents)}")
+    if hashlib.sha256(contents).hexdigest() != entry["sha256"]:
+        raise Damaged(f"{name}: its SHA-256 is not the one that was recorded when it was written")
+    try:
+        state: dict[str, Any] = torch.load(io.BytesIO(contents), map_location="cpu", weights_only=True)
+        found = state["format"]
+    except MemoryError:
+        raise
+    except Exception as error:  # the bytes are those that were written, so no other try would end otherwise
+        raise Damaged(f"{name}: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+    if found != FORMAT:
+        raise Damaged(f"{name}: expected format {FORMAT}, got format {found}")
+    return state
+
+
+def set_aside(storage: Storage, manifest_name: str, damage: Damaged) -> str:
+    """Rename the files of a damaged checkpoint; return the line that reports it."""
+    mark = f"skipped-{uuid.uuid4().hex[:8]}-"
+    stem = manifest_name.removesuffix(".json")
+    # The manifest goes last: without it, tensors that are left would be found by nothing.
+    names = [name for name in storage.names() if name.startswith(f"{stem}-") and name.endswith(".pt")]
+    for name in (*names, manifest_name):
+        with contextlib.suppress(FileNotFoundError):
+            storage.rename(name, mark + name)
+    return f"{storage.join(manifest_name)} is damaged and was renamed to {mark}{manifest_name}: {damage}"
+
+
+def load_state(url: str, timeout: float = STORE_TIMEOUT) -> Any:
+    """Return the state dict at `url`, tensors on the CPU; only tensors and plain values are unpickled.
+
+    Args:
+        timeout: seconds to wait for a store that cannot be reached.
+    """
+    directory, _, name = url.rpartition("/")
+    contents = Storage(directory, timeout=timeout).read(name)
+    return torch.load(io.BytesIO(contents), map_location="cpu", weights_only=True)
+
+
+def portable(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's state dict as copies on the CPU in the default memory format, to load on any machine."""
+    return {
+        name: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in state.items()
+    }

@@ -1,0 +1,103 @@
+"""Gangs of real ranks that meet over gloo, without a launcher, to train or to read and write checkpoints.
+
+They are forked from a server that has imported torch, so that a gang starts in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import datetime
+import io
+import multiprocessing
+import traceback
+from pathlib import Path
+
+import torch
+from torch.distributed import PrefixStore, TCPStore
+
+from flyte_ddp import events
+from flyte_ddp.rank.job import Job, NodeRanks
+from flyte_ddp.rank.main import train
+from flyte_ddp.rank.peers import Peers
+from flyte_ddp.rank.programs import RecipeProgram
+from flyte_ddp.rank.world import World, process_group
+
+TIMEOUT = 120.0  # seconds
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.support.gang", "torch.distributed.fsdp", "torch.distributed.tensor"])
+
+
+def run_gang(num_ranks, work, *arguments):
+    """The results of `work(world, store, *arguments)` on each rank, in the order of the ranks; None of a killed one."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes, pipes = [], []
+    for rank in range(num_ranks):
+        pipe, end = _context.Pipe()
+        given = (rank, num_ranks, store.port, end, work, arguments)
+        processes.append(_context.Process(target=_run_rank, args=given, daemon=True))
+        pipes.append(pipe)
+        processes[-1].start()
+        end.close()
+    results = []
+    try:
+        for rank, pipe in enumerate(pipes):
+            assert pipe.poll(TIMEOUT), f"rank {rank} of {num_ranks} did not end"
+            try:
+                error, result = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+            except EOFError:
+                error, result = "", None
+            assert not error, error
+            results.append(result)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return results
+
+
+def _run_rank(rank, num_ranks, port, pipe, work, arguments):
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, timeout=datetime.timedelta(seconds=TIMEOUT))
+    world, error, result = World(rank, rank, num_ranks, torch.device("cpu")), "", None
+    try:
+        if num_ranks == 1:
+            result = work(world, store, *arguments)
+        else:
+            with process_group(world, "gloo", PrefixStore("group", store), TIMEOUT):
+                result = work(world, store, *arguments)
+    except BaseException:
+        error = traceback.format_exc()
+    packed = io.BytesIO()
+    torch.save((error, result), packed)
+    pipe.send_bytes(packed.getvalue())
+
+
+class Link:
+    """A rank's link to a supervisor that only collects events."""
+
+    stop_requested = False
+
+    def __init__(self, data):
+        self.data = data
+        self.events = []
+
+    def wait_for_data(self):
+        return Path(self.data)
+
+    def beat(self, step):
+        pass
+
+    def set_writing(self, is_writing):
+        pass
+
+    def emit(self, event):
+        self.events.append(events.to_dict(event))  # now, because the loop goes on to change what is in it
+
+
+def train_recipe(world, store, recipe, config, data, checkpoints):
+    """Work of a gang: train a recipe as its ranks do, and return the events as dicts."""
+    link = Link(data)
+    node = NodeRanks(0, world.world_size, world.world_size, "127.0.0.1", 0, "lo", False, 1)
+    job = Job(RecipeProgram(recipe, config), checkpoints, 0.0)
+    peers = Peers(world, store) if config.parallel == "fsdp" and world.world_size > 1 else None
+    train(job.program, job, world, node, link, peers)
+    return link.events
