@@ -61,9 +61,16 @@ def rows(data: Path, names: str = "") -> dict[str, list[Row]]:
     def reader(name: str) -> Variant:
         return Variant(f"images {name}", (sys.executable, "-m", "benchmarks.images", name), 1, "moto")
 
-    def language_model(name: str) -> Variant:
+    def language_model(name: str, num_ranks: int = 1) -> Variant:
         launcher = (*KEEP_FREED_MEMORY, sys.executable) if name == "loop" else (sys.executable,)
-        return Variant(f"text {name}", (*launcher, "-m", "benchmarks.text", name), num_threads(1))
+        if name == "loop" and num_ranks > 1:
+            launcher += ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
+        command = (*launcher, "-m", "benchmarks.text", name, "--ranks", str(num_ranks))
+        return Variant(f"text {name} x{num_ranks}", command, num_threads(num_ranks))
+
+    def shards(name: str) -> Variant:
+        num_ranks = 2 if name in ("fsdp", "ddp") else 1
+        return Variant(f"shards {name}", (sys.executable, "-m", "benchmarks.shards", name), num_threads(num_ranks))
 
     def checkpoints(name: str, *arguments: str) -> Variant:
         command = (sys.executable, "-m", "benchmarks.checkpoints", name, *arguments)
@@ -175,6 +182,29 @@ def rows(data: Path, names: str = "") -> dict[str, list[Row]]:
                 language_model("loop"),
                 ">= 0.95",
             )
+        ],
+        "fsdp": [
+            Row(
+                "recipe text with fsdp, tokens / torchrun with the same FSDP2 wrapping, 2 ranks, fp32",
+                "tokens_per_second",
+                language_model("ours", 2),
+                language_model("loop", 2),
+                ">= 1.0",
+            ),
+            Row(
+                "100 million parameters, peak memory of a rank with fsdp / with ddp, 2 ranks",
+                memory,
+                shards("fsdp"),
+                shards("ddp"),
+                "<= 0.6",
+            ),
+            Row(
+                "reading the checkpoint of 2 ranks in one process, 1.2 GB / torch.load of one file",
+                "read_seconds",
+                shards("reshard"),
+                shards("read"),
+                "",
+            ),
         ],
         "names": [
             Row(

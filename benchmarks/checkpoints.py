@@ -44,7 +44,7 @@ def stall() -> float:
     """Return the median time that `save` takes, each when the one before is written; without the first."""
     from flyte_ddp.rank.checkpoint import CheckpointStore
 
-    model, optimizer = _trained()
+    model, optimizer = trained()
     seconds = []
     with tempfile.TemporaryDirectory() as directory:
         store = CheckpointStore(directory, num_kept=1)
@@ -60,7 +60,7 @@ def copy() -> float:
     """Return the median time to copy the same tensors."""
     import torch
 
-    model, optimizer = _trained()
+    model, optimizer = trained()
     states = [value for state in optimizer.state.values() for value in state.values()]
     tensors = [*(parameter.detach() for parameter in model.parameters()), *states]
     buffers = [torch.empty_like(tensor) for tensor in tensors]
@@ -87,7 +87,8 @@ def train(data: str, checkpoint_interval: int) -> float:
     return result.epochs[0].samples_per_second
 
 
-def _trained() -> tuple[nn.Module, Optimizer]:
+def trained() -> tuple[nn.Module, Optimizer]:
+    """Return the model and its optimizer after a step."""
     import torch
 
     from flyte_ddp.config import TrainingConfig

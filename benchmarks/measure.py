@@ -37,6 +37,7 @@ UNITS: dict[str, Callable[[float], str]] = {
     "first_step_seconds": lambda value: f"{value:.1f} s",  # from the command's start to the first optimizer step's end
     "recovery_seconds": lambda value: f"{value:.1f} s",  # from the death of a rank to the end of the next step
     "stall_seconds": lambda value: f"{1000 * value:.0f} ms",  # for which a checkpoint keeps the training
+    "read_seconds": lambda value: f"{value:.1f} s",  # of a checkpoint, its tensors ready to be loaded
     "seconds_to_loss": lambda value: f"{value:.0f} s",  # from the command's start to the best loss of theirs
 }
 """Every quantity that can be measured, with its format."""

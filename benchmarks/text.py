@@ -1,7 +1,7 @@
 """The loops that are compared on recipe text, each in its own process: `python -m benchmarks.text ours`.
 
-Both train the recipe's model at its own sizes, on one rank with all threads. `loop` is a plain loop in the form of
-nanoGPT's, on one batch that is in memory: a training can only be slower.
+Both train the recipe's model at its own sizes. `loop` is a plain loop in the form of nanoGPT's, on one batch that is in
+memory: a training can only be slower. On several ranks, which torchrun starts for `loop`, both use FSDP2.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ NUM_EPOCHS = 2  # the second is measured
 LOG_INTERVAL = 20  # steps between two reads of the loss
 
 
-def ours() -> None:
+def ours(num_ranks: int) -> None:
     from flyte_ddp.launch import spawn
     from flyte_ddp.prepare import prepare_data
     from flyte_ddp.rank.job import Job
     from flyte_ddp.rank.programs import RecipeProgram
     from flyte_ddp.recipes import config_of, get_recipe
 
-    config = config_of("text", {"epochs": NUM_EPOCHS, "log_interval": LOG_INTERVAL})
+    parallel = "fsdp" if num_ranks > 1 else "ddp"
+    config = config_of("text", {"epochs": NUM_EPOCHS, "log_interval": LOG_INTERVAL, "parallel": parallel})
     with tempfile.TemporaryDirectory() as directory:
         data = Path(directory, "data")
         data.mkdir()
         prepare_data(get_recipe("text", config.recipe_options), str(_text(directory)), data)
         job = Job(RecipeProgram("text", config), f"{directory}/checkpoints", time.time())
-        result = spawn.train(job, lambda: str(data), 1)
+        result = spawn.train(job, lambda: str(data), num_ranks)
     _report(job.launched_at + result.finished.first_step_seconds, result.epochs[-1].metrics["tokens_per_second"])
 
 
-def loop() -> None:
+def loop(num_ranks: int) -> None:
     import torch
     from torch.nn import functional
 
@@ -50,8 +51,18 @@ def loop() -> None:
         prepare_data(recipe, str(_text(directory)), Path(directory))
         inputs, targets = recipe.datasets(Path(directory))[0].tensors
         inputs, targets = (part[: config.global_batch_size].long() for part in (inputs, targets))
+    num_tokens = inputs.numel()
     torch.manual_seed(config.seed)
     model = recipe.model()
+    if num_ranks > 1:
+        import torch.distributed as dist
+        from torch.distributed.fsdp import fully_shard
+
+        dist.init_process_group("gloo")
+        inputs, targets = (part.chunk(num_ranks)[dist.get_rank()] for part in (inputs, targets))
+        for block in recipe.blocks(model):
+            fully_shard(block)
+        fully_shard(model)
     decayed = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     optimizer = torch.optim.AdamW(
@@ -78,7 +89,10 @@ def loop() -> None:
         if step % LOG_INTERVAL == 0:
             loss.item()
     loss.item()
-    _report(first_step_at, NUM_BATCHES * inputs.numel() / (time.perf_counter() - started))
+    if int(os.environ.get("RANK", 0)) == 0:
+        _report(first_step_at, NUM_BATCHES * num_tokens / (time.perf_counter() - started))
+    if num_ranks > 1:
+        dist.destroy_process_group()
 
 
 def _text(directory: str) -> Path:
@@ -104,4 +118,6 @@ VARIANTS = {variant.__name__: variant for variant in (ours, loop)}
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("variant", choices=VARIANTS)
-    VARIANTS[parser.parse_args().variant]()
+    parser.add_argument("--ranks", type=int, default=1)
+    arguments = parser.parse_args()
+    VARIANTS[arguments.variant](arguments.ranks)

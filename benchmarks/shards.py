@@ -1,0 +1,81 @@
+"""What a model in shards saves and costs: `python -m benchmarks.shards fsdp`, or ddp, reshard, read.
+
+The model has 100 million parameters, and AdamW two more numbers for each: 1.2 GB. `fsdp` and `ddp` train it for two
+steps on two ranks with a checkpoint, and report the memory of the larger rank. `reshard` reads the checkpoint of two
+ranks in one process; `read` is `torch.load` of one file with the same tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checkpoints import BATCH_SIZE, trained
+from benchmarks.mnist_like import MnistLike
+
+NUM_STEPS = 2
+NUM_RANKS = 2
+
+
+def train(parallel: str, directory: str) -> dict[str, float]:
+    """Train and leave a checkpoint in `directory`; return the outcome."""
+    from flyte_ddp.config import resolve
+    from flyte_ddp.launch import spawn
+    from flyte_ddp.prepare import prepare_data
+    from flyte_ddp.rank.job import Job
+    from flyte_ddp.rank.programs import RecipeProgram
+
+    data = Path(directory, "data")
+    data.mkdir()
+    prepare_data(MnistLike(), str(NUM_STEPS * BATCH_SIZE), data)
+    config = {"epochs": 1, "global_batch_size": BATCH_SIZE, "parallel": parallel}
+    program = RecipeProgram("benchmarks.checkpoints.Wide", resolve(MnistLike.defaults, config))
+    started = time.time()
+    result = spawn.train(Job(program, f"{directory}/checkpoints", started), lambda: str(data), NUM_RANKS)
+    finished = result.finished
+    return {
+        "first_step_at": started + finished.first_step_seconds,
+        "peak_memory_bytes": max(finished.rank_peak_memory_bytes),
+    }
+
+
+def reshard(directory: str) -> float:
+    """Return the seconds in which one process reads the checkpoint of two ranks."""
+    from flyte_ddp.rank.checkpoint import CheckpointStore
+
+    train("fsdp", directory)
+    store = CheckpointStore(f"{directory}/checkpoints", num_kept=1)
+    started = time.perf_counter()
+    state, _, _ = store.load_latest()
+    assert state is not None
+    return time.perf_counter() - started
+
+
+def read(directory: str) -> float:
+    """Return the seconds in which `torch.load` reads a file of the same tensors."""
+    import torch
+
+    model, optimizer = trained()
+    file = Path(directory, "state.pt")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    started = time.perf_counter()
+    torch.load(file, weights_only=True)
+    return time.perf_counter() - started
+
+
+def main(name: str) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        outcome: dict[str, Any] = {"first_step_at": time.time()}
+        if name in ("fsdp", "ddp"):
+            outcome = train(name, directory)
+        else:
+            outcome["read_seconds"] = {"reshard": reshard, "read": read}[name](directory)
+    print(json.dumps(outcome), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
