@@ -17,13 +17,10 @@ from torch.distributed import PrefixStore
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, StorageUnavailable
 from flyte_ddp.events import CheckpointSaved, EpochFinished, HistogramsTaken, PredictionsMade, RunStarted, from_dict
-from flyte_ddp.launch.spawn import Result
 from flyte_ddp.prepare import describe_data
 from flyte_ddp.rank.checkpoint import CheckpointStore
-from flyte_ddp.rank.job import Job
 from flyte_ddp.rank.parallel import build_model
 from flyte_ddp.rank.peers import Peers
-from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.rank.sharding import check_memory, large_blocks
 from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import config_of, get_recipe
@@ -55,8 +52,8 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole_run(text, tmp_path_factory):
-    return run_without_launcher(run_text(tmp_path_factory.mktemp("whole")), 1, text, CONFIG)
+def whole_run(text, tmp_path_factory, warm_ranks):
+    return run_text(tmp_path_factory.mktemp("whole")).train(1, source=text, **CONFIG)
 
 
 def run_text(directory):
@@ -65,29 +62,17 @@ def run_text(directory):
     return run
 
 
-def run_without_launcher(run, num_ranks, source, config):
-    """Train `run` in a gang; return it with the events of rank 0."""
-    config = config_of(run.recipe, config)
-    run.job = Job(RecipeProgram(run.recipe, config), str(run.checkpoints), 0.0)
-    arguments = (run.recipe, config, str(run.data(source)), str(run.checkpoints))
-    run.events = [from_dict(values) for values in run_gang(num_ranks, train_recipe, *arguments)[0]]
-    epochs = [event for event in run.events if isinstance(event, EpochFinished)]
-    run.result = Result(run.events[-1], [*run.started.previous_epochs, *epochs])
-    return run
-
-
 def weights(state):
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 @pytest.fixture(scope="module")
-def resharded_run(text, tmp_path_factory):
+def resharded_run(text, tmp_path_factory, warm_ranks):
     """An epoch on two ranks, then one on three, with micro-batches and recomputed activations."""
     directory = tmp_path_factory.mktemp("shards")
     options = {"parallel": "fsdp", "gradient_accumulation": 2, "activation_checkpointing": True}
     first = run_text(directory).train(2, source=text, **{**CONFIG, **options, "epochs": 1})
-    options["gradient_accumulation"] = 1
-    return first, run_without_launcher(run_text(directory), 3, text, {**CONFIG, **options})
+    return first, run_text(directory).train(3, source=text, **{**CONFIG, **options, "gradient_accumulation": 1})
 
 
 def test_shards_on_two_and_then_three_ranks_train_to_the_weights_of_one_process(resharded_run, whole_run):

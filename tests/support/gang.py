@@ -1,6 +1,6 @@
-"""Gangs of real ranks that meet over gloo, without a launcher, to train or to read and write checkpoints.
+"""Gangs of real ranks that meet over gloo, without a launcher: for tests that need a hand in what a rank does.
 
-They are forked from a server that has imported torch, so that a gang starts in a fraction of a second.
+They are forked from the process that has imported torch, see warm_ranks.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flyte_ddp.rank.world import World, process_group
 
 TIMEOUT = 120.0  # seconds
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.support.gang", "torch.distributed.fsdp", "torch.distributed.tensor"])
+_context.set_forkserver_preload(["torch"])  # as warm_ranks.py, because there is one such process
 
 
 def run_gang(num_ranks, work, *arguments):
