@@ -146,7 +146,7 @@ def train_and_note_reads(world, store, *arguments):
 def train_tiny(directory, num_ranks, **options):
     """Train `Tiny` in a gang, on from what is there; return when it started, when it ended, and who read what."""
     run = new_run(directory)
-    config = config_of(TINY, {"optimizer": "adamw", "learning_rate": 0.01, **options})
+    config = config_of(TINY, {"optimizer": "adamw", "learning_rate": 0.01, "checkpoints_to_keep": 9, **options})
     given = (train_and_note_reads, TINY, config, str(run.data()), str(run.checkpoints))
     results = run_gang(num_ranks, *given)
     emitted = [from_dict(values) for values in results[0][0]]
@@ -188,13 +188,14 @@ def test_checkpoints_go_from_ddp_over_4_2_and_3_ranks_of_shards_to_ddp(tmp_path)
     torch.testing.assert_close(torch.load(finished.model_state_url, weights_only=True), expected, **TOLERANCE)
 
     flip(newest.with_name(files[1]))
-    started, finished, _ = train_tiny(tmp_path / "run", 2, epochs=5)
-    assert started.resumed_step == 4 * STEPS
-    (line,) = started.skipped_checkpoints
+    state, url, (line,) = CheckpointStore(str(newest.parent), 2).load_latest()
+    assert url.endswith(f"step-{4 * STEPS:010d}.json")
     assert f"{newest} is damaged and was renamed to skipped-" in line
     assert f"{files[1]}: its SHA-256 is not the one" in line
     assert len(list(newest.parent.glob(f"skipped-*-step-{5 * STEPS:010d}*"))) == 4
-    torch.testing.assert_close(torch.load(finished.model_state_url, weights_only=True), expected, **TOLERANCE)
+    undisturbed = CheckpointStore(str(tmp_path / "whole" / "checkpoints"), 2).load(4 * STEPS)
+    for part in ("model", "optimizer"):
+        torch.testing.assert_close(state[part], undisturbed[part], **TOLERANCE)
 
 
 def resume_and_not(world, store, directory, data):
