@@ -222,7 +222,8 @@ class CheckpointStore:
             StorageUnavailable, StorageDenied: what is there could not be found out.
         """
         skipped: list[str] = []
-        name, damage = "", None
+        name = ""
+        damage: Damaged | None = None
 
         def find() -> tuple[str, dict[str, Any]]:
             if not world.is_first:

@@ -20,10 +20,11 @@ from flyte_ddp.rank.main import train
 from flyte_ddp.rank.peers import Peers
 from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.rank.world import World, process_group
+from tests.support.warm_ranks import PRELOADED
 
 TIMEOUT = 120.0  # seconds
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch"])  # as warm_ranks.py, because there is one such process
+_context.set_forkserver_preload(PRELOADED)  # the same as elsewhere, because there is one such process
 
 
 def run_gang(num_ranks, work, *arguments):

@@ -15,6 +15,9 @@ import pytest
 from flyte_ddp.launch import supervisor
 
 
+PRELOADED = ["torch", "torch.distributed.fsdp"]
+
+
 class _WarmProcess(ForkServerProcess):
     """A process with the environment of the moment at which it is started, as any other start method gives it."""
 
@@ -35,7 +38,7 @@ class _WarmContext(ForkServerContext):
 def use_warm_ranks(patch):
     """Start the ranks of runs on this machine warm, for as long as `patch`, a MonkeyPatch, lasts."""
     context = _WarmContext()
-    context.set_forkserver_preload(["torch"])
+    context.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as environment:
         environment.delenv("STARTED_BY_TEST", raising=False)  # it outlives the test, see the fixture `survivors`
         forkserver.ensure_running()
