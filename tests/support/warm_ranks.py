@@ -14,7 +14,6 @@ import pytest
 
 from flyte_ddp.launch import supervisor
 
-
 PRELOADED = ["torch", "torch.distributed.fsdp"]
 
 
