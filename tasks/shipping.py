@@ -9,10 +9,10 @@ the one of the settings, and a second image, which no task uses, carries the has
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import click
 
+from flyte_ddp.flytekit_plugin.shipping import registering_command, runs_file_of_checkout, ship_all_files
 from flyte_ddp.source_code import SETTINGS_FILE, recipe_packages, source_files
 from tasks.settings import PACKAGES, ROOT, SettingsError, load_settings, require_image, shipped_code
 
@@ -40,16 +40,12 @@ def prepare_registration() -> None:
     Raises:
         SettingsError: no image is named, or not all of the code would be shipped.
     """
-    context = click.get_current_context(silent=True)
-    command = context
-    while command is not None and "image_config" not in command.params:
-        command = command.parent
-    if context is None or command is None or command.params.get("remote") is False:
+    command = registering_command()
+    if command is None:
         return
     from flytekit import FlyteContextManager
     from flytekit.configuration import Image, ImageConfig
     from flytekit.configuration.default_images import DefaultImages
-    from flytekit.constants import CopyFileDetection
 
     settings = load_settings()
     images = command.params["image_config"]
@@ -60,25 +56,13 @@ def prepare_registration() -> None:
     images = ImageConfig.create_from(default, [*others, Image("settings", "flyte-ddp/settings", settings.digest)])
 
     if "remote" in command.params:  # pyflyte run
-        context.obj.image_config = images
-        if not _is_ours(context):
+        click.get_current_context().obj.image_config = images
+        if not runs_file_of_checkout():
             return  # a workflow from elsewhere uses these tasks as a library
-        context.obj.copy = CopyFileDetection.ALL
     else:  # pyflyte register or package
         FlyteContextManager.current_context().serialization_settings.image_config = images
-        if command.params["copy"] is CopyFileDetection.LOADED_MODULES:
-            raise SettingsError("--copy: expected all or none, got auto, which leaves out modules that are not loaded")
+    ship_all_files()
     _check_that_all_is_shipped()
-
-
-def _is_ours(context: click.Context | None) -> bool:
-    """Return True if the file that `pyflyte run` was given lies in this checkout."""
-    while context is not None:
-        file = Path(context.info_name or "")
-        if file.is_file() and ROOT in file.resolve().parents:
-            return True
-        context = context.parent
-    return False
 
 
 def _check_that_all_is_shipped() -> None:

@@ -68,7 +68,20 @@ for name, (arguments, environment) in cases.items():
 
 IMAGE = "registry.example.com/flyte-ddp:7"
 SANDBOX = {"SANDBOX": "1", "IMAGE": IMAGE}
+OWN = """
+from flytekit import task, workflow
+from flyte_ddp.flytekit_plugin import Distributed
+
+@task(task_config=Distributed(nnodes=2))
+def train() -> int:
+    return 1
+
+@workflow
+def own_wf() -> int:
+    return train()
+"""
 CASES = {
+    "own": (["run", "--remote", "--image", IMAGE, "workflows/own.py", "own_wf"], {}),
     "auto": (RUN, SANDBOX),
     "all": ([*RUN[:2], "--copy", "all", *RUN[2:]], SANDBOX),
     "register": (["register", "workflows"], SANDBOX),
@@ -106,6 +119,7 @@ def checkout(tmp_path_factory):
     (package / "recipe.py").write_text(
         "from recipes.wine import Wine\nfrom vineyard.net import HIDDEN\n\n\nclass Red(Wine):\n    hidden = HIDDEN\n"
     )
+    (root / "workflows/own.py").write_text(OWN)
     settings = root / "settings.toml"
     settings.write_text(settings.read_text().replace('recipes = ["recipes"]', 'recipes = ["recipes", "vineyard"]'))
     with open(root / ".dockerignore", "a") as file:
@@ -155,7 +169,7 @@ def expected_files(checkout):
     return {file.as_posix() for file in found if (checkout / file).is_file() and "__pycache__" not in file.parts}
 
 
-@pytest.mark.parametrize("way", ["auto", "all", "register"])
+@pytest.mark.parametrize("way", ["auto", "all", "register", "own"])
 def test_every_way_of_registering_ships_all_of_the_code_and_the_users_recipes(registered, checkout, way):
     record = registered[way]
     assert "version" in record, record

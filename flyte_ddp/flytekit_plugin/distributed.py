@@ -30,6 +30,7 @@ from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution, share_storage_credentials
 from flyte_ddp.flytekit_plugin.pods import describe_pods, fit_driver_pod, fit_own_pod
 from flyte_ddp.flytekit_plugin.rank_call import TaskCall, unpack
+from flyte_ddp.flytekit_plugin.shipping import ship_all_files
 from flyte_ddp.launch.devices import num_gpus
 from flyte_ddp.launch.run import Gang, run_program
 from flyte_ddp.observers.function_report import FunctionReport
@@ -127,6 +128,7 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         behavior = PythonFunctionTask.ExecutionBehavior.DEFAULT
         if options.get("execution_mode", behavior) is not behavior:
             raise ConfigError("task_config: expected Distributed for @task, got it for another decorator")
+        ship_all_files()
         self._pods: dict[str, Any] = {}  # sizes of the ranks' pods, as the task's own options have them
         self._not_moved: list[str] = []  # other options that would be meant for those pods
         if task_config.gang().needs_cluster:
