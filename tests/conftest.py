@@ -16,6 +16,13 @@ from tests.support import browser
 from tests.support.runs import new_run
 from tests.support.warm_ranks import use_warm_ranks
 
+# Files of tests that take over half a minute, the longest first.
+LONGEST = (
+    *("test_dask", "test_spawn", "test_run", "test_single_node", "test_docs", "test_sweep_runs", "test_scaling"),
+    *("test_checkpoint", "test_trainer", "test_retrain", "test_text_workflow", "test_flytekit_plugin"),
+    *("test_sharding", "test_examples", "test_example_scripts", "test_script", "test_weights_and_biases"),
+)
+
 
 def pytest_configure(config):
     """Give this session and its children a temporary directory of their own: killed processes never clean up."""
@@ -26,6 +33,12 @@ def pytest_configure(config):
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="t-")
     # After multiprocessing's own directory in it, which has priority -100.
     multiprocessing.util.Finalize(None, shutil.rmtree, [tempfile.tempdir, True], exitpriority=-200)
+
+
+def pytest_collection_modifyitems(items):
+    """Start with the files that take longest, so that no long one runs alone at the end of a parallel session."""
+    place = {name: index for index, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 @pytest.fixture(scope="session")

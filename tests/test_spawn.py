@@ -20,6 +20,7 @@ from flyte_ddp.launch import spawn, supervisor
 from flyte_ddp.rank.job import Job
 from flyte_ddp.rank.programs import RecipeProgram
 from tests.support.runs import how_it_ended, new_run, start_parent, wait_for_step
+from tests.support.warm_ranks import use_warm_ranks
 
 SLOW_STEP = "0.1"  # seconds, for runs that a signal has to meet on their way
 
@@ -124,6 +125,7 @@ def test_a_rank_that_dies_while_the_data_are_prepared_ends_the_run(tmp_path, mon
 
 
 def test_a_failure_is_one_line_and_one_short_traceback(tmp_path, monkeypatch):
+    use_warm_ranks(monkeypatch)
     monkeypatch.setenv("FAULT", "deep 0 2")
 
     with pytest.raises(RankFailure) as caught:
@@ -139,6 +141,7 @@ def test_a_failure_is_one_line_and_one_short_traceback(tmp_path, monkeypatch):
 
 
 def test_a_user_error_of_a_rank_is_one_line(tmp_path, monkeypatch):
+    use_warm_ranks(monkeypatch)
     monkeypatch.setenv("FAULT", "deny 0 2")
 
     with pytest.raises(RankFailure) as caught:
@@ -151,6 +154,7 @@ def test_a_user_error_of_a_rank_is_one_line(tmp_path, monkeypatch):
 
 
 def test_a_second_kill_for_lack_of_memory_without_progress_ends_the_run_for_good(tmp_path, monkeypatch):
+    use_warm_ranks(monkeypatch)
     counts = itertools.count()
     monkeypatch.setattr(supervisor, "count_oom_kills", lambda: next(counts))
     monkeypatch.setenv("FAULT", "kill 0 2")
@@ -223,6 +227,7 @@ def test_a_signal_stops_the_run_after_a_last_checkpoint_to_resume_from(
     assert survivors() == []
 
     monkeypatch.delenv("STEP_SECONDS")
+    use_warm_ranks(monkeypatch)
     resumed = new_run(tmp_path, "Dropping").train()
     assert f"at step {resumed.started.resumed_step}." in message
     assert 3 <= resumed.started.resumed_step < 27
@@ -278,7 +283,8 @@ def test_output_of_ranks_is_relayed_line_by_line_with_their_numbers(finished_run
         assert f"[rank {rank}] the data are opened" in lines
 
 
-def test_lines_go_to_standard_error_by_default(tmp_path, capfd):
+def test_lines_go_to_standard_error_by_default(tmp_path, capfd, monkeypatch):
+    use_warm_ranks(monkeypatch)
     run = new_run(tmp_path)
     run.relay = None
     run.train(1, epochs=1)
@@ -318,7 +324,8 @@ def test_more_ranks_than_cores_work(tmp_path, finished_run):
     assert all(torch.equal(value, expected[name]) for name, value in run.state().items())
 
 
-def test_a_listener_that_fails_does_not_end_the_run(tmp_path, caplog):
+def test_a_listener_that_fails_does_not_end_the_run(tmp_path, caplog, monkeypatch):
+    use_warm_ranks(monkeypatch)
     run = new_run(tmp_path)
 
     def fail(event):
