@@ -17,7 +17,7 @@ OPERATOR_IMAGE ?= $(IMAGE)
 # compile torch again, which takes longer than everything else that a rank does before it trains.
 UV := $(or $(shell command -v uv 2>/dev/null),.uv/bin/uv)
 INSTALLED := $(VENV)/.installed
-PINS := requirements.txt requirements-dev.txt
+PINS := requirements.txt requirements-dev.txt requirements-uv.txt
 # Three at a time on two cores, because a test's ranks often wait. A file's tests stay together, because they share what
 # they started; tests/conftest.py has the order of the files.
 PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
@@ -97,8 +97,8 @@ sbom: $(INSTALLED)  ## the image's Python packages with their hashes, as Cyclone
 	  | $(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --mc-type application --output-reproducible \
 	    --output-file sbom.json -
 
-image: $(INSTALLED)  ## the image for tasks, driver, scheduler and workers, as settings.toml or IMAGE names it
-	docker build --build-arg IMAGE=$(IMAGE) -t $(IMAGE) .
+image: $(INSTALLED)  ## the image for tasks, driver, scheduler and workers, as settings.toml or IMAGE names it; BASE=, COMPILER=1
+	docker build $(foreach name,IMAGE BASE COMPILER,$(if $($(name)),--build-arg $(name)=$($(name)))) -t $(IMAGE) .
 
 register: $(INSTALLED)  ## all workflows with Flyte, by settings.toml; DRY_RUN=1, ACTIVATE=retrain_nightly
 	PATH="$(abspath $(BIN)):$$PATH" deploy/register.sh

@@ -598,7 +598,12 @@ def test_the_rbac_of_deploy_grants_what_is_needed_and_only_reading_besides() -> 
 def test_the_operators_image_has_the_version_of_its_pinned_package() -> None:
     requirements = (DEPLOY.parent / "requirements.txt").read_text()
     (pinned,) = re.findall(r"^dask-kubernetes==(\S+)", requirements, re.MULTILINE)
-    assert yaml.safe_load((DEPLOY / "operator/values.yaml").read_text())["image"]["tag"] == pinned
+    values = yaml.safe_load((DEPLOY / "operator/values.yaml").read_text())
+    assert values["image"]["tag"] == pinned
+    account, *_ = yaml.safe_load_all((DEPLOY / "operator/operator.yaml").read_text())
+    assert values["serviceAccount"]["name"] == account["metadata"]["name"]
+    name = f"system:serviceaccount:{account['metadata']['namespace']}:{account['metadata']['name']}"
+    assert name in (DEPLOY / "admission-policy.yaml").read_text()
 
 
 def operator_pods(image: str) -> dict[str, Any]:
