@@ -141,7 +141,7 @@ class _Observer:
         name = f"{ranks(world_size)}, rate {config.learning_rate:g}"
         wandb = self.frame.wandb(run_id, name=name, group=self.group)
         figures = self.frame.figures(recipe=self.report.recipe, job=os.path.basename(job.checkpoints))
-        return [self.frame.bar, wandb, _ReportListener(self.report), self.frame.publisher, *figures]
+        return [self.frame.bar, wandb, *figures, _ReportListener(self.report), self.frame.publisher]
 
     def outputs(self, histories: list[str]) -> ScalingOutputs:
         """Return the task's outputs, and print the results and where the outputs are."""

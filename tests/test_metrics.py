@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flyte_ddp.events import FunctionStarted, Reported
 from flyte_ddp.observers.metrics import HELP, PORT_VARIABLE, MetricsServer, requested_port
 from tests.support.short_run import run_finished, started, whole_run
 
@@ -71,6 +72,10 @@ def test_runs_side_by_side_are_served_until_each_has_ended():
     runs[0].close(None)
     text = scrape(server)[0]
     assert 'trial="1"' not in text
+    for event in (FunctionStarted("f", 4, 2, num_restarts=3), Reported(7, 1.5, {"loss": 0.25})):
+        runs[1].handle(event)
+    found = scrape(server)[1]
+    assert [found[f"flyte_ddp_{name}"] for name in ("world_size", "restarts", "step", "epoch")] == [4, 3, 7, 1.5]
     assert 'trial="2"' in text
     runs[1].close(RuntimeError())
     assert scrape(server)[0] == ""

@@ -22,6 +22,7 @@ from tasks.inputs import ClusterInput, InputError, TrainingOverrides
 from tasks.scaling import build_table
 from tasks.scaling_report import ScalingReport
 from tests.support import sample_run
+from tests.support.prometheus import record_figures
 
 LATENCY, SECONDS_PER_BYTE, NUM_BYTES = 20e-6, 1 / 1e9, 4_000_000
 STEPS = sample_run.STEPS_PER_EPOCH
@@ -304,8 +305,26 @@ def checkpoints(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def outputs(checkpoints):
-    return study(checkpoints)
+def figures():
+    """The study's figures for Prometheus at each new report."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def outputs(checkpoints, figures):
+    with pytest.MonkeyPatch.context() as patch:
+        served = record_figures(patch)
+        found = study(checkpoints)
+    figures += served
+    return found
+
+
+def test_each_run_of_a_study_has_its_figures_for_prometheus(outputs, figures):
+    for world_size in (1, 2):
+        labels = rf'recipe="{TINY}",job="{world_size}-ranks?-[^"]*",run=""'
+        assert any(re.search(rf"^flyte_ddp_world_size{{{labels}}} {world_size}$", text, re.M) for text in figures), (
+            figures
+        )
 
 
 def rows_of(outputs):

@@ -19,6 +19,7 @@ from flyte_ddp.launch.outputs import outputs_directory
 from tasks import script as scripts
 from tasks.inputs import ClusterInput, InputError
 from tasks.script import ScriptSource, pack_script, unpack_script
+from tests.support.prometheus import record_figures
 from workflows.script import script_wf
 
 SCRIPT = """
@@ -56,7 +57,8 @@ def converted(source):
     return TypeEngine.to_python_value(context, literal, ScriptSource)
 
 
-def test_a_script_runs_with_the_files_beside_it_and_returns_what_it_wrote(project):
+def test_a_script_runs_with_the_files_beside_it_and_returns_what_it_wrote(project, monkeypatch):
+    figures = record_figures(monkeypatch)
     before = set(os.listdir(tempfile.gettempdir()))
     results = script_wf(
         script=FlyteFile(str(project / "train.py"), remote_path=False),
@@ -72,6 +74,7 @@ def test_a_script_runs_with_the_files_beside_it_and_returns_what_it_wrote(projec
     assert any(isinstance(event, FunctionStarted) and event.world_size == 2 for event in history)
     report = Path(str(results.report)).read_text()
     assert all(text in report for text in ("the value of rank 1", "finished", "Outputs", "Step", "loss"))
+    assert any('flyte_ddp_world_size{script="train",run=""} 2\n' in text for text in figures)
     left = set(os.listdir(tempfile.gettempdir())) - before
     assert [name for name in left if name.startswith(("checkpoints-", "data-", "ranks-", "script-"))] == []
 

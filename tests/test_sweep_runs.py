@@ -6,9 +6,6 @@ import dataclasses
 import os
 import re
 import signal
-import socket
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pandas
@@ -20,7 +17,6 @@ from flyte_ddp import events
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.errors import ClusterError, SweepFailed, TrainingStopped
-from flyte_ddp.flytekit_plugin.deck import DeckPublisher
 from flyte_ddp.launch.dask import launcher as dask
 from flyte_ddp.prepare import prepare_data
 from flyte_ddp.recipes import get_recipe
@@ -34,6 +30,7 @@ from flyte_ddp.sweep.results import (
 from flyte_ddp.sweep.runner import train_trials
 from flyte_ddp.sweep.search import build_trials
 from tasks.inputs import ClusterInput, TrainingOverrides, given
+from tests.support.prometheus import record_figures
 from tests.support.wandb_log import records_of
 from tests.test_dask import start_scheduler, start_worker  # noqa: F401 - the latter is a fixture
 
@@ -254,23 +251,11 @@ def outputs(tmp_path_factory):
     """Return the workflow's outputs, its standard error, and its figures for Prometheus at each new report."""
     from workflows.sweep import sweep_wf
 
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-
-    def figures(_):
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-                published.append(answer.read().decode())
-        except urllib.error.URLError:  # at the end
-            published.append("")
-
     output = tmp_path_factory.mktemp("output") / "lines"
-    published = []
     with pytest.MonkeyPatch.context() as patch, open(output, "w") as stderr:
         patch.setenv("WANDB_MODE", "offline")
         patch.setattr("sys.stderr", stderr)
-        patch.setattr(DeckPublisher, "_publish", figures)
-        patch.setenv("FLYTE_DDP_METRICS_PORT", str(port))
+        published = record_figures(patch)
         returned = sweep_wf(
             grid={"learning_rate": [0.0001, 0.01]},
             config=TrainingOverrides(epochs=2),

@@ -11,7 +11,16 @@ import os
 import threading
 import time
 
-from flyte_ddp.events import CheckpointSaved, EpochFinished, Event, RunFinished, RunStarted, StepFinished
+from flyte_ddp.events import (
+    CheckpointSaved,
+    EpochFinished,
+    Event,
+    FunctionStarted,
+    Reported,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+)
 
 PORT_VARIABLE = "FLYTE_DDP_METRICS_PORT"  # set by registration; nothing is served without it
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -56,6 +65,12 @@ class RunFigures:
                 found["flyte_ddp_steps_planned"] = event.num_steps
                 found["flyte_ddp_step"] = event.resumed_step
                 found["flyte_ddp_restarts"] = self._values["flyte_ddp_restarts"] + 1
+            elif isinstance(event, FunctionStarted):
+                found["flyte_ddp_world_size"] = event.world_size
+                found["flyte_ddp_restarts"] = event.num_restarts
+            elif isinstance(event, Reported):
+                found["flyte_ddp_step"] = event.step
+                found.update({"flyte_ddp_epoch": event.epoch} if event.epoch is not None else {})
             elif isinstance(event, StepFinished):
                 found["flyte_ddp_step"] = event.step
                 found["flyte_ddp_train_loss"] = event.loss

@@ -1,0 +1,28 @@
+"""What Prometheus would have read from a task while it trained."""
+
+from __future__ import annotations
+
+import socket
+import urllib.error
+import urllib.request
+
+from flyte_ddp.flytekit_plugin.deck import DeckPublisher
+from flyte_ddp.observers.metrics import PORT_VARIABLE
+
+
+def record_figures(patch):
+    """Let tasks serve their figures, and return the list to which each new report adds them, or ""."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    figures = []
+
+    def scrape(_):
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+                figures.append(answer.read().decode())
+        except urllib.error.URLError:
+            figures.append("")
+
+    patch.setenv(PORT_VARIABLE, str(port))
+    patch.setattr(DeckPublisher, "_publish", scrape)
+    return figures
