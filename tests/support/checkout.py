@@ -29,3 +29,5 @@ def copy_repository(directory):
         if entry.name != ".installed":
             (environment / entry.name).symlink_to(entry)
     (environment / ".installed").touch()  # newer than requirements.txt: make installs nothing
+    if (REPOSITORY / ".uv").is_dir():
+        (directory / ".uv").symlink_to(REPOSITORY / ".uv")  # nor uv, which takes longer than the commands
