@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import os
-import re
 import subprocess
 import sys
 import tarfile
 from collections import OrderedDict
 from pathlib import Path
 
-import grpc
 import pytest
 from flyteidl.admin import launch_plan_pb2, task_pb2, workflow_pb2
 from flyteidl.core import tasks_pb2, types_pb2
 from flyteidl.core.execution_pb2 import WorkflowExecution
-from flyteidl.service import admin_pb2_grpc
 
 REPOSITORY = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -404,123 +400,3 @@ def test_bad_settings_are_refused_at_registration(name, value, expected, monkeyp
     with pytest.raises(ValueError, match=r"(?s).*") as caught:
         registration._inputs(retrain_wf, load_settings(environment={name: value}).retrain_inputs)
     assert expected in str(caught.value)
-
-
-# The command
-
-
-class Admin(admin_pb2_grpc.AdminServiceServicer):
-    """Flyte's own service, as far as it refuses tasks that request too much."""
-
-    memory = "64Gi"
-
-    def __init__(self):
-        self.requests = []
-
-    def CreateTask(self, request, context):
-        self.requests.append(request)
-        asked = resources(request.spec.template.container.resources.limits)[1]
-        if int(asked.removesuffix("Gi")) > int(self.memory.removesuffix("Gi")):
-            context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"Requested MEMORY limit [{asked}] is greater than current limit set in the platform configuration "
-                f"[{self.memory}]. Please contact Flyte Admins to change these limits or consult the configuration",
-            )
-        return task_pb2.TaskCreateResponse()
-
-
-@pytest.fixture
-def admin(monkeypatch):
-    """A server of Flyte's that the environment names."""
-    service = Admin()
-    server = grpc.server(concurrent.futures.ThreadPoolExecutor(2))
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(service, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    monkeypatch.setenv("FLYTE_PLATFORM_URL", f"127.0.0.1:{port}")
-    monkeypatch.setenv("FLYTE_PLATFORM_INSECURE", "true")
-    yield service
-    server.stop(None)
-
-
-def register(tmp_path, *, with_pyflyte=False, **environment):
-    """Run deploy/register.sh, with a `pyflyte` that only notes what it is called with unless `with_pyflyte`."""
-    calls = tmp_path / "calls"
-    stub = tmp_path / "pyflyte"
-    stub.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')
-    stub.chmod(0o755)
-    path = os.pathsep.join(str(place) for place in (BIN if with_pyflyte else tmp_path, BIN, os.environ["PATH"]))
-    done = subprocess.run(
-        [REPOSITORY / "deploy" / "register.sh"],
-        env=clean_environment(**{"PATH": path, **environment}),
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    return done, calls.read_text().splitlines() if calls.exists() else []
-
-
-def test_register_uses_the_settings_and_activates_the_given_launch_plans(tmp_path, admin):
-    done, calls = register(tmp_path, IMAGE=IMAGE, PROJECT="p", DOMAIN="production", ACTIVATE="retrain_nightly")
-    assert done.returncode == 0, done.stderr
-    version = re.search(r"^version (7-[0-9a-f]{8}), image registry", done.stdout, re.MULTILINE)[1]
-    assert calls == [
-        f"register --project p --domain production --version {version} --image {IMAGE} "
-        "--service-account flyte-ddp --copy none workflows",
-        f"launchplan --project p --domain production --activate retrain_nightly {version}",
-    ]
-    (tmp_path / "calls").unlink()
-    done, calls = register(tmp_path, IMAGE=IMAGE, SANDBOX="1")
-    assert f"--version {version}" not in calls[0]  # the same code with other settings
-    # Flyte was asked before each, with the most of each resource that any task requests.
-    asked = [resources(request.spec.template.container.resources.limits) for request in admin.requests]
-    assert asked == [("4", "16Gi", "50Gi", "1"), ("2", "4Gi", "4Gi", "")]
-    assert (admin.requests[0].id.project, admin.requests[0].id.version) == ("p", version)
-
-
-def test_register_registers_nothing_where_flyte_refuses_what_the_tasks_request_or_does_not_answer(
-    tmp_path, admin, monkeypatch
-):
-    admin.memory = "1Gi"  # as a stock installation
-    done, calls = register(tmp_path, IMAGE=IMAGE, SANDBOX="1")
-    assert (done.returncode, calls) == (1, [])
-    assert "Flyte refuses what the tasks request: Requested MEMORY limit [4Gi] is greater than" in done.stderr
-    assert "training    2 CPU, 4Gi memory, 4Gi disk, timeout 4 h" in done.stdout
-    assert "Traceback" not in done.stderr
-    monkeypatch.setenv("FLYTE_PLATFORM_URL", "127.0.0.1:9")
-    done, calls = register(tmp_path, IMAGE=IMAGE)
-    assert (done.returncode, calls) == (1, [])
-    assert done.stderr.startswith("Flyte does not answer (")
-
-
-def test_register_activates_nothing_by_default_and_takes_another_version(tmp_path, admin):
-    _, (call,) = register(tmp_path, IMAGE="other:1", VERSION="7", SERVICE_ACCOUNT="me")
-    assert "--version 7 --image other:1 --service-account me" in call
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({"ACTIVATE": "1"}, "ACTIVATE: expected launch plans of the table in workflows/retrain.py, got '1'"),
-        ({"ACTIVATE": "retrain_nightly retrain_daily"}, "got 'retrain_daily'"),
-        ({"DRY_RUN": "yes"}, "DRY_RUN: expected 0 or 1, got 'yes'"),
-        ({"IMAGE": ""}, "image: expected the name of your image in settings.toml, in IMAGE or by --image, got none"),
-    ],
-)
-def test_register_refuses_bad_settings_before_any_request(tmp_path, environment, expected):
-    done, calls = register(tmp_path, **{"IMAGE": IMAGE, **environment})
-    assert done.returncode in (1, 2)
-    assert calls == []
-    assert expected in done.stderr
-
-
-@pytest.mark.slow
-def test_a_dry_run_needs_no_flyte_and_lists_everything(tmp_path):
-    done, _ = register(
-        tmp_path, with_pyflyte=True, DRY_RUN="1", ACTIVATE="retrain_weekly", SANDBOX="1", IMAGE=IMAGE, VERSION="7"
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "training    2 CPU, 4Gi memory, 4Gi disk, timeout 4 h, retries 3\n" in done.stdout
-    for name in (*(f"Task: {name}" for name in KNOWN), *(f"Launch Plan: {name}" for name in SCHEDULES)):
-        assert f"{name} (Dry run Mode)" in done.stdout
-    assert done.stdout.endswith(f"retrain_weekly would be activated as version 7\nversion 7, image {IMAGE}\n")
