@@ -290,7 +290,7 @@ def test_a_policy_that_is_not_enforced_is_a_warning(caplog: pytest.LogCaptureFix
     with caplog.at_level("DEBUG", "flyte_ddp"):
         network.warn_if_unenforced("127.0.0.1", closed_port).join(10)
         assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert "nobody seems to enforce NetworkPolicies" in caplog.text
+        assert "seems not to enforce NetworkPolicies" in caplog.text
         caplog.clear()
         with socket.socket() as full:  # whose queue is full: another connection gets no answer
             full.bind(("127.0.0.1", 0))

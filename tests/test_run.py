@@ -109,7 +109,7 @@ def test_a_script_runs_as_the_main_program_with_its_own_arguments(both):
             assert (found["process"], found["torch is imported"]) == ("MainProcess", False), name
 
 
-def test_what_a_script_started_is_waited_for_and_its_exit_handlers_run(both):
+def test_a_scripts_child_processes_are_waited_for_and_its_exit_handlers_run(both):
     for name, (_, _, directory) in both.items():
         for rank in (0, 1):
             assert (directory / f"child-{rank}").read_text() == "beside", name  # a process of the start method spawn
@@ -123,7 +123,7 @@ def test_the_store_is_served_while_any_rank_runs(both):
         assert ranks[1]["store"] == "kept", name
 
 
-def test_what_ranks_print_is_the_commands_output(both):
+def test_lines_that_ranks_print_are_the_commands_output(both):
     done = both["ours"][1]
     lines = done.stdout.splitlines()
     assert sorted(lines) == sorted(f"[rank {rank}] {line}" for rank in (0, 1) for line in ("all is done", "bye"))
@@ -237,7 +237,7 @@ def test_only_a_function_that_has_reported_is_ended_by_the_stall_timeout(tmp_pat
         (lambda: session.report(loss="low"), "rank 0 failed: ConfigError: session.report: loss: expected a number"),
     ],
 )
-def test_what_a_function_does_wrong_is_one_clear_error(function, expected):
+def test_a_mistake_of_a_function_is_one_clear_error(function, expected):
     with pytest.raises(RankFailure, match=expected):
         flyte_ddp.run(function)
 

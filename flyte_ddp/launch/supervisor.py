@@ -250,7 +250,7 @@ class _Ranks:
                 cause = OUT_OF_MEMORY
                 what += ": its container ran out of memory. Request more memory, or make batches smaller"
             elif cause == "SIGKILL":
-                what += ". Unless somebody did that on purpose, the machine ran out of memory"
+                what += ". Unless a person killed it, the machine ran out of memory"
         else:
             what, kind, cause = f"rank {rank.number} exited with code {code}", "exit", f"exit code {code}"
         tail = rank.log.last_lines(LOG_TAIL)

@@ -98,7 +98,7 @@ def describe_status(store: ChampionStore, max_age: float) -> tuple[str, bool]:
     if age > max_age:
         return f"{line}; expected one within {max_age / 3600:g} h: look at the executions of the launch plan", False
     if run.get("outcome") in NEEDS_ATTENTION:
-        return f"{line}. It will end likewise until somebody corrects data, recipe or config", False
+        return f"{line}. It will end the same way until data, recipe or config are corrected", False
     return f"{line}; {store.manifest().version} is in use", True
 
 

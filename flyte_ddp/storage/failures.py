@@ -46,7 +46,7 @@ class Meaning(enum.Enum):
     AWAY = "the store may come back"
     MISSING = "there is no such file"
     DENIED = "the user's mistake"
-    FINAL = "the operation's own result, or a bug: another try would end likewise"
+    FINAL = "the operation's own result, or a bug: another try would end the same way"
 
 
 def meaning_of(error: Exception, has_answered: bool) -> Meaning:

@@ -212,7 +212,7 @@ def _check_policies(namespace: str) -> Iterator[Finding]:
         yield Finding(
             UNKNOWN,
             f"no DaemonSet is known to enforce NetworkPolicies ({', '.join(ENFORCERS)}); the log of a run's driver "
-            "warns if nobody does",
+            "warns if none does",
         )
 
 

@@ -38,6 +38,6 @@ def _probe(address: str, port: int) -> None:
         logger.debug("the run's NetworkPolicy is enforced: %s", error)
         return
     logger.warning(
-        "nobody seems to enforce NetworkPolicies in this Kubernetes: the run's own does not keep other pods away from "
+        "this Kubernetes seems not to enforce NetworkPolicies: the run's own does not keep other pods away from "
         "its ranks and dashboard. Use a network plugin that does, such as Calico or Cilium"
     )
