@@ -438,7 +438,7 @@ def test_a_rollback_to_an_unusable_version_is_refused(tmp_path):
         ),
         (lambda store: store.storage.delete("last_run.json"), [], "no retraining has ended yet"),
         (lambda store: store.storage.write("last_run.json", b"{"), [], "no retraining has ended yet"),
-        (lambda store: store.record_run("too_little_data", "", False), [], "until data, recipe or config are corrected"),
+        (lambda store: store.record_run("too_little_data", "", False), [], "until data, recipe or config"),
         (lambda store: store.storage.write("champion.json", b"{"), [], "champion.json is damaged"),
         (lambda store: store.storage.delete(f"versions/{store.version_in_use()}/manifest.json"), [], "is missing"),
     ],
