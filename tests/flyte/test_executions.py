@@ -171,7 +171,7 @@ def test_an_abort_deletes_the_dask_cluster(checkout: Checkout, unique: str, abor
     checkout.remote.terminate(checkout.remote.fetch_execution(name=execution.name), "somebody changed their mind")
     start = time.monotonic()
     eventually(lambda: not clusters_of(pod), 30, "an end to the Dask cluster")
-    eventually(lambda: not items("pods", owned), 60, "an end to the pods of the Dask cluster")
+    eventually(lambda: not items("pods", owned), 180, "an end to the pods of the Dask cluster")
     print(f"the Dask cluster and its pods were gone after {time.monotonic() - start:.0f} s")
     assert execution.wait().closure.phase == Phase.ABORTED
 
