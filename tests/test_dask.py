@@ -512,7 +512,7 @@ def test_a_silent_node_is_abandoned_and_kills_its_ranks_when_it_returns(start_wo
     start_worker(scheduler, "node-0", STEP_SECONDS="0.1")
     silent = start_worker(scheduler, "node-1", STEP_SECONDS="0.1")
     config = ClusterConfig(
-        kind="existing", scheduler_address=scheduler, node_timeout=5, min_nodes=1, return_timeout=8, start_timeout=60
+        kind="existing", scheduler_address=scheduler, node_timeout=5, min_nodes=1, return_timeout=1, start_timeout=60
     )
     stopped = []
 
@@ -525,6 +525,8 @@ def test_a_silent_node_is_abandoned_and_kills_its_ranks_when_it_returns(start_wo
         run = train(new_run(tmp_path), client, config, at_step=(3, fall_silent), checkpoint_interval=2)
         assert [event.world_size for event in events_of(run, events.RunStarted)] == [2, 1]
         assert "it has been silent for 5 s" in caplog.text
+        # Two looks at the workers, of which each would wait 5 s for the silent one.
+        assert events_of(run, AttemptStarted)[1].waited_seconds < 8
         for process in stopped:
             process.resume()
         assert eventually(lambda: not ranks_below(silent.pid))

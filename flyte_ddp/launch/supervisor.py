@@ -35,6 +35,7 @@ from flyte_ddp.rank.job import WRITE_GRACE, Job, NodeRanks, rank_log, rank_stack
 from flyte_ddp.rank.process import run_rank
 from flyte_ddp.rank.programs import RecipeProgram
 
+NEVER_CONSEQUENCES = ("SIGKILL", OUT_OF_MEMORY)  # no failure of another rank ends a rank in these ways
 CAUSE_GRACE = 0.5  # seconds in which a second failure may turn out to be the cause of the first
 POLL_INTERVAL = 0.1  # seconds between checks of logs, heartbeats and the stop request
 LOG_TAIL = 20  # lines of a dead rank's output in the error
@@ -158,7 +159,7 @@ class _Ranks:
                 if has_exited and not rank.up.closed:
                     self._note_death(rank)
             self._relay_logs()
-            if self.failures and time.monotonic() - self.failures[0][1] > self._grace():
+            if self.failures and time.monotonic() - self.failures[0][1] >= self._grace():
                 raise self._root_cause() if not has_sent_stop else self._stopped(stop)
             if preparation and not has_data and preparation.is_done:
                 has_data = True
@@ -258,6 +259,8 @@ class _Ranks:
 
     def _grace(self) -> float:
         """Return for how many seconds a failure may wait for its cause, and for a checkpoint that is being written."""
+        if any(failure.cause in NEVER_CONSEQUENCES for _, _, failure in self.failures):
+            return 0.0
         is_writing = self.beats[-1] and self.ranks[0].process.is_alive()
         return WRITE_GRACE if is_writing and self.failures[0][2].kind == "exception" else CAUSE_GRACE
 

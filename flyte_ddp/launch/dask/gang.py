@@ -267,6 +267,7 @@ class Attempt:
 
     def _mark_lost(self, node: Node, why: str, cause: str = "", is_silent: bool = False) -> None:
         node.has_ended = True
+        node.is_silent = is_silent
         name = "" if is_silent else node.name
         self.failures.append((False, time.monotonic(), NodeLost(f"{node} was lost: {why}", name, cause)))
 

@@ -11,6 +11,7 @@ node that has lost its driver kills its own ranks.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -19,6 +20,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from distributed import Client
 
@@ -58,6 +60,8 @@ from flyte_ddp.wall_time import AttemptStarted
 
 ROLL_CALL_INTERVAL = 1.0  # seconds between two checks of which workers are there
 REUNION_TIMEOUT = 5.0  # seconds for all workers of a larger gang to be idle, after the smaller one has ended
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -235,6 +239,7 @@ class _Launcher:
                 )
             except (RankFailure, NodeLost) as error:
                 self.run.emit(attempt.ended(first_line(error)))
+                self.roll_call.silent |= {node.address for node in nodes if node.is_silent}
                 # Without the loss of a node the same ones go on: for a larger gang the watch waits.
                 self.is_growing, expected = False, frozenset(node.address for node in nodes)
                 self._release()
@@ -308,11 +313,7 @@ class _Launcher:
         """
         if self.storage is None:
             return
-        answer = run_in_background(self.storage.names)
-        while not answer.done():
-            self._check_stop()
-            time.sleep(POLL_INTERVAL)
-        answer.result()
+        self._wait_for(run_in_background(self.storage.names))
 
     def _make_jobs(self, directory: str, nodes: Sequence[Node]) -> list[NodeJob]:
         """Return what each of the nodes has to do."""
@@ -386,10 +387,12 @@ class _Launcher:
     def _wait_for_data(self) -> str:
         if self.prepared is None:
             return ""
-        while not self.prepared.done():
+        return self._wait_for(self.prepared)
+
+    def _wait_for(self, future: concurrent.futures.Future[T]) -> T:
+        while not concurrent.futures.wait([future], timeout=POLL_INTERVAL).done:
             self._check_stop()
-            time.sleep(POLL_INTERVAL)
-        return self.prepared.result()
+        return future.result()
 
     def _check_stop(self) -> None:
         if self.run.stop.is_set():

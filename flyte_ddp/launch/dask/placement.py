@@ -43,6 +43,7 @@ class Node:
     has_reported: bool = False
     is_writing: bool = False  # rank 0 writes a checkpoint
     has_ended: bool = False  # its task has ended, or nothing more can be heard of it
+    is_silent: bool = False  # it was lost without a report of its end
     end: dict[str, Any] | None = None  # its last message
     inbox: Inbox = field(default_factory=Inbox)
 

@@ -14,6 +14,8 @@ from flyte_ddp.launch.dask import worker
 from flyte_ddp.launch.dask.calls import call_scheduler, call_workers
 from flyte_ddp.launch.dask.placement import Worker
 
+SILENT_ANSWER_TIMEOUT = 0.5  # seconds for a worker that has been silent before to answer
+
 logger = logging.getLogger(__name__)
 
 
@@ -29,6 +31,7 @@ class RollCall:
         self.plugin = plugin
         self.is_strict = True  # raise for a worker with other versions; later, in mid-run, leave it out
         self.known: set[str] = set()  # addresses of workers that were found to have our versions
+        self.silent: set[str] = set()  # addresses of workers that were lost without a report; asked with less patience
         self.unfit: dict[str, str] = {}  # why a worker cannot take part, by its address
 
     def present_workers(self, leave_out: Collection[str] = ()) -> list[Worker]:
@@ -40,8 +43,12 @@ class RollCall:
         names = {address: name for address, name in self.listed_workers().items() if address not in leave_out}
         self._check_versions(names)
         asked = (self.known & set(names)) - self.unfit.keys()
-        answers = call_workers(self.client, asked, worker.introduce, self.plugin)
+        answers = call_workers(self.client, asked - self.silent, worker.introduce, self.plugin)
+        answers |= call_workers(
+            self.client, asked & self.silent, worker.introduce, self.plugin, timeout=SILENT_ANSWER_TIMEOUT
+        )
         present = {address: facts for address, facts in answers.items() if not isinstance(facts, Exception)}
+        self.silent -= present.keys()
         hosts = [facts["host"] for facts in present.values()]
         return [
             Worker(
