@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
 import subprocess
@@ -20,6 +22,7 @@ from flyte_ddp.events import StepFinished
 from flyte_ddp.rank.checkpoint import CheckpointStore
 from flyte_ddp.rank.checkpoint_files import load_state, portable
 from flyte_ddp.rank.staging import StagingMemory
+from flyte_ddp.rank.state_file import is_whole, save_state
 from flyte_ddp.storage import Storage
 from tests.kubernetes.store import Store
 from tests.support.runs import REPOSITORY, new_run
@@ -101,7 +104,7 @@ def test_an_empty_or_missing_place_has_no_checkpoint(tmp_path):
     ("damage", "reason"),
     [
         (lambda tensors, manifest: _cut(tensors), " bytes, got "),
-        (lambda tensors, manifest: _flip(tensors), "SHA-256"),
+        (lambda tensors, manifest: _flip(tensors), "its checksum is not"),
         (lambda tensors, manifest: tensors.unlink(), "is missing"),
         (lambda tensors, manifest: tensors.write_bytes(b""), "got 0"),
         (lambda tensors, manifest: _cut(manifest), "JSONDecodeError"),
@@ -128,6 +131,35 @@ def test_a_damaged_checkpoint_is_named_skipped_and_the_one_before_used(tmp_path,
         _save(store, later)
     assert _latest(store) == (14, [])
     assert {file: file.read_bytes() for file in tmp_path.glob("skipped-*")} == aside  # for people, never deleted
+
+
+def test_a_checkpoint_of_an_older_version_is_checked_by_its_sha_256(tmp_path):
+    store = _store(tmp_path, 3, 6)
+    for step in (3, 6):
+        tensors, manifest = _files(store, step)
+        values = json.loads(manifest.read_text())
+        (entry,) = values["files"]
+        del entry["xxh3_128"]
+        entry["sha256"] = hashlib.sha256(tensors.read_bytes()).hexdigest()
+        manifest.write_text(json.dumps(values))
+    assert _latest(store) == (6, [])
+    _flip(_files(store, 6)[0])
+    step, skipped = _latest(store)
+    assert step == 3
+    assert "its checksum is not" in skipped[0]
+
+
+def test_the_checksum_is_that_of_the_whole_file_and_of_a_disk_that_is_full_the_disks_error_is_raised(tmp_path):
+    with open(tmp_path / "state.pt", "wb") as file:
+        entry = save_state(_state(1), file, with_crc32=False)
+    contents = (tmp_path / "state.pt").read_bytes()
+    assert entry["bytes"] == len(contents)
+    assert is_whole(contents, entry)
+    assert not is_whole(contents[:-1], entry)
+    assert torch.serialization.get_crc32_options()  # as before, for what users save
+    with open("/dev/full", "wb", buffering=0) as full, pytest.raises(OSError, match="No space left") as raised:
+        save_state(_state(1), full, with_crc32=False)
+    assert raised.value.errno == errno.ENOSPC
 
 
 def test_tensors_without_a_manifest_are_no_checkpoint(tmp_path):

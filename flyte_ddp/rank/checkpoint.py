@@ -1,7 +1,7 @@
 """Checkpoints that outlive the process that wrote them: atomic, checksummed, at any fsspec URL.
 
 A checkpoint is two files. `step-0000000123-4f1c88a2.pt` holds the tensors; `step-0000000123.json`, the manifest, names
-that file with its size and SHA-256. A state in shards has a file of each rank, `step-0000000123-4f1c88a2-1of4.pt`, and
+that file with its size and checksum. A state in shards has a file of each rank, `step-0000000123-4f1c88a2-1of4.pt`, and
 one manifest. It is written last, so a checkpoint without one does not exist.
 
 Two rules keep progress safe. Only proven damage is skipped: a store that cannot be reached is waited for. And nothing
@@ -13,6 +13,7 @@ Knows nothing of models. Rank 0 writes; of a state in shards every rank writes i
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import math
@@ -21,7 +22,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 from flyte_ddp.errors import CheckpointError, ConfigError, StorageUnavailable
 from flyte_ddp.ownership import check_owner
@@ -30,9 +31,7 @@ from flyte_ddp.rank.checkpoint_files import (
     Damaged,
     Entry,
     checkpoint_name,
-    describe_file,
     is_manifest,
-    pack,
     read_file,
     read_manifest,
     set_aside,
@@ -41,6 +40,7 @@ from flyte_ddp.rank.job import WRITE_GRACE
 from flyte_ddp.rank.peers import Peers
 from flyte_ddp.rank.resharding import RowsOf, assemble, keep_all
 from flyte_ddp.rank.staging import Buffers, StagingMemory
+from flyte_ddp.rank.state_file import save_state
 from flyte_ddp.rank.supervision import run_together
 from flyte_ddp.rank.world import ALONE, World
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
@@ -64,6 +64,11 @@ class _Write:
     number: int = 0  # counts the saves of this process, so it is the same on all ranks
     contents: bytes = b""
     buffers: Buffers = field(default_factory=list)  # the memory of `state`
+    entry: Entry = field(default_factory=dict)  # size and checksum of the file, once it was written
+
+    def save_to(self, file: BinaryIO) -> None:
+        state = {"format": FORMAT, **(self.state or {})} if self.has_manifest else dict(self.state or {})
+        self.entry = save_state(state, file, with_crc32=not self.has_manifest)
 
 
 class CheckpointStore:
@@ -163,9 +168,9 @@ class CheckpointStore:
         if isinstance(self._failure, (ConfigError, StorageUnavailable)):
             raise self._failure
         if self._failure is not None:
+            cause = self._failure.__cause__ or self._failure
             raise CheckpointError(
-                f"{redact_url(self.storage.url)}: a checkpoint could not be written: "
-                f"{type(self._failure).__name__}: {self._failure}"
+                f"{redact_url(self.storage.url)}: a checkpoint could not be written: {type(cause).__name__}: {cause}"
             ) from self._failure
         since = self._stuck_since
         if since and time.monotonic() - max(since, self._sink.last_upload_at) > self.timeout:
@@ -307,6 +312,7 @@ class CheckpointStore:
                 write = self._next()
                 self._on_busy(True)
                 self._write(write)
+                self._drop([write])
             except StorageUnavailable as error:  # the storage has logged it
                 self._on_busy(False)
                 self._outage = error
@@ -353,18 +359,18 @@ class CheckpointStore:
         if peers and not self._follows:
             self._files.update(peers.file(write.name, rank) for rank in range(peers.size))
             peers.begin(write.number, write.name)
-        if write.state is not None:
-            write.contents = pack({"format": FORMAT, **write.state} if write.has_manifest else write.state)
-            write.state = None
+        # Not for a local disk, which gets the tensors without a copy of them all: this thread's core is the training's.
+        if write.state is not None and not self._sink.is_local:
+            write.save_to(buffer := io.BytesIO())
+            write.contents, write.state = buffer.getvalue(), None
             self._drop([write])
         self._check_owner(self._sink)
+        file = peers.file(write.name, peers.rank) if peers else write.name + ".pt" * write.has_manifest
+        self._files |= {file} if write.has_manifest else set()
+        self._sink.write(file, write.contents if write.state is None else write.save_to)
         if not write.has_manifest:
-            self._sink.write(write.name, write.contents)
             return
-        file = peers.file(write.name, peers.rank) if peers else f"{write.name}.pt"
-        self._files.add(file)
-        self._sink.write(file, write.contents)
-        entries = [describe_file(file, write.contents)]
+        entries = [{"file": file, **write.entry}]
         if peers and self._follows:
             peers.publish(write.number, entries[0])
             return

@@ -6,7 +6,6 @@ And the trained weights, which are one file.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import json
 import uuid
@@ -15,11 +14,12 @@ from typing import Any
 
 import torch
 
+from flyte_ddp.rank.state_file import CHECKSUM, OLD_CHECKSUM, is_whole
 from flyte_ddp.storage import STORE_TIMEOUT, Storage
 
 FORMAT = 1  # of the tensors' layout; raised when an older one can no longer be read
 
-Entry = dict[str, Any]  # of a file in a manifest: "file", "bytes" and "sha256"
+Entry = dict[str, Any]  # of a file in a manifest: "file", "bytes" and a checksum
 
 
 class Damaged(Exception):
@@ -36,18 +36,6 @@ def is_manifest(name: str) -> bool:
     return name.startswith("step-") and name.endswith(".json")
 
 
-def pack(state: Mapping[str, Any]) -> bytes:
-    """Return the contents of a file of tensors."""
-    buffer = io.BytesIO()
-    torch.save(dict(state), buffer)
-    return buffer.getvalue()
-
-
-def describe_file(name: str, contents: bytes) -> Entry:
-    """Return the entry of a file in its manifest."""
-    return {"file": name, "bytes": len(contents), "sha256": hashlib.sha256(contents).hexdigest()}
-
-
 def read_manifest(storage: Storage, name: str) -> dict[str, Any]:
     """Return a manifest, with the entries of its files at "files".
 
@@ -57,7 +45,10 @@ def read_manifest(storage: Storage, name: str) -> dict[str, Any]:
     try:
         manifest = json.loads(storage.read(name))
         entries = [manifest] if "file" in manifest else manifest["files"]  # earlier versions had one file and no list
-        files = [{key: entry[key] for key in ("file", "bytes", "sha256")} for entry in entries]
+        files = []
+        for entry in entries:
+            checksum = CHECKSUM if CHECKSUM in entry else OLD_CHECKSUM
+            files.append({key: entry[key] for key in ("file", "bytes", checksum)})
     except (FileNotFoundError, ValueError, TypeError, KeyError) as error:
         raise Damaged(f"its manifest cannot be read: {type(error).__name__}: {error}") from error
     if not files:
@@ -78,8 +69,8 @@ def read_file(storage: Storage, entry: Entry) -> dict[str, Any]:
         raise Damaged(f"{name} is missing") from error
     if len(contents) != entry["bytes"]:
         raise Damaged(f"{name}: expected {entry['bytes']} bytes, got {len(contents)}")
-    if hashlib.sha256(contents).hexdigest() != entry["sha256"]:
-        raise Damaged(f"{name}: its SHA-256 is not the one that was recorded when it was written")
+    if not is_whole(contents, entry):
+        raise Damaged(f"{name}: its checksum is not the one that was recorded when it was written")
     try:
         state: dict[str, Any] = torch.load(io.BytesIO(contents), map_location="cpu", weights_only=True)
         found = state["format"]

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from flyte_ddp.errors import FileChanged, StorageDenied, StorageUnavailable
 from flyte_ddp.storage.failures import Meaning, answer, describe, meaning_of, remedy_for
@@ -96,8 +96,12 @@ class Storage:
         finally:
             probe.delete(name)
 
-    def write(self, name: str, contents: bytes) -> None:
-        """Put `contents` at `name`, replacing what was there. No reader ever sees a part of it."""
+    def write(self, name: str, contents: bytes | Callable[[BinaryIO], object]) -> None:
+        """Put `contents` at `name`, replacing what was there. No reader ever sees a part of it.
+
+        Args:
+            contents: for a local path also a function that writes them to a file: they need not be in memory at once.
+        """
         self.retry(lambda: self._write(f"{self.root}/{name}", contents))
 
     def replace(self, name: str, contents: bytes, replaced: bytes) -> None:
@@ -155,7 +159,7 @@ class Storage:
         """Time of the monotonic clock at which this process last uploaded a file or a part of one; 0 if unknown."""
         return float(getattr(self.file_system, "last_upload_at", 0.0))
 
-    def _write(self, path: str, contents: bytes) -> None:
+    def _write(self, path: str, contents: bytes | Callable[[BinaryIO], object]) -> None:
         if not self.is_local:
             # An object store shows an object once it is complete.
             self.file_system.pipe_file(path, contents, **self._upload_options)
@@ -164,7 +168,7 @@ class Storage:
         temporary = f"{path}.{uuid.uuid4().hex}.tmp"
         try:
             with open(temporary, "wb") as file:
-                file.write(contents)
+                contents(file) if callable(contents) else file.write(contents)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)

@@ -10,6 +10,7 @@ import enum
 import errno
 from collections.abc import Iterator, Mapping
 
+from flyte_ddp.errors import CheckpointError
 from flyte_ddp.storage.urls import redact_url
 
 # Classes of errors that mean "no usable credentials", of any store's client; by name, so that none is imported here.
@@ -37,7 +38,10 @@ _REFUSALS = {
     "SignatureDoesNotMatch",
 }
 # Mistakes in a program or in a machine: to wait for another result would hide them.
-_NOT_OF_THE_STORE = (TypeError, AttributeError, NameError, NotImplementedError, ImportError, MemoryError)
+_NOT_OF_THE_STORE = (
+    *(TypeError, AttributeError, NameError, NotImplementedError, ImportError, MemoryError),
+    CheckpointError,  # what was to be written cannot be
+)
 
 
 class Meaning(enum.Enum):
