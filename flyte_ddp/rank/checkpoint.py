@@ -47,7 +47,7 @@ from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
 
 FIRST_PAUSE, MAX_PAUSE = 0.5, 15.0  # seconds between two tries to write
 POLL = 0.2  # seconds between looks at the writer while something waits for it
-PEER_POLL = 0.05  # seconds between looks at the other ranks' writers
+PEER_POLL, MAX_PEER_POLL = 0.05, 1.0  # seconds between two looks at the other ranks' writers
 
 logger = logging.getLogger(__name__)
 
@@ -131,20 +131,26 @@ class CheckpointStore:
         self._num_saves += 1
         name = f"{checkpoint_name(step)}-{uuid.uuid4().hex[:8]}"
         write = _Write(None, name, step, best, number=self._num_saves)
-        kept = self._choose_kept(write)
-        with self._changed:
-            self._drop(each for each in self._queue if each.number not in kept)  # its memory is for this one
-            self._queue = [each for each in self._queue if each.number in kept]
+        self._make_room(write)
         write.state, write.buffers = self._memory.copy(state)
         self._enqueue(write)
         return self.storage.join(checkpoint_name(step) + ".json")
 
-    def _choose_kept(self, write: _Write) -> list[int]:
-        """Return the numbers of the states that may still be written, on all ranks those of rank 0; without `write`."""
+    def _make_room(self, write: _Write) -> None:
+        """Drop the states that `write` replaces, on all ranks those of rank 0; their memory is for this one."""
         with self._changed:
-            current = [self._current] if self._current else []
-            kept = [each.number for each in (*current, *_wanted([*self._queue, write])[:-1])]
-        return kept if self._peers is None else self._peers.agree(kept)
+            if not self._follows:
+                self._keep([each.number for each in _wanted([*self._queue, write])])
+            kept = [each.number for each in (self._current, *self._queue) if each]
+        if self._peers:
+            kept = self._peers.agree(kept)
+        with self._changed:
+            if self._follows:
+                self._keep(kept)
+
+    def _keep(self, numbers: list[int]) -> None:
+        self._drop(each for each in self._queue if each.number not in numbers)
+        self._queue = [each for each in self._queue if each.number in numbers]
 
     def save_file(self, name: str, state: Mapping[str, Any], on_wait: Callable[[], None] | None = None) -> str:
         """Write `state` to `name` beside the checkpoints, wait until it is there, and return its URL.
@@ -337,6 +343,7 @@ class CheckpointStore:
 
     def _next(self) -> _Write:
         """Wait for a state to write, and take it from the queue: the oldest, or the one that rank 0 has begun."""
+        pause = PEER_POLL
         while True:
             with self._changed:
                 while not self._queue:
@@ -344,15 +351,15 @@ class CheckpointStore:
             number, name = self._peers.begun() if self._peers and self._follows else (0, "")
             with self._changed:
                 if self._follows:  # older ones are not written any more
-                    self._drop(each for each in self._queue if each.number < number)
-                    self._queue = [each for each in self._queue if each.number >= number]
+                    self._keep([each.number for each in self._queue if each.number >= number])
                 if self._queue and (not self._follows or self._queue[0].number == number):
                     self._current = write = self._queue.pop(0)
                     write.name = name or write.name
                     self._stuck_since = self._stuck_since or time.monotonic()
                     return write
                 self._changed.notify_all()
-            time.sleep(PEER_POLL)
+            time.sleep(pause)
+            pause = min(2 * pause, MAX_PEER_POLL)  # all followers ask one process
 
     def _write(self, write: _Write) -> None:
         peers = self._peers if write.has_manifest else None
@@ -391,16 +398,14 @@ class CheckpointStore:
 
         `check` ends the run if none came for `timeout` seconds.
         """
-        num_found = 0
-        while True:
-            entries = peers.published(number)
-            if len(entries) == peers.size - 1:
-                return [entries[rank] for rank in sorted(entries)]
-            if len(entries) > num_found:
-                num_found, self._stuck_since = len(entries), time.monotonic()
-            missing = [rank for rank in range(1, peers.size) if rank not in entries]
-            self._outage = StorageUnavailable(f"the shards of ranks {missing} are not in place")
-            time.sleep(PEER_POLL)
+        entries: list[Entry] = []
+        for rank in range(1, peers.size):
+            while not (entry := peers.published(number, rank)):
+                self._outage = StorageUnavailable(f"the shard of rank {rank} is not in place")
+                time.sleep(PEER_POLL)
+            entries.append(entry)
+            self._stuck_since = time.monotonic()
+        return entries
 
     def _prune(self, newest: str) -> None:
         """Delete what newer checkpoints replace. Only what was written or read whole here counts and goes."""

@@ -57,10 +57,10 @@ class Peers:
         """Report to rank 0 that this rank's part of the state with this number is in place."""
         _try(lambda: self._store.set(f"{BEGUN}/{self.rank}", json.dumps([number, entry])))
 
-    def published(self, number: int) -> dict[int, Entry]:
-        """Return the entries of the other ranks that have written their part, by rank."""
-        found = {rank: self._get(f"{BEGUN}/{rank}", [0, {}]) for rank in range(1, self.size)}
-        return {rank: entry for rank, (of, entry) in found.items() if of == number}
+    def published(self, number: int, rank: int) -> Entry:
+        """Return the entry of the part that `rank` has written of the state with this number; {} for none yet."""
+        of, entry = self._get(f"{BEGUN}/{rank}", [0, {}])
+        return dict(entry) if of == number else {}
 
     def _get(self, key: str, default: list[Any]) -> list[Any]:
         # `get` alone would wait for the key.
