@@ -9,6 +9,7 @@ import datetime
 import io
 import multiprocessing
 import traceback
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
@@ -38,21 +39,22 @@ def run_gang(num_ranks, work, *arguments):
         pipes.append(pipe)
         processes[-1].start()
         end.close()
-    results = []
+    results = {}
     try:
-        for rank, pipe in enumerate(pipes):
-            assert pipe.poll(TIMEOUT), f"rank {rank} of {num_ranks} did not end"
-            try:
-                error, result = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
-            except EOFError:
-                error, result = "", None
-            assert not error, error
-            results.append(result)
+        while len(results) < num_ranks:  # the first rank that fails explains why others wait
+            ready = wait([pipe for pipe in pipes if pipe not in results], TIMEOUT)
+            assert ready, f"{num_ranks - len(results)} of {num_ranks} ranks did not end"
+            for pipe in ready:
+                try:
+                    error, results[pipe] = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+                except EOFError:
+                    error, results[pipe] = "", None
+                assert not error, error
     finally:
         for process in processes:
             process.kill()
             process.join()
-    return results
+    return [results[pipe] for pipe in pipes]
 
 
 def _run_rank(rank, num_ranks, port, pipe, work, arguments):
