@@ -103,7 +103,8 @@ class CheckpointStore:
         self.keeps_resumed = False  # what `load_latest` returned stays, because other ranks may still read it
         self._on_busy = on_busy or (lambda is_busy: None)
         self._peers = peers
-        self._follows = peers is not None and peers.rank > 0
+        self._follows = peers is not None and peers.rank > 0  # rank 0, which chooses the states that are written
+        self._choose: Callable[[list[_Write]], list[_Write]] = list if self._follows else _wanted
         self._sink = Storage(url, timeout=0)  # a failed try must not keep a newer state waiting
         self._own: dict[str, dict[str, Any]] = {}  # manifests that were written or read whole here, by name
         self._files: set[str] = set()  # tensors that were read or written here, or begun
@@ -145,8 +146,7 @@ class CheckpointStore:
         if self._peers:
             kept = self._peers.agree(kept)
         with self._changed:
-            if self._follows:
-                self._keep(kept)
+            self._keep(kept)
 
     def _keep(self, numbers: list[int]) -> None:
         self._drop(each for each in self._queue if each.number not in numbers)
@@ -296,14 +296,11 @@ class CheckpointStore:
     def _enqueue(self, write: _Write) -> None:
         self._on_busy(True)
         with self._changed:
-            self._queue = self._wanted_here([*self._queue, write])
+            self._queue = self._choose([*self._queue, write])
             self._changed.notify_all()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
             self._thread.start()
-
-    def _wanted_here(self, queue: list[_Write]) -> list[_Write]:
-        return queue if self._follows else _wanted(queue)  # rank 0 chooses for the ranks that follow it
 
     def _drop(self, writes: Iterable[_Write]) -> None:
         for write in writes:
@@ -324,7 +321,7 @@ class CheckpointStore:
                 self._outage = error
                 with self._changed:
                     waiting = [write, *self._queue] if write else self._queue
-                    self._queue, self._current = self._wanted_here(waiting), None
+                    self._queue, self._current = self._choose(waiting), None
                 time.sleep(pause)
                 pause = min(2 * pause, MAX_PAUSE)
             except Exception as error:
@@ -394,10 +391,7 @@ class CheckpointStore:
             logger.warning("checkpoints: old ones could not be removed: %s: %s", type(error).__name__, error)
 
     def _wait_for_peers(self, peers: Peers, number: int) -> list[Entry]:
-        """Return the entries of the other ranks' files, in the order of the ranks, once all of them are in place.
-
-        `check` ends the run if none came for `timeout` seconds.
-        """
+        """Return the other ranks' entries once their files are in place. `check` ends the run if none comes."""
         entries: list[Entry] = []
         for rank in range(1, peers.size):
             while not (entry := peers.published(number, rank)):
