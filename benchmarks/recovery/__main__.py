@@ -68,7 +68,7 @@ class Suite:
     def _weights_are_right(self, system: System) -> bool:
         import torch
 
-        from flyte_ddp.rank.checkpoint import load_state
+        from flyte_ddp.rank.checkpoint_files import load_state
 
         is_ours, epochs = isinstance(system, Ours), system.task.epochs
         if (is_ours, epochs) not in self._undisturbed:
