@@ -12,13 +12,27 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.checkpoints import BATCH_SIZE, trained
 from benchmarks.mnist_like import MnistLike
 
+if TYPE_CHECKING:
+    from torch import nn
+
 NUM_STEPS = 2
 NUM_RANKS = 2
+WIDTH, NUM_LAYERS = 2048, 24  # 100 million parameters; a layer, the block that is gathered at once, has 4 million
+
+
+class Deep(MnistLike):
+    """A model whose weights take most of the memory, in many blocks, as those of a Transformer do."""
+
+    def model(self) -> nn.Module:
+        from torch import nn
+
+        hidden = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(NUM_LAYERS)]
+        return nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, WIDTH), *hidden, nn.Linear(WIDTH, 10))
 
 
 def train(parallel: str, directory: str) -> dict[str, float]:
@@ -33,7 +47,7 @@ def train(parallel: str, directory: str) -> dict[str, float]:
     data.mkdir()
     prepare_data(MnistLike(), str(NUM_STEPS * BATCH_SIZE), data)
     config = {"epochs": 1, "global_batch_size": BATCH_SIZE, "parallel": parallel}
-    program = RecipeProgram("benchmarks.checkpoints.Wide", resolve(MnistLike.defaults, config))
+    program = RecipeProgram("benchmarks.shards.Deep", resolve(MnistLike.defaults, config))
     started = time.time()
     result = spawn.train(Job(program, f"{directory}/checkpoints", started), lambda: str(data), NUM_RANKS)
     finished = result.finished

@@ -71,7 +71,10 @@ def test_freed_memory_is_kept_unless_the_c_library_has_no_mallopt():
     missing = "fast_start.ctypes = type('', (), {'CDLL': staticmethod(lambda name: object())}); "
     (without,) = run(FAULTS.format(before=missing + "fast_start.keep_freed_memory()"))
 
+    (returned_again,) = run(FAULTS.format(before="fast_start.keep_freed_memory(); fast_start.return_freed_memory()"))
+
     assert int(kept) < 1000 < int(returned)  # page faults
+    assert int(returned_again) > 1000
     assert int(without) > 1000
 
 

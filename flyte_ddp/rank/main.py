@@ -16,7 +16,7 @@ from flyte_ddp.prepare import describe_data
 from flyte_ddp.rank.checkpoint import CheckpointStore
 from flyte_ddp.rank.checkpoint_files import portable
 from flyte_ddp.rank.data import open_samples
-from flyte_ddp.rank.fast_start import avoid_importing_dynamo
+from flyte_ddp.rank.fast_start import avoid_importing_dynamo, return_freed_memory
 from flyte_ddp.rank.inspection import layers_of, predictions_of, sample_inputs, shown
 from flyte_ddp.rank.job import MODEL_STATE, Job, NodeRanks
 from flyte_ddp.rank.parallel import build_model
@@ -35,6 +35,8 @@ def main(program: RecipeProgram, process: RankProcess) -> None:
     """Join the other ranks and train the recipe of `program`."""
     check_compiler(program)  # on a Dask worker, whose image the driver has not seen
     config, node, link = program.config, process.node, process.link
+    if config.parallel == "fsdp":
+        return_freed_memory()
     torch.set_num_threads(node.num_threads)
     if config.deterministic:
         torch.use_deterministic_algorithms(True)  # also the call with False imports torch's compiler
