@@ -165,7 +165,8 @@ def test_a_killed_rank_costs_only_time(client, tmp_path, finished_run, caplog):
     assert spent.wall == pytest.approx(run.events[-1].at - run.events[0].launched_at)
     assert spent.restarting > lost.idle_seconds > 0  # the ranks' two starts, and until the first one's end was noticed
     assert spent.stepping > 0.05 * 27 * 0.9
-    assert spent.redone_steps > 0
+    before = [event.step for event in run.events[: run.events.index(second)] if isinstance(event, events.StepFinished)]
+    assert (spent.redone_steps > 0) == (max(before) > second.resumed_step)  # a checkpoint may have come in time
 
 
 @pytest.mark.slow
