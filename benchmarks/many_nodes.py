@@ -1,4 +1,4 @@
-"""What the driver and the scheduler cost at many nodes: `python -m benchmarks.many_nodes`, or `--nodes 4 16`.
+"""Measure the cost of the driver and the scheduler at many nodes: `python -m benchmarks.many_nodes`, or `--nodes 4 16`.
 
 The driver and the Dask scheduler are real, and so are the messages between them and the nodes' supervisors. The nodes
 are light: Dask workers that share one process, each with a supervisor process that has no ranks. It sends a heartbeat
@@ -50,7 +50,7 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Cost:
-    """What a gang of some size costs while it trains, and how fast the loss of a node is answered."""
+    """The cost of a gang of one size while it trains, and the time from the loss of a node to the next attempt."""
 
     num_nodes: int
     driver: float  # share of a core

@@ -21,7 +21,7 @@ ABSENCE = 2.0  # seconds until nodes that were evicted come back
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one fault did."""
+    """The effect of one fault on a run."""
 
     seconds: float | None  # from the fault to the next step; None if there was none
     redone: int  # steps

@@ -26,7 +26,7 @@ START_TIMEOUT = 120.0  # seconds for a scheduler or a head node to answer
 
 @dataclass(frozen=True)
 class Task:
-    """What a system has to train."""
+    """The training that every system is given."""
 
     data: Path
     directory: Path  # of this run alone

@@ -1,4 +1,4 @@
-"""What Prometheus would have read from a task while it trained."""
+"""Read a task's metrics while it trains, as Prometheus would."""
 
 from __future__ import annotations
 
