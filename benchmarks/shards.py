@@ -1,4 +1,4 @@
-"""Measure the memory and the reading time of a sharded model: `python -m benchmarks.shards fsdp`, or ddp, reshard, read.
+"""Measure memory and reading time of a sharded model: `python -m benchmarks.shards fsdp`, or ddp, reshard, read.
 
 The model has 100 million parameters, and AdamW two more numbers for each: 1.2 GB. `fsdp` and `ddp` train it for two
 steps on two ranks with a checkpoint, and report the memory of the larger rank. `reshard` reads the checkpoint of two
