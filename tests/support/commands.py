@@ -9,13 +9,14 @@ from click.testing import CliRunner
 from flytekit import FlyteContextManager
 from flytekit.bin.entrypoint import execute_task_cmd
 from flytekit.clis.sdk_in_container.pyflyte import main
+from flytekit.loggers import logger as flytekit_logger
 
 COMMANDS = {"pyflyte": main, "pyflyte-execute": execute_task_cmd}
 
 
 def run_command(name, *arguments, cwd, **environment):
     """Run a command in `cwd` to its end, and return its exit code, its output and its errors."""
-    num_contexts = FlyteContextManager.size()
+    num_contexts, level = FlyteContextManager.size(), flytekit_logger.level
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(cwd)
@@ -24,6 +25,7 @@ def run_command(name, *arguments, cwd, **environment):
                 COMMANDS[name], list(map(str, arguments)), prog_name=name, catch_exceptions=False
             )
     finally:
+        flytekit_logger.setLevel(level)  # pyflyte without --verbose logs no error
         while FlyteContextManager.size() > num_contexts:
             FlyteContextManager.pop_context()
     return done.exit_code, done.stdout, done.stderr
