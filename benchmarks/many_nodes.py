@@ -63,7 +63,14 @@ def supervise() -> None:
     """Run the supervisor of a node without ranks, with the arguments of `flyte_ddp.launch.dask.node.main`."""
     commands, messages = os.fdopen(int(sys.argv[3]), "rb"), os.fdopen(int(sys.argv[4]), "wb")
     job = NodeJob.from_json(commands.readline())
-    link = DriverLink(commands, messages, job.driver_timeout)
+    link = DriverLink(messages, job.driver_timeout)
+
+    def obey() -> None:
+        for line in commands:
+            link.obey(line.decode().rstrip("\n"))
+        link.kill_ranks("the worker is gone")
+
+    threading.Thread(target=obey, daemon=True).start()
     polls = 0
     while not link.stop.is_set():
         time.sleep(POLL_INTERVAL)

@@ -286,8 +286,9 @@ def _children(pid: int, recursive: bool) -> list[Process]:
 def _is_rank(process: Process) -> bool:
     import psutil
 
-    with contextlib.suppress(psutil.Error, AttributeError):  # it, or its parent, has just ended
-        return "spawn_main" in str(process.cmdline()) and "node import main" in str(process.parent().cmdline())
+    with contextlib.suppress(psutil.Error, AttributeError):  # it, or a process above it, has just ended
+        server = process.parent()
+        return "forkserver" in str(server.cmdline()) and "node import main" in str(server.parent().cmdline())
     return False
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing.util
 import os
 import shutil
 import tempfile
 import uuid
+from multiprocessing import forkserver
 
 import psutil
 import pytest
 
 from tests.support import browser
 from tests.support.runs import new_run
-from tests.support.warm_ranks import use_warm_ranks
 
 # Files of tests that take over half a minute, the longest first.
 LONGEST = (
@@ -24,8 +25,12 @@ LONGEST = (
 )
 
 
+MARK = "STARTED_BY_TESTS"  # in the environment of this process and all that it starts
+
+
 def pytest_configure(config):
     """Give this session and its children a temporary directory of their own: killed processes never clean up."""
+    os.environ[MARK] = uuid.uuid4().hex
     if "PYTEST_XDIST_WORKER" in os.environ:  # has the directory of the process that started it
         return
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # for pytest's own directories
@@ -54,19 +59,10 @@ def finished_run(tmp_path_factory):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("RECORD", str(directory / "record"))
                 patch.setenv("TELL_MODULES", "1")
-                use_warm_ranks(patch)
                 runs[key] = new_run(directory, recipe).train(num_processes, **config)
         return runs[key]
 
     return get
-
-
-@pytest.fixture(scope="module")
-def warm_ranks():
-    """Ranks on this machine start in a tenth of the time, see tests.support.warm_ranks."""
-    with pytest.MonkeyPatch.context() as patch:
-        use_warm_ranks(patch)
-        yield
 
 
 @pytest.fixture(scope="session")
@@ -79,23 +75,24 @@ def chromium(tmp_path_factory):
 
 
 @pytest.fixture
-def survivors(monkeypatch):
+def survivors():
     """survivors(): the living processes started in this test, those included whose parents have died."""
-    mark = uuid.uuid4().hex
-    monkeypatch.setenv("STARTED_BY_TEST", mark)
+
+    def started():
+        # multiprocessing's resource tracker and this process's server of ranks live as long as this process.
+        server = forkserver._forkserver._forkserver_pid
+        found = set()
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # it has just ended, is a zombie, or is somebody else's
+                is_kept = process.pid == server or "resource_tracker" in str(process.cmdline())
+                if process.environ().get(MARK) == os.environ[MARK] and not is_kept:
+                    found.add(process)
+        return found
+
+    before = started()
 
     def get():
-        found = []
-        for process in psutil.process_iter():
-            try:
-                # multiprocessing's resource tracker belongs to this process and lives as long as it.
-                if process.environ().get("STARTED_BY_TEST") == mark and "resource_tracker" not in str(
-                    process.cmdline()
-                ):
-                    found.append(process)
-            except psutil.Error:  # it has just ended, is a zombie, or is somebody else's
-                continue
-        return found
+        return sorted(started() - before, key=lambda process: process.pid)
 
     yield get
     for process in get():  # a failed test leaves nothing behind

@@ -27,8 +27,6 @@ from flyte_ddp.storage import Storage
 from tests.kubernetes.store import Store
 from tests.support.runs import REPOSITORY, new_run
 
-pytestmark = pytest.mark.usefixtures("warm_ranks")
-
 
 def _state(number=0.0):
     return {"model": {"weight": torch.full((50,), float(number))}, "progress": {"step": number, "names": ["a", None]}}

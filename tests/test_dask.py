@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -147,13 +148,25 @@ def test_two_nodes_give_the_weights_and_the_events_of_two_processes(client, tmp_
     assert "torch" not in client.run(lambda: list(sys.modules)).popitem()[1]
 
 
-def test_a_killed_rank_costs_only_time(client, tmp_path, finished_run, caplog):
-    def kill():
-        ranks_below(pid_of(client, 1))[0].kill()
+def test_a_killed_rank_costs_only_time_and_the_next_is_forked_from_the_same_server(
+    client, tmp_path, finished_run, caplog
+):
+    servers = set()
 
-    run = train(new_run(tmp_path), client, LOCAL, at_step=(5, kill), checkpoint_interval=2)
+    def kill():
+        rank = ranks_below(pid_of(client, 1))[0]
+        servers.add(rank.parent())
+        rank.kill()
+
+    def look():
+        servers.update(rank.parent() for rank in ranks_below(pid_of(client, 1)))
+
+    at_steps = [(5, kill), (20, look)]
+    run = train(new_run(tmp_path), client, LOCAL, at_steps=at_steps, checkpoint_interval=2)
 
     assert states_equal(run.state(), finished_run().state())
+    (server,) = servers
+    assert eventually(lambda: not server.is_running())  # it ends with the run
     first, second = events_of(run, events.RunStarted)
     assert (first.resumed_step, second.world_size) == (0, 2)
     assert second.resumed_step >= 4
@@ -175,7 +188,7 @@ def test_a_killed_rank_of_a_split_model_costs_only_time(client, tmp_path, finish
         ranks_below(pid_of(client, 1))[0].kill()
 
     split = {"parallel": "fsdp", "checkpoint_interval": 2}
-    run = train(new_run(tmp_path), client, LOCAL, at_step=(5, kill), **split)
+    run = train(new_run(tmp_path), client, LOCAL, at_steps=[(5, kill)], **split)
 
     torch.testing.assert_close(run.state(), finished_run().state())
     first, second = events_of(run, events.RunStarted)
@@ -187,7 +200,7 @@ def test_a_killed_worker_costs_only_time(client, tmp_path, finished_run, caplog)
     def kill():
         os.kill(pid_of(client, 0), signal.SIGKILL)
 
-    run = train(new_run(tmp_path), client, LOCAL, at_step=(5, kill), checkpoint_interval=2)
+    run = train(new_run(tmp_path), client, LOCAL, at_steps=[(5, kill)], checkpoint_interval=2)
 
     assert states_equal(run.state(), finished_run().state())
     assert len(events_of(run, events.RunStarted)) == 2
@@ -269,14 +282,13 @@ def test_a_vanished_newcomer_costs_a_moment_and_a_stop_wins_over_a_growth(client
 
 
 def test_a_stop_leaves_ranks_that_end_to_grow_less_time():
-    commands_in, commands = os.pipe()  # left open: its end, like a driver's silence, would end this process
-    link = DriverLink(os.fdopen(commands_in, "rb"), io.BytesIO(), driver_timeout=float("inf"))
-    for line in ("go", "stop 600 the gang grows", "stop 600 the gang grows"):
-        os.write(commands, f"{line}\n".encode())
-    assert eventually(link.stop.is_set)
+    link = DriverLink(io.BytesIO(), driver_timeout=float("inf"))  # a driver's silence would end this process
+    for command in ("go", "stop 600 the gang grows", "stop 600 the gang grows"):
+        link.obey(command)
+    assert link.stop.is_set()
     assert link.stop.deadline - time.monotonic() > 500
-    os.write(commands, b"stop 20 SIGTERM\n")
-    assert eventually(lambda: link.stop.reason == "SIGTERM")
+    link.obey("stop 20 SIGTERM")
+    assert link.stop.reason == "SIGTERM"
     assert link.stop.deadline - time.monotonic() < 21
     assert not link.stop.is_urgent
 
@@ -339,7 +351,7 @@ def test_nodes_have_the_drivers_storage_keys_and_a_restart_waits_for_the_store(
             monkeypatch.delenv(ours)
         run = new_run(tmp_path)
         run.url = store.fill({"": b""}).replace("/images", "/run")
-        train(run, client, dataclasses.replace(LOCAL, max_restarts=1), at_step=(6, fail), checkpoint_interval=2)
+        train(run, client, dataclasses.replace(LOCAL, max_restarts=1), at_steps=[(6, fail)], checkpoint_interval=2)
         assert states_equal(load_state(run.result.finished.model_state_url), finished_run().state())
 
     assert len(events_of(run, events.RunStarted)) == 2
@@ -431,8 +443,8 @@ def test_a_supervisor_takes_no_command_before_its_job(monkeypatch):
             plugin.send_command("attempt", "go")  # the driver's, from another thread
 
     process = subprocess.Popen([sys.executable, "-c", ""])
-    supervisor = dask.worker.Supervisor(process, Pipe(), io.BytesIO())
-    monkeypatch.setattr(plugin, "_start", lambda listener: supervisor)
+    supervisor = dask.worker.Supervisor(process, Pipe(), io.BytesIO(), socket.socket())
+    monkeypatch.setattr(plugin, "_start", lambda: supervisor)
     plugin.attempt, plugin.admitted = "attempt", {"attempt": None}
     assert plugin.supervise("attempt", dask.worker.Sealed("the job"), "topic") == "ended with exit code 0"
     assert lines == [b"the job\n"]
@@ -533,7 +545,7 @@ def test_a_silent_node_is_abandoned_and_kills_its_ranks_when_it_returns(
             process.suspend()
 
     with open_cluster(config, "test") as client:
-        run = train(new_run(tmp_path), client, config, at_step=(3, fall_silent), checkpoint_interval=2)
+        run = train(new_run(tmp_path), client, config, at_steps=[(3, fall_silent)], checkpoint_interval=2)
         assert [event.world_size for event in events_of(run, events.RunStarted)] == [2, 1]
         assert "it has been silent for 5 s" in caplog.text
         assert len(set(asked_briefly)) == 1  # the silent one: each look at the workers would wait 5 s for it
@@ -583,7 +595,7 @@ def test_ranks_do_not_outlive_their_scheduler(start_worker, tmp_path):
         scheduler.wait()
 
     with open_cluster(config, "test") as client, pytest.raises(GangLost, match="of 2 workers are there|scheduler"):
-        train(new_run(tmp_path), client, config, at_step=(3, end_scheduler), epochs=100)
+        train(new_run(tmp_path), client, config, at_steps=[(3, end_scheduler)], epochs=100)
     assert len(ranks) == 2
     assert not any(rank.is_running() for rank in ranks)
 

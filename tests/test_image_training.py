@@ -22,8 +22,6 @@ from flyte_ddp.recipes.image_folder.recipe import ImageFolder
 from tests.support.image_store import image_tree, prepare, running_store
 from tests.support.runs import new_run
 
-pytestmark = pytest.mark.usefixtures("warm_ranks")
-
 
 @pytest.fixture(scope="module")
 def store():

@@ -13,8 +13,6 @@ from flyte_ddp.rank.inspection import histograms_of, layers_of
 from tests.support.runs import new_run
 from tests.support.trainers import new_trainer
 
-pytestmark = pytest.mark.usefixtures("warm_ranks")
-
 
 class Odd(nn.Module):
     """Has layers that return no tensor, and parameters of which no histogram can be drawn as they are."""

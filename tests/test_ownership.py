@@ -23,8 +23,6 @@ from flyte_ddp.storage import Storage
 from tests.support.runs import new_run
 from tests.test_champion import bucket  # noqa: F401 - a fixture
 
-pytestmark = pytest.mark.usefixtures("warm_ranks")
-
 ELSEWHERE = {"machine": "another", "host": "other-host"}
 
 

@@ -14,8 +14,6 @@ from flyte_ddp.recipes.pet_names.alphabet import ALPHABET, BLANK
 from flyte_ddp.recipes.pet_names.recipe import IGNORED, TRAINING_NAMES, WINDOW, whole_names, windows
 from tests.support.runs import new_run
 
-pytestmark = pytest.mark.usefixtures("warm_ranks")
-
 WHOLE = "flyte_ddp.recipes.pet_names.recipe.PetNames"
 WINDOWS = "flyte_ddp.recipes.pet_names.recipe.PetNameWindows"
 NAMES = [f"{first}{rest}" for first in "abcdef" for rest in ("da", "lly", "-o", ". rex", "u bo", "nnie")]

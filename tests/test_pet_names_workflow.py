@@ -113,7 +113,7 @@ def test_one_pyflyte_run_generates_names(state_file):
 
 
 @pytest.mark.slow
-def test_one_pyflyte_run_trains_and_generates(warm_ranks):
+def test_one_pyflyte_run_trains_and_generates():
     names = names_of_pyflyte_run(
         "train_and_generate_names_wf", "--config", '{"epochs": 1}', "--count", "7", "--prefix", "Mo"
     )

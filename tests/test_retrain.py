@@ -381,7 +381,7 @@ def test_terms_out_of_range_are_refused_in_one_line(field, value, accepted):
 
 
 @pytest.fixture(scope="module")
-def retrain(tmp_path_factory, warm_ranks):
+def retrain(tmp_path_factory):
     """retrain(**inputs): the outputs of a run of the nightly launch plan on digits, one process, one champion."""
     place = str(tmp_path_factory.mktemp("champion"))
     with pytest.MonkeyPatch.context() as patch:

@@ -52,7 +52,7 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole_run(text, tmp_path_factory, warm_ranks):
+def whole_run(text, tmp_path_factory):
     return run_text(tmp_path_factory.mktemp("whole")).train(1, source=text, **CONFIG)
 
 
@@ -67,7 +67,7 @@ def weights(state):
 
 
 @pytest.fixture(scope="module")
-def resharded_run(text, tmp_path_factory, warm_ranks):
+def resharded_run(text, tmp_path_factory):
     """An epoch on two ranks, then one on three, with micro-batches and recomputed activations."""
     directory = tmp_path_factory.mktemp("shards")
     options = {"parallel": "fsdp", "gradient_accumulation": 2, "activation_checkpointing": True}

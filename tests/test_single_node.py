@@ -160,7 +160,7 @@ def test_a_recipes_options_reach_a_registered_task(sender):
     assert type(config.recipe_options["width"]) is int
 
 
-def test_nan_loss_is_one_line_with_its_step(warm_ranks):
+def test_nan_loss_is_one_line_with_its_step():
     code, output = pyflyte_run("--recipe", "tests.support.recipes.Tiny", FAULT="nan 0 3")
     assert code != 0
     assert re.search(r"the loss is nan at step 3 \(epoch 1\) on rank 0", output)
@@ -304,7 +304,7 @@ def test_a_retry_resumes_from_the_newest_checkpoint_of_any_attempt(tmp_path, inp
     assert "Training" in (prefix / "deck.html").read_text()
 
 
-def test_a_run_ends_for_good_when_all_its_attempts_have_taken_max_hours(tmp_path, warm_ranks):
+def test_a_run_ends_for_good_when_all_its_attempts_have_taken_max_hours(tmp_path):
     from flyteidl.core import errors_pb2
 
     checkpoints = tmp_path / "data/checkpoints/project/domain/f1/n1"
@@ -321,7 +321,7 @@ def test_a_run_ends_for_good_when_all_its_attempts_have_taken_max_hours(tmp_path
         assert "Traceback" not in error.message
 
 
-def test_a_killed_rank_is_recoverable_and_a_bug_is_not(tmp_path, inputs, warm_ranks):
+def test_a_killed_rank_is_recoverable_and_a_bug_is_not(tmp_path, inputs):
     from flyteidl.core import errors_pb2
 
     kinds = {}

@@ -16,11 +16,10 @@ import torch
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, DataError, OutOfMemory, RankFailure
-from flyte_ddp.launch import spawn, supervisor
+from flyte_ddp.launch import rank_start, spawn, supervisor
 from flyte_ddp.rank.job import Job
 from flyte_ddp.rank.programs import RecipeProgram
 from tests.support.runs import how_it_ended, new_run, start_parent, wait_for_step
-from tests.support.warm_ranks import use_warm_ranks
 
 SLOW_STEP = "0.1"  # seconds, for runs that a signal has to meet on their way
 
@@ -54,7 +53,7 @@ def test_an_exception_ends_the_run_with_that_ranks_number_and_traceback(tmp_path
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     run = new_run(tmp_path)
     run.data()
-    supervisor.multiprocessing.resource_tracker.ensure_running()  # lives as long as this process
+    rank_start.start_server()  # it lives as long as this process
     before = _surroundings()
 
     with pytest.raises(RankFailure) as caught:
@@ -125,7 +124,6 @@ def test_a_rank_that_dies_while_the_data_are_prepared_ends_the_run(tmp_path, mon
 
 
 def test_a_failure_is_one_line_and_one_short_traceback(tmp_path, monkeypatch):
-    use_warm_ranks(monkeypatch)
     monkeypatch.setenv("FAULT", "deep 0 2")
 
     with pytest.raises(RankFailure) as caught:
@@ -141,7 +139,6 @@ def test_a_failure_is_one_line_and_one_short_traceback(tmp_path, monkeypatch):
 
 
 def test_a_user_error_of_a_rank_is_one_line(tmp_path, monkeypatch):
-    use_warm_ranks(monkeypatch)
     monkeypatch.setenv("FAULT", "deny 0 2")
 
     with pytest.raises(RankFailure) as caught:
@@ -154,7 +151,6 @@ def test_a_user_error_of_a_rank_is_one_line(tmp_path, monkeypatch):
 
 
 def test_a_second_kill_for_lack_of_memory_without_progress_ends_the_run_for_good(tmp_path, monkeypatch):
-    use_warm_ranks(monkeypatch)
     counts = itertools.count()
     monkeypatch.setattr(supervisor, "count_oom_kills", lambda: next(counts))
     monkeypatch.setenv("FAULT", "kill 0 2")
@@ -227,7 +223,6 @@ def test_a_signal_stops_the_run_after_a_last_checkpoint_to_resume_from(
     assert survivors() == []
 
     monkeypatch.delenv("STEP_SECONDS")
-    use_warm_ranks(monkeypatch)
     resumed = new_run(tmp_path, "Dropping").train()
     assert f"at step {resumed.started.resumed_step}." in message
     assert 3 <= resumed.started.resumed_step < 27
@@ -284,7 +279,6 @@ def test_output_of_ranks_is_relayed_line_by_line_with_their_numbers(finished_run
 
 
 def test_lines_go_to_standard_error_by_default(tmp_path, capfd, monkeypatch):
-    use_warm_ranks(monkeypatch)
     run = new_run(tmp_path)
     run.relay = None
     run.train(1, epochs=1)
@@ -325,7 +319,6 @@ def test_more_ranks_than_cores_work(tmp_path, finished_run):
 
 
 def test_a_listener_that_fails_does_not_end_the_run(tmp_path, caplog, monkeypatch):
-    use_warm_ranks(monkeypatch)
     run = new_run(tmp_path)
 
     def fail(event):

@@ -36,7 +36,7 @@ def new_model(**shape):
 
 
 @pytest.fixture(scope="module")
-def trained(warm_ranks):
+def trained():
     """Two epochs on Python's own topics on two ranks: (what `pyflyte run` printed, model state, report, history)."""
     command = ["pyflyte", "run", "workflows/single_node.py", "single_node_training_wf", "--recipe", "text"]
     flags = ["--num_processes", "2", "--config", json.dumps(SMALL)]

@@ -36,8 +36,6 @@ from tests.support import recipes
 from tests.support.runs import new_run
 from tests.support.trainers import CPU, Recorder, new_trainer
 
-pytestmark = pytest.mark.usefixtures("warm_ranks")
-
 CLIP = 0.5  # small enough to clip some steps of the run that uses it
 ADAM = {"optimizer": "adam", "precision": "bf16", "learning_rate": 0.01, "weight_decay": 0.01}
 

@@ -1,16 +1,15 @@
 """Run the ranks of one node as child processes, watch them, and kill them all when one dies or all stand still.
 
-The ranks are processes of Python's `spawn` method, the one below `torch.multiprocessing.spawn`. Torch's own function is
-not used for three reasons: importing it costs this process the 3.5 s that the ranks need for themselves; it makes every
-rank import the caller's main module again (under `pyflyte run` all of flytekit, 2.5 s); and it notices only that a rank
-has exited, not that a rank hangs, and lets the others wait in their collectives meanwhile.
+How they start is in rank_start.py. `torch.multiprocessing.spawn` is not used for three reasons: importing it costs this
+process the 3.5 s that the ranks need for themselves; it makes every rank import the caller's main module again (under
+`pyflyte run` all of flytekit, 2.5 s); and it notices only that a rank has exited, not that a rank hangs, and lets the
+others wait in their collectives meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import multiprocessing
 import os
 import signal
 import socket
@@ -20,8 +19,9 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from flyte_ddp.errors import OUT_OF_MEMORY, RankFailure, TrainingStopped
 from flyte_ddp.launch.devices import visible_gpus
 from flyte_ddp.launch.failures import first_line, shorten, shorten_traceback
 from flyte_ddp.launch.log_tail import LogTail, logs_directory
+from flyte_ddp.launch.rank_start import start_rank
 from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.rank.job import WRITE_GRACE, Job, NodeRanks, rank_log, rank_stacks
 from flyte_ddp.rank.process import run_rank
@@ -72,9 +73,10 @@ def supervise(
         TrainingStopped: the run was stopped.
     """
     with logs_directory() as logs:
+        preparation = _Preparation(data) if data else None
         ranks = _Ranks(job, node, listener, logs, relay or print_line)
         try:
-            ranks.watch(_Preparation(data) if data else None, emit, stop, on_beat)
+            ranks.watch(preparation, emit, stop, on_beat)
         finally:
             ranks.kill()
 
@@ -107,30 +109,25 @@ class _Ranks:
         # CUDA gives a process only the first of several MIG slices, so each rank must see its own alone.
         gpus = visible_gpus() if node.use_gpus else ()
         self.slices = gpus if any(name.startswith("MIG-") for name in gpus) else ()
-        context = multiprocessing.get_context("spawn")
         # Per local rank: the time of its last progress, 0 before the first, and its step. Last: not 0 while rank 0
         # writes a checkpoint. No lock: each slot has one writer.
-        self.beats = context.RawArray("d", [0.0, 0.0] * node.num_ranks + [0.0])
+        self.beats = RawArray("d", [0.0, 0.0] * node.num_ranks + [0.0])
         try:
             with _no_main_module():
                 for local_rank in range(node.num_ranks):
-                    self._start(context, local_rank, listener if local_rank == 0 else None)
+                    self._start(local_rank, listener if local_rank == 0 else None)
         except BaseException:
             self.kill()
             raise
 
-    def _start(self, context: Any, local_rank: int, listener: socket.socket | None) -> None:
+    def _start(self, local_rank: int, listener: socket.socket | None) -> None:
         number = self.node.first_rank + local_rank
         # One pipe per rank and direction: a process killed while it writes to a queue takes the queue's lock with it.
-        up, rank_up = context.Pipe(duplex=False)
-        rank_down, down = context.Pipe(duplex=False)
-        process = context.Process(
-            target=run_rank,
-            args=(self.job, self.node, local_rank, listener, rank_up, rank_down, self.beats, self.logs),
-            name=f"rank-{number}",
-        )
+        up, rank_up = Pipe(duplex=False)
+        rank_down, down = Pipe(duplex=False)
+        arguments = (self.job, self.node, local_rank, listener, rank_up, rank_down, self.beats, self.logs)
         with _environment({"CUDA_VISIBLE_DEVICES": self.slices[local_rank]} if self.slices else {}):
-            process.start()
+            process = start_rank(self.job.program, run_rank, arguments, f"rank-{number}")
         # Only the rank holds its ends now, so that either side sees the other's death as the end of a pipe.
         rank_up.close()
         rank_down.close()
@@ -372,7 +369,7 @@ def _send(rank: _Rank, *message: Any) -> None:
 def _no_main_module() -> Iterator[None]:
     """Hide the main module while children start, so that they do not import it.
 
-    `spawn` makes a child import its parent's main module, in case its target is defined there. Ours never is, and under
+    A child imports its parent's main module, in case its target is defined there. Ours never is, and under
     `pyflyte` that module is the whole of flytekit.
     """
     with _hiding:  # two runs in threads of one process would take each other's stand-in for the real one

@@ -28,11 +28,11 @@ from flyte_ddp.recipes import get_recipe
 from tests.support.runs import REPOSITORY, Run, _Printer, new_run, print_json
 
 
-def train(run: Run, client, cluster: ClusterConfig, at_step=None, stop=None, **config):
+def train(run: Run, client, cluster: ClusterConfig, at_steps=(), stop=None, **config):
     """Train `run` to its end, or to the error, which is raised.
 
     Args:
-        at_step: (step, function): calls the function once, when the run has reached the step.
+        at_steps: pairs of a step and a function, which is called once, when the run has reached the step.
         stop: the request that ends the run.
     """
     job = Job(
@@ -40,12 +40,14 @@ def train(run: Run, client, cluster: ClusterConfig, at_step=None, stop=None, **c
         run.url or str(run.checkpoints),
         time.time(),
     )
-    listeners = [run, _At(*at_step)] if at_step else [run]
+    listeners = [run, *(At(*pair) for pair in at_steps)]
     run.result = train_on_dask(job, lambda: str(run.data()), client, cluster, listeners, run.relay, stop=stop)
     return run
 
 
-class _At:
+class At:
+    """A listener that calls a function once, when a run has reached a step."""
+
     def __init__(self, step, function):
         self.step = step
         self.function = function
@@ -60,11 +62,12 @@ class _At:
 
 
 def ranks_below(pid):
-    """The processes of ranks that were started by process `pid` or its children."""
+    """The processes of recipes' ranks that were started by process `pid` or its children."""
     found = []
     for process in psutil.Process(pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess, AttributeError):  # it, or its parent, has just ended
-            if "spawn_main" in str(process.cmdline()) and "node import main" in str(process.parent().cmdline()):
+        with contextlib.suppress(psutil.NoSuchProcess, AttributeError):  # it, or a process above it, has just ended
+            server = process.parent()
+            if "forkserver" in str(server.cmdline()) and "node import main" in str(server.parent().cmdline()):
                 found.append(process)
     return found
 

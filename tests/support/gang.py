@@ -1,6 +1,6 @@
 """Gangs of real ranks that meet over gloo, without a launcher: for tests that need a hand in what a rank does.
 
-They are forked from the process that has imported torch, see warm_ranks.py.
+They are forked from the server of the ranks that a launcher in this process would start.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from flyte_ddp import events
+from flyte_ddp.launch.rank_start import start_server
 from flyte_ddp.rank.job import Job, NodeRanks
 from flyte_ddp.rank.main import train
 from flyte_ddp.rank.peers import Peers
 from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.rank.world import World, process_group
-from tests.support.warm_ranks import PRELOADED
 
 TIMEOUT = 120.0  # seconds
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(PRELOADED)  # the same as elsewhere, because there is one such process
+start_server()
 
 
 def run_gang(num_ranks, work, *arguments):

@@ -1,7 +1,7 @@
 """The messages between the driver and a node's supervisor, in JSON: neither executes what the other one sends.
 
-Knows nothing of Dask, which only carries it. A supervisor gets its job as the first line of a pipe, then one command
-per line. It answers with one message per line.
+Knows nothing of Dask, which only carries it. A supervisor gets the job of an attempt as a line of a pipe, then one
+command per line. It answers with one message per line, and an empty line after an attempt's last.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ BEAT_INTERVAL = 1.0  # seconds between two heartbeats, in either direction
 KILL_GRACE = 5.0  # seconds in which the ranks must be gone after a command to kill them
 
 GO, STOP, KILL = "go", "stop", "kill"  # the driver's commands; seconds of grace and the reason follow STOP
+END_OF_ATTEMPT = ""  # the line after the last message of an attempt
 
 _BYTES = "base64"  # the key of bytes in JSON
 

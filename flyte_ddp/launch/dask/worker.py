@@ -2,8 +2,8 @@
 
 It travels by value, code and all, because the worker may have another version of this package, or none. So it imports
 nothing from here but `visible_gpus`, which travels alike. All that knows of training runs in a process of its own
-(node.py) from the code that the plugin brings along. That process dies with the worker's: it reads its commands from a
-pipe, and the pipe ends.
+(node.py) from the code that the plugin brings along. That process runs one attempt after another. It dies with the
+worker's: it reads its commands from a pipe, and the pipe ends.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import zipfile
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -52,11 +53,20 @@ class Supervisor:
     process: subprocess.Popen[bytes]
     commands: BinaryIO
     messages: BinaryIO
+    listeners: socket.socket  # takes the listening socket of a rendezvous over
+
+    def begin(self, job: str, listener: socket.socket | None) -> None:
+        """Hand an attempt over. Raises BrokenPipeError if the process has ended."""
+        if listener:
+            socket.send_fds(self.listeners, [b"\n"], [listener.fileno()])
+        self.commands.write(f"{job}\n".encode())
+        self.commands.flush()
 
     def end(self) -> None:
         with contextlib.suppress(BrokenPipeError):
             self.commands.close()  # its end makes the process kill its ranks
         self.messages.close()
+        self.listeners.close()
         try:
             self.process.wait(END_GRACE)
         except subprocess.TimeoutExpired:
@@ -81,6 +91,9 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         self.attempt = ""  # the latest, the only one that may run
         self.admitted: dict[str, socket.socket | None] = {}  # attempts whose supervisor has not been started yet
         self.supervisors: dict[str, Supervisor] = {}
+        self.idle: Supervisor | None = None  # ready for the next attempt
+        self.is_over = False
+        self.lock = threading.Lock()  # of the two above
 
     def setup(self, worker: Worker) -> None:
         self.worker = worker
@@ -97,6 +110,11 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         """Called when the worker closes in good order, and at the end of the run."""
         worker.handlers.pop(self.name, None)
         self._clear()
+        with self.lock:
+            self.is_over = True
+        if idle := self._take_idle():
+            idle.process.kill()
+            idle.end()
 
     def admit(self, attempt: str, meets_here: bool) -> tuple[str, int]:
         """Prepare for an attempt, and end what is left of earlier ones here.
@@ -116,7 +134,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         return host, listener.getsockname()[1] if listener else 0
 
     def supervise(self, attempt: str, job: Sealed, topic: str) -> str:
-        """Run the supervisor to its end, and pass its messages on as events of `topic`. Return how its process ended.
+        """Have the supervisor run an attempt, pass its messages on as events of `topic`, and return how it ended.
 
         Raises:
             RuntimeError: the attempt was not admitted here, or has been run. Dask runs a task again when a worker comes
@@ -124,22 +142,28 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         """
         if attempt not in self.admitted:
             raise RuntimeError("this worker is not the one that was admitted to the attempt")
-        supervisor = self._start(self.admitted.pop(attempt))
+        with self.admitted.pop(attempt) or contextlib.nullcontext() as listener:
+            supervisor = self._begin(job, listener)
+        self.supervisors[attempt] = supervisor  # now, because the job is the first line that it reads
+        if attempt != self.attempt:  # another one was admitted in the meantime
+            supervisor.process.kill()
+        is_ready = False  # for another attempt
         try:
-            supervisor.commands.write(f"{job.text}\n".encode())
-            supervisor.commands.flush()
-            self.supervisors[attempt] = supervisor  # now, because the job is the first line that it reads
-            if attempt != self.attempt:  # another one was admitted in the meantime
-                supervisor.process.kill()
             for line in supervisor.messages:
+                is_ready = line == b"\n"
+                if is_ready:
+                    break
                 if line.endswith(b"\n"):  # else it died in the middle of it
                     self.worker.log_event(topic, {"message": line.decode()})
-        except BrokenPipeError:
-            pass  # it has died
+            else:
+                supervisor.process.wait()  # it has died
         finally:
             self.supervisors.pop(attempt, None)
-            supervisor.end()
+            if not (is_ready and self._keep(supervisor)):
+                supervisor.end()
         code = supervisor.process.returncode
+        if code is None:
+            return "has ended the attempt"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def send_command(self, attempt: str, command: str) -> None:
@@ -149,13 +173,40 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
                 supervisor.commands.write(f"{command}\n".encode())
                 supervisor.commands.flush()
 
-    def _start(self, listener: socket.socket | None) -> Supervisor:
+    def _begin(self, job: Sealed, listener: socket.socket | None) -> Supervisor:
+        """Return a supervisor that has taken the attempt over: the idle one, or a new one."""
+        if idle := self._take_idle():
+            try:
+                idle.begin(job.text, listener)
+                return idle
+            except BrokenPipeError:  # it has just ended
+                idle.end()
+        supervisor = self._start()
+        with contextlib.suppress(BrokenPipeError):  # it has died, which is reported by the end of its messages
+            supervisor.begin(job.text, listener)
+        return supervisor
+
+    def _take_idle(self) -> Supervisor | None:
+        with self.lock:
+            idle, self.idle = self.idle, None
+        return idle
+
+    def _keep(self, supervisor: Supervisor) -> bool:
+        """Keep a supervisor that has ended an attempt for the next one. Return whether there may be one."""
+        with self.lock:
+            if self.is_over or supervisor.process.poll() is not None:
+                return False
+            self.idle = supervisor
+        return True
+
+    def _start(self) -> Supervisor:
         environment = {name: value for name, value in os.environ.items() if name not in DASK_THREAD_LIMITS}
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         # Not its standard input and output, into which whatever it imports may print.
         commands_in, commands = os.pipe()
         messages, messages_out = os.pipe()
-        handed_over = [commands_in, messages_out, *([listener.fileno()] if listener else [])]
+        listeners, listeners_in = socket.socketpair()
+        handed_over = [commands_in, messages_out, listeners_in.fileno()]
         try:
             process = subprocess.Popen(
                 [sys.executable, "-c", BOOTSTRAP, self.directory, self.worker.local_directory, *map(str, handed_over)],
@@ -168,9 +219,8 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         finally:
             os.close(commands_in)
             os.close(messages_out)
-            if listener:
-                listener.close()
-        return Supervisor(process, os.fdopen(commands, "wb"), os.fdopen(messages, "rb"))
+            listeners_in.close()
+        return Supervisor(process, os.fdopen(commands, "wb"), os.fdopen(messages, "rb"), listeners)
 
     def _clear(self) -> None:
         self.attempt = ""

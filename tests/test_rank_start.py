@@ -1,0 +1,105 @@
+"""How the processes of ranks start: forked where that changes nothing for them, else fresh."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing import forkserver
+
+import psutil
+import pytest
+
+from flyte_ddp.config import resolve
+from flyte_ddp.errors import RankFailure
+from flyte_ddp.launch.rank_start import start_rank
+from flyte_ddp.rank.programs import FunctionProgram, RecipeProgram
+from tests.support.dask_runs import At
+from tests.support.runs import REPOSITORY, new_run
+
+RECIPE = RecipeProgram("digits", resolve({}, {}))
+FUNCTION = FunctionProgram("function", b"")
+
+
+def _describe(pipe):
+    pipe.send(
+        {
+            "parent": os.getppid(),
+            "has torch": "torch" in sys.modules,
+            "blocked": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+            **{name: os.environ.get(name) for name in ("GIVEN_LATER", "TAKEN_AWAY", "TORCH_LOGS")},
+        }
+    )
+
+
+def _description(program):
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = start_rank(program, _describe, (theirs,), "rank-0")
+    theirs.close()
+    found = ours.recv()
+    process.join()
+    assert process.exitcode == 0
+    return found
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("TAKEN_AWAY", "1")
+    return psutil.Process(_description(RECIPE)["parent"])
+
+
+def test_a_recipes_rank_has_torch_and_the_environment_of_its_start(server, monkeypatch):
+    assert server.pid == forkserver._forkserver._forkserver_pid
+    monkeypatch.setenv("GIVEN_LATER", "1")
+    monkeypatch.delenv("TAKEN_AWAY")
+    assert _description(RECIPE) == {
+        "parent": server.pid,
+        "has torch": True,
+        "blocked": set(),
+        "GIVEN_LATER": "1",
+        "TAKEN_AWAY": None,
+        "TORCH_LOGS": None,
+    }
+
+
+def test_a_rank_is_fresh_if_torch_would_not_see_its_environment(server, monkeypatch):
+    monkeypatch.setenv("TORCH_LOGS", "+dynamo")
+    found = _description(RECIPE)
+    assert (found["parent"], found["has torch"], found["TORCH_LOGS"]) == (os.getpid(), False, "+dynamo")
+
+
+def test_a_functions_rank_is_fresh(server):
+    found = _description(FUNCTION)
+    assert (found["parent"], found["has torch"]) == (os.getpid(), False)
+
+
+def test_a_server_outlives_the_signals_that_are_for_the_launcher(server):
+    server.send_signal(signal.SIGINT)
+    server.send_signal(signal.SIGTERM)
+    assert _description(RECIPE)["parent"] == server.pid
+
+
+def test_ranks_are_fresh_where_the_server_cannot_load_torch(tmp_path):
+    (tmp_path / "broken.py").write_text("import os\nos._exit(3)\n")
+    code = (
+        "from flyte_ddp.launch import rank_start\nfrom tests import test_rank_start as test\n"
+        "rank_start.PRELOADED[:] = ['broken']\nprint(test._description(test.RECIPE))"
+    )
+    path = os.pathsep.join([str(REPOSITORY), str(tmp_path)])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert "'has torch': False" in done.stdout, done.stderr
+
+
+def test_a_killed_server_ends_the_run_with_all_its_processes_and_the_next_run_has_another(
+    tmp_path, monkeypatch, survivors, server
+):
+    run = new_run(tmp_path)
+    monkeypatch.setattr(run, "handle", At(3, server.kill).handle)
+    with pytest.raises(RankFailure, match="rank . exited with code 255"):
+        run.train()
+    assert survivors() == []
+    assert _description(RECIPE)["parent"] not in (server.pid, os.getpid())
