@@ -309,6 +309,24 @@ def test_the_annotations_for_autoscalers_can_be_replaced() -> None:
     assert spec["metadata"]["annotations"] == {**KEEP_IN_PLACE, "karpenter.sh/do-not-disrupt": "false"}
 
 
+def test_every_pod_that_the_operator_makes_is_in_one_group_of_the_queue() -> None:
+    from dask_kubernetes.operator.controller import controller as operator
+
+    config = ClusterConfig(num_nodes=4, kubernetes=KubernetesConfig(image="image", queue="team", labels={"a": "b"}))
+    spec = cluster_spec(config, "ddp-x-00000000-0")
+    meta = spec["metadata"]["annotations"], spec["metadata"]["labels"]
+    scheduler = operator.build_scheduler_deployment_spec("ddp-x-00000000-0", {"containers": []}, *meta)
+    names = ("ddp-x-00000000-0-default", "space", "ddp-x-00000000-0", "1a2b")
+    worker = operator.build_worker_deployment_spec(*names, {"containers": []}, *meta)
+    for deployment in (scheduler, worker):
+        pod = deployment["spec"]["template"]["metadata"]
+        for labels in (deployment["metadata"]["labels"], pod["labels"]):  # Kueue reads the queue from either
+            assert labels["kueue.x-k8s.io/queue-name"] == "team"
+        assert pod["labels"]["kueue.x-k8s.io/pod-group-name"] == "ddp-x-00000000-0"
+        assert pod["annotations"]["kueue.x-k8s.io/pod-group-total-count"] == "5"  # four workers and the scheduler
+    assert "kueue" not in json.dumps(cluster_spec(kubernetes(image="image"), "ddp-x-00000000-0"))
+
+
 @pytest.mark.parametrize(
     ("registered", "annotations", "image"),
     [
@@ -428,6 +446,7 @@ def test_an_invalid_value_is_refused_with_the_expected_one(field: str, value: ob
         ("env_from_secrets", "storage", "a list, got 'storage'"),
         ("pod_template", {1: "x"}, "a JSON object, got {1: 'x'}"),
         ("autoscaled_nodes", "yes", "true or false, got 'yes'"),
+        ("queue", "Team A", "the name of a LocalQueue, got 'Team A'"),
     ],
 )
 def test_an_invalid_value_of_the_pods_is_refused(field: str, value: object, expected: str) -> None:
@@ -717,6 +736,22 @@ PODS = KubernetesConfig(image="image", autoscaled_nodes=True)
 def start(timeout: float = 20) -> None:
     with lifecycle.kube_cluster(ClusterConfig(kubernetes=PODS), "run", time.monotonic() + timeout):
         raise AssertionError("started")
+
+
+def test_a_pod_that_its_queue_holds_back_is_explained(api_server: ApiServer) -> None:
+    labels = {"kueue.x-k8s.io/queue-name": "vision", "kueue.x-k8s.io/pod-group-name": "ddp-run"}
+    gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": "non-empty gates"}
+    pod = {
+        "metadata": {"name": "ddp-run-scheduler", "namespace": "team", "labels": labels},
+        "spec": {"containers": []},
+        "status": {"phase": "Pending", "conditions": [gated]},
+    }
+    api_server.answers = {"/pods": {"items": [pod]}}
+    assert api.explain(ClusterConfig(kubernetes=PODS), "run") == (
+        "ddp-run-scheduler: waits in Kueue's queue vision (kubectl --namespace team describe workload ddp-run)."
+    )
+    del labels["kueue.x-k8s.io/queue-name"]
+    assert "cannot be placed on a node: non-empty gates" in api.explain(ClusterConfig(kubernetes=PODS), "run")
 
 
 @pytest.mark.parametrize("fault", [0, 429, 500, 503])

@@ -67,6 +67,8 @@ class KubernetesConfig:
     pod_template: dict[str, Any] = field(factory=dict)
     # likewise into the scheduler's, which has neither node_selector nor tolerations of the workers
     scheduler_pod_template: dict[str, Any] = field(factory=dict)
+    # Kueue's LocalQueue that admits all pods of the cluster together; "": none. start_timeout counts the wait in it
+    queue: str = field("", pattern=r"|[a-z0-9]([-a-z0-9.]*[a-z0-9])?", example="the name of a LocalQueue")
     operator_namespace: str = field("dask-operator")  # whose pods a run's NetworkPolicy lets in
     # driver, scheduler and workers talk by TLS with a certificate of the run's own; not the ranks among themselves
     tls: bool = field(True)

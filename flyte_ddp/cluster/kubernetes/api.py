@@ -22,7 +22,7 @@ from typing import Any
 
 from flyte_ddp.cluster.admission import IMAGE_VARIABLE
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.cluster.kubernetes.manifest import GROUP, PLURAL, VERSION, Driver, cluster_name
+from flyte_ddp.cluster.kubernetes.manifest import GROUP, KUEUE, PLURAL, VERSION, Driver, cluster_name
 from flyte_ddp.errors import OUT_OF_MEMORY, ClusterError
 
 REQUEST_TIMEOUT = 10.0  # seconds, of one request to the API server
@@ -248,7 +248,12 @@ def _pending_reason(pod: Any, events: Mapping[str, str]) -> str:
             return f"{reason} and is started again" if waiting is None else f"{reason}: {waiting.message}"
         if waiting is not None and waiting.message:
             return f"{waiting.reason}: {waiting.message}"
+    queue = (pod.metadata.labels or {}).get(f"{KUEUE}/queue-name")
     for condition in pod.status.conditions or []:
+        if condition.reason == "SchedulingGated" and queue:
+            group = pod.metadata.labels.get(f"{KUEUE}/pod-group-name", "")
+            where = f"kubectl --namespace {pod.metadata.namespace} describe workload {group}".rstrip()
+            return f"waits in Kueue's queue {queue} ({where})"
         if condition.type == "PodScheduled" and condition.status != "True":
             return f"cannot be placed on a node: {condition.message}"
     last_event = events.get(pod.metadata.name)

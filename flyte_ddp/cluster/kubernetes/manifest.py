@@ -16,6 +16,7 @@ CERTIFICATE_MOUNT = "/etc/flyte-ddp-tls"  # in scheduler and workers
 MANAGED_BY = {"app.kubernetes.io/managed-by": "flyte-ddp"}
 # A worker that is moved costs the steps since the last checkpoint, and a scheduler the whole attempt.
 KEEP_IN_PLACE = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
+KUEUE = "kueue.x-k8s.io"
 SCHEDULER_PORT, DASHBOARD_PORT = 8786, 8787
 MAX_NAME_LENGTH = 53  # the operator appends "-scheduler", and a Service's name ends at 63
 
@@ -77,6 +78,11 @@ def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) 
         "labels": {**config.kubernetes.labels, "app.kubernetes.io/name": "flyte-ddp", **MANAGED_BY},
         "annotations": {**KEEP_IN_PLACE, **config.kubernetes.annotations},
     }
+    if config.kubernetes.queue:
+        # Kueue lets no pod of a group start before it has seen all and has room for them. The operator makes the
+        # scheduler and the workers at once, so none waits for another.
+        metadata["labels"] |= {f"{KUEUE}/queue-name": config.kubernetes.queue, f"{KUEUE}/pod-group-name": name}
+        metadata["annotations"] |= {f"{KUEUE}/pod-group-total-count": str(config.num_nodes + 1)}
     if owner is not None:
         metadata["ownerReferences"] = [{"apiVersion": "v1", "kind": "Pod", "name": owner.name, "uid": owner.uid}]
     return {
