@@ -1,4 +1,4 @@
-# One command a job; `make help` lists them. Needs Python 3.10 to 3.12, make and a network to the package registry.
+# One command a job; `make help` lists them. Needs Linux, Python 3.10 to 3.12, make and a network to the package registry.
 PYTHON ?= python3
 RECIPE ?= digits
 PROCESSES ?= 2
@@ -33,6 +33,8 @@ help:  ## what there is to make
 setup: $(INSTALLED)  ## the environment in .venv, with the pinned packages
 
 $(INSTALLED): requirements.txt requirements-dev.txt pyproject.toml | $(UV)
+	@case "$$(uname -sm)" in "Linux x86_64" | "Linux aarch64" | "Darwin arm64") ;; \
+	  *) echo "setup: expected Linux, or macOS on Apple silicon, which torch has wheels for, got $$(uname -sm)" >&2; exit 1 ;; esac
 	$(UV) venv --quiet --seed --allow-existing --python $(PYTHON) $(VENV)
 	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python --require-hashes \
 	  -r requirements.txt -r requirements-dev.txt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -94,3 +95,23 @@ def test_the_image_installs_nothing_without_a_hash():
     assert {"torch", "torchvision", "triton", "nvidia-nccl-cu13"} <= chosen
     assert "flytekit" not in chosen
     assert gpu.stdout.count("--hash") > len(chosen)
+
+
+@pytest.mark.parametrize(
+    ("machine", "passes"), [("Linux aarch64", True), ("Darwin arm64", True), ("Darwin x86_64", False)]
+)
+def test_setup_is_refused_in_a_line_where_torch_has_no_wheels(tmp_path, machine, passes):
+    for name, script in {"uname": f"echo {machine}", "uv": "exit 0"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / ".venv").mkdir()
+    for name in ("Makefile", "requirements.txt", "requirements-dev.txt", "pyproject.toml"):
+        (tmp_path / name).write_text((REPOSITORY / name).read_text())
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["make", "setup", "IMAGE=x:1"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode == 0) == passes == (tmp_path / ".venv/.installed").exists(), done.stdout + done.stderr
+    assert passes or f"setup: expected Linux, or macOS on Apple silicon, which torch has wheels for, got {machine}" in (
+        done.stderr
+    )
