@@ -13,7 +13,7 @@ from benchmarks.recovery.systems import System
 from benchmarks.recovery.workload import CHECKPOINT_INTERVAL, longest_pause, num_redone, read_steps
 
 FAULT_STEP = 2 * CHECKPOINT_INTERVAL + 7  # the first step after which a fault may come
-FIRST_STEP_TIMEOUT = 120.0  # seconds from the start of a system
+FIRST_STEP_TIMEOUT = 180.0  # seconds from the start of a system
 TIMEOUT = 150.0  # seconds from a fault to the end of the run, in addition to its steps
 OUTAGE = 60.0  # seconds for which the store is away
 ABSENCE = 2.0  # seconds until nodes that were evicted come back

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from benchmarks.recovery.workload import DIRECTORY, MAX_RESTARTS, STEP_SECONDS
 from benchmarks.soak import STEP_SECONDS_VARIABLE, Nodes
 
 ROOT = Path(__file__).parents[2]
-START_TIMEOUT = 120.0  # seconds for a scheduler or a head node to answer
+START_TIMEOUT = 180.0  # seconds for a node of Ray to start
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,10 @@ class System:
         self.log = open(task.directory / "output.log", "ab")  # noqa: SIM115 - closed by `close`
         self.nodes: list[subprocess.Popen[bytes]] = []
         self.others: list[subprocess.Popen[bytes]] = []  # the driver is the last one
+        self.groups: list[int] = []  # of the processes that were started here
+
+    def launch(self) -> None:
+        """Start two nodes and what else there is."""
         self.start()
         self.add_node()
         self.add_node()
@@ -79,7 +84,7 @@ class System:
         return f"{self.task.directory}/{MODEL_STATE}"
 
     def popen(self, *command: str, more: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command,
             env={**self.environment, **(more or {})},
             stdin=subprocess.DEVNULL,
@@ -88,6 +93,8 @@ class System:
             cwd=ROOT,
             start_new_session=True,
         )
+        self.groups.append(process.pid)
+        return process
 
     def rank_process(self, rank: int) -> psutil.Process:
         """Return the process of a rank of the present gang."""
@@ -114,6 +121,9 @@ class System:
         for process in [*self.nodes, *reversed(self.others)]:
             send_to_all(process, signal.SIGKILL)
             process.wait()
+        for group in self.groups:  # what is left of a node whose first process has ended
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
         self.log.close()
 
 
@@ -138,7 +148,8 @@ class Ours(System):
 
     def close(self) -> None:
         super().close()
-        self.dask.close()
+        if hasattr(self, "dask"):
+            self.dask.close()
 
 
 class Torchrun(System):
@@ -175,29 +186,33 @@ class RayTrain(System):
 
     def start(self) -> None:
         self.address = f"127.0.0.1:{free_port()}"
-        self.others.append(self._node("--head", f"--port={self.address.split(':')[1]}", "--num-cpus=0"))
-        self._wait_for_nodes(1)
+        head = ("--head", f"--port={self.address.split(':')[1]}", "--include-dashboard=false", "--num-cpus=0")
+        self.others.append(self._node(*head))
 
     def add_node(self) -> None:
         self.nodes.append(self._node(f"--address={self.address}", "--num-cpus=1"))
 
     def start_driver(self) -> None:
-        self._wait_for_nodes(3)
         store = ("--store", self.task.store) if self.task.store else ()
         command = (sys.executable, "-m", "benchmarks.recovery.drivers", "ray", "--address", self.address)
         self.others.append(self.popen(*command, *self.task.options(), *store))
 
-    def _wait_for_nodes(self, count: int) -> None:
-        """Wait until so many nodes, the head among them, have reported that they run."""
-        deadline = time.monotonic() + START_TIMEOUT
-        log = self.task.directory / "output.log"
-        while log.read_text(errors="replace").count("Ray runtime started.") < count and time.monotonic() < deadline:
-            time.sleep(0.1)
-
     def _node(self, *options: str) -> subprocess.Popen[bytes]:
-        common = ("--block", "--disable-usage-stats", "--include-dashboard=false", "--object-store-memory=80000000")
+        """Start the head or another node, and wait until it is up."""
+        common = ("--block", "--disable-usage-stats", "--object-store-memory=80000000")
         ports = ("--min-worker-port=0", "--max-worker-port=0")
-        return self.popen(str(Path(sys.executable).with_name("ray")), "start", *options, *common, *ports)
+        command = shlex.join((str(Path(sys.executable).with_name("ray")), "start", *options, *common, *ports))
+        started = self._num_started()
+        # A node ends if its agents take more than 15 s to start, as on a machine in use: it is started again.
+        node = self.popen("sh", "-c", f"until {command}; do sleep 1; done")
+        # Two nodes of one machine that start at the same time would choose the same names for their sockets.
+        deadline = time.monotonic() + START_TIMEOUT
+        while self._num_started() == started and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return node
+
+    def _num_started(self) -> int:
+        return (self.task.directory / "output.log").read_text(errors="replace").count("Ray runtime started.")
 
 
 SYSTEMS: dict[str, type[System]] = {"ours": Ours, "torchrun": Torchrun, "ray": RayTrain}
@@ -208,6 +223,7 @@ def running(kind: type[System], task: Task) -> Iterator[System]:
     """Run a system for the length of the block; nothing of it is left after that."""
     system = kind(task)
     try:
+        system.launch()
         yield system
     finally:
         system.close()
