@@ -142,7 +142,8 @@ def pack_script(path: Path) -> str:
         if size > MAX_SIZE:
             raise InputError(
                 f"script: expected a directory of code without data, because every node gets it, got more than "
-                f"{MAX_SIZE >> 20} MiB in {directory}"
+                f"{MAX_SIZE >> 20} MiB in {directory}; give data by their URL in the script's arguments, and write "
+                "results to {outputs}"
             )
     scratch = FlyteContextManager.current_context().file_access.get_random_local_directory()
     archive = os.path.join(scratch, f"{path.stem}.zip")

@@ -45,6 +45,7 @@ from flyte_ddp.launch.dask.messages import Inbox, NodeJob, decode, encode
 from flyte_ddp.launch.dask.node import DriverLink
 from flyte_ddp.launch.dask.placement import Worker, assign_nodes
 from flyte_ddp.launch.failures import Ended, is_bug
+from flyte_ddp.launch.run import Gang, run_program, script_program
 from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.rank.checkpoint_files import load_state
 from flyte_ddp.rank.job import Job, NodeRanks
@@ -505,6 +506,21 @@ def test_the_drivers_code_is_what_ranks_run(client, tmp_path):
     output, _ = driver.communicate(timeout=300)
     assert '{"ended": ["", ""]}' in output
     assert all(f"[node {index}] [rank {index}] newer code" in output for index in (0, 1))
+
+
+def test_a_scripts_outputs_are_brought_to_their_url_and_leave_the_workers(client, tmp_path):
+    """The workers of an existing cluster go on, so what a run leaves there stays."""
+    (tmp_path / "train.py").write_text(
+        "import sys; open(sys.argv[1] + '/model', 'w').write('w'); print('in', sys.argv[1])"
+    )
+    lines = []
+    url = f"file://{tmp_path}/kept"
+    program = script_program(str(tmp_path / "train.py"), ["{outputs}"], outputs=url)
+    run_program(program, Gang(2, cluster={"kind": "local", "node_timeout": 60}), relay=lines.append, client=client)
+    assert (tmp_path / "kept/model").read_text() == "w"
+    places = [line.split(" in ")[1] for line in lines if " in " in line]
+    assert len(set(places)) == 2
+    assert [place for place in places if os.path.exists(place)] == []
 
 
 def test_nodes_that_do_not_see_the_data_get_a_copy(start_worker, scheduler, tmp_path, finished_run, monkeypatch):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from flyte_ddp.storage import write_file
+
+OUTPUTS_VARIABLE = "FLYTE_DDP_OUTPUTS"  # in ranks: the directory on this node; the Dask worker removes it after the run
 
 
 @contextlib.contextmanager
@@ -20,9 +21,7 @@ def outputs_directory(url: str) -> Iterator[str]:
     Raises:
         StorageUnavailable, StorageDenied: the files cannot be copied.
     """
-    directory = url
-    if "://" in url:
-        directory = os.path.join(tempfile.gettempdir(), f"outputs-{os.environ['TORCHELASTIC_RUN_ID']}")
+    directory = os.environ[OUTPUTS_VARIABLE] if "://" in url else url
     if directory:
         os.makedirs(directory, exist_ok=True)
     yield directory

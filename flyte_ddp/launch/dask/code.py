@@ -27,7 +27,7 @@ def packed_code(program: Program) -> bytes:
             folders = [program.directory]
         raise ConfigError(
             f"{program.name}: expected code without data, got more than {MAX_SIZE >> 20} MiB in {', '.join(folders)}, "
-            "which every node needs"
+            "which every node needs; keep data and results elsewhere, and give their path or URL"
         )
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -1,9 +1,9 @@
 """The driver's presence in a Dask worker: a plugin that runs the node's supervisor and passes messages up and down.
 
 It travels by value, code and all, because the worker may have another version of this package, or none. So it imports
-nothing from here but `visible_gpus`, which travels alike. All that knows of training runs in a process of its own
-(node.py) from the code that the plugin brings along. That process runs one attempt after another. It dies with the
-worker's: it reads its commands from a pipe, and the pipe ends.
+nothing from here but `visible_gpus`, which travels alike, and a variable's name. All that knows of training runs in a
+process of its own (node.py) from the code that the plugin brings along. That process runs one attempt after another. It
+dies with the worker's: it reads its commands from a pipe, and the pipe ends.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import io
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from distributed import Worker, WorkerPlugin, get_worker
 from distributed.comm import get_address_host
 
 from flyte_ddp.launch.devices import visible_gpus
+from flyte_ddp.launch.outputs import OUTPUTS_VARIABLE
 
 END_GRACE = 10.0  # seconds for a supervisor whose pipe was closed to kill its ranks and exit
 
@@ -83,6 +85,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
     """
 
     directory: str
+    outputs: str  # where ranks leave the files of launch/outputs.py
     worker: Worker
 
     def __init__(self, name: str, code: bytes) -> None:
@@ -97,6 +100,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
 
     def setup(self, worker: Worker) -> None:
         self.worker = worker
+        self.outputs = os.path.join(worker.local_directory, f"outputs-{self.name}")
         digest = hashlib.sha256(self.code).hexdigest()[:16]
         self.directory = os.path.join(worker.local_directory, f"code-{digest}")
         if not os.path.exists(self.directory):
@@ -115,6 +119,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         if idle := self._take_idle():
             idle.process.kill()
             idle.end()
+        shutil.rmtree(self.outputs, ignore_errors=True)  # those of rank 0's node are at their URL
 
     def admit(self, attempt: str, meets_here: bool) -> tuple[str, int]:
         """Prepare for an attempt, and end what is left of earlier ones here.
@@ -202,6 +207,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
     def _start(self) -> Supervisor:
         environment = {name: value for name, value in os.environ.items() if name not in DASK_THREAD_LIMITS}
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        environment[OUTPUTS_VARIABLE] = self.outputs
         # Not its standard input and output, into which whatever it imports may print.
         commands_in, commands = os.pipe()
         messages, messages_out = os.pipe()
