@@ -68,9 +68,10 @@ def rows(data: Path, names: str = "") -> dict[str, list[Row]]:
         command = (*launcher, "-m", "benchmarks.text", name, "--ranks", str(num_ranks))
         return Variant(f"text {name} x{num_ranks}", command, num_threads(num_ranks))
 
-    def shards(name: str) -> Variant:
+    def shards(name: str, *num_layers: str) -> Variant:
         num_ranks = 2 if name in ("fsdp", "ddp") else 1
-        return Variant(f"shards {name}", (sys.executable, "-m", "benchmarks.shards", name), num_threads(num_ranks))
+        command = (sys.executable, "-m", "benchmarks.shards", name, *num_layers)
+        return Variant(f"shards {name}", command, num_threads(num_ranks))
 
     def checkpoints(name: str, *arguments: str) -> Variant:
         command = (sys.executable, "-m", "benchmarks.checkpoints", name, *arguments)
@@ -190,21 +191,25 @@ def rows(data: Path, names: str = "") -> dict[str, list[Row]]:
                 language_model("ours", 2),
                 language_model("loop", 2),
                 ">= 1.0",
-            ),
+            )
+        ],
+        "fsdp_memory": [
             Row(
-                "100 million parameters, peak memory of a rank with fsdp / with ddp, 2 ranks",
+                "300 million parameters, peak memory of a rank with fsdp / with ddp, 2 ranks",
                 memory,
-                shards("fsdp"),
-                shards("ddp"),
+                shards("fsdp", "72"),
+                shards("ddp", "72"),
                 "<= 0.6",
-            ),
+            )
+        ],
+        "reshard": [
             Row(
                 "reading the checkpoint of 2 ranks in one process, 1.2 GB / torch.load of one file",
                 "read_seconds",
                 shards("reshard"),
                 shards("read"),
                 "",
-            ),
+            )
         ],
         "names": [
             Row(

@@ -1,8 +1,8 @@
-"""Measure memory and reading time of a sharded model: `python -m benchmarks.shards fsdp`, or ddp, reshard, read.
+"""Measure memory and reading time of a sharded model: `python -m benchmarks.shards fsdp 72`, or ddp, reshard, read.
 
-The model has 100 million parameters, and AdamW two more numbers for each: 1.2 GB. `fsdp` and `ddp` train it for two
-steps on two ranks with a checkpoint, and report the memory of the larger rank. `reshard` reads the checkpoint of two
-ranks in one process; `read` is `torch.load` of one file with the same tensors.
+The model has 100 million parameters, or as many layers of 4 million as are given, and AdamW two more numbers for each.
+`fsdp` and `ddp` train it for two steps on two ranks with a checkpoint, and report the memory of the larger rank.
+`reshard` reads the checkpoint of two ranks in one process; `read` is `torch.load` of one file with the same tensors.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,20 +23,24 @@ if TYPE_CHECKING:
 
 NUM_STEPS = 2
 NUM_RANKS = 2
-WIDTH, NUM_LAYERS = 2048, 24  # 100 million parameters; a layer, the block that is gathered at once, has 4 million
+NUM_LAYERS = 24  # 100 million parameters
 
 
+@dataclass(frozen=True)
 class Deep(MnistLike):
     """A model whose weights take most of the memory, in many blocks, as those of a Transformer do."""
+
+    layers: int = NUM_LAYERS
+    width: int = 2048  # a layer, the block that is gathered at once, has 4 million parameters
 
     def model(self) -> nn.Module:
         from torch import nn
 
-        hidden = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(NUM_LAYERS)]
-        return nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, WIDTH), *hidden, nn.Linear(WIDTH, 10))
+        hidden = [nn.Sequential(nn.Linear(self.width, self.width), nn.ReLU()) for _ in range(self.layers)]
+        return nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, self.width), *hidden, nn.Linear(self.width, 10))
 
 
-def train(parallel: str, directory: str) -> dict[str, float]:
+def train(parallel: str, directory: str, num_layers: int = NUM_LAYERS) -> dict[str, float]:
     """Train and leave a checkpoint in `directory`; return the outcome."""
     from flyte_ddp.config import resolve
     from flyte_ddp.launch import spawn
@@ -46,7 +51,8 @@ def train(parallel: str, directory: str) -> dict[str, float]:
     data = Path(directory, "data")
     data.mkdir()
     prepare_data(MnistLike(), str(NUM_STEPS * BATCH_SIZE), data)
-    config = {"epochs": 1, "global_batch_size": BATCH_SIZE, "parallel": parallel}
+    options = {"layers": num_layers}
+    config = {"epochs": 1, "global_batch_size": BATCH_SIZE, "parallel": parallel, "recipe_options": options}
     program = RecipeProgram("benchmarks.shards.Deep", resolve(MnistLike.defaults, config))
     started = time.time()
     result = spawn.train(Job(program, f"{directory}/checkpoints", started), lambda: str(data), NUM_RANKS)
@@ -81,11 +87,11 @@ def read(directory: str) -> float:
     return time.perf_counter() - started
 
 
-def main(name: str) -> None:
+def main(name: str, num_layers: str = str(NUM_LAYERS)) -> None:
     with tempfile.TemporaryDirectory() as directory:
         outcome: dict[str, Any] = {"first_step_at": time.time()}
         if name in ("fsdp", "ddp"):
-            outcome = train(name, directory)
+            outcome = train(name, directory, int(num_layers))
         else:
             outcome["read_seconds"] = {"reshard": reshard, "read": read}[name](directory)
     print(json.dumps(outcome), flush=True)

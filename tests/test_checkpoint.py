@@ -407,7 +407,7 @@ def test_states_that_wait_and_are_replaced_or_written_use_the_same_memory(tmp_pa
     kept = {step: store.load(step)["weight"][0].item() for step in _kept(store)}
     assert kept[8] == 8
     assert all(step == value for step, value in kept.items())
-    assert len(store._memory._free) <= 3
+    assert len(store.memory._free) <= 3
 
 
 def test_a_damaged_newer_checkpoint_does_not_displace_new_ones(tmp_path):

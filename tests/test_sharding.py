@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -14,11 +15,13 @@ import torch
 from torch import nn
 from torch.distributed import PrefixStore
 
-from flyte_ddp.config import TrainingConfig
+from benchmarks.mnist_like import MnistLike
+from flyte_ddp.config import TrainingConfig, resolve
 from flyte_ddp.errors import ConfigError, StorageUnavailable
 from flyte_ddp.events import CheckpointSaved, EpochFinished, HistogramsTaken, PredictionsMade, RunStarted, from_dict
-from flyte_ddp.prepare import describe_data
+from flyte_ddp.prepare import describe_data, prepare_data
 from flyte_ddp.rank.checkpoint import CheckpointStore
+from flyte_ddp.rank.fast_start import return_freed_memory
 from flyte_ddp.rank.parallel import build_model
 from flyte_ddp.rank.peers import Peers
 from flyte_ddp.rank.sharding import check_memory, large_blocks
@@ -58,7 +61,7 @@ def whole_run(text, tmp_path_factory):
 
 def run_text(directory):
     run = new_run(directory)
-    run.recipe = "text"
+    run.recipe = "tests.support.text_recipe.MallocWatchingText"
     return run
 
 
@@ -103,6 +106,13 @@ def test_states_of_shards_are_the_files_of_a_whole_model(resharded_run, whole_ru
     assert ours.keys() == theirs.keys()
     for number, state in theirs.items():
         torch.testing.assert_close(ours[number]["exp_avg"], state["exp_avg"], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
+def test_a_rank_with_shards_returns_freed_blocks_to_the_kernel_and_one_with_a_whole_model_keeps_them(
+    resharded_run, whole_run
+):
+    assert [run.result.epochs[-1].metrics["maps_blocks"] for run in (*resharded_run, whole_run)] == [1, 1, 0]
 
 
 def test_a_run_of_shards_shows_what_others_show(resharded_run, whole_run):
@@ -198,6 +208,38 @@ def test_checkpoints_go_from_ddp_over_4_2_and_3_ranks_of_shards_to_ddp(tmp_path)
         torch.testing.assert_close(state[part], undisturbed[part], **TOLERANCE)
 
 
+def measure_memory(world, store, *arguments):
+    """Work of a gang: the bytes by which the process has grown at most since it had imported everything."""
+    import torch._dynamo  # noqa: F401 as `fully_shard` does
+
+    return_freed_memory()  # as a rank's `main` does
+    own = Path("/proc/self")
+    (own / "clear_refs").write_text("5")  # begins to take the peak anew
+    before = resident(own, "VmRSS")
+    train_recipe(world, store, *arguments)
+    return resident(own, "VmHWM") - before
+
+
+def resident(process, key):
+    (line,) = [line for line in (process / "status").read_text().splitlines() if line.startswith(key)]
+    return int(line.split()[1]) << 10
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
+def test_a_rank_with_shards_needs_half_the_memory_of_one_with_a_whole_model(tmp_path, monkeypatch):
+    """From the first weights to the file of the trained ones, a checkpoint included."""
+    monkeypatch.setattr("benchmarks.mnist_like.NUM_TEST_SAMPLES", 64)
+    (tmp_path / "data").mkdir()
+    prepare_data(MnistLike(), "256", tmp_path / "data")
+    num_parameters = 18e6
+    options = {"epochs": 1, "optimizer": "adamw", "recipe_options": {"layers": 16, "width": 1024}}
+    config = resolve(MnistLike.defaults, {**options, "parallel": "fsdp"})
+    given = (measure_memory, "benchmarks.shards.Deep", config, str(tmp_path / "data"), str(tmp_path / "checkpoints"))
+    # Weights, gradients and AdamW's two states, and the copy for a checkpoint, which leaves out the gradients.
+    whole_bytes = (16 + 12) * num_parameters
+    assert max(run_gang(2, *given)) < 0.6 * whole_bytes
+
+
 def resume_and_not(world, store, directory, data):
     """Work of a gang: train two epochs at once, and one after the other."""
     finished = []
@@ -248,7 +290,7 @@ def save_while_one_rank_is_slow_and_then_killed(world, store, directory):
         save_shards(checkpoints, world.rank, step, best=step in (3, 5))
         time.sleep(0.05)
     checkpoints.wait()
-    assert len(checkpoints._memory._free) <= 3
+    assert len(checkpoints.memory._free) <= 3
     if world.rank == 1:
         world.gather(0.0)
         Storage.write = die

@@ -116,7 +116,7 @@ class CheckpointStore:
         self._outage: Exception | None = None  # why the last try failed
         self._failure: Exception | None = None  # final
         self._changed = threading.Condition()
-        self._memory = StagingMemory()
+        self.memory = StagingMemory()
         self._thread: threading.Thread | None = None
 
     def save(self, state: Mapping[str, Any], step: int, best: bool) -> str:
@@ -133,7 +133,7 @@ class CheckpointStore:
         name = f"{checkpoint_name(step)}-{uuid.uuid4().hex[:8]}"
         write = _Write(None, name, step, best, number=self._num_saves)
         self._make_room(write)
-        write.state, write.buffers = self._memory.copy(state)
+        write.state, write.buffers = self.memory.copy(state)
         self._enqueue(write)
         return self.storage.join(checkpoint_name(step) + ".json")
 
@@ -304,7 +304,7 @@ class CheckpointStore:
 
     def _drop(self, writes: Iterable[_Write]) -> None:
         for write in writes:
-            self._memory.release(write.buffers)
+            self.memory.release(write.buffers)
             write.buffers = []
 
     def _run(self) -> None:

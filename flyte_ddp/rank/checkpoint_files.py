@@ -107,10 +107,14 @@ def load_state(url: str, timeout: float = STORE_TIMEOUT) -> Any:
 
 
 def portable(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's state dict as copies on the CPU in the default memory format, to load on any machine."""
-    return {
-        name: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        if isinstance(value, torch.Tensor)
-        else value
-        for name, value in state.items()
-    }
+    """Return a model's state dict on the CPU in the default memory format, to load on any machine.
+
+    Tensors that have this form already are not copied: the model must not change until they are written.
+    """
+
+    def convert(value: torch.Tensor) -> torch.Tensor:
+        value = value.detach().cpu().contiguous()
+        # A view would be saved with all of the memory that it is a part of.
+        return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
+
+    return {name: convert(value) if isinstance(value, torch.Tensor) else value for name, value in state.items()}

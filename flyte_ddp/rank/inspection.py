@@ -18,6 +18,7 @@ from flyte_ddp.rank.sharding import reshard, whole
 from flyte_ddp.recipes import Recipe
 
 NUM_BINS = 64
+PIECE = 1 << 16  # values that are counted at once: their copies take memory that malloc keeps and uses again
 PREDICTION_BATCH, MAX_PREDICTIONS = 32, 320  # samples
 
 logger = logging.getLogger(__name__)
@@ -69,18 +70,21 @@ def sample_inputs(recipe: Recipe, samples: Samples, config: TrainingConfig) -> T
     return model_inputs(recipe, config, batch)
 
 
-def histograms_of(model: nn.Module) -> tuple[dict[str, Histogram], dict[str, Histogram]]:
+def histograms_of(model: nn.Module, is_needed: bool = True) -> tuple[dict[str, Histogram], dict[str, Histogram]]:
     """Return the histograms of each parameter and of its last gradient, by name. Waits for the device.
 
     They count the finite values; a tensor without any has none.
+
+    Args:
+        is_needed: False on ranks that only take part in the collectives of a split model; they get none.
     """
     reshard(model)
     parameters, gradients = {}, {}
     for name, parameter in model.named_parameters():
-        if histogram := _histogram(whole(parameter.detach())):
-            parameters[name] = histogram
-        if parameter.grad is not None and (histogram := _histogram(whole(parameter.grad.detach()))):
-            gradients[name] = histogram
+        for tensor, histograms in ((parameter, parameters), (parameter.grad, gradients)):
+            values = None if tensor is None else whole(tensor.detach())
+            if is_needed and values is not None and (histogram := _histogram(values)):
+                histograms[name] = histogram
     return parameters, gradients
 
 
@@ -98,15 +102,24 @@ def predictions_of(model: nn.Module, recipe: Recipe, samples: Samples, config: T
 def _histogram(values: Tensor) -> Histogram | None:
     # Not torch.histc, which has no deterministic kernel for floats on GPUs. float64, because the range of float32
     # values need not fit into a float32.
-    values = values.flatten().to(torch.float64)
-    values = values[torch.isfinite(values)]
-    if not len(values):
+    # Piece by piece, because the copies of a large tensor would take several times its memory.
+    pieces = values.flatten().split(PIECE)
+
+    def finite(piece: Tensor) -> Tensor:
+        piece = piece.to(torch.float64)
+        return piece[torch.isfinite(piece)]
+
+    limits = [torch.stack(part.aminmax()) for piece in pieces if len(part := finite(piece))]
+    if not limits:
         return None
-    low, high = float(values.min()), float(values.max())
+    lows, highs = torch.stack(limits).unbind(1)
+    low, high = float(lows.min()), float(highs.max())
     if low == high:
         low, high = low - 0.5, high + 0.5
-    bins = ((values - low) * (NUM_BINS / (high - low))).long().clamp_(max=NUM_BINS - 1)
-    counts = torch.bincount(bins, minlength=NUM_BINS)
+    counts = torch.zeros(NUM_BINS, dtype=torch.int64, device=values.device)
+    for piece in pieces:
+        bins = ((finite(piece) - low) * (NUM_BINS / (high - low))).long().clamp_(max=NUM_BINS - 1)
+        counts += torch.bincount(bins, minlength=NUM_BINS)
     edges = torch.linspace(low, high, NUM_BINS + 1)
     return Histogram(counts.tolist(), edges.tolist())
 

@@ -104,6 +104,7 @@ def train(
         progress = trainer.fit()
 
     # Results: predictions to look at, the trained weights, and the run's figures
+    store.memory.clear()  # which rank 0 may need for the whole model
     state = model.state_dict()
     if world.is_first or trainer.is_sharded:
         with shown("predictions"):
@@ -115,7 +116,7 @@ def train(
     peak_memory = [int(each) for each in world.gather(_peak_memory(world))]
     if world.is_first:
         model_state = store.save_file(MODEL_STATE, portable(state), trainer.beat)
-        finished = _run_finished(job, trainer, model_state, peak_memory)
+        finished = _run_finished(job, trainer, model_state, [_peak_memory(world), *peak_memory[1:]])
     if program.timed_batch_sizes:
         costs = time_costs(model, recipe, train, config, world, program.timed_batch_sizes, beat=trainer.beat)
         if world.is_first:

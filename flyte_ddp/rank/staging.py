@@ -54,6 +54,11 @@ class StagingMemory:
             torch.cuda.current_stream().synchronize()  # copies into pinned memory run on
         return copied, buffers
 
+    def clear(self) -> None:
+        """Return the memory that is not in use."""
+        with self._lock:
+            self._free.clear()
+
     def release(self, buffers: Buffers) -> None:
         """Take back the memory of a copy that nobody needs any more."""
         if buffers:

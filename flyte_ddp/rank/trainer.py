@@ -290,6 +290,6 @@ class Trainer:
                 finished = dataclasses.replace(finished, sample=self.recipe.generate_sample(self.model))
             self._emit(finished)
             with inspection.shown("histograms"):
-                self._emit(HistogramsTaken(progress.step, *inspection.histograms_of(self.model)))
+                self._emit(HistogramsTaken(progress.step, *inspection.histograms_of(self.model, self.world.is_first)))
         progress.finish_epoch(finished)
         return finished
