@@ -1,6 +1,7 @@
 """The arithmetic and the table of the benchmarks. Nothing is measured here."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -23,6 +24,7 @@ from benchmarks.recovery.__main__ import table as recovery_table
 from benchmarks.recovery.faults import Outcome, damage
 from benchmarks.recovery.workload import Step, longest_pause, num_redone
 from benchmarks.soak import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Counting, lost_and_doubled
+from benchmarks.text import num_epochs_within, quality
 from flyte_ddp.prepare import prepare_data
 from tests.support.runs import new_run
 
@@ -136,6 +138,23 @@ def test_each_sample_of_the_soak_counts_itself(tmp_path):
     run = new_run(tmp_path, "benchmarks.soak.Counting").train(2, epochs=2)
     assert lost_and_doubled(run.state()["seen"], epochs=2) == (0, 0)
     assert lost_and_doubled(run.state()["seen"], epochs=1) == (0, NUM_SAMPLES)
+
+
+def test_as_many_epochs_are_trained_as_fit_into_the_time_with_a_margin():
+    assert num_epochs_within(600, epoch_seconds=38, start_seconds=4) == 14
+    assert num_epochs_within(600, epoch_seconds=37.7, start_seconds=4) == 15
+    assert num_epochs_within(10, epoch_seconds=60, start_seconds=4) == 1
+
+
+@pytest.mark.slow
+def test_the_quality_of_a_language_model_within_a_time_is_printed(capsys, warm_ranks):
+    quality(2, 0.25, recipe_options={"layers": 1, "width": 16, "heads": 2, "context": 512})
+    first, *epochs, last = capsys.readouterr().out.splitlines()
+    num_epochs = int(re.fullmatch(r"an epoch takes [\d.]+ s: (\d+) epochs", first)[1])
+    assert len(epochs) == num_epochs
+    figure = re.match(rf"([\d.]+) held-out nats per byte after [\d.]+ minutes.*; {num_epochs} epochs, 2 ranks", last)[1]
+    assert epochs[-1].endswith(f": {figure}")
+    assert 1 < float(figure) < 4
 
 
 def logged(*steps):
