@@ -39,6 +39,7 @@ from flyte_ddp.errors import (
 from flyte_ddp.launch.dask import calls, gang, growth, roll_call
 from flyte_ddp.launch.dask import launcher as dask
 from flyte_ddp.launch.dask.archive import delete_archive
+from flyte_ddp.launch.dask.calls import call_workers
 from flyte_ddp.launch.dask.code import packed_code
 from flyte_ddp.launch.dask.launcher import train_on_dask, usable_sizes
 from flyte_ddp.launch.dask.messages import Inbox, NodeJob, decode, encode
@@ -239,6 +240,20 @@ def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
     steps = [event.step for event in run.events[run.events.index(shrunk) :] if isinstance(event, events.StepFinished)]
     assert steps == list(range(shrunk.resumed_step + 1, 28))
     assert f"the gang ended at step {grown.resumed_step}, after a checkpoint, to grow from 1 to 2 nodes" in caplog.text
+
+
+def test_a_worker_that_a_gang_may_get_has_a_server_of_ranks_before_its_first_attempt(client):
+    def servers():
+        below = psutil.Process(pid).children(recursive=True)
+        return [process for process in below if "forkserver" in str(process.cmdline())]
+
+    address, pid = client.run(os.getpid).popitem()
+    code = packed_code(RecipeProgram("digits", dask_config()))
+    call_workers(client, [address], dask.worker.install, "training-x", code)
+    call_workers(client, [address], dask.worker.call, "training-x", "prepare")
+    assert eventually(servers)
+    call_workers(client, [address], dask.worker.uninstall, "training-x")
+    assert eventually(lambda: not servers())
 
 
 class GrowsAtOnce(growth.GrowthWatch):
@@ -671,6 +686,7 @@ class Present:
     busy: tuple = ()
     gpus: tuple = ("0",)
     unfit: dict = dataclasses.field(default_factory=dict)
+    prepared: list = dataclasses.field(default_factory=list)  # addresses
 
     def present_workers(self, leave_out=()):
         every = [
@@ -689,7 +705,7 @@ def watch(monkeypatch):
     def make(present, gang, sizes, check=lambda nodes: None, not_before=0.0, **config):
         config = ClusterConfig(**{"num_nodes": sizes[0], "grow_delay": 30, **config})
         gang = [worker(name, "10.0.0.1", present.gpus) for name in gang]
-        made = growth.GrowthWatch(gang, sizes, config, present, check, not_before, 60)
+        made = growth.GrowthWatch(gang, sizes, config, present, present.prepared.append, check, not_before, 60)
         made.close()
 
         def seen(seconds):
@@ -711,6 +727,7 @@ def test_a_gang_grows_when_idle_workers_have_been_there_for_a_while(watch):
     assert [seen(140), seen(169), seen(170)] == [0, 0, 2]
     present.busy = ("w-2",)
     assert seen(171) == 0
+    assert present.prepared == [worker("w-2", "10.0.0.1").address] * 2  # each time that it came
     assert watch(Present(("w-1", "w-2")), ["w-1"], [2, 1], grow_delay=0, not_before=150)(149) == 0
     assert watch(Present(("w-1", "w-2")), ["w-1"], [2, 1], grow_delay=0, not_before=150)(150) == 2
 
@@ -744,7 +761,7 @@ def test_a_gang_of_full_size_and_a_trial_of_a_sweep_look_for_no_worker(monkeypat
     gang = [worker("w-1", "10.0.0.1")]
     config = one_node_config(ClusterConfig(num_nodes=4, min_nodes=1))
     sizes = usable_sizes(Job(RecipeProgram("digits", dask_config()), "", 0.0), config)
-    assert growth.GrowthWatch(gang, sizes, config, None, None, 0.0, 60).members == frozenset()
+    assert growth.GrowthWatch(gang, sizes, config, None, None, None, 0.0, 60).members == frozenset()
 
 
 def test_a_smaller_gang_still_shares_the_global_batch_evenly(tmp_path):

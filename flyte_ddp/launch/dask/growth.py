@@ -26,6 +26,7 @@ class GrowthWatch:
     Args:
         gang: the workers of the gang.
         sizes: the numbers of nodes at which the run can go on, largest first.
+        prepare: called with the address of a worker that the gang may get, so that its ranks start sooner.
         check_nodes: raises ConfigError if one of the nodes given cannot take part, and any error if the gang could not
             save its state just now.
         not_before: monotonic time before which the gang may not grow.
@@ -38,6 +39,7 @@ class GrowthWatch:
         sizes: Sequence[int],
         config: ClusterConfig,
         roll_call: RollCall,
+        prepare: Callable[[str], None],
         check_nodes: Callable[[Sequence[Node]], None],
         not_before: float,
         grace: float,
@@ -46,6 +48,7 @@ class GrowthWatch:
         self.sizes = sizes
         self.config = config
         self.roll_call = roll_call
+        self.prepare = prepare
         self.check_nodes = check_nodes
         self.not_before = not_before
         self.grace = grace
@@ -75,6 +78,9 @@ class GrowthWatch:
         """Return the addresses of the workers of the largest gang that is possible now; none if it is this one."""
         own = {each.address for each in self.gang}
         idle = [each for each in self.roll_call.present_workers(leave_out=own) if self._is_fit(each)]
+        for each in idle:
+            if each.address not in self._first_seen:
+                self.prepare(each.address)
         now = time.monotonic()
         self._first_seen = {each.address: self._first_seen.get(each.address, now) for each in idle}
         settled = [each for each in idle if now - self._first_seen[each.address] >= self.config.grow_delay]

@@ -55,6 +55,7 @@ from flyte_ddp.launch.spawn import MORE_ACCUMULATION, Result, own_place
 from flyte_ddp.launch.supervisor import print_line
 from flyte_ddp.ownership import Ownership
 from flyte_ddp.rank.job import Job
+from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.storage import Storage, storage_environment
 from flyte_ddp.wall_time import AttemptStarted
 
@@ -262,6 +263,11 @@ class _Launcher:
             sizes = [len(nodes)]  # nothing is kept that a larger gang could go on from
         probe = Storage(self.job.checkpoints, timeout=0)
 
+        def prepare(address: str) -> None:
+            if isinstance(self.job.program, RecipeProgram):  # a function's ranks come from no server
+                call_workers(self.client, [address], worker.install, self.run.name, self.run.code)
+                call_workers(self.client, [address], worker.call, self.run.name, "prepare")
+
         def check_nodes(newcomers: Sequence[Node]) -> None:
             probe.names()  # while the store is away, the gang could not save its state
             check_same_directory(self.client, probe, newcomers)
@@ -271,6 +277,7 @@ class _Launcher:
             sizes,
             self.config,
             self.roll_call,
+            prepare,
             check_nodes,
             not_before=self.grown_at + self.config.grow_interval,
             grace=self.job.program.store_timeout,

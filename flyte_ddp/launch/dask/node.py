@@ -25,8 +25,18 @@ from typing import Any, BinaryIO
 
 from flyte_ddp import events
 from flyte_ddp.errors import ConfigError, DataError, RankFailure, TrainingStopped
-from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, END_OF_ATTEMPT, KILL, KILL_GRACE, STOP, NodeJob, encode
+from flyte_ddp.launch.dask.messages import (
+    BEAT_INTERVAL,
+    END_OF_ATTEMPT,
+    KILL,
+    KILL_GRACE,
+    PREPARE,
+    STOP,
+    NodeJob,
+    encode,
+)
 from flyte_ddp.launch.failures import shorten_traceback
+from flyte_ddp.launch.rank_start import start_server
 from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.launch.supervisor import supervise
 from flyte_ddp.storage import adopt_storage_environment, fetch_file
@@ -160,7 +170,7 @@ def main() -> None:
 
 
 def _listen(commands: BinaryIO, messages: BinaryIO, attempts: queue.SimpleQueue[tuple[NodeJob, DriverLink]]) -> None:
-    """Start an attempt for each job, and pass the commands that follow it on."""
+    """Start an attempt for each job, and pass the commands that follow it on. Have the server of ranks started."""
     link = None
     try:
         for line in commands:
@@ -169,6 +179,8 @@ def _listen(commands: BinaryIO, messages: BinaryIO, attempts: queue.SimpleQueue[
                 node_job = NodeJob.from_json(text)
                 link = DriverLink(messages, node_job.driver_timeout)
                 attempts.put((node_job, link))
+            elif text == PREPARE:
+                start_server()
             elif link:
                 link.obey(text)
     except Exception:

@@ -121,6 +121,14 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             idle.end()
         shutil.rmtree(self.outputs, ignore_errors=True)  # those of rank 0's node are at their URL
 
+    def prepare(self) -> None:
+        """Start a supervisor with a server of ranks, if there is none, for the next attempt."""
+        with self.lock:
+            if self.idle is None and not self.supervisors:
+                self.idle = self._start()
+                self.idle.commands.write(b"prepare\n")
+                self.idle.commands.flush()
+
     def admit(self, attempt: str, meets_here: bool) -> tuple[str, int]:
         """Prepare for an attempt, and end what is left of earlier ones here.
 
