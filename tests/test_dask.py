@@ -466,6 +466,20 @@ def test_a_supervisor_takes_no_command_before_its_job(monkeypatch):
     assert lines == [b"the job\n"]
 
 
+@pytest.mark.parametrize("end", ["no attempt comes", "the worker is gone"])
+def test_a_supervisor_that_nobody_needs_ends(end):
+    timeout = 0.1 if end == "no attempt comes" else 100
+    code = f"from flyte_ddp.launch.dask import node; node.IDLE_TIMEOUT = {timeout}; node.main()"
+    commands_in, commands = os.pipe()
+    messages, messages_out = os.pipe()
+    listeners, listeners_in = socket.socketpair()
+    given = (commands_in, messages_out, listeners_in.fileno())
+    process = subprocess.Popen([sys.executable, "-c", code, "", "", *map(str, given)], pass_fds=given)
+    if end == "the worker is gone":
+        os.close(commands)
+    assert process.wait(timeout=30) == (0 if end == "no attempt comes" else 1)
+
+
 def test_a_nodes_job_crosses_as_json_and_shows_no_secret():
     ranks = NodeRanks(0, 1, 2, "10.0.0.1", 1234, "", False, 1)
     job = Job(
