@@ -25,11 +25,11 @@ from flyte_ddp.rank.world import World, process_group
 
 TIMEOUT = 120.0  # seconds
 _context = multiprocessing.get_context("forkserver")
-start_server()
 
 
 def run_gang(num_ranks, work, *arguments):
     """The results of `work(world, store, *arguments)` on each rank, in the order of the ranks; None of a killed one."""
+    start_server()  # not at the import, which the ranks repeat
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, pipes = [], []
     for rank in range(num_ranks):
