@@ -471,8 +471,8 @@ def test_a_supervisor_that_nobody_needs_ends(end):
     timeout = 0.1 if end == "no attempt comes" else 100
     code = f"from flyte_ddp.launch.dask import node; node.IDLE_TIMEOUT = {timeout}; node.main()"
     commands_in, commands = os.pipe()
-    messages, messages_out = os.pipe()
-    listeners, listeners_in = socket.socketpair()
+    _messages, messages_out = os.pipe()
+    _listeners, listeners_in = socket.socketpair()
     given = (commands_in, messages_out, listeners_in.fileno())
     process = subprocess.Popen([sys.executable, "-c", code, "", "", *map(str, given)], pass_fds=given)
     if end == "the worker is gone":
