@@ -67,6 +67,7 @@ def _add_doctor(commands: Any) -> None:
         "--cluster", default="{}", help="of the runs, as for --cluster of a workflow: JSON, or a JSON file"
     )
     parser.add_argument("--service-account", default="flyte-ddp", help="of the tasks (default flyte-ddp)")
+    parser.add_argument("--tasks", default="{}", help="what the tasks' pods request: python -m tasks requests --json")
     parser.set_defaults(main=_doctor)
 
 
@@ -74,7 +75,8 @@ def _doctor(options: argparse.Namespace) -> int:
     from flyte_ddp.cluster.kubernetes.doctor import BAD, diagnose
 
     try:
-        findings = list(diagnose(cluster_config(_read_cluster(options.cluster)), options.service_account))
+        config = cluster_config(_read_object("--cluster", options.cluster))
+        findings = list(diagnose(config, options.service_account, _read_object("--tasks", options.tasks)))
     except (ConfigError, ClusterError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
@@ -94,7 +96,7 @@ def _run(options: argparse.Namespace) -> int:
             options.nnodes,
             options.nproc_per_node,
             options.max_restarts,
-            _read_cluster(options.cluster) if options.cluster else None,
+            _read_object("--cluster", options.cluster) if options.cluster else None,
             options.stall_timeout,
         )
         program = script_program(options.script, options.arguments, options.module, options.stall_timeout)
@@ -108,13 +110,13 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _read_cluster(text: str) -> dict[str, Any]:
+def _read_object(flag: str, text: str) -> dict[str, Any]:
     try:
         values = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--cluster: expected JSON or the name of a JSON file, got {text!r}: {error}") from None
+        raise ConfigError(f"{flag}: expected JSON or the name of a JSON file, got {text!r}: {error}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"--cluster: expected an object with fields, got {text!r}")
+        raise ConfigError(f"{flag}: expected an object with fields, got {text!r}")
     return values
 
 

@@ -1,11 +1,12 @@
-"""Commands for `make image` and `make register`.
+"""Commands for `make image`, `make register` and the doctor.
 
-python -m tasks image | version | requests
+python -m tasks image | version | requests [--json]
 python -m tasks limits PROJECT DOMAIN VERSION
 """
 
 from __future__ import annotations
 
+import json
 import sys
 
 from tasks.settings import SettingsError, load_settings, require_image
@@ -23,6 +24,10 @@ def main(arguments: list[str]) -> str:
             from tasks.limits import describe_requests
 
             return describe_requests()
+        case ["requests", "--json"]:
+            from tasks.limits import requests_of_pods
+
+            return json.dumps(requests_of_pods())
         case ["limits", project, domain, version]:
             from tasks.limits import check_limits
 

@@ -13,6 +13,7 @@ from tasks.settings import SettingsError
 
 CLASSES = {"training": TRAINING_TASK, "evaluation": EVALUATION_TASK, "driver": DRIVER_TASK, "small": SMALL_TASK}
 RESOURCES = {"CPU": "cpu", "MEMORY": "mem", "EPHEMERAL_STORAGE": "ephemeral_storage", "GPU": "gpu"}
+POD_RESOURCES = {"cpu": "cpu", "memory": "mem", "ephemeral-storage": "ephemeral_storage", "nvidia.com/gpu": "gpu"}
 PROBE = "flyte_ddp.limits"  # a task that is registered first, requests the most of each resource and is never started
 
 
@@ -30,6 +31,18 @@ def describe_requests() -> str:
             f"retries {retries}"
         )
     return "\n".join(lines)
+
+
+def requests_of_pods() -> dict[str, dict[str, str]]:
+    """Return what a pod of each class of tasks requests, by the names that Kubernetes gives resources."""
+    return {
+        name: {
+            resource: str(value)
+            for resource, attribute in POD_RESOURCES.items()
+            if (value := getattr(arguments["limits"], attribute))
+        }
+        for name, arguments in CLASSES.items()
+    }
 
 
 def check_limits(project: str, domain: str, version: str, image: str) -> None:

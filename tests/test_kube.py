@@ -24,6 +24,7 @@ from flyte_ddp.__main__ import main as doctor
 from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig, cluster_config, dask_config
 from flyte_ddp.cluster.connect import worker_end
 from flyte_ddp.cluster.kubernetes import api, lifecycle, network
+from flyte_ddp.cluster.kubernetes.doctor import INSTALLED_VERSION
 from flyte_ddp.cluster.kubernetes.manifest import (
     Driver,
     certificate_secret,
@@ -623,10 +624,12 @@ def test_the_operators_image_has_the_version_of_its_pinned_package() -> None:
     assert values["serviceAccount"]["name"] == account["metadata"]["name"]
     name = f"system:serviceaccount:{account['metadata']['namespace']}:{account['metadata']['name']}"
     assert name in (DEPLOY / "admission-policy.yaml").read_text()
+    assert f"{INSTALLED_VERSION}: VERSION\n" in (DEPLOY / "operator/operator.yaml").read_text()
+    assert 's|VERSION\\$|\\"$version\\"|' in (DEPLOY / "operator/install.sh").read_text()
 
 
-def operator_pods(image: str) -> dict[str, Any]:
-    metadata = {"name": "operator", "namespace": "dask-operator"}
+def operator_pods(image: str, **labels: str) -> dict[str, Any]:
+    metadata = {"name": "operator", "namespace": "dask-operator", "labels": labels}
     spec = {"containers": [{"name": "operator", "image": image}]}
     return {"items": [{"metadata": metadata, "spec": spec, "status": {"phase": "Running"}}]}
 
@@ -635,12 +638,17 @@ def limit_range(**limits: str) -> dict[str, Any]:
     return {"items": [{"metadata": {"name": "small"}, "spec": {"limits": [{"type": "Pod", "max": limits}]}}]}
 
 
+def quota(**hard: str) -> dict[str, Any]:
+    return {"items": [{"metadata": {"name": "small"}, "spec": {"hard": hard}}]}
+
+
 def one_kind() -> dict[str, Any]:
     kind = {"name": "daskclusters", "kind": "DaskCluster", "namespaced": True, "singularName": "", "verbs": []}
     return {"groupVersion": "kubernetes.dask.org/v1", "resources": [kind]}
 
 
-AUTOSCALED = '{"kubernetes": {"autoscaled_nodes": true}}'
+AUTOSCALED = '{"num_nodes": 1, "kubernetes": {"autoscaled_nodes": true, "worker_memory": "4Gi"}}'
+TASKS = '{"training": {"cpu": "4", "memory": "16Gi"}, "small": {"memory": "2Gi"}}'
 OPERATOR_KINDS = ("daskclusters", "daskworkergroups", "daskjobs", "daskautoscalers")
 
 
@@ -897,8 +905,17 @@ def test_a_task_whose_pod_was_killed_for_its_memory_twice_at_the_same_step_ends(
             {"/pods": operator_pods("ghcr.io/dask/dask-kubernetes-operator:2024.1.0")},
             "the operator has version 2024.1.0",
         ),
+        (
+            {"/pods": operator_pods("registry.example.com/operator:7", **{"app.kubernetes.io/version": "2024.1.0"})},
+            "the operator has version 2024.1.0",
+        ),
         ({"/apis/kubernetes.dask.org/v1": one_kind()}, "does not know daskautoscalers, "),
         ({"/limitranges": limit_range(memory="1Gi")}, "small allows 1Gi memory, a worker requests more"),
+        ({"/limitranges": limit_range(memory="12Gi")}, "small allows 12Gi memory, a task (training) requests more; "),
+        (
+            {"/resourcequotas": quota(**{"limits.memory": "9Gi"})},
+            "quota small of namespace team allows limits.memory up to 9Gi, and a task (training) needs 16Gi; request",
+        ),
         (
             {"/api/v1/namespaces/team": {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}},
             "namespace team is restricted, so tasks need the pod template",
@@ -909,7 +926,7 @@ def test_the_doctor_names_what_differs_from_the_guide(
     answers: dict[str, Any], expected: str, api_server: ApiServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api_server.answers = answers
-    assert doctor(["doctor", "--cluster", AUTOSCALED]) == 1
+    assert doctor(["doctor", "--cluster", AUTOSCALED, "--tasks", TASKS]) == 1
     (finding,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED")]
     assert expected in finding
 
@@ -917,6 +934,13 @@ def test_the_doctor_names_what_differs_from_the_guide(
 def test_the_doctor_leaves_out_what_it_may_not_see(api_server: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
     api_server.forbidden = "/limitranges"
     assert doctor(["doctor", "--cluster", AUTOSCALED]) == 0
-    assert "unknown  limit ranges: you may not" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "unknown  limit ranges: you may not" in told
+    assert 'unknown  the tasks\' own pods were not checked; pass --tasks "$(python -m tasks requests --json)"' in told
+    api_server.answers = {"/pods": operator_pods("registry.example.com/operator:7")}
+    assert doctor(["doctor", "--cluster", AUTOSCALED, "--tasks", TASKS]) == 0
+    told = capsys.readouterr().out
+    assert "unknown  the version of the operator registry.example.com/operator:7 in namespace dask-operator" in told
+    assert "ok       no quota of team is too small for a task" in told
     assert doctor(["doctor", "--cluster", "nowhere.json"]) == 2
     assert "--cluster: expected JSON or the name of a JSON file, got 'nowhere.json'" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,8 @@ import pytest
 from flyteidl.admin import task_pb2
 from flyteidl.service import admin_pb2_grpc
 
+from tasks.__main__ import main as tasks_command
+from tasks.limits import CLASSES
 from tests.test_registration import BIN, IMAGE, KNOWN, REPOSITORY, SCHEDULES, clean_environment, resources
 
 
@@ -130,3 +133,12 @@ def test_a_dry_run_needs_no_flyte_and_lists_everything(tmp_path):
     for name in (*(f"Task: {name}" for name in KNOWN), *(f"Launch Plan: {name}" for name in SCHEDULES)):
         assert f"{name} (Dry run Mode)" in done.stdout
     assert done.stdout.endswith(f"retrain_weekly would be activated as version 7\nversion 7, image {IMAGE}\n")
+
+
+def test_the_doctor_gets_what_each_class_of_tasks_requests():
+    requests = json.loads(tasks_command(["requests", "--json"]))
+    assert requests.keys() == CLASSES.keys()
+    for name, arguments in CLASSES.items():
+        limits = arguments["limits"]
+        assert (requests[name]["cpu"], requests[name]["memory"]) == (str(limits.cpu), limits.mem)
+        assert requests[name].get("nvidia.com/gpu", "") == str(limits.gpu or "")

@@ -13,13 +13,14 @@ if ! "$python" -c 'import dask_kubernetes' 2>/dev/null; then
   echo "PYTHON: expected an environment with dask-kubernetes, got $python; make one with: make setup" >&2
   exit 2
 fi
-crds=$("$python" -c '
+read -r version crds < <("$python" -c '
+from importlib.metadata import version
 from importlib.resources import files
-print(files("dask_kubernetes") / "operator/deployment/helm/dask-kubernetes-operator/crds")')
+print(version("dask-kubernetes"), files("dask_kubernetes") / "operator/deployment/helm/dask-kubernetes-operator/crds")')
 
 # Server-side: a CRD with a pod's whole schema is too long for the annotation in which kubectl keeps what it applied.
 kubectl apply --server-side --force-conflicts -f "$crds"
 kubectl create namespace dask-operator --dry-run=client --output yaml | kubectl apply -f -
 kubectl label --overwrite namespace dask-operator pod-security.kubernetes.io/enforce=restricted
-sed "s|IMAGE\$|$image|" "$here/operator.yaml" | kubectl apply -f -
+sed -e "s|IMAGE\$|$image|" -e "s|VERSION\$|\"$version\"|" "$here/operator.yaml" | kubectl apply -f -   # the doctor reads it
 kubectl --namespace dask-operator rollout status deployment/dask-operator --timeout "${TIMEOUT:-300s}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from importlib.metadata import version
 from typing import Any
 
@@ -18,7 +19,9 @@ from flyte_ddp.cluster.kubernetes.preflight import (
     NEEDED_EVERYWHERE,
     OPERATOR_LABELS,
     check_access,
+    exceeded_quotas,
     find_obstacles,
+    needs_of,
     quantity,
     requests_of,
 )
@@ -29,6 +32,7 @@ UPSTREAM_IMAGE = "dask/dask-kubernetes-operator"
 # Parts of the names of DaemonSets that enforce NetworkPolicies.
 ENFORCERS = ("antrea", "aws-node", "azure-npm", "calico", "canal", "cilium", "kube-router", "ovn", "weave")
 PSA = "pod-security.kubernetes.io/enforce"
+INSTALLED_VERSION = "app.kubernetes.io/version"  # a label that deploy/operator/install.sh sets
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,13 @@ class Finding:
         return f"{self.level:<8} {self.text}"
 
 
-def diagnose(config: ClusterConfig, service_account: str) -> Iterator[Finding]:
+def diagnose(
+    config: ClusterConfig, service_account: str, tasks: Mapping[str, Mapping[str, str]] | None = None
+) -> Iterator[Finding]:
     """Check the cluster that the kubeconfig names, for runs with this config whose tasks have `service_account`.
+
+    Args:
+        tasks: what the pods of tasks request, as {class: {resource: quantity}}.
 
     Raises:
         ClusterError: the API server does not answer.
@@ -66,7 +75,8 @@ def diagnose(config: ClusterConfig, service_account: str) -> Iterator[Finding]:
         ("the operator's version", _check_operator),
         (f"the rights of {service_account}", lambda: _check_rights(namespace, service_account)),
         ("service accounts and secrets", lambda: _check_references(config, namespace, service_account)),
-        ("limit ranges", lambda: _check_limit_ranges(spec, namespace)),
+        ("limit ranges", lambda: _check_limit_ranges(spec, tasks or {}, namespace)),
+        ("the quota of tasks", lambda: _check_tasks(tasks or {}, namespace)),
         ("Pod Security", lambda: _check_pod_security(namespace)),
         ("network policies", lambda: _check_policies(namespace)),
     ]
@@ -93,11 +103,18 @@ def _check_operator() -> Iterator[Finding]:
     pods = call("CoreV1Api", "list_pod_for_all_namespaces", label_selector=OPERATOR_LABELS).items
     for pod in pods:
         image = pod.spec.containers[0].image
-        tag = image.rpartition(":")[2]
-        if UPSTREAM_IMAGE in image and tag != pinned:
-            yield Finding(BAD, f"the operator has version {tag}, and this package pins {pinned}; {_upgrade()}")
+        installed = (pod.metadata.labels or {}).get(INSTALLED_VERSION, "")
+        if UPSTREAM_IMAGE in image:
+            installed = image.rpartition(":")[2]
+        where = f"{image} in namespace {pod.metadata.namespace}"
+        if not installed:
+            yield Finding(
+                UNKNOWN, f"the version of the operator {where}; install.sh labels the pod of one that it makes"
+            )
+        elif installed != pinned:
+            yield Finding(BAD, f"the operator has version {installed}, and this package pins {pinned}; {_upgrade()}")
         else:
-            yield Finding(GOOD, f"the operator runs {image} in {pod.metadata.namespace}")
+            yield Finding(GOOD, f"the operator has the pinned version {pinned}: {where}")
     if not pods:
         yield Finding(UNKNOWN, f"no pod has the operator's label {OPERATOR_LABELS}")
 
@@ -155,23 +172,46 @@ def _check_references(config: ClusterConfig, namespace: str, service_account: st
         yield Finding(GOOD, "all service accounts and secrets that are named are there")
 
 
-def _check_limit_ranges(spec: Mapping[str, Any], namespace: str) -> Iterator[Finding]:
+def _check_limit_ranges(
+    spec: Mapping[str, Any], tasks: Mapping[str, Mapping[str, str]], namespace: str
+) -> Iterator[Finding]:
+    requests = {f"a {role}": requests_of(spec[role]["spec"]) for role in ("worker", "scheduler")}
+    requests |= {f"a task ({name})": _quantities(task) for name, task in tasks.items()}
     problems = []
     for limit_range in call("CoreV1Api", "list_namespaced_limit_range", namespace).items:
         for item in limit_range.spec.limits:
-            for role in ("worker", "scheduler"):
-                for resource, amount in requests_of(spec[role]["spec"]).items():
+            for pod, each in requests.items():
+                for resource, amount in each.items():
                     largest = (item.max or {}).get(resource)
                     if item.type in ("Pod", "Container") and largest is not None and amount > quantity(largest):
-                        problems.append(
-                            f"{limit_range.metadata.name} allows {largest} {resource}, a {role} requests more"
-                        )
+                        problems.append(f"{limit_range.metadata.name} allows {largest} {resource}, {pod} requests more")
     if problems:
         yield Finding(BAD, f"limit range: {'; '.join(problems)}; request less, or have it raised")
     else:
         yield Finding(
             GOOD, f"no limit range of {namespace} is in the way; `make register` asks Flyte for its own limits"
         )
+
+
+def _check_tasks(tasks: Mapping[str, Mapping[str, str]], namespace: str) -> Iterator[Finding]:
+    if not tasks:
+        yield Finding(
+            UNKNOWN, 'the tasks\' own pods were not checked; pass --tasks "$(python -m tasks requests --json)"'
+        )
+        return
+    problems = [
+        excess.format(who=f"a task ({name})")
+        for name, task in tasks.items()
+        for excess in exceeded_quotas(needs_of([(1, _quantities(task))]), namespace)
+    ]
+    if problems:
+        yield Finding(BAD, f"{'; '.join(problems)}; request less in settings.toml, or have the quota raised")
+    else:
+        yield Finding(GOOD, f"no quota of {namespace} is too small for a task")
+
+
+def _quantities(requests: Mapping[str, str]) -> dict[str, Decimal]:
+    return {resource: quantity(amount) for resource, amount in requests.items()}
 
 
 def _check_pod_security(namespace: str) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -162,18 +162,25 @@ def _check_permissions(namespace: str) -> Iterator[str]:
 
 
 def _check_quotas(spec: Mapping[str, Any], namespace: str) -> Iterator[str]:
-    needs = _needs(spec)
+    pods = [(1, spec["scheduler"]), (spec["worker"]["replicas"], spec["worker"])]
+    needs = needs_of([(count, requests_of(each["spec"])) for count, each in pods])
     with _skip_if_forbidden(f"the quotas of namespace {namespace}"):
-        for quota in call("CoreV1Api", "list_namespaced_resource_quota", namespace).items:
-            if quota.spec.scopes or quota.spec.scope_selector:
-                continue  # it may not be about these pods
-            for resource, limit in (quota.spec.hard or {}).items():
-                need = needs.get(resource)
-                if need is not None and need > quantity(limit):
-                    yield (
-                        f"quota {quota.metadata.name} of namespace {namespace} allows {resource} up to {limit}, and "
-                        f"this run needs {_short(need)}; ask for fewer or smaller nodes, or have the quota raised"
-                    )
+        for excess in exceeded_quotas(needs, namespace):
+            yield excess.format(who="this run") + "; ask for fewer or smaller nodes, or have the quota raised"
+
+
+def exceeded_quotas(needs: Mapping[str, Decimal], namespace: str) -> Iterator[str]:
+    """Yield a sentence, with a gap `{who}`, for each quota that could never grant `needs` (see `needs_of`)."""
+    for quota in call("CoreV1Api", "list_namespaced_resource_quota", namespace).items:
+        if quota.spec.scopes or quota.spec.scope_selector:
+            continue  # it may not be about these pods
+        for resource, limit in (quota.spec.hard or {}).items():
+            need = needs.get(resource)
+            if need is not None and need > quantity(limit):
+                yield (
+                    f"quota {quota.metadata.name} of namespace {namespace} allows {resource} up to {limit}, and "
+                    f"{{who}} needs {_short(need)}"
+                )
 
 
 def _check_nodes(config: ClusterConfig, spec: Mapping[str, Any]) -> Iterator[str]:
@@ -248,12 +255,12 @@ def quantity(amount: object) -> Decimal:
         raise PreflightError([f"{error}; correct the resources in `pod_template`"]) from error
 
 
-def _needs(spec: Mapping[str, Any]) -> dict[str, Decimal]:
-    """Return the resources of the whole cluster, by the names that quotas use."""
-    num_workers = spec["worker"]["replicas"]
-    needs: dict[str, Decimal] = {"pods": Decimal(num_workers + 1)}
-    for count, role in ((num_workers, "worker"), (1, "scheduler")):
-        for resource, amount in requests_of(spec[role]["spec"]).items():
+def needs_of(pods: Iterable[tuple[int, Mapping[str, Decimal]]]) -> dict[str, Decimal]:
+    """Return the resources of all pods, given as (count, requests), by the names that quotas use."""
+    needs: dict[str, Decimal] = {"pods": Decimal(0)}
+    for count, requests in pods:
+        needs["pods"] += count
+        for resource, amount in requests.items():
             names = [f"requests.{resource}", f"limits.{resource}"]
             if resource in ("cpu", "memory"):
                 names.append(resource)
