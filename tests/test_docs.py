@@ -102,9 +102,13 @@ def directories(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "block",
-    # The other pages repeat what tests of their own show: they are run by `make test-docs` and the CI.
+    # The other pages repeat what tests of their own show: they are run by `make test-docs` and the CI, side by side.
     [
-        pytest.param(each, id=str(each), marks=[] if each.page.parent == REPOSITORY else pytest.mark.slow)
+        pytest.param(
+            each,
+            id=str(each),
+            marks=[] if each.page.parent == REPOSITORY else [pytest.mark.slow, pytest.mark.xdist_group(each.page.name)],
+        )
         for each in RUN
     ],
 )
@@ -152,7 +156,7 @@ def test_commands_refer_to_existing_files_and_targets(block):
         assert re.search(rf"^{target}:", (REPOSITORY / "Makefile").read_text(), re.M), target
     for module in re.findall(r"python -m ([\w.]+)", text):
         assert importlib.util.find_spec(module), module
-    for line in re.findall(r"pyflyte run (?!remote-)(.+)", text):
+    for line in re.findall(r"pyflyte run (?!.*remote-launchplan)(.+)", text):
         words = shlex.split(line, comments=True)
         at = next(position for position, word in enumerate(words) if word.endswith(".py"))
         file, workflow = words[at].replace("$WORKFLOWS", "workflows"), words[at + 1]
