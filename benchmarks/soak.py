@@ -246,6 +246,7 @@ def _report(arguments: argparse.Namespace, epochs: int, faults: Faults, director
     rows = {
         "seed": str(arguments.seed),
         "faults": ", ".join(f"{count} x {what}" for what, count in faults.done.items()),
+        "faults a minute": f"{sum(faults.done.values()) / (QUIET * arguments.minutes):.1f}",
         "attempts": f"{len(faults.sizes)}, of which {grown} larger than the one before",
         "samples lost": f"{lost} of {epochs * NUM_SAMPLES:,}",
         "samples trained twice": str(doubled),

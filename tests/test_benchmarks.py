@@ -21,7 +21,7 @@ from benchmarks.measure import (
     timed_to_loss,
 )
 from benchmarks.recovery.__main__ import table as recovery_table
-from benchmarks.recovery.faults import Outcome, damage
+from benchmarks.recovery.faults import Moment, Outcome, damage, seconds_to_next_step
 from benchmarks.recovery.workload import Step, longest_pause, num_redone
 from benchmarks.soak import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Counting, lost_and_doubled
 from benchmarks.text import num_epochs_within, quality
@@ -167,6 +167,14 @@ def test_recovery_lasts_from_the_fault_to_the_end_of_the_longest_pause_after_it(
     assert longest_pause(steps, begin=9.5) == 3.5  # not the pause before the fault
     assert longest_pause(steps, begin=2.5, end=2.9) == 0.5  # a pause that began later belongs to another fault
     assert longest_pause(steps, begin=13.5) is None
+
+
+def test_the_recovery_from_an_eviction_ends_with_its_first_step_though_a_growth_may_pause_for_longer():
+    steps = [*logged((1, 1), (2, 2), (2.2, 3)), Step(8, 2, 1), Step(9, 3, 1), *logged((20, 4))]
+    assert seconds_to_next_step(steps, Moment(begin=2.1, ended=2.3)) == pytest.approx(5.9)
+    assert seconds_to_next_step(steps, Moment(begin=2.1)) == pytest.approx(17.9)
+    assert seconds_to_next_step(steps, Moment(begin=8.5, world_size=2)) == 11.5
+    assert seconds_to_next_step(steps, Moment(begin=20, ended=21)) is None
 
 
 def test_steps_that_are_done_again_are_counted_for_the_fault_that_caused_them():

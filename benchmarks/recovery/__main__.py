@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,14 @@ class Suite:
         self.data.mkdir()
         prepare_data(LoggedCounting(), "", self.data)
         self._undisturbed: dict[tuple[bool, int], dict[str, Any]] = {}
+
+    def try_run(self, kind: type[System], name: str, fault: Fault) -> dict[str, Outcome]:
+        """Return the outcomes as `run` does, or that this could not measure them: the other faults are still made."""
+        try:
+            return self.run(kind, name, fault)
+        except Exception as error:
+            log(traceback.format_exc())
+            return {title: Outcome(None, 0, None, f"not measured: {type(error).__name__}") for title in fault.titles}
 
     def run(self, kind: type[System], name: str, fault: Fault) -> dict[str, Outcome]:
         """Return the outcomes of a fault for a system, by the fault's titles."""
@@ -138,7 +147,7 @@ def main() -> int:
                 continue
             outcomes[kind.name] = {}
             for fault_name in arguments.only:
-                for title, outcome in suite.run(kind, fault_name, FAULTS[fault_name]).items():
+                for title, outcome in suite.try_run(kind, fault_name, FAULTS[fault_name]).items():
                     log(f"{kind.name}, {title}: {cell(outcome)}")
                     outcomes[kind.name][title] = outcome
     store.stop()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.recovery.systems import System
-from benchmarks.recovery.workload import CHECKPOINT_INTERVAL, longest_pause, num_redone, read_steps
+from benchmarks.recovery.workload import CHECKPOINT_INTERVAL, Step, longest_pause, num_redone, read_steps
 
 FAULT_STEP = 2 * CHECKPOINT_INTERVAL + 7  # the first step after which a fault may come
 FIRST_STEP_TIMEOUT = 180.0  # seconds from the start of a system
@@ -36,6 +36,7 @@ class Moment:
     begin: float  # seconds since the epoch
     end: float = float("inf")
     world_size: int = 0  # the first step of this many ranks counts; 0: the step after the longest pause
+    ended: float = 0.0  # when no rank was left, in seconds since the epoch: the first step after that counts; 0: never
 
 
 def kill_rank(system: System, store: Store) -> list[Moment]:
@@ -91,10 +92,11 @@ def evict_all(system: System, store: Store) -> list[Moment]:
     begin = time.time()
     for node in list(system.nodes):
         system.kill_node(node)
+    ended = time.time()
     time.sleep(ABSENCE)
     system.add_node()
     system.add_node()
-    return [Moment(begin)]
+    return [Moment(begin, ended=ended)]
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,15 @@ def wait_until(system: System, condition: Callable[[], bool], seconds: float = T
     return True
 
 
+def seconds_to_next_step(steps: Sequence[Step], moment: Moment) -> float | None:
+    """Return the seconds from a fault to the step that shows the recovery; None if there was none."""
+    if not moment.world_size and not moment.ended:
+        return longest_pause(steps, moment.begin, moment.end)
+    since = max(moment.begin, moment.ended)
+    after = [step.at for step in steps if step.at > since and moment.world_size in (0, step.world_size)]
+    return min(after) - moment.begin if after else None
+
+
 def measure(system: System, fault: Fault, store: Store) -> list[tuple[float | None, int]]:
     """Make the fault in a run that has just been started, and wait for its end.
 
@@ -180,12 +191,4 @@ def measure(system: System, fault: Fault, store: Store) -> list[tuple[float | No
     moments = fault.make(system, store)
     wait_until(system, lambda: False)
     steps = read_steps(directory)
-    results = []
-    for moment in moments:
-        if moment.world_size:
-            after = [step.at for step in steps if step.at > moment.begin and step.world_size == moment.world_size]
-            seconds = min(after) - moment.begin if after else None
-        else:
-            seconds = longest_pause(steps, moment.begin, moment.end)
-        results.append((seconds, num_redone(steps, moment.begin, moment.end)))
-    return results
+    return [(seconds_to_next_step(steps, moment), num_redone(steps, moment.begin, moment.end)) for moment in moments]
