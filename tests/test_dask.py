@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -724,7 +725,9 @@ def watch(monkeypatch):
 
         def seen(seconds):
             monkeypatch.setattr(growth.time, "monotonic", lambda: seconds)
-            return len(made._find_members())
+            size = len(made._find_members())
+            seen.pause = made._pause()
+            return size
 
         return seen
 
@@ -742,8 +745,18 @@ def test_a_gang_grows_when_idle_workers_have_been_there_for_a_while(watch):
     present.busy = ("w-2",)
     assert seen(171) == 0
     assert present.prepared == [worker("w-2", "10.0.0.1").address] * 2  # each time that it came
-    assert watch(Present(("w-1", "w-2")), ["w-1"], [2, 1], grow_delay=0, not_before=150)(149) == 0
-    assert watch(Present(("w-1", "w-2")), ["w-1"], [2, 1], grow_delay=0, not_before=150)(150) == 2
+    seen = watch(Present(("w-1", "w-2")), ["w-1"], [2, 1], grow_delay=0, not_before=150)
+    assert [seen(149), seen(150)] == [0, 2]
+
+
+def test_a_newcomer_is_prepared_shortly_before_a_growth_which_is_not_late(watch):
+    present = Present(("w-1", "w-2"))
+    seen = watch(present, ["w-1"], [2, 1], grow_delay=30, not_before=400)
+    assert (seen(100), seen.pause, present.prepared) == (0, growth.WATCH_INTERVAL, [])  # it would end unused
+    assert [seen(370), seen(399.9)] == [0, 0]
+    assert len(present.prepared) == 1
+    assert seen.pause == pytest.approx(0.1)
+    assert seen(400) == 2
 
 
 def test_a_gang_grows_to_sizes_that_split_the_batch_with_workers_that_can_take_part(watch):
@@ -768,6 +781,20 @@ def test_a_gang_grows_to_sizes_that_split_the_batch_with_workers_that_can_take_p
     seen = watch(present, names[:2], [4, 3, 2], check=refuse, grow_delay=0)
     assert [seen(1), seen(2)] == [0, 3]
     assert list(present.unfit.values()) == ["checkpoints: another directory on w-3"]
+
+
+def test_fewer_nodes_go_on_as_soon_as_the_others_time_to_return_is_over(monkeypatch):
+    clock = [0.0]
+    advance = lambda seconds: clock.append(clock[-1] + seconds)  # noqa: E731
+    monkeypatch.setattr(dask, "time", SimpleNamespace(monotonic=lambda: clock[-1], sleep=advance))
+    launcher = SimpleNamespace(
+        roll_call=Present(("w-1",)), pool=None, config=LOCAL, client=SimpleNamespace(status="running")
+    )
+    launcher._check_stop = lambda: None
+    for patience in (0.0, 1.0, 60.0):
+        clock[:] = [0.0]
+        (left,) = dask._Launcher._gather(launcher, [2, 1], frozenset(), patience)
+        assert (left.name, clock[-1]) == ("w-1", pytest.approx(patience))
 
 
 def test_a_gang_of_full_size_and_a_trial_of_a_sweep_look_for_no_worker(monkeypatch):

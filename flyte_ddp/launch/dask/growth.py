@@ -15,7 +15,7 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.dask.placement import Node, Worker, assign_nodes
 from flyte_ddp.launch.dask.roll_call import RollCall
 
-WATCH_INTERVAL = 1.0  # seconds between two looks at the workers outside the gang
+WATCH_INTERVAL = 0.5  # seconds between two looks at the workers outside the gang
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ class GrowthWatch:
         self.grace = grace
         self.members: frozenset[str] = frozenset()  # addresses of the workers of a larger gang, once it is possible
         self._first_seen: dict[str, float] = {}  # when each idle worker was first seen, of those seen ever since
+        self._prepared: set[str] = set()  # addresses of idle workers
         self._problem = ""  # the latest, to log each once
         self._is_over = threading.Event()
         if len(gang) < sizes[0]:
@@ -64,7 +65,7 @@ class GrowthWatch:
         self._is_over.set()
 
     def _run(self) -> None:
-        while not self._is_over.wait(WATCH_INTERVAL):
+        while not self._is_over.wait(self._pause()):
             try:
                 self.members = self._find_members()
                 self._problem = ""
@@ -74,14 +75,23 @@ class GrowthWatch:
                     self._problem = str(error)
                     logger.warning("the gang cannot grow for now: %s", error)
 
+    def _pause(self) -> float:
+        """Return the seconds until the next look: no later than a worker has been there for long enough."""
+        now = time.monotonic()
+        due = [max(self.not_before, seen + self.config.grow_delay) for seen in self._first_seen.values()]
+        return min([WATCH_INTERVAL, *(moment - now for moment in due if moment > now)])
+
     def _find_members(self) -> frozenset[str]:
         """Return the addresses of the workers of the largest gang that is possible now; none if it is this one."""
         own = {each.address for each in self.gang}
         idle = [each for each in self.roll_call.present_workers(leave_out=own) if self._is_fit(each)]
-        for each in idle:
-            if each.address not in self._first_seen:
-                self.prepare(each.address)
         now = time.monotonic()
+        self._prepared &= {each.address for each in idle}
+        if now >= self.not_before - self.config.grow_delay:  # earlier, what is prepared would end before it is needed
+            for each in idle:
+                if each.address not in self._prepared:
+                    self._prepared.add(each.address)
+                    self.prepare(each.address)
         self._first_seen = {each.address: self._first_seen.get(each.address, now) for each in idle}
         settled = [each for each in idle if now - self._first_seen[each.address] >= self.config.grow_delay]
         size = next((size for size in self.sizes if size <= len(own) + len(settled)), 0)

@@ -376,11 +376,13 @@ class _Launcher:
             if chosen and len(chosen) == len(expected):
                 return chosen
             waited = time.monotonic() - begun
-            if len(workers) >= sizes[0] or (len(workers) >= sizes[-1] and waited > patience):
+            if len(workers) >= sizes[0] or (len(workers) >= sizes[-1] and waited >= patience):
                 return workers
             if waited > max(patience, self.config.start_timeout) or self.client.status == "closed":
                 break
-            time.sleep(min(ROLL_CALL_INTERVAL, 0.1 + waited))  # at first they are only about to be idle again
+            # At first they are only about to be idle again. A smaller size is enough as soon as `patience` is over.
+            pause = min(ROLL_CALL_INTERVAL, 0.1 + waited)
+            time.sleep(min(pause, patience - waited) if waited < patience else pause)
         message = f"{len(workers)} of {self.config.num_nodes} workers are there and idle after {waited:.0f} s"
         if self.client.status == "closed":
             message = "the Dask scheduler is gone"
