@@ -159,6 +159,7 @@ class RunFinished(Timed):
     peak_memory_bytes: int  # of rank 0: its GPU's memory, or its process's without a GPU
     first_step_seconds: float  # from the launch of the ranks to the end of the first optimizer step
     rank_peak_memory_bytes: list[int] = field(default_factory=list)  # of each rank
+    rank_num_parameters: list[int] = field(default_factory=list)  # that each rank holds: of a split model its part
 
 
 @dataclass(frozen=True)

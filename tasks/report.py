@@ -247,6 +247,8 @@ class Report(Page):
         if finished:
             peaks = finished.rank_peak_memory_bytes or [finished.peak_memory_bytes]
             environment.append(row("Peak memory per rank", ", ".join(f"{each / 2**20:,.0f} MiB" for each in peaks)))
+            if held := finished.rank_num_parameters:
+                environment.append(row("Parameters per rank", ", ".join(f"{each:,}" for each in held)))
             environment.append(row("Launch to first step", duration(finished.first_step_seconds)))
         if self._state.num_starts > 1:
             environment.append(row("Restarts of the gang", f"{self._state.num_starts - 1}"))

@@ -131,6 +131,7 @@ def test_the_report_of_a_finished_run_is_complete():
         "torch 2.15.0",
         "s3://bucket/run/model_state.pt",
         "600 MiB",
+        "215,600, 215,480",
         "431,080 parameters",
         "20 x 24 x 24",
     ):

@@ -23,7 +23,7 @@ from flyte_ddp.rank.parallel import build_model
 from flyte_ddp.rank.peers import Peers
 from flyte_ddp.rank.process import RankProcess, SupervisorLink
 from flyte_ddp.rank.programs import RecipeProgram, check_compiler
-from flyte_ddp.rank.sharding import whole_state
+from flyte_ddp.rank.sharding import count_own_parameters, whole_state
 from flyte_ddp.rank.step_timing import time_costs
 from flyte_ddp.rank.supervision import beat_while_compiling, keep_beating
 from flyte_ddp.rank.trainer import Trainer
@@ -106,6 +106,7 @@ def train(
     # Results: predictions to look at, the trained weights, and the run's figures
     store.memory.clear()  # which rank 0 may need for the whole model
     state = model.state_dict()
+    num_parameters = [int(each) for each in world.gather(count_own_parameters(model))]
     if world.is_first or trainer.is_sharded:
         with shown("predictions"):
             predictions = events.PredictionsMade(progress.epoch - 1, predictions_of(model, recipe, test, config))
@@ -116,7 +117,7 @@ def train(
     peak_memory = [int(each) for each in world.gather(_peak_memory(world))]
     if world.is_first:
         model_state = store.save_file(MODEL_STATE, portable(state), trainer.beat)
-        finished = _run_finished(job, trainer, model_state, [_peak_memory(world), *peak_memory[1:]])
+        finished = _run_finished(job, trainer, model_state, [_peak_memory(world), *peak_memory[1:]], num_parameters)
     if program.timed_batch_sizes:
         costs = time_costs(model, recipe, train, config, world, program.timed_batch_sizes, beat=trainer.beat)
         if world.is_first:
@@ -154,7 +155,9 @@ def _run_started(
     )
 
 
-def _run_finished(job: Job, trainer: Trainer, model_state: str, peak_memory: list[int]) -> events.RunFinished:
+def _run_finished(
+    job: Job, trainer: Trainer, model_state: str, peak_memory: list[int], num_parameters: list[int]
+) -> events.RunFinished:
     best = trainer.progress.best
     assert best is not None  # a config has at least one epoch
     return events.RunFinished(
@@ -165,6 +168,7 @@ def _run_finished(job: Job, trainer: Trainer, model_state: str, peak_memory: lis
         best_accuracy=best.accuracy,
         peak_memory_bytes=peak_memory[0],
         rank_peak_memory_bytes=peak_memory,
+        rank_num_parameters=num_parameters,
         first_step_seconds=max(0.0, trainer.first_step_at - job.launched_at),
     )
 

@@ -205,6 +205,13 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def count_own_parameters(model: nn.Module) -> int:
+    """Count the parameters that this rank holds: of a split model its part. Drops gathered weights."""
+    reshard(model)
+    own = (each.to_local() if _is_split(each) else each for each in model.parameters())  # type: ignore[attr-defined]
+    return sum(tensor.numel() for tensor in own)
+
+
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 

@@ -1,0 +1,142 @@
+"""The parts of a split model: its blocks, its precision, what it needs of memory, and when its weights are gathered."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.rank import gradients
+from flyte_ddp.rank.initial_state import load_initial_state
+from flyte_ddp.rank.parallel import build_model, place_model, replicate
+from flyte_ddp.rank.sharding import check_memory, large_blocks, whole_state
+from flyte_ddp.rank.world import World
+from flyte_ddp.recipes import config_of, get_recipe
+from tests.support.gang import run_gang, train_recipe
+from tests.support.runs import new_run
+from tests.support.text_recipe import TINY as SMALL
+from tests.support.text_recipe import prepared
+
+TINY = "tests.support.recipes.Tiny"
+STEPS = 9  # per epoch
+
+
+@pytest.fixture(scope="module")
+def inside(tmp_path_factory):
+    """What `look_inside` returns on rank 0."""
+    directory = tmp_path_factory.mktemp("inside")
+    run, text = new_run(directory / "tiny"), directory / "text"
+    text.mkdir()
+    prepared(text)
+    state = directory / "state.pt"
+    torch.manual_seed(7)
+    torch.save(get_recipe(TINY).model().state_dict(), state)
+    given = (str(run.data()), str(run.checkpoints), str(text / "data"), str(state))
+    return run_gang(2, look_inside, *given)[0]
+
+
+def look_inside(world, store, data, checkpoints, text_data, state):
+    """Work of a gang: what is split before each micro-batch, the initial state, and what is compiled and computed."""
+    before, set_sync = [], gradients.set_gradient_sync
+
+    def note(model, is_last):
+        before.append(type(next(model.parameters())).__name__ == "DTensor")
+        set_sync(model, is_last)
+
+    gradients.set_gradient_sync = note
+    config = config_of(TINY, {"epochs": 1, "parallel": "fsdp", "gradient_accumulation": 3})
+    train_recipe(world, store, TINY, config, data, checkpoints)
+
+    recipe = get_recipe(TINY)
+    model = build_model(recipe, config, world)
+    replicate(model, config, world, recipe)
+    load_initial_state(model, state)
+
+    compiled = []
+    nn.Module.compile = lambda module: compiled.append(module)  # a method, so no built-in function
+    options = {"recipe_options": SMALL, "parallel": "fsdp", "compile": True, "precision": "bf16"}
+    config = config_of("text", options)
+    recipe = get_recipe("text", config.recipe_options)
+    recipe.datasets(Path(text_data))
+    language_model = build_model(recipe, config, world)
+    _, replica = replicate(language_model, config, world, recipe)
+    types = []
+    language_model.blocks[0].register_forward_hook(lambda module, inputs, output: types.append(output.dtype))
+    outputs = replica(torch.zeros(1, 4, dtype=torch.int64))
+    outputs.sum().backward()
+    return {
+        "split": before,
+        "state": whole_state(model.state_dict(), keep=True),
+        "compiled": [name for name, module in language_model.named_modules() if module in compiled],
+        "types": [*types, outputs.dtype, next(language_model.parameters()).grad.dtype],
+    }
+
+
+def test_weights_stay_gathered_between_the_micro_batches_of_a_step(inside):
+    first, *others = inside["split"]
+    assert not first  # they are still gathered from the look at the layers
+    # The last batch has one sample, and so one micro-batch.
+    assert others == [False, False] + [True, False, False] * (STEPS - 2) + [True]
+
+
+def test_a_split_model_starts_from_the_file_of_a_whole_one(inside):
+    torch.manual_seed(7)
+    expected = get_recipe(TINY).model().state_dict()
+    assert inside["state"].keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in inside["state"].items())
+
+
+def test_each_block_of_a_split_model_is_compiled_and_computes_in_bf16_with_gradients_in_fp32(inside):
+    assert inside["compiled"] == ["blocks.0", "blocks.1"]
+    assert inside["types"] == [torch.bfloat16, torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_blocks_compute_their_activations_again_only_if_asked(asked, caplog):
+    calls = []
+
+    class Counted(nn.Linear):
+        def forward(self, inputs):
+            calls.append(self)
+            return super().forward(inputs)
+
+    model = nn.Sequential(Counted(300, 300), Counted(300, 300))
+    alone = World(0, 0, 1, torch.device("cpu"))
+    _, replica = replicate(model, TrainingConfig(activation_checkpointing=asked, parallel="fsdp"), alone)
+    replica(torch.ones(1, 300, requires_grad=True)).sum().backward()
+    assert [calls.count(layer) for layer in model] == ([2, 2] if asked else [1, 1])
+    assert caplog.messages == ["parallel: one rank holds the whole model; fsdp splits it over several"]
+
+
+def test_a_model_that_cannot_fit_is_refused_with_what_would_make_it_fit():
+    model = nn.Linear(1 << 14, 1 << 14, bias=False, device="meta")  # 1 GiB of weights, 4 GiB with AdamW
+    check_memory(model, TrainingConfig(), 1, 5 << 30)
+    with pytest.raises(ConfigError, match=r'^parallel: expected "parallel": "fsdp" on at least 3 ranks: .* 4.0 GiB'):
+        check_memory(model, TrainingConfig(), 1, 2 << 30)
+    with pytest.raises(ConfigError, match=r"^parallel: expected at least 5 ranks, on more GPUs or nodes: .* 2.0 GiB"):
+        check_memory(model, TrainingConfig(parallel="fsdp"), 2, 1 << 30)
+    check_memory(model, TrainingConfig(parallel="fsdp"), 5, 1 << 30)
+    check_memory(model, dataclasses.replace(TrainingConfig(), optimizer="sgd"), 1, 4 << 30)
+
+
+def test_a_rank_checks_the_memory_of_its_gpu_before_it_moves_the_model_there(monkeypatch):
+    model = nn.Linear(1 << 10, 1 << 10, bias=False)  # 16 MiB with gradients and AdamW
+    gpu = SimpleNamespace(total_memory=10 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    world = World(0, 0, 2, torch.device("cuda", 0))
+    with pytest.raises(ConfigError, match=r'^parallel: expected "parallel": "fsdp" on at least 2 ranks'):
+        place_model(model, TrainingConfig(), world)
+    assert place_model(model, TrainingConfig(parallel="fsdp"), world) is model
+
+
+def test_a_model_without_named_blocks_is_split_by_size():
+    layers = [nn.Linear(300, 300) for _ in range(3)]
+    assert large_blocks(nn.ModuleDict({"body": nn.ModuleList(layers), "head": nn.Linear(300, 300)})) == layers
+    assert large_blocks(nn.Sequential(nn.Linear(4, 300), nn.Sequential(*layers), nn.ReLU())) == layers
+    assert large_blocks(nn.Linear(300, 300)) == []
