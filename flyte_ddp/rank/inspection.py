@@ -79,7 +79,8 @@ def histograms_of(model: nn.Module, is_needed: bool = True) -> tuple[dict[str, H
         is_needed: False on ranks that only take part in the collectives of a split model; they get none.
     """
     reshard(model)
-    parameters, gradients = {}, {}
+    parameters: dict[str, Histogram] = {}
+    gradients: dict[str, Histogram] = {}
     for name, parameter in model.named_parameters():
         for tensor, histograms in ((parameter, parameters), (parameter.grad, gradients)):
             values = None if tensor is None else whole(tensor.detach())
