@@ -13,6 +13,7 @@ from benchmarks.recovery import script
 from benchmarks.recovery.workload import COLLECTIVE_TIMEOUT, MAX_RESTARTS, RECIPE, LoggedCounting
 
 PATIENCE = 1.0  # seconds that a system waits for a node before it goes on without it, or for one more to join
+PLACEMENT_TIMEOUT = 5.0  # seconds for Ray to find places for the workers, before it tries fewer
 
 
 def run_ours(address: str, data: Path, directory: Path, epochs: int, store: str) -> None:
@@ -52,7 +53,11 @@ def run_ray(address: str, data: Path, directory: Path, epochs: int, store: str) 
         endpoint = os.environ["AWS_ENDPOINT_URL"].removeprefix("http://")
         s3 = pyarrow.fs.S3FileSystem(endpoint_override=endpoint, scheme="http", region="us-east-1")
         place = {"storage_path": store.removeprefix("s3://"), "storage_filesystem": s3}
+    # Ray asks for the lost node as well at first, and waits 60 s for it by default.
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(PLACEMENT_TIMEOUT)
     ray.init(address, log_to_driver=True)
+    while ray.cluster_resources().get("CPU", 0) < 2:  # one of each node
+        time.sleep(0.1)
     TorchTrainer(
         script.run_with_ray,
         train_loop_config={"data": str(data), "directory": str(directory), "epochs": epochs},

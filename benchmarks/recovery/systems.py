@@ -183,6 +183,15 @@ class RayTrain(System):
 
     name = "Ray Train"
     needs = "ray"
+    num_started = 0  # nodes, the head among them
+
+    def launch(self) -> None:
+        self.start()
+        # First, so that it belongs to the head: the controller would die with any other node of this machine.
+        self.start_driver()
+        self._wait_for("Connected to Ray cluster.", 1)
+        self.add_node()
+        self.add_node()
 
     def start(self) -> None:
         self.address = f"127.0.0.1:{free_port()}"
@@ -202,17 +211,18 @@ class RayTrain(System):
         common = ("--block", "--disable-usage-stats", "--object-store-memory=80000000")
         ports = ("--min-worker-port=0", "--max-worker-port=0")
         command = shlex.join((str(Path(sys.executable).with_name("ray")), "start", *options, *common, *ports))
-        started = self._num_started()
         # A node ends if its agents take more than 15 s to start, as on a machine in use: it is started again.
         node = self.popen("sh", "-c", f"until {command}; do sleep 1; done")
         # Two nodes of one machine that start at the same time would choose the same names for their sockets.
-        deadline = time.monotonic() + START_TIMEOUT
-        while self._num_started() == started and time.monotonic() < deadline:
-            time.sleep(0.05)
+        self.num_started += 1
+        self._wait_for("Ray runtime started.", self.num_started)
         return node
 
-    def _num_started(self) -> int:
-        return (self.task.directory / "output.log").read_text(errors="replace").count("Ray runtime started.")
+    def _wait_for(self, line: str, count: int) -> None:
+        """Wait until the output has a line so many times, or the time is over."""
+        log, deadline = self.task.directory / "output.log", time.monotonic() + START_TIMEOUT
+        while log.read_text(errors="replace").count(line) < count and time.monotonic() < deadline:
+            time.sleep(0.05)
 
 
 SYSTEMS: dict[str, type[System]] = {"ours": Ours, "torchrun": Torchrun, "ray": RayTrain}
