@@ -102,13 +102,9 @@ def directories(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "block",
-    # The other pages repeat what tests of their own show: they are run by `make test-docs` and the CI, side by side.
+    # The other pages repeat what tests of their own show: they are run by `make test-docs` and the CI.
     [
-        pytest.param(
-            each,
-            id=str(each),
-            marks=[] if each.page.parent == REPOSITORY else [pytest.mark.slow, pytest.mark.xdist_group(each.page.name)],
-        )
+        pytest.param(each, id=str(each), marks=[] if each.page.parent == REPOSITORY else pytest.mark.slow)
         for each in RUN
     ],
 )
