@@ -47,11 +47,12 @@ def _description(program):
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setenv("TAKEN_AWAY", "1")
-    return psutil.Process(_description(RECIPE)["parent"])
+    parent = _description(RECIPE)["parent"]
+    assert parent == forkserver._forkserver._forkserver_pid  # not this process, which no test may kill
+    return psutil.Process(parent)
 
 
 def test_a_recipes_rank_has_torch_and_the_environment_of_its_start(server, monkeypatch):
-    assert server.pid == forkserver._forkserver._forkserver_pid
     monkeypatch.setenv("GIVEN_LATER", "1")
     monkeypatch.delenv("TAKEN_AWAY")
     assert _description(RECIPE) == {
@@ -62,6 +63,12 @@ def test_a_recipes_rank_has_torch_and_the_environment_of_its_start(server, monke
         "TAKEN_AWAY": None,
         "TORCH_LOGS": None,
     }
+
+
+def test_what_dask_sets_in_its_parent_keeps_no_rank_from_the_server(server, monkeypatch):
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_"):
+        monkeypatch.setenv(name, "1" if name not in os.environ else os.environ[name] + "1")
+    assert _description(RECIPE)["parent"] == server.pid
 
 
 def test_a_rank_is_fresh_if_torch_would_not_see_its_environment(server, monkeypatch):

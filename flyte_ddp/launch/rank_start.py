@@ -24,8 +24,9 @@ from flyte_ddp.rank.programs import Program, RecipeProgram
 # Of others alone: the server may lack entries of sys.path by which a rank finds our package and the recipe's.
 PRELOADED = ["torch"]
 
-# How the names of variables begin that torch and the libraries below it read when they are loaded.
-READ_ON_IMPORT = ("KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTORCH_", "TORCH_")
+# How the names of variables begin that torch and the libraries below it read when they are loaded. Not those of malloc
+# and for numbers of threads, which Dask sets in this process: a rank of a recipe sets both itself.
+READ_ON_IMPORT = ("KMP_", "LD_", "MKL_", "OMP_", "PYTORCH_", "TORCH_")
 
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -56,7 +57,11 @@ def start_server() -> bool:
     global _variables_of_server
     if sys.platform == "darwin":
         return False
-    variables = {name: value for name, value in os.environ.items() if name.startswith(READ_ON_IMPORT)}
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(READ_ON_IMPORT) and not name.endswith("_NUM_THREADS")
+    }
     if _variables_of_server is None:
         _variables_of_server = variables
         forkserver.set_forkserver_preload(PRELOADED)
