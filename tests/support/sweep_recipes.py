@@ -37,7 +37,7 @@ class Swept(Tiny):
         return "samples of the class of their largest feature"
 
     def datasets(self, directory):
-        worker = psutil.Process().parent().parent()
+        worker = psutil.Process().parent().parent().parent()  # of the server of ranks and its supervisor
         self.record = open(Path(os.environ["RECORD"], str(worker.pid)), "a")  # noqa: SIM115 - for life
         fcntl.flock(self.record, fcntl.LOCK_EX | fcntl.LOCK_NB)
         print(self.label, file=self.record, flush=True)
