@@ -24,16 +24,16 @@ from flyte_ddp.rank.programs import Program, RecipeProgram
 # Of others alone: the server may lack entries of sys.path by which a rank finds our package and the recipe's.
 PRELOADED = ["torch"]
 
-# How the names of variables begin that torch and the libraries below it read when they are loaded. Not those of malloc
-# and for numbers of threads, which Dask sets in this process: a rank of a recipe sets both itself.
-READ_ON_IMPORT = ("KMP_", "LD_", "MKL_", "OMP_", "PYTORCH_", "TORCH_")
+# How the names of variables begin that torch and the loader of libraries read at their start. Not those of OpenMP and
+# malloc, which Dask and scikit-learn set in this process: a rank of a recipe sets threads and malloc's thresholds itself.
+READ_ON_IMPORT = ("LD_", "PYTORCH_", "TORCH_")
 
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _variables_of_server: dict[str, str] | None = None
 
 
-class _ForkedProcess(ForkServerProcess):
+class ForkedProcess(ForkServerProcess):
     """A process with the environment of its parent at its start, as the other start methods give it."""
 
     def start(self) -> None:
@@ -57,11 +57,7 @@ def start_server() -> bool:
     global _variables_of_server
     if sys.platform == "darwin":
         return False
-    variables = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(READ_ON_IMPORT) and not name.endswith("_NUM_THREADS")
-    }
+    variables = {name: value for name, value in os.environ.items() if name.startswith(READ_ON_IMPORT)}
     if _variables_of_server is None:
         _variables_of_server = variables
         forkserver.set_forkserver_preload(PRELOADED)
@@ -80,7 +76,7 @@ def start_server() -> bool:
 def start_rank(program: Program, target: Callable[..., object], arguments: tuple[Any, ...], name: str) -> BaseProcess:
     """Start a process that calls `target(*arguments)` as a rank of `program`, and return it."""
     if isinstance(program, RecipeProgram) and start_server():
-        forked = _ForkedProcess(target=target, args=arguments, name=name)
+        forked = ForkedProcess(target=target, args=arguments, name=name)
         try:
             forked.start()
             return forked

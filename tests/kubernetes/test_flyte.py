@@ -117,7 +117,7 @@ def test_attempts_resume_from_each_others_checkpoints_until_one_succeeds(
     # A rank is killed: the task itself ends, and reports a recoverable error.
     pod = train(0)
     eventually(lambda: newest_step() >= 5, 600, "a checkpoint of the first attempt")
-    kill_a_rank = "kill -KILL $(grep -l '[s]pawn_main' /proc/[0-9]*/cmdline | cut -d/ -f3 | sort -n | tail -n 1)"
+    kill_a_rank = "kill -KILL $(grep -l '[f]orkserver' /proc/[0-9]*/cmdline | cut -d/ -f3 | sort -n | tail -n 1)"
     flyte.namespace.kubectl("exec", pod, "--", "bash", "-c", kill_a_rank)
     flyte.namespace.wait_for_end(pod)
     error = flyte.error(NESTED, 0)

@@ -16,7 +16,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from flyte_ddp import events
-from flyte_ddp.launch.rank_start import start_server
+from flyte_ddp.launch.rank_start import ForkedProcess, start_server
 from flyte_ddp.rank.job import Job, NodeRanks
 from flyte_ddp.rank.main import train
 from flyte_ddp.rank.peers import Peers
@@ -24,7 +24,6 @@ from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.rank.world import World, process_group
 
 TIMEOUT = 120.0  # seconds
-_context = multiprocessing.get_context("forkserver")
 
 
 def run_gang(num_ranks, work, *arguments):
@@ -33,9 +32,9 @@ def run_gang(num_ranks, work, *arguments):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, pipes = [], []
     for rank in range(num_ranks):
-        pipe, end = _context.Pipe()
+        pipe, end = multiprocessing.Pipe()
         given = (rank, num_ranks, store.port, end, work, arguments)
-        processes.append(_context.Process(target=_run_rank, args=given, daemon=True))
+        processes.append(ForkedProcess(target=_run_rank, args=given, daemon=True))
         pipes.append(pipe)
         processes[-1].start()
         end.close()
