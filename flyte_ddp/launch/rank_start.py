@@ -25,7 +25,7 @@ from flyte_ddp.rank.programs import Program, RecipeProgram
 PRELOADED = ["torch"]
 
 # How the names of variables begin that torch and the loader of libraries read at their start. Not those of OpenMP and
-# malloc, which Dask and scikit-learn set in this process: a rank of a recipe sets threads and malloc's thresholds itself.
+# malloc, which Dask and scikit-learn set in this process: a recipe's rank sets threads and malloc's thresholds itself.
 READ_ON_IMPORT = ("LD_", "PYTORCH_", "TORCH_")
 
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
