@@ -37,6 +37,7 @@ CHEAPER = (
         r"""\1 --config '{"epochs": 1}'""",
     ),  # a later --config wins
     (r'"epochs": \d+', '"epochs": 1'),
+    (r'"parallel": "fsdp", "epochs": 1', r'\g<0>, "recipe_options": {"layers": 1, "width": 32, "context": 32}'),
     (r"(--recipe |RECIPE=)mnist\b", r"\1digits"),
     (r"--data ~/MNIST", ""),
     (r"--num_processes \d+", ""),
