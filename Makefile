@@ -18,9 +18,9 @@ OPERATOR_IMAGE ?= $(IMAGE)
 UV := $(or $(shell command -v uv 2>/dev/null),.uv/bin/uv)
 INSTALLED := $(VENV)/.installed
 PINS := requirements.txt requirements-dev.txt requirements-uv.txt
-# Four at a time on two cores, because a test's ranks often wait. A file's tests stay together, because they share what
+# Three at a time on two cores, because a test's ranks often wait. A file's tests stay together, because they share what
 # they started; tests/conftest.py has the order of the files.
-PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder
+PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 export UV_SYSTEM_CERTS ?= 1
 
 .DEFAULT_GOAL := help

@@ -345,8 +345,9 @@ def test_nodes_have_the_drivers_storage_keys_and_a_restart_waits_for_the_store(
     def fail():
         started = time.monotonic()
 
-        def refuse(name):
-            if time.monotonic() < started + 5:
+        def refuse(name):  # until the driver has noticed
+            is_noticed = any("cannot be reached" in record.message for record in caplog.records)
+            if not is_noticed and time.monotonic() < started + 60:
                 raise ConnectionError("the store is away")
 
         store.before_request = refuse
