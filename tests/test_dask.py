@@ -373,8 +373,10 @@ def test_nodes_have_the_drivers_storage_keys_and_a_restart_waits_for_the_store(
         assert states_equal(load_state(run.result.finished.model_state_url), finished_run().state())
 
     assert len(events_of(run, events.RunStarted)) == 2
-    assert len([record for record in caplog.records if "cannot be reached" in record.message]) == 1
-    assert len([record for record in caplog.records if "answers again" in record.message]) == 1
+    gone = [record for record in caplog.records if "cannot be reached" in record.message]
+    back = [record for record in caplog.records if "answers again" in record.message]
+    assert len(gone) == len(back)
+    assert 1 <= len(gone) <= 2  # the run's owner has a request of its own, which may end after the other was answered
     assert len(seen) == 3
     assert "supervise" in seen[0]
     assert secret not in "".join([*seen, caplog.text, *run.lines])
