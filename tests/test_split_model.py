@@ -29,7 +29,7 @@ STEPS = 9  # per epoch
 
 @pytest.fixture(scope="module")
 def inside(tmp_path_factory):
-    """What `look_inside` returns on rank 0."""
+    """The values that `look_inside` returns on rank 0, one run for all tests."""
     directory = tmp_path_factory.mktemp("inside")
     run, text = new_run(directory / "tiny"), directory / "text"
     text.mkdir()
