@@ -13,11 +13,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar, cast
 
 from flyte_ddp.errors import FileChanged, StorageDenied, StorageUnavailable
 from flyte_ddp.storage.failures import Meaning, answer, describe, meaning_of, remedy_for
 from flyte_ddp.storage.filesystem import open_filesystem
+from flyte_ddp.storage.uncached_file import UncachedFile
 from flyte_ddp.storage.urls import redact_url
 
 T = TypeVar("T")
@@ -100,7 +101,8 @@ class Storage:
         """Put `contents` at `name`, replacing what was there. No reader ever sees a part of it.
 
         Args:
-            contents: for a local path also a function that writes them to a file: they need not be in memory at once.
+            contents: for a local path also a function that writes them to a file: they are never in memory at once, and
+                not in the kernel's cache afterwards.
         """
         self.retry(lambda: self._write(f"{self.root}/{name}", contents))
 
@@ -167,10 +169,14 @@ class Storage:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         temporary = f"{path}.{uuid.uuid4().hex}.tmp"
         try:
-            with open(temporary, "wb") as file:
-                contents(file) if callable(contents) else file.write(contents)
-                file.flush()
-                os.fsync(file.fileno())
+            if callable(contents):
+                with UncachedFile(temporary) as file:
+                    contents(cast(BinaryIO, file))
+            else:
+                with open(temporary, "wb") as file:
+                    file.write(contents)
+                    file.flush()
+                    os.fsync(file.fileno())
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):

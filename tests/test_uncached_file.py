@@ -1,0 +1,99 @@
+"""Files that are written around the kernel's cache, on a real disk and in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from flyte_ddp.storage import Storage, uncached_file
+from flyte_ddp.storage.uncached_file import BLOCK, UncachedFile
+
+SIZES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 4097]
+
+
+def write(path, contents, piece=1 << 20):
+    """Write in pieces of changing sizes; return whether direct writes were used."""
+    sizes, begin, is_direct = random.Random(0), 0, False
+    with UncachedFile(str(path)) as file:
+        while begin < len(contents):
+            end = begin + sizes.randint(1, piece)
+            file.write(contents[begin:end])
+            begin, is_direct = end, is_direct or file.is_direct
+    return is_direct
+
+
+def num_cached(path):
+    """The pages at the beginning, middle and end of a file that are in the kernel's cache."""
+    found = 0
+    with open(path, "rb") as file:
+        for place in (0, path.stat().st_size // 2, path.stat().st_size - 2 * BLOCK):
+            with contextlib.suppress(BlockingIOError):  # it would have to be read from the disk
+                found += os.preadv(file.fileno(), [bytearray(1)], place, os.RWF_NOWAIT)
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("piece", [1 << 20, 9 << 20])
+def test_what_was_written_is_in_the_file(tmp_path, size, piece):
+    contents = random.Random(1).randbytes(size)
+    write(tmp_path / "file", contents, piece)
+    assert (tmp_path / "file").read_bytes() == contents
+
+
+def test_a_large_file_does_not_fill_the_cache(tmp_path):
+    contents = random.Random(1).randbytes(5 * BLOCK)
+    if not write(tmp_path / "file", contents):
+        pytest.skip("this file system has no direct writes")
+    assert num_cached(tmp_path / "file") == 0
+    (tmp_path / "usual").write_bytes(contents)
+    assert num_cached(tmp_path / "usual") == 3
+
+
+@pytest.mark.parametrize("refusal", ["the flag", "the write", "the rest of a write"])
+def test_a_file_system_without_direct_writes_gets_usual_ones(tmp_path, monkeypatch, refusal):
+    set_flags, write_bytes = uncached_file.fcntl.fcntl, os.write
+
+    def fcntl(file, command, *flags):
+        if refusal == "the flag" and flags and flags[0] & uncached_file.DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return set_flags(file, command, *flags)
+
+    def refuse(file, data):
+        if set_flags(file, uncached_file.fcntl.F_GETFL) & uncached_file.DIRECT:
+            if refusal == "the write" or len(data) < BLOCK:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return write_bytes(file, data[:4096])
+        return write_bytes(file, data)
+
+    monkeypatch.setattr(uncached_file.fcntl, "fcntl", fcntl)
+    monkeypatch.setattr(uncached_file.os, "write", refuse)
+    contents = random.Random(1).randbytes(2 * BLOCK + 5)
+    assert write(tmp_path / "file", contents) is False
+    assert (tmp_path / "file").read_bytes() == contents
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="there is no file system in memory here")
+def test_a_file_in_memory_is_written_as_well():
+    path = Path(f"/dev/shm/uncached-{os.getpid()}")
+    contents = random.Random(1).randbytes(2 * BLOCK + 5)
+    try:
+        write(path, contents)
+        assert path.read_bytes() == contents
+    finally:
+        path.unlink()
+
+
+def test_a_full_disk_ends_the_write_and_leaves_nothing(tmp_path, monkeypatch):
+    def no_room(file, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(uncached_file.os, "write", no_room)
+    place = Storage(str(tmp_path), timeout=0)
+    with pytest.raises(Exception, match="No space left on device"):
+        place.write("state.pt", lambda file: file.write(bytes(BLOCK)))
+    assert os.listdir(tmp_path) == []
