@@ -19,7 +19,7 @@ import torch
 
 from flyte_ddp.errors import CheckpointError, ConfigError, RankFailure, StorageUnavailable
 from flyte_ddp.events import StepFinished
-from flyte_ddp.rank.checkpoint import CheckpointStore
+from flyte_ddp.rank.checkpoint import WRITER_NICENESS, CheckpointStore
 from flyte_ddp.rank.checkpoint_files import load_state, portable
 from flyte_ddp.rank.staging import StagingMemory
 from flyte_ddp.rank.state_file import is_whole, save_state
@@ -80,6 +80,15 @@ def test_a_saved_state_is_loaded(tmp_path):
     assert state["progress"] == _state(12)["progress"]
     assert (url, skipped) == (store.save(_state(12), 12, best=False), [])
     assert store.load(3)["progress"]["step"] == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
+def test_the_thread_that_writes_yields_its_core_to_the_training(tmp_path):
+    before = set(threading.enumerate())
+    _store(tmp_path, 1)
+    (writer,) = (thread for thread in set(threading.enumerate()) - before if thread.name == "checkpoint")
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert os.getpriority(os.PRIO_PROCESS, writer.native_id) == min(19, own + WRITER_NICENESS)
 
 
 def test_a_state_is_copied_before_save_returns(tmp_path):
@@ -461,7 +470,7 @@ def test_a_killed_writer_leaves_no_partial_file(tmp_path, killed_before):
     store = _store(tmp_path, 3)
     program = f"""
 import os, signal, sys, torch
-from flyte_ddp.rank.checkpoint import CheckpointStore
+from flyte_ddp.rank.checkpoint import WRITER_NICENESS, CheckpointStore
 store = CheckpointStore({str(tmp_path)!r}, 10)
 die = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
 if {killed_before!r} == "replace":

@@ -17,6 +17,8 @@ import io
 import json
 import logging
 import math
+import os
+import sys
 import threading
 import time
 import uuid
@@ -48,6 +50,7 @@ from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
 FIRST_PAUSE, MAX_PAUSE = 0.5, 15.0  # seconds between two tries to write
 POLL = 0.2  # seconds between looks at the writer while something waits for it
 PEER_POLL, MAX_PEER_POLL = 0.05, 1.0  # seconds between two looks at the other ranks' writers
+WRITER_NICENESS = 10  # of 19: where all cores compute, the writer still gets a tenth of one
 
 logger = logging.getLogger(__name__)
 
@@ -308,6 +311,7 @@ class CheckpointStore:
             write.buffers = []
 
     def _run(self) -> None:
+        _yield_cores_to_training()
         pause = FIRST_PAUSE
         while True:
             write: _Write | None = None
@@ -446,3 +450,10 @@ def _wanted(queue: list[_Write]) -> list[_Write]:
     """Return what is worth writing of `queue`, oldest first: the newest state, and the newest that was the best."""
     best = [write for write in queue if write.best][-1:]
     return [write for write in queue if write is queue[-1] or write in best]
+
+
+def _yield_cores_to_training() -> None:
+    """Lower the priority of the calling thread. Only on Linux a thread has one of its own."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            os.nice(WRITER_NICENESS)
