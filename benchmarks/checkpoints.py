@@ -1,8 +1,8 @@
-"""The cost of checkpoints: `python -m benchmarks.checkpoints stall`; or copy, often DATA, never DATA.
+"""The cost of checkpoints: `python -m benchmarks.checkpoints stall`; or copy, training.
 
 The model has 100 million parameters, and AdamW two more numbers for each: 1.2 GB. `stall` is the time for which a save
-keeps the training, and `copy` a plain copy of the same bytes into memory that was written to before. `often` and
-`never` train, with a checkpoint every 50 steps and without any.
+keeps the training, and `copy` a plain copy of the same bytes into memory that was written to before. `training` trains,
+50 steps with a checkpoint at their beginning and 50 without, in turn: neighbours on a machine whose speed drifts.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.mnist_like import MnistLike
+from flyte_ddp.events import Event, StepFinished
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 SIZES = (784, 6000, 6000, 6000, 4000, 10)  # of the layers: 100.8 million parameters
 BATCH_SIZE = 128  # global
-INTERVAL = 50  # steps between two checkpoints
+BLOCK = 50  # steps with one checkpoint, or without
+FIRST_BLOCK, NUM_BLOCKS = 3, 9  # those before the first have the model's first steps, and the first save's new memory
 NUM_SAVES = 5
 
 
@@ -73,18 +75,40 @@ def copy() -> float:
     return statistics.median(seconds[1:])
 
 
-def train(data: str, checkpoint_interval: int) -> float:
-    """Return the samples per second of an epoch."""
+def train() -> dict[str, float]:
+    """Return the samples per second of the steps with checkpoints and of those without."""
     from flyte_ddp.config import resolve
     from flyte_ddp.launch import spawn
+    from flyte_ddp.prepare import prepare_data
     from flyte_ddp.rank.job import Job
     from flyte_ddp.rank.programs import RecipeProgram
 
-    config = {"epochs": 1, "global_batch_size": BATCH_SIZE, "checkpoint_interval": checkpoint_interval}
+    config = {"global_batch_size": BATCH_SIZE, "epochs": 1, "log_interval": BLOCK, "checkpoint_interval": 2 * BLOCK}
     program = RecipeProgram("benchmarks.checkpoints.Wide", resolve(Wide.defaults, config))
+    blocks = Blocks()
     with tempfile.TemporaryDirectory() as directory:
-        result = spawn.train(Job(program, directory, time.time()), lambda: str(Path(data)), num_processes=1)
-    return result.epochs[0].samples_per_second
+        data = Path(directory) / "data"
+        data.mkdir()
+        prepare_data(Wide(), str(NUM_BLOCKS * BLOCK * BATCH_SIZE), data)
+        spawn.train(Job(program, f"{directory}/run", time.time()), lambda: str(data), 1, [blocks])
+    return {
+        "samples_per_second": statistics.harmonic_mean(blocks.rates[FIRST_BLOCK + 1 :: 2]),
+        "samples_per_second_without": statistics.harmonic_mean(blocks.rates[FIRST_BLOCK::2]),
+    }
+
+
+class Blocks:
+    """A listener that keeps the samples per second of each block of steps."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, StepFinished) and event.step % BLOCK == 0:
+            self.rates.append(event.samples_per_second)
+
+    def close(self, error: BaseException | None) -> None:
+        pass
 
 
 def trained() -> tuple[nn.Module, Optimizer]:
@@ -104,12 +128,12 @@ def trained() -> tuple[nn.Module, Optimizer]:
     return model, optimizer
 
 
-def main(name: str, *data: str) -> None:
+def main(name: str) -> None:
     outcome: dict[str, Any] = {"first_step_at": time.time()}
-    if name in ("stall", "copy"):
-        outcome["stall_seconds"] = {"stall": stall, "copy": copy}[name]()
+    if name == "training":
+        outcome |= train()
     else:
-        outcome["samples_per_second"] = train(*data, checkpoint_interval={"often": INTERVAL, "never": 0}[name])
+        outcome["stall_seconds"] = {"stall": stall, "copy": copy}[name]()
     print(json.dumps(outcome), flush=True)
 
 

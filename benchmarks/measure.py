@@ -29,6 +29,7 @@ Outcome = Mapping[str, Any]
 
 UNITS: dict[str, Callable[[float], str]] = {
     "samples_per_second": lambda value: f"{value:,.0f} samples/s",  # over all ranks, in the last epoch
+    "samples_per_second_without": lambda value: f"{value:,.0f} samples/s",  # in the same run, without what is measured
     "tokens_per_second": lambda value: f"{value:,.0f} tokens/s",  # of text, in the last epoch
     "names_per_second": lambda value: f"{value:,.0f} names/s",  # that are new and different
     "images_per_second": lambda value: f"{value:,.0f} images/s",  # fetched, decoded and cut to size
@@ -59,13 +60,14 @@ class Variant:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: the ratio of `ours` to `theirs` in one quantity."""
+    """One line of the table: the ratio of `ours` to `theirs` in one quantity. One variant can be both sides."""
 
     title: str
-    quantity: str  # a key of `UNITS` and of both outcomes
+    quantity: str  # a key of `UNITS` and of the outcome of `ours`
     ours: Variant
     theirs: Variant
     goal: str
+    their_quantity: str = ""  # likewise, of `theirs`; "" for the same
 
 
 @dataclass
@@ -90,7 +92,8 @@ def compare(
         num_failed = 0
         for number in range(0 if missing else rounds):
             try:
-                ours, theirs = timed_to_loss(*(run(side, environment) for side in pair))
+                by_variant = {side: run(side, environment) for side in dict.fromkeys(pair)}
+                ours, theirs = timed_to_loss(*(by_variant[side] for side in pair))
             except MeasurementError as error:
                 log(str(error))
                 num_failed += 1
@@ -168,7 +171,13 @@ def timed_to_loss(ours: Outcome, theirs: Outcome) -> tuple[Outcome, Outcome]:
 
 def ratios(result: Result) -> list[float]:
     """Return ours divided by theirs, per round."""
-    return [ours[result.row.quantity] / theirs[result.row.quantity] for ours, theirs in result.outcomes]
+    ours, theirs = _quantities(result.row)
+    return [sides[0][ours] / sides[1][theirs] for sides in result.outcomes]
+
+
+def _quantities(row: Row) -> tuple[str, str]:
+    """Return the names of what is measured on both sides."""
+    return row.quantity, row.their_quantity or row.quantity
 
 
 def table(results: Sequence[Result]) -> str:
@@ -183,9 +192,10 @@ def table(results: Sequence[Result]) -> str:
             found = ratios(result)
             failed = f"; {result.num_failed} rounds failed" if result.num_failed else ""
             cells.append(f"**{statistics.median(found):.2f}** ({min(found):.2f} to {max(found):.2f}{failed})")
-            for side in (0, 1):
-                value = statistics.median(outcomes[side][row.quantity] for outcomes in result.outcomes)
-                cells.append(UNITS[row.quantity](value))
+            for side, quantity in enumerate(_quantities(row)):
+                cells.append(
+                    UNITS[quantity](statistics.median(outcomes[side][quantity] for outcomes in result.outcomes))
+                )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
