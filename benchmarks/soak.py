@@ -186,10 +186,17 @@ class Faults(threading.Thread):
                 self.nodes.evict(self.random.choice(sorted(self.nodes.workers)))
                 self.done["node evicted"] += 1
                 threading.Timer(self.random.uniform(*ABSENCE), self.nodes.add).start()
-            elif ranks := self.nodes.ranks():
-                with contextlib.suppress(ProcessLookupError):
-                    self.random.choice(ranks).kill()
-                    self.done["rank killed"] += 1
+            else:
+                while not self._kill_a_rank():  # between two attempts there is none
+                    if self.is_over.wait(0.1):
+                        return
+
+    def _kill_a_rank(self) -> bool:
+        with contextlib.suppress(ProcessLookupError, IndexError):
+            self.random.choice(self.nodes.ranks()).kill()
+            self.done["rank killed"] += 1
+            return True
+        return False
 
 
 def main() -> int:
