@@ -36,7 +36,13 @@ def own_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    forget_settings()  # those of a test of another file, in this process
     yield
+    forget_settings()
+
+
+def forget_settings() -> None:
+    """Have W&B read the environment again."""
     if "wandb" in sys.modules:
         import wandb
 
