@@ -19,7 +19,17 @@ from tests.support.runs import new_run
 
 # Files of tests that take over half a minute, the longest first.
 LONGEST = (
-    *("test_dask", "test_spawn", "test_run", "test_single_node", "test_docs", "test_sweep_runs", "test_scaling"),
+    *(
+        "test_dask",
+        "test_elastic",
+        "test_dask_node",
+        "test_spawn",
+        "test_run",
+        "test_single_node",
+        "test_docs",
+        "test_sweep_runs",
+        "test_scaling",
+    ),
     *("test_checkpoint", "test_trainer", "test_retrain", "test_text_workflow", "test_flytekit_plugin"),
     *("test_sharding", "test_examples", "test_example_scripts", "test_script", "test_weights_and_biases"),
 )
@@ -72,6 +82,38 @@ def chromium(tmp_path_factory):
         pytest.skip("there is no Chromium here; on Debian: apt-get install chromium")
     with browser.Browser(tmp_path_factory.mktemp("profile")) as opened:
         yield opened
+
+
+@pytest.fixture(scope="module")
+def client():
+    """The client of a Dask cluster of two workers, with `LOCAL` for its config."""
+    from flyte_ddp.cluster.connect import open_cluster
+    from tests.support.dask_runs import LOCAL
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STEP_SECONDS", "0.05")  # for tests that have to meet a run on its way
+        with open_cluster(LOCAL, "test") as client:
+            yield client
+
+
+@pytest.fixture(scope="module")
+def scheduler(tmp_path_factory):
+    """The address of a scheduler without workers."""
+    from tests.support.dask_runs import start_scheduler
+
+    process, address = start_scheduler(tmp_path_factory.mktemp("dask"))
+    yield address
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def start_worker():
+    """start_worker(scheduler, name, **environment): the process of a worker's nanny, which ends with the test."""
+    from tests.support.dask_runs import worker_starter
+
+    with worker_starter() as start:
+        yield start
 
 
 @pytest.fixture

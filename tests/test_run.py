@@ -19,8 +19,6 @@ import pytest
 import flyte_ddp
 from flyte_ddp import __main__ as command_line
 from flyte_ddp import events, session
-from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.errors import ConfigError, GangLost, RankFailure
 from flyte_ddp.launch import rank_start
 from flyte_ddp.launch.run import Gang, run_program, script_program
@@ -351,12 +349,6 @@ def test_a_flag_that_nobody_knows_is_refused(capsys):
 
 
 # On a Dask cluster
-
-
-@pytest.fixture(scope="module")
-def client():
-    with open_cluster(ClusterConfig(kind="local", num_nodes=2, node_timeout=60), "run") as client:
-        yield client
 
 
 def test_a_function_runs_on_a_dask_cluster_with_the_code_beside_it(client, tmp_path, monkeypatch):

@@ -26,7 +26,6 @@ from flyte_ddp.sweep.search import EarlyStopping, build_trials
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides
 from tasks.sweep import check_sweep
 from tasks.sweep_report import SweepReport
-from tests.test_dask import start_scheduler, start_worker  # noqa: F401 - the latter is a fixture
 
 SWEPT = "tests.support.sweep_recipes.Swept"
 RANGE = {"low": 0.0001, "high": 0.1, "log": True}

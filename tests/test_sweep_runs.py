@@ -30,9 +30,9 @@ from flyte_ddp.sweep.results import (
 from flyte_ddp.sweep.runner import train_trials
 from flyte_ddp.sweep.search import build_trials
 from tasks.inputs import ClusterInput, TrainingOverrides, given
+from tests.support.dask_runs import start_scheduler
 from tests.support.prometheus import record_figures
 from tests.support.wandb_log import records_of
-from tests.test_dask import start_scheduler, start_worker  # noqa: F401 - the latter is a fixture
 
 SWEPT = "tests.support.sweep_recipes.Swept"
 LOCAL = ClusterConfig(kind="local", node_timeout=30)  # a busy machine's workers are slow to answer, not lost
@@ -227,7 +227,7 @@ def test_a_sweep_without_any_good_model_fails_with_the_errors_of_all(tmp_path, d
 
 
 @pytest.mark.slow
-def test_a_lost_cluster_ends_the_sweep(tmp_path, data, record, start_worker):  # noqa: F811
+def test_a_lost_cluster_ends_the_sweep(tmp_path, data, record, start_worker):
     scheduler, address = start_scheduler(tmp_path)
     for number in range(2):
         start_worker(address, f"worker-{number}", RECORD=str(record))

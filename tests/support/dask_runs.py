@@ -1,4 +1,4 @@
-"""Runs like those of tests.support.runs, on a Dask cluster.
+"""Runs like those of tests.support.runs, on a Dask cluster, and the clusters.
 
 As a program, `python -m tests.support.dask_runs JSON`, it is the driver of a run, for tests that send
 signals to it or give it other code: it prints every event and every line of a rank as a line of JSON, and last how
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -22,10 +24,15 @@ from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.config import resolve
 from flyte_ddp.events import StepFinished
 from flyte_ddp.launch.dask.launcher import train_on_dask
+from flyte_ddp.launch.dask.placement import Worker
 from flyte_ddp.rank.job import Job
 from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.recipes import get_recipe
 from tests.support.runs import REPOSITORY, Run, _Printer, new_run, print_json
+
+LOCAL = ClusterConfig(kind="local", node_timeout=30)  # a busy machine's workers are slow to answer, not lost
+
+logging.getLogger("distributed").setLevel(logging.ERROR)
 
 
 def train(run: Run, client, cluster: ClusterConfig, at_steps=(), stop=None, **config):
@@ -83,6 +90,65 @@ def start_driver(directory, cluster, code=REPOSITORY, **config):
         text=True,
         start_new_session=True,
     )
+
+
+def start_scheduler(directory):
+    """The process and the address of a scheduler that no run made."""
+    file = directory / "scheduler.json"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dask", "scheduler", "--host", "127.0.0.1", "--port", "0", "--no-dashboard"]
+        + ["--scheduler-file", str(file)]
+    )
+    assert eventually(lambda: file.exists() and file.read_text().endswith("}"), 60)
+    return process, json.loads(file.read_text())["address"]
+
+
+@contextlib.contextmanager
+def worker_starter():
+    """A function (scheduler, name) that starts a worker, without this checkout on its path; the nanny's process."""
+    nannies = []
+
+    def start(scheduler, name, **environment):
+        nannies.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "dask", "worker", scheduler, "--name", name, "--nthreads", "1"]
+                + ["--no-dashboard", "--memory-limit", "0"],
+                cwd=tempfile.gettempdir(),
+                env={**{name: value for name, value in os.environ.items() if name != "PYTHONPATH"}, **environment},
+            )
+        )
+        return nannies[-1]
+
+    try:
+        yield start
+    finally:
+        for nanny in nannies:
+            for process in [*psutil.Process(nanny.pid).children(recursive=True), nanny] if nanny.poll() is None else []:
+                process.kill()
+            nanny.wait()
+
+
+def pid_of(client, index):
+    return sorted(client.run(os.getpid).values())[index]
+
+
+def states_equal(one, other):
+    import torch  # not in a driver
+
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def events_of(run, kind):
+    return [event for event in run.events if isinstance(event, kind)]
+
+
+def dask_config(**values):
+    return resolve({}, values)
+
+
+def worker(name, host, gpus=()):
+    """A worker as a roll call finds it."""
+    return Worker(f"tcp://{host}:1{name[-1]}", name, host, 8, gpus, False)
 
 
 def eventually(condition, timeout=30):

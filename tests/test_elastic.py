@@ -1,0 +1,276 @@
+"""A gang that goes on smaller when it loses nodes, and larger when they are back."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from flyte_ddp import events
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.cluster.connect import open_cluster
+from flyte_ddp.errors import (
+    ConfigError,
+    TrainingStopped,
+)
+from flyte_ddp.launch.dask import calls, gang, growth, roll_call
+from flyte_ddp.launch.dask import launcher as dask
+from flyte_ddp.launch.dask.launcher import usable_sizes
+from flyte_ddp.launch.dask.node import DriverLink
+from flyte_ddp.launch.signals import StopRequest
+from flyte_ddp.rank.job import Job
+from flyte_ddp.rank.programs import RecipeProgram
+from flyte_ddp.sweep.runner import one_node_config
+from flyte_ddp.wall_time import AttemptEnded
+from tests.support.dask_runs import (
+    LOCAL,
+    dask_config,
+    events_of,
+    eventually,
+    ranks_below,
+    train,
+    worker,
+)
+from tests.support.runs import new_run
+
+
+def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
+    start_worker, scheduler, tmp_path, finished_run, caplog
+):
+    """On a cluster that somebody scales; a step takes long on one node, so that the second one is there in time."""
+    pace = {"STEP_SECONDS": "0.05", "ALONE_SECONDS": "2.5"}
+    nannies = [start_worker(scheduler, f"node-{index}", **pace) for index in range(2)]
+
+    class Elastic(type(new_run(tmp_path))):
+        def handle(self, event):
+            super().handle(event)
+            if isinstance(event, events.StepFinished) and event.step == 5 and len(nannies) == 2:
+                nanny = nannies.pop()
+                for process in [nanny, *psutil.Process(nanny.pid).children()]:
+                    process.kill()
+            elif isinstance(event, events.RunStarted) and event.world_size == 1:
+                start_worker(scheduler, "node-2", **pace)
+
+    config = ClusterConfig(
+        kind="existing", scheduler_address=scheduler, min_nodes=1, return_timeout=0.1, grow_delay=1, max_restarts=1
+    )
+    with open_cluster(config, "test") as client:
+        run = train(Elastic(tmp_path, new_run(tmp_path).recipe), client, config, checkpoint_interval=2)
+
+    whole, shrunk, grown = events_of(run, events.RunStarted)
+    assert [event.world_size for event in (whole, shrunk, grown)] == [2, 1, 2]
+    torch.testing.assert_close(run.state(), finished_run().state())
+    # The growth lost no step and used up no restart: the gang took a checkpoint before it ended.
+    assert [event.reason for event in events_of(run, AttemptEnded)][1:] == ["it grows to 2 nodes"]
+    steps = [event.step for event in run.events[run.events.index(shrunk) :] if isinstance(event, events.StepFinished)]
+    assert steps == list(range(shrunk.resumed_step + 1, 28))
+    assert f"the gang ended at step {grown.resumed_step}, after a checkpoint, to grow from 1 to 2 nodes" in caplog.text
+
+
+class GrowsAtOnce(growth.GrowthWatch):
+    """Finds a worker for a larger gang as soon as there is a gang, and calls `on_growth` when that is noticed."""
+
+    on_growth = staticmethod(lambda: None)
+
+    @property
+    def members(self):
+        self.on_growth()
+        return frozenset({*(each.address for each in self.gang), "tcp://a-third"})
+
+    @members.setter
+    def members(self, value):
+        pass
+
+
+@pytest.mark.slow
+def test_a_vanished_newcomer_costs_a_moment_and_a_stop_wins_over_a_growth(client, tmp_path, monkeypatch):
+    run, stop, commands = new_run(tmp_path), StopRequest(), []
+
+    async def send(*arguments):
+        commands.append(arguments[-1])
+        await calls.send_command(*arguments)
+
+    def stop_in_second_gang():
+        if len(events_of(run, events.RunStarted)) == 2 and not stop.is_set():
+            stop.set("SIGTERM")
+
+    monkeypatch.setattr(GrowsAtOnce, "on_growth", staticmethod(stop_in_second_gang))
+    monkeypatch.setattr(dask, "GrowthWatch", GrowsAtOnce)
+    monkeypatch.setattr(dask, "REUNION_TIMEOUT", 1.0)
+    monkeypatch.setattr(gang, "send_command", send)
+    elastic = dataclasses.replace(LOCAL, num_nodes=3, min_nodes=2, return_timeout=0.1, max_restarts=0)
+    with pytest.raises(TrainingStopped, match="^SIGTERM: the run was stopped at step"):
+        train(run, client, elastic, stop=stop)
+    first, second = events_of(run, events.RunStarted)
+    assert (first.world_size, second.world_size) == (2, 2)
+    assert second.resumed_step > 0
+    assert commands[-1] == "stop 20 SIGTERM"
+    assert list(run.checkpoints.glob("step-*.json"))
+
+
+def test_a_stop_leaves_ranks_that_end_to_grow_less_time():
+    link = DriverLink(io.BytesIO(), driver_timeout=float("inf"))  # a driver's silence would end this process
+    for command in ("go", "stop 600 the gang grows", "stop 600 the gang grows"):
+        link.obey(command)
+    assert link.stop.is_set()
+    assert link.stop.deadline - time.monotonic() > 500
+    link.obey("stop 20 SIGTERM")
+    assert link.stop.reason == "SIGTERM"
+    assert link.stop.deadline - time.monotonic() < 21
+    assert not link.stop.is_urgent
+
+
+def test_a_silent_node_is_abandoned_and_kills_its_ranks_when_it_returns(
+    start_worker, scheduler, tmp_path, caplog, monkeypatch
+):
+    start_worker(scheduler, "node-0", STEP_SECONDS="0.1")
+    silent = start_worker(scheduler, "node-1", STEP_SECONDS="0.1")
+    config = ClusterConfig(
+        kind="existing", scheduler_address=scheduler, node_timeout=5, min_nodes=1, return_timeout=1, start_timeout=60
+    )
+    stopped, asked_briefly = [], []
+
+    def note_call(client, addresses, *arguments, **options):
+        if options.get("timeout", 60) < 1:
+            asked_briefly.extend(addresses)
+        return calls.call_workers(client, addresses, *arguments, **options)
+
+    monkeypatch.setattr(roll_call, "call_workers", note_call)
+
+    def fall_silent():
+        assert not asked_briefly
+        stopped.extend([psutil.Process(silent.pid), *psutil.Process(silent.pid).children(recursive=True)])
+        for process in stopped:
+            process.suspend()
+
+    with open_cluster(config, "test") as client:
+        run = train(new_run(tmp_path), client, config, at_steps=[(3, fall_silent)], checkpoint_interval=2)
+        assert [event.world_size for event in events_of(run, events.RunStarted)] == [2, 1]
+        assert "it has been silent for 5 s" in caplog.text
+        assert len(set(asked_briefly)) == 1  # the silent one: each look at the workers would wait 5 s for it
+        for process in stopped:
+            process.resume()
+        assert eventually(lambda: not ranks_below(silent.pid))
+
+
+@dataclasses.dataclass
+class Present:
+    """A roll call of workers that the test names."""
+
+    names: tuple = ()
+    busy: tuple = ()
+    gpus: tuple = ("0",)
+    unfit: dict = dataclasses.field(default_factory=dict)
+    prepared: list = dataclasses.field(default_factory=list)  # addresses
+
+    def present_workers(self, leave_out=()):
+        every = [
+            dataclasses.replace(worker(name, "10.0.0.1", self.gpus), is_busy=name in self.busy) for name in self.names
+        ]
+        return [each for each in every if each.address not in {*leave_out, *self.unfit}]
+
+    def mark_unfit(self, address, why):
+        self.unfit[address] = why
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """watch(present, gang, sizes, **config): `seen(seconds)` is the size that is possible when it looks then."""
+
+    def make(present, gang, sizes, check=lambda nodes: None, not_before=0.0, **config):
+        config = ClusterConfig(**{"num_nodes": sizes[0], "grow_delay": 30, **config})
+        gang = [worker(name, "10.0.0.1", present.gpus) for name in gang]
+        made = growth.GrowthWatch(gang, sizes, config, present, present.prepared.append, check, not_before, 60)
+        made.close()
+
+        def seen(seconds):
+            monkeypatch.setattr(growth.time, "monotonic", lambda: seconds)
+            size = len(made._find_members())
+            seen.pause = made._pause()
+            return size
+
+        return seen
+
+    return make
+
+
+def test_a_gang_grows_when_idle_workers_have_been_there_for_a_while(watch):
+    present = Present(("w-1", "w-2"))
+    seen = watch(present, ["w-1"], [2, 1])
+    assert [seen(100), seen(129), seen(130)] == [0, 0, 2]
+    present.names = ("w-1",)  # gone, and back: it has to stay again
+    assert seen(131) == 0
+    present.names = ("w-1", "w-2")
+    assert [seen(140), seen(169), seen(170)] == [0, 0, 2]
+    present.busy = ("w-2",)
+    assert seen(171) == 0
+    assert present.prepared == [worker("w-2", "10.0.0.1").address] * 2  # each time that it came
+    seen = watch(Present(("w-1", "w-2")), ["w-1"], [2, 1], grow_delay=0, not_before=150)
+    assert [seen(149), seen(150)] == [0, 2]
+
+
+def test_a_newcomer_is_prepared_shortly_before_a_growth_which_is_not_late(watch):
+    present = Present(("w-1", "w-2"))
+    seen = watch(present, ["w-1"], [2, 1], grow_delay=30, not_before=400)
+    assert (seen(100), seen.pause, present.prepared) == (0, growth.WATCH_INTERVAL, [])  # it would end unused
+    assert [seen(370), seen(399.9)] == [0, 0]
+    assert len(present.prepared) == 1
+    assert seen.pause == pytest.approx(0.1)
+    assert seen(400) == 2
+
+
+def test_a_gang_grows_to_sizes_that_split_the_batch_with_workers_that_can_take_part(watch):
+    names = ("w-1", "w-2", "w-3", "w-4", "w-5")
+    assert [watch(Present(names[:num]), names[:2], [6, 4, 3, 2], grow_delay=0)(1) for num in (2, 3, 4, 5)] == [
+        0,
+        3,
+        4,
+        4,
+    ]
+    assert watch(Present(names[:3]), names[:2], [4, 2], grow_delay=0)(1) == 0
+    assert watch(Present(names[:2], gpus=("0", "1")), names[:1], [2, 1], grow_delay=0, gpus_per_node=1)(1) == 2
+    without = Present(names[:2], gpus=())
+    assert watch(without, names[:1], [2, 1], grow_delay=0, gpus_per_node=1)(1) == 0
+    assert list(without.unfit.values()) == ["gpus_per_node: expected 1, got 0 on worker w-2"]
+
+    def refuse(nodes):
+        if nodes[0].name == "w-3":
+            raise ConfigError("checkpoints: another directory on w-3")
+
+    present = Present(names[:4])
+    seen = watch(present, names[:2], [4, 3, 2], check=refuse, grow_delay=0)
+    assert [seen(1), seen(2)] == [0, 3]
+    assert list(present.unfit.values()) == ["checkpoints: another directory on w-3"]
+
+
+def test_fewer_nodes_go_on_as_soon_as_the_others_time_to_return_is_over(monkeypatch):
+    clock = [0.0]
+    advance = lambda seconds: clock.append(clock[-1] + seconds)  # noqa: E731
+    monkeypatch.setattr(dask, "time", SimpleNamespace(monotonic=lambda: clock[-1], sleep=advance))
+    launcher = SimpleNamespace(
+        roll_call=Present(("w-1",)), pool=None, config=LOCAL, client=SimpleNamespace(status="running")
+    )
+    launcher._check_stop = lambda: None
+    for patience in (0.0, 1.0, 60.0):
+        clock[:] = [0.0]
+        (left,) = dask._Launcher._gather(launcher, [2, 1], frozenset(), patience)
+        assert (left.name, clock[-1]) == ("w-1", pytest.approx(patience))
+
+
+def test_a_gang_of_full_size_and_a_trial_of_a_sweep_look_for_no_worker(monkeypatch):
+    monkeypatch.setattr(growth.threading, "Thread", None)  # not even started
+    gang = [worker("w-1", "10.0.0.1")]
+    config = one_node_config(ClusterConfig(num_nodes=4, min_nodes=1))
+    sizes = usable_sizes(Job(RecipeProgram("digits", dask_config()), "", 0.0), config)
+    assert growth.GrowthWatch(gang, sizes, config, None, None, None, 0.0, 60).members == frozenset()
+
+
+def test_a_smaller_gang_still_shares_the_global_batch_evenly(tmp_path):
+    job = Job(RecipeProgram("digits", dask_config(global_batch_size=24)), str(tmp_path), 0.0)
+    assert usable_sizes(job, ClusterConfig(num_nodes=6, min_nodes=2)) == [6, 4, 3, 2]
+    assert usable_sizes(job, ClusterConfig(num_nodes=6)) == [6]
