@@ -95,6 +95,16 @@ class Namespace:
         metadata = [item["metadata"] for item in self.items("daskclusters")]
         return [each["name"] for each in metadata if "deletionTimestamp" not in each]
 
+    def policy(self, cluster: str) -> dict[str, Any]:
+        """Return the network policy of a cluster, which is created just after it."""
+        command = ("get", "networkpolicy", cluster, "--ignore-not-found", "--output", "json")
+        policy: dict[str, Any] = json.loads(eventually(lambda: self.kubectl(*command), 60, f"the policy of {cluster}"))
+        return policy
+
+    def pods(self, cluster: str, component: str) -> list[dict[str, Any]]:
+        """Return a cluster's pods of one component. Those of a test before may still be ending."""
+        return self.items("pods", f"dask.org/cluster-name={cluster},dask.org/component={component}")
+
     def pods_of_clusters(self) -> list[str]:
         return [pod["metadata"]["name"] for pod in self.items("pods", "dask.org/cluster-name")]
 

@@ -69,7 +69,7 @@ def test_a_cluster_started_from_outside_uses_two_nodes_and_is_deleted(namespace:
     config = namespace.config()
     with open_cluster(config, run_name) as client:
         workers = client.scheduler_info(n_workers=-1)["workers"]
-        pods = namespace.items("pods", "dask.org/component=worker")
+        pods = namespace.pods(cluster_name(run_name), "worker")
         futures = [
             client.submit(double_in_a_child, index, workers=[address], allow_other_workers=False, pure=False)
             for index, address in enumerate(workers)
@@ -89,7 +89,7 @@ def test_a_driver_pod_needs_no_more_than_the_rbac_of_deploy_and_deletes_its_clus
     namespace.start_driver("driver", DRIVER % (small_cluster(image=""), "time.sleep(600)"))
     namespace.wait_for_line("driver", "the cluster is up")
     (cluster,) = namespace.items("daskclusters")
-    policy = next(each for each in namespace.items("networkpolicies") if each["metadata"]["name"] != "flyte-ddp")
+    policy = namespace.policy(cluster["metadata"]["name"])
     pods = namespace.items("pods", f"dask.org/cluster-name={cluster['metadata']['name']}")
     namespace.kubectl("exec", "driver", "--", "bash", "-c", "kill -TERM 1")
     assert namespace.wait_for_end("driver", timeout=90) == 128 + signal.SIGTERM, namespace.log("driver")

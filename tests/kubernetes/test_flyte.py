@@ -230,14 +230,15 @@ def test_a_multi_node_task_runs_the_registered_code_and_the_users_recipe_on_its_
     )
     pod = flyte.start(newer, "tasks.train.train_on_cluster", NESTED, inputs)
     (cluster,) = eventually(lambda: flyte.namespace.items("daskclusters"), 300, "a Dask cluster")
-    policy = flyte.namespace.items("networkpolicies", "app.kubernetes.io/managed-by=flyte-ddp")[0]
-    workers = eventually(lambda: flyte.namespace.items("pods", "dask.org/component=worker"), 300, "a worker's pod")
+    name = cluster["metadata"]["name"]
+    policy = flyte.namespace.policy(name)
+    workers = eventually(lambda: flyte.namespace.pods(name, "worker"), 300, "a worker's pod")
     code = flyte.namespace.wait_for_end(pod, timeout=900)
     log = flyte.namespace.log(pod)
     outputs = flyte.outputs(NESTED)
     assert outputs is not None, f"exit code {code}\n{flyte.error(NESTED)}\n{log}"
     assert [line for line in log.splitlines() if UNHEALTHY.search(line)] == []
-    assert cluster["metadata"]["name"] == cluster_name(pod)
+    assert name == cluster_name(pod)
     assert cluster["metadata"]["ownerReferences"][0]["name"] == pod
     assert flyte.namespace.clusters() == []
     callers = [each.get("podSelector") for each in policy["spec"]["ingress"][1]["from"]]
@@ -325,7 +326,7 @@ def test_a_task_of_a_users_own_goes_on_when_a_pod_is_deleted_and_its_output_reac
         return max((int(path.rsplit("step-", 1)[1].removesuffix(".json")) for path in found), default=0)
 
     eventually(lambda: newest_step() >= 5, 600, "a checkpoint")
-    worker = flyte.namespace.items("pods", "dask.org/component=worker")[0]["metadata"]["name"]
+    worker = flyte.namespace.pods(cluster_name(pod), "worker")[0]["metadata"]["name"]
     flyte.namespace.kubectl("delete", "pod", worker, "--grace-period=0", "--force")
     flyte.namespace.wait_for_end(pod, timeout=600)
     log = flyte.namespace.log(pod)

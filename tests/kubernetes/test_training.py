@@ -84,7 +84,7 @@ class Driver:
     def pods(self, component: str) -> list[dict[str, Any]]:
         """The pods of its cluster."""
         (cluster,) = self.namespace.clusters()
-        return self.namespace.items("pods", f"dask.org/cluster-name={cluster},dask.org/component={component}")
+        return self.namespace.pods(cluster, component)
 
 
 @pytest.fixture(scope="module")
