@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 import sys
 import time
@@ -259,6 +260,15 @@ def test_failures_that_end_a_run_and_failures_that_restart_it(
     if error is OutOfMemory:
         assert str(caught.value).startswith("cluster.kubernetes.worker_memory: expected more than 8Gi, or a smaller")
     assert "\n" not in str(caught.value)
+
+
+def test_a_log_line_says_whether_a_lost_gang_had_made_a_step(client, tmp_path, monkeypatch, caplog):
+    lost = NodeLost("node 1 was lost", "w-1", "")
+    monkeypatch.setattr(dask, "Attempt", Scripted([(lost, 0, -1), (lost, 7, 0), ENOUGH]))
+    with pytest.raises(TrainingStopped):
+        train(new_run(tmp_path), client, LOCAL)
+    said = re.findall(r"the gang was lost (.*) and restarts", caplog.text)
+    assert said == ["before its first step", "at step 7"]
 
 
 def test_a_store_that_stays_away_ends_the_run_recoverably(client, tmp_path, monkeypatch):

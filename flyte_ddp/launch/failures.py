@@ -32,6 +32,10 @@ class Ended:
     step: int
     resumed_step: int
 
+    def position(self) -> str:
+        """Return where the attempt ended, as messages have it."""
+        return f"at step {self.step}" if self.step else "before its first step"
+
 
 def is_bug(ended: Ended, previous: Ended | None) -> bool:
     """Return whether the recipe or its input is to blame, so that another attempt would end the same way."""

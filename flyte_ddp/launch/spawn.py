@@ -39,7 +39,7 @@ from flyte_ddp.wall_time import AttemptEnded, AttemptStarted
 OOM_NOTE = "out-of-memory.json"  # beside the checkpoints
 logger = logging.getLogger(__name__)
 MORE_ACCUMULATION = "a GPU ran out of memory: the ranks restart from the last checkpoint with gradient_accumulation %d"
-RESTART = "the gang was lost at step %d and restarts from its last checkpoint (restart %d of at most %d): %s"
+RESTART = "the gang was lost %s and restarts from its last checkpoint (restart %d of at most %d): %s"
 
 
 @dataclass
@@ -140,7 +140,7 @@ def run_on_this_machine(
                     if num_restarts == max_restarts or is_bug(ended, previous):
                         raise
                     num_restarts, previous = num_restarts + 1, ended
-                    logger.warning(RESTART, *(ended.step, num_restarts, max_restarts, failure))
+                    logger.warning(RESTART, *(ended.position(), num_restarts, max_restarts, failure))
 
 
 class _LatestStep:

@@ -30,7 +30,7 @@ from flyte_ddp.errors import OUT_OF_MEMORY, RankFailure, TrainingStopped
 from flyte_ddp.launch.devices import visible_gpus
 from flyte_ddp.launch.failures import first_line, shorten, shorten_traceback
 from flyte_ddp.launch.log_tail import LogTail, logs_directory
-from flyte_ddp.launch.rank_start import start_rank
+from flyte_ddp.launch.rank_start import ForkedProcess, start_rank
 from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.rank.job import WRITE_GRACE, Job, NodeRanks, rank_log, rank_stacks
 from flyte_ddp.rank.process import run_rank
@@ -42,6 +42,7 @@ POLL_INTERVAL = 0.1  # seconds between checks of logs, heartbeats and the stop r
 LOG_TAIL = 20  # lines of a dead rank's output in the error
 MAX_MESSAGE = 6  # lines of an exception's own message
 STACK_LINES = 36  # of all ranks' main threads together in the error of a stall; the log has all threads
+UNKNOWN_CODE = 255  # of a forked process whose server, which alone could read its code, is gone
 DEATH_GRACE = 2.0  # seconds for the kernel to end killed processes, and for their new parent to reap them
 
 _hiding = threading.Lock()
@@ -251,6 +252,8 @@ class _Ranks:
                 what += ". Unless a person killed it, the machine ran out of memory"
         else:
             what, kind, cause = f"rank {rank.number} exited with code {code}", "exit", f"exit code {code}"
+            if code == UNKNOWN_CODE and isinstance(rank.process, ForkedProcess):
+                what += ", or the server that it was forked from was killed"
         tail = rank.log.last_lines(LOG_TAIL)
         return RankFailure(f"{what}\n{shorten(tail)}" if tail else what, rank.number, kind, cause)
 

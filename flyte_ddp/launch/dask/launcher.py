@@ -51,7 +51,7 @@ from flyte_ddp.launch.dask.roll_call import RollCall
 from flyte_ddp.launch.dispatch import Dispatcher
 from flyte_ddp.launch.failures import Ended, first_line, is_bug, is_out_of_memory, is_store_outage, made_no_progress
 from flyte_ddp.launch.signals import StopRequest, stop_on_signals
-from flyte_ddp.launch.spawn import MORE_ACCUMULATION, Result, own_place
+from flyte_ddp.launch.spawn import MORE_ACCUMULATION, RESTART, Result, own_place
 from flyte_ddp.launch.supervisor import print_line
 from flyte_ddp.ownership import Ownership
 from flyte_ddp.rank.job import Job
@@ -298,18 +298,18 @@ class _Launcher:
         if is_store_outage(ended):
             if is_store_outage(previous) and made_no_progress(ended, previous):
                 raise StorageUnavailable(what) from failure
-            logger.warning("the gang was lost at step %d and restarts when the store is back: %s", ended.step, what)
+            logger.warning("the gang was lost %s and restarts when the store is back: %s", ended.position(), what)
             return
         if self.num_restarts == self.config.max_restarts:
             raise GangLost(
-                f"the gang was lost at step {ended.step} and has used up its restarts (max_restarts: "
+                f"the gang was lost {ended.position()} and has used up its restarts (max_restarts: "
                 f"{self.config.max_restarts}): {failure}"
             ) from failure
         self.num_restarts += 1
         is_known = previous is not None and previous.failure.cause == failure.cause != ""
         logger.warning(
-            "the gang was lost at step %d and restarts from its last checkpoint (restart %d of at most %d): %s",
-            *(ended.step, self.num_restarts, self.config.max_restarts, what if is_known else failure),
+            RESTART,
+            *(ended.position(), self.num_restarts, self.config.max_restarts, what if is_known else failure),
         )
 
     def _wait_for_store(self) -> None:
