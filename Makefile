@@ -13,8 +13,8 @@ IMAGE_PLATFORM := --python-version 3.11 --python-platform x86_64-manylinux_2_28
 # The image that the tests on a cluster install the Dask operator from.
 OPERATOR_IMAGE ?= $(IMAGE)
 # uv from the path, or installed beside the environment. It takes seconds where pip takes minutes, and resolves torch and
-# torchvision to matching builds. It compiles the bytecode: with PYTHONDONTWRITEBYTECODE set, every process would otherwise
-# compile torch again, which takes longer than everything else that a rank does before it trains.
+# torchvision to matching builds. It compiles the bytecode, so that no process compiles torch, which takes longer than
+# everything else that a rank does before it trains.
 UV := $(or $(shell command -v uv 2>/dev/null),.uv/bin/uv)
 INSTALLED := $(VENV)/.installed
 PINS := requirements.txt requirements-dev.txt requirements-uv.txt
@@ -22,6 +22,8 @@ PINS := requirements.txt requirements-dev.txt requirements-uv.txt
 # they started; tests/conftest.py has the order of the files.
 PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 export UV_SYSTEM_CERTS ?= 1
+# Images of containers often set it. The checkout's modules would be compiled in every process that a run or a test starts.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train train-multi-node test test-all test-docs test-gpu test-kubernetes test-flyte lint audit format bench \
