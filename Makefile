@@ -62,7 +62,7 @@ test: $(INSTALLED)  ## the tests that need nothing but this machine, in eight mi
 test-all: $(INSTALLED)  ## also the slow ones
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not gpu and not kubernetes and not flyte'
 
-test-docs: $(INSTALLED)  ## every command and piece of code in docs/ and examples/; the README's are part of make test
+test-docs: $(INSTALLED)  ## every command and piece of code in the README, docs/ and examples/
 	$(BIN)/python -m pytest -m slow tests/test_docs.py tests/test_example_scripts.py
 
 test-gpu: $(INSTALLED)  ## the tests that need a GPU

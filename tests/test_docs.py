@@ -101,14 +101,8 @@ def directories(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize(
-    "block",
-    # The other pages repeat what tests of their own show: they are run by `make test-docs` and the CI.
-    [
-        pytest.param(each, id=str(each), marks=[] if each.page.parent == REPOSITORY else pytest.mark.slow)
-        for each in RUN
-    ],
-)
+@pytest.mark.slow  # they repeat what tests of their own show; `make test-docs` runs them, and the CI
+@pytest.mark.parametrize("block", RUN, ids=str)
 def test_a_block_runs_with_cheaper_settings(block, directories):
     directory = directories(block.page)
     text = block.text

@@ -41,9 +41,8 @@ def last_loss(module, script, directory):
     return float(losses[-1])
 
 
-@pytest.mark.parametrize(
-    "script", [pytest.param(name, marks=[pytest.mark.slow] if name != "ddp.py" else []) for name in SHORT]
-)
+@pytest.mark.slow  # `make test-docs` runs them, and the CI
+@pytest.mark.parametrize("script", SHORT)
 def test_a_script_ends_in_the_same_loss_as_under_torchrun(script, tmp_path):
     if script in PACKAGES:
         pytest.importorskip(PACKAGES[script])
