@@ -14,6 +14,9 @@ from multiprocessing import forkserver
 import psutil
 import pytest
 
+from flyte_ddp.config import resolve
+from flyte_ddp.launch import rank_start
+from flyte_ddp.rank.programs import RecipeProgram
 from tests.support import browser
 from tests.support.runs import new_run
 
@@ -114,6 +117,20 @@ def start_worker():
 
     with worker_starter() as start:
         yield start
+
+
+@pytest.fixture(scope="module")
+def server_with_compiler():
+    """Ranks that have imported torch's compiler, as those of a process whose first run splits its model."""
+    start_server_anew(RecipeProgram("digits", resolve({}, {"parallel": "fsdp"})).slow_imports)
+    yield
+    start_server_anew(["torch"])
+
+
+def start_server_anew(modules):
+    forkserver._forkserver._stop()
+    rank_start._variables_of_server = None
+    rank_start.start_server(modules)
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ def _describe(pipe):
         {
             "parent": os.getppid(),
             "has torch": "torch" in sys.modules,
+            "has compiler": "torch._dynamo" in sys.modules,
             "blocked": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
             **{name: os.environ.get(name) for name in ("GIVEN_LATER", "TAKEN_AWAY", "TORCH_LOGS")},
         }
@@ -58,6 +59,7 @@ def test_a_recipes_rank_has_torch_and_the_environment_of_its_start(server, monke
     assert _description(RECIPE) == {
         "parent": server.pid,
         "has torch": True,
+        "has compiler": False,
         "blocked": set(),
         "GIVEN_LATER": "1",
         "TAKEN_AWAY": None,
@@ -88,17 +90,28 @@ def test_a_server_outlives_the_signals_that_are_for_the_launcher(server):
     assert _description(RECIPE)["parent"] == server.pid
 
 
-def test_ranks_are_fresh_where_the_server_cannot_load_torch(tmp_path):
-    (tmp_path / "broken.py").write_text("import os\nos._exit(3)\n")
-    code = (
-        "from flyte_ddp.launch import rank_start\nfrom tests import test_rank_start as test\n"
-        "rank_start.PRELOADED[:] = ['broken']\nprint(test._description(test.RECIPE))"
-    )
-    path = os.pathsep.join([str(REPOSITORY), str(tmp_path)])
+def _description_in_a_process_without_server(code, directory):
+    """What `_description` of a rank of `test.RECIPE` prints there, after `code`."""
+    code = f"from tests import test_rank_start as test\n{code}\nprint(test._description(test.RECIPE))"
+    path = os.pathsep.join([str(REPOSITORY), str(directory)])
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
     )
-    assert "'has torch': False" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_ranks_are_fresh_where_the_server_cannot_load_torch(tmp_path):
+    (tmp_path / "broken.py").write_text("import os\nos._exit(3)\n")
+    code = "test.RecipeProgram.slow_imports = ['broken']"
+    assert "'has torch': False" in _description_in_a_process_without_server(code, tmp_path)
+
+
+def test_a_rank_that_needs_torchs_compiler_has_it_from_the_server(tmp_path):
+    compiled = RecipeProgram("digits", resolve({}, {"compile": True}))
+    code = "test.RECIPE = test.RecipeProgram('digits', test.resolve({}, {'parallel': 'fsdp'}))"
+    assert "'has compiler': True" in _description_in_a_process_without_server(code, tmp_path)
+    assert compiled.slow_imports == RecipeProgram("digits", resolve({}, {"parallel": "fsdp"})).slow_imports
 
 
 def test_a_killed_server_ends_the_run_with_all_its_processes_and_the_next_run_has_another(

@@ -53,7 +53,7 @@ def test_an_exception_ends_the_run_with_that_ranks_number_and_traceback(tmp_path
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     run = new_run(tmp_path)
     run.data()
-    rank_start.start_server()  # it lives as long as this process
+    rank_start.start_server(["torch"])  # it lives as long as this process
     before = _surroundings()
 
     with pytest.raises(RankFailure) as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,9 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from flyte_ddp.config import TrainingConfig
+from benchmarks.mnist_like import MnistLike
+from flyte_ddp.config import TrainingConfig, resolve
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.prepare import prepare_data
 from flyte_ddp.rank import gradients
+from flyte_ddp.rank.fast_start import return_freed_memory
 from flyte_ddp.rank.initial_state import load_initial_state
 from flyte_ddp.rank.parallel import build_model, place_model, replicate
 from flyte_ddp.rank.sharding import check_memory, large_blocks, whole_state
@@ -140,3 +144,38 @@ def test_a_model_without_named_blocks_is_split_by_size():
     assert large_blocks(nn.ModuleDict({"body": nn.ModuleList(layers), "head": nn.Linear(300, 300)})) == layers
     assert large_blocks(nn.Sequential(nn.Linear(4, 300), nn.Sequential(*layers), nn.ReLU())) == layers
     assert large_blocks(nn.Linear(300, 300)) == []
+
+
+# Memory
+
+
+def measure_memory(world, store, *arguments):
+    """Work of a gang: the bytes by which the process has grown at most since it had imported everything."""
+    import torch._dynamo  # noqa: F401 as `fully_shard` does
+
+    return_freed_memory()  # as a rank's `main` does
+    own = Path("/proc/self")
+    (own / "clear_refs").write_text("5")  # begins to take the peak anew
+    before = resident(own, "VmRSS")
+    train_recipe(world, store, *arguments)
+    return resident(own, "VmHWM") - before
+
+
+def resident(process, key):
+    (line,) = [line for line in (process / "status").read_text().splitlines() if line.startswith(key)]
+    return int(line.split()[1]) << 10
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
+def test_a_rank_with_shards_needs_half_the_memory_of_one_with_a_whole_model(tmp_path, monkeypatch):
+    """From the first weights to the file of the trained ones, a checkpoint included."""
+    monkeypatch.setattr("benchmarks.mnist_like.NUM_TEST_SAMPLES", 64)
+    (tmp_path / "data").mkdir()
+    prepare_data(MnistLike(), "256", tmp_path / "data")
+    num_parameters = 18e6
+    options = {"epochs": 1, "optimizer": "adamw", "recipe_options": {"layers": 16, "width": 1024}}
+    config = resolve(MnistLike.defaults, {**options, "parallel": "fsdp"})
+    given = (measure_memory, "benchmarks.shards.Deep", config, str(tmp_path / "data"), str(tmp_path / "checkpoints"))
+    # Weights, gradients and AdamW's two states, and the copy for a checkpoint, which leaves out the gradients.
+    whole_bytes = (16 + 12) * num_parameters
+    assert max(run_gang(2, *given)) < 0.6 * whole_bytes

@@ -1,8 +1,9 @@
 """How the process of a rank starts: forked from a server that has imported torch, or fresh. Imports no torch.
 
 The ranks of a recipe are forked from a server, the one of Python's `forkserver` method. Each process that launches
-ranks has one, which imports torch once: 2 s of processor time that otherwise every rank of every attempt needs. So the
-first ranks start as soon as fresh ones would, and those of a restart in a tenth of the time.
+ranks has one, which imports torch once: 2 s of processor time that otherwise every rank of every attempt needs, or 4 s
+where it also needs the compiler. So the first ranks start as soon as fresh ones would, and those of a restart in a
+tenth of the time.
 
 The ranks of a user's function are fresh processes, of the method `spawn`: torch must not be there before the function
 imports it, because a variable that the function sets for torch would come too late.
@@ -13,16 +14,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess, SpawnProcess
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from flyte_ddp.rank.programs import Program, RecipeProgram
-
-# Of others alone: the server may lack entries of sys.path by which a rank finds our package and the recipe's.
-PRELOADED = ["torch"]
 
 # How the names of variables begin that torch and the loader of libraries read at their start. Not those of OpenMP and
 # malloc, which Dask and scikit-learn set in this process: a recipe's rank sets threads and malloc's thresholds itself.
@@ -47,8 +45,12 @@ class ForkedProcess(ForkServerProcess):
         super().run()
 
 
-def start_server() -> bool:
+def start_server(modules: Sequence[str]) -> bool:
     """Start this process's server if it has none, and do not wait for it.
+
+    Args:
+        modules: that a new server imports. Of others alone: the server may lack entries of sys.path by which a rank
+            finds our package and the recipe's.
 
     Returns:
         False if its ranks would not be as fresh ones are: the environment has changed since the server read it, or
@@ -60,7 +62,7 @@ def start_server() -> bool:
     variables = {name: value for name, value in os.environ.items() if name.startswith(READ_ON_IMPORT)}
     if _variables_of_server is None:
         _variables_of_server = variables
-        forkserver.set_forkserver_preload(PRELOADED)
+        forkserver.set_forkserver_preload(list(modules))
     if variables != _variables_of_server:
         return False
     # A signal to the whole process group, such as Ctrl-C, is for this process, which then asks the ranks to stop.
@@ -75,7 +77,7 @@ def start_server() -> bool:
 
 def start_rank(program: Program, target: Callable[..., object], arguments: tuple[Any, ...], name: str) -> BaseProcess:
     """Start a process that calls `target(*arguments)` as a rank of `program`, and return it."""
-    if isinstance(program, RecipeProgram) and start_server():
+    if isinstance(program, RecipeProgram) and start_server(program.slow_imports):
         forked = ForkedProcess(target=target, args=arguments, name=name)
         try:
             forked.start()

@@ -49,6 +49,13 @@ class RecipeProgram:
         return self.config.store_timeout
 
     @property
+    def slow_imports(self) -> tuple[str, ...]:
+        """Modules of others that every rank imports, in seconds."""
+        # With fsdp torch imports its compiler too, to leave the gathering of weights out of graphs.
+        needs_compiler = self.config.compile or self.config.parallel == "fsdp"
+        return ("torch", "torch._dynamo") if needs_compiler else ("torch",)
+
+    @property
     def environment(self) -> dict[str, str]:
         """Variables that torch's libraries read when they are imported."""
         return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if self.config.deterministic else {}

@@ -28,7 +28,7 @@ TIMEOUT = 120.0  # seconds
 
 def run_gang(num_ranks, work, *arguments):
     """The results of `work(world, store, *arguments)` on each rank, in the order of the ranks; None of a killed one."""
-    start_server()  # not at the import, which the ranks repeat
+    start_server(["torch"])  # not at the import, which the ranks repeat
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, pipes = [], []
     for rank in range(num_ranks):

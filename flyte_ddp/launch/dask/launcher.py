@@ -264,9 +264,10 @@ class _Launcher:
         probe = Storage(self.job.checkpoints, timeout=0)
 
         def prepare(address: str) -> None:
-            if isinstance(self.job.program, RecipeProgram):  # a function's ranks come from no server
+            program = self.job.program
+            if isinstance(program, RecipeProgram):  # a function's ranks come from no server
                 call_workers(self.client, [address], worker.install, self.run.name, self.run.code)
-                call_workers(self.client, [address], worker.call, self.run.name, "prepare")
+                call_workers(self.client, [address], worker.call, self.run.name, "prepare", program.slow_imports)
 
         def check_nodes(newcomers: Sequence[Node]) -> None:
             probe.names()  # while the store is away, the gang could not save its state

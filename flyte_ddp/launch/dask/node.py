@@ -179,8 +179,8 @@ def _listen(commands: BinaryIO, messages: BinaryIO, attempts: queue.SimpleQueue[
                 node_job = NodeJob.from_json(text)
                 link = DriverLink(messages, node_job.driver_timeout)
                 attempts.put((node_job, link))
-            elif text == PREPARE:
-                start_server()
+            elif text.startswith(f"{PREPARE} "):
+                start_server(text.split()[1:])
             elif link:
                 link.obey(text)
     except Exception:

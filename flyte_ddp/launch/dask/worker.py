@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -121,12 +122,12 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             idle.end()
         shutil.rmtree(self.outputs, ignore_errors=True)  # those of rank 0's node are at their URL
 
-    def prepare(self) -> None:
-        """Start a supervisor with a server of ranks, if there is none, for the next attempt."""
+    def prepare(self, modules: Sequence[str]) -> None:
+        """Start a supervisor with a server of ranks that imports `modules`, if there is none, for the next attempt."""
         with self.lock:
             if self.idle is None and not self.supervisors:
                 self.idle = self._start()
-                self.idle.commands.write(b"prepare\n")
+                self.idle.commands.write(f"prepare {' '.join(modules)}\n".encode())
                 self.idle.commands.flush()
 
     def admit(self, attempt: str, meets_here: bool) -> tuple[str, int]:
