@@ -44,6 +44,8 @@ MARK = "STARTED_BY_TESTS"  # in the environment of this process and all that it 
 def pytest_configure(config):
     """Give this session and its children a temporary directory of their own: killed processes never clean up."""
     os.environ[MARK] = uuid.uuid4().hex
+    # Threads that wait for one another spin: several tests at a time would take three times the processor time.
+    os.environ["OMP_NUM_THREADS"] = "1"
     if "PYTEST_XDIST_WORKER" in os.environ:  # has the directory of the process that started it
         return
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # for pytest's own directories

@@ -27,7 +27,7 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin import Distributed
 from flyte_ddp.flytekit_plugin.distributed import DistributedTask, _check_places
 from flyte_ddp.flytekit_plugin.failures import TaskFailed
-from flyte_ddp.launch import rank_start
+from flyte_ddp.rank.programs import FunctionProgram
 from tests.support import distributed_tasks as tasks
 from tests.support import kubernetes_task
 
@@ -77,7 +77,7 @@ def test_inputs_outputs_decks_and_environment_pass_through_ranks_that_restart(tm
 
 
 def test_a_bug_is_reported_with_its_rank_and_the_users_frames_alone_and_not_retried(monkeypatch):
-    monkeypatch.setattr(rank_start, "RecipeProgram", object)  # ranks of functions too are forked: faster
+    monkeypatch.setattr(FunctionProgram, "slow_imports", ("torch",))  # ranks of functions too are forked: faster
     with pytest.raises(TaskFailed) as caught:
         tasks.fail(kind="bug")
 
@@ -89,7 +89,7 @@ def test_a_bug_is_reported_with_its_rank_and_the_users_frames_alone_and_not_retr
 
 
 def test_flytes_recoverable_exception_and_its_subclasses_stay_recoverable(monkeypatch):
-    monkeypatch.setattr(rank_start, "RecipeProgram", object)  # ranks of functions too are forked: faster
+    monkeypatch.setattr(FunctionProgram, "slow_imports", ("torch",))  # ranks of functions too are forked: faster
     with pytest.raises(FlyteRecoverableException, match="rank 1 failed: .*NotReady: the data is not there yet"):
         tasks.fail(kind="not ready")
 

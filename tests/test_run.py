@@ -20,8 +20,8 @@ import flyte_ddp
 from flyte_ddp import __main__ as command_line
 from flyte_ddp import events, session
 from flyte_ddp.errors import ConfigError, GangLost, RankFailure
-from flyte_ddp.launch import rank_start
 from flyte_ddp.launch.run import Gang, run_program, script_program
+from flyte_ddp.rank.programs import FunctionProgram
 from flyte_ddp.source_code import packages_beside
 
 REPOSITORY = Path(__file__).parents[1]
@@ -146,7 +146,7 @@ def test_a_session_without_a_run_does_nothing(both, monkeypatch):
 def test_a_function_resumes_after_a_kill_from_the_newest_sound_checkpoint_and_rank_0_returns(
     tmp_path, caplog, monkeypatch
 ):
-    monkeypatch.setattr(rank_start, "RecipeProgram", object)  # ranks of functions too are forked: faster
+    monkeypatch.setattr(FunctionProgram, "slow_imports", ("torch",))  # ranks of functions too are forked: faster
 
     def manifest(step):
         return tmp_path / f"checkpoints/step-{step:010d}.json"

@@ -69,6 +69,9 @@ def test_an_exception_ends_the_run_with_that_ranks_number_and_traceback(tmp_path
     assert run.error is caught.value  # the listeners get it
     assert run.last_step == 5
     assert survivors() == []
+    deadline = time.monotonic() + 10
+    while _surroundings() != before and time.monotonic() < deadline:
+        time.sleep(0.1)  # the thread that renewed the run's ownership was told to end, and nobody waits for it
     assert _surroundings() == before
 
 

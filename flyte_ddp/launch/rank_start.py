@@ -20,7 +20,7 @@ from multiprocessing.context import ForkServerProcess, SpawnProcess
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from flyte_ddp.rank.programs import Program, RecipeProgram
+from flyte_ddp.rank.programs import Program
 
 # How the names of variables begin that torch and the loader of libraries read at their start. Not those of OpenMP and
 # malloc, which Dask and scikit-learn set in this process: a recipe's rank sets threads and malloc's thresholds itself.
@@ -77,7 +77,7 @@ def start_server(modules: Sequence[str]) -> bool:
 
 def start_rank(program: Program, target: Callable[..., object], arguments: tuple[Any, ...], name: str) -> BaseProcess:
     """Start a process that calls `target(*arguments)` as a rank of `program`, and return it."""
-    if isinstance(program, RecipeProgram) and start_server(program.slow_imports):
+    if program.slow_imports and start_server(program.slow_imports):
         forked = ForkedProcess(target=target, args=arguments, name=name)
         try:
             forked.start()

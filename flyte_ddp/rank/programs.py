@@ -50,7 +50,7 @@ class RecipeProgram:
 
     @property
     def slow_imports(self) -> tuple[str, ...]:
-        """Modules of others that every rank imports, in seconds."""
+        """Modules of others that every rank imports, in seconds; its ranks are forked from a process that has them."""
         # With fsdp torch imports its compiler too, to leave the gathering of weights out of graphs.
         needs_compiler = self.config.compile or self.config.parallel == "fsdp"
         return ("torch", "torch._dynamo") if needs_compiler else ("torch",)
@@ -114,6 +114,11 @@ class FunctionProgram:
     stall_timeout: float = 1800.0  # seconds; it counts from the first `session.report` on
     store_timeout: float = 600.0  # seconds without the checkpoints' store until the attempt ends recoverably
     variables: dict[str, str] = dataclasses.field(default_factory=dict)  # of the environment of every rank
+
+    @property
+    def slow_imports(self) -> tuple[str, ...]:
+        """Nothing: each rank is a fresh process, because the function may set variables before it imports torch."""
+        return ()
 
     @property
     def environment(self) -> dict[str, str]:

@@ -55,7 +55,6 @@ from flyte_ddp.launch.spawn import MORE_ACCUMULATION, RESTART, Result, own_place
 from flyte_ddp.launch.supervisor import print_line
 from flyte_ddp.ownership import Ownership
 from flyte_ddp.rank.job import Job
-from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.storage import Storage, storage_environment
 from flyte_ddp.wall_time import AttemptStarted
 
@@ -264,10 +263,9 @@ class _Launcher:
         probe = Storage(self.job.checkpoints, timeout=0)
 
         def prepare(address: str) -> None:
-            program = self.job.program
-            if isinstance(program, RecipeProgram):  # a function's ranks come from no server
+            if modules := self.job.program.slow_imports:
                 call_workers(self.client, [address], worker.install, self.run.name, self.run.code)
-                call_workers(self.client, [address], worker.call, self.run.name, "prepare", program.slow_imports)
+                call_workers(self.client, [address], worker.call, self.run.name, "prepare", modules)
 
         def check_nodes(newcomers: Sequence[Node]) -> None:
             probe.names()  # while the store is away, the gang could not save its state
