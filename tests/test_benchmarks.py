@@ -166,6 +166,8 @@ def test_recovery_lasts_from_the_fault_to_the_end_of_the_longest_pause_after_it(
     assert longest_pause(steps, begin=2.5) == 6.5
     assert longest_pause(steps, begin=9.5) == 3.5  # not the pause before the fault
     assert longest_pause(steps, begin=2.5, end=2.9) == 0.5  # a pause that began later belongs to another fault
+    assert longest_pause(steps, begin=2.5, ranks_die=False) == 6  # the run went on at first
+    assert longest_pause(steps, begin=4, ranks_die=False) == 5
     assert longest_pause(steps, begin=13.5) is None
 
 

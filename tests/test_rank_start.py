@@ -91,7 +91,7 @@ def test_a_server_outlives_the_signals_that_are_for_the_launcher(server):
 
 
 def _description_in_a_process_without_server(code, directory):
-    """What `_description` of a rank of `test.RECIPE` prints there, after `code`."""
+    """Return the printed description of a rank of `test.RECIPE`, after `code`."""
     code = f"from tests import test_rank_start as test\n{code}\nprint(test._description(test.RECIPE))"
     path = os.pathsep.join([str(REPOSITORY), str(directory)])
     done = subprocess.run(

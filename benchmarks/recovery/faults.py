@@ -14,7 +14,7 @@ from benchmarks.recovery.workload import CHECKPOINT_INTERVAL, Step, longest_paus
 
 FAULT_STEP = 2 * CHECKPOINT_INTERVAL + 7  # the first step after which a fault may come
 FIRST_STEP_TIMEOUT = 180.0  # seconds from the start of a system
-TIMEOUT = 150.0  # seconds from a fault to the end of the run, in addition to its steps
+TIMEOUT = 300.0  # seconds from a fault to the end of the run
 OUTAGE = 60.0  # seconds for which the store is away
 ABSENCE = 2.0  # seconds until nodes that were evicted come back
 
@@ -37,6 +37,7 @@ class Moment:
     end: float = float("inf")
     world_size: int = 0  # the first step of this many ranks counts; 0: the step after the longest pause
     ended: float = 0.0  # when no rank was left, in seconds since the epoch: the first step after that counts; 0: never
+    ranks_die: bool = True  # False: the run may go on as if nothing had happened
 
 
 def kill_rank(system: System, store: Store) -> list[Moment]:
@@ -75,7 +76,7 @@ def lose_store(system: System, store: Store) -> list[Moment]:
     store.stop()
     wait_until(system, lambda: time.time() > begin + OUTAGE)
     store.start()
-    return [Moment(begin)]
+    return [Moment(begin, ranks_die=False)]
 
 
 def damage_checkpoint(system: System, store: Store) -> list[Moment]:
@@ -167,7 +168,7 @@ def wait_until(system: System, condition: Callable[[], bool], seconds: float = T
 def seconds_to_next_step(steps: Sequence[Step], moment: Moment) -> float | None:
     """Return the seconds from a fault to the step that shows the recovery; None if there was none."""
     if not moment.world_size and not moment.ended:
-        return longest_pause(steps, moment.begin, moment.end)
+        return longest_pause(steps, moment.begin, moment.end, moment.ranks_die)
     since = max(moment.begin, moment.ended)
     after = [step.at for step in steps if step.at > since and moment.world_size in (0, step.world_size)]
     return min(after) - moment.begin if after else None

@@ -82,18 +82,21 @@ def read_steps(directory: Path) -> list[Step]:
     return sorted(steps, key=lambda step: step.at)
 
 
-def longest_pause(steps: Sequence[Step], begin: float, end: float = float("inf")) -> float | None:
-    """Return the seconds from `begin` to the end of the longest time without a step that followed it.
+def longest_pause(
+    steps: Sequence[Step], begin: float, end: float = float("inf"), ranks_die: bool = True
+) -> float | None:
+    """Return the seconds of the longest time without a step after a fault.
 
     Args:
-        begin, end: seconds since the epoch; a pause that begins after `end` does not count.
+        begin, end: seconds since the epoch. The fault came at `begin`; a pause that begins after `end` does not count.
+        ranks_die: because of the fault, so that the seconds count from `begin` on, although a step may still end then.
 
     Returns:
         None if no step followed.
     """
     ends = [step.at for step in steps]
     pauses = [
-        (later - earlier, later - begin)
+        (later - earlier, later - (begin if ranks_die else max(begin, earlier)))
         for earlier, later in itertools.pairwise(ends)
         if later > begin and earlier < end
     ]
