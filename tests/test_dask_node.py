@@ -54,8 +54,10 @@ def test_a_worker_that_a_gang_may_get_has_a_server_of_ranks_before_its_first_att
     address, pid = client.run(os.getpid).popitem()
     code = packed_code(RecipeProgram("digits", dask_config()))
     call_workers(client, [address], dask.worker.install, "training-x", code)
-    call_workers(client, [address], dask.worker.call, "training-x", "prepare", ["torch"])
+    call_workers(client, [address], dask.worker.call, "training-x", "prepare", ["json"])
     assert eventually(servers)
+    (server,) = servers()
+    assert "['json']" in str(server.cmdline())
     call_workers(client, [address], dask.worker.uninstall, "training-x")
     assert eventually(lambda: not servers())
 

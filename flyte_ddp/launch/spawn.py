@@ -140,7 +140,7 @@ def run_on_this_machine(
                     if num_restarts == max_restarts or is_bug(ended, previous):
                         raise
                     num_restarts, previous = num_restarts + 1, ended
-                    logger.warning(RESTART, *(ended.position(), num_restarts, max_restarts, failure))
+                    logger.warning(RESTART, ended.position(), num_restarts, max_restarts, failure)
 
 
 class _LatestStep:

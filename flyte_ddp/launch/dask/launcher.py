@@ -306,10 +306,8 @@ class _Launcher:
             ) from failure
         self.num_restarts += 1
         is_known = previous is not None and previous.failure.cause == failure.cause != ""
-        logger.warning(
-            RESTART,
-            *(ended.position(), self.num_restarts, self.config.max_restarts, what if is_known else failure),
-        )
+        reason = what if is_known else failure
+        logger.warning(RESTART, ended.position(), self.num_restarts, self.config.max_restarts, reason)
 
     def _wait_for_store(self) -> None:
         """Wait until the store of the checkpoints answers.
