@@ -45,6 +45,7 @@ def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
     """On a cluster that somebody scales; a step takes long on one node, so that the second one is there in time."""
     pace = {"STEP_SECONDS": "0.05", "ALONE_SECONDS": "2.5"}
     nannies = [start_worker(scheduler, f"node-{index}", **pace) for index in range(2)]
+    newcomers, prepared = [], []
 
     class Elastic(type(new_run(tmp_path))):
         def handle(self, event):
@@ -54,7 +55,10 @@ def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
                 for process in [nanny, *psutil.Process(nanny.pid).children()]:
                     process.kill()
             elif isinstance(event, events.RunStarted) and event.world_size == 1:
-                start_worker(scheduler, "node-2", **pace)
+                newcomers.append(start_worker(scheduler, "node-2", **pace))
+            elif isinstance(event, AttemptEnded) and newcomers:
+                below = psutil.Process(newcomers.pop().pid).children(recursive=True)
+                prepared.extend(process for process in below if "flyte_ddp.launch.dask.node" in str(process.cmdline()))
 
     config = ClusterConfig(
         kind="existing", scheduler_address=scheduler, min_nodes=1, return_timeout=0.1, grow_delay=1, max_restarts=1
@@ -67,6 +71,7 @@ def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
     torch.testing.assert_close(run.state(), finished_run().state())
     # The growth lost no step and used up no restart: the gang took a checkpoint before it ended.
     assert [event.reason for event in events_of(run, AttemptEnded)][1:] == ["it grows to 2 nodes"]
+    assert prepared  # the newcomer's supervisor was there before
     steps = [event.step for event in run.events[run.events.index(shrunk) :] if isinstance(event, events.StepFinished)]
     assert steps == list(range(shrunk.resumed_step + 1, 28))
     assert f"the gang ended at step {grown.resumed_step}, after a checkpoint, to grow from 1 to 2 nodes" in caplog.text
