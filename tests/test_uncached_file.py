@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import random
 from pathlib import Path
 
 import pytest
+import torch
 
+from flyte_ddp.rank.staging import StagingMemory
+from flyte_ddp.rank.state_file import save_state
 from flyte_ddp.storage import Storage, uncached_file
-from flyte_ddp.storage.uncached_file import BLOCK, UncachedFile
+from flyte_ddp.storage.uncached_file import BLOCK, PAGE, UncachedFile
 
 SIZES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 4097]
 
@@ -54,6 +58,50 @@ def test_a_large_file_does_not_fill_the_cache(tmp_path):
     assert num_cached(tmp_path / "file") == 0
     (tmp_path / "usual").write_bytes(contents)
     assert num_cached(tmp_path / "usual") == len(contents) // mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("memory", ["where a page begins", "elsewhere", "elsewhere, refused", "half a page written"])
+def test_large_data_are_written_from_where_they_are(tmp_path, monkeypatch, memory):
+    """A disk that takes only memory where a page begins refuses other memory, which is then copied."""
+    write_bytes, sizes = os.write, []
+    offset = 16 if memory.startswith("elsewhere") else 0
+
+    def note(file, data):
+        if memory.endswith("refused") and len(data) > BLOCK:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sizes.append(len(data))
+        if memory == "half a page written" and len(sizes) == 2:  # the kernel refuses the rest: not aligned
+            flags = fcntl.fcntl(file, fcntl.F_GETFL)
+            fcntl.fcntl(file, fcntl.F_SETFL, flags & ~uncached_file.DIRECT)
+            length = write_bytes(file, data[: PAGE // 2])
+            fcntl.fcntl(file, fcntl.F_SETFL, flags)
+            return length
+        return write_bytes(file, data)
+
+    pages = mmap.mmap(-1, 4 * BLOCK)
+    pages[:] = random.Random(1).randbytes(len(pages))
+    contents = memoryview(pages)[offset : offset + 3 * BLOCK + PAGE + 1]
+    head, tail = bytes(2 * PAGE), b"the end"
+    monkeypatch.setattr(uncached_file.os, "write", note)
+    with UncachedFile(str(tmp_path / "file")) as file:
+        for data in (head, contents, tail):
+            file.write(data)
+        is_direct = file.is_direct
+    assert (tmp_path / "file").read_bytes() == head + contents + tail
+    if is_direct and memory == "where a page begins":
+        assert sizes == [2 * PAGE, 3 * BLOCK + PAGE, 1 + len(tail)]
+
+
+def test_a_checkpoint_is_written_from_the_memory_to_which_it_was_copied(tmp_path, monkeypatch):
+    write_bytes, sizes = os.write, []
+    monkeypatch.setattr(uncached_file.os, "write", lambda *given: sizes.append(len(given[1])) or write_bytes(*given))
+    tensors = {name: torch.rand(2 * BLOCK // 4 + 1) for name in ("a", "b")}
+    state, _ = StagingMemory().copy(tensors)
+    with UncachedFile(str(tmp_path / "file")) as file:
+        save_state(state, file, with_crc32=False)
+    assert all(tensor.data_ptr() % PAGE == 0 for tensor in state.values())  # which older kernels ask for
+    assert sizes.count(2 * BLOCK) == 2
+    torch.testing.assert_close(torch.load(tmp_path / "file", weights_only=True), tensors)
 
 
 @pytest.mark.parametrize("refusal", ["the flag", "the write", "the rest of a write"])

@@ -6,6 +6,7 @@ every 4 KiB, which takes longer than the copy, and pinned memory costs more stil
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import UntypedStorage
+
+from flyte_ddp.storage.uncached_file import BLOCK
 
 Buffers = list[UntypedStorage]  # one for each storage of a state, in the order in which it is visited
 
@@ -80,8 +83,16 @@ def map_tensors(state: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def _new_buffer(source: UntypedStorage) -> UntypedStorage:
-    buffer = UntypedStorage(source.nbytes())
-    return buffer.pin_memory() if source.device.type == "cuda" else buffer
+    size = source.nbytes()
+    buffer: UntypedStorage
+    if source.device.type == "cuda":
+        buffer = UntypedStorage(size).pin_memory()
+    elif size < BLOCK:
+        buffer = UntypedStorage(size)
+    else:  # begins where a page does: such memory is written to a disk without another copy
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        buffer = torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
+    return buffer
 
 
 def _bytes_of(storage: UntypedStorage) -> torch.Tensor:

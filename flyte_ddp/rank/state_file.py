@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, BinaryIO, cast
 
 import torch
 import xxhash
 
 from flyte_ddp.errors import CheckpointError
+from flyte_ddp.storage.uncached_file import PAGE
 
 CHECKSUM, OLD_CHECKSUM = "xxh3_128", "sha256"  # their names in a manifest; the old one is still read
 
@@ -31,7 +32,7 @@ def save_state(state: Mapping[str, Any], file: BinaryIO, with_crc32: bool) -> di
     """
     stream = _ChecksumStream(file)
     try:
-        with contextlib.nullcontext() if with_crc32 else _without_crc32():
+        with contextlib.nullcontext() if with_crc32 else _fit_for_the_writer():
             torch.save(state, cast(BinaryIO, stream))
     except Exception as error:
         if stream.error is not None:  # torch hides it behind one of its own
@@ -70,16 +71,12 @@ class _ChecksumStream:
         self._file.flush()
 
 
-@contextlib.contextmanager
-def _without_crc32() -> Iterator[None]:
-    """Keep torch from taking the checksum of everything that it saves, where this torch can."""
-    read = getattr(torch.serialization, "get_crc32_options", None)
-    if read is None:
-        yield
-        return
-    previous = read()
-    torch.serialization.set_crc32_options(False)
+def _fit_for_the_writer() -> contextlib.AbstractContextManager[object]:
+    """Have `torch.save` take no checksum in this thread, and let each tensor begin a page, where this torch can."""
     try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(previous)
+        from torch.utils.serialization import config
+    except ImportError:
+        return contextlib.nullcontext()
+    options = {"compute_crc32": False, "storage_alignment": PAGE}
+    known = {f"save.{name}": value for name, value in options.items() if hasattr(config.save, name)}
+    return config.patch(known)  # type: ignore[attr-defined,no-any-return]  # torch adds it when it runs

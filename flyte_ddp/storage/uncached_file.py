@@ -1,7 +1,8 @@
 """A local file whose contents go to the disk without a stop in the kernel's cache.
 
 A checkpoint is written many times and hardly ever read. In the page cache it takes memory that the run's data would
-have, and 0.7 to 2.5 s of a core for 1.2 GB, which is the training's; directly (O_DIRECT) it takes 0.2 s.
+have, and 0.7 to 2.5 s of a core for 1.2 GB, which is the training's; directly (O_DIRECT) it takes 0.1 s. A direct
+write takes whole pages, from memory where a page begins. Other data are copied to such memory first: another 0.2 s.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import os
 from types import TracebackType
 from typing import Any
 
-BLOCK = 4 << 20  # bytes of one write
+BLOCK = 4 << 20  # bytes that are copied for one write; larger pieces may be written from where they are
+PAGE = 4096  # bytes; positions, sizes and addresses of direct writes are multiples of it
 DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
 
 
@@ -28,14 +30,14 @@ class UncachedFile:
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        self._block = mmap.mmap(-1, BLOCK)  # starts where a page does, which direct writes ask for
+        self._block = mmap.mmap(-1, BLOCK)  # begins where a page does
         self._used = 0  # bytes of the block
         self.is_direct = False  # whether writes are now
         self._can_be_direct = bool(DIRECT)
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        done = 0
+        done = self._write_in_place(view) if len(view) >= BLOCK else 0
         while done < len(view):
             length = min(BLOCK - self._used, len(view) - done)
             self._block[self._used : self._used + length] = view[done : done + length]
@@ -68,9 +70,24 @@ class UncachedFile:
         else:
             os.close(self._file)
 
+    def _write_in_place(self, data: memoryview) -> int:
+        """Write whole pages of `data` from where they are, and return their bytes: 0 where that cannot be."""
+        if self._used % PAGE:
+            return 0
+        self._write_block()
+        self._set_direct(True)
+        done, end = 0, len(data) - len(data) % PAGE
+        try:
+            while done < end:
+                done += os.write(self._file, data[done:end])
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self.is_direct:
+                raise
+        return done
+
     def _write_block(self) -> None:
         self._set_direct(True)
-        self._write_all(memoryview(self._block))
+        self._write_all(memoryview(self._block)[: self._used])
         self._used = 0
 
     def _write_all(self, data: memoryview) -> None:
