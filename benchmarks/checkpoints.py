@@ -1,8 +1,9 @@
 """The cost of checkpoints: `python -m benchmarks.checkpoints stall`; or copy, training.
 
 The model has 100 million parameters, and AdamW two more numbers for each: 1.2 GB. `stall` is the time for which a save
-keeps the training, and `copy` a plain copy of the same bytes into memory that was written to before. `training` trains,
-50 steps with a checkpoint at their beginning and 50 without, in turn: neighbours on a machine whose speed drifts.
+keeps the training, and `copy` a plain copy of the same bytes into memory that was written to before. `training` trains
+with a checkpoint every 50 steps. The first ten steps after a save have its whole cost, and the other forty none. The
+time of each of the fifty is its median over all saves, because the machine is slower for some seconds now and then.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ if TYPE_CHECKING:
 
 SIZES = (784, 6000, 6000, 6000, 4000, 10)  # of the layers: 100.8 million parameters
 BATCH_SIZE = 128  # global
-BLOCK = 50  # steps with one checkpoint, or without
-FIRST_BLOCK, NUM_BLOCKS = 3, 9  # those before the first have the model's first steps, and the first save's new memory
+SAVE_INTERVAL = 50  # steps
+NUM_AFFECTED = 10  # steps after a save, in which it is copied and written: twice as many as that takes
 NUM_SAVES = 5
+NUM_SAVES_IN_TRAINING = 9
 
 
 class Wide(MnistLike):
@@ -76,36 +78,42 @@ def copy() -> float:
 
 
 def train() -> dict[str, float]:
-    """Return the samples per second of the steps with checkpoints and of those without."""
+    """Return the samples per second with a checkpoint every `SAVE_INTERVAL` steps, and those without any."""
     from flyte_ddp.config import resolve
     from flyte_ddp.launch import spawn
     from flyte_ddp.prepare import prepare_data
     from flyte_ddp.rank.job import Job
     from flyte_ddp.rank.programs import RecipeProgram
 
-    config = {"global_batch_size": BATCH_SIZE, "epochs": 1, "log_interval": BLOCK, "checkpoint_interval": 2 * BLOCK}
+    config = {"global_batch_size": BATCH_SIZE, "epochs": 1, "log_interval": 1, "checkpoint_interval": SAVE_INTERVAL}
     program = RecipeProgram("benchmarks.checkpoints.Wide", resolve(Wide.defaults, config))
-    blocks = Blocks()
+    steps = Steps()
+    num_steps = (1 + NUM_SAVES_IN_TRAINING) * SAVE_INTERVAL
     with tempfile.TemporaryDirectory() as directory:
         data = Path(directory) / "data"
         data.mkdir()
-        prepare_data(Wide(), str(NUM_BLOCKS * BLOCK * BATCH_SIZE), data)
-        spawn.train(Job(program, f"{directory}/run", time.time()), lambda: str(data), 1, [blocks])
+        prepare_data(Wide(), str(num_steps * BATCH_SIZE), data)
+        spawn.train(Job(program, f"{directory}/run", time.time()), lambda: str(data), 1, [steps])
+    # Not the steps before the second save: they are the model's first, and the first save needs new memory.
+    seconds = [
+        statistics.median(steps.seconds[position::SAVE_INTERVAL])
+        for position in range(2 * SAVE_INTERVAL, 3 * SAVE_INTERVAL)
+    ]
     return {
-        "samples_per_second": statistics.harmonic_mean(blocks.rates[FIRST_BLOCK + 1 :: 2]),
-        "samples_per_second_without": statistics.harmonic_mean(blocks.rates[FIRST_BLOCK::2]),
+        "samples_per_second": BATCH_SIZE / statistics.fmean(seconds),
+        "samples_per_second_without": BATCH_SIZE / statistics.fmean(seconds[NUM_AFFECTED:]),
     }
 
 
-class Blocks:
-    """A listener that keeps the samples per second of each block of steps."""
+class Steps:
+    """A listener that keeps the seconds of each step."""
 
     def __init__(self) -> None:
-        self.rates: list[float] = []
+        self.seconds: list[float] = []
 
     def handle(self, event: Event) -> None:
-        if isinstance(event, StepFinished) and event.step % BLOCK == 0:
-            self.rates.append(event.samples_per_second)
+        if isinstance(event, StepFinished):
+            self.seconds.append(BATCH_SIZE / event.samples_per_second)
 
     def close(self, error: BaseException | None) -> None:
         pass
