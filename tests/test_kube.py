@@ -873,6 +873,20 @@ def test_a_lost_workers_end_is_read_from_its_pods_status(
     assert str(end).endswith("raise kubernetes.worker_memory") is end.is_out_of_memory
 
 
+def test_the_end_of_a_deleted_pod_is_not_waited_for_although_its_successor_runs(
+    api_server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    successor = worker_pod(None)
+    successor["metadata"]["name"] += "-successor"
+    pods = [worker_pod(None, deletionTimestamp="2026-01-01T00:00:00Z"), successor]
+    api_server.reply = lambda method, path, body: (  # type: ignore[method-assign]
+        (200, "a line") if path.split("?")[0].endswith("/log") else (200, {"items": pods})
+    )
+    monkeypatch.setattr(api, "time", SimpleNamespace(monotonic=time.monotonic))  # to sleep is an error
+    end = worker_end(ClusterConfig(kind="kubernetes", kubernetes=PODS), "ddp-x-00000000-0-default-worker-3f2a")
+    assert "a line" in end.log
+
+
 def test_a_task_whose_pod_was_killed_for_its_memory_twice_at_the_same_step_ends(
     api_server: ApiServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

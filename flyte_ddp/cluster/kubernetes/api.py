@@ -123,7 +123,8 @@ def worker_end(config: ClusterConfig, worker_name: str, num_lines: int) -> Worke
             pods = pods_of(name, namespace, "worker")
             pods = [pod for pod in pods if pod.metadata.name.startswith(f"{worker_name}-")]
             reason = next((reason for reason in map(_end_reason, pods) if reason), "")
-            is_deleted = all(pod.metadata.deletion_timestamp is not None for pod in pods)
+            # A deleted pod's container reports no end, and its successor is another pod.
+            is_deleted = not pods or any(pod.metadata.deletion_timestamp is not None for pod in pods)
             if reason or is_deleted or time.monotonic() > deadline:
                 return WorkerEnd(reason, _last_lines(pods, namespace, num_lines))
             time.sleep(0.25)
