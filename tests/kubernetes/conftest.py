@@ -29,10 +29,10 @@ OPERATOR_IMAGE = os.environ.get("FLYTE_DDP_TEST_OPERATOR_IMAGE", IMAGE)
 SMALL = {"kind": "kubernetes", "num_nodes": 2, "start_timeout": 400}
 SMALL_PODS = {
     "image": IMAGE,
-    "worker_cpus": 0.25,
+    "worker_cpus": 0.6,
     "worker_memory": "1Gi",
     "shared_memory": "128Mi",
-    "scheduler_cpus": 0.25,
+    "scheduler_cpus": 0.5,
     "scheduler_memory": "512Mi",
 }
 

@@ -388,7 +388,7 @@ def test_preflight_collects_requests_that_never_fit(namespace: Namespace, run_na
     message = str(caught.value)
     assert "quota small" in message
     assert "allows limits.memory up to 1Gi, and this run needs 2.5Gi" in message
-    assert "allows requests.cpu up to 100, and this run needs 2000.25" in message
+    assert "allows requests.cpu up to 100, and this run needs 2000.5" in message
     assert "no node could ever run a worker pod" in message
     assert "without the label absent=label" in message
     assert "scheduler pod" not in message
