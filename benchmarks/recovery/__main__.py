@@ -115,12 +115,14 @@ def table(outcomes: dict[str, dict[str, Outcome]]) -> str:
 
 
 def cell(outcome: Outcome) -> str:
-    """Return one outcome in words: seconds, steps done again, and weights where they are wrong or missing."""
+    """Return one outcome in words: seconds, steps done again, and the weights."""
     if outcome.note:
         return outcome.note
+    if outcome.weights_equal is None:  # it left none: steps after the fault do not count
+        return "**the run failed**"
     seconds = "no next step" if outcome.seconds is None else f"{outcome.seconds:.1f} s"
-    weights = {True: "weights equal", False: "**weights differ**", None: "**the run failed**"}[outcome.weights_equal]
-    return f"{seconds}, {outcome.redone} steps again, {weights}"
+    weights = "weights equal" if outcome.weights_equal else "**weights differ**"
+    return f"{seconds}, {outcome.redone} step{'s' * (outcome.redone != 1)} again, {weights}"
 
 
 def log(text: str) -> None:
