@@ -128,7 +128,7 @@ class PredictionsMade(Timed):
 
 @dataclass(frozen=True)
 class CheckpointSaved(Timed):
-    """A checkpoint was written."""
+    """The state was copied for a checkpoint, which is being written while the training goes on."""
 
     step: int
     url: str
