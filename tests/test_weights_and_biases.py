@@ -30,13 +30,14 @@ KEY = "0123456789abcdef" * 3
 @pytest.fixture(autouse=True)
 def own_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """W&B as on a machine where it was never used, whatever this one has."""
+    # Those of a test of another file, in this process. First: it ends W&B's service, which a variable names.
+    forget_settings()
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     for name in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    forget_settings()  # those of a test of another file, in this process
     yield
     forget_settings()
 
