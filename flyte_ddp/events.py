@@ -137,6 +137,15 @@ class CheckpointSaved(Timed):
 
 
 @dataclass(frozen=True)
+class CheckpointWritten(Timed):
+    """The store has the whole checkpoint. One that a newer state replaced before it was written has no such event."""
+
+    step: int
+    url: str
+    best: bool  # it had the best accuracy when it was saved
+
+
+@dataclass(frozen=True)
 class CostsTimed(Timed):
     """The time that each part of a step takes, measured separately after the training if the job asks for it."""
 
@@ -213,6 +222,7 @@ Event = (
     | HistogramsTaken
     | PredictionsMade
     | CheckpointSaved
+    | CheckpointWritten
     | CostsTimed
     | RunFinished
     | FunctionStarted
@@ -248,7 +258,7 @@ class RunState:
     started: RunStarted | None = None  # the latest
     steps: list[StepFinished] = field(default_factory=list)
     epochs: list[EpochFinished] = field(default_factory=list)  # those of earlier attempts included
-    checkpoints: list[CheckpointSaved] = field(default_factory=list)  # those that still exist: the newest and the best
+    checkpoints: list[CheckpointWritten] = field(default_factory=list)  # that still exist: the newest, and the best
     predictions: PredictionsMade | None = None
     costs: CostsTimed | None = None
     finished: RunFinished | None = None
@@ -281,7 +291,7 @@ class RunState:
                 self.steps.append(event)
         elif isinstance(event, EpochFinished):
             self._add_epoch(event)
-        elif isinstance(event, CheckpointSaved):
+        elif isinstance(event, CheckpointWritten):
             self._add_checkpoint(event)
         elif isinstance(event, PredictionsMade):
             self.predictions = event
@@ -333,6 +343,8 @@ class RunState:
             return self._time.start_attempt(event)
         if isinstance(event, (HistogramsTaken, PredictionsMade, TimeSpent)):
             return None  # so that a history, which has them not, gives the same account
+        if isinstance(event, CheckpointWritten):
+            return None  # from beside the training: it divides none of its time
         self._time.advance(event.at)
         if isinstance(event, AttemptEnded):
             self._time.end_attempt(event.idle_seconds)
@@ -360,7 +372,7 @@ class RunState:
         else:
             self.epochs.append(event)
 
-    def _add_checkpoint(self, event: CheckpointSaved) -> None:
+    def _add_checkpoint(self, event: CheckpointWritten) -> None:
         self.num_checkpoints += 1
         known = [*self.checkpoints, event]
         newest = known[-(self.started.config.get("checkpoints_to_keep", 1) if self.started else 1) :]

@@ -207,8 +207,14 @@ class Session:
 
         if self._store is None:
             job = self._process.job
-            timeout, on_busy = job.program.store_timeout, self._link.set_writing
-            self._store = CheckpointStore(self.checkpoints, NUM_KEPT, timeout, job.owner, on_busy=on_busy)
+            self._store = CheckpointStore(
+                self.checkpoints,
+                NUM_KEPT,
+                job.program.store_timeout,
+                job.owner,
+                on_busy=self._link.set_writing,
+                on_written=lambda step, url, best: self._link.emit(events.CheckpointWritten(step, url, best)),
+            )
         return self._store
 
     def _announce(self) -> bool:

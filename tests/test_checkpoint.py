@@ -364,6 +364,20 @@ def test_saves_continue_during_an_outage_with_one_log_line(memory, monkeypatch, 
     assert "answers again" in back
 
 
+def test_a_checkpoint_is_announced_when_the_store_has_all_of_it(memory, monkeypatch):
+    announced = []
+    store = CheckpointStore(memory, 2, on_written=lambda *written: announced.append((*written, _kept(store))))
+    faulty = Faulty(monkeypatch, store.storage, lambda name, path: name == "pipe_file" and path.endswith(".json"))
+    url = store.save(_state(1), 1, best=True)
+    store.save(_state(2), 2, best=False)  # replaced by the next one, as it waits
+    last_url = store.save(_state(3), 3, best=False)
+    time.sleep(1)
+    assert announced == []
+    faulty.fails = lambda name, path: False
+    store.wait()
+    assert announced == [(1, url, True, [1]), (3, last_url, False, [1, 3])]
+
+
 def test_a_failed_deletion_does_not_end_the_run(memory, monkeypatch):
     store = _store(memory, 1)
     Faulty(monkeypatch, store.storage, lambda name, path: name == "rm_file")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flyte_ddp.errors import RankFailure
-from flyte_ddp.events import CheckpointLoaded, CheckpointSaved, Event, FunctionReturned, FunctionStarted, Reported
+from flyte_ddp.events import CheckpointLoaded, CheckpointWritten, Event, FunctionReturned, FunctionStarted, Reported
 from flyte_ddp.observers.function_report import MAX_LINES, FunctionReport
 from flyte_ddp.observers.weights_and_biases import Wandb
 from tests.support.wandb_log import config_of, rows_of
@@ -18,10 +18,10 @@ STARTED = FunctionStarted("train", 4, 2, 0)
 def restarted_run() -> list[Event]:
     """A run that reported steps 1 to 8, and went on from step 5."""
     before = [Reported(step, step / 4, {"loss": 1 / step}) for step in range(1, 9)]
-    saved = CheckpointSaved(5, "s3://bucket/step-5", False, 0.1)
+    written = CheckpointWritten(5, "s3://bucket/step-5", False)
     loaded = CheckpointLoaded(5, "s3://key:secret@bucket/step-5")
     after = [Reported(step, step / 4, {"loss": 1 / step, "val_accuracy": 0.875}) for step in range(6, 11)]
-    return [STARTED, *before, saved, STARTED, loaded, *after]
+    return [STARTED, *before, written, STARTED, loaded, *after]
 
 
 def report_of(events: list[Event]) -> FunctionReport:

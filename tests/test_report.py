@@ -18,6 +18,7 @@ from flytekit.loggers import logger as flytekit_logger
 from flyte_ddp.errors import RankFailure, TrainingStopped
 from flyte_ddp.events import (
     CheckpointSaved,
+    CheckpointWritten,
     EpochFinished,
     Event,
     LayerDescribed,
@@ -75,7 +76,7 @@ def hostile_run() -> list[Event]:
         ),
         *sample_run.steps(2, 50),
         dataclasses.replace(sample_run.epoch(1), sample=HOSTILE, metrics={HOSTILE: 1.0}),
-        CheckpointSaved(50, HOSTILE, True, 0.1),
+        CheckpointWritten(50, HOSTILE, True),
         PredictionsMade(
             1, [Prediction(HOSTILE, "b", {HOSTILE: 1.0}, text=HOSTILE), Prediction("a", HOSTILE, {}, b"\x89PNG")]
         ),
@@ -177,10 +178,17 @@ def test_checkpoints_that_are_gone_are_not_listed():
     assert "step-0000000300.pt" in page
     assert "step-0000000250.pt" in page
     assert "step-0000000200.pt" not in page
-    events = [event for event in sample_run.training(epochs=6) if not isinstance(event, CheckpointSaved)]
-    saved = [CheckpointSaved(step, f"file:///run/{step}.pt", step == 50, 0.1) for step in (50, 100, 150, 200)]
-    page = report_of(events + saved).render()
+    events = [event for event in sample_run.training(epochs=6) if not isinstance(event, CheckpointWritten)]
+    written = [CheckpointWritten(step, f"file:///run/{step}.pt", step == 50) for step in (50, 100, 150, 200)]
+    page = report_of(events + written).render()
     assert [step for step in (50, 100, 150, 200) if f"file:///run/{step}.pt" in page] == [50, 150, 200]
+
+
+def test_a_checkpoint_is_listed_when_the_store_has_it():
+    saved = CheckpointSaved(350, "s3://bucket/run/step-0000000350.pt", False, 0.1)
+    events = [*sample_run.training(epochs=6), saved]
+    assert saved.url not in report_of(events).render()
+    assert saved.url in report_of([*events, CheckpointWritten(350, saved.url, False)]).render()
 
 
 def test_values_that_are_not_finite_are_shown_as_they_are():
@@ -197,7 +205,7 @@ def test_values_that_are_not_finite_are_shown_as_they_are():
 def test_no_password_or_signature_of_a_url_is_shown():
     secret = "https://me:hunter2@host/data.zip?X-Signature=hunter2"
     started = sample_run.started(data=f"{secret} (97 images)", resumed_from=secret, resumed_step=1)
-    saved = CheckpointSaved(50, secret, True, 0.1)
+    saved = CheckpointWritten(50, secret, True)
     finished = dataclasses.replace(sample_run.finished(), model_state_url=secret)
     made = report_of([started, saved, finished], RuntimeError(f"cannot read {secret}"))
     made.notes.append(secret)
@@ -255,7 +263,7 @@ def test_the_page_stays_below_two_megabytes(closed: bool):
         ),
         *sample_run.steps(1, 100_000),
         *(sample_run.epoch(number, world_size=256) for number in range(1, 2001)),
-        *(CheckpointSaved(step, f"s3://bucket/run/{step}.pt", True, 0.1) for step in range(2000)),
+        *(CheckpointWritten(step, f"s3://bucket/run/{step}.pt", True) for step in range(2000)),
         sample_run.predictions(number=3000, side=28),
         PredictionsMade(1, [Prediction("&" * 1000, '"' * 1000, {"'" * 1000: 1.0}, text="<" * 5000)] * 3000),
     ]

@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import StopRequested, StorageUnavailable
-from flyte_ddp.events import CheckpointSaved, EpochFinished, HistogramsTaken, PredictionsMade, RunStarted, from_dict
+from flyte_ddp.events import CheckpointWritten, EpochFinished, HistogramsTaken, PredictionsMade, RunStarted, from_dict
 from flyte_ddp.prepare import describe_data
 from flyte_ddp.rank.checkpoint import CheckpointStore
 from flyte_ddp.rank.parallel import build_model
@@ -96,7 +96,7 @@ def test_states_of_shards_are_the_files_of_a_whole_model(resharded_run, whole_ru
     for each in (trainer, reference):
         each.data_fingerprint = describe_data(whole_run.data(text))["fingerprint"]
     url, _ = trainer.resume()
-    assert url == next(event for event in reversed(second.events) if isinstance(event, CheckpointSaved)).url
+    assert url == next(event for event in reversed(second.events) if isinstance(event, CheckpointWritten)).url
     reference.resume()
     torch.testing.assert_close(weights(trainer.model.state_dict()), weights(reference.model.state_dict()), **TOLERANCE)
     ours, theirs = trainer.optimizer.state_dict()["state"], reference.optimizer.state_dict()["state"]

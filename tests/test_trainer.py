@@ -14,6 +14,7 @@ from flyte_ddp.config import TrainingConfig, resolve
 from flyte_ddp.errors import ConfigError, RankFailure, StopRequested
 from flyte_ddp.events import (
     CheckpointSaved,
+    CheckpointWritten,
     EpochFinished,
     HistogramsTaken,
     PredictionsMade,
@@ -141,6 +142,7 @@ def test_a_run_emits_its_events_in_order(finished_run):
     assert kinds[-1] is RunFinished
     assert kinds.count(PredictionsMade) == 1
     assert kinds.count(HistogramsTaken) == kinds.count(CheckpointSaved) == 3
+    assert [event.step for event in run.events if isinstance(event, CheckpointWritten)][-1] == 27
     assert [event.step for event in steps] == list(range(1, 28))
     assert [event.epoch for event in steps] == [1] * 9 + [2] * 9 + [3] * 9
     assert epochs == run.result.epochs

@@ -12,7 +12,7 @@ import threading
 import time
 
 from flyte_ddp.events import (
-    CheckpointSaved,
+    CheckpointWritten,
     EpochFinished,
     Event,
     FunctionStarted,
@@ -34,7 +34,7 @@ HELP = {
     "flyte_ddp_test_loss": "held-out loss after the last epoch",
     "flyte_ddp_accuracy": "held-out accuracy after the last epoch, in [0, 1]",
     "flyte_ddp_samples_per_second": "training samples per second, over all ranks",
-    "flyte_ddp_checkpoint_step": "step of the newest checkpoint; the store may not have all of it yet",
+    "flyte_ddp_checkpoint_step": "step of the newest checkpoint that the store has whole",
     "flyte_ddp_restarts": "times that the ranks were started again in this task's attempt",
     "flyte_ddp_last_event_timestamp_seconds": "when rank 0 last reported anything, in seconds since the epoch",
     "flyte_ddp_finished": "1 when the run has ended well",
@@ -79,7 +79,7 @@ class RunFigures:
                 found["flyte_ddp_epoch"] = event.epoch
                 found["flyte_ddp_test_loss"] = event.test_loss
                 found["flyte_ddp_accuracy"] = event.accuracy
-            elif isinstance(event, CheckpointSaved):
+            elif isinstance(event, CheckpointWritten):
                 found["flyte_ddp_checkpoint_step"] = event.step
             elif isinstance(event, RunFinished):
                 found["flyte_ddp_finished"] = 1

@@ -87,6 +87,8 @@ class CheckpointStore:
         owner: the token of the run that owns the place (`ownership.Ownership`). Checked before anything is written,
             renamed or deleted; "" for a place that nothing else uses.
         on_busy: called with True when a state is about to be written, and with False when none is being written.
+        on_written: called in the writing thread with the step and URL of a checkpoint that the store now has whole, and
+            whether it was saved as the best. On rank 0 only, where each rank saves a part.
         peers: the ranks that each save a part of every state; None where this process saves whole ones.
     """
 
@@ -97,6 +99,7 @@ class CheckpointStore:
         timeout: float = STORE_TIMEOUT,
         owner: str = "",
         on_busy: Callable[[bool], None] | None = None,
+        on_written: Callable[[int, str, bool], None] | None = None,
         peers: Peers | None = None,
     ) -> None:
         self.storage = Storage(url, timeout=timeout)
@@ -105,6 +108,7 @@ class CheckpointStore:
         self.owner = owner
         self.keeps_resumed = False  # what `load_latest` returned stays, because other ranks may still read it
         self._on_busy = on_busy or (lambda is_busy: None)
+        self._on_written = on_written or (lambda step, url, best: None)
         self._peers = peers
         self._follows = peers is not None and peers.rank > 0  # rank 0, which chooses the states that are written
         self._choose: Callable[[list[_Write]], list[_Write]] = list if self._follows else _wanted
@@ -389,6 +393,7 @@ class CheckpointStore:
         name = checkpoint_name(write.step) + ".json"
         self._sink.write(name, json.dumps(manifest).encode())
         self._note_whole(name, manifest)
+        self._on_written(write.step, self.storage.join(name), write.best)
         try:
             self._prune(name)
         except Exception as error:  # the checkpoint is in place: what could not be deleted now goes the next time

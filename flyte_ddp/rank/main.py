@@ -86,7 +86,13 @@ def train(
     # A supervisor waits for rank 0's writing, which ends last: it waits for the other ranks'.
     on_busy = link.set_writing if world.is_first else None
     store = CheckpointStore(
-        job.checkpoints, config.checkpoints_to_keep, config.store_timeout, job.owner, on_busy=on_busy, peers=peers
+        job.checkpoints,
+        config.checkpoints_to_keep,
+        config.store_timeout,
+        job.owner,
+        on_busy=on_busy,
+        on_written=lambda step, url, best: link.emit(events.CheckpointWritten(step, url, best)),
+        peers=peers,
     )
     fingerprint = data["fingerprint"]
     trainer = Trainer(recipe, config, world, model, train, test, store, link, fingerprint, program.initial_state)

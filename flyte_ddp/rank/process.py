@@ -62,6 +62,7 @@ class SupervisorLink:
 
     def __init__(self, up: Connection, down: Connection, beats: Any, local_rank: int) -> None:
         self._up = up
+        self._sending = threading.Lock()  # the thread that writes checkpoints sends as well
         self._down = down
         self._beats = beats
         self._local_rank = local_rank
@@ -90,7 +91,8 @@ class SupervisorLink:
         self.send("event", events.to_dict(event))
 
     def send(self, kind: str, *values: Any) -> None:
-        self._up.send((kind, *values))
+        with self._sending:
+            self._up.send((kind, *values))
 
     def wait_for_data(self) -> Path:
         """Return the directory of the prepared data, as soon as the supervisor has it."""

@@ -9,6 +9,7 @@ from typing import Any
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import (
     CheckpointSaved,
+    CheckpointWritten,
     EpochFinished,
     Event,
     LayerDescribed,
@@ -83,7 +84,8 @@ def training(epochs: int = 4, world_size: int = 2) -> list[Event]:
         events += steps(1 + (number - 1) * STEPS_PER_EPOCH, number * STEPS_PER_EPOCH)
         events.append(epoch(number, world_size))
         step = number * STEPS_PER_EPOCH
-        events.append(CheckpointSaved(step, f"s3://bucket/run/step-{step:010d}.pt", best=number != 3, seconds=0.03))
+        url, best = f"s3://bucket/run/step-{step:010d}.pt", number != 3
+        events += [CheckpointSaved(step, url, best, seconds=0.03), CheckpointWritten(step, url, best)]
     return events
 
 

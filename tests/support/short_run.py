@@ -8,6 +8,7 @@ from typing import Any
 
 from flyte_ddp.events import (
     CheckpointSaved,
+    CheckpointWritten,
     EpochFinished,
     Event,
     Histogram,
@@ -70,6 +71,7 @@ def epoch_of_events(epoch: int) -> list[Event]:
         epoch_finished(epoch),
         HistogramsTaken(last, {"fc.weight": histogram}, {"fc.weight": histogram}),
         CheckpointSaved(last, f"/checkpoints/{last}.pt", True, 0.1),
+        CheckpointWritten(last, f"/checkpoints/{last}.pt", True),
     ]
 
 
