@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from flyte_ddp.events import Event, Histogram, HistogramsTaken, Prediction, PredictionsMade
@@ -359,6 +360,33 @@ def test_an_offline_run_is_kept_at_a_url_from_which_it_can_be_synced(
     sync = subprocess.run(command, cwd=tmp_path / "laptop", env=environment, capture_output=True, text=True)
     assert sync.returncode == 0, sync.stdout + sync.stderr
     assert [row["epoch/accuracy"] for row in server.rows if "epoch/accuracy" in row] == [0.9, 0.95, 1 - 0.1 / 3]
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_an_offline_run_is_kept_although_wandb_writes_the_last_of_it_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_waited_for: bool
+) -> None:
+    from wandb.sdk.lib.service.service_connection import ServiceConnection
+
+    def inform_late(connection: ServiceConnection, run_id: str) -> None:
+        (process,) = (child for child in psutil.Process().children() if child.name() == "wandb-core")
+        process.suspend()
+        threading.Timer(1.0, process.resume).start()
+        inform_finish(connection, run_id)
+
+    inform_finish = ServiceConnection.inform_finish
+    monkeypatch.setattr(ServiceConnection, "inform_finish", inform_late)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    if not is_waited_for:
+        monkeypatch.setattr(weights_and_biases, "WRITE_TIMEOUT", 0.0)
+    lines: list[str] = []
+    kept = tmp_path / "kept"
+    replay(Wandb("project", "run-1", tmp_path / "pod", offline_url=f"file://{kept}", say=lines.append), whole_run())
+    (archive,) = kept.iterdir()
+    shutil.unpack_archive(archive, tmp_path / "laptop")
+    accuracies = [row["epoch/accuracy"] for row in rows_of(tmp_path / "laptop") if "epoch/accuracy" in row]
+    assert accuracies == ([0.9, 0.95, 1 - 0.1 / 3] if is_waited_for else [])
+    assert ("W&B: run-run-1.wandb had no end after 0 s, so the last of it may be lost" in lines) is not is_waited_for
 
 
 def test_histograms_and_values_that_are_not_finite_do_not_end_the_reporting(tmp_path: Path) -> None:

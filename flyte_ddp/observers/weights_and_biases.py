@@ -20,6 +20,7 @@ import shlex
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,14 @@ from flyte_ddp.events import (
     RunStarted,
     StepFinished,
 )
+from flyte_ddp.observers.wandb_log import is_complete
 from flyte_ddp.storage import fetch_file, redact_url, write_file
 
 # Seconds for W&B, together less than the launcher waits for its listeners at the end.
 INIT_TIMEOUT = 30.0
 FINISH_TIMEOUT = 60.0  # for uploading what is left at the end
-CLOSE_TIMEOUT = INIT_TIMEOUT + FINISH_TIMEOUT + 10.0  # until this process continues without W&B
+WRITE_TIMEOUT = 10.0  # for the rest of an offline run's log, after `finish`
+CLOSE_TIMEOUT = INIT_TIMEOUT + FINISH_TIMEOUT + WRITE_TIMEOUT  # until this process continues without W&B
 
 # Fields of RunStarted that are shown beside the configuration.
 SHOWN_IN_CONFIG = (
@@ -168,6 +171,13 @@ class Wandb:
     def _keep_offline_run(self) -> None:
         """Copy the files of an offline run to `offline_url` and print how to upload them to W&B."""
         files = Path(self._run.settings.sync_dir)
+        (log,) = files.glob("*.wandb")
+        deadline = time.monotonic() + WRITE_TIMEOUT
+        while not is_complete(log):
+            if time.monotonic() > deadline:
+                self._say(f"W&B: {log.name} had no end after {WRITE_TIMEOUT:.0f} s, so the last of it may be lost")
+                break
+            time.sleep(0.1)
         with tempfile.TemporaryDirectory() as directory:
             archive = shutil.make_archive(f"{directory}/{files.name}", "zip", files.parent, files.name)
             url = f"{self._offline_url.rstrip('/')}/{files.name}.zip"

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
+from flyte_ddp.observers.wandb_log import read_records
+
 
 def records(directory: Path) -> list[Any]:
-    """Return the records of W&B's one transaction log below `directory`: LevelDB's log format, of protocol buffers."""
+    """Return the records of W&B's one log below `directory`."""
     import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
     wandb.teardown()  # W&B's own process writes the last of it after `finish`
     (path,) = directory.rglob("*.wandb")
-    contents = path.read_bytes()
-    found, record, at = [], b"", 7
-    while at + 7 <= len(contents):
-        if 32768 - at % 32768 < 7:  # the rest of a block that is too small for a header
-            at += 32768 - at % 32768
-            continue
-        _, size, kind = struct.unpack_from("<IHB", contents, at)
-        record += contents[at + 7 : at + 7 + size]
-        at += 7 + size
-        if kind in (1, 4):  # a whole record, or the last part of one
-            found.append(Record.FromString(record))
-            record = b""
-    return found
+    return [Record.FromString(record) for record in read_records(path)]
 
 
 def values_of(items: Any) -> dict[str, Any]:
