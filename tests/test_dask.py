@@ -65,7 +65,11 @@ def test_two_nodes_give_the_weights_and_the_events_of_two_processes(client, tmp_
     run = train(new_run(tmp_path), client, LOCAL)
 
     torch.testing.assert_close(run.state(), on_one_machine.state())
-    assert [type(event) for event in run.events] == [type(event) for event in on_one_machine.events]
+    ours, theirs = (
+        [type(event) for event in each.events if not isinstance(event, events.CheckpointWritten)]  # at any moment
+        for each in (run, on_one_machine)
+    )
+    assert ours == theirs
     assert [event.step for event in events_of(run, events.StepFinished)] == list(range(1, 28))
     assert events_of(run, events.PredictionsMade) == events_of(on_one_machine, events.PredictionsMade)
     assert run.result.epochs == events_of(run, events.EpochFinished)
