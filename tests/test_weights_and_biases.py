@@ -368,10 +368,14 @@ def test_an_offline_run_is_kept_although_wandb_writes_the_last_of_it_late(
 ) -> None:
     from wandb.sdk.lib.service.service_connection import ServiceConnection
 
+    suspended: list[psutil.Process] = []
+
     def inform_late(connection: ServiceConnection, run_id: str) -> None:
         (process,) = (child for child in psutil.Process().children() if child.name() == "wandb-core")
         process.suspend()
-        threading.Timer(1.0, process.resume).start()
+        suspended.append(process)
+        if is_waited_for:
+            threading.Timer(1.0, process.resume).start()
         inform_finish(connection, run_id)
 
     inform_finish = ServiceConnection.inform_finish
@@ -382,6 +386,7 @@ def test_an_offline_run_is_kept_although_wandb_writes_the_last_of_it_late(
     lines: list[str] = []
     kept = tmp_path / "kept"
     replay(Wandb("project", "run-1", tmp_path / "pod", offline_url=f"file://{kept}", say=lines.append), whole_run())
+    suspended[0].resume()
     (archive,) = kept.iterdir()
     shutil.unpack_archive(archive, tmp_path / "laptop")
     accuracies = [row["epoch/accuracy"] for row in rows_of(tmp_path / "laptop") if "epoch/accuracy" in row]
