@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -362,36 +362,41 @@ def test_an_offline_run_is_kept_at_a_url_from_which_it_can_be_synced(
     assert [row["epoch/accuracy"] for row in server.rows if "epoch/accuracy" in row] == [0.9, 0.95, 1 - 0.1 / 3]
 
 
-@pytest.mark.parametrize("is_waited_for", [True, False])
-def test_an_offline_run_is_kept_although_wandb_writes_the_last_of_it_late(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_waited_for: bool
+def accuracies_kept(tmp_path: Path, say: Callable[[str], None]) -> list[float]:
+    """The accuracies of an offline run, as its archive has them."""
+    kept = tmp_path / "kept"
+    replay(Wandb("project", "run-1", tmp_path / "pod", offline_url=f"file://{kept}", say=say), whole_run())
+    (archive,) = kept.iterdir()
+    shutil.unpack_archive(archive, tmp_path / "laptop")
+    return [row["epoch/accuracy"] for row in rows_of(tmp_path / "laptop") if "epoch/accuracy" in row]
+
+
+def test_an_offline_run_is_kept_whole_although_wandb_writes_the_last_of_it_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from wandb.sdk.lib.service.service_connection import ServiceConnection
-
-    suspended: list[psutil.Process] = []
 
     def inform_late(connection: ServiceConnection, run_id: str) -> None:
         (process,) = (child for child in psutil.Process().children() if child.name() == "wandb-core")
         process.suspend()
-        suspended.append(process)
-        if is_waited_for:
-            threading.Timer(1.0, process.resume).start()
+        threading.Timer(1.0, process.resume).start()
         inform_finish(connection, run_id)
 
     inform_finish = ServiceConnection.inform_finish
     monkeypatch.setattr(ServiceConnection, "inform_finish", inform_late)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    if not is_waited_for:
-        monkeypatch.setattr(weights_and_biases, "WRITE_TIMEOUT", 0.0)
     lines: list[str] = []
-    kept = tmp_path / "kept"
-    replay(Wandb("project", "run-1", tmp_path / "pod", offline_url=f"file://{kept}", say=lines.append), whole_run())
-    suspended[0].resume()
-    (archive,) = kept.iterdir()
-    shutil.unpack_archive(archive, tmp_path / "laptop")
-    accuracies = [row["epoch/accuracy"] for row in rows_of(tmp_path / "laptop") if "epoch/accuracy" in row]
-    assert accuracies == ([0.9, 0.95, 1 - 0.1 / 3] if is_waited_for else [])
-    assert ("W&B: run-run-1.wandb had no end after 0 s, so the last of it may be lost" in lines) is not is_waited_for
+    assert accuracies_kept(tmp_path, lines.append) == [0.9, 0.95, 1 - 0.1 / 3]
+    assert len(lines) == 2
+
+
+def test_an_offline_run_is_kept_although_its_end_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_and_biases, "WRITE_TIMEOUT", 1.0)
+    monkeypatch.setattr(weights_and_biases, "is_complete", lambda log: False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    lines: list[str] = []
+    accuracies_kept(tmp_path, lines.append)
+    assert "W&B: run-run-1.wandb had no end after 1 s, so the last of it may be lost" in lines
 
 
 def test_histograms_and_values_that_are_not_finite_do_not_end_the_reporting(tmp_path: Path) -> None:
