@@ -171,11 +171,10 @@ class Wandb:
     def _keep_offline_run(self) -> None:
         """Copy the files of an offline run to `offline_url` and print how to upload them to W&B."""
         files = Path(self._run.settings.sync_dir)
-        (log,) = files.glob("*.wandb")
         deadline = time.monotonic() + WRITE_TIMEOUT
-        while not is_complete(log):
+        while not all(is_complete(log) for log in files.glob("*.wandb")):
             if time.monotonic() > deadline:
-                self._say(f"W&B: {log.name} had no end after {WRITE_TIMEOUT:.0f} s, so the last of it may be lost")
+                self._say(f"W&B: {files.name} had no end after {WRITE_TIMEOUT:.0f} s, so the last of it may be lost")
                 break
             time.sleep(0.1)
         with tempfile.TemporaryDirectory() as directory:
