@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flyte_ddp.events import FunctionStarted, Reported
+from flyte_ddp.events import CheckpointSaved, FunctionStarted, Reported
 from flyte_ddp.observers.metrics import HELP, PORT_VARIABLE, MetricsServer, requested_port
 from tests.support.short_run import run_finished, started, whole_run
 
@@ -32,6 +32,7 @@ def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
         assert scrape(server)[1] == {"flyte_ddp_restarts": 0, "flyte_ddp_finished": 0}
         for event in whole_run():
             run.handle(event)
+        run.handle(CheckpointSaved(13, "file:///c/13.json", False, 0.1))  # the store does not have it
         text, found = scrape(server)
         assert set(found) == set(HELP)
         assert found["flyte_ddp_step"] == found["flyte_ddp_steps_planned"] == found["flyte_ddp_checkpoint_step"] == 12

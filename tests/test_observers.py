@@ -18,6 +18,7 @@ import pytest
 
 from flyte_ddp.events import (
     CheckpointSaved,
+    CheckpointWritten,
     EpochFinished,
     Event,
     HistogramsTaken,
@@ -189,9 +190,10 @@ def test_the_wall_time_is_what_it_went_to(tmp_path: Path) -> None:
             started(resumed_step=2),
             epoch_finished(1),  # with an evaluation of 0.5 s
             predictions_made(),
+            CheckpointWritten(4, "/c/4.pt", True),  # from beside the training: divides none of its time
             run_finished(),
         ],
-        [1010.0, 1014.0, 1016.0, 1017.0, 1018.0, 1040.0, 1072.0, 1075.0, 1085.0, 1086.0, 1089.0],
+        [1010.0, 1014.0, 1016.0, 1017.0, 1018.0, 1040.0, 1072.0, 1075.0, 1085.0, 1086.0, 1088.0, 1089.0],
     )
     spent = RunState.of(events).time_spent()
     assert spent == TimeSpent(

@@ -1,10 +1,13 @@
-"""The environment of a rank's process, which torch reads when it is imported."""
+"""The environment of a rank's process, which torch reads when it is imported, and its link to the supervisor."""
 
 from __future__ import annotations
 
+import multiprocessing
+import threading
+
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.rank.job import Job, NodeRanks
-from flyte_ddp.rank.process import environment
+from flyte_ddp.rank.process import SupervisorLink, environment
 from flyte_ddp.rank.programs import RecipeProgram
 
 NAMES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG")
@@ -61,3 +64,17 @@ def test_an_interface_or_a_number_of_threads_that_the_user_has_set_is_kept(monke
 
     assert found == found | given
     assert found["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_messages_of_two_threads_arrive_whole(monkeypatch):
+    """The training's, and those of the thread that writes checkpoints. Large ones are sent in two pieces."""
+    monkeypatch.setattr(SupervisorLink, "_listen", lambda link: None)  # no supervisor is there to be missed
+    receiver, up = multiprocessing.Pipe(duplex=False)
+    link = SupervisorLink(up, up, [], 0)
+    texts = [name * 100_000 for name in "ab"]
+    threads = [threading.Thread(target=lambda text=text: [link.send(text) for _ in range(100)]) for text in texts]
+    for thread in threads:
+        thread.daemon = True  # a message that cannot be read leaves them waiting
+        thread.start()
+    received = [receiver.recv() for _ in range(200)]
+    assert sorted(received) == [(text,) for text in texts for _ in range(100)]
