@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.distributed import PrefixStore
 
 from benchmarks.mnist_like import MnistLike
 from flyte_ddp.config import TrainingConfig, resolve
@@ -149,15 +150,19 @@ def test_a_model_without_named_blocks_is_split_by_size():
 # Memory
 
 
-def measure_memory(world, store, *arguments):
-    """Work of a gang: the bytes by which the process has grown at most since it had imported everything."""
+def measure_memory(world, store, small, large, data, checkpoints):
+    """Work of a gang: the bytes that the process needs at most for a large model beyond those for a small one.
+
+    The small one brings in what a process needs once, whatever the model: code, its own threads, the rows of the data.
+    """
     import torch._dynamo  # noqa: F401 as `fully_shard` does
 
     return_freed_memory()  # as a rank's `main` does
+    train_recipe(world, PrefixStore("small", store), "benchmarks.shards.Deep", small, data, f"{checkpoints}/small")
     own = Path("/proc/self")
     (own / "clear_refs").write_text("5")  # begins to take the peak anew
     before = resident(own, "VmRSS")
-    train_recipe(world, store, *arguments)
+    train_recipe(world, store, "benchmarks.shards.Deep", large, data, f"{checkpoints}/large")
     return resident(own, "VmHWM") - before
 
 
@@ -172,10 +177,10 @@ def test_a_rank_with_shards_needs_half_the_memory_of_one_with_a_whole_model(tmp_
     monkeypatch.setattr("benchmarks.mnist_like.NUM_TEST_SAMPLES", 64)
     (tmp_path / "data").mkdir()
     prepare_data(MnistLike(), "256", tmp_path / "data")
-    num_parameters = 18e6
-    options = {"epochs": 1, "optimizer": "adamw", "recipe_options": {"layers": 16, "width": 1024}}
-    config = resolve(MnistLike.defaults, {**options, "parallel": "fsdp"})
-    given = (measure_memory, "benchmarks.shards.Deep", config, str(tmp_path / "data"), str(tmp_path / "checkpoints"))
+    options = {"epochs": 1, "optimizer": "adamw", "parallel": "fsdp"}
+    sizes = ({"layers": 1, "width": 64}, {"layers": 16, "width": 1024})
+    small, large = (resolve(MnistLike.defaults, {**options, "recipe_options": size}) for size in sizes)
+    given = (measure_memory, small, large, str(tmp_path / "data"), str(tmp_path / "checkpoints"))
     # Weights, gradients and AdamW's two states, and the copy for a checkpoint, which leaves out the gradients.
-    whole_bytes = (16 + 12) * num_parameters
+    whole_bytes = (16 + 12) * 17.6e6
     assert max(run_gang(2, *given)) < 0.6 * whole_bytes
