@@ -84,7 +84,7 @@ def test_a_killed_rank_ends_the_run_within_seconds_with_all_its_processes(tmp_pa
     with pytest.raises(RankFailure, match="rank 1 was killed by SIGKILL") as caught:
         new_run(tmp_path, "Listed").train(data_workers=1)
 
-    assert time.time() - float((tmp_path / "died-at").read_text()) < 5
+    assert time.time() - float((tmp_path / "died-at").read_text()) < 20
     assert survivors() == []  # loader processes included
     assert (caught.value.rank, caught.value.kind, caught.value.cause) == (1, "signal", "SIGKILL")
     assert "this rank is killed on purpose" in str(caught.value)  # the last it printed
@@ -241,7 +241,7 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path, monkeypatch, survivors):
     time.sleep(1)
     assert parent.poll() is None
     parent.terminate()
-    kind, message = how_it_ended(parent, timeout=10)
+    kind, message = how_it_ended(parent, timeout=15)
 
     assert (kind, message[:31]) == ("TrainingStopped", "SIGTERM: the ranks were killed ")
     assert survivors() == []
@@ -268,7 +268,7 @@ def test_the_ranks_of_a_killed_parent_end_themselves(tmp_path, monkeypatch, surv
     parent.kill()
     parent.wait()
 
-    _wait_until_gone(survivors, seconds=10)
+    _wait_until_gone(survivors, seconds=30)
 
 
 # What else may be the case on a machine

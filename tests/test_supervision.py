@@ -35,9 +35,7 @@ def test_an_operation_that_takes_too_long_counts_as_a_stall(monkeypatch):
     monkeypatch.setattr(supervision, "MAX_OPERATION_SECONDS", 0.05)
     beats = []
     with keep_beating(lambda: beats.append(time.monotonic())):
-        time.sleep(0.5)
-
-    assert beats[-1] < beats[0] + 0.45
+        wait_for(lambda: time.monotonic() > beats[-1] + 0.4)
 
 
 def test_a_cold_compilation_reports_progress(monkeypatch):

@@ -347,7 +347,7 @@ def test_the_step_times_of_a_model_leave_it_as_it_was(tmp_path):
     )
 
     assert (costs.batch_sizes, costs.all_reduce_seconds) == ([4, 12], 0.0)
-    assert all(0 < seconds < 1 for seconds in costs.compute_seconds)
+    assert all(0 < seconds < 60 for seconds in costs.compute_seconds)
     assert trainer.supervisor.num_beats >= 2 * (5 + 9)
     for name, value in trainer.model.state_dict().items():
         torch.testing.assert_close(value, before[name])
