@@ -13,6 +13,7 @@ from multiprocessing import forkserver
 
 import psutil
 import pytest
+import torch
 
 from flyte_ddp.config import resolve
 from flyte_ddp.launch import rank_start
@@ -59,6 +60,12 @@ def pytest_collection_modifyitems(items):
     """Start with the files that take longest, so that no long one runs alone at the end of a parallel session."""
     place = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+@pytest.fixture(autouse=True)
+def same_random_tensors():
+    """Let a test draw the same tensors each time, whichever tests ran before it in its process."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

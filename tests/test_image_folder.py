@@ -51,7 +51,8 @@ def test_classes_are_the_folders_and_both_directories_are_used_as_they_are(tmp_p
     for sample in range(len(train)):
         image, label = train[sample]
         assert (image.dtype, image.shape) == (torch.uint8, (3, 32, 32))
-        assert image[:, 16, 16].tolist() == list(COLOURS[recipe.class_names[label]])
+        # A random part of the image: the corner with the number is less than half of any.
+        assert image.flatten(1).median(dim=1).values.tolist() == list(COLOURS[recipe.class_names[label]])
 
 
 def test_validation_images_are_preferred_and_other_files_are_counted(tmp_path, prepared):
