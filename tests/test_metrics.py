@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flyte_ddp.events import CheckpointSaved, FunctionStarted, Reported
-from flyte_ddp.observers.metrics import HELP, PORT_VARIABLE, MetricsServer, requested_port
+from flyte_ddp.events import CheckpointLoaded, CheckpointSaved, CheckpointWritten, FunctionStarted, Reported
+from flyte_ddp.observers.metrics import HELP, PORT_VARIABLE, MetricsServer, RunFigures, requested_port
 from tests.support.short_run import run_finished, started, whole_run
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
@@ -36,6 +36,7 @@ def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
         text, found = scrape(server)
         assert set(found) == set(HELP)
         assert found["flyte_ddp_step"] == found["flyte_ddp_steps_planned"] == found["flyte_ddp_checkpoint_step"] == 12
+        assert found["flyte_ddp_checkpoint_copied_step"] == 13
         assert (found["flyte_ddp_epoch"], found["flyte_ddp_world_size"], found["flyte_ddp_restarts"]) == (3, 2, 0)
         assert found["flyte_ddp_accuracy"] == pytest.approx(1 - 0.1 / 3)
         assert abs(found["flyte_ddp_last_event_timestamp_seconds"] - time.time()) < 60
@@ -45,6 +46,7 @@ def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
             run.handle(event)
         found = scrape(server)[1]
         assert (found["flyte_ddp_restarts"], found["flyte_ddp_step"], found["flyte_ddp_finished"]) == (1, 8, 1)
+        assert found["flyte_ddp_checkpoint_step"] == found["flyte_ddp_checkpoint_copied_step"] == 8
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"http://127.0.0.1:{server.port}/", timeout=10)
     finally:
@@ -83,6 +85,27 @@ def test_runs_side_by_side_are_served_until_each_has_ended():
     server.close()
 
 
+def test_a_checkpoint_that_the_store_does_not_have_yet_is_seen():
+    run = RunFigures("")
+
+    def steps(*events):
+        for event in events:
+            run.handle(event)
+        figures = run.values()
+        return figures["flyte_ddp_checkpoint_copied_step"], figures["flyte_ddp_checkpoint_step"]
+
+    copied = [CheckpointSaved(step, "", False, 0.1) for step in range(20)]
+    written = [CheckpointWritten(step, "", False) for step in range(20)]
+    assert steps(FunctionStarted("f", 4, 2, num_restarts=0)) == (0, 0)
+    assert steps(CheckpointLoaded(4, "")) == (4, 4)
+    assert steps(copied[8]) == (8, 4)
+    assert steps(copied[10], written[8]) == (10, 8)
+    assert steps(FunctionStarted("f", 4, 2, num_restarts=1)) == (8, 8)  # what was not written is lost
+    assert steps(copied[12]) == (12, 8)
+    assert steps(started(resumed_step=8)) == (8, 8)
+    assert steps(copied[12], written[12]) == (12, 12)
+
+
 def test_nothing_is_served_unless_registration_asked_for_it(monkeypatch):
     from tasks.resources import DRIVER_TASK, TRAINING_TASK, metrics_environment
 
@@ -103,3 +126,6 @@ def test_the_alert_rules_of_deploy_use_figures_that_are_served():
     used = set(re.findall(r"flyte_ddp_\w+", expressions))
     assert used
     assert used <= set(HELP)
+    symptoms = re.findall('symptom "(.+?)"', str(rules))
+    assert len(symptoms) == 2
+    assert set(symptoms) <= set(re.findall(r"^\| \*(.+?)\*", (DEPLOY / "RUNBOOK.md").read_text(), re.M))

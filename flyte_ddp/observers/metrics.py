@@ -12,6 +12,8 @@ import threading
 import time
 
 from flyte_ddp.events import (
+    CheckpointLoaded,
+    CheckpointSaved,
     CheckpointWritten,
     EpochFinished,
     Event,
@@ -34,7 +36,8 @@ HELP = {
     "flyte_ddp_test_loss": "held-out loss after the last epoch",
     "flyte_ddp_accuracy": "held-out accuracy after the last epoch, in [0, 1]",
     "flyte_ddp_samples_per_second": "training samples per second, over all ranks",
-    "flyte_ddp_checkpoint_step": "step of the newest checkpoint that the store has whole",
+    "flyte_ddp_checkpoint_step": "step of the newest checkpoint that the store has whole; 0 for none",
+    "flyte_ddp_checkpoint_copied_step": "step of the newest state that was copied to become a checkpoint; 0 for none",
     "flyte_ddp_restarts": "times that the ranks were started again in this task's attempt",
     "flyte_ddp_last_event_timestamp_seconds": "when rank 0 last reported anything, in seconds since the epoch",
     "flyte_ddp_finished": "1 when the run has ended well",
@@ -65,9 +68,13 @@ class RunFigures:
                 found["flyte_ddp_steps_planned"] = event.num_steps
                 found["flyte_ddp_step"] = event.resumed_step
                 found["flyte_ddp_restarts"] = self._values["flyte_ddp_restarts"] + 1
+                found.update(_checkpoint_steps(event.resumed_step))
             elif isinstance(event, FunctionStarted):
                 found["flyte_ddp_world_size"] = event.world_size
                 found["flyte_ddp_restarts"] = event.num_restarts
+                found.update(_checkpoint_steps(self._values.get("flyte_ddp_checkpoint_step", 0)))
+            elif isinstance(event, CheckpointLoaded):
+                found.update(_checkpoint_steps(event.step))
             elif isinstance(event, Reported):
                 found["flyte_ddp_step"] = event.step
                 found.update({"flyte_ddp_epoch": event.epoch} if event.epoch is not None else {})
@@ -79,6 +86,8 @@ class RunFigures:
                 found["flyte_ddp_epoch"] = event.epoch
                 found["flyte_ddp_test_loss"] = event.test_loss
                 found["flyte_ddp_accuracy"] = event.accuracy
+            elif isinstance(event, CheckpointSaved):
+                found["flyte_ddp_checkpoint_copied_step"] = event.step
             elif isinstance(event, CheckpointWritten):
                 found["flyte_ddp_checkpoint_step"] = event.step
             elif isinstance(event, RunFinished):
@@ -157,6 +166,11 @@ class MetricsServer:
 def requested_port() -> int:
     """Return the port that registration asked for; 0 for none."""
     return int(os.environ.get(PORT_VARIABLE) or 0)
+
+
+def _checkpoint_steps(step: float) -> dict[str, float]:
+    """Return the figures of an attempt that starts: what an earlier one copied and did not write is lost."""
+    return {"flyte_ddp_checkpoint_step": step, "flyte_ddp_checkpoint_copied_step": step}
 
 
 def _escape(value: str) -> str:
