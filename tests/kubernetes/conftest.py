@@ -189,7 +189,7 @@ def namespace(operator: None) -> Iterator[Namespace]:
     kubectl("create", "-f", "-", stdin=manifest)
     namespace = Namespace(name)
     yield namespace
-    eventually(lambda: not namespace.pods_of_clusters(), 120, "an end to all pods of Dask clusters")
+    eventually(lambda: not namespace.pods_of_clusters(), 300, "an end to all pods of Dask clusters")
     kubectl("delete", "-f", "-", "--wait=false", stdin=rbac)
     kubectl("delete", "namespace", name, "--wait=false")
 
@@ -227,4 +227,4 @@ def _own_address() -> str:
 def nothing_left(namespace: Namespace) -> Iterator[None]:
     """Every test must leave its namespace without a cluster; the pods follow, and are waited for once, at the end."""
     yield
-    eventually(lambda: not namespace.items("daskclusters"), 120, "an end to all Dask clusters")
+    eventually(lambda: not namespace.items("daskclusters"), 300, "an end to all Dask clusters")
