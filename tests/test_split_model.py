@@ -182,5 +182,6 @@ def test_a_rank_with_shards_needs_half_the_memory_of_one_with_a_whole_model(tmp_
     small, large = (resolve(MnistLike.defaults, {**options, "recipe_options": size}) for size in sizes)
     given = (measure_memory, small, large, str(tmp_path / "data"), str(tmp_path / "checkpoints"))
     # Weights, gradients and AdamW's two states, and the copy for a checkpoint, which leaves out the gradients.
-    whole_bytes = (16 + 12) * 17.6e6
+    num_parameters = 17.6e6
+    whole_bytes = (16 + 12) * num_parameters
     assert max(run_gang(2, *given)) < 0.6 * whole_bytes
