@@ -146,17 +146,6 @@ class CheckpointWritten(Timed):
 
 
 @dataclass(frozen=True)
-class CostsTimed(Timed):
-    """The time that each part of a step takes, measured separately after the training if the job asks for it."""
-
-    batch_sizes: list[int]  # samples per rank and optimizer step
-    compute_seconds: list[float]  # a step without all-reduce at each batch size: all ranks at once, the slowest counts
-    gradient_bytes: int
-    all_reduce_seconds: float  # an all-reduce of `gradient_bytes` over all ranks; 0 for a single rank
-    latency_seconds: float  # an all-reduce of a single number
-
-
-@dataclass(frozen=True)
 class RunFinished(Timed):
     """The last event of a run that succeeded."""
 
@@ -223,7 +212,6 @@ Event = (
     | PredictionsMade
     | CheckpointSaved
     | CheckpointWritten
-    | CostsTimed
     | RunFinished
     | FunctionStarted
     | CheckpointLoaded
@@ -260,7 +248,6 @@ class RunState:
     epochs: list[EpochFinished] = field(default_factory=list)  # those of earlier attempts included
     checkpoints: list[CheckpointWritten] = field(default_factory=list)  # that still exist: the newest, and the best
     predictions: PredictionsMade | None = None
-    costs: CostsTimed | None = None
     finished: RunFinished | None = None
     function: FunctionStarted | None = None  # the latest
     reports: list[Reported] = field(default_factory=list)
@@ -295,8 +282,6 @@ class RunState:
             self._add_checkpoint(event)
         elif isinstance(event, PredictionsMade):
             self.predictions = event
-        elif isinstance(event, CostsTimed):
-            self.costs = event
         elif isinstance(event, RunFinished):
             self.finished = event
         elif isinstance(event, FunctionStarted):
@@ -356,8 +341,6 @@ class RunState:
             self._time.start_training(event.step)
         elif isinstance(event, EpochFinished):
             self._time.evaluate(event.evaluation_seconds)
-        elif isinstance(event, CostsTimed):
-            self._time.evaluate(self._time.elapsed)
         elif isinstance(event, CheckpointSaved):
             self._time.save(event.step, event.seconds)
         elif isinstance(event, RunFinished):

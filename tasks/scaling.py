@@ -28,7 +28,7 @@ from tasks.scaling_report import ScalingReport
 class ScalingOutputs(NamedTuple):
     """The outputs of a scaling study."""
 
-    table: StructuredDataset  # a row for every world size and learning rate, measured or projected: `build_table`
+    table: StructuredDataset  # a row for every world size and learning rate: `build_table`
     csv: FlyteFile  # the same as a CSV file
     history: FlyteFile  # every event of every run, as JSON lines; each run begins with its RunStarted
     report: FlyteFile  # the HTML page that the Deck shows too
@@ -41,14 +41,11 @@ def check_scaling(
     world_sizes: list[int],
     learning_rates: list[float],
     target_loss: float,
-    projected_world_sizes: list[int],
     cluster: OptionalCluster,
 ) -> TrainingOverrides:
     """Check every run of the study before anything is prepared or started for the first; returns `config`."""
     with flyte_errors():
-        _check(
-            recipe, config, world_sizes, learning_rates, target_loss, projected_world_sizes, cluster or ClusterInput()
-        )
+        _check(recipe, config, world_sizes, learning_rates, target_loss, cluster or ClusterInput())
     return config or TrainingOverrides()
 
 
@@ -61,7 +58,6 @@ def train_at_world_sizes(
     world_sizes: list[int],
     learning_rates: list[float],
     target_loss: float,
-    projected_world_sizes: list[int],
     cluster: ClusterInput,
     checkpoints: str = "",
 ) -> ScalingOutputs:
@@ -72,9 +68,9 @@ def train_at_world_sizes(
     from flyte_ddp.scaling.runner import resize_cluster, train_at_sizes
 
     num_runs = len(world_sizes) * max(1, len(learning_rates))
-    report = ScalingReport(recipe, num_runs, projected_world_sizes, target_loss, cluster.resolved_kind)
+    report = ScalingReport(recipe, num_runs, target_loss)
     with open_frame(report, recipe, checkpoints, "scaling") as frame:
-        resolved = _check(recipe, config, world_sizes, learning_rates, target_loss, projected_world_sizes, cluster)
+        resolved = _check(recipe, config, world_sizes, learning_rates, target_loss, cluster)
         frame.limit_time(resolved.max_hours)
         data.download()
         observer = _Observer(frame, report)
@@ -84,7 +80,6 @@ def train_at_world_sizes(
                 resolved,
                 world_sizes,
                 learning_rates or [resolved.learning_rate],
-                projected_world_sizes,
                 frame.storage.url,
                 data.path,
                 client,
@@ -104,7 +99,6 @@ def build_table(study: Study) -> list[dict[str, object]]:
     for row in study.rows():
         values = dataclasses.asdict(row)
         values[f"{study.device_unit.lower()}_hours"] = values.pop("device_hours")
-        values["kind"] = "projected" if values.pop("is_projected") else "measured"
         rows.append(values)
     return rows
 
@@ -115,14 +109,13 @@ def _check(
     world_sizes: list[int],
     learning_rates: list[float],
     target_loss: float,
-    projected_world_sizes: list[int],
     cluster: ClusterInput,
 ) -> TrainingConfig:
     """Return the config that all runs share except the learning rate. Raise ConfigError if a run is impossible."""
     from flyte_ddp.scaling.runner import validate_runs
 
     resolved = config_of(recipe, given(config))
-    validate_study(resolved, world_sizes, projected_world_sizes, learning_rates, target_loss)
+    validate_study(resolved, world_sizes, learning_rates, target_loss)
     validate_runs(recipe, resolved, world_sizes, cluster)
     return resolved
 
@@ -155,12 +148,6 @@ class _Observer:
             self.frame.say(
                 f"{ranks(row.world_size)}, rate {row.learning_rate:g}: {row.samples_per_second:,.0f} samples/s, "
                 f"speed-up {row.speed_up:.2f}, efficiency {100 * row.efficiency:.0f} %"
-                f"{' (projected)' if row.is_projected else ''}"
-            )
-        for check in study.checks:
-            self.frame.say(
-                f"time model at {ranks(check.world_size)}: {1e3 * check.predicted_seconds:.2f} ms per step predicted, "
-                f"{1e3 * check.measured_seconds:.2f} ms measured, error {100 * check.error:+.1f} %"
             )
         outputs = ScalingOutputs(
             table=StructuredDataset(dataframe=table),

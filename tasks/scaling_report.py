@@ -1,4 +1,4 @@
-"""The report of a scaling study. Every row says whether it is measured or projected."""
+"""The report of a scaling study."""
 
 from __future__ import annotations
 
@@ -11,29 +11,12 @@ from flyte_ddp.observers.page import NOTHING, Page, draw, row, tile
 from flyte_ddp.scaling.plots import scaling_panels
 from flyte_ddp.scaling.study import Row, ScalingRun, Study
 
-CHECK_HEADS = [
-    "ranks",
-    "computation, timed alone",
-    "all-reduce, by the model",
-    "predicted step",
-    "measured step",
-    "error",
-]
-
-STYLE = """
-.training-report tr.projected td { color: var(--soft); font-style: italic; }
-"""
-
 TEMPLATE = """
 {%- block body %}
 {%- if drawn %}{{ panels(drawn) }}{% endif %}
 {%- if rows %}
 <div class="grid"><section class="card"><h2>World sizes <small>at equal global batch size</small></h2>
 {{- numbers(heads, rows) }}</section></div>
-{%- endif %}
-{%- if checks %}
-<div class="grid"><section class="card"><h2>Check of the time model <small>against steps of the trainings, which it was
-not fitted to</small></h2>{{ numbers(check_heads, checks) }}</section></div>
 {%- endif %}
 {%- if measured_how %}
 <div class="grid"><section class="card"><h2>How it was measured</h2>{{ pairs(measured_how, true) }}</section></div>
@@ -50,18 +33,13 @@ class ScalingReport(Page):
     """
 
     template = TEMPLATE
-    style = STYLE
     progress_label = "runs done"
 
-    def __init__(
-        self, recipe: str, num_runs: int, projected_world_sizes: Sequence[int], target_loss: float, kind: str
-    ) -> None:
+    def __init__(self, recipe: str, num_runs: int, target_loss: float) -> None:
         super().__init__()
         self.recipe = recipe
         self.num_runs = num_runs
-        self.projected_world_sizes = projected_world_sizes
         self.target_loss = target_loss
-        self.kind = kind  # of the cluster
         self.runs: list[ScalingRun] = []
         self._started: RunStarted | None = None  # the latest
 
@@ -72,7 +50,7 @@ class ScalingReport(Page):
     @property
     def study(self) -> Study:
         """The study of the finished runs."""
-        return Study(list(self.runs), self.projected_world_sizes, self.target_loss)
+        return Study(list(self.runs), self.target_loss)
 
     def handle(self, event: Event) -> None:
         if isinstance(event, RunStarted):
@@ -87,9 +65,7 @@ class ScalingReport(Page):
             "tiles": _tiles(study, rows),
             "drawn": draw(scaling_panels(study)),
             "heads": _heads(study),
-            "rows": [{"kind": "projected" if each.is_projected else "", "cells": _cells(each)} for each in rows],
-            "check_heads": CHECK_HEADS,
-            "checks": [{"cells": cells} for cells in _checks(study)],
+            "rows": [{"cells": _cells(each)} for each in rows],
             "measured_how": [row(name, value) for name, value in self._facts(study)],
         }
 
@@ -106,7 +82,7 @@ class ScalingReport(Page):
         if not study.runs:
             return []
         started = study.runs[0].started
-        facts = [
+        return [
             ("Device of each rank", started.device),
             ("CPU threads of each rank, the same in every run", f"{started.num_threads}"),
             ("Backend", next((run.started.backend for run in study.runs if run.world_size > 1), started.backend)),
@@ -120,59 +96,32 @@ class ScalingReport(Page):
             (
                 "Waiting",
                 "time that a rank waits for gradients after its own backward pass, including the wait for slower ranks;"
-                " the mean of all ranks, from DDP's own timers. A projection contains the all-reduce only",
+                " the mean of all ranks, from DDP's own timers",
             ),
             ("Hidden", "all-reduce during the backward pass, which takes no extra time"),
         ]
-        if study.model is None:
-            return [*facts, ("Projections", "none: no run with two or more ranks has been timed yet")]
-        facts += [
-            ("Time model", "step(n) = compute(B / n) + 2 (n - 1) latency + 2 (n - 1) / n * bytes / bandwidth"),
-            ("Source", "ring all-reduce: Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009)"),
-            ("Latency, fitted", f"{1e6 * study.model.latency:,.1f} µs per message"),
-            ("Bandwidth, fitted", _bandwidth(study.model.seconds_per_byte)),
-            ("Gradients", f"{study.model.num_bytes / 2**20:,.2f} MiB"),
-            (
-                "Not in the model",
-                "all-reduce that is hidden by the backward pass; effects of smaller batches on a CPU's"
-                " caches beyond the timed ones; a network that is slower or busier than the measured one",
-            ),
-        ]
-        if self.kind == "local":
-            facts.append(("Network", "inside one machine: between machines expect less than projected"))
-        return facts
 
 
 def _tiles(study: Study, rows: Sequence[Row]) -> list[dict[str, str]]:
-    measured = [each for each in rows if not each.is_projected]
-    if not measured:
+    if not rows:
         return []
-    largest = max(measured, key=lambda each: each.world_size)
+    largest = max(rows, key=lambda each: each.world_size)
     ranks = f"{largest.world_size} ranks"
     losses: dict[float, list[float]] = {}
     for run in study.runs:
         losses.setdefault(run.learning_rate, []).append(run.best_loss)
     spread = max(max(each) / min(each) - 1 if min(each) > 0 else 0.0 for each in losses.values())
-    tiles = [
-        tile("Speed-up", f"{largest.speed_up:.2f} x", f"{ranks} over {min(each.world_size for each in measured)}"),
+    return [
+        tile("Speed-up", f"{largest.speed_up:.2f} x", f"{ranks} over {min(each.world_size for each in rows)}"),
         tile("Efficiency", _percent(largest.efficiency), f"of the ideal, {ranks}"),
         tile("Waiting for gradients", _percent(largest.wait_share), f"of a step, {ranks}"),
         tile("Best test loss", f"{min(map(min, losses.values())):.4g}", f"world sizes differ by {100 * spread:.2g} %"),
     ]
-    if study.checks:
-        off = max(study.checks, key=lambda check: abs(check.error))
-        tiles.append(
-            tile(
-                "Error of the time model", f"{100 * off.error:+.0f} %", f"of the predicted step, {off.world_size} ranks"
-            )
-        )
-    return tiles
 
 
 def _heads(study: Study) -> list[str]:
     return [
         "ranks",
-        "",
         "learning rate",
         "batch per rank",
         "epochs",
@@ -192,12 +141,11 @@ def _heads(study: Study) -> list[str]:
 def _cells(row: Row) -> list[str]:
     return [
         f"{row.world_size}",
-        "projected" if row.is_projected else "measured",
         f"{row.learning_rate:g}",
         f"{row.batch_size_per_rank:,}",
         f"{row.epochs}",
-        NOTHING if row.final_test_loss is None else f"{row.final_test_loss:.4g}",
-        NOTHING if row.best_accuracy is None else percent(row.best_accuracy),
+        f"{row.final_test_loss:.4g}",
+        percent(row.best_accuracy),
         _milliseconds(row.step_seconds),
         f"{row.samples_per_second:,.0f}",
         f"{row.speed_up:.2f}",
@@ -209,26 +157,8 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _checks(study: Study) -> list[list[str]]:
-    return [
-        [
-            f"{check.world_size}",
-            _milliseconds(check.compute_seconds),
-            _milliseconds(check.all_reduce_seconds),
-            _milliseconds(check.predicted_seconds),
-            _milliseconds(check.measured_seconds),
-            f"{100 * check.error:+.1f} %",
-        ]
-        for check in study.checks
-    ]
-
-
-def _bandwidth(seconds_per_byte: float) -> str:
-    return f"{1 / seconds_per_byte / 1e6:,.0f} MB/s" if seconds_per_byte else "too high to distinguish from the latency"
-
-
-def _percent(share: float | None) -> str:
-    return NOTHING if share is None else f"{100 * share:.0f} %"
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def _milliseconds(seconds: float) -> str:

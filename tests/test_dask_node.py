@@ -96,7 +96,7 @@ def test_a_supervisor_that_nobody_needs_ends(end):
 def test_a_nodes_job_crosses_as_json_and_shows_no_secret():
     ranks = NodeRanks(0, 1, 2, "10.0.0.1", 1234, "", False, 1)
     job = Job(
-        RecipeProgram("digits", dask_config(recipe_options={"width": 3}), timed_batch_sizes=(4, 8)),
+        RecipeProgram("digits", dask_config(recipe_options={"width": 3}), "s3://bucket/initial.pt"),
         "s3://bucket/run",
         1.5,
     )

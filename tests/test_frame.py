@@ -128,7 +128,7 @@ TASKS = {
     "train_sweep": (train_sweep, {"grid": {"learning_rate": [0.1]}}),
     "train_at_world_sizes": (
         train_at_world_sizes,
-        {"world_sizes": [1, 2], "learning_rates": [], "target_loss": 0.0, "projected_world_sizes": []},
+        {"world_sizes": [1, 2], "learning_rates": [], "target_loss": 0.0},
     ),
 }
 

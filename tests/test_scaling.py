@@ -12,35 +12,22 @@ import pytest
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.events import CostsTimed, EpochFinished, RunStarted
+from flyte_ddp.events import EpochFinished, RunStarted
 from flyte_ddp.launch.dask.placement import Worker, assign_nodes
 from flyte_ddp.observers.figures import to_svg
 from flyte_ddp.scaling.plots import scaling_panels
 from flyte_ddp.scaling.runner import resize_cluster, validate_runs
-from flyte_ddp.scaling.study import ScalingRun, Study, choose_timed_batch_sizes, fit_time_model, validate_study
+from flyte_ddp.scaling.study import ScalingRun, Study, validate_study
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides
 from tasks.scaling import build_table
 from tasks.scaling_report import ScalingReport
 from tests.support import sample_run
 from tests.support.prometheus import record_figures
 
-LATENCY, SECONDS_PER_BYTE, NUM_BYTES = 20e-6, 1 / 1e9, 4_000_000
 STEPS = sample_run.STEPS_PER_EPOCH
 
 
-def ring(world_size, num_bytes):
-    """The textbook's time of an all-reduce, in seconds."""
-    return 2 * (world_size - 1) * LATENCY + 2 * (world_size - 1) / world_size * num_bytes * SECONDS_PER_BYTE
-
-
-def costs(world_size, compute):
-    """Return the timings of a run of `world_size` ranks; `compute` is seconds by samples per rank."""
-    return CostsTimed(
-        list(compute), list(compute.values()), NUM_BYTES, ring(world_size, NUM_BYTES), ring(world_size, 4)
-    )
-
-
-def run_of(world_size, step_seconds, losses=(2.0, 1.0, 0.5), timed=None, rate=2e-3, **changes):
+def run_of(world_size, step_seconds, losses=(2.0, 1.0, 0.5), rate=2e-3, **changes):
     """A finished run of as many epochs as there are `losses`, each of 50 steps, with a global batch of 128."""
     started = sample_run.started(len(losses), world_size)
     started = dataclasses.replace(started, config={**started.config, "learning_rate": rate}, **changes)
@@ -54,7 +41,7 @@ def run_of(world_size, step_seconds, losses=(2.0, 1.0, 0.5), timed=None, rate=2e
         )
         for number, loss in enumerate(losses, start=1)
     ]
-    return ScalingRun(started, epochs, sample_run.finished(len(losses)), timed)
+    return ScalingRun(started, epochs, sample_run.finished(len(losses)))
 
 
 def test_speed_up_and_efficiency_are_over_the_smallest_world_size():
@@ -101,64 +88,9 @@ def test_waiting_and_hours_are_those_of_all_ranks():
     assert "gpu_hours" in build_table(study)[0]
 
 
-def test_the_time_model_finds_the_latency_and_the_bandwidth_it_was_given():
-    for sizes in ([2], [2, 4], [3, 5, 8]):
-        model = fit_time_model({size: costs(size, {}) for size in sizes})
-        assert model.latency == pytest.approx(LATENCY)
-        assert model.seconds_per_byte == pytest.approx(SECONDS_PER_BYTE)
-        assert model.all_reduce_seconds(16) == pytest.approx(ring(16, NUM_BYTES))
-
-
-def test_noise_makes_neither_latency_nor_bandwidth_negative():
-    noisy = dataclasses.replace(costs(2, {}), latency_seconds=0.02, all_reduce_seconds=0.01)
-    model = fit_time_model({2: noisy})
-    assert model.seconds_per_byte == 0
-    assert 0.01 < 2 * model.latency < 0.02
-
-
-def study_of_two(**arguments):
-    """Steps of 100 ms at one rank and 60 at two, and what the two have timed: computation at three batch sizes."""
-    compute = {64: 0.05, 32: 0.026, 8: 0.0125}
-    return Study([run_of(1, 0.1), run_of(2, 0.06, timed=costs(2, compute))], **arguments)
-
-
-def test_a_projection_is_the_timed_computation_and_the_rings_all_reduce():
-    four, sixteen = study_of_two(projected_world_sizes=[16, 4]).rows()[2:]
-    assert [(row.world_size, row.is_projected, row.batch_size_per_rank) for row in (four, sixteen)] == [
-        (4, True, 32),
-        (16, True, 8),
-    ]
-    assert four.step_seconds == pytest.approx(0.026 + ring(4, NUM_BYTES))
-    assert sixteen.step_seconds == pytest.approx(0.0125 + ring(16, NUM_BYTES))
-    assert sixteen.speed_up == pytest.approx(0.1 / sixteen.step_seconds)
-    assert sixteen.efficiency == pytest.approx(sixteen.speed_up / 16)
-    assert sixteen.wait_share == pytest.approx(ring(16, NUM_BYTES) / sixteen.step_seconds)
-    assert sixteen.seconds_to_target == pytest.approx(3 * STEPS * sixteen.step_seconds)  # in the third epoch
-    assert sixteen.device_hours == pytest.approx(16 * 3 * STEPS * sixteen.step_seconds / 3600)
-    assert (sixteen.final_test_loss, sixteen.best_accuracy, sixteen.overlap_share) == (None, None, None)
-
-
-def test_the_model_is_checked_against_a_step_that_it_was_not_fitted_to():
-    (check,) = study_of_two().checks
-    assert check.predicted_seconds == pytest.approx(0.05 + ring(2, NUM_BYTES))
-    assert check.error == pytest.approx((0.05 + ring(2, NUM_BYTES)) / 0.06 - 1)
-    slower = study_of_two()
-    slower.runs[1].epochs[:] = run_of(2, 0.12).epochs
-    assert slower.checks[0].predicted_seconds == check.predicted_seconds
-    assert slower.checks[0].error < check.error
-
-
-def test_nothing_is_projected_before_an_all_reduce_was_timed():
-    study = Study([run_of(1, 0.1)], projected_world_sizes=[4])
-    assert [row.world_size for row in study.rows()] == [1]
-    assert study.checks == []
-
-
-def test_each_run_times_its_own_batch_and_the_largest_also_those_of_the_projections():
-    config = TrainingConfig(global_batch_size=64)
-    assert choose_timed_batch_sizes(config, 1, 4, [8, 16]) == ()
-    assert choose_timed_batch_sizes(config, 2, 4, [8, 16]) == (32,)
-    assert choose_timed_batch_sizes(config, 4, 4, [8, 16]) == (16, 8, 4)
+def study_of_two():
+    """Steps of 100 ms at one rank and 60 at two."""
+    return Study([run_of(1, 0.1), run_of(2, 0.06)])
 
 
 @pytest.mark.parametrize(
@@ -168,19 +100,6 @@ def test_each_run_times_its_own_batch_and_the_largest_also_those_of_the_projecti
         ({"world_sizes": [1, 1]}, "world_sizes: expected two or more different integers >= 1, got [1, 1]"),
         ({"world_sizes": [0, 1]}, "world_sizes: expected two or more different integers >= 1, got [0, 1]"),
         ({"world_sizes": [1, 3]}, "world_sizes: 3 ranks: global_batch_size: expected a multiple of 3, got 64"),
-        ({"projected_world_sizes": [5]}, "projected_world_sizes: 5 ranks: global_batch_size: expected a"),
-        (
-            {"projected_world_sizes": [2]},
-            "projected_world_sizes: expected different integers >= 1 that are not measured (1, 2), got 2",
-        ),
-        (
-            {"projected_world_sizes": [4, 4]},
-            "projected_world_sizes: expected different integers >= 1 that are not measured (1, 2), got 4",
-        ),
-        (
-            {"projected_world_sizes": [0]},
-            "projected_world_sizes: expected different integers >= 1 that are not measured (1, 2), got 0",
-        ),
         ({"learning_rates": [0.1, 0.0]}, "learning_rates: expected different finite numbers above 0, got 0.0"),
         ({"learning_rates": [0.1, 0.1]}, "learning_rates: expected different finite numbers above 0, got 0.1"),
         ({"target_loss": -1.0}, "target_loss: expected a finite number >= 0, got -1.0"),
@@ -188,7 +107,7 @@ def test_each_run_times_its_own_batch_and_the_largest_also_those_of_the_projecti
     ],
 )
 def test_an_impossible_study_is_refused_before_anything_starts(changes, expected):
-    arguments = {"world_sizes": [1, 2], "projected_world_sizes": [4], "learning_rates": [], "target_loss": 0.0}
+    arguments = {"world_sizes": [1, 2], "learning_rates": [], "target_loss": 0.0}
     with pytest.raises(ConfigError, match="^" + re.escape(expected)):
         validate_study(TrainingConfig(), **{**arguments, **changes})
 
@@ -223,8 +142,8 @@ def test_threads_of_a_rank_are_its_share_of_the_cores_or_as_many_as_configured()
         ClusterConfig(threads_per_rank=-1)
 
 
-def test_projections_are_drawn_hollow_and_labelled():
-    panels = {panel.name: panel for panel in scaling_panels(study_of_two(projected_world_sizes=[4, 16]))}
+def test_every_figure_of_a_study_has_its_panel():
+    panels = {panel.name: panel for panel in scaling_panels(study_of_two())}
     assert list(panels) == [
         "loss-epochs",
         "loss-time",
@@ -234,19 +153,18 @@ def test_projections_are_drawn_hollow_and_labelled():
         "target",
         "communication",
     ]
-    measured_only = {panel.name: panel for panel in scaling_panels(study_of_two())}
-    for name in ("speed-up", "efficiency", "throughput", "target", "communication"):
-        picture = to_svg(panels[name])
-        assert ">projected<" in picture
-        assert "stroke-dasharray" in picture
-        assert ">projected<" not in to_svg(measured_only[name])
-    assert "16 ranks" in panels["speed-up"].summary
-    assert panels["speed-up"].summary.count("(projected)") == 2
+    assert panels["speed-up"].summary == "Speed-up by world size: 1 rank 1, 2 ranks 1.667"
+    assert ">ideal<" in to_svg(panels["speed-up"])
+    communication = to_svg(panels["communication"])
+    assert ">waiting<" in communication
+    assert ">hidden by backward<" in communication
+    rates = Study([run_of(1, 0.1), run_of(2, 0.06), run_of(1, 0.1, rate=0.1), run_of(2, 0.06, rate=0.1)])
+    assert ">rate 0.1<" in to_svg({panel.name: panel for panel in scaling_panels(rates)}["throughput"])
     assert scaling_panels(Study([])) == []
 
 
-def report_of(runs, projected=(4, 16)):
-    report = ScalingReport("digits", 2, projected, 0.0, "local")
+def report_of(runs):
+    report = ScalingReport("digits", 2, 0.0)
     report.runs += runs
     return report
 
@@ -255,7 +173,7 @@ def test_a_report_escapes_foreign_text_and_shows_its_progress():
     waiting = report_of([])
     assert "Waiting for the ranks" in waiting.render()
     hostile = "<script>alert(1)</script>"
-    report = ScalingReport(hostile, 2, [], 0.0, "local")
+    report = ScalingReport(hostile, 2, 0.0)
     report.handle(sample_run.started(data=hostile))
     report.runs.append(run_of(1, 0.1, device=hostile))
     assert "1 of 2 runs are done" in report.render()
@@ -273,7 +191,6 @@ def test_the_page_shows_without_errors_in_a_real_browser(chromium, tmp_path):
     page.write_text(report.render(), encoding="utf-8")
     assert chromium.open(page, width=1280) == []
     assert chromium.evaluate("document.querySelectorAll('svg.panel').length") == 7
-    assert chromium.evaluate("document.querySelectorAll('tr.projected').length") == 2
     assert chromium.open(page, width=390, dark=True) == []
     assert chromium.evaluate("document.documentElement.scrollWidth") <= 390
 
@@ -292,7 +209,6 @@ def study(checkpoints, **changes):
             "recipe": TINY,
             "config": TrainingOverrides(),
             "world_sizes": [1, 2],
-            "projected_world_sizes": [4],
             "cluster": ClusterInput(kind="local", node_timeout=60),  # a busy machine's workers are slow, not lost
             "checkpoints": str(checkpoints),
         }
@@ -337,16 +253,10 @@ def rows_of(outputs):
 def test_the_study_has_a_labelled_row_for_each_world_size(outputs):
     import pandas
 
-    one, two, four = rows_of(outputs)
-    assert [(row["world_size"], row["kind"]) for row in (one, two, four)] == [
-        (1, "measured"),
-        (2, "measured"),
-        (4, "projected"),
-    ]
-    assert [row["batch_size_per_rank"] for row in (one, two, four)] == [12, 6, 3]
+    one, two = rows_of(outputs)
+    assert [(row["world_size"], row["batch_size_per_rank"]) for row in (one, two)] == [(1, 12), (2, 6)]
     assert two["speed_up"] == pytest.approx(one["step_seconds"] / two["step_seconds"])
     assert (one["wait_share"], two["wait_share"] > 0) == (0, True)
-    assert four["step_seconds"] > 0
     table = outputs.table.open(pandas.DataFrame).all()
     pandas.testing.assert_frame_equal(table, pandas.read_csv(outputs.csv.path), check_dtype=False)
 
@@ -354,10 +264,9 @@ def test_the_study_has_a_labelled_row_for_each_world_size(outputs):
 def test_an_equal_global_batch_gives_an_equal_model(outputs, checkpoints, finished_run):
     import torch
 
-    one, two, _ = rows_of(outputs)
+    one, two = rows_of(outputs)
     assert one["final_test_loss"] == pytest.approx(two["final_test_loss"], rel=1e-4)
     assert one["best_accuracy"] == two["best_accuracy"]
-    # And what is timed after the training leaves no trace in what is kept of it.
     (directory,) = checkpoints.glob("2-ranks-*")
     state = torch.load(directory / "model_state.pt", weights_only=True)
     torch.testing.assert_close(state, finished_run().state())
@@ -386,33 +295,23 @@ def _num_cores():
     return CPU_COUNT
 
 
-def test_two_ranks_time_their_parts_and_one_rank_has_no_exchange(outputs):
+def test_two_ranks_time_their_exchange_and_one_rank_has_none(outputs):
     runs = runs_of(outputs)
-    (costs,) = [event for event in runs[2] if isinstance(event, CostsTimed)]
-    assert costs.batch_sizes == [6, 3]
-    assert min([*costs.compute_seconds, costs.all_reduce_seconds, costs.latency_seconds]) > 0
-    assert costs.gradient_bytes == 4 * (8 * 16 + 16 + 16 * 3 + 3)
-    assert not [event for event in runs[1] if isinstance(event, CostsTimed)]
     for size, lengths in ((1, 0), (2, 2)):
         epochs = [event for event in runs[size] if isinstance(event, EpochFinished)]
         assert [len(epoch.rank_wait_seconds) for epoch in epochs] == [lengths] * 3
         assert [len(epoch.rank_overlap_seconds) for epoch in epochs] == [lengths] * 3
 
 
-def test_the_report_has_measurements_method_and_fit(outputs):
+def test_the_report_has_measurements_and_method(outputs):
     page = Path(outputs.report.path).read_text()
     for words in (
         "Scaling of tests.support.recipes.Tiny",
         "the same global batch of 12 samples",
         "CPU threads of each rank, the same in every run",
         "core-hours",
-        "ring all-reduce: Patarasuk and Yuan",
-        "predicted step",
-        "which it was\nnot fitted to",
-        "inside one machine",
     ):
         assert words in page
-    assert len(re.findall("<td>projected</td>", page)) == 1
     assert page.count('class="panel"') == 7
 
 
@@ -445,10 +344,8 @@ def test_runs_are_reused_only_if_nothing_differs(outputs, checkpoints):
     }
     assert len(names) == 5
     (place,) = (Storage(str(directory)) for directory in checkpoints.glob("2-ranks-*"))
-    assert _load_record(place, (6, 3))
-    assert _load_record(place, ())
-    assert _load_record(place, (6, 2)) is None  # another projection's costs were not timed
-    assert _load_record(Storage(f"{place.url}-not"), ()) is None
+    assert _load_record(place)
+    assert _load_record(Storage(f"{place.url}-not")) is None
 
 
 def test_a_user_error_is_one_line_before_a_cluster_starts(tmp_path):

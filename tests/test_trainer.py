@@ -29,7 +29,6 @@ from flyte_ddp.rank.optim import learning_rate_factor
 from flyte_ddp.rank.parallel import place_model
 from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.rank.progress import Progress
-from flyte_ddp.rank.step_timing import time_costs
 from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.wall_time import AttemptStarted
@@ -330,27 +329,6 @@ def test_weights_with_one_input_channel_get_the_strides_that_choose_the_channels
 
     assert placed.weight.stride() == torch.nn.Conv2d(1, 4, 3).to(memory_format=torch.channels_last).weight.stride()
     assert placed.weight.is_leaf
-
-
-def test_the_step_times_of_a_model_leave_it_as_it_was(tmp_path):
-    trainer = new_trainer(new_run(tmp_path), epochs=1)
-    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-
-    costs = time_costs(
-        trainer.model,
-        trainer.recipe,
-        trainer.train,
-        trainer.config,
-        trainer.world,
-        (4, 12),
-        lambda: trainer.supervisor.beat(0),
-    )
-
-    assert (costs.batch_sizes, costs.all_reduce_seconds) == ([4, 12], 0.0)
-    assert all(0 < seconds < 60 for seconds in costs.compute_seconds)
-    assert trainer.supervisor.num_beats >= 2 * (5 + 9)
-    for name, value in trainer.model.state_dict().items():
-        torch.testing.assert_close(value, before[name])
 
 
 def test_ranks_whose_gpu_runs_out_of_memory_restart_with_smaller_micro_batches_where_the_user_allows_it(

@@ -19,7 +19,6 @@ def scaling_wf(
     world_sizes: list[int] = [1, 2],  # noqa: B006 - Flyte's form of a default
     learning_rates: list[float] = [],  # noqa: B006
     target_loss: float = 0.0,
-    projected_world_sizes: list[int] = [4, 8, 16],  # noqa: B006
     cluster: OptionalCluster = None,
     data: OptionalSource = None,
     checkpoints: str = "",
@@ -27,7 +26,7 @@ def scaling_wf(
     """Measure how a training scales: the same global batch at several world sizes, one after the other on one cluster.
 
     Returns a table and charts (loss, time to a target loss, speed-up, efficiency, samples per second, communication,
-    GPU-hours or core-hours) for the world sizes that were measured and for others that are projected from them.
+    GPU-hours or core-hours).
 
     Args:
         recipe: what to train: digits, mnist, pet_names, image_folder, text, or the dotted name of your own, such as
@@ -37,7 +36,6 @@ def scaling_wf(
         world_sizes: numbers of ranks to train with, two or more, as JSON, for example '[1, 2, 4]'
         learning_rates: learning rates to train with at each of them; by default the config's own
         target_loss: held-out loss to which the time is measured; 0 is the worst of the runs' best, which all reach
-        projected_world_sizes: numbers of ranks to project from what was measured, as JSON; '[]' for none
         cluster: the machines, as JSON or the name of a JSON or YAML file; their number follows from the largest
             world size and the ranks of each, for example '{"kind": "kubernetes", "gpus_per_node": 4}'; by
             default workers of one rank each, on this machine in a local run and on Kubernetes in a remote one
@@ -51,7 +49,6 @@ def scaling_wf(
         world_sizes=world_sizes,
         learning_rates=learning_rates,
         target_loss=target_loss,
-        projected_world_sizes=projected_world_sizes,
         cluster=cluster,
     )
     prepared = prepare(recipe=recipe, config=checked, source=data, cluster=cluster)
@@ -62,7 +59,6 @@ def scaling_wf(
         world_sizes=world_sizes,
         learning_rates=learning_rates,
         target_loss=target_loss,
-        projected_world_sizes=projected_world_sizes,
         cluster=prepared.cluster,
         checkpoints=checkpoints,
     )

@@ -24,7 +24,6 @@ from flyte_ddp.rank.peers import Peers
 from flyte_ddp.rank.process import RankProcess, SupervisorLink
 from flyte_ddp.rank.programs import RecipeProgram, check_compiler
 from flyte_ddp.rank.sharding import count_own_parameters, whole_state
-from flyte_ddp.rank.step_timing import time_costs
 from flyte_ddp.rank.supervision import beat_while_compiling, keep_beating
 from flyte_ddp.rank.trainer import Trainer
 from flyte_ddp.rank.world import World, process_group
@@ -124,11 +123,6 @@ def train(
     if world.is_first:
         model_state = store.save_file(MODEL_STATE, portable(state), trainer.beat)
         finished = _run_finished(job, trainer, model_state, [_peak_memory(world), *peak_memory[1:]], num_parameters)
-    if program.timed_batch_sizes:
-        costs = time_costs(model, recipe, train, config, world, program.timed_batch_sizes, beat=trainer.beat)
-        if world.is_first:
-            link.emit(costs)
-    if world.is_first:
         link.emit(finished)
 
 

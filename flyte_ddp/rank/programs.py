@@ -34,7 +34,6 @@ class RecipeProgram:
     recipe: str
     config: TrainingConfig
     initial_state: str = ""  # fsspec URL of the state dict that a new run starts from; "" for fresh weights
-    timed_batch_sizes: tuple[int, ...] = ()  # samples per rank and step whose costs are timed after the training
 
     @property
     def name(self) -> str:

@@ -1,7 +1,6 @@
-"""Figures of a scaling study. Projected values are hollow and dashed everywhere, measured ones are filled.
+"""Figures of a scaling study.
 
-From the command line: `python -m flyte_ddp.scaling.plots history.jsonl picture.svg 4 8 16`. The numbers are world sizes
-to project, of those that the study was asked for.
+From the command line: `python -m flyte_ddp.scaling.plots history.jsonl picture.svg`.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def scaling_panels(study: Study) -> list[Panel]:
         if any(value(row) is not None for row in rows):
             panels.append(_by_size(name, title, rows, value, ideal, note))
     if any(row.wait_share for row in rows):
-        shares = ", ".join(f"{row.world_size} ranks {100 * (row.wait_share or 0):.0f} %" for row in _one_rate(rows))
+        shares = ", ".join(f"{row.world_size} ranks {100 * row.wait_share:.0f} %" for row in _one_rate(rows))
         panels.append(
             Panel(
                 "communication",
@@ -99,48 +98,27 @@ def _by_size(
     note: str,
 ) -> Panel:
     """Return a panel with a line per learning rate over world sizes."""
-    values = ", ".join(
-        f"{ranks(row.world_size)} {found:,.4g}{' (projected)' if row.is_projected else ''}"
-        for row in rows
-        if (found := value(row)) is not None
-    )
+    values = ", ".join(f"{ranks(row.world_size)} {found:,.4g}" for row in rows if (found := value(row)) is not None)
 
     def draw(axes: Axes) -> None:
         from matplotlib.ticker import FuncFormatter
 
         rates = sorted({row.learning_rate for row in rows})
         for index, rate in enumerate(rates):
-            color = PALETTE[index % len(PALETTE)]
             points = [
-                (row.world_size, found, row.is_projected)
+                (row.world_size, found)
                 for row in rows
                 if row.learning_rate == rate and (found := value(row)) is not None
             ]
-            points.sort()
-            for one, other in itertools.pairwise(points):
-                dashed = one[2] or other[2]
+            if points:
                 axes.plot(
-                    [one[0], other[0]],
-                    [one[1], other[1]],
-                    color=color,
-                    linewidth=2 if not dashed else 1.6,
-                    linestyle=(0, (3, 2)) if dashed else "-",
+                    *zip(*sorted(points), strict=True),
+                    "-o",
+                    color=PALETTE[index % len(PALETTE)],
+                    linewidth=2,
+                    markersize=6,
+                    label="measured" if len(rates) == 1 else f"rate {rate:g}",
                 )
-            for projected in (False, True):
-                shown = [(size, found) for size, found, is_projected in points if is_projected == projected]
-                if shown:
-                    kind = "projected" if projected else "measured"
-                    axes.plot(
-                        *zip(*shown, strict=True),
-                        "o",
-                        color=color,
-                        markersize=6,
-                        markerfacecolor="none" if projected else color,
-                        markeredgewidth=1.6,
-                        label=kind if len(rates) == 1 else None if projected else f"rate {rate:g}",
-                    )
-        if len(rates) > 1 and any(row.is_projected for row in rows):
-            axes.plot([], [], "o", color=axes.title.get_color(), markerfacecolor="none", label="projected")
         sizes = sorted({row.world_size for row in rows})
         if ideal:
             axes.plot(
@@ -164,19 +142,16 @@ def _by_size(
 def _draw_communication(axes: Axes, rows: Sequence[Row]) -> None:
     """Draw a bar per world size: the waiting time, and on top of it what the backward pass hides."""
     for index, row in enumerate(rows):
-        wait, overlap = 100 * (row.wait_share or 0.0), 100 * (row.overlap_share or 0.0)
-        if wait:
-            color = PALETTE[1]
-            fill = "none" if row.is_projected else color
-            axes.bar(index, wait, 0.6, color=fill, edgecolor=color, linestyle="--" if row.is_projected else "-")
-        axes.bar(index, overlap, 0.6, bottom=wait, color=PALETTE[0], alpha=FAINT, linewidth=0)
-    measured = next((index for index, row in enumerate(rows) if not row.is_projected), None)
-    projected = next((index for index, row in enumerate(rows) if row.is_projected), None)
-    if measured is not None:
-        axes.bar(measured, 0, color=PALETTE[1], label="waiting")
-        axes.bar(measured, 0, color=PALETTE[0], alpha=FAINT, label="hidden by backward")
-    if projected is not None:
-        axes.bar(projected, 0, color="none", edgecolor=PALETTE[1], linestyle="--", label="projected")
+        wait, overlap = 100 * row.wait_share, 100 * row.overlap_share
+        is_first = index == 0
+        axes.bar(index, wait, 0.6, color=PALETTE[1], label="waiting" if is_first else None)
+        axes.bar(
+            *(index, overlap, 0.6, wait),
+            color=PALETTE[0],
+            alpha=FAINT,
+            linewidth=0,
+            label="hidden by backward" if is_first else None,
+        )
     axes.set_xticks(range(len(rows)), [str(row.world_size) for row in rows])
     axes.set_xlabel("ranks", loc="right", alpha=0.7, fontsize=9.5, labelpad=1)
     style(axes, "Communication (% of a step)", from_zero=True)
@@ -192,7 +167,7 @@ def _size_axis(axes: Axes, sizes: Sequence[int]) -> None:
 
 
 def _ideal_speed_up(rows: Sequence[Row], world_size: int) -> float:
-    return world_size / min(row.world_size for row in rows if not row.is_projected)
+    return world_size / min(row.world_size for row in rows)
 
 
 def _one_rate(rows: Sequence[Row]) -> list[Row]:
@@ -215,14 +190,14 @@ def main() -> None:
 
     from flyte_ddp.events import Event, RunStarted, read_history
 
-    history_file, picture, *projected = sys.argv[1:]
+    history_file, picture = sys.argv[1:]
     runs: list[list[Event]] = []
     for event in read_history(history_file):
         if isinstance(event, RunStarted):
             runs.append([])
         runs[-1].append(event)
     finished = [run for events in runs if (run := ScalingRun.of(events))]
-    save_panels(scaling_panels(Study(finished, [int(size) for size in projected])), picture)
+    save_panels(scaling_panels(Study(finished)), picture)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from flyte_ddp.launch.supervisor import print_line
 from flyte_ddp.prepare import describe_data
 from flyte_ddp.rank.job import Job
 from flyte_ddp.rank.programs import RecipeProgram
-from flyte_ddp.scaling.study import ScalingRun, choose_timed_batch_sizes
+from flyte_ddp.scaling.study import ScalingRun
 from flyte_ddp.storage import Storage
 
 HISTORY_FILE = "study.jsonl"  # the events of a finished run, beside its checkpoints
@@ -66,7 +66,6 @@ def train_at_sizes(
     config: TrainingConfig,
     world_sizes: Sequence[int],
     learning_rates: Sequence[float],
-    projected_world_sizes: Sequence[int],
     checkpoints: str,
     data: str,
     client: Client,
@@ -98,15 +97,12 @@ def train_at_sizes(
     for learning_rate in learning_rates:
         # The largest first: all other runs get the same number of threads per rank.
         for world_size in sorted(world_sizes, reverse=True):
-            timed: tuple[int, ...] = ()
-            if learning_rate == learning_rates[0]:  # the cost of a step does not depend on the rate
-                timed = choose_timed_batch_sizes(config, world_size, max(world_sizes), projected_world_sizes)
             run_config = dataclasses.replace(config, learning_rate=learning_rate)
             storage = Storage(
                 f"{checkpoints.rstrip('/')}/{_name_directory(recipe, run_config, world_size, fingerprint)}"
             )
-            job = Job(RecipeProgram(recipe, run_config, timed_batch_sizes=timed), storage.url, time.time(), run=run)
-            record = _load_record(storage, timed)
+            job = Job(RecipeProgram(recipe, run_config), storage.url, time.time(), run=run)
+            record = _load_record(storage)
             if record is None:
                 record = _Recorder()
                 train_on_dask(
@@ -153,15 +149,12 @@ def _name_directory(recipe: str, config: TrainingConfig, world_size: int, finger
     return f"{world_size}-ranks-rate-{config.learning_rate:g}-{hashlib.sha256(whole.encode()).hexdigest()[:12]}"
 
 
-def _load_record(storage: Storage, timed: tuple[int, ...]) -> _Recorder | None:
-    """Load the finished run stored there; None if there is none or it timed other batch sizes."""
+def _load_record(storage: Storage) -> _Recorder | None:
+    """Load the finished run stored there; None if there is none."""
     record = _Recorder()
     try:
         contents = storage.read(HISTORY_FILE)
     except FileNotFoundError:
         return None
     record.text, record.events = contents.decode(), parse_history(contents, storage.join(HISTORY_FILE))
-    run = ScalingRun.of(record.events)
-    if run is None or (timed and (run.costs is None or tuple(run.costs.batch_sizes) != timed)):
-        return None
-    return record
+    return record if ScalingRun.of(record.events) else None
