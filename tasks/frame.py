@@ -138,7 +138,9 @@ class Frame:
 
     def figures(self, **labels: str) -> list[RunFigures]:
         """Return the listener that serves one more run of this task to Prometheus; none if no port was asked for."""
-        return [self._metrics.follow(**labels, run=self.execution.run_id)] if self._metrics is not None else []
+        if self._metrics is None:
+            return []
+        return [self._metrics.follow(self.execution.attempt, **labels, run=self.execution.run_id)]
 
     def output(self, name: str) -> FlyteFile:
         """Return file `name` in the task's directory as an output, in a pod with a URL that is known already."""

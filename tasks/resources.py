@@ -11,11 +11,12 @@ from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
 
-from flytekit import Cache, Resources, Secret
+from flytekit import Cache, PodTemplate, Resources, Secret
 from flytekit.extras.accelerators import GPUAccelerator
 
+from flyte_ddp.flytekit_plugin.pods import declare_port
 from flyte_ddp.launch.devices import REQUESTED_VARIABLE
-from flyte_ddp.observers.metrics import PORT_VARIABLE
+from flyte_ddp.observers.metrics import PORT_NAME, PORT_VARIABLE
 from flyte_ddp.source_code import digest_of, recipe_packages
 from tasks.settings import Size, load_settings, shipped_code
 from tasks.shipping import CODE_VARIABLE
@@ -73,6 +74,11 @@ def metrics_environment(port: int) -> dict[str, str]:
     return {PORT_VARIABLE: str(port)} if port else {}
 
 
+def metrics_pod(port: int) -> PodTemplate | None:
+    """Return the template by which a training task's pod declares `port` for the PodMonitor; None for 0."""
+    return declare_port(PORT_NAME, port) if port else None
+
+
 _METRICS = metrics_environment(SETTINGS.metrics_port)
 SMALL_TASK: dict[str, Any] = {**_resources(SETTINGS.small), "environment": _CODE}
 TRAINING_TASK: dict[str, Any] = {
@@ -82,6 +88,7 @@ TRAINING_TASK: dict[str, Any] = {
     "shared_memory": f"{SETTINGS.training.shared_memory_gib}Gi",
     "retries": 3,
     "interruptible": True,  # a preempted attempt resumes from its checkpoint
+    "pod_template": metrics_pod(SETTINGS.metrics_port),
     **({"accelerator": GPUAccelerator(SETTINGS.gpu_type)} if SETTINGS.gpu_type else {}),
 }
 
@@ -91,6 +98,7 @@ EVALUATION_TASK: dict[str, Any] = {
     **_resources(SETTINGS.training, min(1, SETTINGS.gpus)),
     "timeout": _timeout(SETTINGS.small),
     "environment": {**_CODE, **_requested(min(1, SETTINGS.gpus))},
+    "pod_template": None,
 }
 
 DRIVER_TASK: dict[str, Any] = {
@@ -98,6 +106,7 @@ DRIVER_TASK: dict[str, Any] = {
     "environment": {**_CODE, **WANDB_ENVIRONMENT, **_METRICS},
     "retries": 3,
     "interruptible": False,  # its loss ends the whole gang
+    "pod_template": metrics_pod(SETTINGS.metrics_port),
 }
 
 

@@ -133,7 +133,7 @@ class _Observer:
         run_id = f"{self.group}-{os.path.basename(job.checkpoints)}".replace(".", "-")
         name = f"{ranks(world_size)}, rate {config.learning_rate:g}"
         wandb = self.frame.wandb(run_id, name=name, group=self.group)
-        figures = self.frame.figures(recipe=self.report.recipe, job=os.path.basename(job.checkpoints))
+        figures = self.frame.figures(recipe=self.report.recipe, trial=os.path.basename(job.checkpoints))
         return [self.frame.bar, wandb, *figures, _ReportListener(self.report), self.frame.publisher]
 
     def outputs(self, histories: list[str]) -> ScalingOutputs:

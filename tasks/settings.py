@@ -186,6 +186,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "IMAGE": ("image", _text),
     "GPUS": ("gpus", _number),
     "GPU_TYPE": ("gpu_type", _text),
+    "METRICS_PORT": ("metrics_port", _number),
     "WANDB_MODE": ("wandb_mode", _text),
     "WANDB_PROJECT": ("wandb_project", _text),
     "WANDB_ENTITY": ("wandb_entity", _text),

@@ -41,7 +41,7 @@ HOMES = {
     "dask": ("flyte_ddp.launch", "flyte_ddp.cluster", "flyte_ddp.sweep.runner", "flyte_ddp.scaling.runner"),
     "distributed": ("flyte_ddp.launch", "flyte_ddp.cluster", "flyte_ddp.sweep.runner", "flyte_ddp.scaling.runner"),
     "dask_kubernetes": ("flyte_ddp.cluster",),
-    "kubernetes": ("flyte_ddp.cluster",),
+    "kubernetes": ("flyte_ddp.cluster", "flyte_ddp.flytekit_plugin.pods"),
     "kr8s": ("flyte_ddp.cluster",),
     "optuna": ("flyte_ddp.sweep.search",),
     "tokenizers": ("flyte_ddp.recipes.text.tokens",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 import urllib.error
@@ -10,10 +11,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from flytekit import task
+from flytekit.configuration import Image, ImageConfig, SerializationSettings
 
 from flyte_ddp.events import CheckpointLoaded, CheckpointSaved, CheckpointWritten, FunctionStarted, Reported
 from flyte_ddp.observers.metrics import HELP, PORT_VARIABLE, MetricsServer, RunFigures, requested_port
-from tests.support.short_run import run_finished, started, whole_run
+from tests.support.prometheus import needs_prometheus, promtool
+from tests.support.short_run import run_finished, started, step_finished, whole_run
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 
@@ -27,9 +31,9 @@ def scrape(server):
 
 def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
     server = MetricsServer(0)
-    run = server.follow(recipe="digits", run='f1-"n1"')
+    run = server.follow(2, recipe="digits", run='f1-"n1"')
     try:
-        assert scrape(server)[1] == {"flyte_ddp_restarts": 0, "flyte_ddp_finished": 0}
+        assert scrape(server)[1] == {"flyte_ddp_attempt": 2, "flyte_ddp_restarts_total": 0, "flyte_ddp_finished": 0}
         for event in whole_run():
             run.handle(event)
         run.handle(CheckpointSaved(13, "file:///c/13.json", False, 0.1))  # the store does not have it
@@ -37,15 +41,16 @@ def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
         assert set(found) == set(HELP)
         assert found["flyte_ddp_step"] == found["flyte_ddp_steps_planned"] == found["flyte_ddp_checkpoint_step"] == 12
         assert found["flyte_ddp_checkpoint_copied_step"] == 13
-        assert (found["flyte_ddp_epoch"], found["flyte_ddp_world_size"], found["flyte_ddp_restarts"]) == (3, 2, 0)
-        assert found["flyte_ddp_accuracy"] == pytest.approx(1 - 0.1 / 3)
+        assert (found["flyte_ddp_epoch"], found["flyte_ddp_world_size"]) == (3, 2)
+        assert (found["flyte_ddp_attempt"], found["flyte_ddp_restarts_total"]) == (2, 0)
+        assert found["flyte_ddp_accuracy_ratio"] == pytest.approx(1 - 0.1 / 3)
         assert abs(found["flyte_ddp_last_event_timestamp_seconds"] - time.time()) < 60
         assert 'flyte_ddp_step{recipe="digits",run="f1-\\"n1\\""} 12' in text
         assert text.count("# TYPE ") == len(HELP)
         for event in (started(resumed_step=8), run_finished()):
             run.handle(event)
         found = scrape(server)[1]
-        assert (found["flyte_ddp_restarts"], found["flyte_ddp_step"], found["flyte_ddp_finished"]) == (1, 8, 1)
+        assert (found["flyte_ddp_restarts_total"], found["flyte_ddp_step"], found["flyte_ddp_finished"]) == (1, 8, 1)
         assert found["flyte_ddp_checkpoint_step"] == found["flyte_ddp_checkpoint_copied_step"] == 8
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"http://127.0.0.1:{server.port}/", timeout=10)
@@ -53,6 +58,20 @@ def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
         server.close()
     with pytest.raises(urllib.error.URLError):
         scrape(server)
+
+
+@needs_prometheus
+def test_promtool_accepts_names_help_and_values_of_all_figures():
+    server = MetricsServer(0)
+    try:
+        run = server.follow(1, recipe="digits", run="f1-n1")
+        for event in (*whole_run(), dataclasses.replace(step_finished(12), loss=float("nan"))):
+            run.handle(event)
+        text = scrape(server)[0]
+        assert set(re.findall("^# TYPE (.*) counter$", text, re.M)) == {"flyte_ddp_restarts_total"}
+        promtool("check", "metrics", stdin=text)
+    finally:
+        server.close()
 
 
 def test_a_port_that_is_taken_is_a_warning_and_the_run_goes_on(caplog):
@@ -78,7 +97,7 @@ def test_runs_side_by_side_are_served_until_each_has_ended():
     for event in (FunctionStarted("f", 4, 2, num_restarts=3), Reported(7, 1.5, {"loss": 0.25})):
         runs[1].handle(event)
     found = scrape(server)[1]
-    assert [found[f"flyte_ddp_{name}"] for name in ("world_size", "restarts", "step", "epoch")] == [4, 3, 7, 1.5]
+    assert [found[f"flyte_ddp_{name}"] for name in ("world_size", "restarts_total", "step", "epoch")] == [4, 3, 7, 1.5]
     assert 'trial="2"' in text
     runs[1].close(RuntimeError())
     assert scrape(server)[0] == ""
@@ -107,25 +126,138 @@ def test_a_checkpoint_that_the_store_does_not_have_yet_is_seen():
 
 
 def test_nothing_is_served_unless_registration_asked_for_it(monkeypatch):
-    from tasks.resources import DRIVER_TASK, TRAINING_TASK, metrics_environment
+    from tasks.resources import DRIVER_TASK, TRAINING_TASK, metrics_environment, metrics_pod
 
     monkeypatch.delenv(PORT_VARIABLE, raising=False)
     assert requested_port() == 0
     assert metrics_environment(0) == {}
-    for task in (DRIVER_TASK, TRAINING_TASK):
-        assert PORT_VARIABLE not in task["environment"]
+    assert metrics_pod(0) is None
+    for each in (DRIVER_TASK, TRAINING_TASK):
+        assert PORT_VARIABLE not in each["environment"]
+        assert each["pod_template"] is None
     for name, value in metrics_environment(9464).items():
         monkeypatch.setenv(name, value)
     assert requested_port() == 9464
 
 
+def test_the_pod_of_a_training_task_declares_the_port_that_the_pod_monitor_names():
+    from tasks.resources import TRAINING_TASK, metrics_environment, metrics_pod
+
+    @task(**{**TRAINING_TASK, "environment": metrics_environment(9500), "pod_template": metrics_pod(9500)})
+    def train() -> None: ...
+
+    image = Image("default", "registry.example.com/flyte-ddp", "1")
+    pod = train.get_k8s_pod(SerializationSettings(ImageConfig(image)))
+    (container,) = pod.pod_spec["containers"]
+    (monitor,) = (each for each in documents("alerts.yaml") if each["kind"] == "PodMonitor")
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert container["ports"] == [{"name": endpoint["port"], "containerPort": 9500}]
+    assert {"name": PORT_VARIABLE, "value": "9500"} in container["env"]
+    assert container["name"] == train.get_config(None)["primary_container_name"]
+    assert container["image"] == "registry.example.com/flyte-ddp:1"
+    assert container["resources"]["requests"] == container["resources"]["limits"]
+    assert train.shared_memory == TRAINING_TASK["shared_memory"]
+
+
+def documents(name):
+    return list(yaml.safe_load_all((DEPLOY / name).read_text()))
+
+
+def alert_groups():
+    (rules,) = (each for each in documents("alerts.yaml") if each["kind"] == "PrometheusRule")
+    return rules["spec"]["groups"]
+
+
 def test_the_alert_rules_of_deploy_use_figures_that_are_served():
-    documents = list(yaml.safe_load_all((DEPLOY / "alerts.yaml").read_text()))
-    (rules,) = (each for each in documents if each["kind"] == "PrometheusRule")
-    expressions = " ".join(rule["expr"] for group in rules["spec"]["groups"] for rule in group["rules"])
-    used = set(re.findall(r"flyte_ddp_\w+", expressions))
+    rules = [rule for group in alert_groups() for rule in group["rules"]]
+    used = set(re.findall(r"flyte_ddp_\w+", " ".join(rule["expr"] for rule in rules)))
     assert used
     assert used <= set(HELP)
-    symptoms = re.findall('symptom "(.+?)"', str(rules))
-    assert len(symptoms) == 2
-    assert set(symptoms) <= set(re.findall(r"^\| \*(.+?)\*", (DEPLOY / "RUNBOOK.md").read_text(), re.M))
+    symptoms = set(re.findall(r"^\| \*(.+?)\*", (DEPLOY / "RUNBOOK.md").read_text(), re.M))
+    for rule in rules:
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        symptom = re.fullmatch('deploy/RUNBOOK.md, symptom "(.+)"', rule["annotations"]["runbook"])
+        assert symptom[1] in symptoms
+    assert {rule["alert"] for rule in rules} == {fault[0] for fault in FAULTS}
+
+
+def series(name, values, **labels):
+    return {
+        "series": name + "{" + ",".join(f'{key}="{value}"' for key, value in labels.items()) + "}",
+        "values": values,
+    }
+
+
+# For each fault of an alert: its series with a value each minute, the labels of the alert, and minutes at which it does
+# not fire yet, fires, and does not fire any more.
+RUN = {"namespace": "n", "run": "f1-n1"}
+MONITOR = {"namespace": "n", "cronjob": "champion-status"}
+FAULTS = [
+    (
+        "TrainingWithoutProgress",
+        [
+            series("flyte_ddp_last_event_timestamp_seconds", "60+0x34 2100+60x10", **RUN, pod="f1-n1-0"),
+            series("flyte_ddp_finished", "0+0x50", **RUN, pod="f1-n1-0"),
+            series("flyte_ddp_last_event_timestamp_seconds", "60+0x50", run="f2-n1"),
+            series("flyte_ddp_finished", "1+0x50", run="f2-n1"),  # which has ended
+        ],
+        {**RUN, "pod": "f1-n1-0"},
+        (30, 33, 36),
+    ),
+    (
+        "TrainingRestartsOften",
+        [  # two restarts in the first attempt; the second attempt; one restart in it
+            series("flyte_ddp_restarts_total", "0 1 2 _x7", **RUN, pod="f1-n1-0"),
+            series("flyte_ddp_attempt", "0 0 0 _x7", **RUN, pod="f1-n1-0"),
+            series("flyte_ddp_restarts_total", "_x8 0 0 1 1 stale", **RUN, pod="f1-n1-1"),
+            series("flyte_ddp_attempt", "_x8 1 1 1 1 stale", **RUN, pod="f1-n1-1"),
+        ],
+        RUN,
+        (7, 9, 14),
+    ),
+    (
+        "CheckpointsLate",
+        [
+            series("flyte_ddp_checkpoint_copied_step", "0+10x40", **RUN),
+            series("flyte_ddp_checkpoint_step", "0+10x10 100+0x15 270+0x15", **RUN),
+            series("flyte_ddp_finished", "0+0x40", **RUN),
+        ],
+        RUN,
+        (25, 26, 27),
+    ),
+    (
+        "RetrainingSilentOrStuck",
+        [  # at minutes 31, 91 and 211, but not at 151
+            series("kube_cronjob_created", "0+0x300", **MONITOR),
+            series("kube_cronjob_status_last_successful_time", "_x31 1860+0x59 5460+0x119 12660+0x59", **MONITOR),
+        ],
+        MONITOR,
+        (180, 182, 212),
+    ),
+    (
+        "RetrainingSilentOrStuck",
+        [  # never, until minute 95
+            series("kube_cronjob_created", "0+0x300", **MONITOR),
+            series("kube_cronjob_status_last_successful_time", "_x95 5700+0x30", **MONITOR),
+        ],
+        MONITOR,
+        (89, 91, 95),
+    ),
+]
+
+
+@needs_prometheus
+@pytest.mark.parametrize(("alert", "found", "labels", "minutes"), FAULTS, ids=[fault[0] for fault in FAULTS])
+def test_an_alert_fires_once_for_its_fault_and_stops(tmp_path, alert, found, labels, minutes):
+    (rule,) = (rule for group in alert_groups() for rule in group["rules"] if rule["alert"] == alert)
+    firing = {"exp_labels": {**labels, **rule["labels"]}, "exp_annotations": rule["annotations"]}
+    checks = [
+        {"eval_time": f"{minute}m", "alertname": alert, "exp_alerts": [firing] if is_firing else []}
+        for minute, is_firing in zip(minutes, (False, True, False), strict=True)
+    ]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": alert_groups()}))
+    promtool("check", "rules", tmp_path / "rules.yaml")
+    case = {"interval": "1m", "input_series": found, "alert_rule_test": checks}
+    test = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [case]}
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump(test))
+    promtool("test", "rules", tmp_path / "test.yaml")

@@ -15,12 +15,13 @@ from flyte_ddp.storage import storage_environment
 
 @dataclass(frozen=True)
 class Execution:
-    """The node of an execution that a task runs as; all but `attempt_id` is the same for all its attempts."""
+    """The node of an execution that a task runs as. All attempts share the fields up to `run_id`, and `url`."""
 
     checkpoints: str  # URL at which every attempt finds the checkpoints of those before it
     run_id: str  # names the W&B run; "" in a local run, where nothing names it
     attempt_id: str  # names what belongs to this attempt alone; "" in a local run
     url: str  # the execution in Flyte's console; "" if unknown
+    attempt: int = 0  # from 0
     previous_pod: str = ""  # name of the pod of the attempt before; "" for the first attempt
 
 
@@ -43,6 +44,7 @@ def current_execution(parameters: ExecutionParameters) -> Execution:
         run_id=f"{execution.name}-{node}",
         attempt_id=f"{execution.name}-{node}-{attempt}",
         url=os.environ.get("FLYTE_EXECUTION_URL", ""),
+        attempt=int(attempt),
         previous_pod=f"{execution.name}-{node}-{int(attempt) - 1}" if int(attempt) else "",
     )
 

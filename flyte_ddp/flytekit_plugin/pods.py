@@ -1,15 +1,16 @@
-"""The pods of a `Distributed` task: what the options of @task mean for the driver's pod and the ranks' pods."""
+"""The pods of tasks: the options of @task for the driver's pod and the ranks' pods of `Distributed`, and ports."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from flytekit import Resources
+from flytekit import PodTemplate, Resources
 from flytekit.core.resources import ResourceSpec
 
 from flyte_ddp.launch.devices import REQUESTED_VARIABLE
 
 SHARED_MEMORY = "/dev/shm"
+PRIMARY_CONTAINER = "primary"  # flytekit completes it with the task's image, command and resources
 DRIVER_RESOURCES = Resources(cpu="1", mem="2Gi")  # of the pod that waits for the ranks of other pods
 FOR_RANKS = ("accelerator", "shared_memory", "pod_template", "pod_template_name", "secret_requests")
 
@@ -55,6 +56,14 @@ def describe_pods(options: dict[str, Any]) -> dict[str, Any]:
     if (memory := either("mem")) is not None:
         pods["worker_memory"] = str(memory)
     return pods
+
+
+def declare_port(name: str, number: int) -> PodTemplate:
+    """Return the template of a task's pod that declares a port, by whose name others find it."""
+    from kubernetes.client import V1Container, V1ContainerPort, V1PodSpec
+
+    container = V1Container(name=PRIMARY_CONTAINER, ports=[V1ContainerPort(name=name, container_port=number)])
+    return PodTemplate(V1PodSpec(containers=[container]), PRIMARY_CONTAINER)
 
 
 def _mounts_shared_memory(pod_template: Any) -> bool:

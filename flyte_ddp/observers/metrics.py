@@ -25,6 +25,7 @@ from flyte_ddp.events import (
 )
 
 PORT_VARIABLE = "FLYTE_DDP_METRICS_PORT"  # set by registration; nothing is served without it
+PORT_NAME = "metrics"  # of that port in the task's pod, by which deploy/alerts.yaml finds it
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 HELP = {
@@ -34,11 +35,12 @@ HELP = {
     "flyte_ddp_epoch": "epochs done",
     "flyte_ddp_train_loss": "mean training loss since the previous step event",
     "flyte_ddp_test_loss": "held-out loss after the last epoch",
-    "flyte_ddp_accuracy": "held-out accuracy after the last epoch, in [0, 1]",
+    "flyte_ddp_accuracy_ratio": "held-out accuracy after the last epoch, in [0, 1]",
     "flyte_ddp_samples_per_second": "training samples per second, over all ranks",
     "flyte_ddp_checkpoint_step": "step of the newest checkpoint that the store has whole; 0 for none",
     "flyte_ddp_checkpoint_copied_step": "step of the newest state that was copied to become a checkpoint; 0 for none",
-    "flyte_ddp_restarts": "times that the ranks were started again in this task's attempt",
+    "flyte_ddp_restarts_total": "times that the ranks were started again in this attempt of the task",
+    "flyte_ddp_attempt": "number of this attempt of the task, from 0: times that Flyte has started the task again",
     "flyte_ddp_last_event_timestamp_seconds": "when rank 0 last reported anything, in seconds since the epoch",
     "flyte_ddp_finished": "1 when the run has ended well",
 }
@@ -51,11 +53,16 @@ class RunFigures:
 
     Args:
         labels: of every figure, as in Prometheus' text format.
+        attempt: Flyte's number of the task's attempt, from 0.
     """
 
-    def __init__(self, labels: str) -> None:
+    def __init__(self, labels: str, attempt: int = 0) -> None:
         self.labels = labels
-        self._values: dict[str, float] = {"flyte_ddp_restarts": -1.0, "flyte_ddp_finished": 0.0}
+        self._values: dict[str, float] = {
+            "flyte_ddp_attempt": attempt,
+            "flyte_ddp_restarts_total": -1.0,
+            "flyte_ddp_finished": 0.0,
+        }
         self._lock = threading.Lock()
         self.is_open = True
 
@@ -67,11 +74,11 @@ class RunFigures:
                 found["flyte_ddp_world_size"] = event.world_size
                 found["flyte_ddp_steps_planned"] = event.num_steps
                 found["flyte_ddp_step"] = event.resumed_step
-                found["flyte_ddp_restarts"] = self._values["flyte_ddp_restarts"] + 1
+                found["flyte_ddp_restarts_total"] = self._values["flyte_ddp_restarts_total"] + 1
                 found.update(_checkpoint_steps(event.resumed_step))
             elif isinstance(event, FunctionStarted):
                 found["flyte_ddp_world_size"] = event.world_size
-                found["flyte_ddp_restarts"] = event.num_restarts
+                found["flyte_ddp_restarts_total"] = event.num_restarts
                 found.update(_checkpoint_steps(self._values.get("flyte_ddp_checkpoint_step", 0)))
             elif isinstance(event, CheckpointLoaded):
                 found.update(_checkpoint_steps(event.step))
@@ -85,7 +92,7 @@ class RunFigures:
             elif isinstance(event, EpochFinished):
                 found["flyte_ddp_epoch"] = event.epoch
                 found["flyte_ddp_test_loss"] = event.test_loss
-                found["flyte_ddp_accuracy"] = event.accuracy
+                found["flyte_ddp_accuracy_ratio"] = event.accuracy
             elif isinstance(event, CheckpointSaved):
                 found["flyte_ddp_checkpoint_copied_step"] = event.step
             elif isinstance(event, CheckpointWritten):
@@ -97,7 +104,7 @@ class RunFigures:
     def values(self) -> dict[str, float]:
         """Return all figures that are known, by name."""
         with self._lock:
-            return {**self._values, "flyte_ddp_restarts": max(0.0, self._values["flyte_ddp_restarts"])}
+            return {**self._values, "flyte_ddp_restarts_total": max(0.0, self._values["flyte_ddp_restarts_total"])}
 
     def close(self, error: BaseException | None) -> None:
         """Serve the run no more."""
@@ -138,9 +145,9 @@ class MetricsServer:
         self.port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
 
-    def follow(self, **labels: str) -> RunFigures:
-        """Return the listener of one more run, whose figures get `labels`."""
-        run = RunFigures(",".join(f'{name}="{_escape(value)}"' for name, value in labels.items()))
+    def follow(self, attempt: int = 0, /, **labels: str) -> RunFigures:
+        """Return the listener of one more run of the task's `attempt`, whose figures get `labels`."""
+        run = RunFigures(",".join(f'{name}="{_escape(value)}"' for name, value in labels.items()), attempt)
         with self._lock:
             self._runs.append(run)
         return run
@@ -152,7 +159,10 @@ class MetricsServer:
             found = [(run.labels, run.values()) for run in self._runs]
         lines = []
         for name in sorted({name for _, values in found for name in values}):
-            lines += [f"# HELP {name} {HELP[name]}", f"# TYPE {name} gauge"]
+            lines += [
+                f"# HELP {name} {HELP[name]}",
+                f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}",
+            ]
             lines += [f"{name}{{{labels}}} {values[name]!r}" for labels, values in found if name in values]
         return "".join(f"{line}\n" for line in lines)
 

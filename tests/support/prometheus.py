@@ -1,13 +1,29 @@
-"""Read a task's metrics while it trains, as Prometheus would."""
+"""Read a task's metrics while it trains, as Prometheus would; and Prometheus' own tool."""
 
 from __future__ import annotations
 
+import shutil
 import socket
+import subprocess
 import urllib.error
 import urllib.request
 
+import pytest
+
 from flyte_ddp.flytekit_plugin.deck import DeckPublisher
 from flyte_ddp.observers.metrics import PORT_VARIABLE
+
+needs_prometheus = pytest.mark.skipif(
+    not shutil.which("promtool"),
+    reason="no promtool on this machine: apt-get install --no-install-recommends prometheus",
+)
+
+
+def promtool(*arguments, stdin=""):
+    """Run promtool; AssertionError with everything that it printed if it fails or warns."""
+    done = subprocess.run(["promtool", *map(str, arguments)], input=stdin, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def record_figures(patch):
