@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import re
 import threading
 import uuid
 from pathlib import Path
@@ -28,6 +29,7 @@ from flyte_ddp.errors import (
 from flyte_ddp.promotion.__main__ import main
 from flyte_ddp.promotion.champion import ChampionStore, Manifest
 from flyte_ddp.storage import Storage
+from tests.kubernetes.store import FORBIDDEN, Store
 from tests.support.dask_runs import eventually
 
 
@@ -50,6 +52,24 @@ def bucket():
         yield f"s3://{name}"
         s3fs.S3FileSystem.clear_instance_cache()
     server.stop()
+
+
+@pytest.fixture
+def guarded_store(monkeypatch):
+    """An S3 server that checks keys; the environment has its address and none."""
+    import s3fs
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    store = Store("127.0.0.1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", store.url)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    store.files.makedirs("runs", exist_ok=True)  # moto keeps buckets for the whole process
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield store
+    s3fs.S3FileSystem.clear_instance_cache()
+    store.stop()
 
 
 @pytest.fixture(params=["disk", "s3", "memory"])
@@ -458,15 +478,49 @@ def test_status_reports_a_retraining_that_needs_attention(tmp_path, capsys, spoi
     assert expected in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("place", "key", "expected"),
+    [
+        ("runs/champion", "", "NoCredentialsError|credentials|correct the keys"),
+        ("runs/champion", "wrong", "correct the keys"),
+        (f"{FORBIDDEN}/champion", "right", "correct the keys"),
+        ("no-such-bucket/champion", "right", "create the bucket or correct the URL"),
+    ],
+)
+def test_status_of_a_store_that_refuses_is_an_error_and_no_silent_schedule(
+    guarded_store, monkeypatch, capsys, place, key, expected
+):
+    keys = {"right": guarded_store.keys, "wrong": {**guarded_store.keys, "AWS_ACCESS_KEY_ID": "AKIAWRONG"}}
+    for name, value in keys.get(key, {}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        main(["status", f"s3://{place}", "--max-age", "26h"])
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: champion: ")
+    assert re.search(expected, line), line
+
+
 def test_the_monitor_in_deploy_uses_valid_arguments(tmp_path, capsys):
     store = ChampionStore(str(tmp_path))
     promote(store, 1)
     store.record_run("promoted", "f1", True)
-    cron_job = yaml.safe_load((Path(__file__).parents[1] / "deploy" / "champion-status.yaml").read_text())
-    (container,) = cron_job["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
+    deploy = Path(__file__).parents[1] / "deploy"
+    cron_job = yaml.safe_load((deploy / "champion-status.yaml").read_text())
+    pod = cron_job["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
     python, _, module, *arguments = (word.replace("CHAMPION_URL", store.url) for word in container["command"])
     assert (python, module) == ("python", "flyte_ddp.promotion")
     assert main(arguments) == 0
+    # It reads the store with the identity of the tasks, or with the keys of the Secret for workers where there is one.
+    (source,) = container["envFrom"]
+    secrets = [each["metadata"]["name"] for each in yaml.safe_load_all((deploy / "secrets.yaml").read_text())]
+    assert source["secretRef"]["name"] in secrets
+    assert source["secretRef"]["optional"] is True
+    accounts = [
+        each for each in yaml.safe_load_all((deploy / "rbac.yaml").read_text()) if each["kind"] == "ServiceAccount"
+    ]
+    assert pod["serviceAccountName"] in [each["metadata"]["name"] for each in accounts]
 
 
 def test_pruning_keeps_the_newest_the_current_and_its_parent(url):

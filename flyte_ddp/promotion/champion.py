@@ -215,7 +215,7 @@ class ChampionStore:
             raise CorruptChampion(f"{self.storage.join(POINTER)} is damaged: {error}") from error
 
     def last_challenge(self) -> dict[str, Any]:
-        """Return the record that `record_challenge` wrote last; empty if there is none that can be read."""
+        """Return the record that `record_challenge` wrote last; empty if there is none, or a damaged one."""
         return self._read_record(LAST_CHALLENGE)
 
     def record_challenge(self, record: dict[str, Any]) -> None:
@@ -223,7 +223,7 @@ class ChampionStore:
         self.storage.write(LAST_CHALLENGE, _json(record))
 
     def last_run(self) -> dict[str, Any]:
-        """Return the record that `record_run` wrote last; empty if there is none that can be read."""
+        """Return the record that `record_run` wrote last; empty if there is none, or a damaged one."""
         return self._read_record(LAST_RUN)
 
     def record_run(self, outcome: str, execution: str, has_promoted: bool) -> None:
@@ -264,8 +264,12 @@ class ChampionStore:
 
     def _read_record(self, name: str) -> dict[str, Any]:
         try:
-            return dict(json.loads(self.storage.read(name)))
-        except (FileNotFoundError, ValueError, TypeError):
+            contents = self.storage.read(name)
+        except FileNotFoundError:
+            return {}
+        try:  # apart from the read, because a store that refuses raises a ValueError too
+            return dict(json.loads(contents))
+        except (ValueError, TypeError):
             return {}
 
     def _point_to(self, manifest: Manifest, contents: bytes, replaced: bytes) -> None:
