@@ -49,10 +49,14 @@ logger = logging.getLogger(__name__)
 def save(state: Mapping[str, Any], step: int) -> None:
     """Keep `state` as the checkpoint of optimizer step `step`. Every rank may call it; rank 0 writes.
 
-    `state` is copied before this returns and written in the background: tensors and plain values, nested in dicts and
-    lists. It is complete or not there at all, and checksummed. The newest ones stay.
+    `state` is copied before this returns and written in the background: tensors and plain values, nested in dicts,
+    lists, tuples and sets. It is complete or not there at all, and checksummed. The newest ones stay. `load` returns
+    what was saved, but NumPy's scalars as Python's numbers, its arrays as tensors (`.numpy()` makes arrays of them),
+    and other mappings as dicts.
 
     Raises:
+        ConfigError: `state` holds something that could not be read back, such as an object of a class of yours. The
+            message has its place and its type.
         StorageDenied: the store refuses.
         StorageUnavailable: the store has been away for `store_timeout` seconds.
     """

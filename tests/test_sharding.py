@@ -207,6 +207,14 @@ def test_checkpoints_go_from_ddp_over_4_2_and_3_ranks_of_shards_to_ddp(tmp_path)
         torch.testing.assert_close(state[part], undisturbed[part], **TOLERANCE)
 
 
+def test_sgd_goes_from_ddp_to_shards_and_back(tmp_path):
+    """Its fused kernel takes no split tensors, so a checkpoint's may not replace that of the run."""
+    for epoch, (num_ranks, parallel) in enumerate(((1, "ddp"), (2, "fsdp"), (1, "ddp")), start=1):
+        started, finished, _ = train_tiny(tmp_path, num_ranks, epochs=epoch, parallel=parallel, optimizer="sgd")
+        assert started.resumed_step == (epoch - 1) * STEPS
+        assert finished.step == epoch * STEPS
+
+
 def resume_and_not(world, store, directory, data):
     """Work of a gang: train two epochs at once, and in parts: after a stop that one rank asks for, and an epoch."""
     finished = []

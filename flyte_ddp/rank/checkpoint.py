@@ -41,7 +41,7 @@ from flyte_ddp.rank.checkpoint_files import (
 from flyte_ddp.rank.job import WRITE_GRACE
 from flyte_ddp.rank.peers import Peers
 from flyte_ddp.rank.resharding import RowsOf, assemble, keep_all
-from flyte_ddp.rank.staging import Buffers, StagingMemory
+from flyte_ddp.rank.staging import Buffers, StagingMemory, readable
 from flyte_ddp.rank.state_file import save_state
 from flyte_ddp.rank.supervision import run_together
 from flyte_ddp.rank.world import ALONE, World
@@ -132,9 +132,11 @@ class CheckpointStore:
         `state` is copied before this returns; nested dicts and lists of tensors and plain values are fine.
 
         Raises:
-            StorageUnavailable, CheckpointError, ConfigError: as `check`.
+            ConfigError: `state` holds something that could not be read back; also as `check`.
+            StorageUnavailable, CheckpointError: as `check`.
         """
         self.check()
+        state = readable(state)
         # A name of its own also where this step was saved before, whose tensors must stay until this is complete.
         self._num_saves += 1
         name = f"{checkpoint_name(step)}-{uuid.uuid4().hex[:8]}"

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.state_file import CHECKSUM, OLD_CHECKSUM, is_whole
-from flyte_ddp.storage import STORE_TIMEOUT, Storage
+from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
 
 FORMAT = 1  # of the tensors' layout; raised when an older one can no longer be read
 
@@ -23,7 +24,7 @@ Entry = dict[str, Any]  # of a file in a manifest: "file", "bytes" and a checksu
 
 
 class Damaged(Exception):
-    """A checkpoint is proven to be unusable: a file is missing, or is not what was written."""
+    """A checkpoint is proven to be damaged: a file is missing, or is not what was written."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -61,6 +62,8 @@ def read_file(storage: Storage, entry: Entry) -> dict[str, Any]:
 
     Raises:
         Damaged: it is missing, or not what was written. The store's errors are raised as they are.
+        MemoryError: it is whole, but does not fit into memory.
+        ConfigError: it is whole, but this version of torch or of this package cannot read it.
     """
     name = entry["file"]
     try:
@@ -74,13 +77,23 @@ def read_file(storage: Storage, entry: Entry) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(io.BytesIO(contents), map_location="cpu", weights_only=True)
         found = state["format"]
-    except MemoryError:
-        raise
-    except Exception as error:  # the bytes are those that were written, so no other try would end otherwise
-        raise Damaged(f"{name}: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+    except Exception as error:  # of bytes that are those that were written
+        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch has no class for it
+            raise MemoryError(
+                f"checkpoints: {storage.join(name)} could not be read for want of memory: {what}"
+            ) from None
+        raise _foreign(storage, name, what) from error
     if found != FORMAT:
-        raise Damaged(f"{name}: expected format {FORMAT}, got format {found}")
+        raise _foreign(storage, name, f"expected format {FORMAT}, got format {found}")
     return state
+
+
+def _foreign(storage: Storage, name: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"checkpoints: {redact_url(storage.join(name))} cannot be read by torch {torch.__version__} and this version "
+        f"of flyte-ddp: {why}; the file is whole, so resume with the versions that wrote it, or give another place"
+    )
 
 
 def set_aside(storage: Storage, manifest_name: str, damage: Damaged) -> str:

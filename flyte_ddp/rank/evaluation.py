@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, NonFiniteLoss
+from flyte_ddp.events import EpochFinished
 from flyte_ddp.rank.data import Samples, evaluation_shard, num_common_batches, open_samples
 from flyte_ddp.rank.forward import autocast, evaluating, model_inputs
 from flyte_ddp.rank.initial_state import mismatch
@@ -103,6 +104,25 @@ def evaluate_state(
     if not math.isfinite(result.loss):
         raise NonFiniteLoss(f"the loss on the held-out data is {result.loss}")
     return result.loss, result.accuracy
+
+
+def metrics_of(recipe: Recipe, epoch: EpochFinished) -> dict[str, float]:
+    """Return the recipe's own figures of an epoch as Python's numbers; NumPy's and tensors with one number are fine.
+
+    Raises:
+        ConfigError: one of them is no number.
+    """
+    name = f"{type(recipe).__name__}.metrics"
+    found = recipe.metrics(epoch)
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{name}: expected a dict of numbers, got {found!r}")
+    numbers: dict[str, float] = {}
+    for key, value in found.items():
+        try:
+            numbers[str(key)] = float(value)
+        except (TypeError, ValueError, RuntimeError):  # the last from a tensor with several
+            raise ConfigError(f"{name}: {key}: expected a number, got {value!r}") from None
+    return numbers
 
 
 def _share_buffers(model: nn.Module, world: World) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flyte_ddp.errors import CheckpointError
 from flyte_ddp.rank.checkpoint_files import Damaged, Entry
 from flyte_ddp.rank.staging import map_tensors
 from flyte_ddp.rank.supervision import run_together
@@ -97,7 +98,7 @@ class _Assembly:
         world = self._world
         shapes = world.share([(start, list(part.shape)) for start, part in shards], source)
         if len(shapes) != len(self._split):
-            raise Damaged(f"expected {len(self._split)} split tensors in each file, got {len(shapes)}")
+            raise CheckpointError(f"expected {len(self._split)} split tensors in each file, got {len(shapes)}")
         if not shapes:
             return
         starts = [start for start, _ in shapes]
@@ -124,11 +125,11 @@ class _Assembly:
         """Return the state.
 
         Raises:
-            Damaged: rows are missing.
+            CheckpointError: rows are missing.
         """
         for (tensor, _, _), num_rows in zip(self._split, self._num_rows, strict=True):
             if num_rows != len(tensor):
-                raise Damaged(f"expected {len(tensor)} rows of a split tensor in all files, got {num_rows}")
+                raise CheckpointError(f"expected {len(tensor)} rows of a split tensor in all files, got {num_rows}")
         tensors = iter(self._tensors)
         state: dict[str, Any] = map_tensors(self._outline, lambda _: next(tensors))
         return state
@@ -152,4 +153,4 @@ def _tensors_of(state: Any, place: Place = ()) -> Iterator[tuple[Place, Tensor]]
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided
+    return tensor.layout == torch.strided and not tensor.is_quantized

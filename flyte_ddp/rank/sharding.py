@@ -25,6 +25,7 @@ from flyte_ddp.rank.world import World
 MIN_BLOCK_PARAMETERS = 1 << 16  # smaller modules are gathered with the one around them
 FP32_BYTES = 4
 OPTIMIZER_STATES = {"sgd": 1, "adam": 2, "adamw": 2}  # tensors of the parameters' size
+KERNELS = ("fused", "foreach", "capturable", "differentiable")  # options of an optimizer that change no result
 MEMORY_SHARE = 0.9  # of a GPU's memory that weights, gradients and optimizer may take; activations come on top
 
 
@@ -165,13 +166,15 @@ def load_model(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load the state of an optimizer, of whole tensors or of this rank's rows."""
+    """Load the state of an optimizer, of whole tensors or of this rank's rows. How it computes stays its own."""
     parameters = _parameters(optimizer)
     parts = {
         number: {name: _part_like(value, parameters[number]) for name, value in values.items()}
         for number, values in state["state"].items()
     }
-    optimizer.load_state_dict({**state, "state": parts})
+    own = [{name: group[name] for name in KERNELS if name in group} for group in optimizer.param_groups]
+    groups = [{**group, **kernels} for group, kernels in zip(state["param_groups"], own, strict=True)]
+    optimizer.load_state_dict({"state": parts, "param_groups": groups})
 
 
 def check_memory(model: nn.Module, config: TrainingConfig, num_shards: int, device_bytes: int) -> None:

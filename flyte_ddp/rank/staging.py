@@ -1,4 +1,4 @@
-"""Copies of a run's state for the thread that writes it, in memory that is used again.
+"""Copies of a run's state for the thread that writes it, in memory that is used again, and what a state may hold.
 
 The training waits for the copy, so it must cost no more than the bytes take to move: new memory costs a page fault for
 every 4 KiB, which takes longer than the copy, and pinned memory costs more still.
@@ -6,7 +6,9 @@ every 4 KiB, which takes longer than the copy, and pinned memory costs more stil
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -15,7 +17,13 @@ from typing import Any
 import torch
 from torch import UntypedStorage
 
+from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage.uncached_file import BLOCK
+
+# The types that `torch.load` reads with weights_only=True. Subclasses are others.
+SCALARS = (bool, int, float, complex, str, bytes, bytearray, type(None), torch.dtype, torch.device, torch.Size)
+TENSORS = (torch.Tensor, torch.nn.Parameter)
+MAX_INT_BITS = 255 * 8 - 1  # pickle has another form for larger ones, which weights_only=True does not read
 
 Buffers = list[UntypedStorage]  # one for each storage of a state, in the order in which it is visited
 
@@ -36,25 +44,32 @@ class StagingMemory:
             reused = self._free.pop() if self._free else []
         buffers: Buffers = []
         copies: dict[int, UntypedStorage] = {}
+        resolved: list[torch.Tensor] = []  # alive until the end: `copies` knows their memory by its address
+        devices: set[torch.device] = set()
 
         def copy_tensor(value: torch.Tensor) -> torch.Tensor:
             if value.is_meta:
                 return value
-            if value.layout != torch.strided:
+            if value.layout != torch.strided or value.is_quantized:
                 return value.detach().to("cpu", copy=True)
+            if value.is_conj() or value.is_neg():  # such a sign is no part of the memory
+                value = value.detach().resolve_conj().resolve_neg()
+                resolved.append(value)
             source = value.untyped_storage()
             if source._cdata not in copies:
                 index = len(buffers)
                 buffer = reused[index] if index < len(reused) and reused[index].nbytes() == source.nbytes() else None
                 buffers.append(_new_buffer(source) if buffer is None else buffer)
-                _bytes_of(buffers[index]).copy_(_bytes_of(source), non_blocking=True)
+                on_gpu = source.device.type == "cuda"
+                devices.update([source.device] if on_gpu else [])
+                _bytes_of(buffers[index]).copy_(_bytes_of(source), non_blocking=on_gpu)
                 copies[source._cdata] = buffers[index]
             copy = torch.empty(0, dtype=value.dtype)
             return copy.set_(copies[source._cdata], value.storage_offset(), value.size(), value.stride())
 
         copied = map_tensors(state, copy_tensor)
-        if torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()  # copies into pinned memory run on
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()  # copies into pinned memory run on
         return copied, buffers
 
     def clear(self) -> None:
@@ -80,6 +95,59 @@ def map_tensors(state: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(state, (list, tuple)):
         return type(state)(map_tensors(each, function) for each in state)
     return function(state) if isinstance(state, torch.Tensor) else state
+
+
+def readable(value: Any, place: str = "") -> Any:
+    """Return `value` with NumPy's scalars as Python's, its arrays as tensors, and every mapping as a dict.
+
+    Args:
+        place: where `value` is in the state that is saved, for errors.
+
+    Raises:
+        ConfigError: something in it could not be read back, because `torch.load` would have to run code for it.
+    """
+    if type(value) in SCALARS and not (type(value) is int and value.bit_length() > MAX_INT_BITS):
+        return value
+    if isinstance(value, torch.Tensor):
+        if type(value) not in TENSORS or value.is_nested:
+            raise _unreadable(value, place)
+        return value
+    if isinstance(value, Mapping):
+        return _readable_mapping(value, place)
+    if type(value) in (list, tuple):
+        return type(value)(readable(each, f"{place}[{index}]") for index, each in enumerate(value))
+    if type(value) is set:
+        return {readable(each, place) for each in value}
+    return _readable_of_numpy(value, place)
+
+
+def _readable_mapping(values: Mapping[Any, Any], place: str) -> dict[Any, Any]:
+    found: dict[Any, Any] = OrderedDict() if isinstance(values, OrderedDict) else {}
+    for key, value in values.items():
+        found[readable(key, place)] = readable(value, f"{place}[{key!r}]" if place else str(key))
+    if metadata := getattr(values, "_metadata", None):  # a module's state dict: the versions of its modules' formats
+        vars(found)["_metadata"] = readable(metadata, f"{place}._metadata")
+    return found
+
+
+def _readable_of_numpy(value: Any, place: str) -> Any:
+    numpy = sys.modules.get("numpy")
+    if numpy and isinstance(value, numpy.generic) and type(value.item()) in SCALARS:
+        return value.item()
+    if numpy and isinstance(value, numpy.ndarray):
+        with contextlib.suppress(TypeError):  # a kind of value that torch has not
+            return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C"))
+    raise _unreadable(value, place)
+
+
+def _unreadable(value: Any, place: str) -> ConfigError:
+    kind, remedy = type(value), ""
+    if isinstance(value, torch.Tensor):
+        remedy = ": save whole tensors, of a split model those of get_model_state_dict with full_state_dict=True"
+    return ConfigError(
+        f"save: {place or 'state'}: expected tensors, numbers, texts or bytes in dicts, lists, tuples and sets, "
+        f"got a {kind.__qualname__} ({kind.__module__}){remedy}"
+    )
 
 
 def _new_buffer(source: UntypedStorage) -> UntypedStorage:

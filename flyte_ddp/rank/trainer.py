@@ -20,7 +20,7 @@ from flyte_ddp.rank import inspection
 from flyte_ddp.rank.batch_norm import keep_frozen_statistics
 from flyte_ddp.rank.checkpoint import CheckpointStore
 from flyte_ddp.rank.data import Samples, epoch_shards, num_batches
-from flyte_ddp.rank.evaluation import Evaluation, evaluate
+from flyte_ddp.rank.evaluation import Evaluation, evaluate, metrics_of
 from flyte_ddp.rank.flops import FlopsUtilization
 from flyte_ddp.rank.gradients import clip_gradients, compute_gradients, gradient_norm
 from flyte_ddp.rank.initial_state import check_same_run, load_initial_state
@@ -283,7 +283,7 @@ class Trainer:
             **exchange_seconds(self.replica, world),
         )
         with inspection.shown("metrics"):
-            metrics = {**self.recipe.metrics(finished), **self.utilization.of(finished)}
+            metrics = {**metrics_of(self.recipe, finished), **self.utilization.of(finished)}
             finished = dataclasses.replace(finished, metrics=metrics)
         if world.is_first or self.is_sharded:
             with inspection.shown("sample"):

@@ -1,0 +1,268 @@
+"""Whatever `save` accepts is read back equal; the rest is refused before it is written."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import enum
+import pathlib
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.rank.checkpoint import CheckpointStore
+from flyte_ddp.rank.staging import StagingMemory
+from tests.support.gang import run_gang
+from tests.support.runs import new_run
+from tests.support.trainers import new_trainer
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+class Color(enum.IntEnum):
+    RED = 1
+
+
+class Text(str):
+    pass
+
+
+@dataclasses.dataclass
+class Settings:
+    rate: float = 0.1
+
+
+def roundtrip(directory, state):
+    store = CheckpointStore(str(directory), 1)
+    store.save({"state": state}, 1, best=False)
+    store.wait()
+    found, _, skipped = CheckpointStore(str(directory), 1).load_latest()
+    assert skipped == []
+    return found["state"]
+
+
+NUMPY_STATE = np.random.RandomState(3).get_state()
+READABLE = {
+    "numbers": ({"a": 1, 2: 1.5, "inf": float("inf"), "c": 1 + 2j, "yes": True, "none": None, "big": 1 << 200}, None),
+    "texts": (["ä", b"x" * 300, bytearray(b"y")], None),
+    "containers": ([(), (1, [2, {"a": (3,)}]), {1, 2}, collections.OrderedDict(b=1, a=2)], None),
+    "torch's own": ([torch.float16, torch.device("cpu"), torch.Size([2, 3])], None),
+    "random state": (random.Random(1).getstate(), None),
+    "NumPy scalars": (
+        [np.float64(0.5), np.float32(0.25), np.int64(3), np.uint8(4), np.bool_(True), np.str_("a"), {np.int64(1): 2}],
+        [0.5, 0.25, 3, 4, True, "a", {1: 2}],
+    ),
+    "other mappings": (
+        [collections.defaultdict(list, a=[1]), collections.Counter("aab")],
+        [{"a": [1]}, {"a": 2, "b": 1}],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", READABLE)
+def test_a_state_of_plain_values_is_read_back_equal(tmp_path, kind):
+    state, expected = READABLE[kind]
+    expected = state if expected is None else expected
+    found = roundtrip(tmp_path, state)
+    assert found == expected
+    assert repr(found) == repr(expected)  # True is not 1, and 3 is not 3.0
+
+
+def test_arrays_come_back_as_tensors(tmp_path):
+    arrays = {
+        "float": np.arange(6.0).reshape(2, 3),
+        "backwards": np.arange(4)[::-1],
+        "read-only": np.broadcast_to(np.float32(1), (2, 2)),
+        "scalar": np.array(3),
+        "big-endian": np.arange(3, dtype=">i4"),
+        "random": NUMPY_STATE,
+    }
+    found = roundtrip(tmp_path, arrays)
+    for name in ("float", "backwards", "read-only", "scalar", "big-endian"):
+        assert isinstance(found[name], torch.Tensor)
+        assert found[name].tolist() == arrays[name].tolist()
+    name, keys, *rest = found["random"]
+    restored = np.random.RandomState()
+    restored.set_state((name, keys.numpy(), *rest))
+    assert restored.rand() == np.random.RandomState(3).rand()
+
+
+BASE = torch.randn(4, 6)
+COMPLEX = torch.tensor([1 + 3j, 2 - 1j])
+TENSORS = {
+    "view": BASE[1:3, ::2],
+    "transposed": BASE.t(),
+    "expanded": BASE[:1].expand(5, 6),
+    "overlapping": torch.arange(4.0).as_strided((3, 2), (1, 1)),
+    "empty": torch.empty(0, 3),
+    "scalar": torch.tensor(True),
+    "channels last": torch.randn(1, 3, 2, 2).to(memory_format=torch.channels_last),
+    "complex": COMPLEX,
+    "conjugate": COMPLEX.conj(),
+    "negative": COMPLEX.conj().imag,
+    "both": torch.view_as_real(COMPLEX.conj().resolve_conj()).neg(),
+    "half": BASE.bfloat16(),
+    "float8": BASE.to(torch.float8_e4m3fn),
+    "uint16": torch.ones(2, dtype=torch.uint16),
+    "parameter": torch.nn.Parameter(BASE),
+    "buffer": torch.nn.Buffer(BASE[0]),
+    "of the graph": torch.nn.Parameter(BASE) * 2,
+    "quantized": torch.quantize_per_tensor(BASE, 0.1, 3, torch.qint8),
+    "sparse": torch.eye(3).to_sparse(),
+    "compressed": torch.eye(3).to_sparse_csr(),
+}
+
+
+def dense(tensor):
+    if tensor.is_quantized:
+        return tensor.dequantize()
+    if tensor.layout != torch.strided:
+        return tensor.to_dense()
+    return tensor.float() if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
+def test_tensors_of_any_kind_are_read_back_equal(tmp_path):
+    found = roundtrip(tmp_path, TENSORS)
+    for name, tensor in TENSORS.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(dense(found[name]), dense(tensor)), name
+    assert found["transposed"].stride() == TENSORS["transposed"].stride()
+
+
+def test_lazy_tensors_of_a_state_do_not_share_memory_that_was_freed():
+    whole, _ = StagingMemory().copy([torch.full((1000,), number + 1j).conj() for number in range(8)])
+    assert [each[0].item() for each in whole] == [number - 1j for number in range(8)]
+
+
+UNREADABLE = {
+    "namespace": (argparse.Namespace(a=1), "Namespace"),
+    "dataclass": (Settings(), "Settings"),
+    "named tuple": (Pair(1, 2), "Pair"),
+    "enum": (Color.RED, "Color"),
+    "subclass": (Text("a"), "Text"),
+    "path": (pathlib.Path("a"), "PosixPath"),
+    "frozenset": (frozenset([1]), "frozenset"),
+    "queue": (collections.deque([1]), "deque"),
+    "function": (len, "builtin_function_or_method"),
+    "class": (int, "type"),
+    "array of objects": (np.array([{}]), "ndarray"),
+    "array of texts": (np.array(["a"]), "ndarray"),
+    "date": (np.datetime64("2026-01-01"), "datetime64"),
+    "nested": (torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "Tensor .*: save whole tensors"),
+    "huge": (1 << 3000, "int"),
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_what_could_not_be_read_back_is_refused_with_its_place_and_type(tmp_path, kind):
+    value, name = UNREADABLE[kind]
+    store = CheckpointStore(str(tmp_path), 1)
+    with pytest.raises(ConfigError, match=rf"^save: state\['best'\]\[1\]: expected .*, got .*{name}") as raised:
+        store.save({"state": {"best": [0, value]}}, 1, best=False)
+    assert "\n" not in str(raised.value)
+    with pytest.raises(ConfigError, match=r"^save: state: expected .*, got a Color"):
+        store.save({"state": {Color.RED: 1}}, 1, best=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_split_tensor_and_other_subclasses_are_refused(tmp_path):
+    class Wrapped(torch.Tensor):
+        pass
+
+    store = CheckpointStore(str(tmp_path), 1)
+    with pytest.raises(ConfigError, match=r"^save: state\['w'\]: expected .*, got a .*Wrapped .*: save whole tensors"):
+        store.save({"state": {"w": torch.ones(2).as_subclass(Wrapped)}}, 1, best=False)
+
+
+def save_what_fsdp_returns(world, store, directory):
+    """Work of a gang: the errors of a save of a split model's own state, on each rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world.world_size,)))
+    with pytest.raises(ConfigError) as raised:
+        CheckpointStore(directory, 1).save({"state": {"model": model.state_dict()}}, 1, best=False)
+    return str(raised.value)
+
+
+def test_what_fsdp_returns_is_refused_in_one_line(tmp_path):
+    for error in run_gang(2, save_what_fsdp_returns, str(tmp_path)):
+        assert error.startswith("save: state['model']['weight']: expected tensors, ")
+        assert "got a DTensor (torch.distributed.tensor): save whole tensors" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+# Not damage
+
+
+def memory_error(*arguments, **options):
+    raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory")
+
+
+@pytest.mark.parametrize(
+    ("fails", "error", "message"),
+    [
+        (memory_error, MemoryError, "could not be read for want of memory"),
+        (ValueError("another pickle protocol"), ConfigError, "another pickle protocol; .* whole"),
+    ],
+    ids=["memory", "older torch"],
+)
+def test_an_error_of_a_whole_file_ends_the_attempt_and_touches_nothing(tmp_path, monkeypatch, fails, error, message):
+    for step in (1, 2):
+        store = CheckpointStore(str(tmp_path), 5)
+        store.save({"state": torch.ones(3)}, step, best=False)
+        store.wait()
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def load(*arguments, **options):
+        if isinstance(fails, Exception):
+            raise fails
+        fails()
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(error, match=message) as raised:
+        CheckpointStore(str(tmp_path), 5).load_latest()
+    assert "\n" not in str(raised.value)
+    monkeypatch.undo()
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+    assert CheckpointStore(str(tmp_path), 5).load_latest()[1].endswith("step-0000000002.json")
+
+
+def test_a_checkpoint_of_another_format_is_refused_and_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr("flyte_ddp.rank.checkpoint.FORMAT", 99)
+    store = CheckpointStore(str(tmp_path), 5)
+    store.save({"state": 1}, 6, best=False)
+    store.wait()
+    monkeypatch.undo()
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="expected format 1, got format 99"):
+        store.load_latest()
+    with pytest.raises(ConfigError, match="format 99"):
+        store.load(6)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+# A recipe's metrics
+
+
+@pytest.mark.parametrize("value", [np.float64(0.5), torch.tensor(0.5), torch.tensor(0.5, requires_grad=True), 0.5])
+def test_a_recipes_metrics_may_be_numbers_of_any_kind(tmp_path, value, monkeypatch):
+    trainer = new_trainer(new_run(tmp_path), epochs=1)
+    monkeypatch.setattr(trainer.recipe, "metrics", lambda epoch: {"f1": value}, raising=False)
+    progress = trainer.fit()
+    assert progress.epochs[0].metrics == {"f1": 0.5}
+    assert type(progress.epochs[0].metrics["f1"]) is float
+    state, _, _ = trainer.store.load_latest()
+    assert state["progress"]["epochs"][0]["metrics"] == {"f1": 0.5}
+
+
+def test_a_metric_that_is_no_number_is_named_and_left_out(tmp_path, monkeypatch, caplog):
+    trainer = new_trainer(new_run(tmp_path), epochs=1)
+    monkeypatch.setattr(trainer.recipe, "metrics", lambda epoch: {"f1": [0.5, 0.6]}, raising=False)
+    assert trainer.fit().epochs[0].metrics == {}
+    assert "Tiny.metrics: f1: expected a number, got [0.5, 0.6]" in caplog.text
