@@ -219,6 +219,24 @@ def test_remains_of_a_killed_writer_are_removed_with_the_next_save(tmp_path):
     assert (tmp_path / "notes.txt").exists()
 
 
+def test_tensors_that_no_manifest_names_are_removed_after_a_day(tmp_path):
+    old = _store(tmp_path, 1, 2)
+    orphans = [tmp_path / f"step-0000000002-{mark}.pt" for mark in ("00c0ffee", "00c0ffee-1of2", "0badcafe")]
+    (tmp_path / "step-0000000000.json").write_text("{")
+    others = [tmp_path / "step-0000000000-0badcafe.pt"]
+    others += [tmp_path / name for name in ("skipped-1-step-0000000001-00c0ffee.pt", "step-of-mine.pt", "model.pt")]
+    for file in (*orphans, *others):
+        file.write_bytes(b"tensors")
+    for file in (*orphans[:2], *others, *_files(old, 1), *_files(old, 2)):
+        os.utime(file, (time.time() - 25 * 3600,) * 2)
+
+    _store(tmp_path, 3)
+
+    assert [file.exists() for file in orphans] == [False, False, True]
+    assert all(file.exists() for file in (*others, *_files(old, 1), *_files(old, 2)))
+    assert _kept(old) == [0, 1, 2, 3]
+
+
 class Faulty:
     """Fails operations on a store as a network would, if `fails` returns True for their name and path."""
 
@@ -653,6 +671,7 @@ def test_checkpoints_in_a_bucket_are_saved_pruned_and_loaded(bucket):
     step, skipped = _latest(store)
     assert step == 3
     assert "bytes, got 99" in skipped[0]
+    assert abs(store.storage.modified(f"step-{3:010d}.json") - time.time()) < 3600
 
 
 def test_a_missing_bucket_is_refused(bucket):

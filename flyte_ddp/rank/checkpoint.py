@@ -34,6 +34,7 @@ from flyte_ddp.rank.checkpoint_files import (
     Entry,
     checkpoint_name,
     is_manifest,
+    is_tensors,
     read_file,
     read_manifest,
     set_aside,
@@ -50,6 +51,7 @@ from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
 FIRST_PAUSE, MAX_PAUSE = 0.5, 15.0  # seconds between two tries to write
 POLL = 0.2  # seconds between looks at the writer while something waits for it
 PEER_POLL, MAX_PEER_POLL = 0.05, 1.0  # seconds between two looks at the other ranks' writers
+ORPHAN_SECONDS = 24 * 3600.0  # after which a file that no manifest names is one of an attempt that was killed
 WRITER_NICENESS = 10  # of 19: where all cores compute, the writer still gets a tenth of one
 
 logger = logging.getLogger(__name__)
@@ -118,6 +120,7 @@ class CheckpointStore:
         self._resumed = ""  # the manifest that `load_latest` returned
         self._queue: list[_Write] = []
         self._num_saves = 0
+        self._has_removed_orphans = False
         self._current: _Write | None = None  # what is being written
         self._stuck_since = 0.0  # monotonic: when the state being written was begun; 0 while idle
         self._outage: Exception | None = None  # why the last try failed
@@ -431,6 +434,23 @@ class CheckpointStore:
             if is_half or (name in self._files and name not in referenced):
                 self._sink.delete(name)
                 self._files.discard(name)  # not those that a slower rank may still write
+        self._remove_orphans(newest, names)
+
+    def _remove_orphans(self, newest: str, names: set[str]) -> None:
+        """Delete, once, the files of attempts that were killed between the tensors and the manifest of a checkpoint."""
+        if self._has_removed_orphans:
+            return
+        self._has_removed_orphans = True
+        files = {name for name in names if is_tensors(name) and name not in self._files}
+        for name in filter(is_manifest, names if files else ()):
+            try:
+                files -= {entry["file"] for entry in read_manifest(self._sink, name)["files"]}
+            except Damaged:  # whatever it named stays
+                files = {file for file in files if not file.startswith(f"{name.removesuffix('.json')}-")}
+        now = self._sink.modified(newest)  # by the store's clock, as the files' times
+        for name in files:
+            if now - self._sink.modified(name) > ORPHAN_SECONDS:
+                self._sink.delete(name)
 
     def _adopt_one(self, names: set[str]) -> None:
         """Read the oldest checkpoint of an earlier attempt whole, so that it may be deleted when its time has come."""

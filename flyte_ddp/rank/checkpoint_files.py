@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -35,6 +36,11 @@ def checkpoint_name(step: int) -> str:
 def is_manifest(name: str) -> bool:
     """Return whether `name` is that of a manifest."""
     return name.startswith("step-") and name.endswith(".json")
+
+
+def is_tensors(name: str) -> bool:
+    """Return whether `name` is that of a file of tensors."""
+    return re.fullmatch(r"step-\d{10}-[0-9a-f]{8}(-\d+of\d+)?\.pt", name) is not None
 
 
 def read_manifest(storage: Storage, name: str) -> dict[str, Any]:

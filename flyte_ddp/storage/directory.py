@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -222,6 +223,15 @@ class Storage:
             return self.retry(list_names)
         except FileNotFoundError:
             return []
+
+    def modified(self, name: str) -> float:
+        """Return when `name` was last written, in seconds since the epoch by the store's clock.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+        moment: datetime = self.retry(lambda: self.file_system.modified(f"{self.root}/{name}"))
+        return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
 
     def retry(self, action: Callable[[], T]) -> T:
         """Return the result of `action`, which uses `file_system`; try it again while the store cannot be reached.
