@@ -15,8 +15,10 @@ from typing import Any
 from flyteidl.admin.task_pb2 import TaskSpec
 from flyteidl.core.errors_pb2 import ContainerError, ErrorDocument
 from flyteidl.core.literals_pb2 import LiteralMap
+from flyteidl.core.tasks_pb2 import TaskTemplate
 from flytekit import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
+from google.protobuf.json_format import MessageToDict
 
 from flyte_ddp.events import RunStarted, read_history
 from tests.kubernetes.conftest import IMAGE, Namespace, apply
@@ -35,10 +37,10 @@ class Package:
     tasks: dict[str, TaskSpec] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, checkout: Path, directory: Path, *options: str) -> Package:
+    def of(cls, checkout: Path, directory: Path, *options: str, **settings: str) -> Package:
         archive = directory / "package.tgz"
         command = [str(Path(sys.executable).with_name("pyflyte")), "--pkgs", "workflows", "package"]
-        environment = {**os.environ, "SANDBOX": "1", "WANDB_MODE": "offline"}
+        environment = {**os.environ, "SANDBOX": "1", "WANDB_MODE": "offline", **settings}
         subprocess.run(
             [*command, "--image", IMAGE, "--output", str(archive), *options],
             cwd=checkout,
@@ -102,7 +104,7 @@ class Flyte:
     ) -> str:
         """Start an attempt's pod; returns its name."""
         template = package.tasks[task].template
-        container = template.container
+        container = container_of(template)
         pod, prefix, raw = self.name(node, attempt), self.prefix(node), self.raw(node, attempt)
         self.store.files.pipe_file(f"{prefix}/inputs.pb", inputs.SerializeToString())
         previous = f"{self.raw(node, attempt - 1)}/_flytecheckpoints" if attempt else '""'
@@ -113,14 +115,14 @@ class Flyte:
             "{{.checkpointOutputPrefix}}": f"{raw}/_flytecheckpoints",
             "{{.prevCheckpointPrefix}}": previous,
         }
-        if "pyflyte-fast-execute" in container.args:
+        if "pyflyte-fast-execute" in container["args"]:
             code = f"flyte/{PROJECT}/{DOMAIN}/ABCDEF/{package.code.name}"
             self.store.files.put_file(str(package.code), code)
             values["{{ .remote_package_path }}"] = f"s3://{code}"
             values["{{ .dest_dir }}"] = "."
-        arguments = [values.get(argument, argument) for argument in container.args]
+        arguments = [values.get(argument, argument) for argument in container["args"]]
         assert not [each for each in arguments if "{{" in each]
-        environment = {each.key: each.value for each in container.env} | {
+        environment = {each["name"]: each["value"] for each in container["env"]} | {
             "FLYTE_INTERNAL_EXECUTION_ID": self.execution,
             "FLYTE_INTERNAL_EXECUTION_PROJECT": PROJECT,
             "FLYTE_INTERNAL_EXECUTION_DOMAIN": DOMAIN,
@@ -140,7 +142,7 @@ class Flyte:
         (default,) = defaults["spec"].pop("containers")
         own = {
             "name": pod,
-            "image": container.image,
+            **container,
             "args": arguments,
             "env": [{"name": name, "value": value} for name, value in environment.items()],
             # Not the task's: these nodes have two cores, which other pods share.
@@ -192,6 +194,18 @@ class Flyte:
         file = directory / "history.jsonl"
         self.store.files.get_file(outputs.literals["history"].scalar.blob.uri, str(file))
         return [event for event in read_history(file) if isinstance(event, RunStarted)][-1]
+
+
+def container_of(template: TaskTemplate) -> dict[str, Any]:
+    """The container that Flyte makes of a task: of the task's own pod, where it has one."""
+    if template.HasField("k8s_pod"):
+        (container,) = MessageToDict(template.k8s_pod.pod_spec)["containers"]
+        assert container["name"] == template.config["primary_container_name"]
+        found: dict[str, Any] = container
+        return found
+    given = template.container
+    variables = [{"name": each.key, "value": each.value} for each in given.env]
+    return {"image": given.image, "args": list(given.args), "env": variables}
 
 
 def literals(task: Any, **inputs: Any) -> LiteralMap:
