@@ -180,3 +180,31 @@ def test_the_recipe_shown_in_the_readme_is_run_as_a_recipe():
 
 def test_the_readme_is_short():
     assert len((REPOSITORY / "README.md").read_text().split()) <= 1500
+
+
+def test_the_limits_on_the_page_of_costs_have_the_defaults_of_the_code():
+    from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig
+    from flyte_ddp.config import TrainingConfig
+    from tasks.settings import load_settings
+
+    defaults = {
+        each.name: each.default
+        for kind in (ClusterConfig, KubernetesConfig, TrainingConfig)
+        for each in dataclasses.fields(kind)
+    }
+    page = (REPOSITORY / "docs/costs.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.count("|") == 5]
+    found = {
+        name: row[3] for row in rows for name in re.findall(r"`(?:kubernetes\.)?(\w+)`", row[2]) if name in defaults
+    }
+    assert set(found) == {
+        *("start_timeout", "grow_delay", "grow_interval", "max_restarts", "stall_timeout", "node_timeout"),
+        *("store_timeout", "max_hours", "idle_timeout"),
+    }
+    for name, text in found.items():
+        assert re.search(rf"\b{defaults[name]:g}\b", text), f"{name}: {text}"
+    settings = load_settings(environment={})
+    assert (settings.profile, settings.training.timeout_hours) == ("production", settings.driver.timeout_hours)
+    hours = settings.training.timeout_hours
+    assert {row[3] for row in rows if row[2] == "`timeout_hours`"} == {f"{hours} h (training and driver)"}
+    assert {row[3] for row in rows if row[2] == "twice `timeout_hours`"} == {f"{2 * hours} h"}
