@@ -22,6 +22,7 @@ import contextlib
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from flyte_ddp.rank.process import RankProcess
 
 NUM_KEPT = 2  # newest checkpoints that stay
-STOP_MARGIN = 3  # calls of `stop_requested` between the ranks' agreement and the stop
 
 checkpoints: str  # URL of a directory that outlives processes, pods and attempts; "" if the run was given none
 stop_requested: (
@@ -108,19 +108,26 @@ class Session:
         self._link.on_stop = self._terminate
         self._can_resume = False  # there is a checkpoint of the function
         self._is_stoppable = False  # the supervisors know, or another rank tells them
-        self._has_published = False
-        self._stop_at = 0  # number of the call of `stop_requested` from which it is true; 0 while that is open
+        self._num_refused = -1  # calls of `stop_requested` that may have been False; -1 before the stop
+        self._stop_at = 0  # number of the call of `stop_requested` from which it is true, once that is agreed
+        self._is_agreed = threading.Event()
+        self._agreeing = threading.Lock()
 
     @property
     def stop_requested(self) -> bool:
-        """True from the same call on in every rank, if all call it equally often."""
+        """True from the same call on in every rank, if all call it in the same steps, however far apart they are.
+
+        After the stop the first call waits until all ranks know of it. See `_agree_on_stop`.
+        """
         self._num_polls += 1
+        number = self._num_polls
         if not self._is_stoppable:
             self._is_stoppable = self._announce()
         if not self._link.stop_requested:
             return False
-        self._stop_at = self._stop_at or self._agree_on_stop()
-        self.has_stopped = 0 < self._stop_at <= self._num_polls
+        self._begin_to_stop(number - 1)
+        self._is_agreed.wait()
+        self.has_stopped = number >= self._stop_at
         return self.has_stopped
 
     def save(self, state: Mapping[str, Any], step: int) -> None:
@@ -182,6 +189,12 @@ class Session:
         """Wait until the checkpoints are written. Raises as `save`."""
         if self._store is not None:
             self._store.wait(self._beat)
+        if self._process.node.world_size > 1:
+            # A rank that has ended refuses all its calls, so that no other rank waits for it, nor stops alone.
+            with self._agreeing:
+                if self._num_refused < 0:
+                    self._num_refused = self._num_polls
+            self._publish(self._open_store())
 
     @contextlib.contextmanager
     def finish_on_error(self) -> Iterator[None]:
@@ -200,7 +213,9 @@ class Session:
 
     def _terminate(self) -> None:
         """Pass a stop on as SIGTERM, as torchrun does, to a function that does not ask for it."""
-        if not self._num_polls:
+        if self._num_polls:
+            self._begin_to_stop(self._num_polls)
+        else:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _beat(self) -> None:
@@ -236,26 +251,33 @@ class Session:
             self._link.emit(events.BecameStoppable(self._step))
         return True
 
-    def _agree_on_stop(self) -> int:
-        """Return the call at which all ranks stop; 0 if some of them do not know of the stop yet.
+    def _begin_to_stop(self, num_refused: int) -> None:
+        """Have the other ranks know, once, that this one has refused so many calls and refuses no more by itself."""
+        with self._agreeing:
+            if self._num_refused >= 0:
+                return
+            self._num_refused = num_refused
+        threading.Thread(target=self._agree_on_stop, name="stop", daemon=True).start()
 
-        Not by a collective: only the function knows which of them its ranks can take part in. Each rank publishes the
-        number of its calls so far. Ranks that train together are at most one call apart, so all of them have read the
-        numbers before any has made `STOP_MARGIN` calls more than the largest.
+    def _agree_on_stop(self) -> None:
+        """Find the first call that no rank has refused; all ranks stop there.
+
+        Not by a collective: only the function knows which of them its ranks can take part in. Each rank publishes how
+        many calls it has refused as soon as it is asked to stop, from a thread: a rank that is ahead may wait in its
+        next call while this one waits for it in a collective. So that call waits only for threads like this one.
         """
-        world_size = self._process.node.world_size
-        if world_size == 1:
-            return self._num_polls
-        store = self._open_store()
-        if not self._has_published:
-            self._has_published = True
-            store.set(f"flyte_ddp/stop-{self._process.rank}", str(self._num_polls))
-            num_published = store.add("flyte_ddp/num_stops", 1)
-        else:
-            num_published = store.add("flyte_ddp/num_stops", 0)
-        if num_published < world_size:
-            return 0
-        return STOP_MARGIN + max(int(store.get(f"flyte_ddp/stop-{rank}")) for rank in range(world_size))
+        with contextlib.suppress(RuntimeError):  # rank 0 has died, and with it the store: its supervisor ends the run
+            world_size = self._process.node.world_size
+            refused = [str(self._num_refused)]
+            if world_size > 1:
+                store = self._open_store().clone()  # the function's own waits for a key would keep it
+                self._publish(store)
+                refused = [store.get(f"flyte_ddp/stop-{rank}").decode() for rank in range(world_size)]
+            self._stop_at = 1 + max(map(int, refused))
+            self._is_agreed.set()
+
+    def _publish(self, store: Store) -> None:
+        store.set(f"flyte_ddp/stop-{self._process.rank}", str(self._num_refused))
 
 
 _current: Session | None = None

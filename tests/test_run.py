@@ -275,6 +275,36 @@ def test_ranks_stop_at_the_same_step_with_a_last_checkpoint(tmp_path):
     assert (tmp_path / f"checkpoints/step-{step:010d}.json").exists()
 
 
+def test_ranks_that_are_hundreds_of_steps_apart_stop_at_the_same_step(tmp_path):
+    """One is held up when the stop comes, and the other one runs ahead, as kernels that are queued let it."""
+    (tmp_path / "drifts.py").write_text(
+        "import os, sys, time\n"
+        "import torch, torch.distributed as dist\n"
+        "from flyte_ddp import session\n"
+        "dist.init_process_group('gloo')\n"
+        "rank, queued = dist.get_rank(), []\n"
+        "for step in range(1, 3000):\n"
+        "    queued.append(dist.all_reduce(torch.ones(1), async_op=True))\n"
+        "    if len(queued) > 500:\n"
+        "        queued.pop(0).wait()\n"
+        "    if step == 20:\n"
+        "        print('ready', flush=True)\n"
+        "        time.sleep(2 * rank)\n"
+        "    time.sleep(0.01)\n"
+        "    if session.stop_requested:\n"
+        "        session.save({'step': step}, step)\n"
+        "        open(os.path.join(sys.argv[1], f'stopped-{rank}'), 'w').write(str(step))\n"
+        "        break\n"
+        "dist.destroy_process_group()\n"
+    )
+    code, errors = run_until_signal(tmp_path, tmp_path / "drifts.py", signal.SIGTERM)
+
+    assert code == 143, errors
+    step, other = (int((tmp_path / f"stopped-{rank}").read_text()) for rank in (0, 1))
+    assert step == other
+    assert f"resumes there, at step {step}" in errors
+
+
 def test_a_script_that_does_not_ask_gets_sigterm_as_under_torchrun(tmp_path):
     (tmp_path / "rude.py").write_text(
         "import os, signal, sys, time\n"

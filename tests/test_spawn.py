@@ -228,6 +228,7 @@ def test_a_signal_stops_the_run_after_a_last_checkpoint_to_resume_from(
     monkeypatch.delenv("STEP_SECONDS")
     resumed = new_run(tmp_path, "Dropping").train()
     assert f"at step {resumed.started.resumed_step}." in message
+    assert message.endswith(f"the same run resumes there, at step {resumed.started.resumed_step}")
     assert 3 <= resumed.started.resumed_step < 27
     whole = finished_run("Dropping", 2).state()
     assert all(torch.equal(value, whole[name]) for name, value in resumed.state().items())
@@ -256,7 +257,8 @@ def test_a_signal_while_the_data_are_prepared_ends_the_run(tmp_path, monkeypatch
     parent.terminate()
     ended = how_it_ended(parent)
 
-    assert ended == ("TrainingStopped", "SIGTERM: the run was stopped while its data were prepared")
+    expected = f"data were prepared. No checkpoint is in {tmp_path}/checkpoints: the same run starts at step 0"
+    assert ended == ("TrainingStopped", f"SIGTERM: the run was stopped while its {expected}")
     assert survivors() == []
 
 

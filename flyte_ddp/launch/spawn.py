@@ -18,7 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from flyte_ddp import events
-from flyte_ddp.errors import OUT_OF_MEMORY, ConfigError, OutOfMemory, RankFailure, StorageUnavailable
+from flyte_ddp.errors import (
+    OUT_OF_MEMORY,
+    ConfigError,
+    OutOfMemory,
+    RankFailure,
+    StorageUnavailable,
+    TrainingStopped,
+)
 from flyte_ddp.launch.devices import (
     check_requested_gpus,
     default_num_processes,
@@ -33,7 +40,7 @@ from flyte_ddp.launch.supervisor import supervise
 from flyte_ddp.ownership import Ownership
 from flyte_ddp.rank.job import Job, NodeRanks
 from flyte_ddp.rank.programs import RecipeProgram, check_compiler
-from flyte_ddp.storage import Storage
+from flyte_ddp.storage import Storage, redact_url
 from flyte_ddp.wall_time import AttemptEnded, AttemptStarted
 
 OOM_NOTE = "out-of-memory.json"  # beside the checkpoints
@@ -103,6 +110,7 @@ def run_on_this_machine(
     with (
         own_place(job) as ownership,
         Dispatcher([state, *listeners]) as dispatcher,
+        say_where_to_resume(job.checkpoints),
         stop_on_signals() as stop,
     ):
         while True:
@@ -162,9 +170,30 @@ def own_place(job: Job) -> Iterator[Ownership | None]:
         yield ownership
 
 
-def newest_step(checkpoints: str) -> int:
-    """Return the step of the newest checkpoint, from which the next attempt resumes; 0 if there is none."""
-    names = Storage(checkpoints).names()
+@contextlib.contextmanager
+def say_where_to_resume(checkpoints: str) -> Iterator[None]:
+    """Add the newest checkpoint in the store to the message of a TrainingStopped, or that there is none."""
+    try:
+        yield
+    except TrainingStopped as stopped:
+        hint = ""
+        if checkpoints:
+            with contextlib.suppress(StorageUnavailable, ConfigError):  # then nobody knows
+                step, place = newest_step(checkpoints, timeout=0), redact_url(checkpoints)
+                hint = f". Its checkpoints are in {place}: the same run resumes there, at step {step}"
+                if not step:
+                    hint = f". No checkpoint is in {place}: the same run starts at step 0"
+        raise TrainingStopped(f"{stopped}{hint}") from None
+
+
+def newest_step(checkpoints: str, timeout: float | None = None) -> int:
+    """Return the step of the newest checkpoint, from which the next attempt resumes; 0 if there is none.
+
+    Args:
+        timeout: seconds in which requests are repeated; None for the store's default.
+    """
+    storage = Storage(checkpoints) if timeout is None else Storage(checkpoints, timeout=timeout)
+    names = storage.names()
     return max((int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d+)\.json", name))), default=0)
 
 

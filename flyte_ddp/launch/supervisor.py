@@ -306,11 +306,7 @@ class _Ranks:
         return int(max(self.beats[2 * index + 1] for index in range(len(self.ranks))))
 
     def _position(self) -> str:
-        where = f"at step {self._step()}"
-        if not self.job.checkpoints:
-            return where
-        place = self.job.checkpoints
-        return f"{where}. Its checkpoints are in {place}: the same run with the same checkpoints resumes there"
+        return f"at step {self._step()}"
 
     def _relay_logs(self, at_end: bool = False) -> None:
         for rank in self.ranks:

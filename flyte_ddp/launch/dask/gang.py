@@ -47,7 +47,6 @@ class Run:
     name: str  # also of its plugin in the workers
     client: Client
     config: ClusterConfig
-    checkpoints: str  # URL
     code: bytes  # for the workers, see `code.packed_code`
     emit: Callable[[events.Event], None]
     relay: Callable[[str], None]
@@ -314,10 +313,7 @@ class Attempt:
             if message.startswith(self.run.stop.reason):  # else they had ended already, to grow
                 return TrainingStopped(message)
         how = "the run was stopped" if stopped else "the ranks were killed"
-        return TrainingStopped(
-            f"{self.run.stop.reason}: {how} at step {self.step}. Its checkpoints are in {self.run.checkpoints}: the "
-            "same run with the same checkpoints resumes there"
-        )
+        return TrainingStopped(f"{self.run.stop.reason}: {how} at step {self.step}")
 
     def _end(self) -> None:
         """Kill what still runs, and wait until the nodes that can be reached confirm it."""

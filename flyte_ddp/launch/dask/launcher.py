@@ -51,7 +51,7 @@ from flyte_ddp.launch.dask.roll_call import RollCall
 from flyte_ddp.launch.dispatch import Dispatcher
 from flyte_ddp.launch.failures import Ended, first_line, is_bug, is_out_of_memory, is_store_outage, made_no_progress
 from flyte_ddp.launch.signals import StopRequest, stop_on_signals
-from flyte_ddp.launch.spawn import MORE_ACCUMULATION, RESTART, Result, own_place
+from flyte_ddp.launch.spawn import MORE_ACCUMULATION, RESTART, Result, own_place, say_where_to_resume
 from flyte_ddp.launch.supervisor import print_line
 from flyte_ddp.ownership import Ownership
 from flyte_ddp.rank.job import Job
@@ -125,13 +125,13 @@ def run_on_dask(
     with (
         own_place(job) as ownership,
         Dispatcher([state, *listeners]) as dispatcher,
+        say_where_to_resume(job.checkpoints),
         stopping as stop,
     ):
         run = Run(
             name=f"training-{uuid.uuid4().hex[:12]}",
             client=client,
             config=config,
-            checkpoints=job.checkpoints,
             code=packed_code(job.program),
             emit=dispatcher.emit,
             relay=relay or print_line,
