@@ -217,13 +217,13 @@ FAULTS = [
     ),
     (
         "CheckpointsLate",
-        [
-            series("flyte_ddp_checkpoint_copied_step", "0+10x40", **RUN),
-            series("flyte_ddp_checkpoint_step", "0+10x10 100+0x15 270+0x15", **RUN),
-            series("flyte_ddp_finished", "0+0x40", **RUN),
+        [  # each upload takes ten minutes, and a state is copied every minute; from minute 40 on none arrives for 35
+            series("flyte_ddp_checkpoint_copied_step", "0+10x90", **RUN),
+            series("flyte_ddp_checkpoint_step", "0+0x9 90+0x9 190+0x9 290+0x9 390+0x34 740+0x15", **RUN),
+            series("flyte_ddp_finished", "0+0x90", **RUN),
         ],
         RUN,
-        (25, 26, 27),
+        (65, 71, 76),
     ),
     (
         "RetrainingSilentOrStuck",
