@@ -1,12 +1,13 @@
-"""The Dask cluster of a task: compared with the policy of the registered version, then opened."""
+"""The inputs of a launch, compared with the policy of the registered version; and the Dask cluster of a task."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from typing import Any
 
-from flyte_ddp.cluster.admission import check_allowed
+from flyte_ddp.cluster import admission
 from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.flytekit_plugin.flyte_context import is_flyte_task, is_in_pod
 from tasks.resources import SETTINGS
 
 
@@ -18,8 +19,22 @@ def check_cluster(config: ClusterConfig | None) -> None:
     """
     from flyte_ddp.cluster.kubernetes import api
 
-    if config is not None:
-        check_allowed(config, SETTINGS.allowed, api.target_namespace(ClusterConfig()) if api.is_in_pod() else "")
+    if config is None:
+        return
+    if is_in_pod():
+        admission.check_kind(config, SETTINGS.allowed)
+    own_namespace = api.target_namespace(ClusterConfig()) if api.is_in_pod() else ""
+    admission.check_allowed(config, SETTINGS.allowed, own_namespace)
+
+
+def check_urls(**urls: str) -> None:
+    """Compare a launch's URLs with the table `allowed`. A local run may name any file of its machine.
+
+    Raises:
+        ConfigError: it names what is not allowed.
+    """
+    if is_flyte_task():
+        admission.check_urls(urls, SETTINGS.allowed)
 
 
 def open_task_cluster(config: ClusterConfig, run_name: str) -> AbstractContextManager[Any]:

@@ -30,6 +30,7 @@ from flyte_ddp.observers.page import Page
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.storage import Storage, fetch_file, redact_url
+from tasks.cluster import check_urls
 from tasks.resources import SECRETS, WANDB_ENVIRONMENT, WANDB_SECRET
 
 # Arguments of @task for a task with a frame.
@@ -199,6 +200,7 @@ def open_frame(report: Page, recipe: str, checkpoints: str, purpose: str = "") -
     directory.mkdir(parents=True, exist_ok=True)
     local_name = "-".join([recipe.rpartition(".")[2], *([purpose] if purpose else []), os.urandom(4).hex()])
     with flyte_errors(), _wandb_key() as key:
+        check_urls(checkpoints=checkpoints)
         storage = Storage(checkpoints or execution.checkpoints)
         frame = Frame(report, execution, directory, storage, execution.attempt_id or local_name, key, opened_at)
         try:

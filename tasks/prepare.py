@@ -13,7 +13,7 @@ from flytekit.types.directory import FlyteDirectory
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.prepare import describe_data, prepare_data
 from flyte_ddp.recipes import config_of, get_recipe
-from tasks.cluster import check_cluster
+from tasks.cluster import check_cluster, check_urls
 from tasks.inputs import (
     ClusterInput,
     OptionalCluster,
@@ -55,6 +55,7 @@ def prepare(
     with flyte_errors():
         resolved = config_of(recipe, given(config))
         check_cluster(cluster)
+        check_urls(data=location(source))
         directory = Path(flytekit.current_context().working_directory, "data")
         directory.mkdir(parents=True)
         prepare_data(get_recipe(recipe, resolved.recipe_options), location(source), directory)

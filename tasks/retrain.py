@@ -28,6 +28,7 @@ from flyte_ddp.promotion.policy import (
 )
 from flyte_ddp.recipes import config_of
 from flyte_ddp.storage import redact_url
+from tasks.cluster import check_urls
 from tasks.inputs import TrainingOverrides, given
 from tasks.outputs import RetrainingOutputs
 from tasks.prepare import PreparedData
@@ -68,6 +69,7 @@ def plan_retraining(
     with flyte_errors():
         if train_on not in (ONE_NODE, CLUSTER):
             raise ConfigError(f"train_on: expected one of {ONE_NODE}, {CLUSTER}, got {train_on!r}")
+        check_urls(champion=champion)
         execution = _execution()
         criteria = PromotionCriteria(start_from, margin, min_samples, min_share, allow)
         store = ChampionStore(champion or _default_champion(execution, recipe))
@@ -97,6 +99,7 @@ def judge_challenger(
     """Measure challenger and champion on the same held-out data, and promote the challenger if it is better."""
     with flyte_errors():
         check_requested_gpus()
+        check_urls(champion=champion)
         execution = _execution()
         store = ChampionStore(champion)
         result = judge(
@@ -112,6 +115,7 @@ def judge_challenger(
 def keep_champion(champion: str, recipe: str, outcome: str, reason: str) -> RetrainingOutputs:
     """Report why nothing was trained."""
     with flyte_errors():
+        check_urls(champion=champion)
         execution = _execution()
         return _outputs(ChampionStore(champion), recipe, PromotionResult(Outcome(outcome), reason), execution)
 

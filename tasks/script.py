@@ -26,9 +26,9 @@ from flyte_ddp.launch.run import Gang, run_program, script_program
 from flyte_ddp.observers.function_report import FunctionReport
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.source_code import MAX_SIZE, files_below
-from tasks.cluster import open_task_cluster
+from tasks.cluster import check_urls, open_task_cluster
 from tasks.frame import FRAMED, Frame, open_frame
-from tasks.inputs import ClusterInput, OptionalCluster, OptionalTransformer
+from tasks.inputs import ClusterInput, OptionalCluster, OptionalTransformer, location
 from tasks.resources import DRIVER_TASK
 from tasks.wandb_link import ReportLink, wandb_link
 
@@ -57,10 +57,11 @@ def run_script(
 
     This task is the driver: it requests no GPU, and the ranks run in the cluster's worker pods.
     """
-    name = Path(entry_point or str(script.remote_source or script.path)).stem
+    name = Path(entry_point or location(script)).stem
     report = FunctionReport(name)
     with open_frame(report, name, checkpoints) as frame:
         config = cluster or ClusterInput()
+        check_urls(script=location(script))
         file = unpack_script(script, entry_point, frame.directory / "script")
         outputs = _place_of_outputs(frame)
         program = script_program(str(file), arguments, outputs=outputs)
@@ -174,10 +175,11 @@ def unpack_script(script: Any, entry_point: str, directory: Path) -> Path:
         (directory / source.name).write_bytes(source.read_bytes())
     if not entry:
         raise ConfigError("entry_point: expected the name of a script in the directory that script names, got ''")
-    if not (directory / entry).is_file():
+    file = directory / entry
+    if not file.is_file() or not file.resolve().is_relative_to(directory.resolve()):
         found = ", ".join(sorted(files_below(directory))[:10])
         raise ConfigError(f"entry_point: expected a file of script's directory ({found}), got {entry!r}")
-    return directory / entry
+    return file
 
 
 def _refuse(path: str) -> None:

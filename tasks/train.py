@@ -12,7 +12,7 @@ from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.rank.job import Job
 from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.recipes import config_of
-from tasks.cluster import open_task_cluster
+from tasks.cluster import check_urls, open_task_cluster
 from tasks.frame import FRAMED, Frame, open_frame
 from tasks.inputs import ClusterInput, TrainingOverrides, given
 from tasks.outputs import TrainingOutputs
@@ -111,6 +111,7 @@ class _Run:
         self, frame: Frame, recipe: str, config: TrainingOverrides, initial_state: str, model_artifact: str
     ) -> None:
         self.frame = frame
+        check_urls(initial_state=initial_state)
         resolved = config_of(recipe, given(config))
         frame.limit_time(resolved.max_hours)
         program = RecipeProgram(recipe, resolved, initial_state)

@@ -7,12 +7,24 @@ import re
 
 import pytest
 import yaml
+from flytekit import task
+from flytekit.core.context_manager import ExecutionState, FlyteContextManager
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
 
-from flyte_ddp.cluster.admission import Allowed, check_allowed
+from flyte_ddp.cluster.admission import Allowed, check_allowed, check_kind
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.manifest import PLURAL, cluster_spec
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.flytekit_plugin import Distributed
+from flyte_ddp.flytekit_plugin.failures import UserError
+from tasks.cluster import check_cluster, check_urls, open_task_cluster
+from tasks.frame import open_frame
 from tasks.inputs import ClusterInput
+from tasks.prepare import prepare
+from tasks.report import Report
+from tasks.retrain import keep_champion
+from tasks.script import run_script
 from tasks.settings import ROOT, SettingsError, load_settings
 
 DEFAULTS = load_settings(environment={}).allowed
@@ -82,11 +94,128 @@ def test_a_pattern_allows_what_it_matches_and_no_more():
 
 
 def test_a_task_refuses_it_before_it_reads_any_data():
-    from tasks.prepare import prepare
-
     cluster = ClusterInput(kind="kubernetes", kubernetes={"image": "evil:1"})
     with pytest.raises(Exception, match=r"cluster\.kubernetes\.image: expected none"):
         prepare(recipe="digits", cluster=cluster)
+
+
+@pytest.fixture
+def pod(monkeypatch, tmp_path):
+    """Be in a task that Flyte has started, in a pod."""
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.delenv("DASK_SCHEDULER_ADDRESS", raising=False)
+    context = FlyteContextManager.current_context()
+    prefix = str(tmp_path / "data" / "x" / f"{context.user_space_params.execution_id.name}-n0-0")
+    params = context.user_space_params.builder()
+    params.raw_output_prefix = params.output_metadata_prefix = prefix
+    mode = ExecutionState.Mode.TASK_EXECUTION
+    state = context.execution_state.with_params(mode=mode, user_space_params=params.build())
+    with FlyteContextManager.with_context(context.with_execution_state(state)):
+        yield
+
+
+EXISTING = {"kind": "existing", "scheduler_address": "tcp://elsewhere:8786"}
+NOT_KUBERNETES = [
+    ({"kind": "local"}, r"cluster\.kind: expected one of allowed\.kinds \(kubernetes\) in a pod, got 'local'"),
+    (EXISTING, r"cluster\.kind: .* got 'existing'"),
+    ({"scheduler_address": "tcp://elsewhere:8786"}, r"cluster\.kind: .* got 'existing'"),
+]
+
+
+@pytest.mark.parametrize(("cluster", "expected"), NOT_KUBERNETES)
+def test_in_a_pod_no_launch_has_its_ranks_in_the_drivers_pod_or_at_an_address_of_its_own(pod, cluster, expected):
+    given = ClusterInput(**cluster)
+    with pytest.raises(ConfigError, match=f"^{expected} .*settings.toml"):
+        check_cluster(given)
+    with pytest.raises(ConfigError, match=f"^{expected}"):
+        open_task_cluster(given, "run")
+    with pytest.raises(ConfigError, match=f"^{expected}"):
+        Distributed(nnodes=2, cluster=cluster).check_kind()
+
+
+def test_the_address_that_a_launch_puts_into_the_environment_is_compared_too(pod, monkeypatch):
+    monkeypatch.setenv("DASK_SCHEDULER_ADDRESS", "tcp://elsewhere:8786")
+    with pytest.raises(ConfigError, match="got 'existing'"):
+        check_cluster(ClusterInput())
+    allowed = Allowed(kinds=("existing",), addresses=("tcp://dask.team:*",))
+    with pytest.raises(ConfigError, match=r"scheduler_address: expected one of .*, got 'tcp://elsewhere:8786'"):
+        check_kind(ClusterConfig(), allowed)
+    monkeypatch.setenv("DASK_SCHEDULER_ADDRESS", "tcp://dask.team:8786")
+    check_kind(ClusterConfig(), allowed)
+
+
+def test_on_a_laptop_every_kind_of_cluster_is_allowed(monkeypatch):
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    for cluster, _ in NOT_KUBERNETES:
+        check_cluster(ClusterInput(**cluster))
+
+
+def test_a_script_of_the_launchers_runs_in_no_drivers_pod(pod, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setattr("tasks.script.check_urls", lambda **urls: None)
+    script = tmp_path / "train.py"
+    script.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(UserError, match=r"cluster\.kind: .*got 'local'"):
+        run_script.task_function(FlyteFile(str(script)), cluster=ClusterInput(kind="local", num_nodes=1))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_task_of_a_users_own_names_what_it_uses_in_a_pod(pod):
+    Distributed(nnodes=2).check_kind()
+    Distributed(nnodes=1).check_kind()
+    allowed = {"kinds": ["existing"], "addresses": ["tcp://elsewhere:*"]}
+    Distributed(nnodes=2, cluster=EXISTING, allowed=allowed).check_kind()
+    with pytest.raises(ConfigError, match=r"^allowed: expected kinds or addresses, got 'images'"):
+        Distributed(allowed={"images": ["*"]})
+    with pytest.raises(ConfigError, match=r"^allowed.kinds: expected a list of texts, got 'local'"):
+        Distributed(allowed={"kinds": "local"})
+
+
+def test_a_distributed_task_in_a_pod_starts_no_rank_of_a_kind_that_is_not_allowed(pod, tmp_path):
+    @task(task_config=Distributed(nnodes=2, cluster={"kind": "local"}))
+    def train() -> None:
+        (tmp_path / "ran").touch()
+
+    with pytest.raises(UserError, match=r"cluster\.kind: .*got 'local'"):
+        train.execute()
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "/var/run/secrets/kubernetes.io/serviceaccount/token",
+        "file:///etc/flyte/secrets/wandb/api_key",
+        "dask://elsewhere:8786/x",
+        "http://169.254.169.254/latest/meta-data",
+        "s3://bucket/a::file:///etc/passwd",
+    ],
+)
+def test_a_launch_names_no_file_of_the_pod_and_no_server_of_its_own(pod, url, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    source = FlyteDirectory(url)
+    calls = {
+        "data": lambda: prepare.task_function(recipe="text", source=source),
+        "checkpoints": lambda: open_frame(Report(), "digits", url).__enter__(),
+        "script": lambda: run_script.task_function(source),
+        "champion": lambda: keep_champion.task_function(url, "digits", "not_better", ""),
+    }
+    for name, call in calls.items():
+        with pytest.raises(UserError, match=rf"^{name}: expected one of allowed\.urls .*, got "):
+            call()
+    check_urls(data="s3://bucket/x", checkpoints="")
+
+
+def test_names_of_variables_labels_and_annotations_are_compared():
+    for fields in (
+        {"env": {"DASK_DISTRIBUTED__WORKER__PRELOAD": "http://elsewhere/x.py"}},
+        {"labels": {"inject-flyte-secrets": "true"}},
+        {"annotations": {"flyte.secrets/s0": "m4zg5"}},
+    ):
+        (name,) = fields
+        with pytest.raises(ConfigError, match=rf"kubernetes\.{name}: expected one of allowed\.{name} .*, got"):
+            check_allowed(kubernetes(**fields), DEFAULTS)
+    check_allowed(kubernetes(env={"NCCL_DEBUG": "INFO"}, labels={"team": "vision"}), DEFAULTS)
 
 
 def test_a_mistake_in_the_table_is_refused_at_registration(tmp_path):
@@ -194,10 +323,14 @@ def test_every_example_about_pods_is_allowed_by_exactly_its_named_paths(example)
     for template, pod in (("pod_template", spec["worker"]), ("scheduler_pod_template", spec["scheduler"])):
         assert set(getattr(config.kubernetes, template)) <= set(pod["spec"])
         assert "emptyDir" in str(pod["spec"]["volumes"])  # merged, not replaced
-    needed = re.findall(r"^# allowed.pod_template: (.*)$", example, re.MULTILINE)
-    needed = tuple(needed[0].split(", ")) if needed else ()
+    found = re.findall(r"^# allowed\.(\w+): (.*)$", example, re.MULTILINE)
+    needed = [(field, name) for field, names in found for name in names.split(", ")]
+
+    def with_allowed(entries):
+        more = {field: tuple(name for each, name in entries if each == field) for field, _ in needed}
+        return dataclasses.replace(DEFAULTS, **{name: getattr(DEFAULTS, name) + more[name] for name in more})
+
     for left_out in needed:
-        rest = tuple(path for path in needed if path != left_out)
-        with pytest.raises(ConfigError, match=re.escape(left_out)):
-            check_allowed(config, dataclasses.replace(DEFAULTS, pod_template=(*DEFAULTS.pod_template, *rest)))
-    check_allowed(config, dataclasses.replace(DEFAULTS, pod_template=(*DEFAULTS.pod_template, *needed)))
+        with pytest.raises(ConfigError, match=re.escape(left_out[1])):
+            check_allowed(config, with_allowed([each for each in needed if each != left_out]))
+    check_allowed(config, with_allowed(needed))

@@ -102,6 +102,15 @@ def test_a_directory_needs_the_name_of_its_script(project, tmp_path):
         unpack_script(source, "nope.py", tmp_path / "three")
 
 
+def test_the_entry_point_lies_in_the_scripts_directory(project, tmp_path):
+    """Its directory goes to every node, and a pod has files that no other pod may see."""
+    (tmp_path / "token").write_text("secret")
+    source = converted(FlyteFile(str(project / "train.py"), remote_path=False))
+    for number, name in enumerate(("../token", str(tmp_path / "token"))):
+        with pytest.raises(ConfigError, match="^entry_point: expected a file of "):
+            unpack_script(source, name, tmp_path / f"unpacked-{number}")
+
+
 def test_data_beside_a_script_are_refused(project, monkeypatch):
     monkeypatch.setattr(scripts, "MAX_SIZE", 100)
     with pytest.raises(InputError, match="^script: expected a directory of code without data.*; give data by"):

@@ -136,9 +136,14 @@ class ClusterConfig:
         """Return `kind`, or the kind that "auto" means in this process."""
         if self.kind != "auto":
             return self.kind
-        if self.scheduler_address or os.environ.get(ADDRESS_VARIABLE):
+        if self.resolved_address:
             return "existing"
         return "kubernetes" if os.environ.get("KUBERNETES_SERVICE_HOST") else "local"
+
+    @property
+    def resolved_address(self) -> str:
+        """Return the address of an existing scheduler, here or in the environment; "" if there is none."""
+        return self.scheduler_address or os.environ.get(ADDRESS_VARIABLE, "")
 
 
 def cluster_config(values: Mapping[str, Any]) -> ClusterConfig:

@@ -10,7 +10,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
-import os
 import time
 import typing
 from collections.abc import Iterator
@@ -95,7 +94,7 @@ def _warnings_only(logger: logging.Logger) -> Iterator[None]:
 
 
 def _existing_address(config: ClusterConfig) -> str:
-    address = config.scheduler_address or os.environ.get(ADDRESS_VARIABLE, "")
+    address = config.resolved_address
     if not address:
         raise ConfigError(
             f"scheduler_address: expected an address such as tcp://10.0.0.7:8786, here or in {ADDRESS_VARIABLE}, got ''"

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,11 +23,12 @@ from flytekit.extend import TaskPlugins
 from flytekit.models.literals import LiteralMap
 from google.protobuf.json_format import MessageToDict
 
+from flyte_ddp.cluster.admission import check_kind, load_allowed
 from flyte_ddp.cluster.config import known_fields
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin.deck import DeckPublisher
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
-from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution, share_storage_credentials
+from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution, is_in_pod, share_storage_credentials
 from flyte_ddp.flytekit_plugin.pods import describe_pods, fit_driver_pod, fit_own_pod
 from flyte_ddp.flytekit_plugin.rank_call import TaskCall, unpack
 from flyte_ddp.flytekit_plugin.shipping import ship_all_files
@@ -64,6 +65,9 @@ class Distributed:
             follows from the task's `requests` and `limits`: they are those of each machine's pod.
         stall_timeout: seconds without a report of any rank until the run is ended with all stacks; it counts from the
             first `session.report` on.
+        allowed: kinds and addresses of clusters that the task may use in a pod, such as {"kinds": ["existing"],
+            "addresses": ["tcp://dask:8786"]}; by default those of `allowed` in settings.toml beside this package,
+            and without that file the kind "kubernetes" alone.
 
     Raises:
         ConfigError: a value has the wrong type or range.
@@ -79,8 +83,14 @@ class Distributed:
     run_policy: Any = None
     cluster: Mapping[str, Any] | None = None
     stall_timeout: float = FunctionProgram.stall_timeout
+    allowed: Mapping[str, Sequence[str]] | None = None
 
     def __post_init__(self) -> None:
+        for name, patterns in (self.allowed or {}).items():
+            if name not in ("kinds", "addresses"):
+                raise ConfigError(f"allowed: expected kinds or addresses, got {name!r}")
+            if isinstance(patterns, str) or not all(isinstance(each, str) for each in patterns):
+                raise ConfigError(f"allowed.{name}: expected a list of texts, got {patterns!r}")
         if self.start_method not in ("spawn", "fork"):
             raise ConfigError(f"start_method: expected spawn or fork, got {self.start_method!r}")
         if self.gang().needs_cluster:
@@ -109,6 +119,16 @@ class Distributed:
         elif kind == "local" and values.get("gpus_per_node", 0) > num_gpus():
             values["gpus_per_node"] = 0  # the same task, tried out on a machine without GPUs
         return dataclasses.replace(gang, cluster=values)
+
+    def check_kind(self) -> None:
+        """Compare the kind of the gang's cluster with `allowed`. For a process in a pod.
+
+        Raises:
+            ConfigError: it is not allowed.
+        """
+        if self.gang().needs_cluster:
+            own = {name: tuple(patterns) for name, patterns in (self.allowed or {}).items()}
+            check_kind(self.gang().cluster_config(), dataclasses.replace(load_allowed(), **own))
 
     def list_ignored(self) -> list[str]:
         """Return the fields that were given and have no meaning here."""
@@ -173,6 +193,8 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             report.add_line(line)
 
         with flyte_errors(), launcher_log(say), _importable(self.task_function.__module__):
+            if is_in_pod():
+                self.task_config.check_kind()
             gang = self.task_config.gang(self._pods)
             self._say_what_is_ignored(say)
             _check_places(gang, inputs, self.interface.outputs, context.file_access.raw_output_prefix)
