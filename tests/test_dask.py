@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from flyte_ddp.errors import (
     StorageUnavailable,
     TrainingStopped,
 )
+from flyte_ddp.launch.dask import gang
 from flyte_ddp.launch.dask import launcher as dask
 from flyte_ddp.launch.dask.launcher import train_on_dask
 from flyte_ddp.launch.dask.placement import assign_nodes
@@ -239,6 +241,18 @@ AWAY = RankFailure("node 0: rank 0 failed: ...", 0, "exception", "StorageUnavail
 DENIED = RankFailure("node 0: StorageDenied: ...", -1, "exception", "StorageDenied: checkpoints: no keys")
 
 
+SHAPES = RankFailure("node 1: rank 1 failed: ...", 1, "exception", "RuntimeError: mat1 and mat2 shapes differ")
+
+
+THEIRS = RankFailure("node 1: rank 1 failed: ...", 1, "exception", "TheirOwnError: no")
+
+
+ECHO = RankFailure("node 1: rank 1 failed: ...", 1, "exception", "RuntimeError: connection reset", is_consequence=True)
+
+
+KILLED = RankFailure("node 1: rank 1 was killed", 1, "signal", "SIGKILL")
+
+
 ENOUGH = (TrainingStopped("enough"), 99, 9)
 
 
@@ -251,6 +265,13 @@ ENOUGH = (TrainingStopped("enough"), 99, 9)
         (0, [(AWAY, 5, 0), (AWAY, 9, 5), ENOUGH], TrainingStopped, 3),  # counts as no restart
         (0, [(AWAY, 5, 5), (AWAY, 5, 5)], StorageUnavailable, 2),
         (16, [(DENIED, 5, 0)], RankFailure, 1),
+        # Without restarts left, an exception ends the run as on one machine, and not as a loss that Flyte retries.
+        (0, [(SHAPES, 0, -1)], RankFailure, 1),
+        (0, [(THEIRS, 5, 0)], RankFailure, 1),
+        (1, [(OOM, 7, 0), (THEIRS, 9, 7)], RankFailure, 2),
+        (0, [(ECHO, 5, 0)], GangLost, 1),
+        (0, [(KILLED, 5, 0)], GangLost, 1),
+        (0, [(OOM, 5, 0)], GangLost, 1),
     ],
 )
 def test_failures_that_end_a_run_and_failures_that_restart_it(
@@ -264,6 +285,12 @@ def test_failures_that_end_a_run_and_failures_that_restart_it(
     if error is OutOfMemory:
         assert str(caught.value).startswith("cluster.kubernetes.worker_memory: expected more than 8Gi, or a smaller")
     assert "\n" not in str(caught.value)
+
+
+def test_a_lost_node_explains_the_exception_that_a_program_raised_because_of_it():
+    failures = [(True, 1.0, ECHO), (False, 2.0, THEIRS), (False, 3.0, NodeLost("node 0 was lost", ""))]
+    causes = [gang.Attempt._root_cause(SimpleNamespace(failures=failures[:count])) for count in (1, 2, 3)]
+    assert causes == [ECHO, THEIRS, failures[2][2]]
 
 
 def test_a_log_line_says_whether_a_lost_gang_had_made_a_step(client, tmp_path, monkeypatch, caplog):

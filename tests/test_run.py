@@ -19,7 +19,7 @@ import pytest
 import flyte_ddp
 from flyte_ddp import __main__ as command_line
 from flyte_ddp import events, session
-from flyte_ddp.errors import ConfigError, GangLost, RankFailure
+from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.launch.run import Gang, run_program, script_program
 from flyte_ddp.rank.programs import FunctionProgram
 from flyte_ddp.source_code import packages_beside
@@ -463,7 +463,7 @@ def test_a_scripts_directory_is_shipped_to_the_workers(client, tmp_path, monkeyp
     # This machine has the working directory, so what is written there stays; the code is the driver's.
     assert all(f"runs flyte_ddp_script {tmp_path} --lr 1" in line for line in shipped)
 
-    with pytest.raises(GangLost, match=r"code/placed\.py ended with exit code 3\n(.*\n)*.* line 4, in <module>"):
+    with pytest.raises(RankFailure, match=r"code/placed\.py ended with exit code 3\n(.*\n)*.* line 4, in <module>"):
         run_program(script_program("code/placed.py", ["bad"]), gang, client=client)
 
 

@@ -293,7 +293,10 @@ class Attempt:
 
     def _root_cause(self) -> Exception:
         """Return the failure that explains the others, with the last lines of the lost worker's pod."""
-        _, _, cause = min(self.failures, key=lambda failure: failure[:2])
+        # A program may raise an exception of its own because a node was lost, which the scheduler reports later.
+        _, _, cause = min(
+            self.failures, key=lambda each: (each[0], getattr(each[2], "kind", "") == "exception", each[1])
+        )
         if isinstance(cause, RankFailure) and cause.kind == "stall":
             stalls = [str(failure) for _, _, failure in self.failures if getattr(failure, "kind", "") == "stall"]
             num_lines = max(5, MAX_LINES // len(stalls))  # a stack begins where the rank stands

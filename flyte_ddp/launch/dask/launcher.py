@@ -109,7 +109,7 @@ def run_on_dask(
     Raises:
         ConfigError: before any rank is started; OutOfMemory also later.
         ClusterError: the workers did not come in time.
-        RankFailure: a rank failed in a way that another attempt would repeat.
+        RankFailure: a rank failed in a way that another attempt would repeat, or raised without a restart left.
         GangLost: nodes or ranks were lost more often than `max_restarts` allows.
         StorageUnavailable: the checkpoints could not be reached for `store_timeout` seconds.
         TrainingStopped: SIGINT or SIGTERM, or `stop`, ended the run, after a last checkpoint.
@@ -300,6 +300,9 @@ class _Launcher:
             logger.warning("the gang was lost %s and restarts when the store is back: %s", ended.position(), what)
             return
         if self.num_restarts == self.config.max_restarts:
+            # As on one machine, and Flyte retries no exception of the program. What a lost peer caused is no such one.
+            if isinstance(failure, RankFailure) and failure.kind == "exception" and not failure.is_consequence:
+                raise failure
             raise GangLost(
                 f"the gang was lost {ended.position()} and has used up its restarts (max_restarts: "
                 f"{self.config.max_restarts}): {failure}"
