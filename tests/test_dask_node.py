@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import zipfile
 
 import numpy as np
 import psutil
@@ -58,6 +59,10 @@ def test_a_worker_that_a_gang_may_get_has_a_server_of_ranks_before_its_first_att
     assert eventually(servers)
     (server,) = servers()
     assert "['json']" in str(server.cmdline())
+    # The watch of the gang before may be late, when the next gang already trains here.
+    call_workers(client, [address], dask.worker.install, "training-x", code)
+    call_workers(client, [address], dask.worker.call, "training-x", "prepare", ["json"])
+    assert servers() == [server]
     call_workers(client, [address], dask.worker.uninstall, "training-x")
     assert eventually(lambda: not servers())
 
@@ -77,6 +82,26 @@ def test_a_supervisor_takes_no_command_before_its_job(monkeypatch):
     plugin.attempt, plugin.admitted = "attempt", {"attempt": None}
     assert plugin.supervise("attempt", dask.worker.Sealed("the job"), "topic") == "ended with exit code 0"
     assert lines == [b"the job\n"]
+
+
+def test_a_plugin_that_could_not_be_set_up_is_not_there(client):
+    address = client.run(os.getpid).popitem()[0]
+    answers = call_workers(client, [address], dask.worker.install, "training-y", b"no zip file")
+    assert isinstance(answers[address], zipfile.BadZipFile)
+    assert not call_workers(client, [address], dask.worker.introduce, "training-y")[address]["has_plugin"]
+
+
+def test_a_worker_that_was_admitted_to_an_attempt_is_not_prepared_for_it_and_keeps_one_supervisor(monkeypatch):
+    plugin = dask.worker.NodePlugin("run", b"")
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    supervisors = [dask.worker.Supervisor(process, None, None, None) for _ in range(2)]
+    monkeypatch.setattr(plugin, "_start", None)
+    plugin.admitted = {"attempt": None}
+    plugin.prepare(["json"])
+    assert [plugin._keep(each) for each in supervisors] == [True, False]
+    assert plugin.idle is supervisors[0]
+    process.kill()
+    process.wait()
 
 
 @pytest.mark.parametrize("end", ["no attempt comes", "the worker is gone"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import threading
 import time
 from types import SimpleNamespace
 
@@ -190,12 +191,13 @@ def watch(monkeypatch):
     def make(present, gang, sizes, check=lambda nodes: None, not_before=0.0, **config):
         config = ClusterConfig(**{"num_nodes": sizes[0], "grow_delay": 30, **config})
         gang = [worker(name, "10.0.0.1", present.gpus) for name in gang]
+        monkeypatch.setattr(growth.GrowthWatch, "_run", lambda self: None)
         made = growth.GrowthWatch(gang, sizes, config, present, present.prepared.append, check, not_before, 60)
-        made.close()
 
         def seen(seconds):
             monkeypatch.setattr(growth.time, "monotonic", lambda: seconds)
-            size = len(made._find_members())
+            seen.members = made._find_members()
+            size = len(seen.members)
             seen.pause = made._pause()
             return size
 
@@ -227,6 +229,42 @@ def test_a_newcomer_is_prepared_shortly_before_a_growth_which_is_not_late(watch)
     assert len(present.prepared) == 1
     assert seen.pause == pytest.approx(0.1)
     assert seen(400) == 2
+
+
+def test_only_as_many_newcomers_are_prepared_as_a_growth_needs_and_those_that_came_first_join(watch):
+    others = tuple(f"w-{number}" for number in range(10))
+    gang, sizes = ["w-a", "w-b"], [4, 3, 2]
+    present = Present(("w-a", "w-b", "w-7", "w-8"))
+    seen = watch(present, gang, sizes)
+    address = {name: worker(name, "10.0.0.1").address for name in (*others, *gang)}
+    assert seen(100) == 0
+    present.names = (*gang, *others)
+    assert [seen(110), seen(130)] == [0, 4]
+    assert present.prepared == [address["w-7"], address["w-8"]]
+    assert seen.members == {address[name] for name in (*gang, "w-7", "w-8")}
+    present.names = tuple(name for name in present.names if name != "w-7")
+    seen(131)
+    assert present.prepared[2:] == [address["w-0"]]
+
+
+def test_a_watch_that_is_over_prepares_no_worker_and_is_waited_for():
+    present, is_asked, may_answer = Present(("w-1", "w-2")), threading.Event(), threading.Event()
+
+    def present_workers(leave_out):
+        is_asked.set()
+        assert may_answer.wait(30)
+        return Present.present_workers(present, leave_out)
+
+    present.present_workers = present_workers
+    gang = [worker("w-1", "10.0.0.1")]
+    made = growth.GrowthWatch(
+        gang, [2, 1], ClusterConfig(grow_delay=0), present, present.prepared.append, None, 0.0, 60
+    )
+    assert is_asked.wait(30)
+    made.close()
+    may_answer.set()
+    made.join(30)
+    assert (present.prepared, made.members) == ([], frozenset())
 
 
 def test_a_gang_grows_to_sizes_that_split_the_batch_with_workers_that_can_take_part(watch):
@@ -268,7 +306,7 @@ def test_fewer_nodes_go_on_as_soon_as_the_others_time_to_return_is_over(monkeypa
 
 
 def test_a_gang_of_full_size_and_a_trial_of_a_sweep_look_for_no_worker(monkeypatch):
-    monkeypatch.setattr(growth.threading, "Thread", None)  # not even started
+    monkeypatch.setattr(growth.threading.Thread, "start", None)  # not even called
     gang = [worker("w-1", "10.0.0.1")]
     config = one_node_config(ClusterConfig(num_nodes=4, min_nodes=1))
     sizes = usable_sizes(Job(RecipeProgram("digits", dask_config()), "", 0.0), config)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.launch.dask.placement import Node, Worker, assign_nodes
+from flyte_ddp.launch.dask.placement import Node, Worker, assign_nodes, natural_key
 from flyte_ddp.launch.dask.roll_call import RollCall
 
 WATCH_INTERVAL = 0.5  # seconds between two looks at the workers outside the gang
@@ -57,12 +57,18 @@ class GrowthWatch:
         self._prepared: set[str] = set()  # addresses of idle workers
         self._problem = ""  # the latest, to log each once
         self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="growth", daemon=True)
         if len(gang) < sizes[0]:
-            threading.Thread(target=self._run, name="growth", daemon=True).start()
+            self._thread.start()
 
     def close(self) -> None:
-        """End the watch; `members` stays."""
+        """End the watch without waiting for what it just does; `members` stays."""
         self._is_over.set()
+
+    def join(self, timeout: float) -> None:
+        """Wait until a watch that was closed does nothing more on any worker."""
+        if self._thread.is_alive():
+            self._thread.join(timeout)
 
     def _run(self) -> None:
         while not self._is_over.wait(self._pause()):
@@ -86,18 +92,20 @@ class GrowthWatch:
         own = {each.address for each in self.gang}
         idle = [each for each in self.roll_call.present_workers(leave_out=own) if self._is_fit(each)]
         now = time.monotonic()
+        self._first_seen = {each.address: self._first_seen.get(each.address, now) for each in idle}
+        # The ones that came first, so that those that are prepared are those that join.
+        idle.sort(key=lambda each: (self._first_seen[each.address], natural_key(each.name)))
         self._prepared &= {each.address for each in idle}
         if now >= self.not_before - self.config.grow_delay:  # earlier, what is prepared would end before it is needed
-            for each in idle:
-                if each.address not in self._prepared:
+            for each in self._newcomers(idle):
+                if each.address not in self._prepared and not self._is_over.is_set():
                     self._prepared.add(each.address)
                     self.prepare(each.address)
-        self._first_seen = {each.address: self._first_seen.get(each.address, now) for each in idle}
         settled = [each for each in idle if now - self._first_seen[each.address] >= self.config.grow_delay]
-        size = next((size for size in self.sizes if size <= len(own) + len(settled)), 0)
-        if size <= len(own) or now < self.not_before:
+        newcomers = self._newcomers(settled)
+        if not newcomers or now < self.not_before or self._is_over.is_set():
             return frozenset()
-        nodes = assign_nodes([*self.gang, *settled], size, self.config)
+        nodes = assign_nodes([*self.gang, *newcomers], len(own) + len(newcomers), self.config)
         for node in nodes:
             if node.address not in own:
                 try:
@@ -106,6 +114,11 @@ class GrowthWatch:
                     self.roll_call.mark_unfit(node.address, str(error))
                     return frozenset()  # the next look leaves it out
         return frozenset(node.address for node in nodes)
+
+    def _newcomers(self, workers: Sequence[Worker]) -> Sequence[Worker]:
+        """Return those of `workers` with which the gang has the largest size that is possible with them."""
+        size = next((size for size in self.sizes if size <= len(self.gang) + len(workers)), 0)
+        return workers[: max(0, size - len(self.gang))]
 
     def _is_fit(self, each: Worker) -> bool:
         if len(each.gpus) < self.config.gpus_per_node:

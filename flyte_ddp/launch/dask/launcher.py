@@ -39,7 +39,7 @@ from flyte_ddp.errors import (
     WorkersLost,
 )
 from flyte_ddp.launch.dask import worker
-from flyte_ddp.launch.dask.calls import call_workers
+from flyte_ddp.launch.dask.calls import ANSWER_TIMEOUT, call_workers
 from flyte_ddp.launch.dask.code import packed_code
 from flyte_ddp.launch.dask.data import SharedData, check_same_directory, run_in_background
 from flyte_ddp.launch.dask.gang import POLL_INTERVAL, Attempt, Run
@@ -200,9 +200,12 @@ class _Launcher:
         self.roll_call = RollCall(run.client, run.name)
         self.is_growing = False  # the attempt before this one ended to grow
         self.grown_at = -math.inf  # monotonic: when one last did so
+        self.growth: GrowthWatch | None = None  # the latest
 
     def close(self) -> None:
         """Remove the plugin from the workers and the copy of the data from the store. Does not raise."""
+        if self.growth:
+            self.growth.join(2 * ANSWER_TIMEOUT)  # not to have it install the plugin after this
         asked = self.roll_call.known & set(self.roll_call.listed_workers())
         call_workers(self.client, asked, worker.uninstall, self.run.name)
         self._release()
@@ -224,7 +227,7 @@ class _Launcher:
             nodes = assign_nodes(workers, size, self.config)
             if self.storage:
                 check_same_directory(self.client, self.storage, nodes)
-            growth = self._watch_for_growth(workers, nodes, sizes)
+            self.growth = growth = self._watch_for_growth(workers, nodes, sizes)
             self.num_attempts += 1
             make_jobs = functools.partial(self._make_jobs, directory)
             attempt = Attempt(self.run, self.num_attempts - 1, nodes, make_jobs, growth)

@@ -125,7 +125,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
     def prepare(self, modules: Sequence[str]) -> None:
         """Start a supervisor with a server of ranks that imports `modules`, if there is none, for the next attempt."""
         with self.lock:
-            if self.idle is None and not self.supervisors:
+            if self.idle is None and not self.supervisors and not self.admitted:
                 self.idle = self._start()
                 self.idle.commands.write(f"prepare {' '.join(modules)}\n".encode())
                 self.idle.commands.flush()
@@ -208,7 +208,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
     def _keep(self, supervisor: Supervisor) -> bool:
         """Keep a supervisor that has ended an attempt for the next one. Return whether there may be one."""
         with self.lock:
-            if self.is_over or supervisor.process.poll() is not None:
+            if self.is_over or self.idle or supervisor.process.poll() is not None:
                 return False
             self.idle = supervisor
         return True
@@ -262,8 +262,15 @@ def introduce(plugin: str, dask_worker: Worker) -> dict[str, Any]:
 
 
 async def install(name: str, code: bytes, dask_worker: Worker) -> None:
-    # Made here, because Dask pickles this function by value, but its arguments by reference.
-    await dask_worker.plugin_add(plugin=NodePlugin(name, code), name=name, catch_errors=False)
+    """Have the plugin there. One that is there stays: its gang may train, and Dask would end it for a new one."""
+    if name in dask_worker.plugins:
+        return
+    try:
+        # Made here, because Dask pickles this function by value, but its arguments by reference.
+        await dask_worker.plugin_add(plugin=NodePlugin(name, code), name=name, catch_errors=False)
+    except BaseException:
+        dask_worker.plugins.pop(name, None)  # Dask keeps one that could not be set up
+        raise
 
 
 async def uninstall(name: str, dask_worker: Worker) -> None:
