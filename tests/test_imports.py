@@ -5,7 +5,12 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGES = ("workflows", "tasks", "flyte_ddp")
@@ -122,6 +127,26 @@ def test_libraries_are_imported_only_where_they_belong():
     def rule(module, imported, in_function):
         homes = HOMES.get(imported.split(".")[0])
         return f"only {', '.join(homes)} may" if homes and not _within(module, homes) else ""
+
+    assert _broken(rule) == []
+
+
+def test_every_library_that_is_imported_is_declared():
+    if sys.version_info < (3, 11):
+        pytest.skip("tomllib reads pyproject.toml, which is the same for all Pythons")
+    import tomllib
+
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    declared = {canonicalize_name(Requirement(each).name) for each in project["dependencies"]}
+    distributions = metadata.packages_distributions()
+
+    def rule(module, imported, in_function):
+        package = imported.split(".")[0]
+        if package in sys.stdlib_module_names or package in PACKAGES:
+            return ""
+        # Several distributions share a namespace, such as google's.
+        names = {canonicalize_name(name) for name in distributions.get(package, [package])}
+        return "" if names & declared else f"pyproject.toml declares none of {sorted(names)}"
 
     assert _broken(rule) == []
 
