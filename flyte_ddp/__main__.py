@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -103,7 +104,7 @@ def _run(options: argparse.Namespace) -> int:
         run_program(program, gang, options.checkpoints, [bar], bar.write)
     except TrainingStopped as stopped:
         sys.stderr.write(f"{stopped}\n")
-        return 143 if str(stopped).startswith("SIGTERM") else 130
+        return 128 + signal.Signals[str(stopped).partition(":")[0]]  # as a shell has it
     except (ConfigError, ClusterError, GangLost, RankFailure, StorageUnavailable) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1

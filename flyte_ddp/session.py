@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -212,11 +211,11 @@ class Session:
         return int(self._open_store().add(f"flyte_ddp/load-{self._num_loads}/num_readers", 0))
 
     def _terminate(self) -> None:
-        """Pass a stop on as SIGTERM, as torchrun does, to a function that does not ask for it."""
+        """Pass a stop on as the signal that asked for it, as torchrun does, to a function that does not ask."""
         if self._num_polls:
             self._begin_to_stop(self._num_polls)
         else:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), self._link.stop_signal)
 
     def _beat(self) -> None:
         self._link.beat(self._step)

@@ -85,8 +85,8 @@ def test_a_functions_rank_is_fresh(server):
 
 
 def test_a_server_outlives_the_signals_that_are_for_the_launcher(server):
-    server.send_signal(signal.SIGINT)
-    server.send_signal(signal.SIGTERM)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        server.send_signal(number)
     assert _description(RECIPE)["parent"] == server.pid
 
 

@@ -248,29 +248,32 @@ def test_one_rank_alone_returns_and_an_exit_with_code_0_is_none():
 # A stop
 
 
-def run_until_signal(directory, script, number):
-    """Send signal `number` to a run after its ranks' first two lines; return its exit code and its errors."""
+def run_until_signal(script, number, *flags, arguments=()):
+    """Send signal `number` to a run after its ranks' first two lines; return its exit code, lines and errors."""
     parent = subprocess.Popen(
-        [*OURS, "--nproc-per-node", "2", "--checkpoints", str(directory / "checkpoints"), script, directory],
+        [*OURS, "--nproc-per-node", "2", *flags, script, *arguments],
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    for _ in itertools.islice(parent.stdout, 2):
-        pass
+    lines = [line.rstrip() for line in itertools.islice(parent.stdout, 2)]
     parent.send_signal(number)
-    _, errors = parent.communicate(timeout=60)
-    return parent.returncode, errors
+    output, errors = parent.communicate(timeout=60)
+    return parent.returncode, lines + output.splitlines(), errors
 
 
 def test_ranks_stop_at_the_same_step_with_a_last_checkpoint(tmp_path):
-    code, errors = run_until_signal(tmp_path, SCRIPTS / "polite.py", signal.SIGTERM)
+    checkpoints = str(tmp_path / "checkpoints")
+    code, _, errors = run_until_signal(
+        SCRIPTS / "polite.py", signal.SIGTERM, "--checkpoints", checkpoints, arguments=[tmp_path]
+    )
 
     assert code == 143, errors
     steps = {int((tmp_path / f"stopped-{rank}").read_text()) for rank in (0, 1)}
     assert len(steps) == 1
     assert "SIGTERM: the run was stopped" in errors
+    assert f"Its checkpoints are in {checkpoints}" in errors
     (step,) = steps
     assert (tmp_path / f"checkpoints/step-{step:010d}.json").exists()
 
@@ -297,7 +300,9 @@ def test_ranks_that_are_hundreds_of_steps_apart_stop_at_the_same_step(tmp_path):
         "        break\n"
         "dist.destroy_process_group()\n"
     )
-    code, errors = run_until_signal(tmp_path, tmp_path / "drifts.py", signal.SIGTERM)
+    code, _, errors = run_until_signal(
+        tmp_path / "drifts.py", signal.SIGTERM, "--checkpoints", str(tmp_path / "checkpoints"), arguments=[tmp_path]
+    )
 
     assert code == 143, errors
     step, other = (int((tmp_path / f"stopped-{rank}").read_text()) for rank in (0, 1))
@@ -305,21 +310,59 @@ def test_ranks_that_are_hundreds_of_steps_apart_stop_at_the_same_step(tmp_path):
     assert f"resumes there, at step {step}" in errors
 
 
-def test_a_script_that_does_not_ask_gets_sigterm_as_under_torchrun(tmp_path):
-    (tmp_path / "rude.py").write_text(
-        "import os, signal, sys, time\n"
-        "def handle(number, frame):\n"
-        "    open(os.path.join(sys.argv[1], 'sigterm-' + os.environ['RANK']), 'w').close()\n"
-        "    sys.exit(1)\n"
-        "signal.signal(signal.SIGTERM, handle)\n"
-        "print('ready', flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    code, errors = run_until_signal(tmp_path, tmp_path / "rude.py", signal.SIGINT)
+WAITS = """
+import os, signal, sys, time
+def save(number, frame):
+    print("saved after", signal.Signals(number).name)
+    sys.exit(1)
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    signal.signal(number, save)
+try:
+    print("ready", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("saved after SIGINT")
+    raise
+"""
 
-    assert code == 130, errors
-    assert "SIGINT: the run was stopped" in errors
-    assert sorted(path.name for path in tmp_path.glob("sigterm-*")) == ["sigterm-0", "sigterm-1"]
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"])
+def test_a_script_that_does_not_ask_gets_the_signal_itself_as_under_torchrun(name, tmp_path):
+    (tmp_path / "waits.py").write_text(WAITS)
+    number = signal.Signals[name]
+    code, lines, errors = run_until_signal(tmp_path / "waits.py", number)
+
+    assert code == 128 + number, errors
+    assert sorted(lines) == sorted(
+        f"[rank {rank}] {text}" for rank in (0, 1) for text in ("ready", f"saved after {name}")
+    )
+    assert f"{name}: the run was stopped" in errors
+    assert "checkpoints" not in errors  # which were kept for restarts within the run alone
+
+
+def test_a_second_signal_ends_the_run_at_once_and_nohup_ignores_a_hangup(tmp_path):
+    (tmp_path / "stubborn.py").write_text(
+        "import signal, time\n"
+        "signal.signal(signal.SIGINT, lambda number, frame: print('no', flush=True))\n"
+        "print('ready', flush=True)\n"
+        "while True:\n"
+        "    time.sleep(1)\n"
+    )
+    parent = subprocess.Popen(
+        ["nohup", *OURS, tmp_path / "stubborn.py"], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert parent.stdout.readline() == b"[rank 0] ready\n"
+    parent.send_signal(signal.SIGHUP)
+    time.sleep(1)
+    assert parent.poll() is None
+    parent.send_signal(signal.SIGINT)
+    assert parent.stdout.readline() == b"[rank 0] no\n"
+    begun = time.monotonic()
+    parent.send_signal(signal.SIGINT)
+    _, errors = parent.communicate(timeout=60)
+    assert time.monotonic() - begun < 15  # the grace is 20 s
+    assert parent.returncode == 130
+    assert b"SIGINT: the ranks were killed" in errors
 
 
 # Bad input

@@ -209,14 +209,16 @@ def test_a_long_preparation_of_data_is_no_stall(tmp_path):
 # Signals to the parent
 
 
-@pytest.mark.parametrize("signal_name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "signal_name", ["SIGHUP", *(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGTERM", "SIGINT"))]
+)
 def test_a_signal_stops_the_run_after_a_last_checkpoint_to_resume_from(
     tmp_path, monkeypatch, survivors, finished_run, signal_name
 ):
     monkeypatch.setenv("STEP_SECONDS", SLOW_STEP)
     parent = start_parent(tmp_path, "Dropping")
     wait_for_step(parent, 3)
-    # To the whole process group, as a terminal does on Ctrl-C.
+    # To the whole process group, as a terminal does on Ctrl-C and when it is closed.
     os.killpg(parent.pid, getattr(signal, signal_name))
     kind, message = how_it_ended(parent)
 

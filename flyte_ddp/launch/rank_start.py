@@ -20,13 +20,14 @@ from multiprocessing.context import ForkServerProcess, SpawnProcess
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from flyte_ddp.rank.job import STOP_SIGNALS
 from flyte_ddp.rank.programs import Program
 
 # How the names of variables begin that torch and the loader of libraries read at their start. Not those of OpenMP and
 # malloc, which Dask and scikit-learn set in this process: a recipe's rank sets threads and malloc's thresholds itself.
 READ_ON_IMPORT = ("LD_", "PYTORCH_", "TORCH_")
 
-END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+END_SIGNALS = tuple(signal.Signals[name] for name in STOP_SIGNALS)
 
 _variables_of_server: dict[str, str] | None = None
 
@@ -66,9 +67,10 @@ def start_server(modules: Sequence[str]) -> bool:
     if variables != _variables_of_server:
         return False
     # A signal to the whole process group, such as Ctrl-C, is for this process, which then asks the ranks to stop.
-    resource_tracker.ensure_running()  # now, because its start would unblock the signals
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
     try:
+        resource_tracker.ensure_running()  # now, because its start unblocks some of the signals
+        signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -184,9 +184,10 @@ def run_program(
     config = None if client is None and not gang.needs_cluster else gang.cluster_config()
     with contextlib.ExitStack() as stack:
         is_local = config is None or (client is None and config.resolved_kind == "local")
+        is_kept = bool(checkpoints)
         if not checkpoints and is_local:  # for restarts within the run
             checkpoints = stack.enter_context(tempfile.TemporaryDirectory(prefix="checkpoints-"))
-        job = Job(program, checkpoints, time.time(), run=run_id)
+        job = Job(program, checkpoints, time.time(), run=run_id, is_kept=is_kept)
         if config is None:
             processes = gang.num_processes()
             state = spawn.run_on_this_machine(job, None, processes, listeners, relay, gang.max_restarts)

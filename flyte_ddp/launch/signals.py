@@ -7,15 +7,20 @@ import signal
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-STOP_GRACE = 20.0  # seconds to write a last checkpoint in; Kubernetes kills a pod 30 s after SIGTERM
+from flyte_ddp.rank.job import STOP_GRACE, STOP_SIGNALS
 
 
 class StopRequest:
-    """A request, possibly repeated, to end a run early. Set from a signal handler or another thread."""
+    """A request, possibly repeated, to end a run early. Set from a signal handler or another thread.
 
-    def __init__(self) -> None:
+    Args:
+        grace: seconds from the request until the run is killed.
+    """
+
+    def __init__(self, grace: float = STOP_GRACE) -> None:
+        self.grace = grace
         self.reason = ""
         self.num_requests = 0
         self.deadline = float("inf")  # monotonic; the run is killed then if it has not ended
@@ -23,7 +28,7 @@ class StopRequest:
     def set(self, reason: str) -> None:
         """Request the end of the run. The second request is urgent."""
         self.reason = self.reason or reason
-        self.deadline = min(self.deadline, time.monotonic() + STOP_GRACE)
+        self.deadline = min(self.deadline, time.monotonic() + self.grace)
         self.num_requests += 1
 
     def revise(self, reason: str, grace: float) -> None:
@@ -36,19 +41,24 @@ class StopRequest:
         return self.num_requests > 0
 
     @property
+    def forwarded(self) -> signal.Signals:
+        """The signal for a function that does not ask whether to stop: the one that ends the run, or else SIGTERM."""
+        return signal.Signals.__members__.get(self.reason, signal.SIGTERM)
+
+    @property
     def is_urgent(self) -> bool:
         """A second request: the run ends at once, without a last checkpoint."""
         return self.num_requests > 1
 
 
 @contextlib.contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
-    """Turn SIGINT and SIGTERM into a stop request for the length of the block.
+def stop_on_signals(signals: Sequence[str] = STOP_SIGNALS, grace: float = STOP_GRACE) -> Iterator[StopRequest]:
+    """Turn signals into a stop request for the length of the block.
 
-    Signal handlers belong to the main thread. In another thread this changes nothing, and the owner of the main thread
-    has to set the request.
+    A SIGHUP that is ignored stays so: the run was started with nohup. Signal handlers belong to the main thread. In
+    another thread this changes nothing, and the owner of the main thread has to set the request.
     """
-    stop = StopRequest()
+    stop = StopRequest(grace)
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
@@ -56,7 +66,10 @@ def stop_on_signals() -> Iterator[StopRequest]:
     def handle(number: int, frame: types.FrameType | None) -> None:
         stop.set(signal.Signals(number).name)
 
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = {signal.Signals[name] for name in signals}
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        numbers.discard(signal.SIGHUP)
+    previous = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield stop
     finally:

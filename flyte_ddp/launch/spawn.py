@@ -110,7 +110,7 @@ def run_on_this_machine(
     with (
         own_place(job) as ownership,
         Dispatcher([state, *listeners]) as dispatcher,
-        say_where_to_resume(job.checkpoints),
+        say_where_to_resume(job),
         stop_on_signals() as stop,
     ):
         while True:
@@ -171,15 +171,15 @@ def own_place(job: Job) -> Iterator[Ownership | None]:
 
 
 @contextlib.contextmanager
-def say_where_to_resume(checkpoints: str) -> Iterator[None]:
+def say_where_to_resume(job: Job) -> Iterator[None]:
     """Add the newest checkpoint in the store to the message of a TrainingStopped, or that there is none."""
     try:
         yield
     except TrainingStopped as stopped:
         hint = ""
-        if checkpoints:
+        if job.checkpoints and job.is_kept:
             with contextlib.suppress(StorageUnavailable, ConfigError):  # then nobody knows
-                step, place = newest_step(checkpoints, timeout=0), redact_url(checkpoints)
+                step, place = newest_step(job.checkpoints, timeout=0), redact_url(job.checkpoints)
                 hint = f". Its checkpoints are in {place}: the same run resumes there, at step {step}"
                 if not step:
                     hint = f". No checkpoint is in {place}: the same run starts at step 0"

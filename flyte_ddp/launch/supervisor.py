@@ -171,7 +171,7 @@ class _Ranks:
             if stop.is_set() and not has_sent_stop:
                 has_sent_stop = True
                 for rank in self.ranks:
-                    _send(rank, "stop")
+                    _send(rank, "stop", int(stop.forwarded))
             if stop.is_urgent or time.monotonic() > stop.deadline:
                 raise TrainingStopped(f"{stop.reason}: the ranks were killed {self._position()}")
             if not live and not self.failures:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from flyte_ddp.rank.programs import Program
 
 MODEL_STATE = "model_state.pt"  # the trained model's file, beside the checkpoints
+STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # that end a run early, as torchrun's
+STOP_GRACE = 20.0  # seconds to write a last checkpoint in; Kubernetes kills a pod 30 s after SIGTERM
 WRITE_GRACE = 20.0  # seconds in which a checkpoint that is being written may be completed after a rank has failed
 
 
@@ -20,6 +22,7 @@ class Job:
     launched_at: float  # seconds since the epoch
     run: str = ""  # the same for all attempts of a run, such as Flyte's execution and node; "" for a local run
     owner: str = ""  # token of the attempt that owns the checkpoints; see flyte_ddp/ownership.py
+    is_kept: bool = True  # the checkpoints outlive the run
 
 
 @dataclass(frozen=True)

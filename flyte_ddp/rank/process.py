@@ -67,6 +67,7 @@ class SupervisorLink:
         self._beats = beats
         self._local_rank = local_rank
         self._stop = threading.Event()
+        self.stop_signal = int(signal.SIGTERM)  # by which a function that does not ask learns of a stop
         self.on_stop: Callable[[], None] = lambda: None  # called when this rank is asked to end the run
         self._has_data = threading.Event()
         self._data = ""
@@ -109,6 +110,7 @@ class SupervisorLink:
                 self._data = values[0]
                 self._has_data.set()
             elif kind == "stop":
+                (self.stop_signal,) = values
                 self._stop.set()
                 self.on_stop()
 

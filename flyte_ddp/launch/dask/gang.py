@@ -26,7 +26,7 @@ from flyte_ddp.launch.dask.growth import GrowthWatch
 from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, GO, KILL, KILL_GRACE, STOP, NodeJob, decode
 from flyte_ddp.launch.dask.placement import Node, natural_key
 from flyte_ddp.launch.failures import MAX_LINES, shorten
-from flyte_ddp.launch.signals import STOP_GRACE, StopRequest
+from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.rank.job import WRITE_GRACE
 from flyte_ddp.wall_time import AttemptEnded
 
@@ -106,7 +106,7 @@ class Attempt:
                 self._check_silence()
                 if stop.is_set() and not is_stopping:  # also while it grows
                     is_stopping = True
-                    deadline = self._stop_nodes(stop.reason, STOP_GRACE)
+                    deadline = self._stop_nodes(stop.reason, stop.grace)
                 elif self.command == GO and self.is_stoppable:
                     self.larger = self.growth.members
                     if self.larger:

@@ -125,7 +125,7 @@ def run_on_dask(
     with (
         own_place(job) as ownership,
         Dispatcher([state, *listeners]) as dispatcher,
-        say_where_to_resume(job.checkpoints),
+        say_where_to_resume(job),
         stopping as stop,
     ):
         run = Run(
