@@ -19,12 +19,14 @@ import torch
 
 from flyte_ddp.errors import CheckpointError, ConfigError, RankFailure, StorageUnavailable
 from flyte_ddp.events import StepFinished
+from flyte_ddp.rank import checkpoint
 from flyte_ddp.rank.checkpoint import WRITER_NICENESS, CheckpointStore
 from flyte_ddp.rank.checkpoint_files import load_state, portable
 from flyte_ddp.rank.staging import StagingMemory
 from flyte_ddp.rank.state_file import is_whole, save_state
-from flyte_ddp.storage import Storage
+from flyte_ddp.storage import Storage, filesystem
 from tests.kubernetes.store import Store
+from tests.support.image_store import running_store
 from tests.support.runs import REPOSITORY, new_run
 
 
@@ -338,14 +340,16 @@ def test_save_never_waits_and_keeps_the_newest_and_the_best_state(tmp_path, monk
 def test_waiting_sends_heartbeats_and_ends_when_no_bytes_move(tmp_path, monkeypatch):
     gate = Gate(monkeypatch)
     store = CheckpointStore(str(tmp_path), 2, timeout=1.5)
-    monkeypatch.setattr(store._sink.file_system, "last_upload_at", 0.0, raising=False)  # fsspec shares it
+    stored = 0
+    monkeypatch.setattr(Storage, "stored_bytes", property(lambda storage: stored))
     store.save(_state(1), 1, best=False)
     signs = []
 
     def note():
+        nonlocal stored
         signs.append(time.monotonic())
         if len(signs) < 15:
-            store._sink.file_system.last_upload_at = time.monotonic()  # as another part of the upload
+            stored += 1  # as by another part of the upload
 
     with pytest.raises(StorageUnavailable, match=r"could not be written to for 1.5 s \(store_timeout\)"):
         store.wait(note)
@@ -353,6 +357,40 @@ def test_waiting_sends_heartbeats_and_ends_when_no_bytes_move(tmp_path, monkeypa
     with pytest.raises(StorageUnavailable):
         store.save(_state(2), 2, best=False)
     gate.is_open.set()
+
+
+def test_parts_that_are_uploaded_again_are_no_progress(monkeypatch):
+    monkeypatch.setattr(filesystem, "READ_TIMEOUT", 0.5)
+    monkeypatch.setattr(filesystem, "MIN_UPLOAD_RATE", 1 << 20)
+    monkeypatch.setattr(filesystem, "SERVER_WORK_TIMEOUT", 0.5)
+    monkeypatch.setattr(checkpoint, "MAX_PAUSE", 0.5)
+    with running_store() as store:
+        app = store.app
+
+        def never_complete(environ, start_response):
+            if environ["REQUEST_METHOD"] == "POST" and "uploadId" in environ["QUERY_STRING"]:
+                time.sleep(2)
+                start_response("503 Unavailable", [("Content-Length", "0")])
+                return [b""]
+            return app(environ, start_response)
+
+        store.app = never_complete
+        checkpoints = CheckpointStore(store.fill({"": b""}).replace("/images", "/run"), 2, timeout=4)
+        # A newer state takes the place of one that failed: its parts are no progress either.
+        for step in range(1, 25):
+            checkpoints.save({"weights": torch.zeros(5 << 20)}, step, best=False)
+            time.sleep(1)
+            try:
+                checkpoints.check()
+            except StorageUnavailable as error:
+                assert "could not be written to for 4 s" in str(error)
+                break
+        else:
+            pytest.fail("no end")
+        assert sum(method == "PUT" for method, *_ in store.requests) > 3
+        store.app = app
+        while checkpoints._current or checkpoints._queue:  # its thread writes no line into another test
+            time.sleep(0.1)
 
 
 def test_saves_continue_during_an_outage_with_one_log_line(memory, monkeypatch, caplog):

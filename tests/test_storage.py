@@ -166,6 +166,31 @@ def test_a_server_that_stops_and_starts_again_is_waited_for(monkeypatch, fast):
     assert results == [b"1"]
 
 
+def slow_down(monkeypatch, store, seconds):
+    """Let the store work for `seconds` on each completion of an upload and on each copy; return their requests."""
+    app, seen = store.app, []
+
+    def work(environ, start_response):
+        if "HTTP_X_AMZ_COPY_SOURCE" in environ or (environ["REQUEST_METHOD"] == "POST" and "uploadId" in str(environ)):
+            seen.append(environ["PATH_INFO"])
+            time.sleep(seconds)
+        return app(environ, start_response)
+
+    monkeypatch.setattr(store, "app", work)
+    return seen
+
+
+def test_the_store_may_work_on_an_upload_or_a_copy_for_longer_than_it_may_be_silent(store, url, monkeypatch, fast):
+    monkeypatch.setattr(filesystem, "READ_TIMEOUT", 1.0)
+    monkeypatch.setattr(filesystem, "MIN_UPLOAD_RATE", 1 << 20)
+    seen = slow_down(monkeypatch, store, seconds=3)
+    place = Storage(url, timeout=0)
+    place.write("a", os.urandom(2 * directory.UPLOAD_PART))
+    place.rename("a", "b")
+    assert len(place.read("b")) == 2 * directory.UPLOAD_PART
+    assert len(seen) == 2
+
+
 def test_a_stop_request_ends_waiting(monkeypatch, fast):
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")

@@ -123,6 +123,9 @@ class CheckpointStore:
         self._has_removed_orphans = False
         self._current: _Write | None = None  # what is being written
         self._stuck_since = 0.0  # monotonic: when the state being written was begun; 0 while idle
+        # Progress of an upload: more bytes than any try has stored since the last complete checkpoint, also of a newer
+        # state, and since when.
+        self._most_stored, self._stored_at = 0, 0.0
         self._outage: Exception | None = None  # why the last try failed
         self._failure: Exception | None = None  # final
         self._changed = threading.Condition()
@@ -191,7 +194,9 @@ class CheckpointStore:
                 f"{redact_url(self.storage.url)}: a checkpoint could not be written: {type(cause).__name__}: {cause}"
             ) from self._failure
         since = self._stuck_since
-        if since and time.monotonic() - max(since, self._sink.last_upload_at) > self.timeout:
+        if (stored := self._sink.stored_bytes) > self._most_stored:
+            self._most_stored, self._stored_at = stored, time.monotonic()
+        if since and time.monotonic() - max(since, self._stored_at) > self.timeout:
             raise StorageUnavailable(
                 f"checkpoints: {redact_url(self.storage.url)} could not be written to for {self.timeout:g} s "
                 f"(store_timeout): {self._outage or 'the store does not answer'}"
@@ -348,7 +353,7 @@ class CheckpointStore:
                 with self._changed:
                     self._outage, self._current = None, None
                     self._on_busy(bool(self._queue))
-                    self._stuck_since = 0.0
+                    self._stuck_since, self._most_stored = 0.0, 0
                     self._changed.notify_all()
 
     def _next(self) -> _Write:

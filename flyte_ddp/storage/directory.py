@@ -68,6 +68,7 @@ class Storage:
         protocol = self.file_system.protocol
         protocols = (protocol,) if isinstance(protocol, str) else protocol
         self.is_local = "file" in protocols
+        self._uploading = ""  # the path that is being written
         self._upload_options = {"chunksize": UPLOAD_PART} if "s3" in protocols else {}
         if self.is_local:
             self.url = self.root  # absolute: a process with another working directory means the same place
@@ -158,14 +159,19 @@ class Storage:
             raise FileChanged(f"{self.join(name)} was replaced meanwhile")
 
     @property
-    def last_upload_at(self) -> float:
-        """Time of the monotonic clock at which this process last uploaded a file or a part of one; 0 if unknown."""
-        return float(getattr(self.file_system, "last_upload_at", 0.0))
+    def stored_bytes(self) -> int:
+        """Bytes that the store has of the file that is being written, in the present try; 0 where that is unknown."""
+        return int(getattr(self.file_system, "stored_bytes", {}).get(self._uploading, 0))
 
     def _write(self, path: str, contents: bytes | Callable[[BinaryIO], object]) -> None:
         if not self.is_local:
             # An object store shows an object once it is complete.
-            self.file_system.pipe_file(path, contents, **self._upload_options)
+            stored = getattr(self.file_system, "stored_bytes", {})
+            stored[path], self._uploading = 0, path
+            try:
+                self.file_system.pipe_file(path, contents, **self._upload_options)
+            finally:
+                stored.pop(path, None)
             return
         os.makedirs(os.path.dirname(path), exist_ok=True)
         temporary = f"{path}.{uuid.uuid4().hex}.tmp"

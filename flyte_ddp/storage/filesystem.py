@@ -19,6 +19,7 @@ from flyte_ddp.storage.urls import redact_url
 
 CONNECT_TIMEOUT = 10.0  # seconds
 READ_TIMEOUT = 30.0  # seconds without a byte
+SERVER_WORK_TIMEOUT = 300.0  # seconds in which a store puts parts together or copies a file, perhaps without a byte
 MIN_UPLOAD_RATE = 128 << 10  # bytes per second of each of the parts on their way at once
 
 
@@ -64,7 +65,7 @@ def open_filesystem(
         ) from error
     if protocol in ("s3", "s3a"):
         file_system.retries = 1  # s3fs has tries of its own, around those of its client
-        _limit_requests(file_system, request_timeout * num_tries)
+        _limit_requests(file_system, request_timeout, num_tries)
     return file_system, path
 
 
@@ -91,27 +92,48 @@ def _s3_options(num_tries: int, timeout: float, anonymous: bool) -> dict[str, An
     return options
 
 
-def _limit_requests(file_system: Any, timeout: float) -> None:
-    """End each request of an s3fs file system that gets no answer.
+# Requests for which the store works on data that it has: their answer takes the longer, the larger the file is.
+_SERVER_WORK = {
+    "complete_multipart_upload": "CompleteMultipartUpload",
+    "copy_object": "CopyObject",
+    "upload_part_copy": "UploadPartCopy",
+}
 
-    Its client's own timeout begins when the whole request is sent. It never ends one to a silent store: the client
+
+def _limit_requests(file_system: Any, timeout: float, num_tries: int) -> None:
+    """End each request of an s3fs file system that gets no answer, and count the bytes that are stored.
+
+    The client's own timeout begins when the whole request is sent. It never ends one to a silent store: the client
     waits for permission to send the body ("100-continue") or for room in the connection.
     """
     if "_call_s3" in vars(file_system):  # fsspec shares its instances
         return
     call = file_system._call_s3
+    file_system.stored_bytes = {}  # of the files that are being uploaded, by path
 
     async def call_within_limit(method: str, *args: Any, **kwargs: Any) -> Any:
-        limit = timeout + len(kwargs.get("Body") or b"") / MIN_UPLOAD_RATE
+        body = kwargs.get("Body") or b""
+        limit = timeout * num_tries + len(body) / MIN_UPLOAD_RATE
+        if operation := _SERVER_WORK.get(method):
+            limit = SERVER_WORK_TIMEOUT * num_tries
+            await file_system.set_session()
+            client = await file_system.get_s3(kwargs.get("Bucket"))
+            client.meta.events.register(f"before-call.s3.{operation}", _wait_for_work, unique_id=operation)
         try:
             answer = await asyncio.wait_for(call(method, *args, **kwargs), limit)
         except asyncio.TimeoutError:
             raise ConnectionError(f"no answer to {method} for {limit:.0f} s") from None
-        if method in ("put_object", "upload_part"):
-            file_system.last_upload_at = time.monotonic()
+        path = f"{kwargs.get('Bucket')}/{kwargs.get('Key')}"
+        if method in ("put_object", "upload_part") and path in file_system.stored_bytes:
+            file_system.stored_bytes[path] += len(body)
         return answer
 
     file_system._call_s3 = call_within_limit
+
+
+def _wait_for_work(context: dict[str, Any], **_: Any) -> None:
+    """Replace the client's timeout for one request."""
+    context["read_timeout"] = SERVER_WORK_TIMEOUT
 
 
 def _azure_options(anonymous: bool) -> dict[str, Any]:
