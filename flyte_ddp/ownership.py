@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import socket
 import threading
@@ -25,11 +26,14 @@ from types import TracebackType
 
 from flyte_ddp.errors import ConfigError, FileChanged, StorageUnavailable
 from flyte_ddp.storage import Storage, redact_url
+from flyte_ddp.storage.failures import describe
 
 OWNER = "owner.json"
 BEAT_INTERVAL = 20.0  # seconds between two heartbeats
 RELEASE_TIMEOUT = 5.0  # seconds to release a place in
 CLOCK_MARGIN = 120.0  # seconds by which the clocks of two machines may differ
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -145,18 +149,29 @@ class Ownership:
         self._owner, self._written = owner, contents
 
     def _beat(self) -> None:
+        """Send heartbeats to the end. Nothing but that ends them: without them another run may take the place."""
+        logged: set[type[Exception]] = set()
         while not self._ended.wait(BEAT_INTERVAL):
-            # A store that is away is what the lease is for.
-            with self._lock, contextlib.suppress(StorageUnavailable, ConfigError):
-                if self._ended.is_set():
-                    return
-                try:
-                    self._put(self._beats, dataclasses.replace(self._owner, beat_at=time.time()))
-                except FileChanged:
-                    # By another run, which rank 0 finds out before it writes; or the answer to our own put was lost.
-                    contents, owner = read_owner(self._beats)
-                    if owner and owner.token == self.token:
-                        self._written = contents
+            try:
+                with self._lock:
+                    if self._ended.is_set():
+                        return
+                    self._send_heartbeat()
+            except StorageUnavailable:
+                pass  # which is what the lease is for; the storage has logged it
+            except Exception as error:
+                if type(error) not in logged:
+                    logged.add(type(error))
+                    logger.warning("checkpoints: a heartbeat could not be written: %s", describe(error))
+
+    def _send_heartbeat(self) -> None:
+        try:
+            self._put(self._beats, dataclasses.replace(self._owner, beat_at=time.time()))
+        except FileChanged:
+            # By another run, which rank 0 finds out before it writes; or the answer to our own put was lost.
+            contents, owner = read_owner(self._beats)
+            if owner and owner.token == self.token:
+                self._written = contents
 
 
 def read_owner(storage: Storage) -> tuple[bytes, Owner | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import multiprocessing
 import os
@@ -108,6 +109,28 @@ def test_heartbeats_keep_a_place_and_its_lease_ends_without_them(url, monkeypatc
     for quiet, is_over in ((600, False), (1000, True)):
         change(url, **ELSEWHERE, released=False, beat_at=now - quiet, lease=660.0, run="f1-n0")
         assert read_owner(Storage(url))[1].is_over("f2-n0") == is_over
+
+
+def test_heartbeats_survive_any_error_and_log_each_kind_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(ownership, "BEAT_INTERVAL", 0.05)
+    errors = [OSError(errno.ESTALE, "Stale file handle"), ValueError("the client's"), OSError(errno.ESTALE, "Stale")]
+    replace = Storage.replace
+
+    def fail_at_first(storage, name, *contents):
+        if threading.current_thread().name == "ownership" and errors:
+            raise errors.pop(0)
+        replace(storage, name, *contents)
+
+    monkeypatch.setattr(Storage, "replace", fail_at_first)
+    with owns(str(tmp_path)):
+        before = read_owner(Storage(str(tmp_path)))[1].beat_at
+        deadline = time.monotonic() + 30
+        while read_owner(Storage(str(tmp_path)))[1].beat_at == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert not errors
+    said = [line for line in caplog.messages if "heartbeat" in line]
+    assert [line.rpartition(": ")[0].rpartition(": ")[2] for line in said] == ["OSError", "ValueError"]
 
 
 def hold(url, ready):
