@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import sys
 import threading
-import time
 from typing import Any
 
 import fsspec
