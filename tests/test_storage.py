@@ -236,6 +236,28 @@ def test_keys_that_are_wrong_or_not_allowed_are_refused_at_once(store, url, code
         store.fault = ""
 
 
+def test_clocks_that_differ_are_waited_for(store, url, fast):
+    place = Storage(url)
+    for action in (lambda: place.write("a", b"1"), lambda: place.read("a"), lambda: place.modified("a"), place.names):
+        store.fault = "RequestTimeTooSkewed"  # an answer to HEAD has no body that says so
+        threading.Timer(0.5, lambda: setattr(store, "fault", "")).start()
+        action()
+
+
+def test_a_value_error_of_a_stores_client_is_an_outage_in_mid_run_and_the_users_at_the_start(tmp_path, fast):
+    def fail():
+        raise ValueError("Expecting value: line 1 column 1")  # a proxy's page in place of JSON
+
+    place = Storage(f"memory://{tmp_path.name}", timeout=0)
+    with pytest.raises(StorageDenied):
+        place.retry(fail)
+    place.write("a", b"")
+    with pytest.raises(StorageUnavailable):
+        place.retry(fail)
+    with pytest.raises(ConfigError, match="field: expected"):
+        place.retry(lambda: (_ for _ in ()).throw(ConfigError("field: expected ...")))
+
+
 def test_a_missing_bucket_is_a_user_error_and_not_an_empty_one(store, monkeypatch):
     place = Storage("s3://no-such-bucket/run", "champion")
     for action in (place.check_access, lambda: place.write("a", b""), place.names):

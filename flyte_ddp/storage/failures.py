@@ -6,11 +6,14 @@ They become one of three: FileNotFoundError (proven missing), `StorageDenied` (t
 
 from __future__ import annotations
 
+import contextlib
+import email.utils
 import enum
 import errno
+import time
 from collections.abc import Iterator, Mapping
 
-from flyte_ddp.errors import CheckpointError
+from flyte_ddp.errors import CheckpointError, ConfigError
 from flyte_ddp.storage.urls import redact_url
 
 # Classes of errors that mean "no usable credentials", of any store's client; by name, so that none is imported here.
@@ -37,10 +40,14 @@ _REFUSALS = {
     "PermanentRedirect",
     "SignatureDoesNotMatch",
 }
+MAX_CLOCK_SKEW = 840.0  # seconds; S3 refuses requests whose clock is 15 minutes from its own
+# Answers with status 403 that pass: the clock of a machine was set, or will be.
+_PASSING_REFUSALS = {"RequestTimeTooSkewed", "RequestExpired"}
 # Mistakes in a program or in a machine: to wait for another result would hide them.
 _NOT_OF_THE_STORE = (
     *(TypeError, AttributeError, NameError, NotImplementedError, ImportError, MemoryError),
     CheckpointError,  # what was to be written cannot be
+    ConfigError,  # ours, which is a ValueError
 )
 
 
@@ -64,6 +71,8 @@ def meaning_of(error: Exception, has_answered: bool) -> Meaning:
     status, code = answer(error)
     if code in _REFUSALS:
         return Meaning.DENIED
+    if code in _PASSING_REFUSALS or (status == 403 and _clocks_differ(error)):
+        return Meaning.AWAY
     if isinstance(error, (FileNotFoundError, FileExistsError)) or status in (409, 412, 501):
         return Meaning.FINAL
     if code in ("PreconditionFailed", "ConditionalRequestConflict", "NotImplemented"):
@@ -72,10 +81,11 @@ def meaning_of(error: Exception, has_answered: bool) -> Meaning:
         return Meaning.MISSING
     if _lacks_credentials(error):
         return Meaning.AWAY if has_answered else Meaning.DENIED  # the service that issues them may be away
+    if isinstance(error, ValueError):  # at first an address that is none, later an answer that cannot be read
+        return Meaning.AWAY if has_answered else Meaning.DENIED
     if (
         status in (401, 403)
-        # ValueError: an address that is none.
-        or isinstance(error, (PermissionError, IsADirectoryError, NotADirectoryError, ValueError))
+        or isinstance(error, (PermissionError, IsADirectoryError, NotADirectoryError))
         or (isinstance(error, OSError) and error.errno in (errno.EROFS, errno.ENAMETOOLONG))
         or str(error).startswith("Forbidden: ")  # gcsfs
         or "CERTIFICATE_VERIFY_FAILED" in str(error)
@@ -121,6 +131,20 @@ def answer(error: BaseException) -> tuple[int, str]:
         if str(status).isdigit() or code:
             return int(status) if str(status).isdigit() else 0, code
     return 0, ""
+
+
+def _clocks_differ(error: BaseException) -> bool:
+    """Return whether the store's clock is too far from this machine's, as the date of its answer shows.
+
+    The answer to a HEAD request has no body that could say so.
+    """
+    for cause in _causes(error):
+        response = getattr(cause, "response", None)
+        metadata = response.get("ResponseMetadata", {}) if isinstance(response, Mapping) else {}
+        with contextlib.suppress(KeyError, ValueError, TypeError):
+            theirs = email.utils.parsedate_to_datetime(metadata["HTTPHeaders"]["date"])
+            return abs(theirs.timestamp() - time.time()) > MAX_CLOCK_SKEW
+    return False
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -79,7 +79,10 @@ class ImageStore:
                 ("503 Unavailable", "ServiceUnavailable") if self.fault == "unavailable" else ("403 F", self.fault)
             )
             body = f"<Error><Code>{code}</Code><Message>a test wants this</Message></Error>".encode()
-            start_response(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
+            headers = [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))]
+            if code == "RequestTimeTooSkewed":
+                headers.append(("Date", "Mon, 01 Jan 2024 00:00:00 GMT"))
+            start_response(status, headers)
             return [body] if environ["REQUEST_METHOD"] != "HEAD" else []
         name = path.split("/", 2)[-1]
         self.before_request(name)
