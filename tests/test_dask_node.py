@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 
+from flyte_ddp import events
 from flyte_ddp.cluster.config import ADDRESS_VARIABLE, ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.errors import (
@@ -33,6 +34,7 @@ from flyte_ddp.launch.dask.calls import call_workers
 from flyte_ddp.launch.dask.code import packed_code
 from flyte_ddp.launch.dask.messages import Inbox, NodeJob, decode, encode
 from flyte_ddp.launch.run import Gang, run_program, script_program
+from flyte_ddp.observers.function_report import FunctionReport
 from flyte_ddp.rank.job import Job, NodeRanks
 from flyte_ddp.rank.programs import RecipeProgram
 from tests.support.dask_runs import (
@@ -129,6 +131,47 @@ def test_a_nodes_job_crosses_as_json_and_shows_no_secret():
     assert NodeJob.from_json(node_job.to_json()) == node_job
     assert "secret" not in repr(node_job) + repr(dask.worker.Sealed(node_job.to_json()))
     assert decode(encode({"image": b"\x00\xff", "score": np.float32(0.5)})) == {"image": b"\x00\xff", "score": 0.5}
+
+
+NAMES = [
+    *("base64", "event", "at", "step", "epoch", "values", "time", "kind", "number", "message", "end", "lines", "rank"),
+    *(
+        "self",
+        "name",
+        "class",
+        "__class__",
+        "_step",
+        "",
+        " ",
+        "a.b/c:d",
+        "%s {0}",
+        "$\\frac$",
+        "<b>",
+        '"',
+        "\n",
+        "\0",
+        "名",
+    ),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_reported_value_crosses_whatever_its_name_is(name):
+    event = events.Reported(1, None, {name: 1.0})
+    message = encode({"kind": "event", "number": 0, "event": events.to_dict(event)})
+    assert events.from_dict(decode(message)["event"]) == event
+    assert events.parse_history(events.to_line(event).encode(), "history") == [event]
+    report = FunctionReport("train")
+    report.handle(events.FunctionStarted("train", 1, 1, 0))
+    report.handle(event)
+    assert "<svg" in report.render()
+
+
+@pytest.mark.parametrize("value", [1.0, "aGk=", b"hi", ["aGk="], None, {}, {"base64": b"hi"}, [{"base64": [1]}]])
+def test_what_looks_like_encoded_bytes_crosses_unchanged(value):
+    values = {"base64": value}
+    assert decode(encode(values)) == values
+    assert decode(encode({"config": [values]})) == {"config": [values]}
 
 
 def test_messages_are_delivered_once_and_in_order():

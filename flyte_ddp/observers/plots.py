@@ -96,13 +96,13 @@ def report_panels(state: RunState) -> list[Panel]:
 
 def _report_panel(name: str, panel_name: str, state: RunState) -> Panel:
     points = [(report.step, report.values[name]) for report in state.reports if name in report.values]
-    title = name.replace("_", " ")
+    title = "".join(letter if letter.isprintable() else " " for letter in name.replace("_", " "))  # XML has no other
 
     def draw(axes: Axes) -> None:
         shown = thinned(points)
         axes.plot(*zip(*shown, strict=True), color=PALETTE[0], marker="o" if len(shown) == 1 else "")
         axes.set_xlabel("step", loc="right", alpha=0.7, fontsize=9.5, labelpad=1)
-        style(axes, title)
+        style(axes, title.replace("$", r"\$"))  # no formula
 
     return Panel(panel_name, title, f"{title} over steps: now {number(points[-1][1], '.4g')}", draw)
 

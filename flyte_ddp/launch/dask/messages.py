@@ -71,13 +71,21 @@ class Inbox:
 
 def encode(values: dict[str, Any]) -> str:
     """Return `values`, plain ones and bytes, as one line of JSON."""
-    return json.dumps(values, default=_encode_value)
+    return json.dumps(_escape(values), default=_encode_value)
 
 
 def decode(text: str | bytes) -> dict[str, Any]:
     """Return what `encode` made `text` of."""
     values: dict[str, Any] = json.loads(text, object_hook=_decode_object)
     return values
+
+
+def _escape(value: Any) -> Any:
+    """Return `value` with each dict of a program's whose only key is that of bytes in a form that is not theirs."""
+    if isinstance(value, dict):
+        escaped = {key: _escape(each) for key, each in value.items()}
+        return {_BYTES: [escaped[_BYTES]]} if escaped.keys() == {_BYTES} else escaped
+    return [_escape(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _encode_value(value: object) -> object:
@@ -89,4 +97,7 @@ def _encode_value(value: object) -> object:
 
 
 def _decode_object(values: dict[str, Any]) -> Any:
-    return base64.b64decode(values[_BYTES]) if values.keys() == {_BYTES} else values
+    if values.keys() != {_BYTES}:
+        return values
+    value = values[_BYTES]
+    return {_BYTES: value[0]} if isinstance(value, list) else base64.b64decode(value)
