@@ -293,6 +293,33 @@ def test_a_lost_node_explains_the_exception_that_a_program_raised_because_of_it(
     assert causes == [ECHO, THEIRS, failures[2][2]]
 
 
+def test_a_stall_of_many_nodes_names_the_stopped_rank_in_its_first_line():
+    def stall(node, rank=-1):
+        what = f"node {node} (w at h): no rank made progress for 31 s (stall_timeout: 30)"
+        what += f": rank {rank} is stopped (SIGSTOP)" if rank >= 0 else ""
+        return RankFailure("\n".join([what, *["  File"] * 36]), rank, "stall", "stall")
+
+    stalls = [(True, float(node), stall(node, 11 if node == 11 else -1)) for node in range(16)]
+    cause = gang.Attempt._root_cause(SimpleNamespace(failures=stalls))
+    head, *rest = str(cause).splitlines()
+    assert head.endswith("stall_timeout: 30): rank 11 is stopped (SIGSTOP)")
+    assert cause.rank == 11
+    assert len(rest) < 40
+    assert rest[-1] == "... (the log has the reports of 10 more nodes)"
+    assert [line.split(" (")[0] for line in rest if line.startswith("node")] == [f"node {index}" for index in range(5)]
+
+
+def test_a_restart_after_a_stall_is_logged_in_one_line_because_the_log_has_the_stacks(
+    client, tmp_path, monkeypatch, caplog
+):
+    stall = RankFailure("no rank made progress: rank 1 is stopped\n--- rank 1\n  File", 1, "stall", "stall")
+    monkeypatch.setattr(dask, "Attempt", Scripted([(stall, 7, 0), ENOUGH]))
+    with pytest.raises(TrainingStopped):
+        train(new_run(tmp_path), client, LOCAL)
+    (line,) = [record.message for record in caplog.records if "restarts from" in record.message]
+    assert line.endswith(": no rank made progress: rank 1 is stopped")
+
+
 def test_a_log_line_says_whether_a_lost_gang_had_made_a_step(client, tmp_path, monkeypatch, caplog):
     lost = NodeLost("node 1 was lost", "w-1", "")
     monkeypatch.setattr(dask, "Attempt", Scripted([(lost, 0, -1), (lost, 7, 0), ENOUGH]))

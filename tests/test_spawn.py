@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -171,17 +173,22 @@ def test_a_second_kill_for_lack_of_memory_without_progress_ends_the_run_for_good
 # A run that hangs
 
 
-def test_a_stall_ends_the_run_with_every_ranks_stack(tmp_path, monkeypatch, survivors):
-    monkeypatch.setenv("FAULT", "hang 1 5")
-    run = new_run(tmp_path)
+def shorten_stall_timeout(run):
+    """Return a relay that shortens the stall timeout when the rank hangs."""
 
-    def shorten(line):
+    def relay(line):
         # In this process, and only now, because how long ranks take to start depends on the machine.
         if line == "[rank 1] this rank hangs on purpose":
             object.__setattr__(run.job.program.config, "stall_timeout", 0.5)
 
-    run.relay = shorten
+    return relay
 
+
+def test_a_stall_ends_the_run_with_every_ranks_stack(tmp_path, monkeypatch, survivors):
+    monkeypatch.setenv("FAULT", "hang 1 5")
+    run = new_run(tmp_path)
+
+    run.relay = shorten_stall_timeout(run)
     with pytest.raises(RankFailure, match=r"no rank made progress for \d+ s \(stall_timeout: 0.5\)") as caught:
         run.train()
 
@@ -193,6 +200,47 @@ def test_a_stall_ends_the_run_with_every_ranks_stack(tmp_path, monkeypatch, surv
     assert "trainer.py" in one
     assert (caught.value.rank, caught.value.kind) == (-1, "stall")
     assert survivors() == []
+
+
+def test_a_stopped_rank_is_named_first_as_the_cause_of_a_stall(tmp_path, monkeypatch, survivors):
+    """It cannot write its stack."""
+    monkeypatch.setenv("FAULT", "stop 1 5")
+    run = new_run(tmp_path)
+    run.relay = shorten_stall_timeout(run)
+    with pytest.raises(RankFailure) as caught:
+        run.train()
+
+    head, *rest = str(caught.value).splitlines()
+    assert re.fullmatch(r"no rank made progress for \d+ s \(stall_timeout: 0.5\): rank 1 is stopped \(SIGSTOP\)", head)
+    assert rest[0].startswith("--- rank 1, at step 4")
+    assert rest[1] == "  no stack: rank 1 is stopped (SIGSTOP)"
+    assert rest[2].startswith("--- rank 0, at step 4")
+    assert "trainer.py" in str(rest[3:])
+    assert (caught.value.rank, caught.value.kind) == (1, "stall")
+    assert survivors() == []
+
+
+def test_the_report_of_a_stall_of_many_ranks_fits_on_a_screen(tmp_path):
+    ranks = []
+    for number in range(64):
+        (tmp_path / f"rank-{number}.stacks").write_text("Thread 0x1 (most recent call first):\n" + "  File\n" * 20)
+        ranks.append(SimpleNamespace(number=number, process=SimpleNamespace(is_alive=lambda: False, pid=None)))
+    lines = []
+    node = SimpleNamespace(
+        ranks=ranks,
+        beats=[*[1.0, 9.0] * 63, 1.0, 8.0],  # the last one is a step behind
+        logs=str(tmp_path),
+        relay=lines.append,
+        job=SimpleNamespace(program=SimpleNamespace(stall_timeout=1.0)),
+    )
+    with pytest.raises(RankFailure) as caught:
+        supervisor._Ranks._check_progress(node)
+    head, first, *rest = str(caught.value).splitlines()
+    assert head.startswith("no rank made progress for")
+    assert first.startswith("--- rank 63, at step 8")
+    assert len(rest) < 45
+    assert rest[-1] == "... (the log has the stacks of 54 more ranks)"
+    assert len(lines) == 64 * 22, "the log has all"
 
 
 @pytest.mark.slow

@@ -148,7 +148,8 @@ def run_on_this_machine(
                     if num_restarts == max_restarts or is_bug(ended, previous):
                         raise
                     num_restarts, previous = num_restarts + 1, ended
-                    logger.warning(RESTART, ended.position(), num_restarts, max_restarts, failure)
+                    reason = first_line(failure) if failure.kind == "stall" else failure  # the log has the stacks
+                    logger.warning(RESTART, ended.position(), num_restarts, max_restarts, reason)
 
 
 class _LatestStep:

@@ -42,6 +42,7 @@ POLL_INTERVAL = 0.1  # seconds between checks of logs, heartbeats and the stop r
 LOG_TAIL = 20  # lines of a dead rank's output in the error
 MAX_MESSAGE = 6  # lines of an exception's own message
 STACK_LINES = 36  # of all ranks' main threads together in the error of a stall; the log has all threads
+STACK_SECONDS = 1.0  # for the ranks to write their stacks
 UNKNOWN_CODE = 255  # of a forked process whose server, which alone could read its code, is gone
 DEATH_GRACE = 2.0  # seconds for the kernel to end killed processes, and for their new parent to reap them
 
@@ -283,24 +284,34 @@ class _Ranks:
         silence = now - last
         if not last or silence < limit:  # a function that has never reported is not expected to
             return
+        halted = {rank.number: how for rank in self.ranks if (how := _how_halted(rank))}
         for rank in self.ranks:
             if rank.process.is_alive() and rank.process.pid is not None:
                 os.kill(rank.process.pid, signal.SIGUSR1)
-        time.sleep(1.0)  # for the ranks to write them
-        lines = [f"no rank made progress for {silence:.0f} s (stall_timeout: {limit:g})"]
+        time.sleep(STACK_SECONDS)
+        sections = []
         for index, rank in enumerate(self.ranks):
+            stacks = ""
             with contextlib.suppress(FileNotFoundError):
                 stacks = Path(rank_stacks(self.logs, rank.number)).read_text()
-                ago = f"{now - self.beats[2 * index]:.0f} s ago" if self.beats[2 * index] else "never"
-                step = int(self.beats[2 * index + 1])
-                head = f"--- rank {rank.number}, at step {step}, last progress {ago}"
-                for line in [head, *stacks.splitlines()]:
-                    self.relay(f"[rank {rank.number}] {line}")
-                # The threads are listed from the newest to the oldest, which is the main thread.
-                num_lines = max(3, min(12, STACK_LINES // len(self.ranks)))
-                main_thread = stacks.strip().split("\n\n")[-1].splitlines()[:num_lines]
-                lines += [head, *main_thread]
-        raise RankFailure("\n".join(lines), -1, "stall", "stall")
+            stacks = stacks or f"  no stack: {halted.get(rank.number, f'none was written within {STACK_SECONDS:g} s')}"
+            ago = f"{now - self.beats[2 * index]:.0f} s ago" if self.beats[2 * index] else "never"
+            step = int(self.beats[2 * index + 1])
+            head = f"--- rank {rank.number}, at step {step}, last progress {ago}"
+            for line in [head, *stacks.splitlines()]:
+                self.relay(f"[rank {rank.number}] {line}")
+            # The threads are listed from the newest to the oldest, which is the main thread.
+            main_thread = stacks.strip("\n").split("\n\n")[-1].splitlines()
+            sections.append((rank.number not in halted, step, rank.number, [head, *main_thread]))
+        num_lines = 1 + max(3, min(12, STACK_LINES // len(self.ranks)))
+        num_shown = (STACK_LINES + 4) // num_lines
+        what = f"no rank made progress for {silence:.0f} s (stall_timeout: {limit:g})"
+        lines = [f"{what}: {', '.join(halted.values())}" if halted else what]
+        for *_, section in sorted(sections)[:num_shown]:  # the likely culprits first
+            lines += section[:num_lines]
+        if len(sections) > num_shown:
+            lines.append(f"... (the log has the stacks of {len(sections) - num_shown} more ranks)")
+        raise RankFailure("\n".join(lines), min(halted, default=-1), "stall", "stall")
 
     def _step(self) -> int:
         return int(max(self.beats[2 * index + 1] for index in range(len(self.ranks))))
@@ -352,6 +363,23 @@ def count_oom_kills() -> int:
         return int(counters[counters.index("oom_kill") + 1])
     except (OSError, ValueError, IndexError):
         return 0
+
+
+def process_state(pid: int | None) -> str:
+    """Return the kernel's letter for what a process does, such as T for a stopped one and Z for one that has ended.
+
+    "" where that is not known, as on macOS.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _how_halted(rank: _Rank) -> str:
+    """Return how something outside keeps the rank from running; "" if nothing does."""
+    what = {"T": "stopped (SIGSTOP)", "t": "held by a debugger"}.get(process_state(rank.process.pid), "")
+    return f"rank {rank.number} is {what}" if what else ""
 
 
 def print_line(line: str) -> None:

@@ -267,6 +267,12 @@ def _hang(losses):
         time.sleep(0.05)
 
 
+def _stop(losses):
+    print("this rank hangs on purpose", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return losses
+
+
 def _kill(losses):
     print("this rank is killed on purpose")
     if "DIED_AT" in os.environ:
@@ -332,6 +338,7 @@ FAULTS = {
     "raise": _raise,
     "hang": _hang,
     "kill": _kill,
+    "stop": _stop,
     "exit": lambda losses: sys.exit(3),
     "hard-exit": lambda losses: os._exit(3),
 }

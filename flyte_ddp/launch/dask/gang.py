@@ -298,10 +298,7 @@ class Attempt:
             self.failures, key=lambda each: (each[0], getattr(each[2], "kind", "") == "exception", each[1])
         )
         if isinstance(cause, RankFailure) and cause.kind == "stall":
-            stalls = [str(failure) for _, _, failure in self.failures if getattr(failure, "kind", "") == "stall"]
-            num_lines = max(5, MAX_LINES // len(stalls))  # a stack begins where the rank stands
-            stacks = ["\n".join(stall.splitlines()[:num_lines]) for stall in sorted(stalls, key=natural_key)]
-            return RankFailure("\n".join(stacks), cause.rank, cause.kind, cause.cause)
+            return _join_stalls([failure for _, _, failure in self.failures if getattr(failure, "kind", "") == "stall"])
         if isinstance(cause, NodeLost) and cause.worker and "\n" not in str(cause):
             end = worker_end(self.run.config, cause.worker, WORKER_LOG_LINES)
             text = f"{cause}; {end}" if end.reason else str(cause)
@@ -338,3 +335,14 @@ class Attempt:
         _, message = event
         if message.get("action") == "remove-worker":
             self.departures.put(message["worker"])
+
+
+def _join_stalls(failures: Sequence[Any]) -> RankFailure:
+    """Return the nodes' reports of a stall as one, which begins with the node whose rank is to blame if one is."""
+    stalls = sorted(failures, key=lambda failure: (failure.rank < 0, natural_key(str(failure))))
+    num_lines = max(5, MAX_LINES // len(stalls))  # a stack begins where the rank stands
+    num_shown = MAX_LINES // num_lines
+    reports = ["\n".join(str(stall).splitlines()[:num_lines]) for stall in stalls[:num_shown]]
+    if len(stalls) > num_shown:
+        reports.append(f"... (the log has the reports of {len(stalls) - num_shown} more nodes)")
+    return RankFailure("\n".join(reports), stalls[0].rank, "stall", "stall")

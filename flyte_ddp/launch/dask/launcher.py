@@ -312,7 +312,7 @@ class _Launcher:
             ) from failure
         self.num_restarts += 1
         is_known = previous is not None and previous.failure.cause == failure.cause != ""
-        reason = what if is_known else failure
+        reason = what if is_known or failure.cause == "stall" else failure  # of a stall the log has all stacks
         logger.warning(RESTART, ended.position(), self.num_restarts, self.config.max_restarts, reason)
 
     def _wait_for_store(self) -> None:
