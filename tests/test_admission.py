@@ -230,25 +230,39 @@ def test_a_mistake_in_the_table_is_refused_at_registration(tmp_path):
             load_settings(file, {})
 
 
-POLICY, BINDING = yaml.safe_load_all((ROOT / "deploy" / "admission-policy.yaml").read_text())
+DOCUMENTS = list(yaml.safe_load_all((ROOT / "deploy" / "admission-policy.yaml").read_text()))
+POLICIES = [each for each in DOCUMENTS if each["kind"] == "ValidatingAdmissionPolicy"]
+BINDINGS = [each for each in DOCUMENTS if each["kind"] == "ValidatingAdmissionPolicyBinding"]
 
 
-def test_the_admission_policy_of_deploy_uses_the_lists_that_it_declares_and_is_bound():
-    rules = [rule["expression"] for rule in [*POLICY["spec"]["validations"], *POLICY["spec"]["variables"]]]
-    used = set(re.findall(r"variables\.(\w+)", " ".join(rules)))
-    assert used == {variable["name"] for variable in POLICY["spec"]["variables"]}
-    assert PLURAL in POLICY["spec"]["matchConstraints"]["resourceRules"][0]["resources"]
-    assert BINDING["spec"]["policyName"] == POLICY["metadata"]["name"]
-    assert BINDING["spec"]["validationActions"] == ["Deny"]
+def test_the_admission_policies_of_deploy_use_the_lists_that_they_declare_and_are_bound():
+    for policy in POLICIES:
+        rules = [*policy["spec"]["validations"], *policy["spec"].get("variables", [])]
+        used = set(re.findall(r"variables\.(\w+)", " ".join(rule["expression"] for rule in rules)))
+        assert used == {variable["name"] for variable in policy["spec"].get("variables", [])}
+    assert PLURAL in POLICIES[0]["spec"]["matchConstraints"]["resourceRules"][0]["resources"]
+    assert [each["spec"]["policyName"] for each in BINDINGS] == [each["metadata"]["name"] for each in POLICIES]
+    assert all(each["spec"]["validationActions"] == ["Deny"] for each in BINDINGS)
 
 
-def refusals(manifest, kind="DaskCluster", user="system:serviceaccount:team:flyte-ddp"):
-    """Return the messages of the policy's rules that refuse `manifest`, evaluated as the API server would."""
+def refusals(manifest, resource=PLURAL, user="system:serviceaccount:team:flyte-ddp", old=None):
+    """Return the messages of the rules that refuse `manifest`, evaluated as the API server would."""
     cel = pytest.importorskip("cel")  # for Python 3.11 and newer
-    given = {"object": manifest, "request": {"kind": {"kind": kind}, "userInfo": {"username": user}}, "variables": {}}
-    for variable in POLICY["spec"]["variables"]:
+    operation = "CREATE" if old is None else "UPDATE"
+    request = {"operation": operation, "userInfo": {"username": user}}
+    (spec,) = (
+        each["spec"]
+        for each in POLICIES
+        if resource in each["spec"]["matchConstraints"]["resourceRules"][0]["resources"]
+    )
+    if operation not in spec["matchConstraints"]["resourceRules"][0]["operations"]:
+        return []
+    given = {"object": manifest, "oldObject": old, "request": request, "variables": {}}
+    if not all(cel.evaluate(each["expression"], given) for each in spec.get("matchConditions", [])):
+        return []
+    for variable in spec.get("variables", []):
         given["variables"][variable["name"]] = cel.evaluate(variable["expression"], given)
-    return [each["message"] for each in POLICY["spec"]["validations"] if not cel.evaluate(each["expression"], given)]
+    return [each["message"] for each in spec["validations"] if not cel.evaluate(each["expression"], given)]
 
 
 def run(name="ddp-x-00000000", **fields):
@@ -278,26 +292,26 @@ def test_the_admission_policy_admits_the_runs_of_this_package(fields):
     assert refusals(run(**fields)) == []
 
 
-@pytest.mark.parametrize(
-    ("manifest", "message"),
-    [
-        (run(image="evil:1"), "an image"),
-        (run(image="registry.example.com/flyte-ddp-evil:1"), "an image"),
-        (with_pod(initContainers=[{**INIT, "image": "evil"}]), "an image"),
-        (run(service_account="admin"), "a service account"),
-        (with_pod(serviceAccount="admin"), "a service account"),  # the deprecated name of the same field
-        (with_pod(automountServiceAccountToken=True), "automountServiceAccountToken"),
-        (run(env_from_secrets=["wandb"]), "a secret in the environment"),
-        (with_pod(initContainers=[{**INIT, "env": [TOKEN]}]), "a secret in the environment"),
-        (run(image_pull_secrets=["other"]), "a secret in a volume"),
-        (with_pod(volumes=[{"name": "v", "secret": {"secretName": "wandb"}}]), "a secret in a volume"),
-        (run("wandb"), "a secret in a volume"),  # a cluster named after the secret that it mounts
-        (with_pod(**HOST), "a volume"),
-        (with_pod(volumes=[{"name": "v", "projected": {"sources": []}}]), "a volume"),
-        (with_pod(hostNetwork=True), "a pod with the node's"),
-        (with_pod(initContainers=[{**INIT, **PRIVILEGED}]), "a pod with the node's"),
-    ],
-)
+REFUSED = [
+    (run(image="evil:1"), "an image"),
+    (run(image="registry.example.com/flyte-ddp-evil:1"), "an image"),
+    (with_pod(initContainers=[{**INIT, "image": "evil"}]), "an image"),
+    (run(service_account="admin"), "a service account"),
+    (with_pod(serviceAccount="admin"), "a service account"),  # the deprecated name of the same field
+    (with_pod(automountServiceAccountToken=True), "automountServiceAccountToken"),
+    (run(env_from_secrets=["wandb"]), "a secret in the environment"),
+    (with_pod(initContainers=[{**INIT, "env": [TOKEN]}]), "a secret in the environment"),
+    (run(image_pull_secrets=["other"]), "a secret in a volume"),
+    (with_pod(volumes=[{"name": "v", "secret": {"secretName": "wandb"}}]), "a secret in a volume"),
+    (run("wandb"), "a secret in a volume"),  # a cluster named after the secret that it mounts
+    (with_pod(**HOST), "a volume"),
+    (with_pod(volumes=[{"name": "v", "projected": {"sources": []}}]), "a volume"),
+    (with_pod(hostNetwork=True), "a pod with the node's"),
+    (with_pod(initContainers=[{**INIT, **PRIVILEGED}]), "a pod with the node's"),
+]
+
+
+@pytest.mark.parametrize(("manifest", "message"), REFUSED)
 def test_the_admission_policy_refuses_what_is_in_no_list(manifest, message):
     (refusal,) = refusals(manifest)
     assert refusal.startswith(message)
@@ -305,12 +319,22 @@ def test_the_admission_policy_refuses_what_is_in_no_list(manifest, message):
 
 def test_the_admission_policy_leaves_what_else_makes_pods_to_the_operator():
     group = {"metadata": {"name": "x"}, "spec": {"worker": {"spec": {"hostPID": True}}}}
-    assert refusals(group, "DaskWorkerGroup") == ["only the operator creates DaskWorkerGroups and DaskJobs"]
-    assert refusals(group, "DaskWorkerGroup", "system:serviceaccount:dask-operator:dask-operator") == []
-    assert refusals({"type": "kubernetes.io/tls"}, "Secret") == refusals({}, "Secret") == []
-    assert refusals({"type": "kubernetes.io/service-account-token"}, "Secret") == [
+    operator = "system:serviceaccount:dask-operator:dask-operator"
+    assert refusals(group, "daskworkergroups") == ["only the operator creates DaskWorkerGroups and DaskJobs"]
+    assert refusals(group, "daskworkergroups", operator) == []
+    assert refusals({"type": "kubernetes.io/tls"}, "secrets") == refusals({}, "secrets") == []
+    assert refusals({"type": "kubernetes.io/service-account-token"}, "secrets") == [
         "a secret with a service account's token"
     ]
+
+
+@pytest.mark.parametrize("resource", [PLURAL, "daskworkergroups", "daskjobs"])
+def test_the_admission_policy_lets_the_garbage_collector_take_off_finalizers(resource):
+    old = {**run(image="evil:1"), "metadata": {"name": "x", "finalizers": ["foregroundDeletion"]}}
+    collector = "system:serviceaccount:kube-system:generic-garbage-collector"
+    assert refusals({**old, "metadata": {"name": "x"}}, resource, collector, old) == []
+    changed = {**old, "spec": with_pod(hostNetwork=True)["spec"]}
+    assert refusals(changed, resource, collector, old) != []
 
 
 PODS = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "pods.md").read_text(), re.DOTALL)

@@ -37,6 +37,9 @@ SMALL_PODS = {
 }
 
 
+CLUSTER_KINDS = ("daskclusters", "daskworkergroups")
+
+
 def small_cluster(**changes: Any) -> dict[str, Any]:
     """A small cluster as `--cluster` takes it, with `changes` of fields of either level."""
     pod_fields = {each.name for each in dataclasses.fields(KubernetesConfig)}
@@ -81,8 +84,8 @@ class Namespace:
     def config(self, **changes: Any) -> ClusterConfig:
         return cluster_config(small_cluster(**{"namespace": self.name, **changes}))
 
-    def kubectl(self, *arguments: str, check: bool = True) -> str:
-        return kubectl("--namespace", self.name, *arguments, check=check)
+    def kubectl(self, *arguments: str, stdin: str | bytes | None = None, check: bool = True) -> str:
+        return kubectl("--namespace", self.name, *arguments, stdin=stdin, check=check)
 
     def items(self, kind: str, selector: str = "") -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = json.loads(self.kubectl("get", kind, "--selector", selector, "--output", "json"))[
@@ -105,8 +108,14 @@ class Namespace:
         """Return a cluster's pods of one component. Those of a test before may still be ending."""
         return self.items("pods", f"dask.org/cluster-name={cluster},dask.org/component={component}")
 
-    def pods_of_clusters(self) -> list[str]:
-        return [pod["metadata"]["name"] for pod in self.items("pods", "dask.org/cluster-name")]
+    def left_of_clusters(self) -> list[str]:
+        """Return everything that Dask clusters have made, or are, as kind/name, deleted or not."""
+        own = [f"{kind}/{each['metadata']['name']}" for kind in CLUSTER_KINDS for each in self.items(kind)]
+        made = ("pods", "dask.org/cluster-name"), ("deployments,services", "dask.org/cluster-name")
+        made += (("secrets,networkpolicies", "app.kubernetes.io/managed-by=flyte-ddp"),)
+        return own + [
+            f"{each['kind'].lower()}/{each['metadata']['name']}" for kinds in made for each in self.items(*kinds)
+        ]
 
     def start_driver(self, name: str, script: str, service_account: str = "flyte-ddp") -> None:
         """Run `script` in a pod as a Flyte task would run, on the code as it is here, whatever the image holds."""
@@ -170,28 +179,62 @@ def operator() -> None:
     )
 
 
+# Helpers' pods name no requests, which the quota of namespace.yaml demands.
+DEFAULT_REQUESTS = {
+    "apiVersion": "v1",
+    "kind": "LimitRange",
+    "metadata": {"name": "helpers"},
+    "spec": {"limits": [{"type": "Container", "defaultRequest": {"cpu": "10m", "memory": "16Mi"}}]},
+}
+# The lists of the policy, as an operator edits them; the names "absent" are of starts that fail for another reason.
+POLICY_LISTS = (
+    ("'registry.example.com/flyte-ddp'", f"'{IMAGE.rpartition(':')[0]}', 'absent'"),
+    ("'default', 'flyte-ddp'", "'default', 'flyte-ddp', 'absent'"),
+    ("'storage', 'registry'", "'storage', 'registry', 'absent'"),
+)
+
+
+def manifest(file: str, namespace: str) -> str:
+    """Return a file of deploy/ for `namespace`, with the admission policy's lists edited for the tests."""
+    text = (ROOT / "deploy" / file).read_text().replace("NAMESPACE", namespace)
+    for old, new in POLICY_LISTS if file == "admission-policy.yaml" else ():
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
 @pytest.fixture(scope="session")
-def namespace(operator: None) -> Iterator[Namespace]:
+def has_policies(operator: None) -> bool:
+    """Return whether the cluster can enforce admission-policy.yaml: Kubernetes 1.30 and newer."""
+    return "validatingadmissionpolicies" in kubectl("api-resources", "--output", "name")
+
+
+@pytest.fixture(scope="session")
+def namespace(has_policies: bool) -> Iterator[Namespace]:
+    """A namespace as the guide makes it: quota, Pod Security, rights, policies and the template of tasks' pods."""
     name = f"ddp-test-{uuid.uuid4().hex[:6]}"
-    kubectl("create", "namespace", name)
-    rbac = (ROOT / "deploy/rbac.yaml").read_text().replace("NAMESPACE", name)
-    kubectl("apply", "-f", "-", stdin=rbac)
-    kubectl("--namespace", name, "apply", "-f", str(ROOT / "deploy/networkpolicy.yaml"))
+    applied = ["namespace.yaml", "rbac.yaml", *(["admission-policy.yaml"] if has_policies else [])]
+    for file in applied:
+        kubectl("apply", "-f", "-", stdin=manifest(file, name))
+    for file in ("networkpolicy.yaml", "pod-template.yaml"):
+        kubectl("--namespace", name, "apply", "-f", str(ROOT / "deploy" / file))
+    kubectl("--namespace", name, "apply", "-f", "-", stdin=json.dumps(DEFAULT_REQUESTS))
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w:gz") as tar:
         for package in ("flyte_ddp", "tasks", "workflows"):
             tar.add(ROOT / package, package, filter=lambda member: None if "__pycache__" in member.name else member)
-    manifest = kubectl(
+    code = kubectl(
         *("--namespace", name, "create", "configmap", "code", "--dry-run=client", "--output", "json"),
         *("--from-file", "code.tar.gz=/dev/stdin"),
         stdin=archive.getvalue(),
     )
-    kubectl("create", "-f", "-", stdin=manifest)
+    kubectl("create", "-f", "-", stdin=code)
     namespace = Namespace(name)
     yield namespace
-    eventually(lambda: not namespace.pods_of_clusters(), 300, "an end to all pods of Dask clusters")
-    kubectl("delete", "-f", "-", "--wait=false", stdin=rbac)
-    kubectl("delete", "namespace", name, "--wait=false")
+    eventually(lambda: not namespace.left_of_clusters(), 300, "an end to everything of all Dask clusters")
+    kubectl("delete", "namespace", name, "--timeout=300s")  # waits: nothing in it may keep it
+    for file in applied:
+        kubectl("delete", "-f", "-", "--wait=false", "--ignore-not-found", stdin=manifest(file, name))
 
 
 @pytest.fixture(scope="session")
@@ -227,4 +270,5 @@ def _own_address() -> str:
 def nothing_left(namespace: Namespace) -> Iterator[None]:
     """Every test must leave its namespace without a cluster; the pods follow, and are waited for once, at the end."""
     yield
-    eventually(lambda: not namespace.items("daskclusters"), 300, "an end to all Dask clusters")
+    for kind in CLUSTER_KINDS:
+        eventually(lambda kind=kind: not namespace.items(kind), 300, f"an end to all {kind}")

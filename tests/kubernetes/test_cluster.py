@@ -233,7 +233,7 @@ def test_the_api_server_accepts_the_examples_of_the_page_about_pods(namespace: N
 def test_the_pod_template_pulls_no_image_that_is_present(namespace: Namespace) -> None:
     file = str(ROOT / "deploy/pod-template.yaml")
     policy = "jsonpath={.template.spec.containers[0].imagePullPolicy}"
-    assert namespace.kubectl("create", "-f", file, "--dry-run=server", "--output", policy) == "IfNotPresent"
+    assert namespace.kubectl("apply", "-f", file, "--dry-run=server", "--output", policy) == "IfNotPresent"
 
 
 @pytest.mark.parametrize(

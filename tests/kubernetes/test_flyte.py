@@ -59,7 +59,6 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 @pytest.fixture(scope="module")
 def start_flyte(namespace: Namespace, store: Store) -> Callable[[str], Flyte]:
-    namespace.kubectl("apply", "-f", str(ROOT / "deploy/pod-template.yaml"))
     store.files.mkdir("flyte")
     return lambda execution: Flyte(namespace, store, execution)
 

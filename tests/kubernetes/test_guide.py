@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from flyte_ddp.cluster.config import cluster_config
-from tests.kubernetes.conftest import IMAGE, OPERATOR_IMAGE, ROOT, kubectl
+from tests.kubernetes.conftest import IMAGE, OPERATOR_IMAGE, ROOT, kubectl, manifest
 from tests.support.checkout import copy_repository
 from tests.test_docs import blocks_of
 
@@ -41,6 +41,7 @@ ADAPTED = (
 def new_namespace(operator: None) -> Iterator[str]:
     name = f"ddp-guide-{uuid.uuid4().hex[:6]}"
     yield name
+    kubectl("delete", "-f", "-", "--ignore-not-found", stdin=manifest("admission-policy.yaml", name))
     for kind in ("clusterrole", "clusterrolebinding"):
         kubectl("delete", kind, f"flyte-ddp-preflight-{name}", "--ignore-not-found")
     kubectl("delete", "namespace", name, "--ignore-not-found", "--wait=false")
