@@ -289,8 +289,29 @@ def test_failures_that_end_a_run_and_failures_that_restart_it(
 
 def test_a_lost_node_explains_the_exception_that_a_program_raised_because_of_it():
     failures = [(True, 1.0, ECHO), (False, 2.0, THEIRS), (False, 3.0, NodeLost("node 0 was lost", ""))]
-    causes = [gang.Attempt._root_cause(SimpleNamespace(failures=failures[:count])) for count in (1, 2, 3)]
+    causes = [
+        gang.Attempt._root_cause(SimpleNamespace(failures=failures[:count], client=None, scheduler_id=""))
+        for count in (1, 2, 3)
+    ]
     assert causes == [ECHO, THEIRS, failures[2][2]]
+
+
+@pytest.mark.parametrize(
+    ("now", "expected"),
+    [
+        ("Scheduler-1", "node 0 (w at h) was lost: its task was cancelled"),
+        ("", "the Dask scheduler was lost: it does not answer"),
+        ("Scheduler-2", "the Dask scheduler was lost: another one has taken its place"),
+    ],
+)
+def test_the_loss_of_the_scheduler_is_not_blamed_on_a_node(monkeypatch, now, expected):
+    """Without it, no message of a healthy node arrives."""
+    monkeypatch.setattr(gang, "scheduler_id", lambda client: now)
+    lost = NodeLost("node 0 (w at h) was lost: its task was cancelled", "")
+    attempt = SimpleNamespace(failures=[(False, 1.0, lost)], client=None, scheduler_id="Scheduler-1")
+    cause = gang.Attempt._root_cause(attempt)
+    assert str(cause) == expected
+    assert isinstance(cause, NodeLost)
 
 
 def test_a_stall_of_many_nodes_names_the_stopped_rank_in_its_first_line():

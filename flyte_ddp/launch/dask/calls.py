@@ -73,6 +73,11 @@ def call_scheduler(client: Client, method: str, **arguments: Any) -> Any:
         return None
 
 
+def scheduler_id(client: Client) -> str:
+    """Return the identity of the scheduler, which another one at its address would not have; "" without an answer."""
+    return str((call_scheduler(client, "identity", n_workers=0) or {}).get("id", ""))
+
+
 async def send_command(client: Client, addresses: list[str], plugin: str, attempt: str, command: str) -> None:
     """Send `command` to the supervisors at `addresses`; those that cannot be reached are skipped."""
     message = {"op": plugin, "attempt": attempt, "command": command}

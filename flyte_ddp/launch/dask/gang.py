@@ -21,7 +21,14 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import worker_end
 from flyte_ddp.errors import OUT_OF_MEMORY, NodeLost, RankFailure, TrainingStopped
 from flyte_ddp.launch.dask import worker
-from flyte_ddp.launch.dask.calls import ANSWER_TIMEOUT, ByValue, call_scheduler, call_workers, send_command
+from flyte_ddp.launch.dask.calls import (
+    ANSWER_TIMEOUT,
+    ByValue,
+    call_scheduler,
+    call_workers,
+    scheduler_id,
+    send_command,
+)
 from flyte_ddp.launch.dask.growth import GrowthWatch
 from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, GO, KILL, KILL_GRACE, STOP, NodeJob, decode
 from flyte_ddp.launch.dask.placement import Node, natural_key
@@ -69,6 +76,7 @@ class Attempt:
         self.nodes = nodes
         self.make_jobs = make_jobs
         self.growth = growth
+        self.scheduler_id = scheduler_id(run.client)
         self.larger: frozenset[str] = frozenset()  # addresses of the workers of the gang that follows this one
         self.name = f"{run.name}-{number}"  # also of the topic of its messages
         self.step = 0  # that the gang has reached
@@ -299,6 +307,10 @@ class Attempt:
         )
         if isinstance(cause, RankFailure) and cause.kind == "stall":
             return _join_stalls([failure for _, _, failure in self.failures if getattr(failure, "kind", "") == "stall"])
+        if isinstance(cause, NodeLost) and (now := scheduler_id(self.client)) != self.scheduler_id:
+            # Every node seems lost then: their messages come through the scheduler.
+            why = "another one has taken its place" if now else "it does not answer"
+            return NodeLost(f"the Dask scheduler was lost: {why}", "")
         if isinstance(cause, NodeLost) and cause.worker and "\n" not in str(cause):
             end = worker_end(self.run.config, cause.worker, WORKER_LOG_LINES)
             text = f"{cause}; {end}" if end.reason else str(cause)

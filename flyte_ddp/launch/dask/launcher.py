@@ -387,14 +387,15 @@ class _Launcher:
             pause = min(ROLL_CALL_INTERVAL, 0.1 + waited)
             time.sleep(min(pause, patience - waited) if waited < patience else pause)
         message = f"{len(workers)} of {self.config.num_nodes} workers are there and idle after {waited:.0f} s"
-        if self.client.status == "closed":
+        if is_gone := self.client.status == "closed":
             message = "the Dask scheduler is gone"
-        elif reason := explain_missing_workers(self.config, self.run_name):
-            message += f". {reason}"
+        if reason := explain_missing_workers(self.config, self.run_name):
+            message += f". {reason.rstrip('.')}"
         if self.previous is None:
             raise ClusterError(message)
         failure = self.previous.failure
-        raise WorkersLost(f"{message}. The gang had to restart, because {failure}") from failure
+        because = "" if is_gone else f". The gang had to restart, because {failure}"
+        raise WorkersLost(f"{message}{because}") from failure
 
     def _wait_for_data(self) -> str:
         if self.prepared is None:
