@@ -96,6 +96,7 @@ class Session:
     def __init__(self, process: RankProcess, open_store: Callable[[], Store]) -> None:
         self.checkpoints = process.job.checkpoints
         self.has_stopped = False  # the function was told to stop
+        self.was_terminated = False  # it was sent a signal instead
         self._process = process
         self._link = process.link
         self._open_store = open_store
@@ -188,7 +189,7 @@ class Session:
         """Wait until the checkpoints are written. Raises as `save`."""
         if self._store is not None:
             self._store.wait(self._beat)
-        if self._process.node.world_size > 1:
+        if self._num_polls and self._process.node.world_size > 1:
             # A rank that has ended refuses all its calls, so that no other rank waits for it, nor stops alone.
             with self._agreeing:
                 if self._num_refused < 0:
@@ -215,6 +216,7 @@ class Session:
         if self._num_polls:
             self._begin_to_stop(self._num_polls)
         else:
+            self.was_terminated = True
             os.kill(os.getpid(), self._link.stop_signal)
 
     def _beat(self) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from flyte_ddp import events
 from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import (
     OUT_OF_MEMORY,
     ClusterError,
@@ -33,7 +34,7 @@ from flyte_ddp.launch.dask.placement import assign_nodes
 from flyte_ddp.launch.failures import Ended, is_bug
 from flyte_ddp.rank.checkpoint_files import load_state
 from flyte_ddp.rank.job import Job
-from flyte_ddp.rank.programs import RecipeProgram
+from flyte_ddp.rank.programs import FunctionProgram, RecipeProgram
 from flyte_ddp.wall_time import AttemptEnded, AttemptStarted
 from tests.support.dask_runs import (
     LOCAL,
@@ -390,12 +391,16 @@ def test_a_stall_shows_the_stacks_of_all_nodes(client, tmp_path, fault):
 )
 def test_failures_that_count_as_a_bug(cause, previous, expected):
     earlier = Ended(RankFailure("", 0, "exception", previous[0]), previous[1], 0) if previous else None
-    assert is_bug(Ended(RankFailure("", 0, "exception", cause), 7, 0), earlier) is expected
+    ended = Ended(RankFailure("", 0, "exception", cause), 7, 0)
+    assert is_bug(ended, earlier, RecipeProgram("digits", TrainingConfig())) is expected
+    # For a function the number of restarts means what torchrun means by it.
+    is_user_error = "NonFiniteLoss" in cause or "DataError" in cause
+    assert is_bug(ended, earlier, FunctionProgram("train", b"")) is is_user_error
 
 
 def test_a_killed_rank_does_not_count_as_a_bug():
     ended = Ended(RankFailure("", 0, "signal", "SIGKILL"), 3, 0)
-    assert not is_bug(ended, ended)
+    assert not is_bug(ended, ended, RecipeProgram("digits", TrainingConfig()))
 
 
 def test_ranks_are_ordered_by_host_and_name():

@@ -93,7 +93,8 @@ def test_a_killed_rank_ends_the_run_within_seconds_with_all_its_processes(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("fault", "expected"), [("exit", "rank 1 failed: SystemExit: 3"), ("hard-exit", "rank 1 exited with code 3")]
+    ("fault", "expected"),
+    [("exit", "rank 1 failed: SystemExit: exit code 3"), ("hard-exit", "rank 1 exited with code 3")],
 )
 def test_a_rank_that_leaves_ends_the_run(tmp_path, monkeypatch, survivors, fault, expected):
     monkeypatch.setenv("FAULT", f"{fault} 1 5")

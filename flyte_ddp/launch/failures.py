@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from flyte_ddp.errors import OUT_OF_MEMORY, NodeLost, RankFailure, StorageUnavailable
+from flyte_ddp.rank.programs import Program
 
 MAX_LINES = 30  # of a traceback or a log in an error; with what stands around it, a screen
 MAX_WIDTH = 300  # characters of such a line
@@ -37,12 +38,16 @@ class Ended:
         return f"at step {self.step}" if self.step else "before its first step"
 
 
-def is_bug(ended: Ended, previous: Ended | None) -> bool:
-    """Return whether the recipe or its input is to blame, so that another attempt would end the same way."""
+def is_bug(ended: Ended, previous: Ended | None, program: Program) -> bool:
+    """Return whether the program or its input is to blame, and another attempt is not to be made."""
     failure = ended.failure
     if not isinstance(failure, RankFailure) or failure.kind != "exception" or is_store_outage(ended):
         return False
-    if failure.is_user_error or failure.error_name in BUGS:
+    if failure.is_user_error:
+        return True
+    if program.repeats_bugs:
+        return False
+    if failure.error_name in BUGS:
         return True
     kind = getattr(builtins, failure.error_name, None)
     if isinstance(kind, type) and not issubclass(kind, ENVIRONMENT_ERRORS):

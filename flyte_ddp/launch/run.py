@@ -50,8 +50,7 @@ class Gang:
         nnodes: machines; "1:4" for at least 1 and at most 4. One needs no cluster.
         nproc_per_node: ranks on each; "gpu" for one per GPU, "cpu" for one per core, "auto" for one per GPU, or two
             where there are none.
-        max_restarts: how often all ranks start again after one was killed, hung or lost, or failed in a way that
-            another attempt may not repeat.
+        max_restarts: how often all ranks start again after one raised, was killed, hung or was lost.
         cluster: the machines, with the fields of `ClusterConfig`, where `nnodes` is not 1.
         stall_timeout: seconds without a report of any rank until the run is ended with all stacks; it counts from the
             first `session.report` on.
@@ -200,9 +199,7 @@ def run_program(
             if client is None:
                 client = stack.enter_context(open_cluster(config, name))
             state = run_on_dask(job, None, client, config, listeners, relay, name)
-    if state.returned is None:
-        raise RuntimeError("the ranks exited without an error and without a value; please report this bug")
-    return state.returned.value
+    return state.returned.value if state.returned else cloudpickle.dumps(None)  # rank 0 ended by os._exit(0)
 
 
 def script_program(
@@ -246,8 +243,7 @@ class _Call:
     arguments: tuple[Any, ...]
 
     def __call__(self) -> bytes:
-        name = getattr(self.function, "__qualname__", "the function")
-        value = _call_to_exit(name, functools.partial(self.function, *self.arguments))
+        value = _call_to_exit(functools.partial(self.function, *self.arguments))
         return bytes(cloudpickle.dumps(value)) if os.environ["RANK"] == "0" else b""
 
 
@@ -288,7 +284,7 @@ class _Script:
         else:
             sys.path[:] = [str(directory), *others, self.working_directory]
             run = functools.partial(_run_as_main, str(file))
-        _call_to_exit(self.script, run)
+        _call_to_exit(run)
 
 
 def _run_as_main(file: str) -> None:
@@ -304,15 +300,15 @@ def _are_equal(one: Path, other: Path) -> bool:
     return one.is_file() and one.read_bytes() == other.read_bytes()
 
 
-def _call_to_exit(name: str, call: Callable[[], T]) -> T | None:
+def _call_to_exit(call: Callable[[], T]) -> T | None:
     """Return what `call` returns; None if it exits with code 0.
 
     Raises:
-        RuntimeError: it exits with another code, at the line that the traceback ends with.
+        SystemExit: it exits with another code.
     """
     try:
         return call()
     except SystemExit as end:
         if end.code in (None, 0):
             return None
-        raise RuntimeError(f"{name} ended with exit code {end.code}").with_traceback(end.__traceback__) from None
+        raise

@@ -145,7 +145,7 @@ def run_on_this_machine(
                         logger.warning(MORE_ACCUMULATION, smaller.config.gradient_accumulation)
                         continue
                     ended = Ended(failure, step.value, -1)
-                    if num_restarts == max_restarts or is_bug(ended, previous):
+                    if num_restarts == max_restarts or is_bug(ended, previous, job.program):
                         raise
                     num_restarts, previous = num_restarts + 1, ended
                     reason = first_line(failure) if failure.kind == "stall" else failure  # the log has the stacks

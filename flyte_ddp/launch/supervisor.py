@@ -38,6 +38,7 @@ from flyte_ddp.rank.programs import RecipeProgram
 
 NEVER_CONSEQUENCES = ("SIGKILL", OUT_OF_MEMORY)  # no failure of another rank ends a rank in these ways
 CAUSE_GRACE = 0.5  # seconds in which a second failure may turn out to be the cause of the first
+END_GRACE = 3.0  # seconds for a rank that has raised to call exit handlers and to write what its files hold back
 POLL_INTERVAL = 0.1  # seconds between checks of logs, heartbeats and the stop request
 LOG_TAIL = 20  # lines of a dead rank's output in the error
 MAX_MESSAGE = 6  # lines of an exception's own message
@@ -111,9 +112,11 @@ class _Ranks:
         # CUDA gives a process only the first of several MIG slices, so each rank must see its own alone.
         gpus = visible_gpus() if node.use_gpus else ()
         self.slices = gpus if any(name.startswith("MIG-") for name in gpus) else ()
-        # Per local rank: the time of its last progress, 0 before the first, and its step. Last: not 0 while rank 0
-        # writes a checkpoint. No lock: each slot has one writer.
-        self.beats = RawArray("d", [0.0, 0.0] * node.num_ranks + [0.0])
+        self.has_sent_stop = False
+        # Two numbers per local rank: the time of its last progress, 0 before the first, and its step. Then one per
+        # local rank: not 0 when its function has ended. Last: not 0 while rank 0 writes a checkpoint. No lock: a rank
+        # writes its own slots, and after its death this process.
+        self.beats = RawArray("d", [0.0, 0.0] * node.num_ranks + [0.0] * node.num_ranks + [0.0])
         try:
             with _no_main_module():
                 for local_rank in range(node.num_ranks):
@@ -143,23 +146,21 @@ class _Ranks:
         on_beat: Callable[[int, bool], None] | None,
     ) -> None:
         """Pass data and events on until every rank has succeeded. Raise if one fails, or if none makes progress."""
-        has_sent_stop = False
         has_data = preparation is None
         while any(rank.process.is_alive() or not rank.outcome for rank in self.ranks):
-            live = [rank for rank in self.ranks if not rank.up.closed]
-            ready = wait(
-                [*(rank.up for rank in live), *(rank.process.sentinel for rank in live)], timeout=POLL_INTERVAL
-            )
+            live = [rank for rank in self.ranks if not rank.up.closed or not rank.outcome]
+            pipes = [rank.up for rank in live if not rank.up.closed]
+            ready = wait([*pipes, *(rank.process.sentinel for rank in live)], timeout=POLL_INTERVAL)
             for rank in live:
                 # A process that the rank forked may hold the rank's pipes open, its sentinel's too: ask the kernel.
                 has_exited = rank.process.exitcode is not None
-                if has_exited or rank.up in ready:
+                if not rank.up.closed and (has_exited or rank.up in ready):
                     self._read(rank, emit)
-                if has_exited and not rank.up.closed:
+                if has_exited:
                     self._note_death(rank)
             self._relay_logs()
             if self.failures and time.monotonic() - self.failures[0][1] >= self._grace():
-                raise self._root_cause() if not has_sent_stop else self._stopped(stop)
+                raise self._root_cause() if not self.has_sent_stop else self._stopped(stop)
             if preparation and not has_data and preparation.is_done:
                 has_data = True
                 self._send_data(preparation.result())
@@ -169,8 +170,8 @@ class _Ranks:
                 on_beat(self._step(), bool(self.beats[-1]))
             if stop.is_set() and not has_data:
                 raise TrainingStopped(f"{stop.reason}: the run was stopped while its data were prepared")
-            if stop.is_set() and not has_sent_stop:
-                has_sent_stop = True
+            if stop.is_set() and not self.has_sent_stop:
+                self.has_sent_stop = True
                 for rank in self.ranks:
                     _send(rank, "stop", int(stop.forwarded))
             if stop.is_urgent or time.monotonic() > stop.deadline:
@@ -179,7 +180,7 @@ class _Ranks:
                 time.sleep(POLL_INTERVAL / 10)  # every pipe has ended, the processes are about to
         self._relay_logs()
         if self.failures:
-            raise self._root_cause() if not has_sent_stop else self._stopped(stop)
+            raise self._root_cause() if not self.has_sent_stop else self._stopped(stop)
         if any(rank.outcome == "stopped" for rank in self.ranks):
             raise TrainingStopped(f"{stop.reason}: the run was stopped {self._position()}")
 
@@ -223,19 +224,26 @@ class _Ranks:
             deadline = time.monotonic() + DEATH_GRACE
             while rank.process.exitcode is None and time.monotonic() < deadline:
                 time.sleep(POLL_INTERVAL / 10)
-            self._note_death(rank)
+            rank.up.close()
+            if rank.process.exitcode is not None or not self.job.program.may_exit:
+                self._note_death(rank)  # else it has become another program, whose exit code tells how it ended
 
     def _note_error(self, rank: _Rank, name: str, message: str, text: str, is_consequence: bool) -> None:
         what, cause = f"rank {rank.number} failed: {name}: {shorten(message, MAX_MESSAGE)}", f"{name}: {message}"
         failure = RankFailure(what, rank.number, "exception", cause, is_consequence)
-        if not failure.is_user_error:  # one line explains those
+        if text and not failure.is_user_error:  # one line explains those
             text = f"{what}\n{shorten_traceback(text)}"
             failure = RankFailure(text, rank.number, "exception", cause, is_consequence)
         self.failures.append((is_consequence, time.monotonic(), failure))
 
     def _note_death(self, rank: _Rank) -> None:
         rank.up.close()
-        if not rank.outcome:
+        if rank.outcome:
+            return
+        if rank.process.exitcode == 0 and self.job.program.may_exit:
+            rank.outcome = "stopped" if self.has_sent_stop else "done"
+            self.beats[2 * len(self.ranks) + self.ranks.index(rank)] = 1.0
+        else:
             self.failures.append((False, time.monotonic(), self._describe_death(rank)))
             rank.outcome = "error"
 
@@ -263,7 +271,10 @@ class _Ranks:
         if any(failure.cause in NEVER_CONSEQUENCES for _, _, failure in self.failures):
             return 0.0
         is_writing = self.beats[-1] and self.ranks[0].process.is_alive()
-        return WRITE_GRACE if is_writing and self.failures[0][2].kind == "exception" else CAUSE_GRACE
+        if is_writing and self.failures[0][2].kind == "exception":
+            return WRITE_GRACE
+        is_ending = any(rank.outcome == "error" and rank.process.is_alive() for rank in self.ranks)
+        return END_GRACE if is_ending else CAUSE_GRACE
 
     def _root_cause(self) -> RankFailure:
         """Return the failure that explains the others: the first that is not a consequence of a dead peer."""

@@ -7,7 +7,7 @@ is served from a thread that waits for the function's own import.
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import multiprocessing
 import sys
 import threading
@@ -18,6 +18,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from flyte_ddp import events, session
 from flyte_ddp.errors import StopRequested
+from flyte_ddp.rank.process_end import run_exit_handlers
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -54,11 +55,10 @@ def call_function(program: FunctionProgram, process: RankProcess) -> None:
             "write it to session.checkpoints, and return where it is"
         )
     current.close()
-    if process.node.world_size > 1:
-        store.open()  # may import torch, which a process that has shut down its threads cannot
-    _run_exit_handlers()
+    store.open_for_other_nodes()  # may import torch, which a process that has shut down its threads cannot
+    run_exit_handlers()
     store.wait_until_all_ended()
-    if current.has_stopped:
+    if current.has_stopped or current.was_terminated:
         raise StopRequested
     if process.rank == 0:
         link.emit(events.FunctionReturned(value, time.time() - started))
@@ -68,15 +68,6 @@ def _be_a_main_process() -> None:
     """Undo what shows that the process was started by multiprocessing: a script may ask, or choose a start method."""
     multiprocessing.set_start_method(None, force=True)  # none is chosen
     multiprocessing.current_process().name = "MainProcess"
-
-
-def _run_exit_handlers() -> None:
-    """Wait for threads and call `atexit` handlers, as the end of a Python process does, which a rank's is not.
-
-    Loggers and writers of files rely on it. Not after an exception: a thread may wait for a dead peer.
-    """
-    threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does at the end of a process
-    atexit._run_exitfuncs()
 
 
 def _has_imported_torch() -> bool:
@@ -111,16 +102,24 @@ class _Store:
         assert self._store is not None  # the thread has ended
         return self._store
 
+    def open_for_other_nodes(self) -> None:
+        """Open the store if the ranks of other nodes have to learn by it that this one has ended, or this of them."""
+        if self._process.node.num_nodes > 1:
+            self.open()
+
     def wait_until_all_ended(self) -> None:
         """Wait, on rank 0, for the functions of all ranks: they may use the store until they return."""
-        world_size = self._process.node.world_size
-        if world_size == 1:
+        node, link = self._process.node, self._process.link
+        link.set_ended()
+        if self._process.rank > 0:
+            if node.first_rank > 0:
+                with contextlib.suppress(RuntimeError):  # rank 0 has ended already, by os._exit
+                    self.open().add(ENDED, 1)
             return
-        store = self.open()
-        num_ended = store.add(ENDED, 1)
-        while self._process.rank == 0 and num_ended < world_size:
+        while not link.all_ended:
             time.sleep(POLL_INTERVAL)
-            num_ended = store.add(ENDED, 0)
+        while node.num_nodes > 1 and self.open().add(ENDED, 0) < node.world_size - node.num_ranks:
+            time.sleep(POLL_INTERVAL)
 
     def _open(self) -> None:
         while not (_has_imported_torch() or self._is_needed.wait(POLL_INTERVAL)):

@@ -8,8 +8,9 @@ to import.
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import faulthandler
-import gc
 import io
 import os
 import re
@@ -28,10 +29,11 @@ from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING, Any
 
-from flyte_ddp import events
+from flyte_ddp import errors, events
 from flyte_ddp.errors import StopRequested, StorageUnavailable
 from flyte_ddp.rank.fast_start import keep_freed_memory
 from flyte_ddp.rank.job import Job, NodeRanks, rank_log, rank_stacks
+from flyte_ddp.rank.process_end import release_program, run_exit_handlers
 from flyte_ddp.rank.programs import CUDA_OUT_OF_MEMORY
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ class SupervisorLink:
         self._sending = threading.Lock()  # the thread that writes checkpoints sends as well
         self._down = down
         self._beats = beats
+        self._num_ranks = len(beats) // 3  # of this node
         self._local_rank = local_rank
         self._stop = threading.Event()
         self.stop_signal = int(signal.SIGTERM)  # by which a function that does not ask learns of a stop
@@ -86,6 +89,15 @@ class SupervisorLink:
     def set_writing(self, is_writing: bool) -> None:
         """Report, on rank 0, whether it writes a checkpoint: the supervisor waits for that if another rank fails."""
         self._beats[-1] = float(is_writing)
+
+    def set_ended(self) -> None:
+        """Report to the other ranks of this node that this one's function has ended."""
+        self._beats[2 * self._num_ranks + self._local_rank] = 1.0
+
+    @property
+    def all_ended(self) -> bool:
+        """True once the function of each rank of this node has ended."""
+        return all(self._beats[2 * self._num_ranks : 3 * self._num_ranks])
 
     def emit(self, event: events.Event) -> None:
         """Send `event` to the listeners of the run."""
@@ -165,8 +177,7 @@ def run_rank(
     Args:
         listener: the listening socket of the rendezvous, on rank 0; None elsewhere.
         up, down: pipes to and from the supervisor.
-        beats: shared memory, two numbers per local rank: the time of its last progress, and its step; and one that is
-            not 0 while rank 0 writes a checkpoint.
+        beats: shared memory, see `_Ranks` in launch/supervisor.py.
         logs: directory of the files that `rank_log` and `rank_stacks` name.
     """
     os.setpgid(0, 0)  # so that the supervisor can kill this process with all that it starts, such as loader workers
@@ -187,29 +198,47 @@ def run_rank(
         job.program.run(RankProcess(job, node, local_rank, listener, link))
     except BaseException as error:
         if isinstance(error, StopRequested):
-            link.send("stopped")
+            outcome: tuple[Any, ...] = ("stopped",)
         else:
-            text = "".join(traceback.format_exception(type(error), error, _frames_of_program(error)))
-            message = str(error)
-            if type(error).__name__ == CUDA_OUT_OF_MEMORY:
-                message += f". {MEMORY_HINT}"
-            is_consequence = (
-                isinstance(error, (RuntimeError, OSError))
-                and not isinstance(error, StorageUnavailable)  # which may also say that a connection was refused
-                and bool(PEER_FAILURE.search(str(error)))
-            )
-            # The supervisor reports the cause, once. Of its consequences a line in the log is enough.
-            if is_consequence:
-                print(f"{type(error).__name__}: {message}".partition("\n")[0], file=sys.stderr)  # noqa: T201
-            link.send("error", type(error).__name__, message, text, is_consequence)
+            outcome = ("error", *_describe(error))
+            link.send(*outcome)  # now, because what follows may wait for dead peers; the supervisor ends it in time
+        has_failed = True
+        traceback.clear_frames(error.__traceback__)
     else:
-        gc.collect()  # ends loader processes, which would else leave their semaphores to the resource tracker
-        link.send("done")
-    # Not a normal exit: after an error it would wait for threads that wait for dead peers, and after a good run gloo's
-    # threads now and then abort the interpreter on its way out. The supervisor kills what is left of the group.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+        outcome, has_failed = ("done",), False
+    with contextlib.suppress(Exception):
+        if has_failed:
+            run_exit_handlers(after_error=True)
+        release_program()  # ends loader processes too, which would leave their semaphores to the resource tracker
+    if outcome[0] != "error":
+        link.send(*outcome)
+    os._exit(has_failed)  # the supervisor kills what is left of the group
+
+
+def _describe(error: BaseException) -> tuple[str, str, str, bool]:
+    """Return the name of an error's class, its message, its traceback, and whether a peer's death is its cause."""
+    if isinstance(error, SystemExit):  # without a traceback, as Python ends
+        message = f"exit code {error.code}" if isinstance(error.code, int) else str(error.code)
+        return "SystemExit", message, "", False
+    text = "".join(traceback.format_exception(type(error), error, _frames_of_program(error)))
+    try:
+        message = str(error)
+    except Exception as problem:
+        message = f"a message that cannot be shown ({type(problem).__name__})"
+    is_consequence = (
+        isinstance(error, (RuntimeError, OSError))
+        and not isinstance(error, StorageUnavailable)  # which may also say that a connection was refused
+        and bool(PEER_FAILURE.search(message))
+    )
+    name = type(error).__name__
+    if any(getattr(module, name, type(error)) is not type(error) for module in (errors, builtins)):
+        name = f"{type(error).__module__}.{name}"  # not the one that has this name here
+    if name == CUDA_OUT_OF_MEMORY:
+        message += f". {MEMORY_HINT}"
+    # The supervisor reports the cause, once. Of its consequences a line in the log is enough.
+    if is_consequence:
+        print(f"{name}: {message}".partition("\n")[0], file=sys.stderr)  # noqa: T201
+    return name, message, text, is_consequence
 
 
 def _frames_of_program(error: BaseException) -> types.TracebackType | None:

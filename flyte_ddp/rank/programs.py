@@ -34,6 +34,8 @@ class RecipeProgram:
     recipe: str
     config: TrainingConfig
     initial_state: str = ""  # fsspec URL of the state dict that a new run starts from; "" for fresh weights
+    may_exit: typing.ClassVar[bool] = False  # a rank that ends its process itself, with code 0, has succeeded
+    repeats_bugs: typing.ClassVar[bool] = False  # an exception that would repeat is answered by a restart too
 
     @property
     def name(self) -> str:
@@ -112,6 +114,8 @@ class FunctionProgram:
     directory: str = ""  # of a script, which needs the files beside it
     stall_timeout: float = 1800.0  # seconds; it counts from the first `session.report` on
     store_timeout: float = 600.0  # seconds without the checkpoints' store until the attempt ends recoverably
+    may_exit: typing.ClassVar[bool] = True
+    repeats_bugs: typing.ClassVar[bool] = True  # as torchrun's max_restarts
     variables: dict[str, str] = dataclasses.field(default_factory=dict)  # of the environment of every rank
 
     @property

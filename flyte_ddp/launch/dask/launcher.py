@@ -289,7 +289,7 @@ class _Launcher:
         """Log the restart that follows, or raise if there is none."""
         previous, self.previous = self.previous, ended
         failure, what = ended.failure, first_line(ended.failure)
-        if is_bug(ended, previous):
+        if is_bug(ended, previous, self.job.program):
             raise failure
         if is_out_of_memory(ended) and is_out_of_memory(previous) and made_no_progress(ended, previous):
             raise OutOfMemory(

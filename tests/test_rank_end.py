@@ -1,0 +1,183 @@
+"""A rank ends as Python ends a program: nothing that was written is lost, and exit codes mean what they mean."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import flyte_ddp
+from flyte_ddp.errors import ConfigError, RankFailure
+from flyte_ddp.rank import process_end
+from tests.test_run import OURS, SCRIPTS, TORCHRUN, environment
+
+ENDS = ("return", "exit", "raise", "late")
+FILES = {"log": "log", "csv": "a,1\r\n", "local": "local", "atexit": "exit"}
+
+
+def launch(command, directory, *arguments, **options):
+    return subprocess.run(
+        [*command, "--nproc-per-node", "2", *map(str, arguments)],
+        cwd=directory,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """The finished command and its directory, by launcher and by how the script ended."""
+
+    def run(launcher, how):
+        directory = tmp_path_factory.mktemp(f"{how}-")
+        done = launch(commands[launcher], directory, SCRIPTS / "ending.py", directory, how)
+        return (launcher, how), (done, directory)
+
+    commands = {"torchrun": TORCHRUN, "ours": OURS}
+    cases = [("torchrun", "return"), *(("ours", how) for how in ENDS)]
+    with ThreadPoolExecutor(2) as pool:
+        return dict(pool.map(lambda case: run(*case), cases))
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_files_that_are_open_at_the_end_have_their_last_lines(ended, how):
+    for launcher in ("ours", "torchrun"):
+        done, directory = ended.get((launcher, how), ended["torchrun", "return"])
+        # After an error the other rank may be ended before its own end.
+        ranks = [rank for rank in (0, 1) if launcher == "torchrun" or (directory / f"log-{rank}").exists()]
+        assert ranks if how in ("exit", "raise") else ranks == [0, 1]
+        complete = [rank for rank in ranks if (directory / f"atexit-{rank}").exists()]
+        assert complete if how in ("exit", "raise") else complete == [0, 1]
+        for rank in complete:
+            found = {name: (directory / f"{name}-{rank}").read_bytes().decode() for name in FILES}
+            assert found == FILES, (launcher, rank, done.stderr)
+            assert gzip.decompress((directory / f"gzip-{rank}").read_bytes()) == b"packed"
+            assert (directory / f"del-{rank}").read_text() == ("return" if launcher == "torchrun" else how)
+
+
+def test_an_error_is_shown_and_an_exit_has_no_traceback(ended):
+    codes = {how: ended["ours", how][0].returncode for how in ENDS}
+    assert codes == {"return": 0, "late": 0, "exit": 1, "raise": 1}
+    raised, left = ended["ours", "raise"][0].stderr, ended["ours", "exit"][0].stderr
+    assert "failed: ValueError: an error\nTraceback" in raised
+    assert "Traceback" not in left
+    assert "failed: SystemExit: an end\nin two lines" in left
+
+
+def test_what_ranks_print_is_shown_once(ended):
+    for how in ENDS:
+        done, _ = ended["ours", how]
+        assert sorted((done.stdout + done.stderr).count(f"[rank {rank}] printed") for rank in (0, 1)) == [1, 1]
+
+
+# Exit codes
+
+
+def script(directory, *lines):
+    file = directory / "script.py"
+    file.write_text("import os, sys, time, signal\nrank = os.environ['RANK']\n" + "\n".join(lines))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [
+        (["os._exit(0)"], 0),
+        (["if rank == '0': os._exit(0)", "time.sleep(1)"], 0),
+        (["os.execv(sys.executable, [sys.executable, '-c', 'print(1)'])"], 0),
+        (["if rank == '1': os.execv(sys.executable, [sys.executable, '-c', 'exit(7)'])"], 1),
+        (["os._exit(3 if rank == '1' else 0)"], 1),
+    ],
+    ids=["_exit", "one rank", "exec", "exec that fails", "_exit that fails"],
+)
+def test_a_rank_that_ends_its_process_itself_is_judged_by_its_code(tmp_path, lines, code):
+    count = f"open({str(tmp_path / 'starts')!r}, 'a').write(rank)"
+    done = launch(OURS, tmp_path, "--max-restarts", 1, script(tmp_path, count, *lines))
+    assert done.returncode == code, done.stderr
+    assert len((tmp_path / "starts").read_text()) == (2 if code == 0 else 4)
+    if code:
+        assert f"rank 1 exited with code {7 if 'exec' in lines[0] else 3}" in done.stderr
+
+
+def test_a_function_that_ends_its_process_returns_nothing():
+    assert flyte_ddp.run(os._exit, 0) is None
+
+
+def test_a_script_without_torch_does_not_import_it_at_its_end(tmp_path):
+    look = "import atexit; atexit.register(lambda: print('torch' in sys.modules))"
+    done = launch(OURS, tmp_path, script(tmp_path, look))
+    assert (done.returncode, done.stdout.count("False"), done.stdout.count("True")) == (0, 2, 0)
+
+
+def test_a_script_that_ends_well_after_sigterm_was_stopped_all_the_same(tmp_path):
+    lines = ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))", "print('ready', flush=True)", "time.sleep(60)")
+    command = [*OURS, "--nproc-per-node", "2", str(script(tmp_path, *lines))]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        for _ in range(2):
+            run.stdout.readline()
+        run.terminate()
+        _, errors = run.communicate(timeout=60)
+    assert run.returncode == 143, errors
+    assert "SIGTERM: the run was stopped" in errors
+
+
+# Errors of any kind
+
+
+class ConfigErrorOfTheirOwn(Exception):
+    pass
+
+
+ConfigErrorOfTheirOwn.__name__ = "ConfigError"
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no")
+
+
+def fail(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "is_user_error"),
+    [
+        (ConfigErrorOfTheirOwn("theirs"), "tests.test_rank_end.ConfigError: theirs\nTraceback", False),
+        (ConfigError("ours"), "rank 0 failed: ConfigError: ours", True),
+        (Unprintable(), "rank 0 failed: Unprintable: a message that cannot be shown (RuntimeError)\nTraceback", False),
+    ],
+)
+def test_an_error_of_a_function_keeps_its_class_and_frames(error, expected, is_user_error):
+    with pytest.raises(RankFailure) as raised:
+        flyte_ddp.run(fail, error)
+    assert expected in str(raised.value)
+    assert ("in fail" in str(raised.value)) is not is_user_error
+    assert raised.value.is_user_error is is_user_error
+
+
+def test_threads_of_a_program_that_failed_are_not_waited_for(monkeypatch):
+    import threading
+
+    release = threading.Event()
+    threading.Thread(target=release.wait).start()
+    monkeypatch.setattr(process_end.atexit, "_run_exitfuncs", lambda: None)
+    monkeypatch.setattr(process_end, "THREADS_GRACE", 0.1)
+    started = time.monotonic()
+    process_end.run_exit_handlers(after_error=True)
+    release.set()
+    assert time.monotonic() - started < 30
+
+
+def test_this_package_and_libraries_are_no_part_of_a_program():
+    found = {name for name, module in sys.modules.items() if process_end._is_of_program(module)}
+    assert {"tests.test_rank_end", "tests.test_run"} <= found
+    assert not {"flyte_ddp", "flyte_ddp.session", "pytest", "json", "subprocess", "builtins"} & found
