@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 
@@ -49,6 +50,7 @@ class RankFailure(RuntimeError):
         cause: the exception's class name and message, or the signal's name: equal for the same bug in two attempts.
             OUT_OF_MEMORY for a SIGKILL by the kernel's out-of-memory killer.
         is_consequence: the error of a rank whose peer has died, so another failure is to blame.
+        timestamp: when it was noticed, in seconds since the epoch.
     """
 
     def __init__(self, message: str, rank: int, kind: str, cause: str, is_consequence: bool = False) -> None:
@@ -57,6 +59,7 @@ class RankFailure(RuntimeError):
         self.kind = kind
         self.cause = cause
         self.is_consequence = is_consequence
+        self.timestamp = time.time()
 
     @property
     def error_name(self) -> str:

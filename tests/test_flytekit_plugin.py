@@ -6,17 +6,20 @@ import inspect
 import os
 import subprocess
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import flytekit
 import pytest
 import s3fs
 from flyteidl.core.literals_pb2 import LiteralMap
-from flytekit import FlyteContextManager, PodTemplate, Resources, dynamic, task
+from flytekit import Artifact, FlyteContextManager, PodTemplate, Resources, dynamic, task
 from flytekit.configuration import Image, ImageConfig, SerializationSettings
+from flytekit.core.context_manager import ExecutionState, OutputMetadataTracker
 from flytekit.core.type_engine import TypeEngine
-from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 from flytekit.extras.accelerators import T4
 from flytekit.tools.translator import get_serializable
 from flytekit.types.file import FlyteFile
@@ -81,7 +84,10 @@ def test_a_bug_is_reported_with_its_rank_and_the_users_frames_alone_and_not_retr
     with pytest.raises(TaskFailed) as caught:
         tasks.fail(kind="bug")
 
+    assert isinstance(caught.value, FlyteUserRuntimeException)  # as Elastic raises it
     assert not isinstance(caught.value, FlyteRecoverableException)
+    assert abs(caught.value.timestamp - time.time()) < 600
+    assert pytest.ExceptionInfo.from_exception(caught.value).traceback  # what pytest reports of an uncaught one
     lines = str(caught.value).splitlines()
     assert lines[1].strip() == "rank 1 failed: ValueError: expected something else"
     frames = [line for line in lines if line.lstrip().startswith("File ")]
@@ -90,8 +96,36 @@ def test_a_bug_is_reported_with_its_rank_and_the_users_frames_alone_and_not_retr
 
 def test_flytes_recoverable_exception_and_its_subclasses_stay_recoverable(monkeypatch):
     monkeypatch.setattr(FunctionProgram, "slow_imports", ("torch",))  # ranks of functions too are forked: faster
-    with pytest.raises(FlyteRecoverableException, match="rank 1 failed: .*NotReady: the data is not there yet"):
+    with pytest.raises(
+        FlyteRecoverableException, match="rank 1 failed: .*NotReady: the data is not there yet"
+    ) as found:
         tasks.fail(kind="not ready")
+    assert found.value.timestamp is not None
+
+
+@pytest.mark.parametrize(("start_method", "name"), [("spawn", ""), ("fork", "local")])
+def test_a_rank_has_the_execution_and_the_artifacts_that_elastics_would_have(start_method, name, monkeypatch):
+    monkeypatch.delenv("FLYTE_INTERNAL_EXECUTION_ID", raising=False)
+    monkeypatch.setattr(FunctionProgram, "slow_imports", ("torch",))
+    words = Artifact(name="words")
+
+    class Card:
+        def serialize_to_string(self, ctx, variable_name):
+            return "card", f"of {flytekit.current_context().execution_id.name!r}"
+
+    def write() -> Annotated[str, words]:
+        return words.create_from("hello", Card())
+
+    write.__annotations__["return"] = Annotated[str, words]
+    distributed = task(task_config=Distributed(start_method=start_method))(write)
+    context, tracker = FlyteContextManager.current_context(), OutputMetadataTracker()
+    mode = ExecutionState.Mode.LOCAL_TASK_EXECUTION
+    state = context.execution_state.with_params(mode=mode)
+    builder = context.with_execution_state(state).with_output_metadata_tracker(tracker)
+    with FlyteContextManager.with_context(builder):
+        value = distributed.execute()
+    (item,) = tracker.get(value).additional_items
+    assert item.serialize_to_string(context, "o0") == ("card", f"of {name!r}")
 
 
 @pytest.mark.slow
@@ -235,6 +269,10 @@ def test_an_import_change_turns_an_elastic_task_into_ours():
     assert own.metadata.retries == theirs.metadata.retries == 3
     assert own.task_config.list_ignored() == ["run_policy"]
     assert own.task_config.gang().cluster_config().start_timeout == 1000
+    assert own.get_custom(SETTINGS) == theirs.get_custom(SETTINGS)
+    assert "runPolicy" in own.get_custom(SETTINGS)
+    assert own.pod_template.pod_spec == theirs.pod_template.pod_spec
+    assert template_of(own).k8s_pod is None  # the driver's pod has no ranks
 
 
 def test_the_sizes_of_a_task_are_those_of_its_ranks_pods(monkeypatch):
@@ -255,6 +293,7 @@ def test_the_sizes_of_a_task_are_those_of_its_ranks_pods(monkeypatch):
     assert {str(each.name): each.value for each in template.container.resources.requests} == {"1": "1", "3": "2Gi"}
     assert template.extended_resources is None
     assert train._not_moved == ["accelerator"]
+    assert cluster.kubernetes.shared_memory == "64Gi"  # all of it, as Elastic gives
     assert template.type == "python-task"
 
 
@@ -271,7 +310,16 @@ def test_a_pod_with_ranks_has_shared_memory_and_knows_its_gpus():
     assert template(increase_shared_mem=False).extended_resources is None
     assert template(shared_memory="1Gi").extended_resources.shared_memory.size_limit == "1Gi"
     mounted = V1Container(name="primary", volume_mounts=[V1VolumeMount(name="own", mount_path="/dev/shm")])
-    assert template(pod_template=PodTemplate(pod_spec=V1PodSpec(containers=[mounted]))).extended_resources is None
+    for containers in ([mounted], [V1Container(name="primary"), V1Container(name="secondary")]):
+        several = PodTemplate(pod_spec=V1PodSpec(containers=containers))
+        for nnodes in (1, 2):
+            with pytest.raises(ConfigError, match="^increase_shared_mem: expected False for a pod_template"):
+                task(task_config=Distributed(nnodes=nnodes), pod_template=several)(train)
+            task(task_config=Distributed(nnodes=nnodes, increase_shared_mem=False), pod_template=several)(train)
+        assert len(several.pod_spec.containers) == len(containers)
+    sized = task(task_config=Distributed(nnodes=2), shared_memory="1Gi", requests=Resources(mem="4Gi"))(train)
+    assert sized.pod_template is None
+    assert sized._pods == {"worker_memory": "4Gi", "shared_memory": "1Gi"}
 
 
 @pytest.mark.parametrize(

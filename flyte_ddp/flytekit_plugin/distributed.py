@@ -16,6 +16,8 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 from flytekit import Deck, FlyteContextManager, PythonFunctionTask
+from flytekit.configuration import SerializationSettings
+from flytekit.core.context_manager import OutputMetadata
 from flytekit.core.tracker import extract_task_module
 from flytekit.core.type_engine import TypeEngine
 from flytekit.deck.deck import _output_deck
@@ -24,12 +26,18 @@ from flytekit.models.literals import LiteralMap
 from google.protobuf.json_format import MessageToDict
 
 from flyte_ddp.cluster.admission import check_kind, load_allowed
-from flyte_ddp.cluster.config import known_fields
+from flyte_ddp.cluster.config import KubernetesConfig, known_fields
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin.deck import DeckPublisher
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution, is_in_pod, share_storage_credentials
-from flyte_ddp.flytekit_plugin.pods import describe_pods, fit_driver_pod, fit_own_pod
+from flyte_ddp.flytekit_plugin.pods import (
+    add_shared_memory,
+    describe_elastic,
+    describe_pods,
+    fit_driver_pod,
+    fit_own_pod,
+)
 from flyte_ddp.flytekit_plugin.rank_call import TaskCall, unpack
 from flyte_ddp.flytekit_plugin.shipping import ship_all_files
 from flyte_ddp.launch.devices import num_gpus
@@ -53,13 +61,15 @@ class Distributed:
     Args:
         nnodes: machines; "1:4" for at least 1 and at most 4. One is the task's own pod and needs no cluster.
         nproc_per_node: ranks on each; "gpu" for one per GPU, "auto" for one per GPU, or two where there are none.
-        start_method: "spawn" or "fork", which changes nothing: ranks are always fresh processes.
+        start_method: "spawn" or "fork": ranks are always fresh processes. In a local run, those of "fork" have the
+            name of the parent's execution, as forked ones would.
         monitor_interval: changes nothing: the end of a rank is noticed at once.
         max_restarts: how often all ranks start again, within one attempt of Flyte's, after one was killed, hung or
             lost, or failed in a way that another attempt may not repeat.
         rdzv_configs: "join_timeout" is the number of seconds that a cluster of several nodes may take to start; the
             rest has no meaning here.
-        increase_shared_mem: give a pod with ranks as much shared memory as it has memory, if the task does not say.
+        increase_shared_mem: give a pod with ranks as much shared memory as it has memory, if neither the task's
+            `shared_memory` nor `cluster` names its size.
         run_policy: Kubeflow's, which changes nothing: the task's own `timeout` and `retries` count.
         cluster: the machines, with the fields of `flyte_ddp.cluster.config.ClusterConfig`. What it does not name
             follows from the task's `requests` and `limits`: they are those of each machine's pod.
@@ -115,7 +125,12 @@ class Distributed:
         gpus = pods.pop("gpus_per_node", 0)
         if kind == "kubernetes":
             values.setdefault("gpus_per_node", gpus)
-            values["kubernetes"] = {**pods, **values.get("kubernetes", {})}
+            kubernetes = {**pods, **values.get("kubernetes", {})}
+            if self.increase_shared_mem:
+                kubernetes.setdefault(
+                    "shared_memory", kubernetes.get("worker_memory", KubernetesConfig().worker_memory)
+                )
+            values["kubernetes"] = kubernetes
         elif kind == "local" and values.get("gpus_per_node", 0) > num_gpus():
             values["gpus_per_node"] = 0  # the same task, tried out on a machine without GPUs
         return dataclasses.replace(gang, cluster=values)
@@ -144,11 +159,15 @@ class Distributed:
 class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
     """The task that `@task(task_config=Distributed(...))` makes."""
 
+    pod_template: Any
+
     def __init__(self, task_config: Distributed, task_function: Callable[..., Any], **options: Any) -> None:
         behavior = PythonFunctionTask.ExecutionBehavior.DEFAULT
         if options.get("execution_mode", behavior) is not behavior:
             raise ConfigError("task_config: expected Distributed for @task, got it for another decorator")
         ship_all_files()
+        has_shared_memory = bool(options.get("shared_memory"))
+        self._driver_template = options.get("pod_template")
         self._pods: dict[str, Any] = {}  # sizes of the ranks' pods, as the task's own options have them
         self._not_moved: list[str] = []  # other options that would be meant for those pods
         if task_config.gang().needs_cluster:
@@ -158,6 +177,36 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         else:
             options = fit_own_pod(options, task_config.increase_shared_mem)
         super().__init__(task_config, task_function, task_type="python-task", **options)
+        if task_config.gang().needs_cluster and task_config.increase_shared_mem and not has_shared_memory:
+            self.pod_template = add_shared_memory(self.pod_template)  # as Elastic shows it; the driver needs none
+
+    def get_container(self, settings: SerializationSettings) -> Any:
+        with self._as_driver():
+            return super().get_container(settings)
+
+    def get_k8s_pod(self, settings: SerializationSettings) -> Any:
+        with self._as_driver():
+            return super().get_k8s_pod(settings)
+
+    def get_config(self, settings: SerializationSettings) -> Any:
+        with self._as_driver():
+            return super().get_config(settings)
+
+    @contextlib.contextmanager
+    def _as_driver(self) -> Iterator[None]:
+        """Have the pod template that the task is registered with, for the block."""
+        template, self.pod_template = self.pod_template, self._driver_template
+        try:
+            yield
+        finally:
+            self.pod_template = template
+
+    def get_custom(self, settings: SerializationSettings) -> dict[str, Any] | None:
+        """Return for several nodes what Elastic returns, for tools that read it. Flyte runs a plain container."""
+        if self.task_config.gang().needs_cluster:
+            return describe_elastic(self.task_config.gang(), self.task_config.run_policy)
+        own: dict[str, Any] | None = super().get_custom(settings)
+        return own
 
     def _literal_map_to_python_input(self, literal_map: LiteralMap, ctx: Any) -> dict[str, Any]:
         """Return the inputs as they are: only the ranks need Python values."""
@@ -179,6 +228,10 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         outputs = self.python_interface.outputs
         literals = self._run(TypeEngine.dict_to_literal_map(context, inputs, self.python_interface.inputs))
         values = tuple(TypeEngine.literal_map_to_kwargs(context, literals, outputs)[name] for name in outputs)
+        for name, value in zip(outputs, values, strict=True):
+            if (metadata := literals.literals[name].metadata) and (tracker := context.output_metadata_tracker):
+                items: list[Any] = [_MetadataItem(*item) for item in metadata.items()]
+                tracker.add(value, OutputMetadata(None, None, None, items))
         return values if len(values) > 1 else next(iter(values), None)
 
     def _run(self, inputs: LiteralMap) -> LiteralMap:
@@ -235,6 +288,9 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             checkpoints=checkpoints,
         )
         own = {name: value for name, value in os.environ.items() if name.startswith(FLYTE_VARIABLES)}
+        if self.task_config.start_method == "fork":  # Elastic's forked ranks have the execution of their parent
+            for name, attribute in {"ID": "name", "PROJECT": "project", "DOMAIN": "domain"}.items():
+                own.setdefault(f"FLYTE_INTERNAL_EXECUTION_{name}", getattr(parameters.execution_id, attribute))
         return FunctionProgram(
             name=attribute,
             call=cloudpickle.dumps(call),
@@ -251,6 +307,17 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
                 f"{self.name}: these options of the task do not reach the pods of its ranks, which have their own in "
                 f"task_config.cluster.kubernetes: {', '.join(self._not_moved)}"
             )
+
+
+@dataclass(frozen=True)
+class _MetadataItem:
+    """An item of an output's metadata, as a rank has made it of an artifact's card for example."""
+
+    name: str
+    text: str
+
+    def serialize_to_string(self, ctx: Any, variable_name: str) -> tuple[str, str]:
+        return self.name, self.text
 
 
 @contextlib.contextmanager

@@ -8,14 +8,17 @@ lead from Flyte to the launcher and explain nothing, so they are hidden. The rep
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
 
 import click
-from flytekit.core.context_manager import FlyteContextManager
-from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 
 from flyte_ddp import errors
 from flyte_ddp.errors import RankFailure, SweepFailed, TrainingStopped
+from flyte_ddp.flytekit_plugin.flyte_context import is_flyte_task
 from flyte_ddp.launch.failures import first_line, shorten
 
 # Only the user can fix these. Another attempt would end in the same way.
@@ -32,10 +35,20 @@ RECOVERABLE_ERRORS = (
 RECOVERABLE_KINDS = ("signal", "exit", "stall")  # of a rank's failure
 
 
-class _WithoutFrames:
-    """A mixin for exceptions that hides the frames of the driver."""
+def _frames(error: Any) -> TracebackType | None:
+    if is_flyte_task() or click.get_current_context(silent=True) is not None:
+        return None
+    frames: TracebackType | None = BaseException.__dict__["__traceback__"].__get__(error)
+    return frames
 
-    __traceback__ = property(lambda self: None, lambda self, value: None)
+
+class _WithoutFrames:
+    """A mixin for exceptions that hides the frames of the driver from Flyte and pyflyte, which would print them.
+
+    Others see them: pytest cannot report an exception without a traceback.
+    """
+
+    __traceback__ = property(_frames, lambda self, value: None)
 
 
 class InputError(click.BadParameter, ValueError):
@@ -53,8 +66,14 @@ class RecoverableError(_WithoutFrames, FlyteRecoverableException):  # type: igno
     """A failure that another attempt may survive. Flyte retries it."""
 
 
-class TaskFailed(_WithoutFrames, RuntimeError):
-    """A failure that another attempt would repeat, such as a bug in a recipe."""
+class TaskFailed(_WithoutFrames, FlyteUserRuntimeException, RuntimeError):  # type: ignore[misc]
+    """A failure that another attempt would repeat, such as a bug in a recipe; of the class that kfpytorch raises."""
+
+    def __init__(self, text: str, timestamp: float | None = None) -> None:
+        FlyteUserRuntimeException.__init__(self, RuntimeError(text), timestamp)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @contextlib.contextmanager
@@ -81,25 +100,29 @@ def _translate(error: Exception) -> BaseException:
         return KeyboardInterrupt(str(error))
     if isinstance(error, RankFailure):
         if error.kind in RECOVERABLE_KINDS:
-            return _shown(RecoverableError, str(error))
+            return _shown(RecoverableError, error)
         if error.is_user_error:
             return UserError(error.cause.partition(": ")[2])
         kind = getattr(errors, error.error_name, Exception)
         may_succeed = issubclass(kind, RECOVERABLE_ERRORS) or error.error_name == FlyteRecoverableException.__name__
-        return _shown(RecoverableError if may_succeed else TaskFailed, str(error))
+        return _shown(RecoverableError if may_succeed else TaskFailed, error)
     if isinstance(error, SweepFailed):
-        return _shown(RecoverableError, str(error)) if error.may_succeed else UserError(str(error))
+        return _shown(RecoverableError, error) if error.may_succeed else UserError(str(error))
     if isinstance(error, USER_ERRORS):
         return UserError(str(error))
-    return _shown(RecoverableError, str(error))
+    return _shown(RecoverableError, error)
 
 
-def _shown(kind: type[Exception], text: str) -> Exception:
-    """Return an exception with the first line of `text` as its message, and the rest as its one traceback."""
-    details = shorten(text.partition("\n")[2])
-    error = kind(first_line(text))
-    state = FlyteContextManager.current_context().execution_state
-    if details and hasattr(error, "add_note") and state is not None and not state.is_local_execution():
-        error.add_note(details)  # Flyte prints the notes in "Trace:" alone
-        return error
-    return kind(f"{first_line(text)}\n{details}") if details else error
+def _shown(kind: Any, error: Exception) -> BaseException:
+    """Return an exception with the first line of `error`'s text as its message, and the rest as its one traceback."""
+    text = str(error)
+    message, details = first_line(text), shorten(text.partition("\n")[2])
+    can_note = hasattr(kind, "add_note") and is_flyte_task()
+    shown: Any = kind(
+        f"{message}\n{details}" if details and not can_note else message,
+        timestamp=getattr(error, "timestamp", time.time()),
+    )
+    if details and can_note:
+        shown.add_note(details)  # Flyte prints the notes in "Trace:" alone
+    translated: BaseException = shown
+    return translated
