@@ -12,17 +12,20 @@ import pandas
 import pytest
 import torch
 from dask.system import CPU_COUNT
+from flytekit.exceptions.user import FlyteRecoverableException
 
 from flyte_ddp import events
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
-from flyte_ddp.errors import ClusterError, SweepFailed, TrainingStopped
+from flyte_ddp.errors import ClusterError, StorageUnavailable, SweepFailed, TrainingStopped
+from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.launch.dask import launcher as dask
 from flyte_ddp.prepare import prepare_data
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.sweep.results import (
     FAILED,
     FINISHED,
+    INTERRUPTED,
     STOPPED_EARLY,
     build_table,
     find_best,
@@ -33,6 +36,7 @@ from tasks.inputs import ClusterInput, TrainingOverrides, given
 from tests.support.dask_runs import start_scheduler
 from tests.support.prometheus import record_figures
 from tests.support.wandb_log import records_of
+from tests.test_dask import AWAY, Scripted
 
 SWEPT = "tests.support.sweep_recipes.Swept"
 LOCAL = ClusterConfig(kind="local", node_timeout=30)  # a busy machine's workers are slow to answer, not lost
@@ -214,6 +218,19 @@ def test_a_bad_model_is_stopped_early_for_good(tmp_path, data, client, four, mon
     watch = Watch()
     assert [run.status for run in sweep(found, checkpoints, data, client, watch)] == [run.status for run in runs]
     assert watch.starts(3) == []
+
+
+def test_a_store_that_stays_away_ends_the_sweep_recoverably_and_fails_no_model(data, client, four, monkeypatch):
+    """Also where other models have finished: the rest is trained by the next attempt."""
+    _, checkpoints, _ = four
+    monkeypatch.setattr(dask, "Attempt", Scripted([(AWAY, 5, 5), (AWAY, 5, 5)]))
+    seen = []
+    watch = Watch(lambda run, event: seen.append((run.trial.number, run.status)))
+    with pytest.raises(StorageUnavailable) as caught:
+        sweep(models(*FOUR[:1], {"learning_rate": [0.02]}), checkpoints, data, client, watch)
+    assert seen[-1] == (3, INTERRUPTED)
+    with pytest.raises(FlyteRecoverableException), flyte_errors():
+        raise caught.value
 
 
 @pytest.mark.slow

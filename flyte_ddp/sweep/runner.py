@@ -1,7 +1,8 @@
 """Run the trials of a sweep on one Dask cluster, one trial per worker at a time.
 
 A trial is a one-node run of `train_on_dask` in a thread of this process. It has its own checkpoints and restarts from
-them on any free worker. A failed trial does not affect the others. A stop request or the loss of the cluster ends all.
+them on any free worker. A failed trial does not affect the others. A stop request or the loss of the
+cluster or the store ends all.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from distributed import Client
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import CLIENT_CLOSE_TIMEOUT
-from flyte_ddp.errors import ClusterError, GangLost, RankFailure, SweepFailed, TrainingStopped, WorkersLost
+from flyte_ddp.errors import (
+    ClusterError,
+    GangLost,
+    RankFailure,
+    StorageUnavailable,
+    SweepFailed,
+    TrainingStopped,
+    WorkersLost,
+)
 from flyte_ddp.events import EpochFinished, Event, Listener, RunStarted
 from flyte_ddp.launch.dask.calls import call_scheduler
 from flyte_ddp.launch.dask.gang import POLL_INTERVAL
@@ -88,6 +97,7 @@ def train_trials(
     Raises:
         ConfigError: before anything is started.
         ClusterError: the cluster was lost, or its workers did not start.
+        StorageUnavailable: the store of the checkpoints stayed away. What is done is not trained again.
         TrainingStopped: SIGINT or SIGTERM ended the sweep, after a last checkpoint of each running trial.
         SweepFailed: no trial finished.
     """
@@ -210,6 +220,7 @@ class _Sweep:
 
         Raises:
             ClusterError: the cluster is lost, so no other trial can run.
+            StorageUnavailable: the store stayed away, so the trial goes on in the next attempt of the sweep.
         """
         number = run.trial.number
         threading.current_thread().name = f"trial {number}"  # appears in log records
@@ -225,6 +236,9 @@ class _Sweep:
         except TrainingStopped:
             if run.status != STOPPED_EARLY:
                 run.status = INTERRUPTED
+        except StorageUnavailable:  # all trials' store
+            run.status = INTERRUPTED
+            raise
         except Exception as error:  # any kind: it concerns this trial only
             if self._is_loss_of_cluster(error):
                 run.status = INTERRUPTED
