@@ -156,6 +156,41 @@ def test_a_user_error_of_a_rank_is_one_line(tmp_path, monkeypatch):
     assert caught.value.is_user_error
 
 
+# What a process finds: its cgroups, where they are mounted, and the files there that count.
+MOUNT_1 = "35 31 0:32 {root} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
+MOUNT_2 = "41 31 0:38 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw"
+CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"
+EVENTS = "low 0\nhigh 0\nmax 7\noom 1\noom_kill 2\noom_group_kill 0\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "mount", "files"),
+    [
+        ("0::/", MOUNT_2.format(root="/"), {"memory.events": EVENTS}),
+        ("0::/pods/p/c", MOUNT_2.format(root="/pods/p/c"), {"memory.events": EVENTS}),
+        ("0::/init", MOUNT_2.format(root="/"), {"init/memory.events": EVENTS}),
+        ("4:memory:/\n0::/", MOUNT_1.format(root="/"), {"memory/memory.oom_control": CONTROL}),
+        ("4:cpu,memory:/pods/p/c", MOUNT_1.format(root="/pods/p/c"), {"memory/memory.oom_control": CONTROL}),
+        ("4:memory:/a/b\n0::/x", MOUNT_1.format(root="/"), {"memory/a/b/memory.oom_control": CONTROL}),
+        ("4:memory:/a/b", MOUNT_1.format(root="/elsewhere"), {"memory/memory.oom_control": CONTROL}),
+        (  # an old kernel
+            "4:memory:/",
+            MOUNT_1.format(root="/"),
+            {"memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\n", "memory/memory.failcnt": "2\n"},
+        ),
+    ],
+)
+def test_processes_killed_for_lack_of_memory_are_counted_with_both_versions_of_cgroups(tmp_path, groups, mount, files):
+    others = "36 31 0:33 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n23 1 254:0 / / rw - ext4 /dev/vda rw"
+    tree = {"proc/self/cgroup": groups, "proc/self/mountinfo": f"{others}\n{mount}\n"}
+    assert supervisor.count_oom_kills(tmp_path) == 0
+    for name, contents in {**tree, **{f"sys/fs/cgroup/{name}": contents for name, contents in files.items()}}.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(contents)
+    assert supervisor.count_oom_kills(tmp_path) == 2
+
+
 def test_a_second_kill_for_lack_of_memory_without_progress_ends_the_run_for_good(tmp_path, monkeypatch):
     counts = itertools.count()
     monkeypatch.setattr(supervisor, "count_oom_kills", lambda: next(counts))
