@@ -35,6 +35,7 @@ from flyte_ddp.launch.failures import Ended, is_bug
 from flyte_ddp.rank.checkpoint_files import load_state
 from flyte_ddp.rank.job import Job
 from flyte_ddp.rank.programs import FunctionProgram, RecipeProgram
+from flyte_ddp.storage import Storage
 from flyte_ddp.wall_time import AttemptEnded, AttemptStarted
 from tests.support.dask_runs import (
     LOCAL,
@@ -263,6 +264,7 @@ ENOUGH = (TrainingStopped("enough"), 99, 9)
         (16, [(OOM, 7, 5), (OOM, 8, 5)], OutOfMemory, 2),  # nothing new was saved in between
         (16, [(OOM, 7, -1), (OOM, 7, -1)], OutOfMemory, 2),
         (16, [(OOM, 7, 0), (OOM, 12, 6), ENOUGH], TrainingStopped, 3),  # it got further
+        (16, [(OOM, 0, 4), (OOM, 0, 8), ENOUGH], TrainingStopped, 3),  # also a function that reports no steps
         (0, [(AWAY, 5, 0), (AWAY, 9, 5), ENOUGH], TrainingStopped, 3),  # counts as no restart
         (0, [(AWAY, 5, 5), (AWAY, 5, 5)], StorageUnavailable, 2),
         (16, [(DENIED, 5, 0)], RankFailure, 1),
@@ -340,6 +342,33 @@ def test_a_restart_after_a_stall_is_logged_in_one_line_because_the_log_has_the_s
         train(new_run(tmp_path), client, LOCAL)
     (line,) = [record.message for record in caplog.records if "restarts from" in record.message]
     assert line.endswith(": no rank made progress: rank 1 is stopped")
+
+
+def test_a_second_kill_for_lack_of_memory_ends_the_run_also_in_another_attempt_of_it(client, tmp_path, monkeypatch):
+    monkeypatch.setattr(dask, "Attempt", Scripted([(OOM, 7, 0), (OOM, 9, 0), (OOM, 9, 0)]))
+    run = new_run(tmp_path)
+    config = dataclasses.replace(LOCAL, max_restarts=0)
+    for error in (GangLost, OutOfMemory, GangLost):  # the third is of a run in which something was changed
+        with pytest.raises(error):
+            train(run, client, config)
+
+
+def test_a_function_that_loads_its_state_itself_makes_progress_by_its_checkpoints(client, tmp_path, monkeypatch):
+    script = Scripted([(OOM, 0, -1), (OOM, 0, -1), (OOM, 0, -1)])
+    monkeypatch.setattr(dask, "Attempt", script)
+    run = new_run(tmp_path)
+    place = Storage(str(run.checkpoints))
+    train_one = script.train
+
+    def save_first():
+        if script.num_attempts < 3:
+            place.write(f"step-{script.num_attempts:010d}.json", b"{}")
+        train_one()
+
+    monkeypatch.setattr(script, "train", save_first)
+    with pytest.raises(OutOfMemory):
+        train(run, client, dataclasses.replace(LOCAL, max_restarts=16))
+    assert script.num_attempts == 3
 
 
 def test_a_log_line_says_whether_a_lost_gang_had_made_a_step(client, tmp_path, monkeypatch, caplog):

@@ -19,7 +19,8 @@ import pytest
 import flyte_ddp
 from flyte_ddp import __main__ as command_line
 from flyte_ddp import events, session
-from flyte_ddp.errors import ConfigError, RankFailure
+from flyte_ddp.errors import ConfigError, OutOfMemory, RankFailure
+from flyte_ddp.launch import supervisor
 from flyte_ddp.launch.run import Gang, run_program, script_program
 from flyte_ddp.rank.programs import FunctionProgram
 from flyte_ddp.source_code import packages_beside
@@ -187,6 +188,23 @@ def test_a_function_resumes_after_a_kill_from_the_newest_sound_checkpoint_and_ra
     kept = sorted(path.stem for path in Path(checkpoints).glob("step-*.json"))
     assert kept[-2:] == ["step-0000000005", "step-0000000006"]
     assert len(kept) <= 3  # perhaps with what another rank may have read until then
+
+
+def test_a_function_that_runs_out_of_memory_goes_on_while_its_checkpoints_advance(tmp_path, monkeypatch):
+    counts = itertools.count()
+    monkeypatch.setattr(supervisor, "count_oom_kills", lambda: next(counts))
+    monkeypatch.setattr(FunctionProgram, "slow_imports", ("torch",))
+
+    def function(directory):
+        step = min((session.load() or {"step": 0})["step"] + 1, 3)
+        session.save({"step": step}, step)
+        while not Path(directory, f"step-{step:010d}.json").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(OutOfMemory, match="the ranks ran out of memory twice"):
+        flyte_ddp.run(function, str(tmp_path), max_restarts=16, checkpoints=str(tmp_path))
+    assert sorted(path.stem for path in tmp_path.glob("step-*.json"))[-1] == "step-0000000003"
 
 
 def test_any_exception_uses_up_the_restarts_as_under_torchrun_and_its_traceback_begins_in_the_function(tmp_path):

@@ -69,7 +69,10 @@ def is_store_outage(ended: Ended | None) -> bool:
 
 def made_no_progress(ended: Ended, previous: Ended | None) -> bool:
     """Return whether the attempt started from the same checkpoint as the one before it, or died at the same step."""
-    return previous is not None and (ended.resumed_step <= previous.resumed_step or ended.step <= previous.step)
+    if previous is None:
+        return False
+    died_at_same_step = 0 < previous.step >= ended.step  # a function may report none
+    return ended.resumed_step <= previous.resumed_step or died_at_same_step
 
 
 def first_line(text: object) -> str:

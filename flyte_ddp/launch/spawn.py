@@ -44,6 +44,7 @@ from flyte_ddp.storage import Storage, redact_url
 from flyte_ddp.wall_time import AttemptEnded, AttemptStarted
 
 OOM_NOTE = "out-of-memory.json"  # beside the checkpoints
+TASK_MEMORY = "memory: expected a larger limit of the task (training.memory_gib in settings.toml)"
 logger = logging.getLogger(__name__)
 MORE_ACCUMULATION = "a GPU ran out of memory: the ranks restart from the last checkpoint with gradient_accumulation %d"
 RESTART = "the gang was lost %s and restarts from its last checkpoint (restart %d of at most %d): %s"
@@ -138,7 +139,7 @@ def run_on_this_machine(
                     dispatcher.emit(AttemptEnded(step.value, first_line(failure), idle_seconds=0.0))
                     smaller = job.program.with_smaller_batches(failure, num_processes)
                     if failure.cause == OUT_OF_MEMORY and job.checkpoints:
-                        resumed_step = state.started.resumed_step if state.started else 0
+                        resumed_step = state.started.resumed_step if state.started else newest_step(job.checkpoints)
                         refuse_repeated_oom(job, resumed_step, failure)
                     if smaller:
                         job = dataclasses.replace(job, program=smaller)
@@ -198,32 +199,34 @@ def newest_step(checkpoints: str, timeout: float | None = None) -> int:
     return max((int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d+)\.json", name))), default=0)
 
 
-def refuse_repeated_oom(job: Job, resumed_step: int, failure: object) -> None:
+def refuse_repeated_oom(
+    job: Job, resumed_step: int, failure: object, larger: str = TASK_MEMORY, is_repeated: bool = False
+) -> None:
     """Note beside the checkpoints that an attempt ran out of memory, for the next attempt at the same run.
 
     Args:
         resumed_step: from which the attempt had started, or the next one starts.
         failure: how it ended; its first line is shown.
+        larger: the setting that limits the memory, and what it should be.
+        is_repeated: True if the attempt before it is known to have ended likewise.
 
     Raises:
         OutOfMemory: the attempt before it did so too, and nothing was saved in between.
     """
-    storage = Storage(job.checkpoints, timeout=0)
-    previous = -1
-    with contextlib.suppress(FileNotFoundError, StorageUnavailable):
-        previous = json.loads(storage.read(OOM_NOTE))["resumed_step"]
-    is_first = resumed_step > previous
-    with contextlib.suppress(StorageUnavailable):
-        if is_first:
-            storage.write(OOM_NOTE, json.dumps({"resumed_step": resumed_step}).encode())
-        else:
-            storage.delete(OOM_NOTE)  # for the next run, in which the user has changed something
-    if is_first:
-        return
-    raise OutOfMemory(
-        "memory: expected a larger limit of the task (training.memory_gib in settings.toml), or a smaller "
-        f"evaluation_batch_size, data_workers or model: the ranks ran out of memory twice. {first_line(failure)}"
-    ) from (failure if isinstance(failure, Exception) else None)
+    if job.checkpoints:
+        storage = Storage(job.checkpoints, timeout=0)
+        with contextlib.suppress(FileNotFoundError, StorageUnavailable):
+            is_repeated |= resumed_step <= json.loads(storage.read(OOM_NOTE))["resumed_step"]
+        with contextlib.suppress(StorageUnavailable):
+            if is_repeated:
+                storage.delete(OOM_NOTE)  # for the next run, in which the user has changed something
+            else:
+                storage.write(OOM_NOTE, json.dumps({"resumed_step": resumed_step}).encode())
+    if is_repeated:
+        raise OutOfMemory(
+            f"{larger}, or a smaller evaluation_batch_size, data_workers or model: the ranks ran out of memory twice. "
+            f"{first_line(failure)}"
+        ) from (failure if isinstance(failure, Exception) else None)
 
 
 def check(job: Job, num_processes: int) -> None:

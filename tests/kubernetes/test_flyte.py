@@ -38,16 +38,21 @@ from flyte_ddp.recipes.digits import Digits
 
 class Hungry(Digits):
     num_losses = 0
+    victim = "1"
 
     def losses(self, outputs, targets):
         self.num_losses += 1
         if self.num_losses == 3:
-            Path("/proc/1/oom_score_adj").write_text("1000")
+            Path("/proc", self.victim, "oom_score_adj").write_text("1000")
             os.fork()
             hoard = []
             while True:
                 hoard.append(b"." * (16 << 20))
         return super().losses(outputs, targets)
+
+
+class HungryRank(Hungry):
+    victim = "self"
 """
 
 
@@ -287,13 +292,20 @@ def test_a_pod_that_was_killed_twice_for_its_memory_ends_the_run_at_the_next_att
     ), error
 
 
-def test_a_workers_pod_that_was_killed_twice_for_its_memory_ends_the_run(
-    start_flyte: Callable[[str], Flyte], newer: Package, tasks: Any, digits: Any
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ("Hungry", "OOMKilled"),
+        ("HungryRank", "(OOMKilled|its container ran out of memory)"),  # with cgroup v1 the rank alone is killed
+    ],
+)
+def test_a_workers_pod_or_rank_that_was_killed_twice_for_its_memory_ends_the_run(
+    start_flyte: Callable[[str], Flyte], newer: Package, tasks: Any, digits: Any, recipe: str, said: str
 ) -> None:
-    flyte = start_flyte("hungrier")
+    flyte = start_flyte(f"{recipe.lower()}-twice")
     inputs = literals(
         tasks.train.train_on_cluster,
-        recipe="recipes.hungry.Hungry",
+        recipe=f"recipes.hungry.{recipe}",
         config=tasks.inputs.TrainingOverrides(),
         data=digits,
         cluster=cluster_input(tasks, num_nodes=1, worker_memory="1536Mi", max_restarts=16),
@@ -304,7 +316,7 @@ def test_a_workers_pod_that_was_killed_twice_for_its_memory_ends_the_run(
     assert error is not None, log
     assert error.kind == ContainerError.NON_RECOVERABLE, error
     assert re.search(
-        r"cluster.kubernetes.worker_memory: expected more than 1536Mi, or .*OOMKilled", error.message, re.MULTILINE
+        rf"cluster.kubernetes.worker_memory: expected more than 1536Mi, or .*{said}", error.message, re.MULTILINE
     ), error
     assert log.count("restarts from its last checkpoint") == 1, log
     assert flyte.namespace.clusters() == []

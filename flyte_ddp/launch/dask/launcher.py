@@ -32,7 +32,6 @@ from flyte_ddp.errors import (
     ConfigError,
     GangLost,
     NodeLost,
-    OutOfMemory,
     RankFailure,
     StorageUnavailable,
     TrainingStopped,
@@ -51,7 +50,15 @@ from flyte_ddp.launch.dask.roll_call import RollCall
 from flyte_ddp.launch.dispatch import Dispatcher
 from flyte_ddp.launch.failures import Ended, first_line, is_bug, is_out_of_memory, is_store_outage, made_no_progress
 from flyte_ddp.launch.signals import StopRequest, stop_on_signals
-from flyte_ddp.launch.spawn import MORE_ACCUMULATION, RESTART, Result, own_place, say_where_to_resume
+from flyte_ddp.launch.spawn import (
+    MORE_ACCUMULATION,
+    RESTART,
+    Result,
+    newest_step,
+    own_place,
+    refuse_repeated_oom,
+    say_where_to_resume,
+)
 from flyte_ddp.launch.supervisor import print_line
 from flyte_ddp.ownership import Ownership
 from flyte_ddp.rank.job import Job
@@ -287,16 +294,17 @@ class _Launcher:
 
     def _decide(self, ended: Ended) -> None:
         """Log the restart that follows, or raise if there is none."""
+        if ended.resumed_step < 0 and self.storage:  # known only of what session.load returned
+            with contextlib.suppress(StorageUnavailable):
+                ended = dataclasses.replace(ended, resumed_step=newest_step(self.storage.url, timeout=0))
         previous, self.previous = self.previous, ended
         failure, what = ended.failure, first_line(ended.failure)
         if is_bug(ended, previous, self.job.program):
             raise failure
-        if is_out_of_memory(ended) and is_out_of_memory(previous) and made_no_progress(ended, previous):
-            raise OutOfMemory(
-                f"cluster.kubernetes.worker_memory: expected more than {self.config.kubernetes.worker_memory}, or a "
-                "smaller evaluation_batch_size, data_workers or model: the ranks ran out of memory twice, at step "
-                f"{ended.step}. {what}"
-            ) from failure
+        if is_out_of_memory(ended):
+            larger = f"cluster.kubernetes.worker_memory: expected more than {self.config.kubernetes.worker_memory}"
+            is_repeated = is_out_of_memory(previous) and made_no_progress(ended, previous)
+            refuse_repeated_oom(self.job, ended.resumed_step, failure, larger, is_repeated)
         if is_store_outage(ended):
             if is_store_outage(previous) and made_no_progress(ended, previous):
                 raise StorageUnavailable(what) from failure
