@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from flytekit import task
+from flytekit import Deck, task
 from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.deck.deck import get_deck_template
@@ -442,6 +442,42 @@ def test_the_deck_is_published_while_the_run_goes_on_and_at_its_end(sandbox: Pat
     assert last.count('<div class="training-report">') == 1
     assert "rank 1 failed" in last
     assert "rank 1 failed" not in decks(sandbox)[0]
+
+
+def test_a_store_that_hangs_keeps_no_event_from_the_listeners_behind_the_deck(
+    sandbox: Path, monkeypatch: pytest.MonkeyPatch
+):
+    answers = threading.Event()
+    publish = Deck.publish
+
+    def hang() -> None:
+        publish()  # which uploads last
+        answers.wait(60)
+
+    @task(enable_deck=True, deck_fields=())
+    def train() -> None:
+        clock, made = Clock(), Report()
+        publisher = DeckPublisher(made, interval=15, clock=clock)
+
+        def handle() -> None:
+            for event in (sample_run.started(), sample_run.epoch(1), sample_run.epoch(2)):
+                made.handle(event)
+                publisher.handle(event)
+                clock.now += 100
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Deck, "publish", staticmethod(hang))
+            thread = threading.Thread(target=handle, daemon=True)
+            thread.start()
+            thread.join(30)
+            is_delayed = thread.is_alive()
+            answers.set()
+            thread.join()
+            publisher.close(None)
+        assert not is_delayed
+
+    train()
+    assert len(decks(sandbox)) == 3  # the one that hung, the end's, and flytekit's own after it
 
 
 def test_outside_a_task_nothing_is_published(sandbox: Path, errors: list[logging.LogRecord]):
