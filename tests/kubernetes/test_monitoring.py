@@ -96,7 +96,7 @@ def test_prometheus_finds_a_training_pod_and_each_alert_fires_for_its_fault_and_
     package = Package.of(ROOT, tmp_path, "--fast", METRICS_PORT="9465")
     flyte = Flyte(namespace, store, "watched")
     overrides = tasks.inputs.TrainingOverrides(
-        epochs=100_000, global_batch_size=36, log_interval=1, checkpoint_interval=500
+        epochs=100_000, global_batch_size=36, log_interval=1, checkpoint_interval=200
     )
     inputs = literals(tasks.prepare.prepare, recipe="digits", config=overrides)
     data = flyte.run(package, "tasks.prepare.prepare", "n0/data", inputs).literals["data"]
@@ -110,21 +110,23 @@ def test_prometheus_finds_a_training_pod_and_each_alert_fires_for_its_fault_and_
         cron_jobs = {
             "job_name": "kube-state-metrics",
             "honor_labels": True,
+            "scrape_interval": "5s",  # it asks the API server each time
             "static_configs": [{"targets": [address]}],
         }
         prometheus = stack.enter_context(run_prometheus(tmp_path, [pods, cron_jobs], groups))
 
         def fires(alert: str, **labels: str) -> None:
-            (found,) = eventually(lambda: prometheus.firing(alert), 180, f"{alert} fires")
+            (found,) = eventually(lambda: prometheus.firing(alert), 300, f"{alert} fires")
             assert found.items() >= {"namespace": namespace.name, **labels}.items()
 
         def stops(alert: str) -> None:
-            eventually(lambda: not prometheus.firing(alert), 180, f"{alert} stops")
+            eventually(lambda: not prometheus.firing(alert), 300, f"{alert} stops")
 
         champion = start_champion_status(namespace, store, monkeypatch)
 
         # The fourth attempt: Flyte has started the task three times again.
         pod = flyte.start(package, "tasks.train.train_on_one_node", NESTED, inputs, attempt=3)
+        stack.callback(lambda: print(namespace.log(pod)))  # which pytest shows after a failure
         run = {"run": "watched-n2-0-n2-n1-0-n0"}
         eventually(lambda: prometheus.query("flyte_ddp_step > 10"), 300, "steps in Prometheus")
         (target,) = prometheus.query("up{job!='kube-state-metrics'}")  # no other pod of a task declares the port
@@ -138,6 +140,8 @@ def test_prometheus_finds_a_training_pod_and_each_alert_fires_for_its_fault_and_
         fires("TrainingWithoutProgress", **run, pod=pod, severity="critical")
         namespace.kubectl("exec", pod, "--", "bash", "-c", f"kill -CONT {RANKS}")
         stops("TrainingWithoutProgress")
+        ((_, step),) = prometheus.query("flyte_ddp_step")
+        eventually(lambda: prometheus.query(f"flyte_ddp_step > {step}"), 60, "more steps: the run goes on")
 
         with store.hanging():
             fires("CheckpointsLate", **run)
@@ -152,8 +156,11 @@ def test_prometheus_finds_a_training_pod_and_each_alert_fires_for_its_fault_and_
         assert prometheus.firing("TrainingRestartsOften")
         namespace.kubectl("delete", "pod", pod, "--wait=false")
         stops("TrainingRestartsOften")
-        alerts = [rule["alert"] for group in groups for rule in group["rules"]]
-        assert prometheus.count_firings(3600) == dict.fromkeys(alerts, 1)
+        counts = prometheus.count_firings(3600)
+        # Ranks that stopped while a checkpoint was on its way made the checkpoint late, too.
+        assert counts.pop("CheckpointsLate") in (1, 2)
+        alerts = {rule["alert"] for group in groups for rule in group["rules"]}
+        assert counts == dict.fromkeys(alerts - {"CheckpointsLate"}, 1)
 
 
 def start_champion_status(namespace: Namespace, store: Store, patch: pytest.MonkeyPatch) -> ChampionStore:
