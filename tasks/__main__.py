@@ -1,7 +1,8 @@
-"""Commands for `make image`, `make register` and the doctor.
+"""Commands for `make image`, `make register`, the doctor and the person on call.
 
 python -m tasks image | version | requests [--json]
 python -m tasks limits PROJECT DOMAIN VERSION
+python -m tasks abort EXECUTION [PROJECT DOMAIN]     # by default flytesnacks development
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ def main(arguments: list[str]) -> str:
 
             check_limits(project, domain, version, require_image(settings.image))
             return f"Flyte accepts what the tasks request in {project}-{domain}"
+        case ["abort", execution, *place] if len(place) in (0, 2):
+            from tasks.executions import abort_execution
+
+            project, domain = place or ("flytesnacks", "development")
+            abort_execution(execution, project, domain)
+            return f"aborted {execution} in {project}-{domain}"
     raise SettingsError(__doc__ or "")
 
 

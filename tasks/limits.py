@@ -83,12 +83,13 @@ def check_limits(project: str, domain: str, version: str, image: str) -> None:
         return  # an earlier registration of this version got as far as this
     except FlyteSystemException as error:
         raise SettingsError(
-            f"Flyte does not answer ({_message(error)}); name it in ~/.flyte/config.yaml or FLYTECTL_CONFIG"
+            f"Flyte does not answer ({flyte_message(error)}); name it in ~/.flyte/config.yaml or FLYTECTL_CONFIG"
         ) from error
     except FlyteUserException as error:
         raise SettingsError(
-            f"Flyte refuses what the tasks request: {_message(error)}. Nothing was registered in {project}-{domain}: "
-            "request less in settings.toml, or configure Flyte as deploy/README.md describes (task_resources)"
+            f"Flyte refuses what the tasks request: {flyte_message(error)}. Nothing was registered in "
+            f"{project}-{domain}: request less in settings.toml, or configure Flyte as deploy/README.md describes "
+            "(task_resources)"
         ) from error
 
 
@@ -97,7 +98,7 @@ def _largest(attribute: str) -> str:
     return max(values, key=lambda value: int(value.removesuffix("Gi")), default="")
 
 
-def _message(error: Any) -> str:
+def flyte_message(error: Any) -> str:
     """Return what Flyte said, without gRPC's frame."""
     cause = error.__cause__ or error
     details = getattr(cause, "details", None)

@@ -10,11 +10,12 @@ import subprocess
 
 import grpc
 import pytest
-from flyteidl.admin import task_pb2
+from flyteidl.admin import execution_pb2, task_pb2
 from flyteidl.service import admin_pb2_grpc
 
 from tasks.__main__ import main as tasks_command
 from tasks.limits import CLASSES
+from tasks.settings import SettingsError
 from tests.test_registration import BIN, IMAGE, KNOWN, REPOSITORY, SCHEDULES, clean_environment, resources
 
 
@@ -36,6 +37,12 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
                 f"[{self.memory}]. Please contact Flyte Admins to change these limits or consult the configuration",
             )
         return task_pb2.TaskCreateResponse()
+
+    def TerminateExecution(self, request, context):
+        self.requests.append(request)
+        if request.id.name == "gone":
+            context.abort(grpc.StatusCode.NOT_FOUND, "missing entity of type execution with identifier gone")
+        return execution_pb2.ExecutionTerminateResponse()
 
 
 @pytest.fixture
@@ -142,3 +149,20 @@ def test_the_doctor_gets_what_each_class_of_tasks_requests():
         limits = arguments["limits"]
         assert (requests[name]["cpu"], requests[name]["memory"]) == (str(limits.cpu), limits.mem)
         assert requests[name].get("nvidia.com/gpu", "") == str(limits.gpu or "")
+
+
+def test_an_execution_is_aborted_by_its_name(admin, monkeypatch):
+    printed = tasks_command(["abort", "f3a9"])
+    assert printed == "aborted f3a9 in flytesnacks-development"
+    tasks_command(["abort", "f3b0", "vision", "production"])
+    found = [(each.id.project, each.id.domain, each.id.name) for each in admin.requests]
+    assert found == [("flytesnacks", "development", "f3a9"), ("vision", "production", "f3b0")]
+    assert all(each.cause for each in admin.requests)
+
+
+def test_an_abort_that_flyte_refuses_is_one_line(admin, monkeypatch):
+    with pytest.raises(SettingsError, match="^Flyte refuses to abort gone in p-d: missing entity of type execution"):
+        tasks_command(["abort", "gone", "p", "d"])
+    monkeypatch.setenv("FLYTE_PLATFORM_URL", "127.0.0.1:9")
+    with pytest.raises(SettingsError, match="^Flyte does not answer "):
+        tasks_command(["abort", "f3a9"])
