@@ -349,6 +349,34 @@ def test_a_retry_after_a_promotion_reports_it_and_promotes_nothing(store, make):
     assert judge(store, make(execution="f2-n2"), PromotionCriteria(), model_state(3)).outcome == Outcome.NOT_BETTER
 
 
+@pytest.mark.parametrize("has_champion", [False, True])
+def test_a_retry_after_a_promotion_writes_the_record_that_was_not_written(store, make, monkeypatch, has_champion):
+    if has_champion:
+        judge(store, make(), PromotionCriteria(), model_state(5))
+    given = make(execution="f2-n3", seed=1)
+    record = ChampionStore.record_challenge
+    lost = []
+
+    def cut(store, values):
+        lost.append(values)
+        raise StorageUnavailable("champion: the pod is gone")
+
+    monkeypatch.setattr(ChampionStore, "record_challenge", cut)
+    with pytest.raises(StorageUnavailable):
+        judge(store, given, PromotionCriteria(), model_state(3))
+    monkeypatch.setattr(ChampionStore, "record_challenge", record)
+    result = judge(store, given, PromotionCriteria(), model_state(3))
+
+    (expected,) = lost
+    written = store.last_challenge()
+    same = expected.keys() - {"reason", "ended_at"}
+    assert {name: written[name] for name in same} == json.loads(json.dumps({name: expected[name] for name in same}))
+    assert result.champion == expected["champion"]
+    os.unlink(Path(store.url, "champion.json"))
+    with pytest.raises(ConfigError, match="allow: expected promoted_over_missing"):  # it is not the first
+        judge(store, make(seed=2), PromotionCriteria(), model_state(1))
+
+
 def test_a_challenge_is_judged_in_a_bucket_as_on_a_disk(bucket, make):  # noqa: F811
     store = ChampionStore(f"{bucket}/retrain")
     assert judge(store, make(), PromotionCriteria(), model_state(5)).outcome == Outcome.PROMOTED_FIRST

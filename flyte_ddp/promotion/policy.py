@@ -161,7 +161,7 @@ def judge(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteri
 
     Better means a loss that is lower by the margin: every recipe has a loss, and unlike an accuracy it does not jump.
     If another version is put in use meanwhile, the challenger is compared with that one. If an earlier attempt of the
-    same task has promoted this state already, the result is that promotion.
+    same task has promoted this state already, the result and the record are those of that promotion.
 
     Args:
         state: the challenger: the contents of a file with a state dict.
@@ -177,14 +177,19 @@ def judge(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteri
         pointer = store.pointer()
         current = _load_current(store, pointer, criteria)
         if (manifest := current.manifest) and _is_promoted(challenge, manifest, state):
+            # It may have written no record, without which a champion that is lost would seem never to have been.
             outcome = Outcome.PROMOTED if manifest.parent else Outcome.PROMOTED_FIRST
-            return PromotionResult(outcome, "an earlier attempt of this task promoted it", measured)
-        result = _compare(challenge, criteria, challenger, measured, current)
-        if result.outcome in PROMOTIONS:
-            try:
-                store.promote(state, _manifest(challenge, result), pointer)
-            except ChampionChanged:
-                continue
+            outcome = Outcome(manifest.outcome or outcome)
+            reason = "an earlier attempt of this task promoted it"
+            result = PromotionResult(outcome, reason, measured, manifest.parent_metrics)
+            current = CurrentModel(manifest.parent, None, None, outcome, "")
+        else:
+            result = _compare(challenge, criteria, challenger, measured, current)
+            if result.outcome in PROMOTIONS:
+                try:
+                    store.promote(state, _manifest(challenge, result), pointer)
+                except ChampionChanged:
+                    continue
         store.record_challenge(
             {
                 **_identity(challenge, criteria, current),
