@@ -3,12 +3,15 @@
     from flyte_ddp import session
 
     state = session.load()  # None in a new run
-    for step in range(state["step"] if state else 0, 1000):
+    if state:
+        model.load_state_dict(state["model"])
+    for step in range(state["step"] + 1 if state else 1, 1001):  # counts the steps that are done
         ...
         session.report(step=step, loss=loss.item())
-        if step % 100 == 0:
+        is_last = session.stop_requested or step == 1000
+        if is_last or step % 100 == 0:
             session.save({"step": step, "model": model.state_dict()}, step)
-        if session.stop_requested:
+        if is_last:
             return
 
 Under torchrun, or in a plain process, there is no run to ask: `load` returns None, `save` and `report` do nothing, and
