@@ -92,6 +92,14 @@ def test_single_files_are_written_read_and_fetched(place, tmp_path):
     assert not list(tmp_path.glob("nothing*"))
 
 
+@pytest.mark.parametrize("prefix", ["file://{}/", "{}/", ""])
+def test_a_local_place_may_have_two_colons_in_its_name(tmp_path, monkeypatch, prefix):
+    monkeypatch.chdir(tmp_path)
+    Storage(f"{prefix.format(tmp_path)}a::b").write("c", b"1")
+    assert (tmp_path / "a::b" / "c").read_bytes() == b"1"
+    assert [path.name for path in tmp_path.iterdir()] == ["a::b"]
+
+
 def test_an_unknown_kind_of_url_is_refused_without_its_password():
     with pytest.raises(ConfigError, match="data: expected a path or a URL that fsspec knows, got 'xyz://...@host/a'"):
         Storage("xyz://me:secret@host/a", "data")

@@ -57,6 +57,9 @@ def open_filesystem(
     if endpoint_url:
         own["endpoint_url"] = endpoint_url
     try:
+        if _is_local(url):  # fsspec takes two colons in a path for a chain of file systems
+            file_system = fsspec.filesystem("file", **options)
+            return file_system, file_system._strip_protocol(url)
         file_system, path = fsspec.url_to_fs(url, **{**own, **options})
     except (ValueError, ImportError) as error:  # a protocol that fsspec does not know or has no package for
         raise ConfigError(
@@ -89,6 +92,12 @@ def _s3_options(num_tries: int, timeout: float, anonymous: bool) -> dict[str, An
         options["secret"] = found.get("AWS_SECRET_ACCESS_KEY")
         options["token"] = found.get("AWS_SESSION_TOKEN")
     return options
+
+
+def _is_local(url: str) -> bool:
+    if "://" in url:
+        return url.startswith(("file://", "local://"))
+    return url.partition("::")[0] not in fsspec.available_protocols()  # else a chain, such as simplecache::/path
 
 
 # Requests for which the store works on data that it has: their answer takes the longer, the larger the file is.
