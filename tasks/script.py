@@ -148,7 +148,7 @@ def pack_script(path: Path) -> str:
             )
     scratch = FlyteContextManager.current_context().file_access.get_random_local_directory()
     archive = os.path.join(scratch, f"{path.stem}.zip")
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as packed:
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as packed:
         for name, file in files.items():
             packed.write(file, name)
         packed.comment = b"" if path.is_dir() else path.name.encode()

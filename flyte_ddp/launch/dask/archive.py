@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 def packed_directory(directory: Path, target: Path) -> None:
     """Write a zip of all files below `directory`, not compressed, to `target`."""
-    with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as archive:
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED, strict_timestamps=False) as archive:
         for file in sorted(path for path in directory.rglob("*") if path.is_file()):
             archive.write(file, file.relative_to(directory).as_posix())
 
