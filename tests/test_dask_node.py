@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -28,8 +29,8 @@ from flyte_ddp.errors import (
     StorageUnavailable,
 )
 from flyte_ddp.launch.dask import launcher as dask
-from flyte_ddp.launch.dask import roll_call
-from flyte_ddp.launch.dask.archive import delete_archive
+from flyte_ddp.launch.dask import roll_call, worker
+from flyte_ddp.launch.dask.archive import delete_archive, packed_directory
 from flyte_ddp.launch.dask.calls import call_workers
 from flyte_ddp.launch.dask.code import packed_code
 from flyte_ddp.launch.dask.messages import Inbox, NodeJob, decode, encode
@@ -37,6 +38,7 @@ from flyte_ddp.launch.run import Gang, run_program, script_program
 from flyte_ddp.observers.function_report import FunctionReport
 from flyte_ddp.rank.job import Job, NodeRanks
 from flyte_ddp.rank.programs import RecipeProgram
+from tasks.script import pack_script
 from tests.support.dask_runs import (
     LOCAL,
     dask_config,
@@ -183,6 +185,29 @@ def test_messages_are_delivered_once_and_in_order():
     assert inbox.put(messages[1]) == messages[1:3]
     assert inbox.put(messages[2]) == []
     assert inbox.put(messages[3]) == messages[3:]
+
+
+def test_code_that_could_not_be_unpacked_whole_is_not_there_for_a_later_attempt(tmp_path):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("first.py", "pass")
+        archive.writestr("second.py", "the disk is full here")
+    code = buffer.getvalue().replace(b"the disk is full here", b"the disk is full HERE")  # a wrong checksum
+    for _ in range(2):
+        plugin = worker.NodePlugin("run", code)
+        with pytest.raises(zipfile.BadZipFile):
+            plugin.setup(SimpleNamespace(local_directory=str(tmp_path), handlers={}))
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_files_from_before_1980_can_be_packed(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/old.py").write_text("pass")
+    os.utime(tmp_path / "data/old.py", (0, 0))  # as in reproducible archives
+    packed_directory(tmp_path / "data", tmp_path / "data.zip")
+    for archive in (tmp_path / "data.zip", pack_script(tmp_path / "data")):
+        with zipfile.ZipFile(archive) as contents:
+            assert contents.read("old.py") == b"pass"
 
 
 def test_packed_code_does_not_depend_on_its_path(tmp_path, monkeypatch):

@@ -105,8 +105,13 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         digest = hashlib.sha256(self.code).hexdigest()[:16]
         self.directory = os.path.join(worker.local_directory, f"code-{digest}")
         if not os.path.exists(self.directory):
-            with zipfile.ZipFile(io.BytesIO(self.code)) as archive:
-                archive.extractall(self.directory)
+            part = f"{self.directory}.part"  # a full disk leaves half of the code, which no later attempt may import
+            try:
+                with zipfile.ZipFile(io.BytesIO(self.code)) as archive:
+                    archive.extractall(part)
+                os.rename(part, self.directory)
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
         self.code = b""
         # A call of its own, as Dask's extensions have them: for `Client.run` the worker would log a line every second.
         worker.handlers[self.name] = self.send_command
