@@ -71,7 +71,7 @@ def test_its_options_come_from_the_config_and_a_wrong_one_is_named(elsewhere):
     ("workflow", "arguments"),
     [
         (("multi_node.py", "multi_node_training_wf"), []),
-        (("scaling.py", "scaling_wf"), ["--projected_world_sizes", "[4]"]),
+        (("scaling.py", "scaling_wf"), ["--world_sizes", "[1, 2]"]),
         (("sweep.py", "sweep_wf"), ["--grid", '{"recipe_options.hidden": [8, 64]}']),
     ],
 )
