@@ -7,15 +7,15 @@ python -m flyte_ddp doctor --cluster '{"num_nodes": 4, "namespace": "vision-deve
 from __future__ import annotations
 
 import argparse
-import json
+import dataclasses
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from flyte_ddp.cluster.config import cluster_config
 from flyte_ddp.errors import ClusterError, ConfigError, GangLost, RankFailure, StorageUnavailable, TrainingStopped
+from flyte_ddp.fields import read_object
 from flyte_ddp.launch.run import Gang, run_program, script_program
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.rank.programs import FunctionProgram
@@ -49,7 +49,7 @@ def _add_run(commands: Any) -> None:
     add("--nproc-per-node", default="1", help="ranks on each: a number, gpu, cpu or auto (default 1)")
     add("--max-restarts", type=int, default=0, help="restarts of all ranks after a loss (default 0)")
     parser.add_argument("--standalone", action="store_true", help="accepted as torchrun's; nothing needs it here")
-    parser.add_argument("--cluster", default="", help="the machines: JSON, or the name of a JSON file")
+    parser.add_argument("--cluster", default="", help="the machines: JSON, or the name of a YAML or JSON file")
     parser.add_argument("--checkpoints", default="", help="directory or URL for session.save, for all machines")
     text = f"seconds without a session.report until the run is ended (default {stall_timeout:g})"
     add("--stall-timeout", type=float, default=stall_timeout, help=text)
@@ -62,27 +62,37 @@ def _add_run(commands: Any) -> None:
 
 
 def _add_doctor(commands: Any) -> None:
-    text = "compare the Kubernetes cluster of the kubeconfig with what deploy/README.md sets up"
-    parser = commands.add_parser("doctor", help=text, description=text)
+    text = "tell whether a run could start on the Kubernetes cluster of the kubeconfig, and what keeps it from that"
+    end = "Exit status: 0 if a run could start, 1 if not, 2 if that cannot be told."
+    parser = commands.add_parser("doctor", help=text, description=text, epilog=end)
     parser.add_argument(
-        "--cluster", default="{}", help="of the runs, as for --cluster of a workflow: JSON, or a JSON file"
+        "--cluster", default="{}", help="of the runs, as for --cluster of a workflow: JSON, or a YAML or JSON file"
+    )
+    parser.add_argument(
+        "--namespace", default="", help="of the tasks (default: that of --cluster, or the kubeconfig's)"
     )
     parser.add_argument("--service-account", default="flyte-ddp", help="of the tasks (default flyte-ddp)")
     parser.add_argument("--tasks", default="{}", help="what the tasks' pods request: python -m tasks requests --json")
+    text = "name of Flyte's default-pod-template-name (default: as a ConfigMap of Flyte's in the cluster has it)"
+    parser.add_argument("--pod-template", default="", help=text)
     parser.set_defaults(main=_doctor)
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from flyte_ddp.cluster.kubernetes.doctor import BAD, diagnose
+    from flyte_ddp.cluster.kubernetes.doctor import diagnose, lines
 
     try:
-        config = cluster_config(_read_object("--cluster", options.cluster))
-        findings = list(diagnose(config, options.service_account, _read_object("--tasks", options.tasks)))
+        config = cluster_config(read_object("--cluster", options.cluster))
+        if options.namespace:
+            pods = dataclasses.replace(config.kubernetes, namespace=options.namespace)
+            config = dataclasses.replace(config, kubernetes=pods)
+        tasks = read_object("--tasks", options.tasks)
+        findings, status = diagnose(config, options.service_account, tasks, options.pod_template)
     except (ConfigError, ClusterError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    sys.stdout.write("".join(f"{finding}\n" for finding in findings))
-    return 1 if any(finding.level == BAD for finding in findings) else 0
+    sys.stdout.write("".join(lines(findings)))
+    return status
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -97,7 +107,7 @@ def _run(options: argparse.Namespace) -> int:
             options.nnodes,
             options.nproc_per_node,
             options.max_restarts,
-            _read_object("--cluster", options.cluster) if options.cluster else None,
+            read_object("--cluster", options.cluster) if options.cluster else None,
             options.stall_timeout,
         )
         program = script_program(options.script, options.arguments, options.module, options.stall_timeout)
@@ -109,16 +119,6 @@ def _run(options: argparse.Namespace) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1
     return 0
-
-
-def _read_object(flag: str, text: str) -> dict[str, Any]:
-    try:
-        values = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{flag}: expected JSON or the name of a JSON file, got {text!r}: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{flag}: expected an object with fields, got {text!r}")
-    return values
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import re
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from flyte_ddp.errors import ConfigError
@@ -165,3 +166,21 @@ def _convert(value: object, kind: Any) -> object:
         with contextlib.suppress(TypeError, ValueError):  # it holds something that JSON does not know
             return json.loads(json.dumps(dict(value), allow_nan=False))  # a copy, so that no other code changes it
     return None
+
+
+def read_object(flag: str, text: str) -> dict[str, Any]:
+    """Return the fields that the value of a flag has: JSON, or the name of a YAML or JSON file.
+
+    Raises:
+        ConfigError: it is neither, or no object.
+    """
+    import yaml
+
+    try:
+        values = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(Path(text).read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{flag}: expected JSON or the name of a YAML file, got {text!r}: {reason}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{flag}: expected an object with fields, got {text!r}")
+    return values

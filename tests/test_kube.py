@@ -24,7 +24,7 @@ from flyte_ddp.__main__ import main as doctor
 from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig, cluster_config, dask_config
 from flyte_ddp.cluster.connect import worker_end
 from flyte_ddp.cluster.kubernetes import api, lifecycle, network
-from flyte_ddp.cluster.kubernetes.doctor import INSTALLED_VERSION
+from flyte_ddp.cluster.kubernetes.checks import INSTALLED_VERSION, NEEDED_EVERYWHERE, tolerates
 from flyte_ddp.cluster.kubernetes.manifest import (
     Driver,
     certificate_secret,
@@ -33,7 +33,7 @@ from flyte_ddp.cluster.kubernetes.manifest import (
     merge_pod,
     network_policy,
 )
-from flyte_ddp.cluster.kubernetes.preflight import NEEDED_EVERYWHERE, requests_of, tolerates
+from flyte_ddp.cluster.kubernetes.resources import requests_of
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ClusterError, ConfigError, OutOfMemory, PreflightError
 from flyte_ddp.fields import parse_duration
@@ -596,6 +596,14 @@ def test_the_requests_of_a_pod_count_its_sidecars() -> None:
     assert requests_of(pod) == {"cpu": Decimal("1.5"), "memory": Decimal(1 << 30)}
 
 
+def test_the_requests_of_a_drivers_own_pod_are_read_as_the_client_has_them() -> None:
+    from kubernetes.client import V1Container, V1ResourceRequirements
+
+    resources = [None, V1ResourceRequirements(requests={"cpu": "10m"}), V1ResourceRequirements(limits={"cpu": "1"})]
+    containers = [V1Container(name="c", resources=each) for each in resources]
+    assert api._requests(SimpleNamespace(spec=SimpleNamespace(containers=containers))) == {"cpu": "1.010"}
+
+
 @pytest.mark.parametrize(("text", "seconds"), [("30s", 30), ("90m", 5400), ("1.5h", 5400), ("1d", 86400)])
 def test_durations(text: str, seconds: float) -> None:
     assert parse_duration("--older-than", text) == seconds
@@ -628,14 +636,19 @@ def test_the_operators_image_has_the_version_of_its_pinned_package() -> None:
     assert 's|VERSION\\$|\\"$version\\"|' in (DEPLOY / "operator/install.sh").read_text()
 
 
-def operator_pods(image: str, **labels: str) -> dict[str, Any]:
-    metadata = {"name": "operator", "namespace": "dask-operator", "labels": labels}
-    spec = {"containers": [{"name": "operator", "image": image}]}
-    return {"items": [{"metadata": metadata, "spec": spec, "status": {"phase": "Running"}}]}
-
-
-def limit_range(**limits: str) -> dict[str, Any]:
-    return {"items": [{"metadata": {"name": "small"}, "spec": {"limits": [{"type": "Pod", "max": limits}]}}]}
+def operator(
+    image: str = "registry.example.com/operator:7", replicas: int = 1, available: int = 1, **labels: str
+) -> dict[str, Any]:
+    """Deployments, of which one runs the operator under labels of somebody's own."""
+    container = {
+        "name": "operator",
+        "image": image,
+        "args": ["kopf", "run", "-m", "dask_kubernetes.operator.controller"],
+    }
+    template = {"metadata": {"labels": labels}, "spec": {"containers": [container]}}
+    spec = {"replicas": replicas, "selector": {}, "template": template}
+    metadata = {"name": "dask-operator", "namespace": "dask-operator"}
+    return {"items": [{"metadata": metadata, "spec": spec, "status": {"availableReplicas": available}}]}
 
 
 def quota(**hard: str) -> dict[str, Any]:
@@ -648,7 +661,8 @@ def one_kind() -> dict[str, Any]:
 
 
 AUTOSCALED = '{"num_nodes": 1, "kubernetes": {"autoscaled_nodes": true, "worker_memory": "4Gi"}}'
-TASKS = '{"training": {"cpu": "4", "memory": "16Gi"}, "small": {"memory": "2Gi"}}'
+TASKS = '{"training": {"cpu": "4", "memory": "16Gi"}, "driver": {"cpu": "1", "memory": "3Gi"}}'
+UPSTREAM = "ghcr.io/dask/dask-kubernetes-operator"
 OPERATOR_KINDS = ("daskclusters", "daskworkergroups", "daskjobs", "daskautoscalers")
 
 
@@ -659,8 +673,8 @@ class ApiServer:
         self.requests: list[tuple[str, str]] = []
         self.faults: list[int] = []  # what the next requests end with: an HTTP status, or 0 for a cut connection
         self.cluster: dict[str, Any] | None = None
-        self.answers: dict[str, Any] = {}  # instead of its own, by the end of the path
-        self.forbidden = "/nothing"  # the end of a path
+        self.answers: dict[str, Any] = {"/deployments": operator()}  # instead of its own, by the end of the path
+        self.forbidden: str | tuple[str, ...] = "/nothing"  # the end of a path
         server = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -691,12 +705,14 @@ class ApiServer:
     def reply(self, method: str, path: str, body: Any) -> tuple[int, Any]:
         place = path.partition("?")[0]
         if place.endswith(self.forbidden):
-            return 403, {"message": "you may not"}
+            return 403, {"message": 'pods is forbidden: User "u" cannot list resource'}
         for end, answer in self.answers.items():
             if method == "GET" and place.endswith(end):
                 return 200, answer
         if "subjectaccessreviews" in path:
             return 201, {"spec": body["spec"], "status": {"allowed": True}}
+        if "dryRun=All" in path:
+            return 201, body
         if method == "POST" and "daskclusters" in path:
             if self.cluster is not None:
                 return 409, {"message": "already exists"}
@@ -912,49 +928,213 @@ def test_a_task_whose_pod_was_killed_for_its_memory_twice_at_the_same_step_ends(
         check_previous_pod(job, "e-n1-3")
 
 
+def node(name: str = "node-0", cpu: str = "2", images: tuple[str, ...] = (), taint: str = "") -> dict[str, Any]:
+    taints = [{"key": taint, "effect": "NoSchedule"}] if taint else []
+    named = [{"names": [f"docker.io/library/{image}"]} for image in images]
+    return {
+        "metadata": {"name": name},
+        "spec": {"taints": taints},
+        "status": {"allocatable": {"cpu": cpu, "memory": "64Gi", "pods": "110"}, "images": named},
+    }
+
+
+def nodes(*found: dict[str, Any]) -> dict[str, Any]:
+    return {"/nodes": {"items": list(found)}}
+
+
+FIXED = {"num_nodes": 2, "kubernetes": {"image": "train:1", "worker_cpus": 1.5, "worker_memory": "4Gi"}}
+
+
 @pytest.mark.parametrize(
-    ("answers", "expected"),
+    ("answers", "level", "expected"),
     [
-        (
-            {"/pods": operator_pods("ghcr.io/dask/dask-kubernetes-operator:2024.1.0")},
-            "the operator has version 2024.1.0",
-        ),
-        (
-            {"/pods": operator_pods("registry.example.com/operator:7", **{"app.kubernetes.io/version": "2024.1.0"})},
-            "the operator has version 2024.1.0",
-        ),
-        ({"/apis/kubernetes.dask.org/v1": one_kind()}, "does not know daskautoscalers, "),
-        ({"/limitranges": limit_range(memory="1Gi")}, "small allows 1Gi memory, a worker requests more"),
-        ({"/limitranges": limit_range(memory="12Gi")}, "small allows 12Gi memory, a task (training) requests more; "),
+        ({"/deployments": operator(f"{UPSTREAM}:2024.1.0")}, "warning", "the operator has version 2024.1.0"),
+        ({"/deployments": operator(**{INSTALLED_VERSION: "2024.1.0"})}, "warning", "the operator has version 2024.1.0"),
+        ({"/deployments": operator(replicas=0, available=0)}, "FAILED", "scaled to 0, so nothing makes pods"),
+        ({"/deployments": operator(available=0)}, "FAILED", "installed but not running"),
+        ({"/deployments": {"items": []}}, "FAILED", "the Dask operator does not run: no Deployment"),
+        ({"/apis/kubernetes.dask.org/v1": one_kind()}, "FAILED", "does not know daskautoscalers, "),
         (
             {"/resourcequotas": quota(**{"limits.memory": "9Gi"})},
+            "FAILED",
             "quota small of namespace team allows limits.memory up to 9Gi, and a task (training) needs 16Gi; request",
         ),
+        # A worker with 4Gi, a scheduler with 1Gi, and the task that drives them with 3Gi.
         (
-            {"/api/v1/namespaces/team": {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}},
-            "namespace team is restricted, so tasks need the pod template",
+            {"/resourcequotas": quota(**{"limits.memory": "7Gi"})},
+            "FAILED",
+            "allows limits.memory up to 7Gi, and this run with its driver needs 8Gi",
         ),
+        ({"/resourcequotas": quota(pods="2")}, "FAILED", "allows pods up to 2, and this run with its driver needs 3"),
     ],
 )
-def test_the_doctor_names_what_differs_from_the_guide(
-    answers: dict[str, Any], expected: str, api_server: ApiServer, capsys: pytest.CaptureFixture[str]
+def test_the_doctor_names_what_keeps_a_run_from_starting(
+    answers: dict[str, Any], level: str, expected: str, api_server: ApiServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    api_server.answers = answers
-    assert doctor(["doctor", "--cluster", AUTOSCALED, "--tasks", TASKS]) == 1
-    (finding,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED")]
-    assert expected in finding
+    api_server.answers |= answers
+    assert doctor(["doctor", "--cluster", AUTOSCALED, "--tasks", TASKS]) == (level == "FAILED")
+    told = capsys.readouterr().out
+    assert any(expected in line for line in told.splitlines() if line.startswith(level)), told
+    assert ("could start" in told) is (level != "FAILED")
 
 
-def test_the_doctor_leaves_out_what_it_may_not_see(api_server: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
-    api_server.forbidden = "/limitranges"
+@pytest.mark.parametrize(
+    ("found", "level", "expected"),
+    [
+        # Each fits on a node, and the driver does not beside them.
+        ((node(), node("node-1")), "FAILED", "a scheduler and the task's own pod: they have 4 cpu of 4.5"),
+        ((node(cpu="8", taint="new"), node("node-1")), "FAILED", "have room for 1 of 2 workers of 1.5 cpu, 4Gi memory"),
+        ((node(cpu="8"),), "warning", "no node has the image train:1 yet: the first start pulls it"),
+        ((node(cpu="8", images=("train:1",)),), "ok", "a node has the image train:1"),
+        ((node(cpu="8", images=("train:2",) * 50),), "unknown", "whether a node has the image train:1"),
+    ],
+)
+def test_the_doctor_looks_for_room_and_for_the_image_on_the_nodes(
+    found: tuple[Any, ...], level: str, expected: str, api_server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api_server.answers |= nodes(*found)
+    tasks = '{"driver": {"cpu": "1", "memory": "2Gi"}}'
+    assert doctor(["doctor", "--cluster", json.dumps(FIXED), "--tasks", tasks]) == (level == "FAILED")
+    told = capsys.readouterr().out
+    assert any(expected in line for line in told.splitlines() if line.startswith(level)), told
+
+
+def test_an_image_that_no_node_has_is_an_obstacle_where_none_is_pulled(
+    api_server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    never = {**FIXED, "kubernetes": {**FIXED["kubernetes"], "image_pull_policy": "Never"}}  # type: ignore[dict-item]
+    api_server.answers |= nodes(node(cpu="8"))
+    assert doctor(["doctor", "--cluster", json.dumps(never)]) == 1
+    assert "no node has the image train:1, and image_pull_policy is Never" in capsys.readouterr().out
+
+
+def test_nodes_that_fit_no_pod_end_a_first_attempt_for_good_and_a_retry_recoverably(
+    api_server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where an attempt ran before, the configuration fits: the taints are somebody's maintenance."""
+    api_server.answers |= nodes(node(cpu="8", taint="maintenance"))
+    config = ClusterConfig(kubernetes=dataclasses.replace(PODS, autoscaled_nodes=False))
+
+    def begin() -> None:
+        with lifecycle.kube_cluster(config, "run", time.monotonic() + 20):
+            raise AssertionError("started")
+
+    with pytest.raises(PreflightError, match="with the taint maintenance=:NoSchedule"):
+        begin()
+    monkeypatch.setenv("FLYTE_ATTEMPT_NUMBER", "1")
+    with pytest.raises(ClusterError, match="with the taint maintenance=:NoSchedule") as caught:
+        begin()
+    assert not isinstance(caught.value, ConfigError)
+    api_server.answers["/resourcequotas"] = quota(pods="1")  # and what does not pass ends it
+    with pytest.raises(PreflightError, match="quota small"):
+        begin()
+
+
+def test_the_doctor_asks_the_api_server_for_a_tasks_pod_as_flyte_makes_it(
+    api_server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[dict[str, Any]] = []
+    reply = api_server.reply
+
+    def refuse_root(method: str, path: str, body: Any) -> tuple[int, Any]:
+        if "dryRun=All" in path and path.startswith("/api/v1/namespaces/team/pods"):
+            asked.append(body["spec"])
+            if not body["spec"].get("securityContext"):
+                return 403, {"message": 'pods is forbidden: violates PodSecurity "restricted:latest"'}
+        return reply(method, path, body)
+
+    api_server.reply = refuse_root  # type: ignore[method-assign]
+    template = {"spec": {"securityContext": {"runAsUser": 1}, "containers": [{"name": "default", "tty": True}]}}
+    api_server.answers["/podtemplates"] = {"items": [{"metadata": {"name": "own"}, "template": template}]}
+    command = ["doctor", "--cluster", AUTOSCALED, "--tasks", TASKS]
+    assert doctor(command) == 1
+    assert "set Flyte's `plugins.k8s.default-pod-template-name: flyte-ddp`" in capsys.readouterr().out
+    assert doctor([*command, "--pod-template", "own"]) == 0
+    setting = {"inline.yaml": "plugins:\n  k8s:\n    default-pod-template-name: own\n"}
+    api_server.answers["/configmaps"] = {"items": [{"metadata": {"name": "flyte"}, "data": setting}]}
+    assert doctor(command) == 0
+    (container,) = asked[-1]["containers"]
+    assert (container["tty"], container["name"]) == (True, "task")
+    assert {"cpu": "1", "memory": "3Gi"} in [each["containers"][0].get("resources", {}).get("limits") for each in asked]
+
+
+def test_the_doctor_names_the_namespace_that_it_checks(
+    api_server: ApiServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["doctor", "--cluster", AUTOSCALED]
+    assert doctor(command) == 0
+    assert capsys.readouterr().out.startswith("ok       namespace team is checked, that of the kubeconfig's context\n")
+    monkeypatch.setattr("flyte_ddp.cluster.kubernetes.doctor.context_namespace", lambda: "")
+    accounts = [{"metadata": {"name": "flyte-ddp", "namespace": name}} for name in ("a", "b")]
+    api_server.answers["/api/v1/serviceaccounts"] = {"items": accounts[:1]}
+    assert doctor(command) == 0
+    assert capsys.readouterr().out.startswith("ok       namespace a is checked, the only one with a service account")
+    api_server.answers["/api/v1/serviceaccounts"] = {"items": accounts}
+    assert doctor(command) == 2
+    assert "--namespace: expected one of a, b, which have a service account" in capsys.readouterr().err
+    assert doctor([*command, "--namespace", "b"]) == 0
+    assert capsys.readouterr().out.startswith("ok       namespace b is checked, which is named\n")
+
+
+def test_the_remedy_for_another_service_account_names_that(
+    api_server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reply = api_server.reply
+    api_server.reply = lambda method, path, body: (  # type: ignore[method-assign]
+        (201, {"spec": body["spec"], "status": {"allowed": False}})
+        if "subjectaccessreviews" in path
+        else reply(method, path, body)
+    )
+    assert doctor(["doctor", "--cluster", AUTOSCALED, "--service-account", "trainer"]) == 1
+    (remedy,) = re.findall(r"apply it: sed '(.*)' deploy/rbac.yaml", capsys.readouterr().out)
+    text = (DEPLOY / "rbac.yaml").read_text()
+    for rule in remedy.split("; "):
+        _, old, new, _ = rule.split("/")
+        text = text.replace(old, new)
+    documents = list(yaml.safe_load_all(text))
+    assert documents[0]["metadata"] == {"name": "trainer", "namespace": "team"}
+    subjects = [each["subjects"][0] for each in documents if "subjects" in each]
+    assert {(each["name"], each["namespace"]) for each in subjects} == {("trainer", "team")}
+
+
+def test_the_doctor_knows_what_settings_toml_allows(
+    api_server: ApiServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "cluster.yaml"  # as the guide has it
+    file.write_text("num_nodes: 1\nkubernetes: {autoscaled_nodes: true, env_from_secrets: [storage]}\n")
+    assert doctor(["doctor", "--cluster", str(file)]) == 1
+    told = capsys.readouterr().out
+    assert "the tasks would refuse this cluster: cluster.kubernetes.env_from_secrets: expected none, because" in told
+
+
+def test_the_doctor_has_one_line_for_what_it_may_not_see(
+    api_server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api_server.forbidden = "/limitranges"  # which nothing asks for
     assert doctor(["doctor", "--cluster", AUTOSCALED]) == 0
     told = capsys.readouterr().out
-    assert "unknown  limit ranges: you may not" in told
     assert 'unknown  the tasks\' own pods were not checked; pass --tasks "$(python -m tasks requests --json)"' in told
-    api_server.answers = {"/pods": operator_pods("registry.example.com/operator:7")}
-    assert doctor(["doctor", "--cluster", AUTOSCALED, "--tasks", TASKS]) == 0
-    told = capsys.readouterr().out
     assert "unknown  the version of the operator registry.example.com/operator:7 in namespace dask-operator" in told
-    assert "ok       no quota of team is too small for a task" in told
+    api_server.forbidden = ("/deployments", "/resourcequotas", "/nodes", "reviews", "/pods", "/networkpolicies")
+    assert doctor(["doctor", "--cluster", json.dumps(FIXED)]) == 2
+    told = capsys.readouterr().out
+    assert "FAILED" not in told
+    assert "could start in" not in told
+    (line,) = [line for line in told.splitlines() if "may not see" in line]
+    for what in ("the operator", "the rights of tasks", "quotas", "nodes", "what the API server admits"):
+        assert what in line
+    assert "administrator" in line
     assert doctor(["doctor", "--cluster", "nowhere.json"]) == 2
-    assert "--cluster: expected JSON or the name of a JSON file, got 'nowhere.json'" in capsys.readouterr().err
+    assert "--cluster: expected JSON or the name of a YAML file, got 'nowhere.json'" in capsys.readouterr().err
+
+
+def test_the_doctor_waits_for_a_dead_api_server_once(
+    api_server: ApiServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api_server.http.server_close()
+    monkeypatch.setattr(api, "time", SimpleNamespace(monotonic=time.monotonic))  # to sleep is an error
+    assert doctor(["doctor", "--cluster", AUTOSCALED]) == 2
+    told = capsys.readouterr()
+    assert (told.out, told.err.count("\n")) == ("", 1)
+    assert "error: the Kubernetes API server does not answer" in told.err
+    assert api.SHORT_TIMEOUT < 10

@@ -15,7 +15,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ from typing import Any
 from flyte_ddp.cluster.admission import IMAGE_VARIABLE
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.manifest import GROUP, KUEUE, PLURAL, VERSION, Driver, cluster_name
+from flyte_ddp.cluster.kubernetes.resources import requests_of
 from flyte_ddp.errors import OUT_OF_MEMORY, ClusterError
 
 REQUEST_TIMEOUT = 10.0  # seconds, of one request to the API server
+SHORT_TIMEOUT = 5.0  # seconds, of one that is not repeated
 API_PATIENCE = 60.0  # seconds for which a request is repeated while the API server is away
 MAX_RETRY_DELAY = 5.0  # seconds between two tries
 AWAY = (429, 500, 502, 503, 504)  # HTTP statuses that say nothing about the request itself
@@ -57,6 +60,19 @@ class WorkerEnd:
         return f"its container ended ({self.reason}){remedy}"
 
 
+_tries_once: ContextVar[bool] = ContextVar("_tries_once", default=False)
+
+
+@contextlib.contextmanager
+def one_try() -> Iterator[None]:
+    """In the block a request that gets no answer is not repeated, for a person waits for it."""
+    token = _tries_once.set(True)
+    try:
+        yield
+    finally:
+        _tries_once.reset(token)
+
+
 def call(api: str, method: str, *args: Any, patience: float = API_PATIENCE, **kwargs: Any) -> Any:
     """Send one request; repeat it with back-off for `patience` seconds while the API server is away.
 
@@ -66,10 +82,12 @@ def call(api: str, method: str, *args: Any, patience: float = API_PATIENCE, **kw
     from kubernetes.client import ApiException
     from urllib3.exceptions import HTTPError
 
-    deadline, delay = time.monotonic() + patience, 0.5
+    once = _tries_once.get()
+    deadline, delay = time.monotonic() + (0 if once else patience), 0.5
+    timeout = SHORT_TIMEOUT if once else REQUEST_TIMEOUT
     while True:
         try:
-            return getattr(_api(api), method)(*args, _request_timeout=REQUEST_TIMEOUT, **kwargs)
+            return getattr(_api(api), method)(*args, _request_timeout=timeout, **kwargs)
         except ApiException as error:
             if error.status not in AWAY:
                 raise
@@ -155,13 +173,18 @@ def target_namespace(config: ClusterConfig) -> str:
         return config.kubernetes.namespace
     if is_in_pod():
         return (POD_IDENTITY / "namespace").read_text().strip()
+    return context_namespace() or "default"
+
+
+def context_namespace() -> str:
+    """Return the namespace of the kubeconfig's context; "" where it names none."""
     from kubernetes.config import ConfigException, list_kube_config_contexts
 
     try:
         _, context = list_kube_config_contexts()
     except ConfigException:
-        return "default"  # preflight reports that there is no kubeconfig
-    return str(context["context"].get("namespace") or "default")
+        return ""  # preflight reports that there is no kubeconfig
+    return str(context["context"].get("namespace") or "")
 
 
 def driver_pod() -> Driver | None:
@@ -179,7 +202,15 @@ def driver_pod() -> Driver | None:
             api_message(error),
         )
         return None
-    return Driver(pod.metadata.name, pod.metadata.uid, namespace, _own_image(pod), pod.metadata.labels or {})
+    requests = _requests(pod)
+    return Driver(pod.metadata.name, pod.metadata.uid, namespace, _own_image(pod), pod.metadata.labels or {}, requests)
+
+
+def _requests(pod: Any) -> dict[str, str]:
+    """Return what the pod requests, by resource; a limit without a request counts as one."""
+    given = [each.resources for each in pod.spec.containers if each.resources]
+    containers = [{"resources": {"limits": each.limits or {}, "requests": each.requests or {}}} for each in given]
+    return {name: str(amount) for name, amount in requests_of({"containers": containers}).items()}
 
 
 def _own_image(pod: Any) -> str:
@@ -213,6 +244,11 @@ def api_message(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if not isinstance(error, ClusterError) else str(error)
 
 
+def is_right_missing(error: Exception) -> bool:
+    """Return whether RBAC refused a request. Quotas, Pod Security and policies refuse with the same status, 403."""
+    return getattr(error, "status", 0) == 403 and "cannot" in (message := api_message(error)) and "User " in message
+
+
 def pods_of(name: str, namespace: str, component: str = "") -> list[Any]:
     """Return the pods of the cluster called `name`, all or those of one component."""
     selector = f"dask.org/cluster-name={name}" + (f",dask.org/component={component}" if component else "")
@@ -225,6 +261,11 @@ def is_ready(pod: Any) -> bool:
     return pod.metadata.deletion_timestamp is None and any(
         condition.type == "Ready" and condition.status == "True" for condition in conditions
     )
+
+
+def is_scheduler(pod: Any) -> bool:
+    """Return whether the pod of a cluster is its scheduler's."""
+    return (pod.metadata.labels or {}).get("dask.org/component") == "scheduler"
 
 
 def read_cluster(name: str, namespace: str, patience: float = API_PATIENCE) -> dict[str, Any] | None:

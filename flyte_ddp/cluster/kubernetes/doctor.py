@@ -1,260 +1,121 @@
-"""`python -m flyte_ddp doctor`: compare a Kubernetes cluster with what deploy/README.md sets up. Changes nothing.
+"""`python -m flyte_ddp doctor`: tell whether a run could start on a Kubernetes cluster. Changes nothing.
 
-For a person with a kubeconfig of wide rights. A check without the rights that it needs says so and is not counted.
+For a person with a kubeconfig of wide rights.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from decimal import Decimal
-from importlib.metadata import version
-from typing import Any
+import os
+from collections.abc import Iterator, Mapping
 
+from flyte_ddp.cluster.admission import SETTINGS, load_allowed
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.cluster.kubernetes.api import api_message, call, target_namespace
-from flyte_ddp.cluster.kubernetes.manifest import GROUP, PLURAL, VERSION, cluster_spec
-from flyte_ddp.cluster.kubernetes.preflight import (
-    NEEDED_EVERYWHERE,
-    OPERATOR_LABELS,
-    check_access,
-    exceeded_quotas,
-    find_obstacles,
-    needs_of,
-    quantity,
-    requests_of,
+from flyte_ddp.cluster.kubernetes.api import call, context_namespace, one_try
+from flyte_ddp.cluster.kubernetes.checks import (
+    BAD,
+    GOOD,
+    UNKNOWN,
+    UNKNOWN_IMAGE,
+    WARNING,
+    Finding,
+    Setup,
+    run_checks,
 )
+from flyte_ddp.cluster.kubernetes.manifest import cluster_spec
+from flyte_ddp.cluster.kubernetes.resources import quantities
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.source_code import read_settings
 
-GOOD, WARNING, BAD, UNKNOWN = "ok", "warning", "FAILED", "unknown"
-KINDS = {PLURAL, "daskworkergroups", "daskjobs", "daskautoscalers"}  # that the operator watches
-UPSTREAM_IMAGE = "dask/dask-kubernetes-operator"
-# Parts of the names of DaemonSets that enforce NetworkPolicies.
-ENFORCERS = ("antrea", "aws-node", "azure-npm", "calico", "canal", "cilium", "kube-router", "ovn", "weave")
-PSA = "pod-security.kubernetes.io/enforce"
-INSTALLED_VERSION = "app.kubernetes.io/version"  # a label that deploy/operator/install.sh sets
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of a check, with its remedy if it is not good."""
-
-    level: str  # GOOD, WARNING, BAD or UNKNOWN
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.level:<8} {self.text}"
+DRIVER = "driver"  # the class of tasks that drive a cluster
 
 
 def diagnose(
-    config: ClusterConfig, service_account: str, tasks: Mapping[str, Mapping[str, str]] | None = None
-) -> Iterator[Finding]:
+    config: ClusterConfig,
+    service_account: str,
+    tasks: Mapping[str, Mapping[str, str]] | None = None,
+    pod_template: str = "",
+) -> tuple[list[Finding], int]:
     """Check the cluster that the kubeconfig names, for runs with this config whose tasks have `service_account`.
 
     Args:
         tasks: what the pods of tasks request, as {class: {resource: quantity}}.
+        pod_template: the name of Flyte's default pod template; "": as a ConfigMap of Flyte's has it.
+
+    Returns:
+        The findings, and an exit status: 0 if a run could start, 1 if not, 2 where this user may not see enough.
 
     Raises:
+        ConfigError: no namespace is named, and several could be meant.
         ClusterError: the API server does not answer.
     """
-    from kubernetes.client import ApiException
-
-    if no_access := check_access():
-        yield Finding(BAD, no_access)
-        return
-    namespace = target_namespace(config)
-    if not config.kubernetes.image:  # the doctor runs in no pod whose image a run would take
-        config = dataclasses.replace(config, kubernetes=dataclasses.replace(config.kubernetes, image="doctor"))
-    spec = cluster_spec(config, "ddp-doctor-00000000")["spec"]
-    obstacles = list(find_obstacles(config, spec, namespace))
-    yield from (Finding(BAD, text) for text in obstacles)
-    if not obstacles:
-        yield Finding(GOOD, f"a run of {config.num_nodes} nodes could start in namespace {namespace}")
-    checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
-        ("the operator's kinds", _check_kinds),
-        ("the operator's version", _check_operator),
-        (f"the rights of {service_account}", lambda: _check_rights(namespace, service_account)),
-        ("service accounts and secrets", lambda: _check_references(config, namespace, service_account)),
-        ("limit ranges", lambda: _check_limit_ranges(spec, tasks or {}, namespace)),
-        ("the quota of tasks", lambda: _check_tasks(tasks or {}, namespace)),
-        ("Pod Security", lambda: _check_pod_security(namespace)),
-        ("network policies", lambda: _check_policies(namespace)),
-    ]
-    for what, check in checks:
-        try:
-            yield from check()
-        except ApiException as error:
-            if error.status not in (403, 404):
-                raise
-            yield Finding(UNKNOWN, f"{what}: {api_message(error)}")
-
-
-def _check_kinds() -> Iterator[Finding]:
-    served = {each.name for each in call("CustomObjectsApi", "get_api_resources", GROUP, VERSION).resources}
-    missing = sorted(KINDS - served)
-    if missing:
-        yield Finding(BAD, f"the API server does not know {', '.join(missing)} of {GROUP}; {_upgrade()}")
-    else:
-        yield Finding(GOOD, "the operator's CRDs are there")
-
-
-def _check_operator() -> Iterator[Finding]:
-    pinned = version("dask-kubernetes")
-    pods = call("CoreV1Api", "list_pod_for_all_namespaces", label_selector=OPERATOR_LABELS).items
-    for pod in pods:
-        image = pod.spec.containers[0].image
-        installed = (pod.metadata.labels or {}).get(INSTALLED_VERSION, "")
-        if UPSTREAM_IMAGE in image:
-            installed = image.rpartition(":")[2]
-        where = f"{image} in namespace {pod.metadata.namespace}"
-        if not installed:
-            yield Finding(
-                UNKNOWN, f"the version of the operator {where}; install.sh labels the pod of one that it makes"
-            )
-        elif installed != pinned:
-            yield Finding(BAD, f"the operator has version {installed}, and this package pins {pinned}; {_upgrade()}")
-        else:
-            yield Finding(GOOD, f"the operator has the pinned version {pinned}: {where}")
-    if not pods:
-        yield Finding(UNKNOWN, f"no pod has the operator's label {OPERATOR_LABELS}")
-
-
-def _check_rights(namespace: str, service_account: str) -> Iterator[Finding]:
-    missing = []
-    for verb, group, resource, subresource in NEEDED_EVERYWHERE:
-        attributes = {"verb": verb, "group": group, "resource": resource, "subresource": subresource}
-        review = {
-            "apiVersion": "authorization.k8s.io/v1",
-            "kind": "SubjectAccessReview",
-            "spec": {
-                "user": f"system:serviceaccount:{namespace}:{service_account}",
-                "resourceAttributes": {"namespace": namespace, **attributes},
-            },
-        }
-        if not call("AuthorizationV1Api", "create_subject_access_review", review).status.allowed:
-            missing.append(f"{verb} {resource}" + (f"/{subresource}" if subresource else ""))
-    if missing:
-        yield Finding(
-            BAD,
-            f"service account {service_account} may not {', '.join(missing)}; apply it: "
-            f"sed s/NAMESPACE/{namespace}/g deploy/rbac.yaml | kubectl apply -f -",
-        )
-    else:
-        yield Finding(GOOD, f"service account {service_account} has the rights of deploy/rbac.yaml")
-
-
-def _check_references(config: ClusterConfig, namespace: str, service_account: str) -> Iterator[Finding]:
-    from kubernetes.client import ApiException
-
-    pods = config.kubernetes
-    secrets = {*pods.image_pull_secrets, *pods.env_from_secrets}
-    missing = []
-    for name in sorted({service_account, pods.service_account or "default"}):
-        try:
-            account = call("CoreV1Api", "read_namespaced_service_account", name, namespace)
-            secrets |= {each.name for each in account.image_pull_secrets or []}
-        except ApiException as error:
-            if error.status != 404:
-                raise
-            missing.append(f"service account {name}")
-    for name in sorted(secrets):
-        try:
-            call("CoreV1Api", "read_namespaced_secret", name, namespace)
-        except ApiException as error:
-            if error.status != 404:
-                raise
-            missing.append(f"secret {name}")
-    if missing:
-        yield Finding(
-            BAD, f"namespace {namespace} has no {', no '.join(missing)}; see deploy/README.md, Rights and Secrets"
-        )
-    else:
-        yield Finding(GOOD, "all service accounts and secrets that are named are there")
-
-
-def _check_limit_ranges(
-    spec: Mapping[str, Any], tasks: Mapping[str, Mapping[str, str]], namespace: str
-) -> Iterator[Finding]:
-    requests = {f"a {role}": requests_of(spec[role]["spec"]) for role in ("worker", "scheduler")}
-    requests |= {f"a task ({name})": _quantities(task) for name, task in tasks.items()}
-    problems = []
-    for limit_range in call("CoreV1Api", "list_namespaced_limit_range", namespace).items:
-        for item in limit_range.spec.limits:
-            for pod, each in requests.items():
-                for resource, amount in each.items():
-                    largest = (item.max or {}).get(resource)
-                    if item.type in ("Pod", "Container") and largest is not None and amount > quantity(largest):
-                        problems.append(f"{limit_range.metadata.name} allows {largest} {resource}, {pod} requests more")
-    if problems:
-        yield Finding(BAD, f"limit range: {'; '.join(problems)}; request less, or have it raised")
-    else:
-        yield Finding(
-            GOOD, f"no limit range of {namespace} is in the way; `make register` asks Flyte for its own limits"
-        )
-
-
-def _check_tasks(tasks: Mapping[str, Mapping[str, str]], namespace: str) -> Iterator[Finding]:
+    with one_try():
+        namespace, origin = _namespace(config, service_account)
+        findings, unseen = _check(config, service_account, tasks or {}, pod_template, namespace)
+    findings.insert(0, Finding(GOOD, f"namespace {namespace} is checked, {origin}"))
     if not tasks:
-        yield Finding(
-            UNKNOWN, 'the tasks\' own pods were not checked; pass --tasks "$(python -m tasks requests --json)"'
+        text = 'the tasks\' own pods were not checked; pass --tasks "$(python -m tasks requests --json)"'
+        findings.append(Finding(UNKNOWN, text))
+    if unseen:
+        findings.append(
+            Finding(
+                UNKNOWN,
+                f"the kubeconfig's user may not see {', '.join(unseen)}, so nothing says whether a run could start; "
+                "ask with an administrator's kubeconfig",
+            )
         )
-        return
-    problems = [
-        excess.format(who=f"a task ({name})")
-        for name, task in tasks.items()
-        for excess in exceeded_quotas(needs_of([(1, _quantities(task))]), namespace)
-    ]
-    if problems:
-        yield Finding(BAD, f"{'; '.join(problems)}; request less in settings.toml, or have the quota raised")
-    else:
-        yield Finding(GOOD, f"no quota of {namespace} is too small for a task")
+    if any(each.level == BAD for each in findings):
+        return findings, 1
+    if unseen:
+        return findings, 2
+    pulled = " if its image can be pulled" * any(each.level == WARNING and "pulls it" in each.text for each in findings)
+    findings.append(Finding(GOOD, f"a run of {config.num_nodes} nodes could start in namespace {namespace}{pulled}"))
+    return findings, 0
 
 
-def _quantities(requests: Mapping[str, str]) -> dict[str, Decimal]:
-    return {resource: quantity(amount) for resource, amount in requests.items()}
+def _check(
+    config: ClusterConfig, account: str, tasks: Mapping[str, Mapping[str, str]], pod_template: str, namespace: str
+) -> tuple[list[Finding], list[str]]:
+    # As the tasks' own settings have it; an image that is given at the registration is not known here.
+    image = os.environ.get("IMAGE") or (read_settings(SETTINGS).get("image", "") if SETTINGS.is_file() else "")
+    allowed = load_allowed()
+    allowed = dataclasses.replace(allowed, images=(*allowed.images, image or "*"))  # a task's own is always allowed
+    pods = dataclasses.replace(
+        config.kubernetes, image=config.kubernetes.image or image or UNKNOWN_IMAGE, namespace=namespace
+    )
+    config = dataclasses.replace(config, kind="kubernetes", kubernetes=pods)
+    spec = cluster_spec(config, "ddp-doctor-00000000")["spec"]
+    driver = quantities(tasks.get(DRIVER, {}))  # without its requests it is one pod more, at least
+    return run_checks(Setup(config, spec, namespace, account, driver, tasks, allowed, pod_template))
 
 
-def _check_pod_security(namespace: str) -> Iterator[Finding]:
-    labels = call("CoreV1Api", "read_namespace", namespace).metadata.labels or {}
-    templates = {each.metadata.name for each in call("CoreV1Api", "list_namespaced_pod_template", namespace).items}
-    level = labels.get(PSA, "")
-    if level in ("", "privileged"):
-        yield Finding(
-            WARNING,
-            f"namespace {namespace} lets privileged pods in; refuse them (Kubernetes 1.25): "
-            f"kubectl label --overwrite namespace {namespace} {PSA}=baseline",
+def _namespace(config: ClusterConfig, account: str) -> tuple[str, str]:
+    """Return the namespace that is checked, and where its name comes from, as a phrase."""
+    from kubernetes.client import ApiException
+    from kubernetes.config import ConfigException
+
+    if config.kubernetes.namespace:
+        return config.kubernetes.namespace, "which is named"
+    if namespace := context_namespace():
+        return namespace, "that of the kubeconfig's context"
+    try:
+        selector = f"metadata.name={account}"
+        found = call("CoreV1Api", "list_service_account_for_all_namespaces", field_selector=selector).items
+    except (ApiException, ConfigException):  # a check reports that there is no access
+        found = []
+    names = sorted(each.metadata.namespace for each in found)
+    if len(names) > 1:
+        raise ConfigError(
+            f"--namespace: expected one of {', '.join(names)}, which have a service account {account}, got none, and "
+            "the kubeconfig's context names none"
         )
-    elif level == "restricted" and "flyte-ddp" not in templates:
-        yield Finding(
-            BAD,
-            f"namespace {namespace} is restricted, so tasks need the pod template; apply it: "
-            f"kubectl --namespace {namespace} apply -f deploy/pod-template.yaml",
-        )
-    else:
-        yield Finding(GOOD, f"namespace {namespace} enforces the Pod Security level {level}")
+    if names:
+        return names[0], f"the only one with a service account {account}; name another by --namespace"
+    return "default", "because neither --namespace nor the kubeconfig's context names one"
 
 
-def _check_policies(namespace: str) -> Iterator[Finding]:
-    policies = {
-        each.metadata.name for each in call("NetworkingV1Api", "list_namespaced_network_policy", namespace).items
-    }
-    if "flyte-ddp" not in policies:
-        yield Finding(
-            WARNING,
-            f"namespace {namespace} lacks the policy that keeps everybody away until a run's own is there; apply it: "
-            f"kubectl --namespace {namespace} apply -f deploy/networkpolicy.yaml",
-        )
-    names = {each.metadata.name for each in call("AppsV1Api", "list_daemon_set_for_all_namespaces").items}
-    found = sorted(name for name in names if any(part in name for part in ENFORCERS))
-    if found:
-        yield Finding(GOOD, f"{', '.join(found)} can enforce NetworkPolicies")
-    else:
-        yield Finding(
-            UNKNOWN,
-            f"no DaemonSet is known to enforce NetworkPolicies ({', '.join(ENFORCERS)}); the log of a run's driver "
-            "warns if none does",
-        )
-
-
-def _upgrade() -> str:
-    return "upgrade it with its CRDs as deploy/RUNBOOK.md describes (Upgrades)"
+def lines(findings: list[Finding]) -> Iterator[str]:
+    """Yield a line for each finding: the first, which says what was checked, then the obstacles, then the rest."""
+    order = (BAD, WARNING, UNKNOWN, GOOD)
+    ordered = sorted(findings[1:], key=lambda each: order.index(each.level))
+    return (f"{finding}\n" for finding in [*findings[:1], *ordered])

@@ -91,7 +91,7 @@ def kube_cluster(config: ClusterConfig, run_name: str, deadline: float) -> Itera
                 config = dataclasses.replace(config, kubernetes=pods)
             owner = driver if driver is not None and driver.namespace == namespace else None
             spec = cluster_spec(config, name, owner)
-            preflight(config, spec, namespace)
+            preflight(config, spec, namespace, driver)
         except ApiException as error:
             raise ClusterError(f"the Kubernetes API server refused a request: {api_message(error)}") from error
         token = uuid.uuid4().hex

@@ -48,6 +48,7 @@ class Driver:
     namespace: str
     image: str  # of the container that this process runs in
     labels: Mapping[str, str] = field(default_factory=dict)
+    requests: Mapping[str, str] = field(default_factory=dict)  # of all its containers, by resource
 
 
 def cluster_name(run_name: str) -> str:

@@ -1,0 +1,606 @@
+"""Checks of a Kubernetes cluster for a run, before anything is created: one list, for the preflight and the doctor.
+
+Each check yields findings, whose text ends in the remedy. A check that this process has no right to make raises the
+API server's refusal, which `run_checks` collects. An API server that does not answer is no finding: ClusterError.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from importlib.metadata import version
+from typing import Any
+
+from flyte_ddp.cluster.admission import Allowed, check_allowed
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.cluster.kubernetes.api import api_message, call, is_in_pod, is_right_missing
+from flyte_ddp.cluster.kubernetes.manifest import (
+    GROUP,
+    PLURAL,
+    POLICY_GROUP,
+    POLICY_PLURAL,
+    VERSION,
+    merge_pod,
+)
+from flyte_ddp.cluster.kubernetes.resources import describe, needs_of, quantities, quantity, requests_of, short
+from flyte_ddp.errors import ConfigError
+
+# All requests of this folder, as (verb, API group, resource, subresource), which deploy/rbac.yaml grants.
+NEEDED_EVERYWHERE = [
+    ("create", GROUP, PLURAL, ""),
+    ("get", GROUP, PLURAL, ""),
+    ("delete", GROUP, PLURAL, ""),
+    ("get", "", "pods", ""),
+    ("list", "", "pods", ""),
+    ("get", "", "pods", "log"),
+    ("list", "", "events", ""),
+    ("create", POLICY_GROUP, POLICY_PLURAL, ""),
+    ("create", "", "secrets", ""),
+]
+NEEDED_OUTSIDE = [("get", "", "services", ""), ("create", "", "pods", "portforward")]
+NEEDED_KINDS = {PLURAL, "daskworkergroups"}
+KINDS = {*NEEDED_KINDS, "daskjobs", "daskautoscalers"}  # that the operator watches
+
+GOOD, WARNING, BAD, UNKNOWN = "ok", "warning", "FAILED", "unknown"
+STARTING, NODES = "starting", "nodes"
+TEMPORARY_TAINTS = "node.kubernetes.io/"  # conditions of a node that pass, which Kubernetes expresses as taints too
+OPERATOR_NAME = "dask-kubernetes-operator"  # in its image upstream, and by the labels of its Helm chart and of deploy/
+OPERATOR_MODULE = "dask_kubernetes"  # that its container runs, whatever its labels are
+INSTALLED_VERSION = "app.kubernetes.io/version"  # a label that deploy/operator/install.sh sets
+# Parts of the names of DaemonSets that enforce NetworkPolicies.
+ENFORCERS = ("antrea", "aws-node", "azure-npm", "calico", "canal", "cilium", "kube-router", "ovn", "weave")
+PSA = "pod-security.kubernetes.io/enforce"
+TEMPLATE_SETTING = re.compile(r"""default-pod-template-name["']?:\s*["']?([a-z0-9][-a-z0-9.]*)""")
+MAX_NODE_IMAGES = 50  # that a kubelet reports by default
+UNKNOWN_IMAGE = "unknown.invalid/image"  # stands for the image of a task's pod that this process does not know
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of a check, with its remedy if it is not good."""
+
+    level: str  # GOOD, WARNING, BAD or UNKNOWN
+    text: str
+    passes: str = (
+        ""  # STARTING: the operator may be there in a minute; NODES: they may be others when Flyte tries again
+    )
+
+    def __str__(self) -> str:
+        return f"{self.level:<8} {self.text}"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the checks are about."""
+
+    config: ClusterConfig
+    spec: Mapping[str, Any]  # of the DaskCluster
+    namespace: str
+    account: str = ""  # the service account of tasks whose rights are checked; "": this process's own
+    driver: Mapping[str, Decimal] | None = None  # requests of the driver's pod; None where it is not in `namespace`
+    tasks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # requests of tasks' pods by class; for doctor
+    allowed: Allowed | None = None  # the table of settings.toml; None: not known, or checked by the task itself
+    pod_template: str = ""  # that Flyte's default-pod-template-name names; "": as a ConfigMap of Flyte's says
+
+
+Check = Callable[[Setup], Iterator[Finding]]
+
+
+def run_checks(setup: Setup) -> tuple[list[Finding], list[str]]:
+    """Return the findings of all checks, and the names of those that this process has no right to make.
+
+    Raises:
+        PreflightError: a quantity that is none.
+        ClusterError: the API server does not answer.
+    """
+    from kubernetes.client import ApiException
+
+    findings: list[Finding] = []
+    unseen: list[str] = []
+    for what, check in CHECKS:
+        num_before = len(findings)
+        try:
+            findings.extend(check(setup))  # keeps what was found before an exception
+        except ApiException as error:
+            if error.status != 403:
+                raise
+            unseen.append(what)
+        if check in (_check_access, _check_namespace) and any(each.level == BAD for each in findings[num_before:]):
+            break  # everything else would fail for the same reason
+    return findings, unseen
+
+
+def _check_access(setup: Setup) -> Iterator[Finding]:
+    from kubernetes.client import ApiException
+    from kubernetes.config import ConfigException
+    from urllib3.exceptions import HTTPError
+
+    try:
+        call("VersionApi", "get_code")
+    except (ApiException, ConfigException, HTTPError) as error:  # it refuses, has no valid certificate, or is not named
+        yield Finding(
+            BAD,
+            f"this process has no access to a Kubernetes API server ({api_message(error)}); set KUBECONFIG to a valid "
+            "kubeconfig, or run in a pod whose service account's token is mounted",
+        )
+
+
+def _check_config(setup: Setup) -> Iterator[Finding]:
+    if not all(each.get("image") for each in setup.spec["worker"]["spec"]["containers"] if each["name"] == "worker"):
+        yield Finding(
+            BAD,
+            "no image is set, and this process runs in no pod whose image could be used; set `kubernetes.image` in the "
+            "cluster's configuration to an image built from this project's Dockerfile",
+        )
+    pods = setup.config.kubernetes
+    if quantity(pods.shared_memory) > quantity(pods.worker_memory):
+        yield Finding(
+            BAD,
+            f"shared_memory ({pods.shared_memory}) is a part of worker_memory, which is {pods.worker_memory} only; "
+            "raise worker_memory or lower shared_memory",
+        )
+    if setup.allowed is not None:
+        try:
+            check_allowed(setup.config, setup.allowed, setup.namespace)
+        except ConfigError as error:
+            yield Finding(BAD, f"the tasks would refuse this cluster: {error}; add the value there and register again")
+
+
+def _check_kinds(setup: Setup) -> Iterator[Finding]:
+    from kubernetes.client import ApiException
+
+    try:
+        served = {each.name for each in call("CustomObjectsApi", "get_api_resources", GROUP, VERSION).resources}
+    except ApiException as error:
+        if error.status != 404:
+            raise
+        yield Finding(
+            BAD,
+            f"the Dask operator is not installed: this Kubernetes cluster does not know {PLURAL}.{GROUP}; "
+            "install it as in deploy/README.md",
+        )
+        return
+    if missing := sorted(KINDS - served):
+        level = BAD if NEEDED_KINDS - served else WARNING
+        yield Finding(level, f"the API server does not know {', '.join(missing)} of {GROUP}; {_upgrade()}")
+    else:
+        yield Finding(GOOD, "the operator's CRDs are there")
+
+
+def _check_operator(setup: Setup) -> Iterator[Finding]:
+    """Find the operator's Deployment by what it runs: its labels may be others."""
+    deployments = call("AppsV1Api", "list_deployment_for_all_namespaces").items
+    operators = [each for each in deployments if _is_operator(each)]
+    if not operators:
+        yield Finding(
+            BAD,
+            "the Dask operator does not run: no Deployment of any namespace runs it, so nothing makes pods of a "
+            "DaskCluster; install it as in deploy/README.md",
+            passes=STARTING,
+        )
+    for operator in operators:
+        where = f"--namespace {operator.metadata.namespace}"
+        name = f"deployment {operator.metadata.name}"
+        if operator.spec.replicas == 0:
+            yield Finding(
+                BAD,
+                "the Dask operator does not run: it is scaled to 0, so nothing makes pods of a DaskCluster; start it: "
+                f"kubectl {where} scale {name} --replicas=1",
+                passes=STARTING,
+            )
+        elif not (operator.status and operator.status.available_replicas):
+            yield Finding(
+                BAD,
+                f"the Dask operator is installed but not running ({operator.metadata.namespace}/"
+                f"{operator.metadata.name} has no available pod); find out why with: kubectl {where} describe {name}",
+                passes=STARTING,
+            )
+        else:
+            yield _compare_version(operator)
+
+
+def _is_operator(deployment: Any) -> bool:
+    pod = deployment.spec.template
+    if (pod.metadata.labels or {}).get("app.kubernetes.io/name") == OPERATOR_NAME:
+        return True
+    return any(
+        OPERATOR_NAME in (each.image or "") or OPERATOR_MODULE in " ".join([*(each.command or []), *(each.args or [])])
+        for each in pod.spec.containers
+    )
+
+
+def _compare_version(operator: Any) -> Finding:
+    pinned = version("dask-kubernetes")
+    image = operator.spec.template.spec.containers[0].image
+    installed = (operator.spec.template.metadata.labels or {}).get(INSTALLED_VERSION, "")
+    if f"dask/{OPERATOR_NAME}" in image:
+        installed = image.rpartition(":")[2]
+    where = f"{image} in namespace {operator.metadata.namespace}"
+    if not installed:
+        return Finding(UNKNOWN, f"the version of the operator {where}; install.sh labels the pod of one that it makes")
+    if installed != pinned:
+        return Finding(
+            WARNING, f"the operator has version {installed}, and this package pins {pinned}: {where}; {_upgrade()}"
+        )
+    return Finding(GOOD, f"the operator has the pinned version {pinned}: {where}")
+
+
+def _upgrade() -> str:
+    return "upgrade it with its CRDs as deploy/RUNBOOK.md describes (Upgrades)"
+
+
+def _check_namespace(setup: Setup) -> Iterator[Finding]:
+    from kubernetes.client import ApiException
+
+    try:
+        labels = call("CoreV1Api", "read_namespace", setup.namespace).metadata.labels or {}
+    except ApiException as error:
+        if error.status != 404:
+            raise
+        yield Finding(
+            BAD,
+            f"namespace {setup.namespace} does not exist; create it with kubectl create namespace {setup.namespace}, "
+            "or name another in the cluster's configuration",
+        )
+        return
+    level = labels.get(PSA, "")
+    if level in ("", "privileged"):
+        yield Finding(
+            WARNING,
+            f"namespace {setup.namespace} lets privileged pods in; refuse them (Kubernetes 1.25): "
+            f"kubectl label --overwrite namespace {setup.namespace} {PSA}=baseline",
+        )
+    else:
+        yield Finding(GOOD, f"namespace {setup.namespace} enforces the Pod Security level {level}")
+
+
+def _check_rights(setup: Setup) -> Iterator[Finding]:
+    account, namespace = setup.account, setup.namespace
+    kind = "SubjectAccessReview" if account else "SelfSubjectAccessReview"
+    user = {"user": f"system:serviceaccount:{namespace}:{account}"} if account else {}
+    method = "create_subject_access_review" if account else "create_self_subject_access_review"
+    missing = []
+    for verb, group, resource, subresource in NEEDED_EVERYWHERE + ([] if account or is_in_pod() else NEEDED_OUTSIDE):
+        attributes = {"verb": verb, "group": group, "resource": resource, "subresource": subresource}
+        spec = {**user, "resourceAttributes": {"namespace": namespace, **attributes}}
+        review = {"apiVersion": "authorization.k8s.io/v1", "kind": kind, "spec": spec}
+        if not call("AuthorizationV1Api", method, review).status.allowed:
+            what = resource + (f"/{subresource}" if subresource else "") + (f".{group}" if group else "")
+            missing.append(f"{verb} {what}")
+    if account and missing:
+        names = "" if account == "flyte-ddp" else f"; s/flyte-ddp/{account}/g"
+        yield Finding(
+            BAD,
+            f"service account {account} may not {', '.join(missing)} in namespace {namespace}; apply it: "
+            f"sed 's/NAMESPACE/{namespace}/g{names}' deploy/rbac.yaml | kubectl apply -f -",
+        )
+    elif account:
+        yield Finding(GOOD, f"service account {account} has the rights of deploy/rbac.yaml")
+    who = "this pod's service account" if is_in_pod() else "the kubeconfig's user"
+    for each in () if account else missing:
+        yield Finding(
+            BAD,
+            f"{who} may not {each} in namespace {namespace}; have deploy/rbac.yaml applied to that "
+            "namespace and bound to it",
+        )
+
+
+def _check_references(setup: Setup) -> Iterator[Finding]:
+    from kubernetes.client import ApiException
+
+    pods = setup.config.kubernetes
+    secrets = {*pods.image_pull_secrets, *pods.env_from_secrets}
+    missing = []
+    for name in sorted({setup.account, pods.service_account or "default"} - {""}):
+        try:
+            account = call("CoreV1Api", "read_namespaced_service_account", name, setup.namespace)
+            secrets |= {each.name for each in account.image_pull_secrets or []}
+        except ApiException as error:
+            if error.status != 404:
+                raise
+            missing.append(f"service account {name}")
+    for name in sorted(secrets):
+        try:
+            call("CoreV1Api", "read_namespaced_secret", name, setup.namespace)
+        except ApiException as error:
+            if error.status != 404:
+                raise
+            missing.append(f"secret {name}")
+    if missing:
+        yield Finding(
+            BAD, f"namespace {setup.namespace} has no {', no '.join(missing)}; see deploy/README.md, Rights and Secrets"
+        )
+    else:
+        yield Finding(GOOD, "all service accounts and secrets that are named are there")
+
+
+def _check_quotas(setup: Setup) -> Iterator[Finding]:
+    """Compare with the whole of each quota, because what other runs have used of it comes back."""
+    pods: list[tuple[int, Mapping[str, Decimal]]] = [(1, requests_of(setup.spec["scheduler"]["spec"]))]
+    pods.append((setup.config.enough_nodes, requests_of(setup.spec["worker"]["spec"])))
+    if setup.driver is not None:
+        pods.append((1, setup.driver))
+    needs = {**needs_of(pods), f"count/{PLURAL}.{GROUP}": Decimal(1)}
+    who = "this run with its driver" if setup.driver is not None else "this run"
+    problems = list(_exceeded_quotas(who, needs, setup.namespace))
+    for text in problems:
+        yield Finding(BAD, f"{text}; ask for fewer or smaller nodes, or have the quota raised")
+    for name, task in setup.tasks.items():
+        for text in _exceeded_quotas(f"a task ({name})", needs_of([(1, quantities(task))]), setup.namespace):
+            problems.append(text)
+            yield Finding(BAD, f"{text}; request less in settings.toml, or have the quota raised")
+    if not problems:
+        yield Finding(GOOD, f"no quota of {setup.namespace} is too small for a run" + " or a task" * bool(setup.tasks))
+
+
+def _exceeded_quotas(who: str, needs: Mapping[str, Decimal], namespace: str) -> Iterator[str]:
+    """Yield a sentence for each quota that could never grant `needs` (see `needs_of`)."""
+    for quota in call("CoreV1Api", "list_namespaced_resource_quota", namespace).items:
+        if quota.spec.scopes or quota.spec.scope_selector:
+            continue  # it may not be about these pods
+        for resource, limit in (quota.spec.hard or {}).items():
+            need = needs.get(resource)
+            if need is not None and need > quantity(limit):
+                yield (
+                    f"quota {quota.metadata.name} of namespace {namespace} allows {resource} up to {limit}, and "
+                    f"{who} needs {short(need)}"
+                )
+
+
+def _check_nodes(setup: Setup) -> Iterator[Finding]:
+    config = setup.config
+    if config.kubernetes.autoscaled_nodes:
+        return
+    nodes = call("CoreV1Api", "list_node").items
+    fits = True
+    for role in ("worker", "scheduler"):
+        pod = setup.spec[role]["spec"]
+        reasons = [_why_not(pod, node) for node in nodes]
+        if all(reasons):
+            fits = False
+            counts = "; ".join(f"{reasons.count(reason)} {reason}" for reason in sorted(set(reasons)))
+            remedy = "scheduler_pod_template" if role == "scheduler" else "node_selector or tolerations"
+            yield Finding(
+                BAD,
+                f"no node could ever run a {role} pod, which requests {describe(requests_of(pod))} (of {len(nodes)} "
+                f"nodes: {counts}); request less, correct {remedy}, or set autoscaled_nodes where nodes are made "
+                "on demand",
+                passes=NODES,
+            )
+    if fits:
+        yield from _check_room(setup, nodes)
+
+
+def _check_room(setup: Setup, nodes: list[Any]) -> Iterator[Finding]:
+    """Yield a finding if the nodes are too small for all pods together, even while nothing else runs on them."""
+    worker, count = setup.spec["worker"]["spec"], setup.config.enough_nodes
+    request = requests_of(worker)
+    room = [_allocatable(node) for node in nodes]
+    places = sum(
+        min(
+            (int(has.get(resource, Decimal(0)) / amount) for resource, amount in request.items() if amount),
+            default=count,
+        )
+        for has, node in zip(room, nodes, strict=True)
+        if not _why_not(worker, node)
+    )
+    total = dict(
+        needs_of([(count, request), (1, requests_of(setup.spec["scheduler"]["spec"])), (1, setup.driver or {})])
+    )
+    lacking = [
+        f"{short(has)} {resource} of {short(total[f'requests.{resource}'])}"
+        for resource in sorted({name.removeprefix("requests.") for name in total if name.startswith("requests.")})
+        if total[f"requests.{resource}"] > (has := sum((each.get(resource, Decimal(0)) for each in room), Decimal(0)))
+    ]
+    what = f"{count} workers of {describe(request)}"
+    if places < count:
+        text = f"the nodes that may run workers have room for {places} of {what}, while nothing else runs on them"
+    elif lacking:
+        with_driver = "a scheduler and the task's own pod" if setup.driver is not None else "and a scheduler"
+        text = f"the nodes are too small together for {what}, {with_driver}: they have {', '.join(lacking)}"
+    else:
+        yield Finding(GOOD, f"the nodes have room for {what} while nothing else runs on them")
+        return
+    yield Finding(
+        BAD, f"{text}; request less, add nodes, or set autoscaled_nodes where nodes are made on demand", passes=NODES
+    )
+
+
+def _allocatable(node: Any) -> dict[str, Decimal]:
+    return {name: quantity(amount) for name, amount in (node.status.allocatable or {}).items()}
+
+
+def _why_not(pod: Mapping[str, Any], node: Any) -> str:
+    """Return why the pod can never run on the node, as a phrase after a number of nodes; "" if it can."""
+    labels = node.metadata.labels or {}
+    for key, value in pod.get("nodeSelector", {}).items():
+        if labels.get(key) != value:
+            return f"without the label {key}={value}"
+    for taint in node.spec.taints or []:
+        if taint.effect == "PreferNoSchedule" or taint.key.startswith(TEMPORARY_TAINTS):
+            continue
+        if not any(tolerates(toleration, taint) for toleration in pod.get("tolerations", [])):
+            return f"with the taint {taint.key}={taint.value or ''}:{taint.effect}, which is not tolerated"
+    has = _allocatable(node)
+    for resource, amount in requests_of(pod).items():
+        if amount > has.get(resource, Decimal(0)):
+            return f"with {short(has.get(resource, Decimal(0)))} {resource} at most"
+    return ""
+
+
+def _check_images(setup: Setup) -> Iterator[Finding]:
+    """Look for the image on the nodes: the one place where it must be if nothing is pulled."""
+    (image,) = (each["image"] for each in setup.spec["worker"]["spec"]["containers"] if each["name"] == "worker")
+    if not setup.account or image == UNKNOWN_IMAGE or setup.config.kubernetes.autoscaled_nodes:
+        return  # a run's own driver may have pulled it on another node, and a new node has none
+    nodes = call("CoreV1Api", "list_node").items
+    lists = [[name for each in node.status.images or [] for name in each.names or []] for node in nodes]
+    if any(_full_name(image) in map(_full_name, names) for names in lists):
+        yield Finding(GOOD, f"a node has the image {image}")
+    elif any(len(node.status.images or []) >= MAX_NODE_IMAGES for node in nodes):
+        yield Finding(UNKNOWN, f"whether a node has the image {image}: nodes name {MAX_NODE_IMAGES} images at most")
+    elif setup.config.kubernetes.image_pull_policy == "Never":
+        yield Finding(
+            BAD,
+            f"no node has the image {image}, and image_pull_policy is Never; correct `kubernetes.image`, or load the "
+            "image into the nodes",
+        )
+    else:
+        yield Finding(
+            WARNING,
+            f"no node has the image {image} yet: the first start pulls it, or waits for it until start_timeout; see "
+            "whether the registry has it: docker manifest inspect " + image,
+        )
+
+
+def _full_name(image: str) -> str:
+    """Return the image's name with registry and tag, as containerd reports it."""
+    first, _, rest = image.partition("/")
+    if not rest:
+        image = f"docker.io/library/{image}"
+    elif "." not in first and ":" not in first and first != "localhost":
+        image = f"docker.io/{image}"
+    return image if ":" in image.rpartition("/")[2] else f"{image}:latest"
+
+
+def _check_admission(setup: Setup) -> Iterator[Finding]:
+    """Let the API server judge the objects without creating them: Pod Security, limit ranges, policies, quotas.
+
+    For the doctor alone: a run's own service account may create no pods, and its DaskCluster is judged at its creation.
+    """
+    if not setup.account:
+        return
+    spec, namespace = setup.spec, setup.namespace
+    is_image_known = UNKNOWN_IMAGE not in str(spec["worker"]["spec"])
+    problems = []
+    pods = {f"a {role}'s pod": spec[role]["spec"] for role in ("scheduler", "worker")}
+    template, setting = _task_template(setup)
+    for name, task in (setup.tasks or {"any": {}}).items():
+        pods[f"a task's pod ({name})"] = _task_pod(setup.account, task, template)
+    for what, pod in pods.items():
+        body = {"apiVersion": "v1", "kind": "Pod", "metadata": {"generateName": "ddp-doctor-"}, "spec": pod}
+        if refusal := _dry_run("CoreV1Api", "create_namespaced_pod", namespace, body=body):
+            remedy = "request more or less, or correct `pod_template`"
+            if "violates PodSecurity" in refusal:
+                remedy = setting if what.startswith("a task") else "correct `pod_template`"
+            elif "quota" in refusal:
+                remedy = "wait for other runs to end, or have the quota raised"
+            problems.append(Finding(BAD, f"the API server would refuse {what}: {refusal}; {remedy}"))
+    if is_image_known:
+        cluster = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "DaskCluster", "spec": spec}
+        cluster["metadata"] = {"name": "ddp-doctor-00000000"}
+        request = ("CustomObjectsApi", "create_namespaced_custom_object", GROUP, VERSION, namespace, PLURAL, cluster)
+        if refusal := _dry_run(*request):
+            remedy = "correct the cluster's configuration, or the lists in deploy/admission-policy.yaml and apply it"
+            problems.append(Finding(BAD, f"the API server would refuse the DaskCluster: {refusal}; {remedy}"))
+    yield from problems or [
+        Finding(
+            GOOD,
+            "the API server would admit the pods of a run and of a task" + ", and its DaskCluster" * is_image_known,
+        )
+    ]
+    if not is_image_known:
+        yield Finding(
+            UNKNOWN,
+            "whether policies admit the image: name it as kubernetes.image in --cluster, where the tasks name none",
+        )
+
+
+def _dry_run(*request: Any, **body: Any) -> str:
+    """Return the API server's refusal to create an object; "" if it would."""
+    from kubernetes.client import ApiException
+
+    try:
+        call(*request, **body, dry_run="All")
+    except ApiException as error:
+        if is_right_missing(error) or error.status not in (400, 403, 404, 422):
+            raise
+        refusal = " ".join(api_message(error).split())
+        # Other checks are about missing kinds and service accounts.
+        return "" if error.status == 404 or "serviceaccount" in refusal else refusal
+    return ""
+
+
+def _task_pod(account: str, requests: Mapping[str, str], template: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the specification of a task's pod as Flyte makes it: one container, merged over its default template."""
+    defaults = {each["name"]: each for each in template.get("containers", [])}.get("default", {})
+    container = merge_pod(defaults, {"name": "task", "image": UNKNOWN_IMAGE, "args": ["pyflyte-execute"]})
+    if requests:
+        container["resources"] = {"requests": dict(requests), "limits": dict(requests)}
+    return {**template, "containers": [container], "restartPolicy": "Never", "serviceAccountName": account}
+
+
+def _task_template(setup: Setup) -> tuple[dict[str, Any], str]:
+    """Return the pod specification that Flyte merges into its tasks, and how to make it one that is not refused."""
+    from kubernetes.client import ApiClient
+
+    name, apply = setup.pod_template, f"kubectl --namespace {setup.namespace} apply -f deploy/pod-template.yaml"
+    if not name:
+        maps = call("CoreV1Api", "list_config_map_for_all_namespaces").items
+        texts = [text for each in maps for text in (each.data or {}).values()]
+        name = next((found[1] for text in texts if (found := TEMPLATE_SETTING.search(text))), "")
+    if not name:
+        return {}, (
+            "set Flyte's `plugins.k8s.default-pod-template-name: flyte-ddp` (deploy/README.md, section 5; without it "
+            f"the template does nothing), pass --pod-template flyte-ddp if no ConfigMap shows it, and apply it: {apply}"
+        )
+    for template in call("CoreV1Api", "list_namespaced_pod_template", setup.namespace).items:
+        if template.metadata.name == name:
+            found = ApiClient().sanitize_for_serialization(template.template.spec)
+            return found, f"correct the PodTemplate {name}, as in deploy/pod-template.yaml"
+    return (
+        {},
+        f"Flyte's default-pod-template-name is {name}, and the namespace has no PodTemplate of that name: {apply}",
+    )
+
+
+def _check_policies(setup: Setup) -> Iterator[Finding]:
+    namespace = setup.namespace
+    policies = {
+        each.metadata.name for each in call("NetworkingV1Api", "list_namespaced_network_policy", namespace).items
+    }
+    if "flyte-ddp" not in policies:
+        yield Finding(
+            WARNING,
+            f"namespace {namespace} lacks the policy that keeps everybody away until a run's own is there; apply it: "
+            f"kubectl --namespace {namespace} apply -f deploy/networkpolicy.yaml",
+        )
+    names = {each.metadata.name for each in call("AppsV1Api", "list_daemon_set_for_all_namespaces").items}
+    found = sorted(name for name in names if any(part in name for part in ENFORCERS))
+    if found:
+        yield Finding(GOOD, f"{', '.join(found)} can enforce NetworkPolicies")
+    else:
+        yield Finding(
+            UNKNOWN,
+            f"no DaemonSet is known to enforce NetworkPolicies ({', '.join(ENFORCERS)}); the log of a run's driver "
+            "warns if none does",
+        )
+
+
+CHECKS: list[tuple[str, Check]] = [
+    ("the API server", _check_access),
+    ("the cluster's configuration", _check_config),
+    ("the operator's kinds", _check_kinds),
+    ("the operator", _check_operator),
+    ("the namespace", _check_namespace),
+    ("the rights of tasks", _check_rights),
+    ("service accounts and secrets", _check_references),
+    ("quotas", _check_quotas),
+    ("nodes", _check_nodes),
+    ("images on nodes", _check_images),
+    ("what the API server admits", _check_admission),
+    ("network policies", _check_policies),
+]
+
+
+def tolerates(toleration: Mapping[str, Any], taint: Any) -> bool:
+    """Return whether the toleration, as in a pod's specification, covers the taint of a node."""
+    if toleration.get("effect") and toleration["effect"] != taint.effect:
+        return False
+    if not toleration.get("key"):
+        return toleration.get("operator") == "Exists"
+    if toleration["key"] != taint.key:
+        return False
+    return toleration.get("operator", "Equal") == "Exists" or (toleration.get("value") or "") == (taint.value or "")
