@@ -787,6 +787,28 @@ def test_requests_are_repeated_while_the_api_server_is_away(api_server: ApiServe
     assert api_server.requests[-1][0] == "DELETE"
 
 
+def test_an_operator_that_ends_after_its_first_look_is_not_waited_for(api_server: ApiServer) -> None:
+    reply = api_server.reply
+
+    def touch(method: str, path: str, body: Any) -> tuple[int, Any]:
+        status, answer = reply(method, path, body)
+        if method == "GET" and "daskclusters/" in path and api_server.cluster:
+            answer = {**answer, "status": {"phase": "Created"}}
+        return status, answer
+
+    api_server.reply = touch  # type: ignore[method-assign]
+    with pytest.raises(ClusterError, match="the Dask operator did not react") as caught:
+        start(timeout=60)
+    assert not isinstance(caught.value, ConfigError)
+    # A quota that admits no pod is another reason, which is waited for.
+    event = {"metadata": {"name": "e", "resourceVersion": "1"}, "reason": "FailedCreate", "message": "exceeded quota"}
+    event["involvedObject"] = {"kind": "ReplicaSet", "name": f"{cluster_name('run')}-scheduler-1"}
+    api_server.cluster = None
+    api_server.answers["/events"] = {"items": [event]}
+    with pytest.raises(ClusterError, match="did not start within .* exceeded quota"):
+        start(timeout=2)
+
+
 def test_a_creation_with_a_lost_answer_is_recognized(api_server: ApiServer) -> None:
     reply = api_server.reply
 

@@ -28,6 +28,7 @@ from flyte_ddp.cluster.kubernetes.api import (
     explain,
     is_in_pod,
     is_ready,
+    is_scheduler,
     pods_of,
     read_cluster,
     target_namespace,
@@ -234,24 +235,29 @@ def _wait_for_scheduler(config: ClusterConfig, name: str, namespace: str, deadli
 
     started = time.monotonic()
     report_at = started + REPORT_INTERVAL
-    is_known_to_operator = False
+    expect_pods_at = min(started + OPERATOR_TIMEOUT, deadline)
+    is_known_to_operator = has_pods = False
     while True:
         now = time.monotonic()
         try:
             cluster = {} if is_known_to_operator else read_cluster(name, namespace, patience=0) or {}
             is_known_to_operator = is_known_to_operator or "phase" in cluster.get("status", {})
-            ready = (
-                [pod for pod in pods_of(name, namespace, "scheduler") if is_ready(pod)] if is_known_to_operator else []
-            )
+            pods = pods_of(name, namespace) if is_known_to_operator else []
+            has_pods = has_pods or bool(pods)
+            ready = [pod for pod in pods if is_scheduler(pod) and is_ready(pod)]
             if ready:
                 return ready[0]
         except (ApiException, ApiUnavailable) as error:  # the API server may restart meanwhile
             logger.debug("the state of Dask cluster %s is not known at the moment: %s", name, api_message(error))
-        if not is_known_to_operator and now > min(started + OPERATOR_TIMEOUT, deadline):
-            raise ClusterError(
-                f"the Dask operator did not react to cluster {name} within {now - started:.0f} s: it is not running, "
-                f"or does not watch namespace {namespace}; deploy/README.md describes how to install it"
-            )
+        # An operator that ends after its first look at the cluster makes no pods, and nothing says why.
+        if not has_pods and now > expect_pods_at:
+            expect_pods_at = now + REPORT_INTERVAL
+            if not explain(config, name):
+                raise ClusterError(
+                    f"the Dask operator did not react to cluster {name} within {now - started:.0f} s: it is not "
+                    f"running, or does not watch namespace {namespace}; see: python -m flyte_ddp doctor --namespace "
+                    f"{namespace}"
+                )
         if now > deadline:
             raise ClusterError(
                 f"Dask cluster {name} did not start within {config.start_timeout:g} s. {explain(config, name)}".rstrip()
