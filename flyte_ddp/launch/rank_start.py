@@ -11,9 +11,11 @@ imports it, because a variable that the function sets for torch would come too l
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess, SpawnProcess
@@ -27,6 +29,7 @@ from flyte_ddp.rank.programs import Program
 # malloc, which Dask and scikit-learn set in this process: a recipe's rank sets threads and malloc's thresholds itself.
 READ_ON_IMPORT = ("LD_", "PYTORCH_", "TORCH_")
 
+START_TIMEOUT = 120.0  # seconds for the server to import torch and fork a rank, after which it is replaced
 END_SIGNALS = tuple(signal.Signals[name] for name in STOP_SIGNALS)
 
 _variables_of_server: dict[str, str] | None = None
@@ -77,15 +80,27 @@ def start_server(modules: Sequence[str]) -> bool:
     return True
 
 
+def kill_server() -> None:
+    """Kill this process's server of ranks, because it does not answer. The next start makes another one."""
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if pid:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def start_rank(program: Program, target: Callable[..., object], arguments: tuple[Any, ...], name: str) -> BaseProcess:
     """Start a process that calls `target(*arguments)` as a rank of `program`, and return it."""
     if program.slow_imports and start_server(program.slow_imports):
         forked = ForkedProcess(target=target, args=arguments, name=name)
+        watchdog = threading.Timer(START_TIMEOUT, kill_server)  # one that was stopped would never answer
+        watchdog.start()
         try:
             forked.start()
             return forked
         except (EOFError, OSError):  # the server has died, as where torch cannot be loaded: a fresh process says why
             pass
+        finally:
+            watchdog.cancel()
     fresh = SpawnProcess(target=target, args=arguments, name=name)
     fresh.start()
     return fresh

@@ -30,7 +30,7 @@ from flyte_ddp.errors import OUT_OF_MEMORY, RankFailure, TrainingStopped
 from flyte_ddp.launch.devices import visible_gpus
 from flyte_ddp.launch.failures import first_line, shorten, shorten_traceback
 from flyte_ddp.launch.log_tail import LogTail, logs_directory
-from flyte_ddp.launch.rank_start import ForkedProcess, start_rank
+from flyte_ddp.launch.rank_start import ForkedProcess, kill_server, start_rank
 from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.rank.job import WRITE_GRACE, Job, NodeRanks, rank_log, rank_stacks
 from flyte_ddp.rank.process import run_rank
@@ -45,6 +45,7 @@ MAX_MESSAGE = 6  # lines of an exception's own message
 STACK_LINES = 36  # of all ranks' main threads together in the error of a stall; the log has all threads
 STACK_SECONDS = 1.0  # for the ranks to write their stacks
 UNKNOWN_CODE = 255  # of a forked process whose server, which alone could read its code, is gone
+SERVER_GRACE = 10.0  # seconds for the server of ranks to report the end of a rank that was killed
 DEATH_GRACE = 2.0  # seconds for the kernel to end killed processes, and for their new parent to reap them
 
 _hiding = threading.Lock()
@@ -94,6 +95,10 @@ class _Rank:
     down: Connection
     log: LogTail
     outcome: str = ""  # "done", "stopped" or "error", as the rank reported; "" before
+
+    def is_running(self) -> bool:
+        # The server of ranks, which alone can reap them, may be stopped.
+        return self.process.is_alive() and process_state(self.process.pid) != "Z"
 
 
 class _Ranks:
@@ -147,7 +152,7 @@ class _Ranks:
     ) -> None:
         """Pass data and events on until every rank has succeeded. Raise if one fails, or if none makes progress."""
         has_data = preparation is None
-        while any(rank.process.is_alive() or not rank.outcome for rank in self.ranks):
+        while any(not rank.outcome or rank.is_running() for rank in self.ranks):
             live = [rank for rank in self.ranks if not rank.up.closed or not rank.outcome]
             pipes = [rank.up for rank in live if not rank.up.closed]
             ready = wait([*pipes, *(rank.process.sentinel for rank in live)], timeout=POLL_INTERVAL)
@@ -194,6 +199,10 @@ class _Ranks:
                 if rank.process.is_alive():
                     rank.process.kill()
         for rank in self.ranks:
+            if isinstance(rank.process, ForkedProcess):
+                rank.process.join(SERVER_GRACE)
+                if rank.process.is_alive():
+                    kill_server()
             rank.process.join()
             rank.up.close()
             rank.down.close()
@@ -259,6 +268,9 @@ class _Ranks:
                 what += ": its container ran out of memory. Request more memory, or make batches smaller"
             elif cause == "SIGKILL":
                 what += ". Unless a person killed it, the machine ran out of memory"
+        elif code is None:
+            kind, cause = "exit", ""
+            what = f"rank {rank.number} ended, and the server that it was forked from does not answer"
         else:
             what, kind, cause = f"rank {rank.number} exited with code {code}", "exit", f"exit code {code}"
             if code == UNKNOWN_CODE and isinstance(rank.process, ForkedProcess):
