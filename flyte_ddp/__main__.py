@@ -16,15 +16,9 @@ from typing import Any
 from flyte_ddp.cluster.config import cluster_config
 from flyte_ddp.errors import ClusterError, ConfigError, GangLost, RankFailure, StorageUnavailable, TrainingStopped
 from flyte_ddp.fields import read_object
-from flyte_ddp.launch.run import Gang, run_program, script_program
+from flyte_ddp.launch.run import run_program
+from flyte_ddp.launch.run_options import add_run_options, note_without_effect, read_gang, read_program
 from flyte_ddp.observers.progress_bar import ProgressBar
-from flyte_ddp.rank.programs import FunctionProgram
-
-# torchrun starts one agent on each machine; here one command starts all of them.
-TORCHRUN_ONLY = (
-    *("--node-rank", "--master-addr", "--master-port"),
-    *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"),
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,24 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _add_run(commands: Any) -> None:
     text = "run a script in every rank, on this machine or on a Dask cluster"
     parser = commands.add_parser("run", help=text, description=text)
-
-    def add(flag: str, **options: Any) -> None:
-        parser.add_argument(flag, f"--{flag[2:].replace('-', '_')}", **options)  # torchrun takes both forms
-
-    stall_timeout = FunctionProgram.stall_timeout
-    parser.add_argument("--nnodes", default="1", help="machines, or a range such as 1:4 (default 1)")
-    add("--nproc-per-node", default="1", help="ranks on each: a number, gpu, cpu or auto (default 1)")
-    add("--max-restarts", type=int, default=0, help="restarts of all ranks after a loss (default 0)")
-    parser.add_argument("--standalone", action="store_true", help="accepted as torchrun's; nothing needs it here")
-    parser.add_argument("--cluster", default="", help="the machines: JSON, or the name of a YAML or JSON file")
-    parser.add_argument("--checkpoints", default="", help="directory or URL for session.save, for all machines")
-    text = f"seconds without a session.report until the run is ended (default {stall_timeout:g})"
-    add("--stall-timeout", type=float, default=stall_timeout, help=text)
-    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
-    for flag in TORCHRUN_ONLY:
-        add(flag, help=argparse.SUPPRESS)
-    parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="of the script")
+    add_run_options(parser)
     parser.set_defaults(main=_run)
 
 
@@ -98,19 +75,9 @@ def _doctor(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     bar = ProgressBar(lines=sys.stdout)  # what the ranks print is this command's output, as torchrun's
     try:
-        for flag in TORCHRUN_ONLY:
-            if getattr(options, flag[2:].replace("-", "_")) is not None:
-                raise ConfigError(
-                    f"{flag}: expected no such flag: one command starts all machines (--cluster names them)"
-                )
-        gang = Gang(
-            options.nnodes,
-            options.nproc_per_node,
-            options.max_restarts,
-            read_object("--cluster", options.cluster) if options.cluster else None,
-            options.stall_timeout,
-        )
-        program = script_program(options.script, options.arguments, options.module, options.stall_timeout)
+        gang, program = read_gang(options), read_program(options)
+        if note := note_without_effect(options):
+            sys.stderr.write(f"{note}\n")
         run_program(program, gang, options.checkpoints, [bar], bar.write)
     except TrainingStopped as stopped:
         sys.stderr.write(f"{stopped}\n")

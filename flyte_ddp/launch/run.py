@@ -12,6 +12,9 @@ import importlib.util
 import os
 import re
 import runpy
+import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -54,6 +57,7 @@ class Gang:
         cluster: the machines, with the fields of `ClusterConfig`, where `nnodes` is not 1.
         stall_timeout: seconds without a report of any rank until the run is ended with all stacks; it counts from the
             first `session.report` on.
+        master_port: where the ranks of one machine meet; 0 for any free port.
 
     Raises:
         ConfigError: a value has the wrong type or range, or is given twice.
@@ -64,6 +68,7 @@ class Gang:
     max_restarts: int = 0
     cluster: ClusterConfig | Mapping[str, Any] | None = None
     stall_timeout: float = FunctionProgram.stall_timeout
+    master_port: int = 0
 
     def __post_init__(self) -> None:
         match = re.fullmatch(r"(?:(\d+):)?(\d+)", str(self.nnodes))
@@ -189,7 +194,9 @@ def run_program(
         job = Job(program, checkpoints, time.time(), run=run_id, is_kept=is_kept)
         if config is None:
             processes = gang.num_processes()
-            state = spawn.run_on_this_machine(job, None, processes, listeners, relay, gang.max_restarts)
+            state = spawn.run_on_this_machine(
+                job, None, processes, listeners, relay, gang.max_restarts, gang.master_port
+            )
         else:
             from flyte_ddp.cluster.connect import open_cluster
             from flyte_ddp.launch.dask.launcher import check, run_on_dask
@@ -233,6 +240,18 @@ def script_program(
         directory = str(path.parent)
     call = _Script(script, directory, tuple(arguments), os.getcwd(), outputs)
     return FunctionProgram(Path(script).name, cloudpickle.dumps(call), packages, directory, stall_timeout)
+
+
+def command_program(command: Sequence[str], stall_timeout: float = FunctionProgram.stall_timeout) -> FunctionProgram:
+    """Return the program that runs another program, with its arguments, in a process of every rank.
+
+    Raises:
+        ConfigError: there is no such program.
+    """
+    if shutil.which(command[0]) is None:
+        raise ConfigError(f"script: expected a program that can be executed, got {command[0]!r}")
+    call = cloudpickle.dumps(_Command(tuple(command), os.getcwd()))
+    return FunctionProgram(Path(command[0]).name, call, stall_timeout=stall_timeout, is_command=True)
 
 
 @dataclass(frozen=True)
@@ -285,6 +304,23 @@ class _Script:
             sys.path[:] = [str(directory), *others, self.working_directory]
             run = functools.partial(_run_as_main, str(file))
         _call_to_exit(run)
+
+
+@dataclass(frozen=True)
+class _Command:
+    """A run of a program that is no script of Python's, in the caller's directory where the machine has it."""
+
+    command: tuple[str, ...]
+    working_directory: str
+
+    def __call__(self) -> bytes:
+        directory = self.working_directory if os.path.isdir(self.working_directory) else None
+        process = subprocess.Popen(self.command, cwd=directory)
+        for name in os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"].split(","):
+            signal.signal(signal.Signals[name], lambda number, frame: process.send_signal(number))
+        if code := process.wait():
+            sys.exit(code if code > 0 else 128 - code)
+        return b""
 
 
 def _run_as_main(file: str) -> None:

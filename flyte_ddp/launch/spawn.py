@@ -83,6 +83,7 @@ def run_on_this_machine(
     listeners: Sequence[events.Listener] = (),
     relay: Callable[[str], None] | None = None,
     max_restarts: int = 0,
+    port: int = 0,
 ) -> events.RunState:
     """Run the program of `job` in ranks on this machine, start to end, and return the state that its events fold to.
 
@@ -94,6 +95,7 @@ def run_on_this_machine(
         relay: called with every line that a rank prints; standard error by default.
         max_restarts: how often all ranks start again after one was killed, hung, or failed in a way that another
             attempt may not repeat.
+        port: where the ranks meet; 0 for any free one.
 
     Raises:
         ConfigError: before any process is started, also if the checkpoints belong to another run.
@@ -112,12 +114,12 @@ def run_on_this_machine(
         own_place(job) as ownership,
         Dispatcher([state, *listeners]) as dispatcher,
         say_where_to_resume(job),
-        stop_on_signals() as stop,
+        stop_on_signals(job.program.signals, job.program.stop_grace) as stop,
     ):
         while True:
             job = dataclasses.replace(job, owner=ownership.token if ownership else "")
             step = _LatestStep()
-            with listening_socket("127.0.0.1") as listener:
+            with listening_socket("127.0.0.1", port) as listener:
                 node = NodeRanks(
                     first_rank=0,
                     num_ranks=num_processes,
@@ -253,10 +255,19 @@ def check(job: Job, num_processes: int) -> None:
 
 
 @contextlib.contextmanager
-def listening_socket(host: str) -> Iterator[socket.socket]:
-    """Open a listening socket on a free port of `host`.
+def listening_socket(host: str, port: int = 0) -> Iterator[socket.socket]:
+    """Open a listening socket on `port` of `host`; 0 for a free one.
 
     It is bound before its port is known, and passed to rank 0 open, so no other process can take the port in between.
+
+    Raises:
+        ConfigError: another process has the port.
     """
-    with socket.create_server((host, 0), backlog=1024) as listener:
+    try:
+        listener = socket.create_server((host, port), backlog=1024)
+    except OSError as error:
+        if not port:
+            raise
+        raise ConfigError(f"master_port: expected a port that is free, or 0, got {port}: {error}") from None
+    with listener:
         yield listener

@@ -32,7 +32,8 @@ from flyte_ddp.launch.failures import first_line, shorten, shorten_traceback
 from flyte_ddp.launch.log_tail import LogTail, logs_directory
 from flyte_ddp.launch.rank_start import ForkedProcess, kill_server, start_rank
 from flyte_ddp.launch.signals import StopRequest
-from flyte_ddp.rank.job import WRITE_GRACE, Job, NodeRanks, rank_log, rank_stacks
+from flyte_ddp.rank.job import WRITE_GRACE, Job, NodeRanks
+from flyte_ddp.rank.output import RankStream, rank_stacks, read_error
 from flyte_ddp.rank.process import run_rank
 from flyte_ddp.rank.programs import RecipeProgram
 
@@ -93,7 +94,9 @@ class _Rank:
     process: BaseProcess
     up: Connection
     down: Connection
-    log: LogTail
+    logs: list[tuple[LogTail, RankStream]]
+    prefix: str  # of its lines
+    error_file: str
     outcome: str = ""  # "done", "stopped" or "error", as the rank reported; "" before
 
     def is_running(self) -> bool:
@@ -116,7 +119,7 @@ class _Ranks:
         self.num_oom_kills = count_oom_kills()
         # CUDA gives a process only the first of several MIG slices, so each rank must see its own alone.
         gpus = visible_gpus() if node.use_gpus else ()
-        self.slices = gpus if any(name.startswith("MIG-") for name in gpus) else ()
+        self.slices = gpus if job.program.virtual_local_rank or any(name.startswith("MIG-") for name in gpus) else ()
         self.has_sent_stop = False
         # Two numbers per local rank: the time of its last progress, 0 before the first, and its step. Then one per
         # local rank: not 0 when its function has ended. Last: not 0 while rank 0 writes a checkpoint. No lock: a rank
@@ -141,7 +144,12 @@ class _Ranks:
         # Only the rank holds its ends now, so that either side sees the other's death as the end of a pipe.
         rank_up.close()
         rank_down.close()
-        self.ranks.append(_Rank(number, process, up, down, LogTail(rank_log(self.logs, number))))
+        output = self.job.program.output
+        streams = {stream.path: stream for stream in output.streams(self.logs, self.node, local_rank).values()}
+        logs = [(LogTail(path), stream) for path, stream in streams.items()]
+        error_file = output.error_file(self.logs, self.node, local_rank)
+        prefix = output.prefix_of(self.node, local_rank)
+        self.ranks.append(_Rank(number, process, up, down, logs, prefix, error_file))
 
     def watch(
         self,
@@ -240,8 +248,9 @@ class _Ranks:
     def _note_error(self, rank: _Rank, name: str, message: str, text: str, is_consequence: bool) -> None:
         what, cause = f"rank {rank.number} failed: {name}: {shorten(message, MAX_MESSAGE)}", f"{name}: {message}"
         failure = RankFailure(what, rank.number, "exception", cause, is_consequence)
-        if text and not failure.is_user_error:  # one line explains those
-            text = f"{what}\n{shorten_traceback(text)}"
+        recorded = _recorded(rank, message)
+        if (text or recorded) and not failure.is_user_error:  # one line explains those
+            text = f"{what}{recorded}" + (f"\n{shorten_traceback(text)}" if text else "")
             failure = RankFailure(text, rank.number, "exception", cause, is_consequence)
         self.failures.append((is_consequence, time.monotonic(), failure))
 
@@ -275,7 +284,8 @@ class _Ranks:
             what, kind, cause = f"rank {rank.number} exited with code {code}", "exit", f"exit code {code}"
             if code == UNKNOWN_CODE and isinstance(rank.process, ForkedProcess):
                 what += ", or the server that it was forked from was killed"
-        tail = rank.log.last_lines(LOG_TAIL)
+        what += _recorded(rank)
+        tail = "\n".join(filter(None, (log.last_lines(LOG_TAIL) for log, _ in rank.logs)))
         return RankFailure(f"{what}\n{shorten(tail)}" if tail else what, rank.number, kind, cause)
 
     def _grace(self) -> float:
@@ -344,8 +354,14 @@ class _Ranks:
 
     def _relay_logs(self, at_end: bool = False) -> None:
         for rank in self.ranks:
-            for line in rank.log.new_lines(at_end):
-                self.relay(f"[rank {rank.number}] {line}")
+            for log, stream in rank.logs:
+                lines = log.new_lines(at_end) if stream.is_shown else ()
+                for line in lines:
+                    self.relay(f"{rank.prefix}{line}")
+                found = [line for line in lines if any(each in line for each in stream.filters)]
+                if found:
+                    with open(stream.filtered, "a") as file:
+                        file.writelines(f"{rank.prefix}{line}\n" for line in found)
 
 
 class _Preparation:
@@ -377,6 +393,12 @@ class _Preparation:
             self._directory = self._data()
         except BaseException as error:
             self._error = error
+
+
+def _recorded(rank: _Rank, message: str = "") -> str:
+    """Return a line with the error that @record wrote down, such as in a process of the rank's, if it is another."""
+    error = read_error(rank.error_file)
+    return f"\nrecorded: {shorten(error, MAX_MESSAGE)}" if error and not (message and message in error) else ""
 
 
 def count_oom_kills(root: Path = Path("/")) -> int:

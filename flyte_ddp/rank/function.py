@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import select
 import sys
 import threading
 import time
@@ -39,7 +40,7 @@ def call_function(program: FunctionProgram, process: RankProcess) -> None:
         StopRequested: the function has read `session.stop_requested` as true and returned.
         ValueError: the value is too large to be sent.
     """
-    store = _Store(process)
+    store = _Store(process, program.is_command)
     link = process.link
     current = session.open_session(process, store.open)
     if process.rank == 0:
@@ -78,13 +79,14 @@ def _has_imported_torch() -> bool:
 class _Store:
     """The store where the ranks meet: served by rank 0's process, from a thread, until the last rank has ended."""
 
-    def __init__(self, process: RankProcess) -> None:
+    def __init__(self, process: RankProcess, is_for_others: bool) -> None:
         self._process = process
         self._store: Store | None = None
         self._error: BaseException | None = None
         self._opening = threading.Thread(target=self._open, name="store", daemon=True)
         self._lock = threading.Lock()
         self._is_needed = threading.Event()  # now, even if that imports torch
+        self._is_for_others = is_for_others  # processes below this one's use it, and this one imports no torch itself
         self._is_begun = process.rank == 0
         if self._is_begun:
             self._opening.start()
@@ -121,8 +123,12 @@ class _Store:
         while node.num_nodes > 1 and self.open().add(ENDED, 0) < node.world_size - node.num_ranks:
             time.sleep(POLL_INTERVAL)
 
+    def _is_asked_for(self) -> bool:
+        listener = self._process.listener
+        return self._is_for_others and listener is not None and bool(select.select([listener], [], [], 0)[0])
+
     def _open(self) -> None:
-        while not (_has_imported_torch() or self._is_needed.wait(POLL_INTERVAL)):
+        while not (_has_imported_torch() or self._is_needed.wait(POLL_INTERVAL) or self._is_asked_for()):
             pass
         try:
             self._store = self._process.open_store(STORE_TIMEOUT)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from flyte_ddp.rank.programs import Program
 
 MODEL_STATE = "model_state.pt"  # the trained model's file, beside the checkpoints
-STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # that end a run early, as torchrun's
-STOP_GRACE = 20.0  # seconds to write a last checkpoint in; Kubernetes kills a pod 30 s after SIGTERM
 WRITE_GRACE = 20.0  # seconds in which a checkpoint that is being written may be completed after a rank has failed
 
 
@@ -42,13 +39,3 @@ class NodeRanks:
     run_id: str = ""  # names the run, the same on all nodes and in all attempts
     num_restarts: int = 0  # of the gang before this attempt
     max_restarts: int = 0
-
-
-def rank_log(directory: str, rank: int) -> str:
-    """Return the path of the file with everything that `rank` prints."""
-    return os.path.join(directory, f"rank-{rank}.log")
-
-
-def rank_stacks(directory: str, rank: int) -> str:
-    """Return the path of the file where `rank` writes its Python stacks on SIGUSR1."""
-    return os.path.join(directory, f"rank-{rank}.stacks")

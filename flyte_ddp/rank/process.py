@@ -32,7 +32,8 @@ from typing import TYPE_CHECKING, Any
 from flyte_ddp import errors, events
 from flyte_ddp.errors import StopRequested, StorageUnavailable
 from flyte_ddp.rank.fast_start import keep_freed_memory
-from flyte_ddp.rank.job import Job, NodeRanks, rank_log, rank_stacks
+from flyte_ddp.rank.job import Job, NodeRanks
+from flyte_ddp.rank.output import rank_stacks
 from flyte_ddp.rank.process_end import release_program, run_exit_handlers
 from flyte_ddp.rank.programs import CUDA_OUT_OF_MEMORY
 
@@ -178,13 +179,16 @@ def run_rank(
         listener: the listening socket of the rendezvous, on rank 0; None elsewhere.
         up, down: pipes to and from the supervisor.
         beats: shared memory, see `_Ranks` in launch/supervisor.py.
-        logs: directory of the files that `rank_log` and `rank_stacks` name.
+        logs: directory of the rank's files for the length of the run; see output.py.
     """
     os.setpgid(0, 0)  # so that the supervisor can kill this process with all that it starts, such as loader workers
     rank = node.first_rank + local_rank
-    output = os.open(rank_log(logs, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    os.environ["TORCHELASTIC_ERROR_FILE"] = error_file = job.program.output.error_file(logs, node, local_rank)
+    os.makedirs(os.path.dirname(error_file), exist_ok=True)
+    for descriptor, stream in job.program.output.streams(logs, node, local_rank).items():
+        file = os.open(stream.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, descriptor)
+        os.close(file)
     # Lines appear while the rank runs, and before it is killed.
     typing.cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
     # Written in C, so that it also works while the rank hangs in a collective.

@@ -12,10 +12,11 @@ import shutil
 import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, RankFailure
+from flyte_ddp.rank.output import Output
 from flyte_ddp.recipes import BUILTIN, get_recipe
 from flyte_ddp.source_code import files_below, packages_of, source_files
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 COMPILERS = ("g++", "gcc", "clang")  # torch.compile takes g++ or CXX for CPUs, gcc, clang or CC for GPUs
 CUDA_OUT_OF_MEMORY = "OutOfMemoryError"  # class name of torch.cuda.OutOfMemoryError
+STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # that end a run early, as torchrun's
+STOP_GRACE = 20.0  # seconds to write a last checkpoint in; Kubernetes kills a pod 30 s after SIGTERM
 SCRIPT_DIRECTORY = "flyte_ddp_script"  # among the source files on a node: the directory of a script
 
 
@@ -36,6 +39,11 @@ class RecipeProgram:
     initial_state: str = ""  # fsspec URL of the state dict that a new run starts from; "" for fresh weights
     may_exit: typing.ClassVar[bool] = False  # a rank that ends its process itself, with code 0, has succeeded
     repeats_bugs: typing.ClassVar[bool] = False  # an exception that would repeat is answered by a restart too
+
+    signals: ClassVar[tuple[str, ...]] = STOP_SIGNALS
+    stop_grace: ClassVar[float] = STOP_GRACE
+    output: ClassVar[Output] = Output()
+    virtual_local_rank: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -117,6 +125,11 @@ class FunctionProgram:
     may_exit: typing.ClassVar[bool] = True
     repeats_bugs: typing.ClassVar[bool] = True  # as torchrun's max_restarts
     variables: dict[str, str] = dataclasses.field(default_factory=dict)  # of the environment of every rank
+    is_command: bool = False  # it runs another program, so torch is not imported in the rank's own process
+    signals: tuple[str, ...] = STOP_SIGNALS  # that end the run early, and are passed on to the function
+    stop_grace: float = STOP_GRACE  # seconds from the request to stop until the ranks are killed
+    output: Output = dataclasses.field(default_factory=Output)
+    virtual_local_rank: bool = False  # each rank sees its own GPU alone, and has LOCAL_RANK 0
 
     @property
     def slow_imports(self) -> tuple[str, ...]:
@@ -127,7 +140,9 @@ class FunctionProgram:
     def environment(self) -> dict[str, str]:
         """Variables of the user's, and those that torchrun sets as well."""
         name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-        return {name: os.environ.get(name, "1"), **self.variables}
+        signals = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(self.signals)}
+        local_rank = {"LOCAL_RANK": "0"} if self.virtual_local_rank else {}
+        return {name: os.environ.get(name, "1"), **signals, **local_rank, **self.variables}
 
     def check(self, world_size: int, has_gpus: bool) -> None:
         """Do nothing: any function may run on any number of ranks."""
@@ -182,7 +197,11 @@ def from_dict(values: dict[str, Any]) -> Program:
     kind: Any = {kind.__name__: kind for kind in typing.get_args(Program)}[values.pop("kind")]
     if kind is RecipeProgram:
         values |= {"config": TrainingConfig(**values["config"])}
-    program: Program = kind(
-        **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    )
+    else:
+        values |= {"output": Output(**_with_tuples(values["output"]))}
+    program: Program = kind(**_with_tuples(values))
     return program
+
+
+def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

@@ -55,6 +55,7 @@ class Run:
     client: Client
     config: ClusterConfig
     code: bytes  # for the workers, see `code.packed_code`
+    shows_nodes: bool  # a line of a rank's begins with its node
     emit: Callable[[events.Event], None]
     relay: Callable[[str], None]
     stop: StopRequest
@@ -228,8 +229,9 @@ class Attempt:
             if each["kind"] == "event":
                 self._pass_on(events.from_dict(each["event"]))
             elif each["kind"] == "lines":
+                node = f"[node {sender.index}] " if self.run.shows_nodes else ""
                 for line in each["lines"]:
-                    self.run.relay(f"[node {sender.index}] {line}")
+                    self.run.relay(f"{node}{line}")
             elif each["kind"] == "end":
                 sender.end = each
 

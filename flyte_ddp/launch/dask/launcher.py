@@ -62,6 +62,7 @@ from flyte_ddp.launch.spawn import (
 from flyte_ddp.launch.supervisor import print_line
 from flyte_ddp.ownership import Ownership
 from flyte_ddp.rank.job import Job
+from flyte_ddp.rank.output import PREFIX
 from flyte_ddp.storage import Storage, storage_environment
 from flyte_ddp.wall_time import AttemptStarted
 
@@ -128,7 +129,7 @@ def run_on_dask(
         storage.check_access()
         job = dataclasses.replace(job, checkpoints=storage.url)
     state = events.RunState(keep_steps=False)
-    stopping = contextlib.nullcontext(stop) if stop else stop_on_signals()
+    stopping = contextlib.nullcontext(stop) if stop else stop_on_signals(job.program.signals, job.program.stop_grace)
     with (
         own_place(job) as ownership,
         Dispatcher([state, *listeners]) as dispatcher,
@@ -140,6 +141,7 @@ def run_on_dask(
             client=client,
             config=config,
             code=packed_code(job.program),
+            shows_nodes=job.program.output.prefix == PREFIX,
             emit=dispatcher.emit,
             relay=relay or print_line,
             stop=stop,
