@@ -20,6 +20,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+from flyte_ddp import main_module
+
 SETTINGS_FILE = "settings.toml"
 MAX_SIZE = 32 << 20  # bytes of code; more is data that lies beside it
 
@@ -48,17 +50,17 @@ def packages_beside(module: str) -> tuple[str, ...]:
     installed packages. A notebook counts as a module of the working directory.
     """
     own = sys.modules.get(module.partition(".")[0])
-    root = root_of(own) or (Path.cwd() if module == "__main__" else None)
+    root = root_of(own) or (Path.cwd() if module in main_module.NAMES else None)
     if root is None:
         return ()
     installed = {
         Path(path).resolve() for path in (sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib"))
     }
-    beside = {module.partition(".")[0]} - {"__main__"}
+    beside = {module.partition(".")[0]}
     if root not in installed:
-        loaded = [name for name in sys.modules if "." not in name and name != "__main__"]
+        loaded = [name for name in sys.modules if "." not in name]
         beside |= {name for name in loaded if root_of(sys.modules.get(name)) == root}
-    return tuple(sorted(beside))
+    return tuple(sorted(beside.difference(main_module.NAMES)))  # its functions travel by value
 
 
 def root_of(module: Any) -> Path | None:

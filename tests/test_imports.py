@@ -38,6 +38,7 @@ LAYERS = {
     "flyte_ddp.events": 0,
     "flyte_ddp.wall_time": 0,
     "flyte_ddp.errors": -1,
+    "flyte_ddp.main_module": -1,
 }
 # Which modules may import a library at all.
 HOMES = {

@@ -558,3 +558,30 @@ def test_the_example_of_session_trains_every_step_once_when_it_is_killed():
     assert "train_one_step" in example
     source = f"def main():\n{example}\nmain()"
     assert flyte_ddp.run(follow_the_example, source, max_restarts=1) == 1000
+
+
+def test_a_plain_script_runs_its_own_functions_and_tasks_on_several_nodes(tmp_path):
+    """Without a guard, so that a process that imports the main module again starts a run in that."""
+    (tmp_path / "beside.py").write_text("def double(value):\n    return 2 * value\n")
+    (tmp_path / "flow.py").write_text(
+        "import os\n"
+        "import flyte_ddp\n"
+        "from flytekit import task\n"
+        "from flyte_ddp.flytekit_plugin import Distributed\n"
+        "from beside import double\n"
+        "class Place:\n"
+        "    def __init__(self, value):\n"
+        "        self.value = value\n"
+        "def train(value):\n"
+        "    return Place((double(value), os.environ['GROUP_WORLD_SIZE']))\n"
+        "@task(task_config=Distributed(nnodes=2, cluster={'kind': 'local'}))\n"
+        "def trained(value: int) -> str:\n"
+        "    return str(train(value).value)\n"
+        "place = flyte_ddp.run(train, 4, nnodes=2, cluster={'kind': 'local'})\n"
+        "print(__name__, place.value, isinstance(place, Place), trained(value=5))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, tmp_path / "flow.py"], env=environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "__main__ (8, '2') True (10, '2')\n"

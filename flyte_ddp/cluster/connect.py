@@ -19,6 +19,7 @@ from flyte_ddp.cluster.kubernetes import api, lifecycle
 from flyte_ddp.cluster.kubernetes.api import WorkerEnd
 from flyte_ddp.cluster.kubernetes.lifecycle import POLL_INTERVAL, REPORT_INTERVAL
 from flyte_ddp.errors import ClusterError, ConfigError
+from flyte_ddp.main_module import hide_main_module
 
 if typing.TYPE_CHECKING:
     from distributed import Client, Security
@@ -106,14 +107,16 @@ def _existing_address(config: ClusterConfig) -> str:
 def _local_cluster(config: ClusterConfig) -> Iterator[str]:
     from distributed import LocalCluster
 
-    with LocalCluster(
-        n_workers=config.num_nodes,
-        threads_per_worker=1,
-        processes=True,
-        memory_limit=0,  # a worker supervises ranks; Dask must not pause or kill it for the memory that they use
-        dashboard_address=None,
-        silence_logs=logging.WARNING,
-    ) as cluster:
+    with hide_main_module():
+        cluster = LocalCluster(
+            n_workers=config.num_nodes,
+            threads_per_worker=1,
+            processes=True,
+            memory_limit=0,  # a worker supervises ranks; Dask must not pause or kill it for the memory that they use
+            dashboard_address=None,
+            silence_logs=logging.WARNING,
+        )
+    with cluster:
         yield cluster.scheduler_address
 
 

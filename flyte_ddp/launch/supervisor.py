@@ -16,7 +16,6 @@ import socket
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
@@ -32,6 +31,7 @@ from flyte_ddp.launch.failures import first_line, shorten, shorten_traceback
 from flyte_ddp.launch.log_tail import LogTail, logs_directory
 from flyte_ddp.launch.rank_start import ForkedProcess, kill_server, start_rank
 from flyte_ddp.launch.signals import StopRequest
+from flyte_ddp.main_module import hide_main_module
 from flyte_ddp.rank.job import WRITE_GRACE, Job, NodeRanks
 from flyte_ddp.rank.output import RankStream, rank_stacks, read_error
 from flyte_ddp.rank.process import run_rank
@@ -48,8 +48,6 @@ STACK_SECONDS = 1.0  # for the ranks to write their stacks
 UNKNOWN_CODE = 255  # of a forked process whose server, which alone could read its code, is gone
 SERVER_GRACE = 10.0  # seconds for the server of ranks to report the end of a rank that was killed
 DEATH_GRACE = 2.0  # seconds for the kernel to end killed processes, and for their new parent to reap them
-
-_hiding = threading.Lock()
 
 
 def supervise(
@@ -126,7 +124,7 @@ class _Ranks:
         # writes its own slots, and after its death this process.
         self.beats = RawArray("d", [0.0, 0.0] * node.num_ranks + [0.0] * node.num_ranks + [0.0])
         try:
-            with _no_main_module():
+            with hide_main_module():
                 for local_rank in range(node.num_ranks):
                     self._start(local_rank, listener if local_rank == 0 else None)
         except BaseException:
@@ -461,22 +459,6 @@ def print_line(line: str) -> None:
 def _send(rank: _Rank, *message: Any) -> None:
     with contextlib.suppress(OSError):  # it has just died, and the other pipe will report that
         rank.down.send(message)
-
-
-@contextlib.contextmanager
-def _no_main_module() -> Iterator[None]:
-    """Hide the main module while children start, so that they do not import it.
-
-    A child imports its parent's main module, in case its target is defined there. Ours never is, and under
-    `pyflyte` that module is the whole of flytekit.
-    """
-    with _hiding:  # two runs in threads of one process would take each other's stand-in for the real one
-        main_module = sys.modules["__main__"]
-        sys.modules["__main__"] = types.ModuleType("__main__")
-        try:
-            yield
-        finally:
-            sys.modules["__main__"] = main_module
 
 
 @contextlib.contextmanager
