@@ -23,7 +23,7 @@ import yaml
 from flyte_ddp.__main__ import main as doctor
 from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig, cluster_config, dask_config
 from flyte_ddp.cluster.connect import worker_end
-from flyte_ddp.cluster.kubernetes import api, lifecycle, network
+from flyte_ddp.cluster.kubernetes import api, lifecycle, network, orphans
 from flyte_ddp.cluster.kubernetes.checks import INSTALLED_VERSION, NEEDED_EVERYWHERE, tolerates
 from flyte_ddp.cluster.kubernetes.manifest import (
     Driver,
@@ -1160,3 +1160,26 @@ def test_the_doctor_waits_for_a_dead_api_server_once(
     assert (told.out, told.err.count("\n")) == ("", 1)
     assert "error: the Kubernetes API server does not answer" in told.err
     assert api.SHORT_TIMEOUT < 10
+
+
+def test_the_line_about_a_scheduler_that_has_no_pod_gives_that_as_the_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lifecycle, "REPORT_INTERVAL", 0)
+    monkeypatch.setattr(lifecycle, "POLL_INTERVAL", 0.01)
+    monkeypatch.setattr(lifecycle, "read_cluster", lambda *_, **__: {"status": {"phase": "Created"}})
+    monkeypatch.setattr(lifecycle, "pods_of", lambda *_: [])
+    monkeypatch.setattr(lifecycle, "explain", lambda *_: "")
+    with caplog.at_level("INFO"), pytest.raises(ClusterError):
+        lifecycle._wait_for_scheduler(ClusterConfig(), "ddp-run", "team", time.monotonic() + 0.2)
+    assert "Dask cluster ddp-run: waiting for its scheduler. It has no pod yet." in caplog.messages
+
+
+@pytest.mark.parametrize(("count", "expected"), [(0, "0 clusters"), (1, "1 cluster"), (2, "2 clusters")])
+def test_the_list_of_orphans_counts_clusters(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], count: int, expected: str
+) -> None:
+    found = [orphans.FoundCluster(f"ddp-{number}", "team", "uid", 60.0, "") for number in range(count)]
+    monkeypatch.setattr(orphans, "find_clusters", lambda *_: found)
+    assert orphans.main([]) == 0
+    assert capsys.readouterr().out.endswith(f"{expected}, 0 orphaned\n")

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from flyte_ddp.events import (
+    CheckpointLoaded,
     CheckpointSaved,
     CheckpointWritten,
     EpochFinished,
@@ -41,6 +42,28 @@ from tests.support.short_run import (
 )
 
 # --- progress bar -----------------------------------------------------------------------------------------------------
+
+
+def test_the_line_about_a_resumed_run_counts_the_steps_that_are_done_again() -> None:
+    stream = io.StringIO()
+    bar = ProgressBar(stream)
+    lost = [AttemptEnded(step, "a rank was killed", 0.0) for step in (7, 8, 9, 11)]
+    bar.handle(started(resumed_step=0))
+    bar.handle(lost[0])
+    bar.handle(started(resumed_step=4, resumed_from="/c/step-4.pt"))
+    bar.handle(lost[1])
+    bar.handle(CheckpointLoaded(7, "/c/step-7.pt"))
+    bar.handle(lost[2])
+    bar.handle(CheckpointLoaded(9, "/c/step-9.pt"))
+    bar.handle(lost[3])
+    bar.handle(started(resumed_step=0))
+    lines = [line for line in stream.getvalue().splitlines() if "step" in line]
+    assert lines == [
+        "resumed at step 4 of 12 from /c/step-4.pt: 3 steps again",
+        "resumed at step 7 from /c/step-7.pt: 1 step again",
+        "resumed at step 9 from /c/step-9.pt",
+        "started again at step 0: 11 steps again",
+    ]
 
 
 def test_without_a_terminal_the_run_is_printed_in_plain_lines() -> None:

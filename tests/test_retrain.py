@@ -450,6 +450,7 @@ def test_retrainings_promote_the_first_and_then_only_better_models(retrain, capf
     assert (record["outcome"], record["promoted_at"]) == ("promoted_first", record["ended_at"])
     store.storage.write("last_run.json", json.dumps({**record, "ended_at": "2026-01-02T03:00:00Z"}).encode())
     assert status(store, capfd, "26h") == (1, "expected one within 26 h: look at the executions of the launch plan")
+    assert status(store, capfd, "1s") == (1, "expected one within 1 s: look at the executions of the launch plan")
 
     same = retrain()
     assert same.outcome == "unchanged"

@@ -18,6 +18,7 @@ from flyte_ddp.events import (
     StepFinished,
 )
 from flyte_ddp.storage import redact_url
+from flyte_ddp.wall_time import AttemptEnded
 
 PLAIN_STEP_INTERVAL = 10.0  # seconds between lines about steps if the output is not a terminal
 
@@ -37,6 +38,7 @@ class ProgressBar:
         self._bar: Any = None
         self._run: RunStarted | None = None
         self._next_step_line = 0.0
+        self._lost_step = 0  # that the attempt before had reached
         self._lock = threading.Lock()  # `write` is called from other threads than `handle`
 
     def handle(self, event: Event) -> None:
@@ -55,7 +57,9 @@ class ProgressBar:
                 nodes = f" on {event.num_nodes} nodes" if event.num_nodes > 1 else ""
                 self._print(f"{event.name}, {ranks}{nodes}")
             elif isinstance(event, CheckpointLoaded):
-                self._print(f"resumed at step {event.step:,} from {event.url}")
+                self._print(f"resumed at step {event.step:,} from {event.url}{self._steps_again(event.step)}")
+            elif isinstance(event, AttemptEnded):
+                self._lost_step = event.step
             elif isinstance(event, Reported):
                 self._show_report(event)
 
@@ -72,6 +76,11 @@ class ProgressBar:
                 self._bar.close()
                 self._bar = None
 
+    def _steps_again(self, resumed_step: int) -> str:
+        """Return how many steps that the attempt before had done are done again."""
+        num_steps = self._lost_step - resumed_step
+        return f": {num_steps:,} step{'s' * (num_steps > 1)} again" if num_steps > 0 else ""
+
     def _start(self, event: RunStarted) -> None:
         self._run = event
         ranks = "1 rank" if event.world_size == 1 else f"{event.world_size} ranks"
@@ -82,8 +91,12 @@ class ProgressBar:
         )
         for skipped in event.skipped_checkpoints:
             self._print(f"warning: {skipped}")
+        again = self._steps_again(event.resumed_step)
         if event.resumed_step:
-            self._print(f"resumed at step {event.resumed_step:,} of {event.num_steps:,} from {event.resumed_from}")
+            where = f"{event.resumed_step:,} of {event.num_steps:,} from {event.resumed_from}"
+            self._print(f"resumed at step {where}{again}")
+        elif again:
+            self._print(f"started again at step 0{again}")
         if not self._is_live:
             return
         from tqdm import tqdm

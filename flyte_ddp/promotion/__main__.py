@@ -96,7 +96,8 @@ def describe_status(store: ChampionStore, max_age: float) -> tuple[str, bool]:
         f"the last promotion was {run.get('promoted_at') or 'never'}"
     )
     if age > max_age:
-        return f"{line}; expected one within {max_age / 3600:g} h: look at the executions of the launch plan", False
+        limit = f"{max_age / 3600:g} h" if max_age >= 3600 else f"{max_age:g} s"
+        return f"{line}; expected one within {limit}: look at the executions of the launch plan", False
     if run.get("outcome") in NEEDS_ATTENTION:
         return f"{line}. It will end the same way until data, recipe or config are corrected", False
     return f"{line}; {store.manifest().version} is in use", True

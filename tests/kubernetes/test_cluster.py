@@ -424,11 +424,11 @@ def test_orphans_are_removed_and_clusters_in_use_are_not(
     apply(manifest)
     try:
         assert orphans.main(["--namespace", namespace.name, "--older-than", "1h", "--delete"]) == 0
-        assert "1 clusters, 0 orphaned" in capsys.readouterr().out
+        assert "1 cluster, 0 orphaned" in capsys.readouterr().out
         time.sleep(1)  # the age of a cluster is known to the second
         assert orphans.main(["--namespace", namespace.name, "--older-than", "0s"]) == 0
         assert f"{namespace.name}/{cluster_name(run_name)}" in (out := capsys.readouterr().out)
-        assert "1 clusters, 1 orphaned; remove them with --delete" in out
+        assert "1 cluster, 1 orphaned; remove them with --delete" in out
         assert namespace.clusters() == [cluster_name(run_name)]
     finally:
         assert orphans.main(["--namespace", namespace.name, "--older-than", "0s", "--delete"]) == 0

@@ -264,7 +264,8 @@ def _wait_for_scheduler(config: ClusterConfig, name: str, namespace: str, deadli
             )
         if now > report_at:
             report_at = now + REPORT_INTERVAL
-            logger.info("Dask cluster %s: waiting for its scheduler. %s", name, explain(config, name))
+            why = explain(config, name) or "It has no pod yet."
+            logger.info("Dask cluster %s: waiting for its scheduler. %s", name, why)
         time.sleep(POLL_INTERVAL)
 
 

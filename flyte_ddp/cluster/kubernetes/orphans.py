@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ApiException, ApiUnavailable, ConfigError, ConfigException) as error:
         parser.exit(1, f"error: {api_message(error)}\n")
     num_orphans = sum(bool(each.orphaned) for each in found)
-    lines.append(f"{len(found)} clusters, {num_orphans} orphaned")
+    lines.append(f"{len(found)} cluster{'s' * (len(found) != 1)}, {num_orphans} orphaned")
     if num_orphans and not options.delete:
         lines[-1] += "; remove them with --delete"
     sys.stdout.write("\n".join(lines) + "\n")
