@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -181,3 +183,34 @@ def test_this_package_and_libraries_are_no_part_of_a_program():
     found = {name for name, module in sys.modules.items() if process_end._is_of_program(module)}
     assert {"tests.test_rank_end", "tests.test_run"} <= found
     assert not {"flyte_ddp", "flyte_ddp.session", "pytest", "json", "subprocess", "builtins"} & found
+
+
+# What a killed rank leaves
+
+
+def kill_with_semaphores(file):
+    """Die with semaphores of the rank's own and of a child's, as loader processes have; write their names first."""
+    method = multiprocessing.get_context("spawn")
+    words = method.Queue()
+    method.Process(target=make_semaphore, args=(words,)).start()
+    with open(file, "a") as names:
+        print(words._rlock._semlock.name, words.get(timeout=60), file=names)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def make_semaphore(words):
+    lock = multiprocessing.get_context("spawn").Lock()
+    words.put(lock._semlock.name)
+    time.sleep(600)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists semaphores")
+def test_killed_ranks_and_their_children_leave_no_semaphores(tmp_path):
+    kept = multiprocessing.get_context("spawn").Lock()
+    with pytest.raises(RankFailure, match="SIGKILL"):
+        flyte_ddp.run(kill_with_semaphores, tmp_path / "names", max_restarts=1)
+    names = (tmp_path / "names").read_text().split()
+    assert len(names) == 4
+    left = {f"/{file.removeprefix('sem.')}" for file in os.listdir("/dev/shm")}
+    assert left.isdisjoint(names)
+    assert kept._semlock.name in left

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray
@@ -32,7 +33,7 @@ from flyte_ddp.launch.log_tail import LogTail, logs_directory
 from flyte_ddp.launch.rank_start import ForkedProcess, kill_server, start_rank
 from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.main_module import hide_main_module
-from flyte_ddp.rank.job import WRITE_GRACE, Job, NodeRanks
+from flyte_ddp.rank.job import WRITE_GRACE, Job, NodeRanks, semaphore_prefix
 from flyte_ddp.rank.output import RankStream, rank_stacks, read_error
 from flyte_ddp.rank.process import run_rank
 from flyte_ddp.rank.programs import RecipeProgram
@@ -47,6 +48,7 @@ STACK_LINES = 36  # of all ranks' main threads together in the error of a stall;
 STACK_SECONDS = 1.0  # for the ranks to write their stacks
 UNKNOWN_CODE = 255  # of a forked process whose server, which alone could read its code, is gone
 SERVER_GRACE = 10.0  # seconds for the server of ranks to report the end of a rank that was killed
+SEMAPHORES = Path("/dev/shm")  # where Linux keeps named semaphores; macOS does not list them
 DEATH_GRACE = 2.0  # seconds for the kernel to end killed processes, and for their new parent to reap them
 
 
@@ -216,6 +218,7 @@ class _Ranks:
         deadline = time.monotonic() + DEATH_GRACE
         while any(_has_group(rank.process.pid) for rank in self.ranks) and time.monotonic() < deadline:
             time.sleep(POLL_INTERVAL / 10)
+        _remove_semaphores(semaphore_prefix(self.logs))
         self._relay_logs(at_end=True)
 
     def _send_data(self, directory: str) -> None:
@@ -474,6 +477,18 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name)
             else:
                 os.environ[name] = value
+
+
+def _remove_semaphores(prefix: str) -> None:
+    """Remove the named semaphores that killed processes have left. Else they stay until this process ends."""
+    for file in SEMAPHORES.glob(f"sem.{prefix}-*"):
+        name = f"/{file.name.removeprefix('sem.')}"
+        with contextlib.suppress(OSError):
+            file.unlink()
+        # The tracker, which the ranks share, would remove it again, with a warning. It does not know the semaphore of a
+        # rank that was killed before it registered it.
+        resource_tracker.register(name, "semaphore")
+        resource_tracker.unregister(name, "semaphore")
 
 
 def _has_group(leader: int | None) -> bool:

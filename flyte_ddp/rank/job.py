@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from flyte_ddp.rank.programs import Program
@@ -39,3 +40,12 @@ class NodeRanks:
     run_id: str = ""  # names the run, the same on all nodes and in all attempts
     num_restarts: int = 0  # of the gang before this attempt
     max_restarts: int = 0
+
+
+def semaphore_prefix(directory: str) -> str:
+    """Return the start of the names of semaphores that ranks and their children make.
+
+    Args:
+        directory: of the ranks' files, which names the attempt.
+    """
+    return f"mp-{os.path.basename(directory)}"

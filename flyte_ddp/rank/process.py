@@ -12,6 +12,7 @@ import builtins
 import contextlib
 import faulthandler
 import io
+import multiprocessing
 import os
 import re
 import signal
@@ -32,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from flyte_ddp import errors, events
 from flyte_ddp.errors import StopRequested, StorageUnavailable
 from flyte_ddp.rank.fast_start import keep_freed_memory
-from flyte_ddp.rank.job import Job, NodeRanks
+from flyte_ddp.rank.job import Job, NodeRanks, semaphore_prefix
 from flyte_ddp.rank.output import rank_stacks
 from flyte_ddp.rank.process_end import release_program, run_exit_handlers
 from flyte_ddp.rank.programs import CUDA_OUT_OF_MEMORY
@@ -182,6 +183,8 @@ def run_rank(
         logs: directory of the rank's files for the length of the run; see output.py.
     """
     os.setpgid(0, 0)  # so that the supervisor can kill this process with all that it starts, such as loader workers
+    # The supervisor removes what loader processes leave when they are killed.
+    multiprocessing.current_process()._config["semprefix"] = f"/{semaphore_prefix(logs)}"  # type: ignore[attr-defined]
     rank = node.first_rank + local_rank
     os.environ["TORCHELASTIC_ERROR_FILE"] = error_file = job.program.output.error_file(logs, node, local_rank)
     os.makedirs(os.path.dirname(error_file), exist_ok=True)
