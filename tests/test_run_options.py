@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 import re
+import resource
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,8 @@ from torch.distributed.run import get_args_parser
 from flyte_ddp import __main__ as command_line
 from flyte_ddp.launch import run_options
 from flyte_ddp.launch.dask.messages import NodeJob
+from flyte_ddp.launch.log_tail import LogTail
+from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.rank.job import Job, NodeRanks
 from flyte_ddp.rank.process import environment
 
@@ -306,3 +312,56 @@ def test_what_record_wrote_down_below_a_rank_is_part_of_the_error(end, tmp_path,
     )
     assert command_line.main(["run", str(tmp_path / "parent.py")]) == 1
     assert "\nrecorded: ValueError: bad lr\n" in capfd.readouterr().err
+
+
+class CountingStream(io.StringIO):
+    num_flushes = 0
+
+    def flush(self):
+        self.num_flushes += 1
+        super().flush()
+
+
+def test_many_lines_are_written_many_at_a_time_and_none_is_lost(tmp_path):
+    tail, stream = LogTail(str(tmp_path / "log")), CountingStream()
+    bar = ProgressBar(io.StringIO(), stream)
+    text = "".join(f"line {number} \u00e9\n" for number in range(20_000)) + "half\rdrawn\r\nbad \udcff end\nno break"
+    contents = text.encode(errors="surrogateescape")
+    for start in range(0, len(contents), 9_973):  # in the middle of lines, characters and drawn lines
+        with open(tmp_path / "log", "ab") as file:
+            file.write(contents[start : start + 9_973])
+        for line in tail.new_lines(at_end=start + 9_973 >= len(contents)):
+            bar.write(line)
+    bar.close(None)
+    lines = stream.getvalue().splitlines()
+    assert lines[:20_000] == text.splitlines()[:20_000]
+    assert lines[20_000:] == ["drawn", "bad \ufffd end", "no break"]
+    assert stream.num_flushes < 1_000
+
+
+def test_a_line_is_shown_soon_although_no_other_follows():
+    stream = CountingStream()
+    ProgressBar(io.StringIO(), stream).write("the only one")
+    deadline = time.monotonic() + 30
+    while not stream.num_flushes and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert stream.num_flushes == 1
+
+
+@pytest.mark.slow
+def test_printing_costs_no_more_than_under_torchrun(tmp_path):
+    """Seconds of processor time, which other processes hardly change, for 400,000 lines of four ranks."""
+    (tmp_path / "prints.py").write_text("for step in range(100_000):\n    print(f'step {step}, loss 0.12345')\n")
+    seconds = {}
+    for command in ("torch.distributed.run", "flyte_ddp run"):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(
+            [sys.executable, "-m", *command.split(), "--nproc-per-node=4", str(tmp_path / "prints.py")],
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            timeout=300,
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds[command] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        assert done.stdout.count(b"\n") == 400_000
+    assert seconds["flyte_ddp run"] < 1.2 * seconds["torch.distributed.run"], seconds

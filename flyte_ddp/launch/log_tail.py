@@ -34,14 +34,17 @@ class LogTail:
         except FileNotFoundError:
             return []
         self.position += len(contents)
-        *lines, rest = (self.rest + contents).split(b"\n")
+        contents = self.rest + contents
+        *lines, rest = contents.split(b"\n")
         is_redrawn, self.rest = b"\r" in rest, rest if rest.endswith(b"\r") else _as_drawn(rest)
         if at_end and self.rest:
             lines, self.rest = [*lines, self.rest], b""
         elif is_redrawn and time.monotonic() >= self._next_redrawn:
             self._next_redrawn = time.monotonic() + REDRAW_INTERVAL
             lines.append(self.rest)
-        return [_as_drawn(line).decode(errors="replace") for line in lines]
+        if b"\r" in contents:
+            lines = [_as_drawn(line) for line in lines]
+        return b"\n".join(lines).decode(errors="replace").split("\n") if lines else []  # at once: ranks may print much
 
     def last_lines(self, count: int) -> str:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ from flyte_ddp.events import (
 from flyte_ddp.storage import redact_url
 from flyte_ddp.wall_time import AttemptEnded
 
+FLUSH_INTERVAL = 0.1  # seconds for which lines of ranks may stay in this process, so that many at a time are written
 PLAIN_STEP_INTERVAL = 10.0  # seconds between lines about steps if the output is not a terminal
 
 
@@ -40,6 +42,7 @@ class ProgressBar:
         self._next_step_line = 0.0
         self._lost_step = 0  # that the attempt before had reached
         self._lock = threading.Lock()  # `write` is called from other threads than `handle`
+        self._is_flush_due = False
 
     def handle(self, event: Event) -> None:
         """Show starts, steps, epochs and the end."""
@@ -66,10 +69,19 @@ class ProgressBar:
     def write(self, line: str) -> None:
         """Print `line`, given without a line break, above the bar. Any thread may call this."""
         with self._lock:
-            self._print(line, self._lines)
+            if self._bar is not None:
+                self._print(line, self._lines)
+                return
+            self._lines.write(f"{redact_url(line)}\n")
+            if not self._is_flush_due:
+                self._is_flush_due = True
+                timer = threading.Timer(FLUSH_INTERVAL, self._flush)
+                timer.daemon = True
+                timer.start()
 
     def close(self, error: BaseException | None) -> None:
         """Remove the bar. After an error it stays, to show how far the run came."""
+        self._flush()
         with self._lock:
             if self._bar is not None:
                 self._bar.leave = error is not None
@@ -80,6 +92,11 @@ class ProgressBar:
         """Return how many steps that the attempt before had done are done again."""
         num_steps = self._lost_step - resumed_step
         return f": {num_steps:,} step{'s' * (num_steps > 1)} again" if num_steps > 0 else ""
+
+    def _flush(self) -> None:
+        with self._lock, contextlib.suppress(OSError, ValueError):  # a reader that has gone: the next line says so
+            self._is_flush_due = False
+            self._lines.flush()
 
     def _start(self, event: RunStarted) -> None:
         self._run = event

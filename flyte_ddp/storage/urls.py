@@ -11,6 +11,8 @@ def redact_url(text: str) -> str:
 
     Everything that is logged, shown or stored goes through here.
     """
+    if "://" not in text:  # as in most of the many lines that ranks print
+        return text
     return re.sub(r"\b[a-zA-Z][\w+.-]*://[^\s'\"<>]+", lambda match: _redact(match[0]), text)
 
 
