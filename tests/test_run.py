@@ -240,10 +240,15 @@ def test_only_a_function_that_has_reported_is_ended_by_the_stall_timeout(tmp_pat
     assert str(caught.value).count("in stand_still") == 2
 
 
+def make_lock():
+    return threading.Lock()
+
+
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
         (lambda: b"x" * (65 << 20), "expected a value of at most 64 MiB, got 65 MiB"),
+        (make_lock, "failed: ConfigError: make_lock: expected a value that can be pickled, got lock: cannot pickle.*$"),
         (lambda: sys.exit("no such file"), "rank 0 failed: SystemExit: no such file$"),
         (lambda: session.report(loss="low"), "rank 0 failed: ConfigError: session.report: loss: expected a number"),
     ],
@@ -251,6 +256,39 @@ def test_only_a_function_that_has_reported_is_ended_by_the_stall_timeout(tmp_pat
 def test_a_mistake_of_a_function_is_one_clear_error(function, expected):
     with pytest.raises(RankFailure, match=expected):
         flyte_ddp.run(function)
+
+
+class _Unreadable:
+    def __reduce__(self):
+        return int, ("x",)
+
+
+def test_a_value_that_cannot_be_read_is_a_clear_error():
+    with pytest.raises(ConfigError, match="^_Unreadable: expected a value that can be unpickled here, got ValueError"):
+        flyte_ddp.run(_Unreadable)
+
+
+class LockedError(Exception):
+    def __init__(self, one, other):
+        super().__init__(f"{one} and {other}")
+        self.lock = threading.Lock()
+
+
+def fail_with_a_lock():
+    raise LockedError(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (fail_with_a_lock, r"rank \d failed: LockedError: 1 and 2\nTraceback"),
+        (make_lock, "rank 0 failed: ConfigError: make_lock: expected a value that can be pickled, got lock"),
+    ],
+    ids=["exception", "value"],
+)
+def test_what_cannot_be_pickled_is_the_ranks_error_on_several_nodes(client, function, expected):
+    with pytest.raises(RankFailure, match=expected):
+        flyte_ddp.run(function, nnodes=2, client=client)
 
 
 def test_one_rank_alone_returns_and_an_exit_with_code_0_is_none():

@@ -155,7 +155,7 @@ def run(
         listeners: receive every event of the run.
 
     Raises:
-        ConfigError: bad input, before anything is started.
+        ConfigError: bad input, before anything is started; or, at last, a value that cannot be unpickled here.
         RankFailure: a rank raised, with its number and traceback, or was killed, or hung.
         GangLost, ClusterError: machines were lost, or never came.
         TrainingStopped: SIGINT or SIGTERM ended the run.
@@ -165,7 +165,11 @@ def run(
     call = cloudpickle.dumps(_Call(function, arguments))
     module = getattr(function, "__module__", None) or "__main__"
     program = FunctionProgram(name, call, packages_beside(module), stall_timeout=stall_timeout)
-    return cloudpickle.loads(run_program(program, gang, checkpoints, listeners, client=client))  # type: ignore[no-any-return]
+    value = run_program(program, gang, checkpoints, listeners, client=client)
+    try:
+        return cloudpickle.loads(value)  # type: ignore[no-any-return]
+    except Exception as error:
+        raise ConfigError(f"{name}: expected a value that can be unpickled here, got {error!r}") from error
 
 
 def run_program(
@@ -256,14 +260,24 @@ def command_program(command: Sequence[str], stall_timeout: float = FunctionProgr
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a function, whose value is pickled on rank 0."""
+    """A call of a function, whose value is pickled on rank 0.
+
+    Raises:
+        ConfigError: the value cannot be pickled.
+    """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
 
     def __call__(self) -> bytes:
         value = _call_to_exit(functools.partial(self.function, *self.arguments))
-        return bytes(cloudpickle.dumps(value)) if os.environ["RANK"] == "0" else b""
+        if os.environ["RANK"] != "0":
+            return b""
+        try:
+            return bytes(cloudpickle.dumps(value))
+        except Exception as error:
+            name, kind = getattr(self.function, "__qualname__", repr(self.function)), type(value).__name__
+            raise ConfigError(f"{name}: expected a value that can be pickled, got {kind}: {error}") from error
 
 
 @dataclass(frozen=True)
