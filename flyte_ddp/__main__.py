@@ -82,6 +82,9 @@ def _run(options: argparse.Namespace) -> int:
     except TrainingStopped as stopped:
         sys.stderr.write(f"{stopped}\n")
         return 128 + signal.Signals[str(stopped).partition(":")[0]]  # as a shell has it
+    except KeyboardInterrupt:
+        sys.stderr.write("SIGINT: the run was stopped while no rank was running\n")
+        return 130
     except (ConfigError, ClusterError, GangLost, RankFailure, StorageUnavailable) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1

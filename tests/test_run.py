@@ -19,6 +19,7 @@ import pytest
 import flyte_ddp
 from flyte_ddp import __main__ as command_line
 from flyte_ddp import events, session
+from flyte_ddp.cluster import connect
 from flyte_ddp.errors import ConfigError, OutOfMemory, RankFailure
 from flyte_ddp.launch import supervisor
 from flyte_ddp.launch.run import Gang, run_program, script_program
@@ -414,6 +415,12 @@ def test_a_second_signal_ends_the_run_at_once_and_nohup_ignores_a_hangup(tmp_pat
     assert time.monotonic() - begun < 15  # the grace is 20 s
     assert parent.returncode == 130
     assert b"SIGINT: the ranks were killed" in errors
+
+
+def test_a_signal_while_a_cluster_starts_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(connect, "open_cluster", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    assert command_line.main(["run", "--nnodes=2", "--cluster", '{"kind": "local"}', str(SCRIPTS / "polite.py")]) == 130
+    assert capsys.readouterr().err == "SIGINT: the run was stopped while no rank was running\n"
 
 
 # Bad input
