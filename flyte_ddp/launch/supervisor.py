@@ -359,7 +359,7 @@ class _Ranks:
                 lines = log.new_lines(at_end) if stream.is_shown else ()
                 for line in lines:
                     self.relay(f"{rank.prefix}{line}")
-                if stream.filters:
+                if stream.filters and lines:  # the rank has made the directory by then
                     found = [line for line in lines if any(each in line for each in stream.filters)]
                     with open(stream.filtered, "a") as file:
                         file.writelines(f"{rank.prefix}{line}\n" for line in found)
