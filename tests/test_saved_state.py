@@ -154,6 +154,8 @@ UNREADABLE = {
     "date": (np.datetime64("2026-01-01"), "datetime64"),
     "nested": (torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "Tensor .*: save whole tensors"),
     "huge": (1 << 3000, "int"),
+    "masked": (np.ma.array([1, 2], mask=[False, True]), "MaskedArray"),
+    "meta": (torch.ones(2, device="meta"), "Tensor .*: save whole tensors"),
 }
 
 
@@ -167,6 +169,13 @@ def test_what_could_not_be_read_back_is_refused_with_its_place_and_type(tmp_path
     with pytest.raises(ConfigError, match=r"^save: state: expected .*, got a Color"):
         store.save({"state": {Color.RED: 1}}, 1, best=False)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_container_that_contains_itself_is_refused(tmp_path):
+    cycle = [1]
+    cycle.append(cycle)
+    with pytest.raises(ConfigError, match="^save: state: .* contains itself$"):
+        CheckpointStore(str(tmp_path), 1).save({"state": cycle}, 1, best=False)
 
 
 def test_a_split_tensor_and_other_subclasses_are_refused(tmp_path):
@@ -247,6 +256,28 @@ def test_a_checkpoint_of_another_format_is_refused_and_stays(tmp_path, monkeypat
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_an_older_checkpoint_that_cannot_be_read_stays_and_keeps_no_other_from_being_removed(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr("flyte_ddp.rank.checkpoint.FORMAT", 99)
+    save_steps(tmp_path, 1)
+    monkeypatch.undo()
+    save_steps(tmp_path, 2)
+    store = CheckpointStore(str(tmp_path), 1)
+    store.load_latest()
+    for step in (3, 4, 5):
+        store.save({"state": step}, step, best=False)
+        store.wait()
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["step-0000000001.json", "step-0000000005.json"]
+    assert caplog.text.count("an older checkpoint stays") == 1
+
+
+def save_steps(directory, step):
+    store = CheckpointStore(str(directory), 9)
+    store.save({"state": step}, step, best=False)
+    store.wait()
+
+
 # A recipe's metrics
 
 
@@ -261,8 +292,9 @@ def test_a_recipes_metrics_may_be_numbers_of_any_kind(tmp_path, value, monkeypat
     assert state["progress"]["epochs"][0]["metrics"] == {"f1": 0.5}
 
 
-def test_a_metric_that_is_no_number_is_named_and_left_out(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("value", [[0.5, 0.6], "0.5", 10**400, None])
+def test_a_metric_that_is_no_number_is_named_and_left_out(tmp_path, monkeypatch, caplog, value):
     trainer = new_trainer(new_run(tmp_path), epochs=1)
-    monkeypatch.setattr(trainer.recipe, "metrics", lambda epoch: {"f1": [0.5, 0.6]}, raising=False)
+    monkeypatch.setattr(trainer.recipe, "metrics", lambda epoch: {"f1": value}, raising=False)
     assert trainer.fit().epochs[0].metrics == {}
-    assert "Tiny.metrics: f1: expected a number, got [0.5, 0.6]" in caplog.text
+    assert f"Tiny.metrics: f1: expected a number, got {value!r}" in caplog.text

@@ -41,7 +41,7 @@ from flyte_ddp.rank.checkpoint_files import (
 )
 from flyte_ddp.rank.job import WRITE_GRACE
 from flyte_ddp.rank.peers import Peers
-from flyte_ddp.rank.resharding import RowsOf, assemble, keep_all
+from flyte_ddp.rank.resharding import SHARDS, RowsOf, assemble, keep_all
 from flyte_ddp.rank.staging import Buffers, StagingMemory, readable
 from flyte_ddp.rank.state_file import save_state
 from flyte_ddp.rank.supervision import run_together
@@ -117,6 +117,7 @@ class CheckpointStore:
         self._sink = Storage(url, timeout=0)  # a failed try must not keep a newer state waiting
         self._own: dict[str, dict[str, Any]] = {}  # manifests that were written or read whole here, by name
         self._files: set[str] = set()  # tensors that were read or written here, or begun
+        self._unreadable: set[str] = set()  # manifests of whole checkpoints that this process cannot read
         self._resumed = ""  # the manifest that `load_latest` returned
         self._queue: list[_Write] = []
         self._num_saves = 0
@@ -142,7 +143,10 @@ class CheckpointStore:
             StorageUnavailable, CheckpointError: as `check`.
         """
         self.check()
-        state = readable(state)
+        try:
+            state = readable(state, is_part=SHARDS in state)
+        except RecursionError:
+            raise ConfigError("save: state: expected containers in containers, got one that contains itself") from None
         # A name of its own also where this step was saved before, whose tensors must stay until this is complete.
         self._num_saves += 1
         name = f"{checkpoint_name(step)}-{uuid.uuid4().hex[:8]}"
@@ -460,6 +464,7 @@ class CheckpointStore:
     def _adopt_one(self, names: set[str]) -> None:
         """Read the oldest checkpoint of an earlier attempt whole, so that it may be deleted when its time has come."""
         older = [name for name in names if is_manifest(name) and name < self._resumed and name not in self._own]
+        older = [name for name in older if name not in self._unreadable]
         if older:
             try:
                 manifest = read_manifest(self._sink, min(older))
@@ -467,6 +472,9 @@ class CheckpointStore:
                     read_file(self._sink, entry)
             except Damaged as damage:
                 logger.warning("%s", self._set_aside(self._sink, min(older), damage))
+            except (ConfigError, MemoryError) as error:  # it is whole, and not ours to delete
+                self._unreadable.add(min(older))
+                logger.warning("an older checkpoint stays: %s", error)
             else:
                 self._note_whole(min(older), manifest)
 

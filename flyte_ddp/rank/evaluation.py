@@ -113,14 +113,14 @@ def metrics_of(recipe: Recipe, epoch: EpochFinished) -> dict[str, float]:
         ConfigError: one of them is no number.
     """
     name = f"{type(recipe).__name__}.metrics"
-    found = recipe.metrics(epoch)
+    found: Any = recipe.metrics(epoch)
     if not isinstance(found, Mapping):
         raise ConfigError(f"{name}: expected a dict of numbers, got {found!r}")
     numbers: dict[str, float] = {}
     for key, value in found.items():
         try:
-            numbers[str(key)] = float(value)
-        except (TypeError, ValueError, RuntimeError):  # the last from a tensor with several
+            numbers[str(key)] = float("" if isinstance(value, str) else value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last from a tensor with several
             raise ConfigError(f"{name}: {key}: expected a number, got {value!r}") from None
     return numbers
 

@@ -173,7 +173,8 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
         for number, values in state["state"].items()
     }
     own = [{name: group[name] for name in KERNELS if name in group} for group in optimizer.param_groups]
-    groups = [{**group, **kernels} for group, kernels in zip(state["param_groups"], own, strict=True)]
+    given = state["param_groups"]  # torch refuses another number of them
+    groups = [{**group, **kernels} for group, kernels in zip(given, [*own, *([{}] * len(given))], strict=False)]
     optimizer.load_state_dict({"state": parts, "param_groups": groups})
 
 

@@ -97,11 +97,12 @@ def map_tensors(state: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     return function(state) if isinstance(state, torch.Tensor) else state
 
 
-def readable(value: Any, place: str = "") -> Any:
+def readable(value: Any, place: str = "", is_part: bool = False) -> Any:
     """Return `value` with NumPy's scalars as Python's, its arrays as tensors, and every mapping as a dict.
 
     Args:
         place: where `value` is in the state that is saved, for errors.
+        is_part: it is one rank's part of a split state, in which tensors on the meta device stand for split ones.
 
     Raises:
         ConfigError: something in it could not be read back, because `torch.load` would have to run code for it.
@@ -109,22 +110,22 @@ def readable(value: Any, place: str = "") -> Any:
     if type(value) in SCALARS and not (type(value) is int and value.bit_length() > MAX_INT_BITS):
         return value
     if isinstance(value, torch.Tensor):
-        if type(value) not in TENSORS or value.is_nested:
+        if type(value) not in TENSORS or value.is_nested or (value.is_meta and not is_part):
             raise _unreadable(value, place)
         return value
     if isinstance(value, Mapping):
-        return _readable_mapping(value, place)
+        return _readable_mapping(value, place, is_part)
     if type(value) in (list, tuple):
-        return type(value)(readable(each, f"{place}[{index}]") for index, each in enumerate(value))
+        return type(value)(readable(each, f"{place}[{index}]", is_part) for index, each in enumerate(value))
     if type(value) is set:
         return {readable(each, place) for each in value}
     return _readable_of_numpy(value, place)
 
 
-def _readable_mapping(values: Mapping[Any, Any], place: str) -> dict[Any, Any]:
+def _readable_mapping(values: Mapping[Any, Any], place: str, is_part: bool) -> dict[Any, Any]:
     found: dict[Any, Any] = OrderedDict() if isinstance(values, OrderedDict) else {}
     for key, value in values.items():
-        found[readable(key, place)] = readable(value, f"{place}[{key!r}]" if place else str(key))
+        found[readable(key, place)] = readable(value, f"{place}[{key!r}]" if place else str(key), is_part)
     if metadata := getattr(values, "_metadata", None):  # a module's state dict: the versions of its modules' formats
         vars(found)["_metadata"] = readable(metadata, f"{place}._metadata")
     return found
@@ -134,7 +135,7 @@ def _readable_of_numpy(value: Any, place: str) -> Any:
     numpy = sys.modules.get("numpy")
     if numpy and isinstance(value, numpy.generic) and type(value.item()) in SCALARS:
         return value.item()
-    if numpy and isinstance(value, numpy.ndarray):
+    if numpy and isinstance(value, numpy.ndarray) and not isinstance(value, numpy.ma.MaskedArray):
         with contextlib.suppress(TypeError):  # a kind of value that torch has not
             return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C"))
     raise _unreadable(value, place)
