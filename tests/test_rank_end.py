@@ -166,6 +166,25 @@ def test_an_error_of_a_function_keeps_its_class_and_frames(error, expected, is_u
     assert raised.value.is_user_error is is_user_error
 
 
+def fail_with_hooks(file):
+    import torch.distributed as dist
+
+    def hook(kind, error, frames):
+        previous(kind, error, frames)
+        file.write_text(f"{kind.__name__}: {error} in {frames.tb_frame.f_code.co_name}")
+
+    previous, sys.excepthook = sys.excepthook, hook
+    dist.init_process_group("gloo")  # has a hook too, around that one, which prints what it prints
+    raise KeyError("lost")
+
+
+def test_a_programs_hook_for_errors_is_called_and_the_traceback_shown_once(tmp_path, capfd):
+    with pytest.raises(RankFailure, match="KeyError: 'lost'\nTraceback"):
+        flyte_ddp.run(fail_with_hooks, tmp_path / "hooked")
+    assert (tmp_path / "hooked").read_text() == "KeyError: 'lost' in fail_with_hooks"
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_threads_of_a_program_that_failed_are_not_waited_for(monkeypatch):
     import threading
 

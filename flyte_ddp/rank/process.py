@@ -199,6 +199,7 @@ def run_rank(
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     faulthandler.enable()
     link = SupervisorLink(up, down, beats, local_rank)
+    sys.excepthook = _be_quiet
     try:
         keep_freed_memory()
         os.environ.update(environment(job, node, local_rank))
@@ -209,6 +210,7 @@ def run_rank(
         else:
             outcome = ("error", *_describe(error))
             link.send(*outcome)  # now, because what follows may wait for dead peers; the supervisor ends it in time
+            _call_excepthook(error)
         has_failed = True
         traceback.clear_frames(error.__traceback__)
     else:
@@ -246,6 +248,19 @@ def _describe(error: BaseException) -> tuple[str, str, str, bool]:
     if is_consequence:
         print(f"{name}: {message}".partition("\n")[0], file=sys.stderr)  # noqa: T201
     return name, message, text, is_consequence
+
+
+def _call_excepthook(error: BaseException) -> None:
+    """Call the hook that the program has set for errors, as Python does: W&B marks its run as failed by its own."""
+    if not isinstance(error, SystemExit):
+        try:
+            sys.excepthook(type(error), error, _frames_of_program(error))
+        except Exception:
+            traceback.print_exc()
+
+
+def _be_quiet(kind: type[BaseException], error: BaseException, frames: types.TracebackType | None) -> None:
+    """Stand in for Python's own hook, which prints what the supervisor reports; hooks call the one before them."""
 
 
 def _frames_of_program(error: BaseException) -> types.TracebackType | None:
