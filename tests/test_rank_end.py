@@ -97,8 +97,17 @@ def script(directory, *lines):
         (["os.execv(sys.executable, [sys.executable, '-c', 'print(1)'])"], 0),
         (["if rank == '1': os.execv(sys.executable, [sys.executable, '-c', 'exit(7)'])"], 1),
         (["os._exit(3 if rank == '1' else 0)"], 1),
+        (
+            [
+                "if os.fork() == 0: sys.exit(5)",
+                "if os.wait()[1] != 5 << 8: sys.exit(1)",
+                "if os.fork() == 0: raise KeyError('of a child')",
+                "if os.wait()[1] != 1 << 8: sys.exit(1)",
+            ],
+            0,
+        ),
     ],
-    ids=["_exit", "one rank", "exec", "exec that fails", "_exit that fails"],
+    ids=["_exit", "one rank", "exec", "exec that fails", "_exit that fails", "ends of forked processes"],
 )
 def test_a_rank_that_ends_its_process_itself_is_judged_by_its_code(tmp_path, lines, code):
     count = f"open({str(tmp_path / 'starts')!r}, 'a').write(rank)"

@@ -19,7 +19,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from flyte_ddp import events, session
 from flyte_ddp.errors import StopRequested
-from flyte_ddp.rank.process_end import run_exit_handlers
+from flyte_ddp.rank.process_end import end_forked_processes, run_exit_handlers
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -48,7 +48,7 @@ def call_function(program: FunctionProgram, process: RankProcess) -> None:
         link.emit(events.FunctionStarted(program.name, node.world_size, node.num_nodes, node.num_restarts))
     _be_a_main_process()
     started = time.time()
-    with current.finish_on_error():
+    with current.finish_on_error(), end_forked_processes():
         value: bytes = cloudpickle.loads(program.call)()
     if len(value) > MAX_RETURNED_BYTES:
         raise ValueError(

@@ -11,12 +11,15 @@ import atexit
 import contextlib
 import gc
 import io
+import os
 import sys
 import sysconfig
 import threading
 import time
+import traceback
 import types
 import weakref
+from collections.abc import Iterator
 
 LIBRARIES = (sysconfig.get_path("stdlib"), "site-packages", "dist-packages")  # in the paths of others' modules
 THREADS_GRACE = 1.0  # seconds for the threads of a program that has failed: they may wait for dead peers
@@ -32,6 +35,26 @@ def run_exit_handlers(after_error: bool = False) -> None:
     else:
         threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does at the end of a process
     atexit._run_exitfuncs()
+
+
+@contextlib.contextmanager
+def end_forked_processes() -> Iterator[None]:
+    """End a process that the block has forked where the block ends, as Python ends it: that one is no rank."""
+    rank = os.getpid()
+    code = 0
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == rank:
+            raise
+        if not isinstance(error, SystemExit):
+            traceback.print_exc()
+        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+    if os.getpid() != rank:
+        with contextlib.suppress(Exception):
+            run_exit_handlers()
+            release_program()
+        os._exit(code & 0xFF)
 
 
 def release_program() -> None:
