@@ -25,6 +25,7 @@ from flyte_ddp.launch import supervisor
 from flyte_ddp.launch.run import Gang, run_program, script_program
 from flyte_ddp.rank.programs import FunctionProgram
 from flyte_ddp.source_code import packages_beside
+from tests.support.runs import hear_hangups
 
 REPOSITORY = Path(__file__).parents[1]
 SCRIPTS = REPOSITORY / "tests/support/scripts"
@@ -305,6 +306,7 @@ def run_until_signal(script, number, *flags, arguments=()):
     parent = subprocess.Popen(
         [*OURS, "--nproc-per-node", "2", *flags, script, *arguments],
         env=environment(),
+        preexec_fn=hear_hangups,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -419,7 +421,12 @@ def test_a_second_signal_ends_the_run_at_once_and_nohup_ignores_a_hangup(tmp_pat
 
 def test_a_signal_while_a_cluster_starts_is_one_line(capsys, monkeypatch):
     monkeypatch.setattr(connect, "open_cluster", lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    assert command_line.main(["run", "--nnodes=2", "--cluster", '{"kind": "local"}', str(SCRIPTS / "polite.py")]) == 130
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # flytekit, if imported, has set one of its own
+    try:
+        code = command_line.main(["run", "--nnodes=2", "--cluster", '{"kind": "local"}', str(SCRIPTS / "polite.py")])
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert code == 130
     assert capsys.readouterr().err == "SIGINT: the run was stopped while no rank was running\n"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -98,7 +99,13 @@ def start_parent(directory, recipe="Tiny", **arguments):
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=hear_hangups,
     )
+
+
+def hear_hangups():
+    """Do not ignore SIGHUP, as the tests themselves do under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def wait_for_step(parent, step):
