@@ -184,7 +184,7 @@ def test_no_code_is_run_from_a_checkpoint(tmp_path, monkeypatch):
             return (os.mkdir, (str(tmp_path / "was-run"),))
 
     store = _store(tmp_path / "checkpoints", 3)
-    monkeypatch.setattr("flyte_ddp.rank.checkpoint.readable", lambda state: state)
+    monkeypatch.setattr("flyte_ddp.rank.checkpoint.readable", lambda state, is_part: state)
     store.save({"model": Harmful()}, 6, best=False)
     store.wait()
 
