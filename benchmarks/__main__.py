@@ -16,7 +16,7 @@ from benchmarks.measure import Row, Variant, compare, machine, table
 from benchmarks.mnist_like import MnistLike, write_idx_files
 from benchmarks.variants import BATCH_SIZE, PREPARED
 from flyte_ddp.launch.devices import num_cores
-from flyte_ddp.prepare import prepare_data
+from flyte_ddp.recipes.prepare import prepare_data
 
 ROOT = Path(__file__).parents[1]
 NUM_BATCHES, NUM_BATCHES_QUICK = 100, 10  # per epoch

@@ -46,7 +46,7 @@ class Wide(MnistLike):
 
 def stall() -> float:
     """Return the median time that `save` takes, each when the one before is written; without the first."""
-    from flyte_ddp.rank.checkpoint import CheckpointStore
+    from flyte_ddp.checkpoints.store import CheckpointStore
 
     model, optimizer = trained()
     seconds = []
@@ -81,9 +81,9 @@ def train() -> dict[str, float]:
     """Return the samples per second with a checkpoint every `SAVE_INTERVAL` steps, and those without any."""
     from flyte_ddp.config import resolve
     from flyte_ddp.launch import spawn
-    from flyte_ddp.prepare import prepare_data
-    from flyte_ddp.rank.job import Job
-    from flyte_ddp.rank.programs import RecipeProgram
+    from flyte_ddp.launch.process.job import Job
+    from flyte_ddp.launch.process.programs import RecipeProgram
+    from flyte_ddp.recipes.prepare import prepare_data
 
     config = {"global_batch_size": BATCH_SIZE, "epochs": 1, "log_interval": 1, "checkpoint_interval": SAVE_INTERVAL}
     program = RecipeProgram("benchmarks.checkpoints.Wide", resolve(Wide.defaults, config))

@@ -34,10 +34,10 @@ def ours(directory: Path) -> Callable[[], int]:
     import torch
 
     from flyte_ddp.config import TrainingConfig
-    from flyte_ddp.prepare import prepare_data
     from flyte_ddp.rank.data import open_samples
-    from flyte_ddp.rank.world import World
     from flyte_ddp.recipes import get_recipe
+    from flyte_ddp.recipes.prepare import prepare_data
+    from flyte_ddp.world import World
 
     recipe = get_recipe("image_folder", {"augment": False})
     prepare_data(recipe, f"s3://{BUCKET}/{PREFIX}", directory)

@@ -29,16 +29,16 @@ from flyte_ddp.cluster.config import DASK_CONFIG, ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.errors import TrainingStopped
 from flyte_ddp.events import Event, StepFinished
+from flyte_ddp.events.wall_time import AttemptStarted
 from flyte_ddp.launch.dask import gang, worker
 from flyte_ddp.launch.dask.launcher import run_on_dask
 from flyte_ddp.launch.dask.messages import NodeJob
 from flyte_ddp.launch.dask.node import DriverLink
 from flyte_ddp.launch.devices import num_cores
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import FunctionProgram
 from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.launch.supervisor import POLL_INTERVAL
-from flyte_ddp.rank.job import Job
-from flyte_ddp.rank.programs import FunctionProgram
-from flyte_ddp.wall_time import AttemptStarted
 
 NUM_NODES = (4, 16, 64)
 WINDOW = 10.0  # seconds over which the costs are taken

@@ -44,9 +44,9 @@ def train(parallel: str, directory: str, num_layers: int = NUM_LAYERS) -> dict[s
     """Train and leave a checkpoint in `directory`; return the outcome."""
     from flyte_ddp.config import resolve
     from flyte_ddp.launch import spawn
-    from flyte_ddp.prepare import prepare_data
-    from flyte_ddp.rank.job import Job
-    from flyte_ddp.rank.programs import RecipeProgram
+    from flyte_ddp.launch.process.job import Job
+    from flyte_ddp.launch.process.programs import RecipeProgram
+    from flyte_ddp.recipes.prepare import prepare_data
 
     data = Path(directory, "data")
     data.mkdir()
@@ -65,7 +65,7 @@ def train(parallel: str, directory: str, num_layers: int = NUM_LAYERS) -> dict[s
 
 def reshard(directory: str) -> float:
     """Return the seconds in which one process reads the checkpoint of two ranks."""
-    from flyte_ddp.rank.checkpoint import CheckpointStore
+    from flyte_ddp.checkpoints.store import CheckpointStore
 
     train("fsdp", directory)
     store = CheckpointStore(f"{directory}/checkpoints", num_kept=1)

@@ -31,11 +31,11 @@ from flyte_ddp.config import TrainingConfig, resolve
 from flyte_ddp.events import Event, RunStarted, RunState
 from flyte_ddp.launch import spawn
 from flyte_ddp.launch.dask.launcher import train_on_dask
-from flyte_ddp.prepare import prepare_data
-from flyte_ddp.rank.job import Job
-from flyte_ddp.rank.programs import RecipeProgram
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.recipes.arrays import load_images, save_images
+from flyte_ddp.recipes.prepare import prepare_data
 
 if TYPE_CHECKING:
     from psutil import Process

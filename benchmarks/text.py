@@ -23,10 +23,10 @@ from benchmarks.measure import machine
 from flyte_ddp.events import EpochFinished, Event, Listener, RunStarted
 from flyte_ddp.launch import spawn
 from flyte_ddp.launch.devices import num_cores
-from flyte_ddp.prepare import prepare_data
-from flyte_ddp.rank.job import Job
-from flyte_ddp.rank.programs import RecipeProgram
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.recipes.prepare import prepare_data
 
 NUM_BATCHES = 40  # per epoch
 NUM_EPOCHS = 2  # the second is measured

@@ -29,10 +29,10 @@ def ours(names: str, num_epochs: int, started: float) -> None:
     from flyte_ddp.events import EpochFinished, Event
     from flyte_ddp.launch import spawn
     from flyte_ddp.launch.devices import num_cores
-    from flyte_ddp.prepare import prepare_data
-    from flyte_ddp.rank.job import Job
-    from flyte_ddp.rank.programs import RecipeProgram
+    from flyte_ddp.launch.process.job import Job
+    from flyte_ddp.launch.process.programs import RecipeProgram
     from flyte_ddp.recipes import get_recipe
+    from flyte_ddp.recipes.prepare import prepare_data
 
     curve: list[tuple[float, float]] = []
 
@@ -131,9 +131,9 @@ def _split(names: str) -> tuple[list[str], list[str]]:
     """Return the training names of recipe `pet_names`, with repeats, and its held-out names."""
     import numpy as np
 
-    from flyte_ddp.prepare import prepare_data
     from flyte_ddp.recipes import get_recipe
     from flyte_ddp.recipes.pet_names.alphabet import ALPHABET, BLANK
+    from flyte_ddp.recipes.prepare import prepare_data
 
     def spelled(file: Path) -> list[str]:
         with np.load(file) as arrays:

@@ -36,8 +36,8 @@ PREPARED = "prepared"  # the recipe's prepared data, below the data directory; b
 def ours(data: Path, precision: str, num_ranks: int) -> None:
     from flyte_ddp.config import resolve
     from flyte_ddp.launch import spawn
-    from flyte_ddp.rank.job import Job
-    from flyte_ddp.rank.programs import RecipeProgram
+    from flyte_ddp.launch.process.job import Job
+    from flyte_ddp.launch.process.programs import RecipeProgram
     from flyte_ddp.recipes import get_recipe
 
     name = "benchmarks.mnist_like.MnistLike"
@@ -107,8 +107,8 @@ def _on_dask(
     from flyte_ddp import events
     from flyte_ddp.config import resolve
     from flyte_ddp.launch.dask.launcher import train_on_dask
-    from flyte_ddp.rank.job import Job
-    from flyte_ddp.rank.programs import RecipeProgram
+    from flyte_ddp.launch.process.job import Job
+    from flyte_ddp.launch.process.programs import RecipeProgram
     from flyte_ddp.recipes import get_recipe
 
     class Clock:

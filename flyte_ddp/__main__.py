@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from flyte_ddp.cluster.config import cluster_config
+from flyte_ddp.config.fields import read_object
 from flyte_ddp.errors import ClusterError, ConfigError, GangLost, RankFailure, StorageUnavailable, TrainingStopped
-from flyte_ddp.fields import read_object
 from flyte_ddp.launch.run import run_program
 from flyte_ddp.launch.run_options import add_run_options, note_without_effect, read_gang, read_program
 from flyte_ddp.observers.progress_bar import ProgressBar

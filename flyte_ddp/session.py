@@ -35,8 +35,8 @@ from flyte_ddp.errors import ConfigError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from flyte_ddp.rank.checkpoint import CheckpointStore
-    from flyte_ddp.rank.process import RankProcess
+    from flyte_ddp.checkpoints.store import CheckpointStore
+    from flyte_ddp.launch.process.entry import RankProcess
 
 NUM_KEPT = 2  # newest checkpoints that stay
 
@@ -226,7 +226,7 @@ class Session:
         self._link.beat(self._step)
 
     def _open_checkpoints(self) -> CheckpointStore:
-        from flyte_ddp.rank.checkpoint import CheckpointStore
+        from flyte_ddp.checkpoints.store import CheckpointStore
 
         if self._store is None:
             job = self._process.job

@@ -11,8 +11,8 @@ from flytekit import HashMethod, task
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
-from flyte_ddp.prepare import describe_data, prepare_data
 from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.recipes.prepare import describe_data, prepare_data
 from tasks.cluster import check_cluster, check_urls
 from tasks.inputs import (
     ClusterInput,

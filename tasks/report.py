@@ -12,10 +12,10 @@ from markupsafe import Markup
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import EpochFinished, Event, Prediction, RunStarted, RunState, StepFinished
+from flyte_ddp.events.wall_time import TimeSpent
 from flyte_ddp.observers import plots
 from flyte_ddp.observers.figures import number, percent
 from flyte_ddp.observers.page import NOTHING, Page, counted, draw, duration, row, section, shortened, tile
-from flyte_ddp.wall_time import TimeSpent
 
 # These keep the page below 2 MB for any run. The rest of it is 150 kB at most.
 MAX_PREDICTION_BYTES = 1_400_000  # of HTML with images

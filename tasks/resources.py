@@ -14,10 +14,10 @@ from typing import Any
 from flytekit import Cache, PodTemplate, Resources, Secret
 from flytekit.extras.accelerators import GPUAccelerator
 
+from flyte_ddp.config.source_code import digest_of, recipe_packages
 from flyte_ddp.flytekit_plugin.pods import declare_port
 from flyte_ddp.launch.devices import REQUESTED_VARIABLE
 from flyte_ddp.observers.metrics import PORT_NAME, PORT_VARIABLE
-from flyte_ddp.source_code import digest_of, recipe_packages
 from tasks.settings import Size, load_settings, shipped_code
 from tasks.shipping import CODE_VARIABLE
 

@@ -13,10 +13,10 @@ from flytekit.types.structured import StructuredDataset
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import Event, Listener, RunFinished
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
-from flyte_ddp.rank.job import Job
+from flyte_ddp.launch.process.job import Job
 from flyte_ddp.recipes import config_of
-from flyte_ddp.scaling.plots import ranks
-from flyte_ddp.scaling.study import ScalingRun, Study, validate_study
+from flyte_ddp.studies.scaling import ScalingRun, Study, validate_study
+from flyte_ddp.studies.scaling_plots import ranks
 from tasks.cluster import open_task_cluster
 from tasks.frame import FRAMED, Frame, open_frame
 from tasks.inputs import ClusterInput, OptionalCluster, OptionalOverrides, TrainingOverrides, given
@@ -65,7 +65,7 @@ def train_at_world_sizes(
 
     A retry of this task continues the interrupted run; finished runs are not repeated.
     """
-    from flyte_ddp.scaling.runner import resize_cluster, train_at_sizes
+    from flyte_ddp.studies.scaling_runner import resize_cluster, train_at_sizes
 
     num_runs = len(world_sizes) * max(1, len(learning_rates))
     report = ScalingReport(recipe, num_runs, target_loss)
@@ -94,7 +94,7 @@ def train_at_world_sizes(
 
 
 def build_table(study: Study) -> list[dict[str, object]]:
-    """Return the rows of the table: the fields of `flyte_ddp.scaling.study.Row`, with the device in a name."""
+    """Return the rows of the table: the fields of `flyte_ddp.studies.scaling.Row`, with the device in a name."""
     rows = []
     for row in study.rows():
         values = dataclasses.asdict(row)
@@ -112,7 +112,7 @@ def _check(
     cluster: ClusterInput,
 ) -> TrainingConfig:
     """Return the config that all runs share except the learning rate. Raise ConfigError if a run is impossible."""
-    from flyte_ddp.scaling.runner import validate_runs
+    from flyte_ddp.studies.scaling_runner import validate_runs
 
     resolved = config_of(recipe, given(config))
     validate_study(resolved, world_sizes, learning_rates, target_loss)

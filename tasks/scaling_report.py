@@ -8,8 +8,8 @@ from typing import Any
 from flyte_ddp.events import Event, RunStarted
 from flyte_ddp.observers.figures import percent
 from flyte_ddp.observers.page import NOTHING, Page, draw, row, tile
-from flyte_ddp.scaling.plots import scaling_panels
-from flyte_ddp.scaling.study import Row, ScalingRun, Study
+from flyte_ddp.studies.scaling import Row, ScalingRun, Study
+from flyte_ddp.studies.scaling_plots import scaling_panels
 
 TEMPLATE = """
 {%- block body %}

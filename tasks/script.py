@@ -20,12 +20,12 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
+from flyte_ddp.config.source_code import MAX_SIZE, files_below
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin.failures import InputError
 from flyte_ddp.launch.run import Gang, run_program, script_program
 from flyte_ddp.observers.function_report import FunctionReport
 from flyte_ddp.observers.history import HistoryFile
-from flyte_ddp.source_code import MAX_SIZE, files_below
 from tasks.cluster import check_urls, open_task_cluster
 from tasks.frame import FRAMED, Frame, open_frame
 from tasks.inputs import ClusterInput, OptionalCluster, OptionalTransformer, location

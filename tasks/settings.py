@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from flyte_ddp.cluster.admission import Allowed
-from flyte_ddp.source_code import SETTINGS_FILE, digest_of, read_settings, recipe_packages
+from flyte_ddp.config.source_code import SETTINGS_FILE, digest_of, read_settings, recipe_packages
 
 PROFILES = ("production", "sandbox")
 PACKAGES = ("flyte_ddp", "tasks", "workflows")  # what is shipped beside the recipes

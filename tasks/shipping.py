@@ -12,8 +12,8 @@ import os
 
 import click
 
+from flyte_ddp.config.source_code import SETTINGS_FILE, recipe_packages, source_files
 from flyte_ddp.flytekit_plugin.shipping import registering_command, runs_file_of_checkout, ship_all_files
-from flyte_ddp.source_code import SETTINGS_FILE, recipe_packages, source_files
 from tasks.settings import PACKAGES, ROOT, SettingsError, load_settings, require_image, shipped_code
 
 CODE_VARIABLE = "FLYTE_DDP_CODE"  # of every task: the hash of the code that was registered

@@ -14,8 +14,8 @@ from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.observers.figures import percent
 from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.recipes import config_of
-from flyte_ddp.sweep.results import FINISHED, STOPPED_EARLY, TrialRun, build_table, find_best
-from flyte_ddp.sweep.search import EarlyStopping, build_trials
+from flyte_ddp.studies.results import FINISHED, STOPPED_EARLY, TrialRun, build_table, find_best
+from flyte_ddp.studies.search import EarlyStopping, build_trials
 from tasks.cluster import open_task_cluster
 from tasks.frame import FRAMED, Frame, open_frame
 from tasks.inputs import ClusterInput, OptionalCluster, OptionalOverrides, TrainingOverrides, given
@@ -27,7 +27,7 @@ from tasks.sweep_report import SweepReport
 class SweepOutputs(NamedTuple):
     """The outputs of a sweep. The best trial has the lowest loss on the held-out data after its last epoch."""
 
-    results: StructuredDataset  # a row for every epoch of every trial, see `flyte_ddp.sweep.results.build_table`
+    results: StructuredDataset  # a row for every epoch of every trial, see `flyte_ddp.studies.results.build_table`
     csv: FlyteFile  # the same as a CSV file
     best_config: TrainingOverrides  # of the best trial, in the form of --config
     best_accuracies: list[float]  # of the best trial after each epoch, in [0, 1]
@@ -46,7 +46,7 @@ def check_sweep(
     cluster: OptionalCluster,
 ) -> TrainingOverrides:
     """Check every trial of the sweep before anything is prepared or started for the first; returns `config`."""
-    from flyte_ddp.sweep.runner import check_trials
+    from flyte_ddp.studies.runner import check_trials
 
     with flyte_errors():
         EarlyStopping(stop_early)
@@ -70,7 +70,7 @@ def train_sweep(
 
     A retry of this task skips the trials that are done and continues the others from their checkpoints.
     """
-    from flyte_ddp.sweep.runner import train_trials
+    from flyte_ddp.studies.runner import train_trials
 
     report = SweepReport(recipe)
     with open_frame(report, recipe, checkpoints, "sweep") as frame:
@@ -109,7 +109,7 @@ class _Observer:
         self._lock = threading.Lock()
 
     def observe(self, run: TrialRun, event: Event | None) -> None:
-        """Take note of what happened to a trial; see `flyte_ddp.sweep.runner.train_trials`."""
+        """Take note of what happened to a trial; see `flyte_ddp.studies.runner.train_trials`."""
         number = run.trial.number
         if len(self.report.runs) < self.num_trials:  # a sweep names all its trials before it starts the first
             self.report.runs.append(run)

@@ -13,8 +13,7 @@ from typing import Any
 from flyte_ddp.observers import figures
 from flyte_ddp.observers.figures import percent
 from flyte_ddp.observers.page import NOTHING, Page, draw, duration, shortened, tile
-from flyte_ddp.sweep.plots import sweep_panels
-from flyte_ddp.sweep.results import (
+from flyte_ddp.studies.results import (
     FAILED,
     FINISHED,
     INTERRUPTED,
@@ -24,7 +23,8 @@ from flyte_ddp.sweep.results import (
     TrialRun,
     find_best,
 )
-from flyte_ddp.sweep.search import format_value
+from flyte_ddp.studies.search import format_value
+from flyte_ddp.studies.sweep_plots import sweep_panels
 
 MAX_ERROR = 300  # characters of a trial's error in the table
 MAX_DETAILS = 6_000  # characters of a trial's traceback

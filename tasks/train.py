@@ -7,10 +7,10 @@ from flytekit import task
 from flyte_ddp.errors import OUT_OF_MEMORY
 from flyte_ddp.events import Listener
 from flyte_ddp.launch import spawn
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.launch.spawn import Result
 from flyte_ddp.observers.history import HistoryFile
-from flyte_ddp.rank.job import Job
-from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.recipes import config_of
 from tasks.cluster import check_urls, open_task_cluster
 from tasks.frame import FRAMED, Frame, open_frame

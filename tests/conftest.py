@@ -17,7 +17,7 @@ import torch
 
 from flyte_ddp.config import resolve
 from flyte_ddp.launch import rank_start
-from flyte_ddp.rank.programs import RecipeProgram
+from flyte_ddp.launch.process.programs import RecipeProgram
 from tests.support import browser
 from tests.support.runs import new_run
 

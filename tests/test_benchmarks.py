@@ -25,7 +25,7 @@ from benchmarks.recovery.faults import Moment, Outcome, damage, seconds_to_next_
 from benchmarks.recovery.workload import Step, longest_pause, num_redone
 from benchmarks.soak import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Counting, lost_and_doubled
 from benchmarks.text import num_epochs_within, quality
-from flyte_ddp.prepare import prepare_data
+from flyte_ddp.recipes.prepare import prepare_data
 from tests.support.runs import new_run
 
 OURS, THEIRS = Variant("ours", ("true",), 1), Variant("theirs", ("true",), 1)

@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from flyte_ddp.checkpoints import store as checkpoint
+from flyte_ddp.checkpoints.files import load_state, portable
+from flyte_ddp.checkpoints.staging import StagingMemory
+from flyte_ddp.checkpoints.state_file import is_whole, save_state
+from flyte_ddp.checkpoints.store import WRITER_NICENESS, CheckpointStore
 from flyte_ddp.errors import CheckpointError, ConfigError, RankFailure, StorageUnavailable
 from flyte_ddp.events import StepFinished
-from flyte_ddp.rank import checkpoint
-from flyte_ddp.rank.checkpoint import WRITER_NICENESS, CheckpointStore
-from flyte_ddp.rank.checkpoint_files import load_state, portable
-from flyte_ddp.rank.staging import StagingMemory
-from flyte_ddp.rank.state_file import is_whole, save_state
 from flyte_ddp.storage import Storage, filesystem
 from tests.kubernetes.store import Store
 from tests.support.image_store import running_store
@@ -184,7 +184,7 @@ def test_no_code_is_run_from_a_checkpoint(tmp_path, monkeypatch):
             return (os.mkdir, (str(tmp_path / "was-run"),))
 
     store = _store(tmp_path / "checkpoints", 3)
-    monkeypatch.setattr("flyte_ddp.rank.checkpoint.readable", lambda state, is_part: state)
+    monkeypatch.setattr("flyte_ddp.checkpoints.store.readable", lambda state, is_part: state)
     store.save({"model": Harmful()}, 6, best=False)
     store.wait()
 
@@ -519,7 +519,7 @@ def test_a_killed_writer_leaves_no_partial_file(tmp_path, killed_before):
     store = _store(tmp_path, 3)
     program = f"""
 import os, signal, sys, torch
-from flyte_ddp.rank.checkpoint import WRITER_NICENESS, CheckpointStore
+from flyte_ddp.checkpoints.store import WRITER_NICENESS, CheckpointStore
 store = CheckpointStore({str(tmp_path)!r}, 10)
 die = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
 if {killed_before!r} == "replace":

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from flyte_ddp import events
+from flyte_ddp.checkpoints.files import load_state
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import (
@@ -27,16 +28,15 @@ from flyte_ddp.errors import (
     StorageUnavailable,
     TrainingStopped,
 )
+from flyte_ddp.events.wall_time import AttemptEnded, AttemptStarted
 from flyte_ddp.launch.dask import gang
 from flyte_ddp.launch.dask import launcher as dask
 from flyte_ddp.launch.dask.launcher import train_on_dask
 from flyte_ddp.launch.dask.placement import assign_nodes
 from flyte_ddp.launch.failures import Ended, is_bug
-from flyte_ddp.rank.checkpoint_files import load_state
-from flyte_ddp.rank.job import Job
-from flyte_ddp.rank.programs import FunctionProgram, RecipeProgram
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import FunctionProgram, RecipeProgram
 from flyte_ddp.storage import Storage
-from flyte_ddp.wall_time import AttemptEnded, AttemptStarted
 from tests.support.dask_runs import (
     LOCAL,
     dask_config,

@@ -21,7 +21,7 @@ from flyte_ddp.rank.data import (
     evaluation_shard,
     open_samples,
 )
-from flyte_ddp.rank.world import World, single_process_world
+from flyte_ddp.world import World, single_process_world
 from tests.support.recipes import Augmented, Tiny
 from tests.support.runs import new_run
 

@@ -13,8 +13,8 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch import devices, spawn
 from flyte_ddp.launch.dask.placement import Worker, assign_nodes
-from flyte_ddp.rank.job import Job
-from flyte_ddp.rank.programs import RecipeProgram
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import RecipeProgram
 
 SLICES = ("MIG-1a", "MIG-2b")
 

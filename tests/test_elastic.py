@@ -19,15 +19,15 @@ from flyte_ddp.errors import (
     ConfigError,
     TrainingStopped,
 )
+from flyte_ddp.events.wall_time import AttemptEnded
 from flyte_ddp.launch.dask import calls, gang, growth, roll_call
 from flyte_ddp.launch.dask import launcher as dask
 from flyte_ddp.launch.dask.launcher import usable_sizes
 from flyte_ddp.launch.dask.node import DriverLink
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.launch.signals import StopRequest
-from flyte_ddp.rank.job import Job
-from flyte_ddp.rank.programs import RecipeProgram
-from flyte_ddp.sweep.runner import one_node_config
-from flyte_ddp.wall_time import AttemptEnded
+from flyte_ddp.studies.runner import one_node_config
 from tests.support.dask_runs import (
     LOCAL,
     dask_config,

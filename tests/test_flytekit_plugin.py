@@ -30,7 +30,7 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin import Distributed
 from flyte_ddp.flytekit_plugin.distributed import DistributedTask, _check_places
 from flyte_ddp.flytekit_plugin.failures import TaskFailed
-from flyte_ddp.rank.programs import FunctionProgram
+from flyte_ddp.launch.process.programs import FunctionProgram
 from tests.support import distributed_tasks as tasks
 from tests.support import kubernetes_task
 

@@ -19,8 +19,8 @@ from flyte_ddp.cluster import connect
 from flyte_ddp.flytekit_plugin.deck import DeckPublisher
 from flyte_ddp.flytekit_plugin.failures import TaskFailed, UserError, flyte_errors
 from flyte_ddp.launch.failures import MAX_LINES
-from flyte_ddp.prepare import prepare_data
 from flyte_ddp.recipes import get_recipe
+from flyte_ddp.recipes.prepare import prepare_data
 from tasks.frame import open_frame
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides
 from tasks.report import Report

@@ -105,8 +105,8 @@ def test_a_deterministic_run_repeats_itself_and_shows_its_histograms(gpu, tmp_pa
 def test_no_checkpoint_is_written_of_spoiled_weights(gpu, tmp_path, monkeypatch, fault, num_processes):
     import torch
 
+    from flyte_ddp.checkpoints.store import CheckpointStore
     from flyte_ddp.errors import RankFailure
-    from flyte_ddp.rank.checkpoint import CheckpointStore
 
     if num_gpus() < num_processes:
         pytest.skip("needs two GPUs")
@@ -127,7 +127,7 @@ def test_batches_of_data_too_large_for_the_gpu_do_not_wait_for_it(gpu, monkeypat
 
     from flyte_ddp.config import TrainingConfig
     from flyte_ddp.rank.data import epoch_shards, open_samples
-    from flyte_ddp.rank.world import World
+    from flyte_ddp.world import World
     from tests.support.recipes import Sequences
 
     monkeypatch.setattr("flyte_ddp.rank.data.MAX_GPU_MEMORY_FRACTION", 0.0)
@@ -152,7 +152,7 @@ def test_training_and_held_out_data_lie_on_the_gpu_where_they_fit(gpu):
 
     from flyte_ddp.config import TrainingConfig
     from flyte_ddp.rank.data import open_samples
-    from flyte_ddp.rank.world import World
+    from flyte_ddp.world import World
     from tests.support.recipes import Tiny
 
     datasets = [TensorDataset(torch.rand(100, 8), torch.zeros(100, dtype=torch.int64)) for _ in range(2)]

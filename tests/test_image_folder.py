@@ -12,15 +12,15 @@ from PIL import Image
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, DataError
-from flyte_ddp.prepare import describe_data
 from flyte_ddp.rank.data import _SeededDataset, open_samples
-from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.image_folder.files import (
     decode_image,
 )
 from flyte_ddp.recipes.image_folder.index import read_index
 from flyte_ddp.recipes.image_folder.recipe import ImageFolder
+from flyte_ddp.recipes.prepare import describe_data
+from flyte_ddp.world import World
 from tests.support.image_store import COLOURS, image_bytes, image_tree, prepare, running_store, write_tree
 
 ALONE = World(0, 0, 1, torch.device("cpu"))

@@ -13,11 +13,11 @@ from PIL import Image
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, DataError
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.launch.spawn import check
 from flyte_ddp.rank.batch_norm import keep_frozen_statistics
-from flyte_ddp.rank.job import Job
 from flyte_ddp.rank.main import main
-from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.recipes.image_folder.recipe import ImageFolder
 from tests.support.image_store import image_tree, prepare, running_store
 from tests.support.runs import new_run

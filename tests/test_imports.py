@@ -17,50 +17,53 @@ PACKAGES = ("workflows", "tasks", "flyte_ddp")
 
 # From the top down. A module imports from its own layer and those below.
 LAYERS = {
-    "workflows": 7,
-    "tasks": 6,
-    "flyte_ddp": 5,
-    "flyte_ddp.sweep": 5,
-    "flyte_ddp.scaling": 5,
-    "flyte_ddp.promotion": 5,
-    "flyte_ddp.launch": 4,
-    "flyte_ddp.rank": 3,
-    "flyte_ddp.session": 3,
-    "flyte_ddp.prepare": 2,
+    "workflows": 9,
+    "tasks": 8,
+    "flyte_ddp": 7,
+    "flyte_ddp.studies": 7,
+    "flyte_ddp.promotion": 7,
+    "flyte_ddp.launch": 6,
+    "flyte_ddp.launch.process": 5,
+    "flyte_ddp.rank": 5,
+    "flyte_ddp.session": 5,
+    "flyte_ddp.checkpoints": 4,
+    "flyte_ddp.world": 3,
     "flyte_ddp.observers": 2,
-    "flyte_ddp.recipes": 1,
-    "flyte_ddp.cluster": 1,
-    "flyte_ddp.ownership": 1,
+    "flyte_ddp.recipes": 2,
+    "flyte_ddp.cluster": 2,
     "flyte_ddp.storage": 1,
-    "flyte_ddp.source_code": 0,
     "flyte_ddp.config": 0,
-    "flyte_ddp.fields": 0,
     "flyte_ddp.events": 0,
-    "flyte_ddp.wall_time": 0,
     "flyte_ddp.errors": -1,
-    "flyte_ddp.main_module": -1,
 }
 # Which modules may import a library at all.
 HOMES = {
     "flytekit": ("tasks", "workflows", "flyte_ddp.flytekit_plugin"),
     "flytekitplugins": ("tasks", "workflows", "flyte_ddp.flytekit_plugin"),
-    "dask": ("flyte_ddp.launch", "flyte_ddp.cluster", "flyte_ddp.sweep.runner", "flyte_ddp.scaling.runner"),
-    "distributed": ("flyte_ddp.launch", "flyte_ddp.cluster", "flyte_ddp.sweep.runner", "flyte_ddp.scaling.runner"),
+    "dask": ("flyte_ddp.launch", "flyte_ddp.cluster", "flyte_ddp.studies"),
+    "distributed": (
+        "flyte_ddp.launch",
+        "flyte_ddp.cluster",
+        "flyte_ddp.studies.runner",
+        "flyte_ddp.studies.scaling_runner",
+    ),
     "dask_kubernetes": ("flyte_ddp.cluster",),
     "kubernetes": ("flyte_ddp.cluster", "flyte_ddp.flytekit_plugin.pods"),
     "kr8s": ("flyte_ddp.cluster",),
-    "optuna": ("flyte_ddp.sweep.search",),
+    "optuna": ("flyte_ddp.studies.search",),
     "tokenizers": ("flyte_ddp.recipes.text.tokens",),
     "wandb": ("flyte_ddp.observers",),
 }
 SLOW = ("tokenizers", "torch", "torchvision", "matplotlib", "wandb", "sklearn", "flytekit", "optuna", "pandas")
 # Modules that run in a rank, or generate names or text, may import torch at the top; those that start a rank may not.
 STARTS_RANKS = (
-    *("flyte_ddp.rank.job", "flyte_ddp.rank.programs", "flyte_ddp.rank.process"),
-    *("flyte_ddp.rank.function", "flyte_ddp.rank.fast_start"),
+    "flyte_ddp.checkpoints.ownership",
+    "flyte_ddp.rank.fast_start",
 )
 COMPUTES = (
+    "flyte_ddp.checkpoints",
     "flyte_ddp.rank",
+    "flyte_ddp.world",
     *(f"flyte_ddp.recipes.{recipe}.{module}" for recipe in ("pet_names", "text") for module in ("generate", "model")),
 )
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.launch.spawn import train
 from flyte_ddp.rank.initial_state import load_initial_state
-from flyte_ddp.rank.job import Job
-from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.recipes import config_of, get_recipe
 from tests.support.runs import new_run
 from tests.support.trainers import new_trainer

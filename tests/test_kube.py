@@ -35,10 +35,10 @@ from flyte_ddp.cluster.kubernetes.manifest import (
 )
 from flyte_ddp.cluster.kubernetes.resources import requests_of
 from flyte_ddp.config import TrainingConfig
+from flyte_ddp.config.fields import parse_duration
 from flyte_ddp.errors import ClusterError, ConfigError, OutOfMemory, PreflightError
-from flyte_ddp.fields import parse_duration
-from flyte_ddp.rank.job import Job
-from flyte_ddp.rank.programs import RecipeProgram
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import RecipeProgram
 from tasks.train import check_previous_pod
 
 DEPLOY = Path(__file__).parents[1] / "deploy"

@@ -28,9 +28,9 @@ from flyte_ddp.events import (
     RunState,
     read_history,
 )
+from flyte_ddp.events.wall_time import AttemptEnded, AttemptStarted, TimeSpent
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.progress_bar import ProgressBar
-from flyte_ddp.wall_time import AttemptEnded, AttemptStarted, TimeSpent
 from tests.support.short_run import (
     epoch_finished,
     epoch_of_events,

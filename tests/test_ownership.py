@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from flyte_ddp import ownership
+from flyte_ddp.checkpoints import ownership
+from flyte_ddp.checkpoints.ownership import OWNER, Ownership, check_owner, read_owner
+from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.ownership import OWNER, Ownership, check_owner, read_owner
-from flyte_ddp.rank.checkpoint import CheckpointStore
 from flyte_ddp.storage import Storage
 from tests.support.runs import new_run
 from tests.test_champion import bucket  # noqa: F401 - a fixture

@@ -8,8 +8,8 @@ import pytest
 
 from flyte_ddp import storage
 from flyte_ddp.errors import DataError, StorageDenied, StorageUnavailable
-from flyte_ddp.prepare import describe_data, prepare_data
 from flyte_ddp.recipes import Recipe, get_recipe
+from flyte_ddp.recipes.prepare import describe_data, prepare_data
 from flyte_ddp.storage import directory
 from tests.support.image_store import running_store
 

@@ -15,7 +15,7 @@ import pytest
 
 import flyte_ddp
 from flyte_ddp.errors import ConfigError, RankFailure
-from flyte_ddp.rank import process_end
+from flyte_ddp.launch.process import end as process_end
 from tests.test_run import OURS, SCRIPTS, TORCHRUN, environment
 
 ENDS = ("return", "exit", "raise", "late")

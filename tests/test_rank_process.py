@@ -6,9 +6,9 @@ import multiprocessing
 import threading
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.rank.job import Job, NodeRanks
-from flyte_ddp.rank.process import SupervisorLink, environment
-from flyte_ddp.rank.programs import RecipeProgram
+from flyte_ddp.launch.process.entry import SupervisorLink, environment
+from flyte_ddp.launch.process.job import Job, NodeRanks
+from flyte_ddp.launch.process.programs import RecipeProgram
 
 NAMES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG")
 

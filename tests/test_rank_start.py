@@ -15,8 +15,8 @@ import pytest
 from flyte_ddp.config import resolve
 from flyte_ddp.errors import RankFailure
 from flyte_ddp.launch import rank_start, supervisor
+from flyte_ddp.launch.process.programs import FunctionProgram, RecipeProgram
 from flyte_ddp.launch.rank_start import start_rank
-from flyte_ddp.rank.programs import FunctionProgram, RecipeProgram
 from tests.support.dask_runs import At
 from tests.support.runs import REPOSITORY, new_run
 

@@ -13,9 +13,9 @@ import pytest
 
 from flyte_ddp.config import resolve
 from flyte_ddp.errors import ConfigError, DataError
-from flyte_ddp.prepare import describe_data, prepare_data
 from flyte_ddp.recipes import BUILTIN, Recipe, config_of, download, get_recipe, mnist
 from flyte_ddp.recipes.digits import Digits
+from flyte_ddp.recipes.prepare import describe_data, prepare_data
 
 IDX_FILES = {
     "train-images-idx3-ubyte": (8, 28, 28),

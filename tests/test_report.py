@@ -26,9 +26,9 @@ from flyte_ddp.events import (
     PredictionsMade,
     RunState,
 )
+from flyte_ddp.events.wall_time import AttemptStarted
 from flyte_ddp.flytekit_plugin.deck import DeckPublisher
 from flyte_ddp.observers.page import duration
-from flyte_ddp.wall_time import AttemptStarted
 from tasks import report
 from tasks.report import Report
 from tests.support import browser, sample_run

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from flyte_ddp.errors import ConfigError, StorageUnavailable
-from flyte_ddp.prepare import prepare_data
 from flyte_ddp.promotion import policy as challenges
 from flyte_ddp.promotion.__main__ import main
 from flyte_ddp.promotion.champion import ChampionStore, load_champion
 from flyte_ddp.promotion.policy import Challenge, Outcome, PromotionCriteria, judge, plan
 from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.recipes.prepare import prepare_data
 from tests.support.recipes import Tiny
 from tests.support.runs import new_run
 from tests.test_champion import bucket  # noqa: F401 - a fixture

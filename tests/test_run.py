@@ -20,11 +20,11 @@ import flyte_ddp
 from flyte_ddp import __main__ as command_line
 from flyte_ddp import events, session
 from flyte_ddp.cluster import connect
+from flyte_ddp.config.source_code import packages_beside
 from flyte_ddp.errors import ConfigError, OutOfMemory, RankFailure
 from flyte_ddp.launch import supervisor
+from flyte_ddp.launch.process.programs import FunctionProgram
 from flyte_ddp.launch.run import Gang, run_program, script_program
-from flyte_ddp.rank.programs import FunctionProgram
-from flyte_ddp.source_code import packages_beside
 from tests.support.runs import hear_hangups
 
 REPOSITORY = Path(__file__).parents[1]

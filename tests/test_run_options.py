@@ -22,9 +22,9 @@ from flyte_ddp import __main__ as command_line
 from flyte_ddp.launch import run_options
 from flyte_ddp.launch.dask.messages import NodeJob
 from flyte_ddp.launch.log_tail import LogTail
+from flyte_ddp.launch.process.entry import environment
+from flyte_ddp.launch.process.job import Job, NodeRanks
 from flyte_ddp.observers.progress_bar import ProgressBar
-from flyte_ddp.rank.job import Job, NodeRanks
-from flyte_ddp.rank.process import environment
 
 REPOSITORY = Path(__file__).parents[1]
 GUIDE = (REPOSITORY / "docs/your-own-function.md").read_text()

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from flyte_ddp.checkpoints.staging import StagingMemory
+from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.rank.checkpoint import CheckpointStore
-from flyte_ddp.rank.staging import StagingMemory
 from tests.support.gang import run_gang
 from tests.support.runs import new_run
 from tests.support.trainers import new_trainer
@@ -243,7 +243,7 @@ def test_an_error_of_a_whole_file_ends_the_attempt_and_touches_nothing(tmp_path,
 
 
 def test_a_checkpoint_of_another_format_is_refused_and_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr("flyte_ddp.rank.checkpoint.FORMAT", 99)
+    monkeypatch.setattr("flyte_ddp.checkpoints.store.FORMAT", 99)
     store = CheckpointStore(str(tmp_path), 5)
     store.save({"state": 1}, 6, best=False)
     store.wait()
@@ -259,7 +259,7 @@ def test_a_checkpoint_of_another_format_is_refused_and_stays(tmp_path, monkeypat
 def test_an_older_checkpoint_that_cannot_be_read_stays_and_keeps_no_other_from_being_removed(
     tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr("flyte_ddp.rank.checkpoint.FORMAT", 99)
+    monkeypatch.setattr("flyte_ddp.checkpoints.store.FORMAT", 99)
     save_steps(tmp_path, 1)
     monkeypatch.undo()
     save_steps(tmp_path, 2)

@@ -15,9 +15,9 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished, RunStarted
 from flyte_ddp.launch.dask.placement import Worker, assign_nodes
 from flyte_ddp.observers.figures import to_svg
-from flyte_ddp.scaling.plots import scaling_panels
-from flyte_ddp.scaling.runner import resize_cluster, validate_runs
-from flyte_ddp.scaling.study import ScalingRun, Study, validate_study
+from flyte_ddp.studies.scaling import ScalingRun, Study, validate_study
+from flyte_ddp.studies.scaling_plots import scaling_panels
+from flyte_ddp.studies.scaling_runner import resize_cluster, validate_runs
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides
 from tasks.scaling import build_table
 from tasks.scaling_report import ScalingReport
@@ -316,7 +316,7 @@ def test_the_report_has_measurements_and_method(outputs):
 
 
 def test_a_study_repeats_no_run_that_its_checkpoints_have(outputs, checkpoints, monkeypatch):
-    from flyte_ddp.scaling import runner as scaling
+    from flyte_ddp.studies import scaling_runner as scaling
 
     def repeat(*arguments, **options):
         raise AssertionError("a run was repeated")
@@ -328,8 +328,8 @@ def test_a_study_repeats_no_run_that_its_checkpoints_have(outputs, checkpoints, 
 
 
 def test_runs_are_reused_only_if_nothing_differs(outputs, checkpoints):
-    from flyte_ddp.scaling.runner import _load_record, _name_directory
     from flyte_ddp.storage import Storage
+    from flyte_ddp.studies.scaling_runner import _load_record, _name_directory
 
     config = TrainingConfig()
     names = {

@@ -12,8 +12,8 @@ import pytest
 
 from flyte_ddp import events
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.rank.job import Job
-from flyte_ddp.rank.programs import FunctionProgram
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import FunctionProgram
 from flyte_ddp.session import Session
 
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch.distributed import PrefixStore
 
+from flyte_ddp.checkpoints.peers import Peers
+from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import StopRequested, StorageUnavailable
 from flyte_ddp.events import CheckpointWritten, EpochFinished, HistogramsTaken, PredictionsMade, RunStarted, from_dict
-from flyte_ddp.prepare import describe_data
-from flyte_ddp.rank.checkpoint import CheckpointStore
 from flyte_ddp.rank.parallel import build_model
-from flyte_ddp.rank.peers import Peers
-from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.recipes.prepare import describe_data
 from flyte_ddp.storage import Storage
+from flyte_ddp.world import World
 from tests.support.gang import Link, run_gang, train_recipe
 from tests.support.runs import new_run
 from tests.support.trainers import new_trainer

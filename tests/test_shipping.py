@@ -197,7 +197,8 @@ def test_the_image_has_the_same_code():
 
 def test_workers_and_ranks_get_the_recipe_and_every_package_of_recipes(checkout, tmp_path):
     program = (
-        "import sys; from flyte_ddp.config import TrainingConfig; from flyte_ddp.rank.programs import RecipeProgram; "
+        "import sys; from flyte_ddp.config import TrainingConfig; "
+        "from flyte_ddp.launch.process.programs import RecipeProgram; "
         "from flyte_ddp.launch.dask.code import packed_code as p; "
         "sys.stdout.buffer.write(p(RecipeProgram(sys.argv[1], TrainingConfig())))"
     )
@@ -282,8 +283,8 @@ def test_a_process_with_other_code_than_registered_fails(checkout):
 
 def test_a_change_anywhere_in_a_recipes_package_is_another_version_of_the_data(tmp_path, monkeypatch):
     """So it is for the cache of a training and for "unchanged": both compare what the prepared data note."""
-    from flyte_ddp.prepare import describe_data, prepare_data
     from flyte_ddp.recipes import get_recipe
+    from flyte_ddp.recipes.prepare import describe_data, prepare_data
 
     package = tmp_path / "orchard"
     package.mkdir()

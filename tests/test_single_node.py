@@ -229,8 +229,8 @@ def write_inputs(tmp_path, **config):
     from flytekit.core.type_engine import TypeEngine
     from flytekit.types.directory import FlyteDirectory
 
-    from flyte_ddp.prepare import prepare_data
     from flyte_ddp.recipes import get_recipe
+    from flyte_ddp.recipes.prepare import prepare_data
     from tasks.inputs import TrainingOverrides
 
     recipe = "tests.support.recipes.Tiny"

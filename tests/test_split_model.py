@@ -15,14 +15,14 @@ from torch.distributed import PrefixStore
 from benchmarks.mnist_like import MnistLike
 from flyte_ddp.config import TrainingConfig, resolve
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.prepare import prepare_data
 from flyte_ddp.rank import gradients
 from flyte_ddp.rank.fast_start import return_freed_memory
 from flyte_ddp.rank.initial_state import load_initial_state
 from flyte_ddp.rank.parallel import build_model, place_model, replicate
 from flyte_ddp.rank.sharding import check_memory, large_blocks, whole_state
-from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.recipes.prepare import prepare_data
+from flyte_ddp.world import World
 from tests.support.gang import run_gang, train_recipe
 from tests.support.runs import new_run
 from tests.support.text_recipe import TINY as SMALL

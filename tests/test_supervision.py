@@ -8,7 +8,7 @@ import torch
 
 from flyte_ddp.rank import supervision
 from flyte_ddp.rank.supervision import StopPoll, beat_while_compiling, keep_beating
-from flyte_ddp.rank.world import World
+from flyte_ddp.world import World
 from tests.support.trainers import CPU, Recorder
 
 

@@ -11,9 +11,8 @@ from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.launch.dask.placement import Worker
 from flyte_ddp.launch.dask.pool import Pool
 from flyte_ddp.observers import figures
-from flyte_ddp.sweep import plots as sweep_plots
-from flyte_ddp.sweep.plots import sweep_panels
-from flyte_ddp.sweep.results import (
+from flyte_ddp.studies import sweep_plots
+from flyte_ddp.studies.results import (
     FAILED,
     FINISHED,
     INTERRUPTED,
@@ -22,7 +21,8 @@ from flyte_ddp.sweep.results import (
     TrialRun,
     build_table,
 )
-from flyte_ddp.sweep.search import EarlyStopping, build_trials
+from flyte_ddp.studies.search import EarlyStopping, build_trials
+from flyte_ddp.studies.sweep_plots import sweep_panels
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides
 from tasks.sweep import check_sweep
 from tasks.sweep_report import SweepReport

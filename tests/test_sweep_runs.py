@@ -20,9 +20,9 @@ from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.errors import ClusterError, StorageUnavailable, SweepFailed, TrainingStopped
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.launch.dask import launcher as dask
-from flyte_ddp.prepare import prepare_data
 from flyte_ddp.recipes import get_recipe
-from flyte_ddp.sweep.results import (
+from flyte_ddp.recipes.prepare import prepare_data
+from flyte_ddp.studies.results import (
     FAILED,
     FINISHED,
     INTERRUPTED,
@@ -30,8 +30,8 @@ from flyte_ddp.sweep.results import (
     build_table,
     find_best,
 )
-from flyte_ddp.sweep.runner import train_trials
-from flyte_ddp.sweep.search import build_trials
+from flyte_ddp.studies.runner import train_trials
+from flyte_ddp.studies.search import build_trials
 from tasks.inputs import ClusterInput, TrainingOverrides, given
 from tests.support.dask_runs import start_scheduler
 from tests.support.prometheus import record_figures

@@ -21,13 +21,13 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.rank.data import epoch_shards, open_samples
 from flyte_ddp.rank.initial_state import load_initial_state
-from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import config_of
 from flyte_ddp.recipes.text import corpus
 from flyte_ddp.recipes.text.corpus import Corpus
 from flyte_ddp.recipes.text.model import Shape, TextModel
 from flyte_ddp.recipes.text.shards import HELD_OUT, TRAIN, read_facts
 from flyte_ddp.recipes.text.tokens import Bytes, tokenizer_of, train_bpe
+from flyte_ddp.world import World
 from tests.support import sample_run
 from tests.support.image_store import running_store
 from tests.support.text_recipe import TINY, prepared
@@ -260,7 +260,7 @@ def test_order_of_windows_is_a_function_of_seed_and_epoch_for_any_number_of_rank
 PREPARE = """
 import resource, sys
 from pathlib import Path
-from flyte_ddp.prepare import prepare_data
+from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.text import shards
 

@@ -12,9 +12,9 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank import flops
 from flyte_ddp.rank.flops import FlopsUtilization
 from flyte_ddp.rank.optim import build_optimizer
-from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.text.model import Shape, TextModel, rotate, rotation_of
+from flyte_ddp.world import World
 from tests.support import sample_run
 from tests.support.text_recipe import TINY, prepared
 

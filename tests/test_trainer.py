@@ -10,6 +10,7 @@ import shutil
 import pytest
 import torch
 
+from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.config import TrainingConfig, resolve
 from flyte_ddp.errors import ConfigError, RankFailure, StopRequested
 from flyte_ddp.events import (
@@ -23,15 +24,14 @@ from flyte_ddp.events import (
     RunState,
     StepFinished,
 )
-from flyte_ddp.rank.checkpoint import CheckpointStore
+from flyte_ddp.events.wall_time import AttemptStarted
+from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.rank.data import epoch_order
 from flyte_ddp.rank.optim import learning_rate_factor
 from flyte_ddp.rank.parallel import place_model
-from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.rank.progress import Progress
-from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import get_recipe
-from flyte_ddp.wall_time import AttemptStarted
+from flyte_ddp.world import World
 from tests.support import recipes
 from tests.support.runs import new_run
 from tests.support.trainers import CPU, Recorder, new_trainer

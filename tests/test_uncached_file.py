@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flyte_ddp.rank.staging import StagingMemory
-from flyte_ddp.rank.state_file import save_state
+from flyte_ddp.checkpoints.staging import StagingMemory
+from flyte_ddp.checkpoints.state_file import save_state
 from flyte_ddp.storage import Storage, uncached_file
 from flyte_ddp.storage.uncached_file import BLOCK, PAGE, UncachedFile
 

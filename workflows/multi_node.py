@@ -30,7 +30,7 @@ def multi_node_training_wf(
         recipe: what to train: digits, mnist, pet_names, image_folder, text, or the dotted name of your own, such as
             recipes.wine.Wine
         config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML file, for example
-            '{"epochs": 3, "global_batch_size": 4096}'; flyte_ddp/config.py lists all fields with units
+            '{"epochs": 3, "global_batch_size": 4096}'; flyte_ddp/config/training.py lists all fields with units
         cluster: the machines, as JSON or the name of a JSON or YAML file, for example
             '{"kind": "kubernetes", "num_nodes": 4, "gpus_per_node": 1}'; by default two workers on this machine in a
             local run, and on Kubernetes in a remote one; flyte_ddp/cluster/config.py lists all fields with units

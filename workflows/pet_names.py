@@ -68,7 +68,7 @@ def train_and_generate_names_wf(
     Args:
         recipe: pet_names or pet_name_windows
         config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML file, for example
-            '{"epochs": 3}'; flyte_ddp/config.py lists all fields with units
+            '{"epochs": 3}'; flyte_ddp/config/training.py lists all fields with units
         num_processes: DDP processes; 0 is one per GPU, or two on a machine without GPUs
         data: CSV, JSON or text file, or its URL, with names; by default the recipe's own
         count: names to generate

@@ -47,7 +47,7 @@ def retrain_wf(
             own in Flyte's store; required in a local run
         recipe: what to train: digits, mnist, or the dotted name of your own, such as recipes.wine.Wine
         config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML file, for example
-            '{"epochs": 3, "learning_rate": 0.01}'; flyte_ddp/config.py lists all fields with units
+            '{"epochs": 3, "learning_rate": 0.01}'; flyte_ddp/config/training.py lists all fields with units
         data: directory, file or URL of the data, for recipes that read data of yours; it is read again each time
         train_on: one_node, or cluster
         num_processes: DDP processes on one node; 0 is one per GPU, or two on a machine without GPUs

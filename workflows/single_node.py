@@ -30,8 +30,8 @@ def single_node_training_wf(
         recipe: what to train: digits, mnist, pet_names, image_folder, text, or the dotted name of your own, such as
             recipes.wine.Wine
         config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML file, for example
-            '{"epochs": 3, "global_batch_size": 128, "learning_rate": 0.01}'; flyte_ddp/config.py lists all fields with
-            units
+            '{"epochs": 3, "global_batch_size": 128, "learning_rate": 0.01}'; flyte_ddp/config/training.py lists all
+            fields with units
         num_processes: DDP processes; 0 is one per GPU, or two on a machine without GPUs
         data: directory, file or URL of the data, for recipes that read data of yours; the recipe's own by default
         checkpoints: directory or URL for checkpoints; an unfinished run found there resumes; by default a place of the

@@ -35,8 +35,8 @@ def sweep_wf(
             with num_models also ranges, for example '{"learning_rate": {"low": 0.0001, "high": 0.1, "log": true}}'
         recipe: what to train: digits, mnist, pet_names, image_folder, text, or the dotted name of your own, such as
             recipes.wine.Wine
-        config: hyperparameters that all models share, as JSON or the name of a JSON or YAML file; flyte_ddp/config.py
-            lists all fields with units
+        config: hyperparameters that all models share, as JSON or the name of a JSON or YAML file;
+            flyte_ddp/config/training.py lists all fields with units
         num_models: models to draw from the grid at random; 0 is every combination of its choices
         seed: of the random draws; the same seed draws the same models
         stop_early: none, median (stop models that are worse than the median of those before) or halving (continue with

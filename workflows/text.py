@@ -61,7 +61,7 @@ def train_and_generate_text_wf(
     Args:
         recipe: text, or the dotted name of a recipe derived from it
         config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML file, for example
-            '{"epochs": 3, "recipe_options": {"layers": 6}}'; flyte_ddp/config.py lists all fields with units
+            '{"epochs": 3, "recipe_options": {"layers": 6}}'; flyte_ddp/config/training.py lists all fields with units
         num_processes: DDP processes; 0 is one per GPU, or two on a machine without GPUs
         data: file, directory or URL of text or Parquet; by default the topics that come with Python
         prompt: beginning of the text; "" lets the model begin

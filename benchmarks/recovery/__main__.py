@@ -28,9 +28,9 @@ from benchmarks.recovery.workload import RECIPE, LoggedCounting
 from flyte_ddp.config import resolve
 from flyte_ddp.launch import spawn
 from flyte_ddp.launch.devices import num_cores
-from flyte_ddp.prepare import prepare_data
-from flyte_ddp.rank.job import Job
-from flyte_ddp.rank.programs import RecipeProgram
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import RecipeProgram
+from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage import open_filesystem
 
 BUCKET = "s3://recovery"
@@ -77,7 +77,7 @@ class Suite:
     def _weights_are_right(self, system: System) -> bool:
         import torch
 
-        from flyte_ddp.rank.checkpoint_files import load_state
+        from flyte_ddp.checkpoints.files import load_state
 
         is_ours, epochs = isinstance(system, Ours), system.task.epochs
         if (is_ours, epochs) not in self._undisturbed:

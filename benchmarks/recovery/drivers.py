@@ -22,8 +22,8 @@ def run_ours(address: str, data: Path, directory: Path, epochs: int, store: str)
     from flyte_ddp.cluster.connect import open_cluster
     from flyte_ddp.config import resolve
     from flyte_ddp.launch.dask.launcher import train_on_dask
-    from flyte_ddp.rank.job import Job
-    from flyte_ddp.rank.programs import RecipeProgram
+    from flyte_ddp.launch.process.job import Job
+    from flyte_ddp.launch.process.programs import RecipeProgram
 
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
     cluster = ClusterConfig(

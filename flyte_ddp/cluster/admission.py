@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.config.source_code import SETTINGS_FILE, read_settings
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.source_code import SETTINGS_FILE, read_settings
 from flyte_ddp.storage import redact_url
 
 SETTINGS = Path(__file__).parents[2] / SETTINGS_FILE  # in a checkout, and in the code of an image

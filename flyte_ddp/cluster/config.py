@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flyte_ddp.config.fields import field, reject_unknown, validate
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.fields import field, reject_unknown, validate
 
 ADDRESS_VARIABLE = "DASK_SCHEDULER_ADDRESS"  # set by Dask's own tools, and in a task by Flyte's Dask plugin
 

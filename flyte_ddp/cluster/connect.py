@@ -18,8 +18,8 @@ from flyte_ddp.cluster.config import ADDRESS_VARIABLE, ClusterConfig, dask_confi
 from flyte_ddp.cluster.kubernetes import api, lifecycle
 from flyte_ddp.cluster.kubernetes.api import WorkerEnd
 from flyte_ddp.cluster.kubernetes.lifecycle import POLL_INTERVAL, REPORT_INTERVAL
+from flyte_ddp.config.main_module import hide_main_module
 from flyte_ddp.errors import ClusterError, ConfigError
-from flyte_ddp.main_module import hide_main_module
 
 if typing.TYPE_CHECKING:
     from distributed import Client, Security

@@ -27,6 +27,7 @@ from google.protobuf.json_format import MessageToDict
 
 from flyte_ddp.cluster.admission import check_kind, load_allowed
 from flyte_ddp.cluster.config import KubernetesConfig, known_fields
+from flyte_ddp.config.source_code import packages_beside, root_of
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin.deck import DeckPublisher
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
@@ -41,12 +42,11 @@ from flyte_ddp.flytekit_plugin.pods import (
 from flyte_ddp.flytekit_plugin.rank_call import TaskCall, unpack
 from flyte_ddp.flytekit_plugin.shipping import ship_all_files
 from flyte_ddp.launch.devices import num_gpus
+from flyte_ddp.launch.process.programs import FunctionProgram
 from flyte_ddp.launch.run import Gang, run_program
 from flyte_ddp.observers.function_report import FunctionReport
 from flyte_ddp.observers.launcher_log import launcher_log
 from flyte_ddp.observers.progress_bar import ProgressBar
-from flyte_ddp.rank.programs import FunctionProgram
-from flyte_ddp.source_code import packages_beside, root_of
 
 FLYTE_VARIABLES = ("FLYTE_INTERNAL_", "_F_")  # beginnings of the names that tell a process its execution; no secrets
 _LITERALS = "literals"

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from flyte_ddp.errors import OUT_OF_MEMORY, NodeLost, RankFailure, StorageUnavailable
-from flyte_ddp.rank.programs import Program
+from flyte_ddp.launch.process.programs import Program
 
 MAX_LINES = 30  # of a traceback or a log in an error; with what stands around it, a screen
 MAX_WIDTH = 300  # characters of such a line

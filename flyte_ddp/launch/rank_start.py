@@ -22,7 +22,7 @@ from multiprocessing.context import ForkServerProcess, SpawnProcess
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from flyte_ddp.rank.programs import STOP_SIGNALS, Program
+from flyte_ddp.launch.process.programs import STOP_SIGNALS, Program
 
 # How the names of variables begin that torch and the loader of libraries read at their start. Not those of OpenMP and
 # malloc, which Dask and scikit-learn set in this process: a recipe's rank sets threads and malloc's thresholds itself.

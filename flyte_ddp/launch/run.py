@@ -29,13 +29,13 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from flyte_ddp import events
 from flyte_ddp.cluster.config import ClusterConfig, cluster_config
+from flyte_ddp.config.source_code import packages_beside
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch import spawn
 from flyte_ddp.launch.devices import default_num_processes, num_cores, num_gpus
 from flyte_ddp.launch.outputs import outputs_directory
-from flyte_ddp.rank.job import Job
-from flyte_ddp.rank.programs import SCRIPT_DIRECTORY, FunctionProgram
-from flyte_ddp.source_code import packages_beside
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import SCRIPT_DIRECTORY, FunctionProgram
 
 if TYPE_CHECKING:
     from distributed import Client

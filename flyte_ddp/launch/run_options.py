@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from string import Template
 from typing import Any
 
+from flyte_ddp.config.fields import read_object
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.fields import read_object
+from flyte_ddp.launch.process.output import PREFIX, Output
+from flyte_ddp.launch.process.programs import STOP_GRACE, STOP_SIGNALS, FunctionProgram
 from flyte_ddp.launch.run import Gang, command_program, script_program
-from flyte_ddp.rank.output import PREFIX, Output
-from flyte_ddp.rank.programs import STOP_GRACE, STOP_SIGNALS, FunctionProgram
 
 # By these the agents that torchrun needs on every machine find each other. Here one command starts all machines.
 RENDEZVOUS = (

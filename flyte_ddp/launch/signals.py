@@ -9,7 +9,7 @@ import time
 import types
 from collections.abc import Iterator, Sequence
 
-from flyte_ddp.rank.programs import STOP_GRACE, STOP_SIGNALS
+from flyte_ddp.launch.process.programs import STOP_GRACE, STOP_SIGNALS
 
 
 class StopRequest:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from flyte_ddp import events
+from flyte_ddp.checkpoints.ownership import Ownership
 from flyte_ddp.errors import (
     OUT_OF_MEMORY,
     ConfigError,
@@ -26,6 +27,7 @@ from flyte_ddp.errors import (
     StorageUnavailable,
     TrainingStopped,
 )
+from flyte_ddp.events.wall_time import AttemptEnded, AttemptStarted
 from flyte_ddp.launch.devices import (
     check_requested_gpus,
     default_num_processes,
@@ -35,13 +37,11 @@ from flyte_ddp.launch.devices import (
 )
 from flyte_ddp.launch.dispatch import Dispatcher
 from flyte_ddp.launch.failures import Ended, first_line, is_bug
+from flyte_ddp.launch.process.job import Job, NodeRanks
+from flyte_ddp.launch.process.programs import RecipeProgram, check_compiler
 from flyte_ddp.launch.signals import stop_on_signals
 from flyte_ddp.launch.supervisor import supervise
-from flyte_ddp.ownership import Ownership
-from flyte_ddp.rank.job import Job, NodeRanks
-from flyte_ddp.rank.programs import RecipeProgram, check_compiler
 from flyte_ddp.storage import Storage, redact_url
-from flyte_ddp.wall_time import AttemptEnded, AttemptStarted
 
 OOM_NOTE = "out-of-memory.json"  # beside the checkpoints
 TASK_MEMORY = "memory: expected a larger limit of the task (training.memory_gib in settings.toml)"

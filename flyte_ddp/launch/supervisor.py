@@ -26,17 +26,18 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp import events
+from flyte_ddp.checkpoints import WRITE_GRACE
+from flyte_ddp.config.main_module import hide_main_module
 from flyte_ddp.errors import OUT_OF_MEMORY, RankFailure, TrainingStopped
 from flyte_ddp.launch.devices import visible_gpus
 from flyte_ddp.launch.failures import first_line, shorten, shorten_traceback
 from flyte_ddp.launch.log_tail import LogTail, logs_directory
+from flyte_ddp.launch.process.entry import run_rank
+from flyte_ddp.launch.process.job import Job, NodeRanks, semaphore_prefix
+from flyte_ddp.launch.process.output import RankStream, rank_stacks, read_error
+from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.launch.rank_start import ForkedProcess, kill_server, start_rank
 from flyte_ddp.launch.signals import StopRequest
-from flyte_ddp.main_module import hide_main_module
-from flyte_ddp.rank.job import WRITE_GRACE, Job, NodeRanks, semaphore_prefix
-from flyte_ddp.rank.output import RankStream, rank_stacks, read_error
-from flyte_ddp.rank.process import run_rank
-from flyte_ddp.rank.programs import RecipeProgram
 
 NEVER_CONSEQUENCES = ("SIGKILL", OUT_OF_MEMORY)  # no failure of another rank ends a rank in these ways
 CAUSE_GRACE = 0.5  # seconds in which a second failure may turn out to be the cause of the first

@@ -18,8 +18,8 @@ from flyte_ddp.events import (
     RunStarted,
     StepFinished,
 )
+from flyte_ddp.events.wall_time import AttemptEnded
 from flyte_ddp.storage import redact_url
-from flyte_ddp.wall_time import AttemptEnded
 
 FLUSH_INTERVAL = 0.1  # seconds for which lines of ranks may stay in this process, so that many at a time are written
 PLAIN_STEP_INTERVAL = 10.0  # seconds between lines about steps if the output is not a terminal

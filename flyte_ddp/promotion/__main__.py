@@ -8,8 +8,8 @@ import datetime
 import json
 import sys
 
+from flyte_ddp.config.fields import parse_duration
 from flyte_ddp.errors import ChampionChanged, ChampionError, ConfigError, StorageUnavailable
-from flyte_ddp.fields import parse_duration
 from flyte_ddp.promotion.champion import LAST_RUN, ChampionStore
 from flyte_ddp.promotion.policy import NEEDS_ATTENTION
 

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.config import TrainingConfig
+from flyte_ddp.config.fields import field as limited
+from flyte_ddp.config.fields import validate
 from flyte_ddp.errors import ChampionChanged, ConfigError, CorruptChampion, MissingChampion, NoChampion
-from flyte_ddp.fields import field as limited
-from flyte_ddp.fields import validate
-from flyte_ddp.prepare import describe_data
 from flyte_ddp.promotion.champion import ChampionStore, Manifest
 from flyte_ddp.recipes import get_recipe
+from flyte_ddp.recipes.prepare import describe_data
 
 FROM_CHAMPION, FROM_SCRATCH = "champion", "scratch"
 

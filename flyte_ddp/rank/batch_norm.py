@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.rank.world import World
+from flyte_ddp.world import World
 
 
 def synchronize(model: nn.Module, config: TrainingConfig, world: World) -> nn.Module:

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import DataError
-from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import Recipe
+from flyte_ddp.world import World
 
 MAX_GPU_MEMORY_FRACTION = 0.4  # of a GPU's free memory, for all data sets together; the others stay on the host
 

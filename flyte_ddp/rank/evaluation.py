@@ -23,8 +23,8 @@ from flyte_ddp.rank.forward import autocast, evaluating, model_inputs
 from flyte_ddp.rank.initial_state import mismatch
 from flyte_ddp.rank.parallel import place_model
 from flyte_ddp.rank.sharding import is_sharded
-from flyte_ddp.rank.world import World, single_process_world
 from flyte_ddp.recipes import Recipe
+from flyte_ddp.world import World, single_process_world
 
 
 @dataclass(frozen=True)

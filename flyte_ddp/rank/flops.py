@@ -9,8 +9,8 @@ from torch import nn
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import EpochFinished
-from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import Recipe
+from flyte_ddp.world import World
 
 MATRIX_SIZE, MATRIX_SIZE_ON_GPU = 1024, 4096  # of each side; larger ones are not faster
 MEASURED_SECONDS = 0.1

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.rank.data import derived_seed
-from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import Recipe
+from flyte_ddp.world import World
 
 
 def model_inputs(recipe: Recipe, config: TrainingConfig, batch: Tensor) -> Tensor:

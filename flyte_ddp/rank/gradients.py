@@ -14,8 +14,8 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.rank.data import Batch, BatchShard
 from flyte_ddp.rank.forward import autocast, model_inputs, seed_forward
 from flyte_ddp.rank.sharding import is_sharded, set_gradient_sync, whole
-from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import Recipe
+from flyte_ddp.world import World
 
 
 def compute_gradients(

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flyte_ddp.checkpoints.files import load_state
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, StorageUnavailable
-from flyte_ddp.rank.checkpoint_files import load_state
 from flyte_ddp.rank.sharding import load_model
 from flyte_ddp.storage import STORE_TIMEOUT
 

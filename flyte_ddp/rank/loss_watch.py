@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flyte_ddp.errors import NonFiniteLoss
-from flyte_ddp.rank.world import World
+from flyte_ddp.world import World
 
 REMEDY = "a lower learning_rate, warmup_steps or gradient_clip_norm may help, or the data holds such values"
 

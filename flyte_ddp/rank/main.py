@@ -12,22 +12,23 @@ import torch
 import torch.distributed as dist
 
 from flyte_ddp import events
-from flyte_ddp.prepare import describe_data
-from flyte_ddp.rank.checkpoint import CheckpointStore
-from flyte_ddp.rank.checkpoint_files import portable
+from flyte_ddp.checkpoints import MODEL_STATE
+from flyte_ddp.checkpoints.files import portable
+from flyte_ddp.checkpoints.peers import Peers
+from flyte_ddp.checkpoints.store import CheckpointStore
+from flyte_ddp.launch.process.entry import RankProcess, SupervisorLink
+from flyte_ddp.launch.process.job import Job, NodeRanks
+from flyte_ddp.launch.process.programs import RecipeProgram, check_compiler
 from flyte_ddp.rank.data import open_samples
 from flyte_ddp.rank.fast_start import avoid_importing_dynamo, return_freed_memory
 from flyte_ddp.rank.inspection import layers_of, predictions_of, sample_inputs, shown
-from flyte_ddp.rank.job import MODEL_STATE, Job, NodeRanks
 from flyte_ddp.rank.parallel import build_model
-from flyte_ddp.rank.peers import Peers
-from flyte_ddp.rank.process import RankProcess, SupervisorLink
-from flyte_ddp.rank.programs import RecipeProgram, check_compiler
 from flyte_ddp.rank.sharding import count_own_parameters, whole_state
 from flyte_ddp.rank.supervision import beat_while_compiling, keep_beating
 from flyte_ddp.rank.trainer import Trainer
-from flyte_ddp.rank.world import World, process_group
 from flyte_ddp.recipes import get_recipe
+from flyte_ddp.recipes.prepare import describe_data
+from flyte_ddp.world import World, process_group
 
 
 def main(program: RecipeProgram, process: RankProcess) -> None:

@@ -17,8 +17,8 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.rank.batch_norm import accept_single_values, synchronize
 from flyte_ddp.rank.fast_start import ddp_exchange_seconds, set_ddp_timing_interval
 from flyte_ddp.rank.sharding import check_memory, fill_model, large_blocks, shard_model
-from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import Recipe
+from flyte_ddp.world import World
 
 logger = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from flyte_ddp.checkpoints.resharding import SHARDS, Place, RowsOf
+from flyte_ddp.checkpoints.staging import map_tensors
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.rank.resharding import SHARDS, Place, RowsOf
-from flyte_ddp.rank.staging import map_tensors
-from flyte_ddp.rank.world import World
+from flyte_ddp.world import World
 
 MIN_BLOCK_PARAMETERS = 1 << 16  # smaller modules are gathered with the one around them
 FP32_BYTES = 4

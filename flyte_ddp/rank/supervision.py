@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from flyte_ddp.events import Event
 from flyte_ddp.rank.fast_start import call_around_compilations
-from flyte_ddp.rank.world import World
+from flyte_ddp.world import World
 
 T = TypeVar("T")
 
@@ -87,28 +86,3 @@ class StopPoll:
         self._last_poll, self._last_time = self._num_calls, now
         self._next_poll = self._num_calls + max(1, round(calls_per_second * STOP_CHECK_INTERVAL))
         return num_requests > 0
-
-
-def run_together(work: Callable[[], T], world: World) -> T:
-    """Return the result of `work()` once every rank's has ended. Every rank calls it.
-
-    `work` runs in a thread, such as to read a large file. Meanwhile the ranks ask each other about once a second if all
-    are done: a rank that waited in a later collective instead would reach its timeout.
-    """
-    if world.world_size == 1:
-        return work()
-    done: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="run-together", daemon=True).start()
-    patience = 0.01  # seconds
-    while True:
-        concurrent.futures.wait([done], patience)
-        if not world.sum(float(not done.done()))[0]:
-            return done.result()
-        patience = min(2 * patience, STOP_CHECK_INTERVAL)

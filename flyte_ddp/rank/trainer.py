@@ -13,12 +13,12 @@ import time
 import torch
 from torch import nn
 
+from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import NonFiniteLoss, StopRequested
 from flyte_ddp.events import CheckpointSaved, EpochFinished, Event, HistogramsTaken, StepFinished
 from flyte_ddp.rank import inspection
 from flyte_ddp.rank.batch_norm import keep_frozen_statistics
-from flyte_ddp.rank.checkpoint import CheckpointStore
 from flyte_ddp.rank.data import Samples, epoch_shards, num_batches
 from flyte_ddp.rank.evaluation import Evaluation, evaluate, metrics_of
 from flyte_ddp.rank.flops import FlopsUtilization
@@ -29,9 +29,9 @@ from flyte_ddp.rank.optim import build_optimizer, learning_rate
 from flyte_ddp.rank.parallel import exchange_seconds, replicate
 from flyte_ddp.rank.progress import MetricSums, Progress
 from flyte_ddp.rank.sharding import is_sharded, load_model, load_optimizer, own_rows, split_state
-from flyte_ddp.rank.supervision import StopPoll, Supervisor, run_together
-from flyte_ddp.rank.world import World
+from flyte_ddp.rank.supervision import StopPoll, Supervisor
 from flyte_ddp.recipes import Recipe
+from flyte_ddp.world import World, run_together
 
 LONG_EVALUATION = 5.0  # seconds after which an evaluation saves what was trained before it
 

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from flyte_ddp.config import TrainingConfig, resolve
+from flyte_ddp.config.fields import check
 from flyte_ddp.errors import ConfigError, DataError
-from flyte_ddp.fields import check
 from flyte_ddp.recipes.base import Recipe
 
 BUILTIN = {

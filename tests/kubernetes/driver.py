@@ -21,8 +21,8 @@ from flyte_ddp.cluster.config import cluster_config
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.config import resolve
 from flyte_ddp.launch.dask.launcher import train_on_dask
-from flyte_ddp.rank.job import Job
-from flyte_ddp.rank.programs import RecipeProgram
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.recipes import get_recipe
 from tests.support.runs import new_run
 

@@ -25,8 +25,8 @@ from flyte_ddp.config import resolve
 from flyte_ddp.events import StepFinished
 from flyte_ddp.launch.dask.launcher import train_on_dask
 from flyte_ddp.launch.dask.placement import Worker
-from flyte_ddp.rank.job import Job
-from flyte_ddp.rank.programs import RecipeProgram
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.recipes import get_recipe
 from tests.support.runs import REPOSITORY, Run, _Printer, new_run, print_json
 

@@ -16,12 +16,12 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from flyte_ddp import events
+from flyte_ddp.checkpoints.peers import Peers
+from flyte_ddp.launch.process.job import Job, NodeRanks
+from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.launch.rank_start import ForkedProcess, start_server
-from flyte_ddp.rank.job import Job, NodeRanks
 from flyte_ddp.rank.main import train
-from flyte_ddp.rank.peers import Peers
-from flyte_ddp.rank.programs import RecipeProgram
-from flyte_ddp.rank.world import World, process_group
+from flyte_ddp.world import World, process_group
 
 TIMEOUT = 120.0  # seconds
 

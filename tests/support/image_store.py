@@ -14,8 +14,8 @@ from moto.s3.models import get_canned_acl, s3_backends
 from moto.server import ThreadedMotoServer
 from PIL import Image
 
-from flyte_ddp.prepare import describe_data, prepare_data
 from flyte_ddp.recipes import get_recipe
+from flyte_ddp.recipes.prepare import describe_data, prepare_data
 
 COLOURS = {"blue": (30, 60, 220), "green": (40, 190, 60), "red": (220, 40, 30)}
 

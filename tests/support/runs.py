@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flyte_ddp import events
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.launch.spawn import Result, train
-from flyte_ddp.prepare import prepare_data
-from flyte_ddp.rank.job import Job
-from flyte_ddp.rank.programs import RecipeProgram
 from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.recipes.prepare import prepare_data
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import sys
 
-from flyte_ddp.prepare import describe_data, prepare_data
 from flyte_ddp.recipes import get_recipe
+from flyte_ddp.recipes.prepare import describe_data, prepare_data
 from flyte_ddp.recipes.text.recipe import Text
 
 TINY = {"layers": 2, "width": 16, "heads": 2, "context": 8}

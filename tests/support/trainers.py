@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from flyte_ddp.rank.checkpoint import CheckpointStore
+from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.rank.data import open_samples
 from flyte_ddp.rank.parallel import build_model
 from flyte_ddp.rank.trainer import Trainer
-from flyte_ddp.rank.world import World
 from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.world import World
 
 CPU = torch.device("cpu")
 

@@ -24,8 +24,8 @@ from flyte_ddp.cluster.kubernetes.checks import (
 )
 from flyte_ddp.cluster.kubernetes.manifest import cluster_spec
 from flyte_ddp.cluster.kubernetes.resources import quantities
+from flyte_ddp.config.source_code import read_settings
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.source_code import read_settings
 
 DRIVER = "driver"  # the class of tasks that drive a cluster
 

@@ -15,8 +15,8 @@ from typing import Any
 from flyte_ddp.cluster.kubernetes.api import ApiUnavailable, api_message, call
 from flyte_ddp.cluster.kubernetes.lifecycle import delete_cluster
 from flyte_ddp.cluster.kubernetes.manifest import GROUP, MANAGED_BY, PLURAL, VERSION
+from flyte_ddp.config.fields import parse_duration
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.fields import parse_duration
 
 
 @dataclass(frozen=True)

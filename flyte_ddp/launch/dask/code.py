@@ -9,9 +9,9 @@ from __future__ import annotations
 import io
 import zipfile
 
+from flyte_ddp.config.source_code import MAX_SIZE
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.rank.programs import FunctionProgram, Program
-from flyte_ddp.source_code import MAX_SIZE
+from flyte_ddp.launch.process.programs import FunctionProgram, Program
 
 
 def packed_code(program: Program) -> bytes:

@@ -21,7 +21,7 @@ from flyte_ddp.launch.dask.archive import delete_archive, packed_directory
 from flyte_ddp.launch.dask.calls import call_workers
 from flyte_ddp.launch.dask.placement import Node
 from flyte_ddp.launch.dask.pool import Pool
-from flyte_ddp.prepare import NOTE, describe_data
+from flyte_ddp.recipes.prepare import NOTE, describe_data
 from flyte_ddp.storage import Storage
 
 T = TypeVar("T")

@@ -17,9 +17,11 @@ from distributed import Client, Future
 from distributed.client import ClosedClientError
 
 from flyte_ddp import events
+from flyte_ddp.checkpoints import WRITE_GRACE
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import worker_end
 from flyte_ddp.errors import OUT_OF_MEMORY, NodeLost, RankFailure, TrainingStopped
+from flyte_ddp.events.wall_time import AttemptEnded
 from flyte_ddp.launch.dask import worker
 from flyte_ddp.launch.dask.calls import (
     ANSWER_TIMEOUT,
@@ -34,8 +36,6 @@ from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, GO, KILL, KILL_GRACE, 
 from flyte_ddp.launch.dask.placement import Node, natural_key
 from flyte_ddp.launch.failures import MAX_LINES, shorten
 from flyte_ddp.launch.signals import StopRequest
-from flyte_ddp.rank.job import WRITE_GRACE
-from flyte_ddp.wall_time import AttemptEnded
 
 POLL_INTERVAL = 0.1  # seconds between checks for silence and the stop request
 TRANSFER_TIMEOUT = 60.0  # seconds for the code to reach a worker

@@ -25,6 +25,7 @@ from typing import TypeVar
 from distributed import Client
 
 from flyte_ddp import events
+from flyte_ddp.checkpoints.ownership import Ownership
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import explain_missing_workers
 from flyte_ddp.errors import (
@@ -37,6 +38,7 @@ from flyte_ddp.errors import (
     TrainingStopped,
     WorkersLost,
 )
+from flyte_ddp.events.wall_time import AttemptStarted
 from flyte_ddp.launch.dask import worker
 from flyte_ddp.launch.dask.calls import ANSWER_TIMEOUT, call_workers
 from flyte_ddp.launch.dask.code import packed_code
@@ -49,6 +51,8 @@ from flyte_ddp.launch.dask.pool import Pool
 from flyte_ddp.launch.dask.roll_call import RollCall
 from flyte_ddp.launch.dispatch import Dispatcher
 from flyte_ddp.launch.failures import Ended, first_line, is_bug, is_out_of_memory, is_store_outage, made_no_progress
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.output import PREFIX
 from flyte_ddp.launch.signals import StopRequest, stop_on_signals
 from flyte_ddp.launch.spawn import (
     MORE_ACCUMULATION,
@@ -60,11 +64,7 @@ from flyte_ddp.launch.spawn import (
     say_where_to_resume,
 )
 from flyte_ddp.launch.supervisor import print_line
-from flyte_ddp.ownership import Ownership
-from flyte_ddp.rank.job import Job
-from flyte_ddp.rank.output import PREFIX
 from flyte_ddp.storage import Storage, storage_environment
-from flyte_ddp.wall_time import AttemptStarted
 
 ROLL_CALL_INTERVAL = 1.0  # seconds between two checks of which workers are there
 REUNION_TIMEOUT = 5.0  # seconds for all workers of a larger gang to be idle, after the smaller one has ended

@@ -12,8 +12,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from flyte_ddp.rank import programs
-from flyte_ddp.rank.job import Job, NodeRanks
+from flyte_ddp.launch.process import programs
+from flyte_ddp.launch.process.job import Job, NodeRanks
 
 BEAT_INTERVAL = 1.0  # seconds between two heartbeats, in either direction
 KILL_GRACE = 5.0  # seconds in which the ranks must be gone after a command to kill them

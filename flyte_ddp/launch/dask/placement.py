@@ -11,7 +11,7 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.dask.messages import Inbox
 from flyte_ddp.launch.devices import MISSING_GPUS_HINT
-from flyte_ddp.rank.job import NodeRanks
+from flyte_ddp.launch.process.job import NodeRanks
 
 
 @dataclass(frozen=True)

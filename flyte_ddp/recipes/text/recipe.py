@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flyte_ddp.config.fields import field, validate
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished, Prediction
-from flyte_ddp.fields import field, validate
 from flyte_ddp.recipes.base import Recipe
 from flyte_ddp.storage import has_password, redact_url
 

@@ -1,6 +1,6 @@
 """Figures of a scaling study.
 
-From the command line: `python -m flyte_ddp.scaling.plots history.jsonl picture.svg`.
+From the command line: `python -m flyte_ddp.studies.scaling_plots history.jsonl picture.svg`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from flyte_ddp.observers.figures import FAINT, PALETTE, Panel, log_scale, save_panels, style, thinned
-from flyte_ddp.scaling.study import Row, ScalingRun, Study
+from flyte_ddp.studies.scaling import Row, ScalingRun, Study
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

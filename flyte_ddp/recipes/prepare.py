@@ -11,9 +11,9 @@ import json
 import os
 from pathlib import Path
 
+from flyte_ddp.config.source_code import digest_of, packages_of
 from flyte_ddp.errors import DataError
 from flyte_ddp.recipes import Recipe
-from flyte_ddp.source_code import digest_of, packages_of
 from flyte_ddp.storage import redact_url
 
 NOTE = "data.json"

@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import errors, events
 from flyte_ddp.errors import StopRequested, StorageUnavailable
+from flyte_ddp.launch.process.end import release_program, run_exit_handlers
+from flyte_ddp.launch.process.job import Job, NodeRanks, semaphore_prefix
+from flyte_ddp.launch.process.output import rank_stacks
+from flyte_ddp.launch.process.programs import CUDA_OUT_OF_MEMORY
 from flyte_ddp.rank.fast_start import keep_freed_memory
-from flyte_ddp.rank.job import Job, NodeRanks, semaphore_prefix
-from flyte_ddp.rank.output import rank_stacks
-from flyte_ddp.rank.process_end import release_program, run_exit_handlers
-from flyte_ddp.rank.programs import CUDA_OUT_OF_MEMORY
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -48,7 +48,7 @@ PEER_FAILURE = re.compile(
 
 # Modules whose frames lead to a user's function.
 STARTERS = (
-    *("flyte_ddp.rank.process", "flyte_ddp.rank.programs", "flyte_ddp.rank.function"),
+    *("flyte_ddp.launch.process.entry", "flyte_ddp.launch.process.programs", "flyte_ddp.launch.process.function"),
     *("flyte_ddp.launch.run", "flyte_ddp.flytekit_plugin.rank_call", "contextlib", "runpy"),
 )
 

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flyte_ddp.checkpoints.files import Damaged, Entry
+from flyte_ddp.checkpoints.staging import map_tensors
 from flyte_ddp.errors import CheckpointError
-from flyte_ddp.rank.checkpoint_files import Damaged, Entry
-from flyte_ddp.rank.staging import map_tensors
-from flyte_ddp.rank.supervision import run_together
-from flyte_ddp.rank.world import World
+from flyte_ddp.world import World, run_together
 
 SHARDS = "shards"  # key of a file's parts of split tensors: pairs of their first row and their rows
 

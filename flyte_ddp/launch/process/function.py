@@ -19,13 +19,13 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from flyte_ddp import events, session
 from flyte_ddp.errors import StopRequested
-from flyte_ddp.rank.process_end import end_forked_processes, run_exit_handlers
+from flyte_ddp.launch.process.end import end_forked_processes, run_exit_handlers
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from flyte_ddp.rank.process import RankProcess
-    from flyte_ddp.rank.programs import FunctionProgram
+    from flyte_ddp.launch.process.entry import RankProcess
+    from flyte_ddp.launch.process.programs import FunctionProgram
 
 STORE_TIMEOUT = 600.0  # seconds that a rank waits for the store to be served
 MAX_RETURNED_BYTES = 64 << 20

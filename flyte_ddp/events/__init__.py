@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from flyte_ddp.wall_time import AttemptEnded, AttemptStarted, Timed, TimeSpent, WallTime
+from flyte_ddp.events.wall_time import AttemptEnded, AttemptStarted, Timed, TimeSpent, WallTime
 
 
 @dataclass(frozen=True)

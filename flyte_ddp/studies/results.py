@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import EpochFinished, Event, RunFinished, RunStarted, RunState
-from flyte_ddp.sweep.search import Trial, format_value
+from flyte_ddp.studies.search import Trial, format_value
 
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]

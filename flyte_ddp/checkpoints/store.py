@@ -26,9 +26,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from flyte_ddp.errors import CheckpointError, ConfigError, StorageUnavailable
-from flyte_ddp.ownership import check_owner
-from flyte_ddp.rank.checkpoint_files import (
+from flyte_ddp.checkpoints import WRITE_GRACE
+from flyte_ddp.checkpoints.files import (
     FORMAT,
     Damaged,
     Entry,
@@ -39,14 +38,14 @@ from flyte_ddp.rank.checkpoint_files import (
     read_manifest,
     set_aside,
 )
-from flyte_ddp.rank.job import WRITE_GRACE
-from flyte_ddp.rank.peers import Peers
-from flyte_ddp.rank.resharding import SHARDS, RowsOf, assemble, keep_all
-from flyte_ddp.rank.staging import Buffers, StagingMemory, readable
-from flyte_ddp.rank.state_file import save_state
-from flyte_ddp.rank.supervision import run_together
-from flyte_ddp.rank.world import ALONE, World
+from flyte_ddp.checkpoints.ownership import check_owner
+from flyte_ddp.checkpoints.peers import Peers
+from flyte_ddp.checkpoints.resharding import SHARDS, RowsOf, assemble, keep_all
+from flyte_ddp.checkpoints.staging import Buffers, StagingMemory, readable
+from flyte_ddp.checkpoints.state_file import save_state
+from flyte_ddp.errors import CheckpointError, ConfigError, StorageUnavailable
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
+from flyte_ddp.world import ALONE, World, run_together
 
 FIRST_PAUSE, MAX_PAUSE = 0.5, 15.0  # seconds between two tries to write
 POLL = 0.2  # seconds between looks at the writer while something waits for it

@@ -3,7 +3,7 @@
 A facet contains the models that differ in one hyperparameter only; the color shows its value. In a random search no two
 models are like that: there all models share one facet, in which the best have colors and the others are faint.
 
-From the command line: `python -m flyte_ddp.sweep.plots results.csv picture.svg` (or .png, .pdf).
+From the command line: `python -m flyte_ddp.studies.sweep_plots results.csv picture.svg` (or .png, .pdf).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flyte_ddp.observers.figures import FAINT, PALETTE, Panel, log_scale, save_panels, style, thinned
-from flyte_ddp.sweep.results import FAILED, STOPPED_EARLY, TrialRun, find_best, read_table
-from flyte_ddp.sweep.search import format_value
+from flyte_ddp.studies.results import FAILED, STOPPED_EARLY, TrialRun, find_best, read_table
+from flyte_ddp.studies.search import format_value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,16 +5,22 @@ Knows nothing of who started the rank. One `World` is made per process and passe
 
 from __future__ import annotations
 
+import concurrent.futures
 import io
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+
+T = TypeVar("T")
+
+MAX_PATIENCE = 1.0  # seconds between two times that the ranks ask each other whether all are done
 
 
 @dataclass(frozen=True)
@@ -115,3 +121,28 @@ def process_group(world: World, backend: str, store: Store, timeout: float) -> I
     )
     yield
     dist.destroy_process_group()
+
+
+def run_together(work: Callable[[], T], world: World) -> T:
+    """Return the result of `work()` once every rank's has ended. Every rank calls it.
+
+    `work` runs in a thread, such as to read a large file. Meanwhile the ranks ask each other about once a second if all
+    are done: a rank that waited in a later collective instead would reach its timeout.
+    """
+    if world.world_size == 1:
+        return work()
+    done: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="run-together", daemon=True).start()
+    patience = 0.01  # seconds
+    while True:
+        concurrent.futures.wait([done], patience)
+        if not world.sum(float(not done.done()))[0]:
+            return done.result()
+        patience = min(2 * patience, MAX_PATIENCE)

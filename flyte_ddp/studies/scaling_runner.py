@@ -19,12 +19,12 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import NOT_IN_HISTORY, Event, Listener, parse_history, to_line
 from flyte_ddp.launch.dask.launcher import check, train_on_dask
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.launch.supervisor import print_line
-from flyte_ddp.prepare import describe_data
-from flyte_ddp.rank.job import Job
-from flyte_ddp.rank.programs import RecipeProgram
-from flyte_ddp.scaling.study import ScalingRun
+from flyte_ddp.recipes.prepare import describe_data
 from flyte_ddp.storage import Storage
+from flyte_ddp.studies.scaling import ScalingRun
 
 HISTORY_FILE = "study.jsonl"  # the events of a finished run, beside its checkpoints
 

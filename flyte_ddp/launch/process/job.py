@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from flyte_ddp.rank.programs import Program
-
-MODEL_STATE = "model_state.pt"  # the trained model's file, beside the checkpoints
-WRITE_GRACE = 20.0  # seconds in which a checkpoint that is being written may be completed after a rank has failed
+from flyte_ddp.launch.process.programs import Program
 
 
 @dataclass(frozen=True)
@@ -19,7 +16,7 @@ class Job:
     checkpoints: str  # fsspec URL of a directory, for `MODEL_STATE` too; "" for a function that keeps none
     launched_at: float  # seconds since the epoch
     run: str = ""  # the same for all attempts of a run, such as Flyte's execution and node; "" for a local run
-    owner: str = ""  # token of the attempt that owns the checkpoints; see flyte_ddp/ownership.py
+    owner: str = ""  # token of the attempt that owns the checkpoints; see flyte_ddp/checkpoints/ownership.py
     is_kept: bool = True  # the checkpoints outlive the run
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from flyte_ddp.checkpoints.state_file import CHECKSUM, OLD_CHECKSUM, is_whole
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.rank.state_file import CHECKSUM, OLD_CHECKSUM, is_whole
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
 
 FORMAT = 1  # of the tensors' layout; raised when an older one can no longer be read

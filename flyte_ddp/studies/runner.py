@@ -36,14 +36,14 @@ from flyte_ddp.launch.dask.calls import call_scheduler
 from flyte_ddp.launch.dask.gang import POLL_INTERVAL
 from flyte_ddp.launch.dask.launcher import check, train_on_dask
 from flyte_ddp.launch.dask.pool import Pool
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.launch.signals import StopRequest, stop_on_signals
 from flyte_ddp.launch.supervisor import print_line
-from flyte_ddp.prepare import describe_data
-from flyte_ddp.rank.job import Job
-from flyte_ddp.rank.programs import RecipeProgram
+from flyte_ddp.recipes.prepare import describe_data
 from flyte_ddp.storage import Storage
-from flyte_ddp.sweep.results import FAILED, FINISHED, INTERRUPTED, STOPPED_EARLY, WAITING, TrialRun
-from flyte_ddp.sweep.search import EarlyStopping, Trial
+from flyte_ddp.studies.results import FAILED, FINISHED, INTERRUPTED, STOPPED_EARLY, WAITING, TrialRun
+from flyte_ddp.studies.search import EarlyStopping, Trial
 
 OUTCOME = "outcome.json"  # beside the checkpoints of a trial that needs no more training
 

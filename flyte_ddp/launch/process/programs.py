@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flyte_ddp.config import TrainingConfig
+from flyte_ddp.config.source_code import files_below, packages_of, source_files
 from flyte_ddp.errors import ConfigError, RankFailure
-from flyte_ddp.rank.output import Output
+from flyte_ddp.launch.process.output import Output
 from flyte_ddp.recipes import BUILTIN, get_recipe
-from flyte_ddp.source_code import files_below, packages_of, source_files
 
 if TYPE_CHECKING:
-    from flyte_ddp.rank.process import RankProcess
+    from flyte_ddp.launch.process.entry import RankProcess
 
 COMPILERS = ("g++", "gcc", "clang")  # torch.compile takes g++ or CXX for CPUs, gcc, clang or CC for GPUs
 CUDA_OUT_OF_MEMORY = "OutOfMemoryError"  # class name of torch.cuda.OutOfMemoryError
@@ -162,7 +162,7 @@ class FunctionProgram:
 
     def run(self, process: RankProcess) -> None:
         """Call the function, in the process of a rank."""
-        from flyte_ddp.rank.function import call_function
+        from flyte_ddp.launch.process.function import call_function
 
         call_function(self, process)
 

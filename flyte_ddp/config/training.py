@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flyte_ddp.config.fields import field, reject_unknown, validate
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.fields import field, reject_unknown, validate
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store
 
+from flyte_ddp.checkpoints.files import Entry
 from flyte_ddp.errors import StorageUnavailable
-from flyte_ddp.rank.checkpoint_files import Entry
-from flyte_ddp.rank.world import World
+from flyte_ddp.world import World
 
 T = TypeVar("T")
 
