@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.errors import DataError
+from flyte_ddp.errors import DataError, RankFailure
+from flyte_ddp.flytekit_plugin.failures import InputError, flyte_errors
 from flyte_ddp.rank.data import (
     LoadedSamples,
     TensorSamples,
@@ -20,6 +21,7 @@ from flyte_ddp.rank.data import (
     epoch_shards,
     evaluation_shard,
     open_samples,
+    take_sample,
 )
 from flyte_ddp.world import World, single_process_world
 from tests.support.recipes import Augmented, Tiny
@@ -186,6 +188,82 @@ def test_evaluation_shares_have_no_repeats(size, world_size):
         ]
 
     assert sorted(seen) == list(range(size))
+
+
+def _sample(dataset, sample_size, seed=0):
+    """The samples of `dataset` that a run trains on."""
+    part = take_sample(dataset, TrainingConfig(sample_size=sample_size, seed=seed))
+    return [int(part[index][1]) for index in range(len(part))]
+
+
+class Loaded(Dataset):
+    """Samples that are read one by one, of which some are read ahead and some are replaced."""
+
+    num_replaced = 3
+
+    def __init__(self, size):
+        self.size = size
+        self.prefetched = []
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return float(index), index
+
+    def prefetch(self, indices):
+        self.prefetched += indices
+
+
+def test_a_sample_of_the_data_is_drawn_by_the_seed_and_part_of_every_larger_one():
+    dataset = TensorDataset(torch.zeros(97, 2), torch.arange(97))
+    small, large = _sample(dataset, 10), _sample(dataset, 40)
+
+    assert len(set(small)) == 10
+    assert set(small) < set(large)
+    assert _sample(dataset, 10, seed=1) != small
+    assert _sample(Loaded(97), 10) == small
+    for sample_size in (0, 97):
+        assert take_sample(dataset, TrainingConfig(sample_size=sample_size)) is dataset
+
+
+def test_a_sample_of_loaded_data_reads_ahead_and_counts_what_was_replaced():
+    loaded, config = Loaded(97), TrainingConfig(sample_size=10)
+    samples = LoadedSamples(take_sample(loaded, config), config, _world(0, 1))
+    (batch,) = samples.batches([torch.tensor([3, 7])], epoch=1)
+
+    assert len(samples) == 10
+    assert batch[1].tolist() == loaded.prefetched == [_sample(loaded, 10)[index] for index in (3, 7)]
+    assert samples.num_replaced == 3
+
+
+def test_a_sample_larger_than_the_data_is_refused_in_one_line(tmp_path):
+    expected = "sample_size: expected at most 97, the number of training samples, or 0 for all, got 98"
+    with pytest.raises(RankFailure) as caught:
+        new_run(tmp_path).train(num_processes=1, sample_size=98)
+
+    with pytest.raises(InputError, match=f"{expected}$"), flyte_errors():
+        raise caught.value
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_run_on_a_sample_sees_it_once_per_epoch_and_all_held_out_data(finished_run, num_processes):
+    run = finished_run(num_processes=num_processes, sample_size=30)
+    sample = _sample(TensorDataset(torch.zeros(97), torch.arange(97)), 30)
+
+    ranks = _noted(run, "train")
+    seen = Counter(
+        number
+        for rank in ranks
+        for samples, gradients in rank
+        for number, gradient in zip(samples, gradients, strict=True)
+        if gradient != 0
+    )
+    assert seen == dict.fromkeys(sample, 3)
+    assert (run.started.num_train_samples, run.started.num_steps) == (30, 3 * 3)
+    assert run.started.num_test_samples == Tiny.num_test
+    held_out = Counter(number for rank in _noted(run, "test") for samples, _ in rank for number in samples)
+    assert held_out == dict.fromkeys(range(Tiny.num_test), 3)
 
 
 def test_an_empty_data_set_is_refused():

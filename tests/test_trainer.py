@@ -239,6 +239,23 @@ def test_a_stop_during_an_evaluation_keeps_the_epoch_and_the_resumed_run_ends_in
         )
 
 
+def test_a_run_on_a_sample_resumes_in_the_middle_of_an_epoch_and_on_that_sample_alone(tmp_path, asked_every_step):
+    run, sampled = new_run(tmp_path), {"epochs": 2, "sample_size": 50}
+    stopped = new_trainer(run, supervisor=Recorder(stop_after=2), **sampled)
+    with pytest.raises(StopRequested):
+        stopped.fit()
+    with pytest.raises(ConfigError, match="^sample_size: expected 50, with which .* was written, got 40"):
+        new_trainer(run, epochs=2, sample_size=40).resume()
+
+    resumed, undisturbed = new_trainer(run, **sampled), new_trainer(new_run(tmp_path / "undisturbed"), **sampled)
+    resumed.resume()
+    assert (resumed.progress.batch, resumed.num_steps) == (2, 2 * 5)
+    resumed.fit()
+    undisturbed.fit()
+    for name, value in undisturbed.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], value), name
+
+
 def test_a_long_evaluation_saves_what_was_trained_before_it(tmp_path, monkeypatch):
     monkeypatch.setattr("flyte_ddp.rank.trainer.LONG_EVALUATION", 0.0)
     trainer = new_trainer(new_run(tmp_path), epochs=1)

@@ -25,6 +25,8 @@ class TrainingConfig:
     epochs: int = field(10, minimum=1)  # passes over the training data
     # samples per optimizer step, summed over all ranks and accumulated micro-batches
     global_batch_size: int = field(64, minimum=1)
+    # training samples to train on, drawn by `seed`, a smaller number a part of a larger one; 0: all. Held-out data stay
+    sample_size: int = field(0, minimum=0)
     evaluation_batch_size: int = field(1000, minimum=1)  # samples per rank and forward pass
     optimizer: str = field("adamw", choices=("sgd", "adam", "adamw"))  # sgd has momentum
     learning_rate: float = field(1e-3, above=0)  # the schedule's peak

@@ -335,7 +335,8 @@ def _model(challenge: Challenge) -> Any:
 def _num_samples(challenge: Challenge) -> tuple[int, int]:
     recipe = get_recipe(challenge.recipe, challenge.config.recipe_options)
     train, test = recipe.datasets(challenge.directory)
-    return len(train), len(test)  # type: ignore[arg-type]
+    num_train = len(train)  # type: ignore[arg-type]
+    return min(num_train, challenge.config.sample_size or num_train), len(test)  # type: ignore[arg-type]
 
 
 def _origin(challenge: Challenge) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.errors import DataError
+from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.world import World
 
@@ -80,6 +80,39 @@ def open_samples(
         else:
             samples.append(LoadedSamples(dataset, config, world))
     return samples
+
+
+def take_sample(train: Dataset[Any], config: TrainingConfig) -> Dataset[Any]:
+    """Return the part of the training data that `sample_size` asks for: the same at every world size.
+
+    Raises:
+        ConfigError: there are fewer samples.
+    """
+    size = len(train)  # type: ignore[arg-type]
+    if config.sample_size > size:
+        raise ConfigError(
+            f"sample_size: expected at most {size}, the number of training samples, or 0 for all, "
+            f"got {config.sample_size}"
+        )
+    if config.sample_size in (0, size):
+        return train
+    # Training visits epochs from 1 on. Sorted, because neighbors in a file are read faster.
+    sample = epoch_order(size, config.seed, epoch=0)[: config.sample_size].sort().values
+    if isinstance(train, TensorDataset):
+        return TensorDataset(*(tensor[sample] for tensor in train.tensors))
+    return _Sample(train, sample.tolist())
+
+
+class _Sample(Subset[Any]):
+    """Some of the samples of a data set, with the optional attributes that `Recipe.datasets` describes."""
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        if hasattr(self.dataset, "prefetch"):
+            self.dataset.prefetch([self.indices[index] for index in indices])
+
+    @property
+    def num_replaced(self) -> int:
+        return getattr(self.dataset, "num_replaced", 0)
 
 
 class TensorSamples:

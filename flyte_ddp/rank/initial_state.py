@@ -18,6 +18,7 @@ from flyte_ddp.storage import STORE_TIMEOUT
 # The fields that must stay as they are in the checkpoint. The others may change: more epochs, other intervals, ranks.
 FIXED_BY_CHECKPOINT = (
     "seed",
+    "sample_size",
     "global_batch_size",
     "optimizer",
     "learning_rate",

@@ -19,7 +19,7 @@ from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.launch.process.entry import RankProcess, SupervisorLink
 from flyte_ddp.launch.process.job import Job, NodeRanks
 from flyte_ddp.launch.process.programs import RecipeProgram, check_compiler
-from flyte_ddp.rank.data import open_samples
+from flyte_ddp.rank.data import open_samples, take_sample
 from flyte_ddp.rank.fast_start import avoid_importing_dynamo, return_freed_memory
 from flyte_ddp.rank.inspection import layers_of, predictions_of, sample_inputs, shown
 from flyte_ddp.rank.parallel import build_model
@@ -77,7 +77,8 @@ def train(
     recipe = get_recipe(program.recipe, config.recipe_options)
     directory = link.wait_for_data()
     data = describe_data(directory)
-    train, test = open_samples(recipe.datasets(directory), recipe, config, world)
+    train_data, test_data = recipe.datasets(directory)
+    train, test = open_samples([take_sample(train_data, config), test_data], recipe, config, world)
     link.beat(0)
     torch.manual_seed(config.seed)
     model = build_model(recipe, config, world)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flyte_ddp.checkpoints.store import CheckpointStore
-from flyte_ddp.rank.data import open_samples
+from flyte_ddp.rank.data import open_samples, take_sample
 from flyte_ddp.rank.parallel import build_model
 from flyte_ddp.rank.trainer import Trainer
 from flyte_ddp.recipes import config_of, get_recipe
@@ -37,7 +37,8 @@ def new_trainer(run, initial_state="", supervisor=None, source="", **config):
     """A trainer of the recipe of `run`, with its data and its checkpoints."""
     config = config_of(run.recipe, config)
     recipe, world = get_recipe(run.recipe, config.recipe_options), World(0, 0, 1, CPU)
-    train, test = open_samples(recipe.datasets(run.data(source)), recipe, config, world)
+    train_data, test_data = recipe.datasets(run.data(source))
+    train, test = open_samples([take_sample(train_data, config), test_data], recipe, config, world)
     torch.manual_seed(config.seed)
     model = build_model(recipe, config, world)
     store = CheckpointStore(str(run.checkpoints), config.checkpoints_to_keep)
