@@ -11,15 +11,13 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.config.source_code import SETTINGS_FILE, read_settings
+from flyte_ddp.config.source_code import read_settings
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage import redact_url
 
-SETTINGS = Path(__file__).parents[2] / SETTINGS_FILE  # in a checkout, and in the code of an image
 IMAGE_VARIABLE = "FLYTE_INTERNAL_IMAGE"  # the image of this task, as registered
 
 
@@ -49,8 +47,7 @@ def load_allowed() -> Allowed:
 
     Its fields are checked when it is registered.
     """
-    tables = read_settings(SETTINGS) if SETTINGS.is_file() else {}
-    return Allowed(**{name: tuple(patterns) for name, patterns in tables.get("allowed", {}).items()})
+    return Allowed(**{name: tuple(patterns) for name, patterns in read_settings().get("allowed", {}).items()})
 
 
 def check_allowed(config: ClusterConfig, allowed: Allowed, own_namespace: str = "") -> None:

@@ -23,19 +23,22 @@ else:
 from flyte_ddp.config import main_module
 
 SETTINGS_FILE = "settings.toml"
+SETTINGS = Path(__file__).parents[2] / SETTINGS_FILE  # in a checkout, and in the code of an image
 MAX_SIZE = 32 << 20  # bytes of code; more is data that lies beside it
 
 
-def read_settings(file: Path) -> dict[str, Any]:
-    """Return the tables of a TOML file; ValueError where it is none."""
-    with open(file, "rb") as text:
-        return tomllib.load(text)
+def read_settings(file: Path = SETTINGS) -> dict[str, Any]:
+    """Return the tables of a TOML file; none where there is no such file.
+
+    Raises:
+        ValueError: it is not TOML.
+    """
+    return tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def recipe_packages() -> list[str]:
     """Return the packages of recipes that settings.toml names; none where the library is used without it."""
-    file = Path(__file__).parents[1] / SETTINGS_FILE
-    return list(read_settings(file).get("recipes", [])) if file.is_file() else []
+    return list(read_settings().get("recipes", []))
 
 
 def packages_of(module: str) -> list[str]:

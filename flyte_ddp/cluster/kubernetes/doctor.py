@@ -9,7 +9,7 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 
-from flyte_ddp.cluster.admission import SETTINGS, load_allowed
+from flyte_ddp.cluster.admission import load_allowed
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.api import call, context_namespace, one_try
 from flyte_ddp.cluster.kubernetes.checks import (
@@ -77,7 +77,7 @@ def _check(
     config: ClusterConfig, account: str, tasks: Mapping[str, Mapping[str, str]], pod_template: str, namespace: str
 ) -> tuple[list[Finding], list[str]]:
     # As the tasks' own settings have it; an image that is given at the registration is not known here.
-    image = os.environ.get("IMAGE") or (read_settings(SETTINGS).get("image", "") if SETTINGS.is_file() else "")
+    image = os.environ.get("IMAGE") or read_settings().get("image", "")
     allowed = load_allowed()
     allowed = dataclasses.replace(allowed, images=(*allowed.images, image or "*"))  # a task's own is always allowed
     pods = dataclasses.replace(
