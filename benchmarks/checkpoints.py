@@ -80,7 +80,8 @@ def copy() -> float:
 def train() -> dict[str, float]:
     """Return the samples per second with a checkpoint every `SAVE_INTERVAL` steps, and those without any."""
     from flyte_ddp.config import resolve
-    from flyte_ddp.launch import spawn
+    from flyte_ddp.launch import driver
+    from flyte_ddp.launch.local import LocalPlace
     from flyte_ddp.launch.process.job import Job
     from flyte_ddp.launch.process.programs import RecipeProgram
     from flyte_ddp.recipes.prepare import prepare_data
@@ -93,7 +94,7 @@ def train() -> dict[str, float]:
         data = Path(directory) / "data"
         data.mkdir()
         prepare_data(Wide(), str(num_steps * BATCH_SIZE), data)
-        spawn.train(Job(program, f"{directory}/run", time.time()), lambda: str(data), 1, [steps])
+        driver.run(Job(program, f"{directory}/run", time.time()), LocalPlace(1), lambda: str(data), [steps])
     # Not the steps before the second save: they are the model's first, and the first save needs new memory.
     seconds = [
         statistics.median(steps.seconds[position::SAVE_INTERVAL])

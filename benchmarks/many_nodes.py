@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from flyte_ddp.launch.dask.launcher import run_on_dask
 
 from benchmarks.measure import machine
 from flyte_ddp.cluster.config import DASK_CONFIG, ClusterConfig
@@ -31,7 +32,6 @@ from flyte_ddp.errors import TrainingStopped
 from flyte_ddp.events import Event, StepFinished
 from flyte_ddp.events.wall_time import AttemptStarted
 from flyte_ddp.launch.dask import gang, worker
-from flyte_ddp.launch.dask.launcher import run_on_dask
 from flyte_ddp.launch.dask.messages import NodeJob
 from flyte_ddp.launch.dask.node import DriverLink
 from flyte_ddp.launch.devices import num_cores

@@ -43,7 +43,8 @@ class Deep(MnistLike):
 def train(parallel: str, directory: str, num_layers: int = NUM_LAYERS) -> dict[str, float]:
     """Train and leave a checkpoint in `directory`; return the outcome."""
     from flyte_ddp.config import resolve
-    from flyte_ddp.launch import spawn
+    from flyte_ddp.launch import driver
+    from flyte_ddp.launch.local import LocalPlace
     from flyte_ddp.launch.process.job import Job
     from flyte_ddp.launch.process.programs import RecipeProgram
     from flyte_ddp.recipes.prepare import prepare_data
@@ -55,7 +56,7 @@ def train(parallel: str, directory: str, num_layers: int = NUM_LAYERS) -> dict[s
     config = {"epochs": 1, "global_batch_size": BATCH_SIZE, "parallel": parallel, "recipe_options": options}
     program = RecipeProgram("benchmarks.shards.Deep", resolve(MnistLike.defaults, config))
     started = time.time()
-    result = spawn.train(Job(program, f"{directory}/checkpoints", started), lambda: str(data), NUM_RANKS)
+    result = driver.run(Job(program, f"{directory}/checkpoints", started), LocalPlace(NUM_RANKS), lambda: str(data))
     finished = result.finished
     return {
         "first_step_at": started + finished.first_step_seconds,

@@ -29,8 +29,9 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.config import TrainingConfig, resolve
 from flyte_ddp.events import Event, RunStarted, RunState
-from flyte_ddp.launch import spawn
-from flyte_ddp.launch.dask.launcher import train_on_dask
+from flyte_ddp.launch import driver
+from flyte_ddp.launch.dask.place import DaskPlace
+from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.job import Job
 from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.recipes import Recipe
@@ -215,7 +216,7 @@ def main() -> int:
         prepare_data(Counting(), "", directory / "data")
         faults = Faults(nodes, arguments.seed, arguments.faults, 60 * arguments.minutes)
         _train(config, nodes, faults, directory)
-        spawn.train(_job(config, directory / "undisturbed"), lambda: str(directory / "data"), num_processes=2)
+        driver.run(_job(config, directory / "undisturbed"), LocalPlace(2), lambda: str(directory / "data"))
         return _report(arguments, epochs, faults, directory)
 
 
@@ -230,7 +231,9 @@ def _train(config: TrainingConfig, nodes: Nodes, faults: Faults, directory: Path
         grow_interval=0.0,
     )
     with open_cluster(cluster, "soak") as client:
-        train_on_dask(_job(config, directory / "run"), lambda: str(directory / "data"), client, cluster, [faults])
+        driver.run(
+            _job(config, directory / "run"), DaskPlace(client, cluster), lambda: str(directory / "data"), [faults]
+        )
 
 
 def _job(config: TrainingConfig, place: Path) -> Job:

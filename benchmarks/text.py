@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import machine
-from flyte_ddp.events import EpochFinished, Event, Listener, RunStarted
-from flyte_ddp.launch import spawn
+from flyte_ddp.events import EpochFinished, Event, Listener, RunStarted, RunState
+from flyte_ddp.launch import driver
 from flyte_ddp.launch.devices import num_cores
+from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.job import Job
 from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.recipes import config_of, get_recipe
@@ -144,16 +145,14 @@ class _Epochs:
         pass
 
 
-def _train(
-    num_ranks: int, config: Mapping[str, Any], source: str = "", listeners: Sequence[Listener] = ()
-) -> spawn.Result:
+def _train(num_ranks: int, config: Mapping[str, Any], source: str = "", listeners: Sequence[Listener] = ()) -> RunState:
     resolved = config_of("text", config)
     with tempfile.TemporaryDirectory() as directory:
         data = Path(directory, "data")
         data.mkdir()
         prepare_data(get_recipe("text", resolved.recipe_options), source, data)
         job = Job(RecipeProgram("text", resolved), f"{directory}/checkpoints", time.time())
-        return spawn.train(job, lambda: str(data), num_ranks, listeners)
+        return driver.run(job, LocalPlace(num_ranks), lambda: str(data), listeners)
 
 
 def _text(directory: str) -> Path:

@@ -27,8 +27,9 @@ OUR_CONFIG = {"epochs": 5, "global_batch_size": 128, "learning_rate": 0.006}
 def ours(names: str, num_epochs: int, started: float) -> None:
     from flyte_ddp.config import resolve
     from flyte_ddp.events import EpochFinished, Event
-    from flyte_ddp.launch import spawn
+    from flyte_ddp.launch import driver
     from flyte_ddp.launch.devices import num_cores
+    from flyte_ddp.launch.local import LocalPlace
     from flyte_ddp.launch.process.job import Job
     from flyte_ddp.launch.process.programs import RecipeProgram
     from flyte_ddp.recipes import get_recipe
@@ -55,7 +56,7 @@ def ours(names: str, num_epochs: int, started: float) -> None:
 
         config = resolve(recipe.defaults, {**OUR_CONFIG, "epochs": num_epochs or OUR_CONFIG["epochs"]})
         job = Job(RecipeProgram("pet_names", config), f"{directory}/checkpoints", time.time())
-        result = spawn.train(job, prepared, num_cores(), [Clock()])
+        result = driver.run(job, LocalPlace(num_cores()), prepared, [Clock()])
     finished, last = result.finished, result.epochs[-1]
     report(
         job.launched_at + finished.first_step_seconds, last.samples_per_second, finished.peak_memory_bytes, curve=curve

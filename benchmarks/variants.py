@@ -35,7 +35,8 @@ PREPARED = "prepared"  # the recipe's prepared data, below the data directory; b
 
 def ours(data: Path, precision: str, num_ranks: int) -> None:
     from flyte_ddp.config import resolve
-    from flyte_ddp.launch import spawn
+    from flyte_ddp.launch import driver
+    from flyte_ddp.launch.local import LocalPlace
     from flyte_ddp.launch.process.job import Job
     from flyte_ddp.launch.process.programs import RecipeProgram
     from flyte_ddp.recipes import get_recipe
@@ -47,7 +48,7 @@ def ours(data: Path, precision: str, num_ranks: int) -> None:
     )
     with tempfile.TemporaryDirectory() as checkpoints:
         job = Job(RecipeProgram(name, config), checkpoints, time.time())
-        result = spawn.train(job, lambda: str(data / PREPARED), num_ranks)
+        result = driver.run(job, LocalPlace(num_ranks), lambda: str(data / PREPARED))
     finished = result.finished
     report(
         job.launched_at + finished.first_step_seconds,
@@ -106,7 +107,8 @@ def _on_dask(
     """Return a run's last event, its epochs, and the end of its first step in seconds since the epoch."""
     from flyte_ddp import events
     from flyte_ddp.config import resolve
-    from flyte_ddp.launch.dask.launcher import train_on_dask
+    from flyte_ddp.launch import driver
+    from flyte_ddp.launch.dask.place import DaskPlace
     from flyte_ddp.launch.process.job import Job
     from flyte_ddp.launch.process.programs import RecipeProgram
     from flyte_ddp.recipes import get_recipe
@@ -127,7 +129,7 @@ def _on_dask(
     config = {"epochs": NUM_EPOCHS, "global_batch_size": BATCH_SIZE, "log_interval": LOG_INTERVAL, **config}
     job = Job(RecipeProgram(name, resolve(get_recipe(name).defaults, config)), checkpoints, time.time())
     clock = Clock()
-    result = train_on_dask(job, lambda: str(data / PREPARED), client, cluster, [clock])
+    result = driver.run(job, DaskPlace(client, cluster), lambda: str(data / PREPARED), [clock])
     return result.finished, result.epochs, clock.first_step_at
 
 

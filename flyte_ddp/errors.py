@@ -72,8 +72,13 @@ class RankFailure(RuntimeError):
         kind = globals().get(self.error_name)  # the class has crossed processes by its name
         return isinstance(kind, type) and issubclass(kind, (ConfigError, DataError, NonFiniteLoss))
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the arguments of the constructor, as plain values."""
+        names = ("rank", "kind", "cause", "is_consequence")
+        return {"message": str(self), **{name: getattr(self, name) for name in names}}
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.rank, self.kind, self.cause, self.is_consequence)
+        return type(self), tuple(self.to_dict().values())
 
 
 class OutOfMemory(ConfigError):
@@ -81,7 +86,18 @@ class OutOfMemory(ConfigError):
 
 
 class TrainingStopped(RuntimeError):
-    """The run was stopped early, by a signal for example. Its last checkpoint has what was done."""
+    """The run was stopped early. Its last checkpoint has what was done.
+
+    Attributes:
+        reason: the name of the signal, or what else asked for it; the message begins with it.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.reason)
 
 
 class NodeLost(RuntimeError):

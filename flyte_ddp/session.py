@@ -252,7 +252,7 @@ class Session:
         elif not self._can_resume or (others and self._open_store().add("flyte_ddp/num_polling", 0) < others):
             return False
         else:
-            self._link.emit(events.BecameStoppable(self._step))
+            self._link.set_stoppable()
         return True
 
     def _begin_to_stop(self, num_refused: int) -> None:

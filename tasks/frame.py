@@ -110,7 +110,11 @@ class Frame:
         """Return `error`, or a ConfigError with its text if the time limit caused it: a retry would end likewise."""
         if not self._time_is_up or not isinstance(error, (TrainingStopped, SystemExit)):
             return error
-        rest = str(error).removeprefix("SIGTERM: ") if isinstance(error, TrainingStopped) else "nothing was running yet"
+        rest = (
+            str(error).removeprefix(f"{error.reason}: ")
+            if isinstance(error, TrainingStopped)
+            else "nothing was running yet"
+        )
         return ConfigError(f"{self._time_is_up}: {rest}")
 
     def wandb_run_id(self) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from flytekit import task
 
-from flyte_ddp.errors import OUT_OF_MEMORY
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.errors import OUT_OF_MEMORY, RankFailure
 from flyte_ddp.events import Listener
-from flyte_ddp.launch import spawn
+from flyte_ddp.launch import driver
+from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.job import Job
 from flyte_ddp.launch.process.programs import RecipeProgram
-from flyte_ddp.launch.spawn import Result
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.recipes import config_of
 from tasks.cluster import check_urls, open_task_cluster
@@ -39,15 +40,8 @@ def train_on_one_node(
     """
     with open_frame(Report(), recipe, checkpoints) as frame:
         run = _Run(frame, recipe, config, initial_state, model_artifact)
-        check_previous_pod(run.job, frame.execution.previous_pod)
-        result = spawn.train(
-            run.job,
-            data=lambda: data.download() or data.path,
-            num_processes=num_processes,
-            listeners=run.listeners,
-            relay=frame.say,
-        )
-        return run.outputs(result)
+        place = LocalPlace(num_processes, ClusterConfig.max_restarts)
+        return run.train(place, data, pod_failure(frame.execution.previous_pod))
 
 
 @task(cache=TRAINING_CACHE, **DRIVER_TASK, **FRAMED)
@@ -66,42 +60,30 @@ def train_on_cluster(
     This task is the driver: it requests no GPU, and the ranks run in the cluster's worker pods. `initial_state` is the
     URL of a state dict to start from, which every rank reads; by default the weights are fresh.
     """
-    from flyte_ddp.launch.dask.launcher import check, train_on_dask
+    from flyte_ddp.launch.dask.place import DaskPlace, check
 
     with open_frame(Report(), recipe, checkpoints) as frame:
         run = _Run(frame, recipe, config, initial_state, model_artifact)
         check(run.job, cluster)  # before pods are started for it
         with open_task_cluster(cluster, frame.name) as client:
-            result = train_on_dask(
-                run.job,
-                data=lambda: data.download() or data.path,
-                client=client,
-                config=cluster,
-                listeners=run.listeners,
-                relay=frame.say,
-                run_name=frame.name,
-            )
-        return run.outputs(result)
+            return run.train(DaskPlace(client, cluster, frame.name), data)
 
 
-def check_previous_pod(job: Job, pod: str) -> None:
-    """End a run whose pod was killed for its memory twice without a new checkpoint, because a retry would end likewise.
+def pod_failure(pod: str) -> RankFailure | None:
+    """Return the failure of the attempt before this one, if its pod was killed for its memory.
 
     Kubernetes kills all of a container (cgroup v2), so only the next attempt can see it.
 
     Args:
-        pod: name of the pod of the attempt before; "" for the first attempt.
-
-    Raises:
-        OutOfMemory: names what to change.
+        pod: its name; "" for the first attempt.
     """
     if not pod:
-        return
+        return None
     from flyte_ddp.cluster.kubernetes.api import pod_end
 
-    if pod_end(pod) == OUT_OF_MEMORY:
-        failure = f"The pod of the attempt before, {pod}, ended with {OUT_OF_MEMORY}"
-        spawn.refuse_repeated_oom(job, spawn.newest_step(job.checkpoints), failure)
+    if pod_end(pod) != OUT_OF_MEMORY:
+        return None
+    return RankFailure(f"The pod of the attempt before, {pod}, ended with {OUT_OF_MEMORY}", -1, "signal", OUT_OF_MEMORY)
 
 
 class _Run:
@@ -127,8 +109,19 @@ class _Run:
             *frame.figures(recipe=recipe),
         ]
 
-    def outputs(self, result: Result) -> TrainingOutputs:
-        """Return the task's outputs, and print where they are."""
+    def train(
+        self, place: driver.Place, data: PreparedData, earlier_failure: RankFailure | None = None
+    ) -> TrainingOutputs:
+        """Train at `place`; return the task's outputs, and print where they are."""
+        result = driver.run(
+            self.job,
+            place,
+            lambda: data.download() or data.path,
+            self.listeners,
+            self.frame.say,
+            earlier_failure=earlier_failure,
+        )
+        assert result.finished is not None  # else it has raised
         accuracies = [epoch.accuracy for epoch in result.epochs]
         outputs = TrainingOutputs(
             epoch_accuracies=accuracies,

@@ -28,7 +28,6 @@ from flyte_ddp.errors import (
     GangLost,
     StorageUnavailable,
 )
-from flyte_ddp.launch.dask import launcher as dask
 from flyte_ddp.launch.dask import roll_call, worker
 from flyte_ddp.launch.dask.archive import delete_archive, packed_directory
 from flyte_ddp.launch.dask.calls import call_workers
@@ -38,6 +37,7 @@ from flyte_ddp.launch.process.job import Job, NodeRanks
 from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.launch.run import Gang, run_program, script_program
 from flyte_ddp.observers.function_report import FunctionReport
+from flyte_ddp.storage import Storage
 from tasks.script import pack_script
 from tests.support.dask_runs import (
     LOCAL,
@@ -58,21 +58,21 @@ def test_a_worker_that_a_gang_may_get_has_a_server_of_ranks_before_its_first_att
 
     address, pid = client.run(os.getpid).popitem()
     code = packed_code(RecipeProgram("digits", dask_config()))
-    call_workers(client, [address], dask.worker.install, "training-x", code)
-    call_workers(client, [address], dask.worker.call, "training-x", "prepare", ["json"])
+    call_workers(client, [address], worker.install, "training-x", code)
+    call_workers(client, [address], worker.call, "training-x", "prepare", ["json"])
     assert eventually(servers)
     (server,) = servers()
     assert "['json']" in str(server.cmdline())
     # The watch of the gang before may be late, when the next gang already trains here.
-    call_workers(client, [address], dask.worker.install, "training-x", code)
-    call_workers(client, [address], dask.worker.call, "training-x", "prepare", ["json"])
+    call_workers(client, [address], worker.install, "training-x", code)
+    call_workers(client, [address], worker.call, "training-x", "prepare", ["json"])
     assert servers() == [server]
-    call_workers(client, [address], dask.worker.uninstall, "training-x")
+    call_workers(client, [address], worker.uninstall, "training-x")
     assert eventually(lambda: not servers())
 
 
 def test_a_supervisor_takes_no_command_before_its_job(monkeypatch):
-    plugin = dask.worker.NodePlugin("run", b"")
+    plugin = worker.NodePlugin("run", b"")
     lines = []
 
     class Pipe(io.BytesIO):
@@ -81,24 +81,24 @@ def test_a_supervisor_takes_no_command_before_its_job(monkeypatch):
             plugin.send_command("attempt", "go")  # the driver's, from another thread
 
     process = subprocess.Popen([sys.executable, "-c", ""])
-    supervisor = dask.worker.Supervisor(process, Pipe(), io.BytesIO(), socket.socket())
+    supervisor = worker.Supervisor(process, Pipe(), io.BytesIO(), socket.socket())
     monkeypatch.setattr(plugin, "_start", lambda: supervisor)
     plugin.attempt, plugin.admitted = "attempt", {"attempt": None}
-    assert plugin.supervise("attempt", dask.worker.Sealed("the job"), "topic") == "ended with exit code 0"
+    assert plugin.supervise("attempt", worker.Sealed("the job"), "topic") == "ended with exit code 0"
     assert lines == [b"the job\n"]
 
 
 def test_a_plugin_that_could_not_be_set_up_is_not_there(client):
     address = client.run(os.getpid).popitem()[0]
-    answers = call_workers(client, [address], dask.worker.install, "training-y", b"no zip file")
+    answers = call_workers(client, [address], worker.install, "training-y", b"no zip file")
     assert isinstance(answers[address], zipfile.BadZipFile)
-    assert not call_workers(client, [address], dask.worker.introduce, "training-y")[address]["has_plugin"]
+    assert not call_workers(client, [address], worker.introduce, "training-y")[address]["has_plugin"]
 
 
 def test_a_worker_that_was_admitted_to_an_attempt_is_not_prepared_for_it_and_keeps_one_supervisor(monkeypatch):
-    plugin = dask.worker.NodePlugin("run", b"")
+    plugin = worker.NodePlugin("run", b"")
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    supervisors = [dask.worker.Supervisor(process, None, None, None) for _ in range(2)]
+    supervisors = [worker.Supervisor(process, None, None, None) for _ in range(2)]
     monkeypatch.setattr(plugin, "_start", None)
     plugin.admitted = {"attempt": None}
     plugin.prepare(["json"])
@@ -131,7 +131,7 @@ def test_a_nodes_job_crosses_as_json_and_shows_no_secret():
     )
     node_job = NodeJob(job, ranks, 20.0, {}, {"AWS_SECRET_ACCESS_KEY": "secret"}, "", "", "data-1", True)
     assert NodeJob.from_json(node_job.to_json()) == node_job
-    assert "secret" not in repr(node_job) + repr(dask.worker.Sealed(node_job.to_json()))
+    assert "secret" not in repr(node_job) + repr(worker.Sealed(node_job.to_json()))
     assert decode(encode({"image": b"\x00\xff", "score": np.float32(0.5)})) == {"image": b"\x00\xff", "score": 0.5}
 
 
@@ -232,7 +232,7 @@ def test_the_drivers_code_is_what_ranks_run(client, tmp_path):
     """Also when the workers have imported another version of it."""
     newer = tmp_path / "newer"
     shutil.copytree(REPOSITORY / "flyte_ddp", newer / "flyte_ddp", ignore=shutil.ignore_patterns("__pycache__"))
-    module = newer / "flyte_ddp" / "rank" / "world.py"
+    module = newer / "flyte_ddp" / "world.py"
     module.write_text(module.read_text() + '\n\nprint("newer code")\n')
     client.run(importlib.import_module, "flyte_ddp.launch.dask.node")
     address = client.scheduler.address
@@ -268,7 +268,7 @@ def test_workers_with_other_versions_that_join_in_mid_run_are_left_out(client, m
 
 def test_nodes_that_do_not_see_the_data_get_a_copy(start_worker, scheduler, tmp_path, finished_run, monkeypatch):
     """On a cluster that somebody else has started, as Flyte's own Dask plugin does, of workers without the package."""
-    monkeypatch.setattr(dask.worker, "holds_file", lambda path, contents: not path.endswith("data.json"))
+    monkeypatch.setattr(worker, "holds_file", lambda path, contents: not path.endswith("data.json"))
     monkeypatch.setenv(ADDRESS_VARIABLE, scheduler)
     start_worker(scheduler, "node-0")
     start_worker(scheduler, "node-1")
@@ -299,8 +299,8 @@ def test_cleaning_up_never_fails_a_finished_run(tmp_path, monkeypatch, caplog):
     def delete(storage, name):
         raise StorageUnavailable("the store is away")
 
-    monkeypatch.setattr(dask.Storage, "delete", delete)
-    delete_archive(dask.Storage(str(tmp_path)), "s3://bucket/run/data-1.zip")
+    monkeypatch.setattr(Storage, "delete", delete)
+    delete_archive(Storage(str(tmp_path)), "s3://bucket/run/data-1.zip")
     assert [record.message for record in caplog.records] == [
         "s3://bucket/run/data-1.zip could not be deleted: the store is away"
     ]

@@ -11,8 +11,9 @@ import pytest
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.launch import devices, spawn
+from flyte_ddp.launch import devices
 from flyte_ddp.launch.dask.placement import Worker, assign_nodes
+from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.job import Job
 from flyte_ddp.launch.process.programs import RecipeProgram
 
@@ -129,7 +130,7 @@ def test_a_task_without_its_requested_gpus_fails_with_what_to_check(machine, mon
     monkeypatch.setenv(devices.REQUESTED_VARIABLE, "2")
     machine(POD)  # the device is there, the driver's library is not
     with pytest.raises(ConfigError, match="^GPUs: expected 2, .* got 0 .*device plugin.*LD_LIBRARY_PATH") as caught:
-        spawn.check(job, 1)
+        LocalPlace(1).check(job)
     assert "/usr/local/nvidia/lib64" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -137,8 +138,8 @@ def test_a_task_without_its_requested_gpus_fails_with_what_to_check(machine, mon
 def test_mig_slices_cannot_be_connected_by_nccl(machine, tmp_path):
     machine(["/dev/nvidiactl"], cuda=1, nvidia_ml=FakeNvml([SLICES]))
     with pytest.raises(ConfigError, match="^backend: expected gloo between MIG slices of a GPU, got nccl"):
-        spawn.check(Job(RecipeProgram("digits", TrainingConfig()), str(tmp_path), 0.0), 2)
-    spawn.check(Job(RecipeProgram("digits", TrainingConfig(backend="gloo")), str(tmp_path), 0.0), 2)
+        LocalPlace(2).check(Job(RecipeProgram("digits", TrainingConfig()), str(tmp_path), 0.0))
+    LocalPlace(2).check(Job(RecipeProgram("digits", TrainingConfig(backend="gloo")), str(tmp_path), 0.0))
 
 
 def worker(name, host, gpus=(), **values):

@@ -20,9 +20,7 @@ from flyte_ddp.errors import (
     TrainingStopped,
 )
 from flyte_ddp.events.wall_time import AttemptEnded
-from flyte_ddp.launch.dask import calls, gang, growth, roll_call
-from flyte_ddp.launch.dask import launcher as dask
-from flyte_ddp.launch.dask.launcher import usable_sizes
+from flyte_ddp.launch.dask import calls, growth, nodes, place, roll_call
 from flyte_ddp.launch.dask.node import DriverLink
 from flyte_ddp.launch.process.job import Job
 from flyte_ddp.launch.process.programs import RecipeProgram
@@ -106,9 +104,9 @@ def test_a_vanished_newcomer_costs_a_moment_and_a_stop_wins_over_a_growth(client
             stop.set("SIGTERM")
 
     monkeypatch.setattr(GrowsAtOnce, "on_growth", staticmethod(stop_in_second_gang))
-    monkeypatch.setattr(dask, "GrowthWatch", GrowsAtOnce)
-    monkeypatch.setattr(dask, "REUNION_TIMEOUT", 1.0)
-    monkeypatch.setattr(gang, "send_command", send)
+    monkeypatch.setattr(place, "GrowthWatch", GrowsAtOnce)
+    monkeypatch.setattr(place, "REUNION_TIMEOUT", 1.0)
+    monkeypatch.setattr(nodes, "send_command", send)
     elastic = dataclasses.replace(LOCAL, num_nodes=3, min_nodes=2, return_timeout=0.1, max_restarts=0)
     with pytest.raises(TrainingStopped, match="^SIGTERM: the run was stopped at step"):
         train(run, client, elastic, stop=stop)
@@ -282,7 +280,7 @@ def test_a_gang_grows_to_sizes_that_split_the_batch_with_workers_that_can_take_p
     assert list(without.unfit.values()) == ["gpus_per_node: expected 1, got 0 on worker w-2"]
 
     def refuse(nodes):
-        if nodes[0].name == "w-3":
+        if nodes[0].worker == "w-3":
             raise ConfigError("checkpoints: another directory on w-3")
 
     present = Present(names[:4])
@@ -294,14 +292,14 @@ def test_a_gang_grows_to_sizes_that_split_the_batch_with_workers_that_can_take_p
 def test_fewer_nodes_go_on_as_soon_as_the_others_time_to_return_is_over(monkeypatch):
     clock = [0.0]
     advance = lambda seconds: clock.append(clock[-1] + seconds)  # noqa: E731
-    monkeypatch.setattr(dask, "time", SimpleNamespace(monotonic=lambda: clock[-1], sleep=advance))
-    launcher = SimpleNamespace(
-        roll_call=Present(("w-1",)), pool=None, config=LOCAL, client=SimpleNamespace(status="running")
+    monkeypatch.setattr(place, "time", SimpleNamespace(monotonic=lambda: clock[-1], sleep=advance))
+    workers = SimpleNamespace(
+        _roll_call=Present(("w-1",)), pool=None, config=LOCAL, client=SimpleNamespace(status="ok")
     )
-    launcher._check_stop = lambda: None
+    run = SimpleNamespace(check_stop=lambda: None)
     for patience in (0.0, 1.0, 60.0):
         clock[:] = [0.0]
-        (left,) = dask._Launcher._gather(launcher, [2, 1], frozenset(), patience)
+        (left,) = place.DaskPlace._wait_for_workers(workers, run, None, [2, 1], frozenset(), patience)
         assert (left.name, clock[-1]) == ("w-1", pytest.approx(patience))
 
 
@@ -309,11 +307,11 @@ def test_a_gang_of_full_size_and_a_trial_of_a_sweep_look_for_no_worker(monkeypat
     monkeypatch.setattr(growth.threading.Thread, "start", None)  # not even called
     gang = [worker("w-1", "10.0.0.1")]
     config = one_node_config(ClusterConfig(num_nodes=4, min_nodes=1))
-    sizes = usable_sizes(Job(RecipeProgram("digits", dask_config()), "", 0.0), config)
+    sizes = place.usable_sizes(Job(RecipeProgram("digits", dask_config()), "", 0.0), config)
     assert growth.GrowthWatch(gang, sizes, config, None, None, None, 0.0, 60).members == frozenset()
 
 
 def test_a_smaller_gang_still_shares_the_global_batch_evenly(tmp_path):
     job = Job(RecipeProgram("digits", dask_config(global_batch_size=24)), str(tmp_path), 0.0)
-    assert usable_sizes(job, ClusterConfig(num_nodes=6, min_nodes=2)) == [6, 4, 3, 2]
-    assert usable_sizes(job, ClusterConfig(num_nodes=6)) == [6]
+    assert place.usable_sizes(job, ClusterConfig(num_nodes=6, min_nodes=2)) == [6, 4, 3, 2]
+    assert place.usable_sizes(job, ClusterConfig(num_nodes=6)) == [6]

@@ -102,7 +102,7 @@ def test_an_unexpected_error_keeps_its_own_traceback():
 
 def test_ctrl_c_stays_ctrl_c():
     with pytest.raises(KeyboardInterrupt), flyte_errors():
-        raise errors.TrainingStopped("SIGINT: the run was stopped at step 3")
+        raise errors.TrainingStopped("SIGINT: the run was stopped at step 3", "SIGINT")
 
 
 def test_only_the_task_keeps_the_wandb_key(tmp_path, monkeypatch):

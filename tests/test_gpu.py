@@ -45,7 +45,7 @@ def test_a_gpu_and_the_cpu_learn_the_same(tmp_path, monkeypatch):
     if num_gpus() < 1:
         pytest.skip("needs a GPU")
     on_gpu = new_run(tmp_path / "gpu", DIGITS).train(num_processes=1, epochs=1, deterministic=True)
-    monkeypatch.setattr("flyte_ddp.launch.spawn.num_gpus", lambda: 0)
+    monkeypatch.setattr("flyte_ddp.launch.local.num_gpus", lambda: 0)
     on_cpu = new_run(tmp_path / "cpu", DIGITS).train(num_processes=1, epochs=1, deterministic=True)
     for name, value in on_cpu.state().items():
         torch.testing.assert_close(on_gpu.state()[name], value, rtol=0.05, atol=0.02)

@@ -172,7 +172,7 @@ def test_supervisors_import_nothing_slow():
         and not _within(name, ["flyte_ddp.flytekit_plugin"])
         and (_within(name, STARTS_RANKS) or not _within(name, COMPUTES))
     ]
-    assert {"flyte_ddp.launch.spawn", "flyte_ddp.recipes.mnist", "flyte_ddp.recipes.digits"} <= set(modules)
+    assert {"flyte_ddp.launch.driver", "flyte_ddp.recipes.mnist", "flyte_ddp.recipes.digits"} <= set(modules)
     program = f"""
 import importlib, sys
 for module in {modules!r}:

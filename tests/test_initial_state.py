@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.launch import driver
+from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.job import Job
 from flyte_ddp.launch.process.programs import RecipeProgram
-from flyte_ddp.launch.spawn import train
 from flyte_ddp.rank.initial_state import load_initial_state
 from flyte_ddp.recipes import config_of, get_recipe
 from tests.support.runs import new_run
@@ -30,7 +31,7 @@ def test_every_rank_starts_from_the_given_weights(tmp_path):
     run = new_run(tmp_path)
     config = config_of(run.recipe, {"epochs": 1, "learning_rate": 1e-12, "momentum": 0.0})  # the weights stay
     job = Job(RecipeProgram(run.recipe, config, url), str(run.checkpoints), time.time())
-    run.result = train(job, lambda: str(run.data()), 2, [run], run.relay)
+    run.result = driver.run(job, LocalPlace(2), lambda: str(run.data()), [run], run.relay)
 
     assert all(torch.allclose(value, given[name], atol=1e-6) for name, value in run.state().items())
 

@@ -37,9 +37,11 @@ from flyte_ddp.cluster.kubernetes.resources import requests_of
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import parse_duration
 from flyte_ddp.errors import ClusterError, ConfigError, OutOfMemory, PreflightError
+from flyte_ddp.launch import driver
+from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.job import Job
 from flyte_ddp.launch.process.programs import RecipeProgram
-from tasks.train import check_previous_pod
+from tasks.train import pod_failure
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -940,14 +942,19 @@ def test_a_task_whose_pod_was_killed_for_its_memory_twice_at_the_same_step_ends(
 
     api_server.reply = reply  # type: ignore[method-assign]
     job = Job(RecipeProgram("digits", TrainingConfig()), str(tmp_path), 0.0)
-    check_previous_pod(job, "")  # the first attempt
+    monkeypatch.setattr(driver._Driver, "drive", lambda self: None)
+
+    def begin(pod: str) -> None:
+        driver.run(job, LocalPlace(1), earlier_failure=pod_failure(pod))
+
+    begin("")  # the first attempt
     ended |= {"e-n1-0": "OOMKilled", "e-n1-2": "OOMKilled", "e-n1-3": "OOMKilled"}
-    check_previous_pod(job, "e-n1-0")
+    begin("e-n1-0")
     (tmp_path / "step-0000000020.json").touch()
-    check_previous_pod(job, "e-n1-1")  # ended otherwise
-    check_previous_pod(job, "e-n1-2")  # it came further than the first
+    begin("e-n1-1")  # ended otherwise
+    begin("e-n1-2")  # it came further than the first
     with pytest.raises(OutOfMemory, match=r"memory: expected a larger limit .* The pod of the attempt before, e-n1-3"):
-        check_previous_pod(job, "e-n1-3")
+        begin("e-n1-3")
 
 
 def node(name: str = "node-0", cpu: str = "2", images: tuple[str, ...] = (), taint: str = "") -> dict[str, Any]:

@@ -321,7 +321,7 @@ def test_a_study_repeats_no_run_that_its_checkpoints_have(outputs, checkpoints, 
     def repeat(*arguments, **options):
         raise AssertionError("a run was repeated")
 
-    monkeypatch.setattr(scaling, "train_on_dask", repeat)
+    monkeypatch.setattr(scaling.driver, "run", repeat)
     again = study(checkpoints)
     assert rows_of(again) == rows_of(outputs)
     assert Path(again.history.path).read_text() == Path(outputs.history.path).read_text()

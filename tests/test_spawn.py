@@ -18,7 +18,8 @@ import torch
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, DataError, OutOfMemory, RankFailure
-from flyte_ddp.launch import rank_start, spawn, supervisor
+from flyte_ddp.launch import driver, local, rank_start, supervisor
+from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.job import Job
 from flyte_ddp.launch.process.programs import RecipeProgram
 from tests.support.runs import how_it_ended, new_run, start_parent, wait_for_step
@@ -435,7 +436,7 @@ def test_an_unknown_recipe_is_refused_before_any_process_starts(tmp_path, no_pro
     job = Job(RecipeProgram("mnits", TrainingConfig()), str(tmp_path), time.time())
 
     with pytest.raises(ConfigError, match="recipe: expected digits, .*, got 'mnits'"):
-        spawn.train(job, lambda: pytest.fail("data were prepared"), 2)
+        driver.run(job, LocalPlace(2), lambda: pytest.fail("data were prepared"))
 
 
 @pytest.mark.parametrize(
@@ -450,13 +451,13 @@ def test_an_unknown_recipe_is_refused_before_any_process_starts(tmp_path, no_pro
 def test_an_impossible_run_is_refused_before_any_process_starts(
     tmp_path, monkeypatch, no_processes, num_processes, config, message
 ):
-    monkeypatch.setattr(spawn, "num_gpus", lambda: 0)
+    monkeypatch.setattr(local, "num_gpus", lambda: 0)
     with pytest.raises(ConfigError, match=message):
         new_run(tmp_path).train(num_processes, **config)
 
 
 def test_more_ranks_than_gpus_are_refused_before_any_process_starts(tmp_path, monkeypatch, no_processes):
-    monkeypatch.setattr(spawn, "num_gpus", lambda: 1)
+    monkeypatch.setattr(local, "num_gpus", lambda: 1)
 
     with pytest.raises(ConfigError, match="num_processes: expected at most 1, one per GPU, got 2"):
         new_run(tmp_path).train(2)

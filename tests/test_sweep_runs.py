@@ -19,7 +19,8 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.errors import ClusterError, StorageUnavailable, SweepFailed, TrainingStopped
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
-from flyte_ddp.launch.dask import launcher as dask
+from flyte_ddp.launch import driver
+from flyte_ddp.launch.dask import worker
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.studies.results import (
@@ -36,7 +37,8 @@ from tasks.inputs import ClusterInput, TrainingOverrides, given
 from tests.support.dask_runs import start_scheduler
 from tests.support.prometheus import record_figures
 from tests.support.wandb_log import records_of
-from tests.test_dask import AWAY, Scripted
+from tests.test_driver import Scripted
+from tests.test_policy import AWAY
 
 SWEPT = "tests.support.sweep_recipes.Swept"
 LOCAL = ClusterConfig(kind="local", node_timeout=30)  # a busy machine's workers are slow to answer, not lost
@@ -204,7 +206,7 @@ def test_a_lost_worker_a_sigterm_and_a_retry_cost_only_time(tmp_path, data, clie
 def test_a_bad_model_is_stopped_early_for_good(tmp_path, data, client, four, monkeypatch):
     """Beside models that an earlier sweep has trained, and on a worker that has to fetch a copy of the data."""
     _, checkpoints, _ = four
-    monkeypatch.setattr(dask.worker, "holds_file", lambda path, contents: not path.endswith("data.json"))
+    monkeypatch.setattr(worker, "holds_file", lambda path, contents: not path.endswith("data.json"))
     bad = {"learning_rate": [1e-9], "epochs": [60], "recipe_options.slow_until": [str(tmp_path / "never")]}
     found = models(*FOUR[:1], bad)
     watch = Watch()
@@ -223,7 +225,7 @@ def test_a_bad_model_is_stopped_early_for_good(tmp_path, data, client, four, mon
 def test_a_store_that_stays_away_ends_the_sweep_recoverably_and_fails_no_model(data, client, four, monkeypatch):
     """Also where other models have finished: the rest is trained by the next attempt."""
     _, checkpoints, _ = four
-    monkeypatch.setattr(dask, "Attempt", Scripted([(AWAY, 5, 5), (AWAY, 5, 5)]))
+    monkeypatch.setattr(driver, "Attempt", Scripted([(AWAY, 5, 0), (AWAY, 5, 0)]))
     seen = []
     watch = Watch(lambda run, event: seen.append((run.trial.number, run.status)))
     with pytest.raises(StorageUnavailable) as caught:

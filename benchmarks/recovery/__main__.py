@@ -26,8 +26,9 @@ from benchmarks.recovery.script import MODEL_STATE
 from benchmarks.recovery.systems import ROOT, SYSTEMS, Ours, System, Task, free_port, running
 from benchmarks.recovery.workload import RECIPE, LoggedCounting
 from flyte_ddp.config import resolve
-from flyte_ddp.launch import spawn
+from flyte_ddp.launch import driver
 from flyte_ddp.launch.devices import num_cores
+from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.job import Job
 from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.recipes.prepare import prepare_data
@@ -95,7 +96,7 @@ class Suite:
         if is_ours:
             config = resolve(LoggedCounting.defaults, {"epochs": epochs})
             job = Job(RecipeProgram(RECIPE, config), str(directory), time.time())
-            spawn.train(job, lambda: str(self.data), num_processes=2)
+            driver.run(job, LocalPlace(2), lambda: str(self.data))
         else:
             launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
             options = Task(self.data, directory, epochs).options()

@@ -21,7 +21,8 @@ def run_ours(address: str, data: Path, directory: Path, epochs: int, store: str)
     from flyte_ddp.cluster.config import ClusterConfig
     from flyte_ddp.cluster.connect import open_cluster
     from flyte_ddp.config import resolve
-    from flyte_ddp.launch.dask.launcher import train_on_dask
+    from flyte_ddp.launch import driver
+    from flyte_ddp.launch.dask.place import DaskPlace
     from flyte_ddp.launch.process.job import Job
     from flyte_ddp.launch.process.programs import RecipeProgram
 
@@ -38,7 +39,7 @@ def run_ours(address: str, data: Path, directory: Path, epochs: int, store: str)
     config = resolve(LoggedCounting.defaults, {"epochs": epochs, "stall_timeout": COLLECTIVE_TIMEOUT})
     job = Job(RecipeProgram(RECIPE, config), store or str(directory), time.time())
     with open_cluster(cluster, "recovery") as client:
-        train_on_dask(job, lambda: str(data), client, cluster)
+        driver.run(job, DaskPlace(client, cluster), lambda: str(data))
 
 
 def run_ray(address: str, data: Path, directory: Path, epochs: int, store: str) -> None:

@@ -3,5 +3,23 @@
 What supervisors need of it is here and in ownership.py, and imports no torch.
 """
 
+import re
+
+from flyte_ddp.storage import Storage
+
 MODEL_STATE = "model_state.pt"  # the trained model's file, beside the checkpoints
 WRITE_GRACE = 20.0  # seconds in which a checkpoint that is being written may be completed after a rank has failed
+
+
+def newest_step(url: str, timeout: float | None = None) -> int:
+    """Return the step of the newest checkpoint at `url`, from which the next attempt resumes; 0 if there is none.
+
+    Args:
+        timeout: seconds in which requests are repeated; None for the store's default.
+
+    Raises:
+        StorageUnavailable, StorageDenied: what is there could not be found out.
+    """
+    storage = Storage(url) if timeout is None else Storage(url, timeout=timeout)
+    names = storage.names()
+    return max((int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d+)\.json", name))), default=0)

@@ -188,13 +188,6 @@ class Reported(Timed):
 
 
 @dataclass(frozen=True)
-class BecameStoppable(Timed):
-    """A function has saved a checkpoint or resumed from one, and reads `session.stop_requested` on every rank."""
-
-    step: int
-
-
-@dataclass(frozen=True)
 class FunctionReturned(Timed):
     """The last event of a function's run: it has returned on every rank."""
 
@@ -216,7 +209,6 @@ Event = (
     | FunctionStarted
     | CheckpointLoaded
     | Reported
-    | BecameStoppable
     | FunctionReturned
     | TimeSpent
 )

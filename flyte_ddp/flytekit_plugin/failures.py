@@ -8,6 +8,7 @@ lead from Flyte to the launcher and explain nothing, so they are hidden. The rep
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from collections.abc import Iterator
 from types import TracebackType
@@ -96,7 +97,7 @@ def flyte_errors() -> Iterator[None]:
 
 
 def _translate(error: Exception) -> BaseException:
-    if isinstance(error, TrainingStopped) and str(error).startswith("SIGINT"):
+    if isinstance(error, TrainingStopped) and error.reason == signal.SIGINT.name:
         return KeyboardInterrupt(str(error))
     if isinstance(error, RankFailure):
         if error.kind in RECOVERABLE_KINDS:

@@ -31,8 +31,9 @@ from flyte_ddp import events
 from flyte_ddp.cluster.config import ClusterConfig, cluster_config
 from flyte_ddp.config.source_code import packages_beside
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.launch import spawn
+from flyte_ddp.launch import driver
 from flyte_ddp.launch.devices import default_num_processes, num_cores, num_gpus
+from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.outputs import outputs_directory
 from flyte_ddp.launch.process.job import Job
 from flyte_ddp.launch.process.programs import SCRIPT_DIRECTORY, FunctionProgram
@@ -197,19 +198,17 @@ def run_program(
             checkpoints = stack.enter_context(tempfile.TemporaryDirectory(prefix="checkpoints-"))
         job = Job(program, checkpoints, time.time(), run=run_id, is_kept=is_kept)
         if config is None:
-            processes = gang.num_processes()
-            state = spawn.run_on_this_machine(
-                job, None, processes, listeners, relay, gang.max_restarts, gang.master_port
-            )
+            place: driver.Place = LocalPlace(gang.num_processes(), gang.max_restarts, gang.master_port)
         else:
             from flyte_ddp.cluster.connect import open_cluster
-            from flyte_ddp.launch.dask.launcher import check, run_on_dask
+            from flyte_ddp.launch.dask.place import DaskPlace, check
 
             check(job, config)
             name = run_name or f"run-{os.urandom(4).hex()}"
             if client is None:
                 client = stack.enter_context(open_cluster(config, name))
-            state = run_on_dask(job, None, client, config, listeners, relay, name)
+            place = DaskPlace(client, config, name)
+        state = driver.run(job, place, None, listeners, relay)
     return state.returned.value if state.returned else cloudpickle.dumps(None)  # rank 0 ended by os._exit(0)
 
 

@@ -61,7 +61,7 @@ def supervise(
     emit: Callable[[events.Event], None],
     stop: StopRequest,
     relay: Callable[[str], None] | None = None,
-    on_beat: Callable[[int, bool], None] | None = None,
+    on_beat: Callable[[int, bool, bool], None] | None = None,
 ) -> None:
     """Run the ranks of one node to their end. When this returns or raises, all their processes are gone.
 
@@ -71,8 +71,9 @@ def supervise(
         emit: called with every event, on the node of rank 0.
         stop: ends the run early when set.
         relay: called with every line that a rank prints; standard error by default.
-        on_beat: called about every `POLL_INTERVAL` seconds with the step that this node's ranks have reached, and True
-            while rank 0 is one of them and writes a checkpoint.
+        on_beat: called about every `POLL_INTERVAL` seconds with the step that this node's ranks have reached; where
+            rank 0 is one of them also with whether it writes a checkpoint, and whether the ranks save their state on a
+            stop.
 
     Raises:
         RankFailure: a rank failed, or no rank made progress for `stall_timeout` seconds.
@@ -123,9 +124,10 @@ class _Ranks:
         self.slices = gpus if job.program.virtual_local_rank or any(name.startswith("MIG-") for name in gpus) else ()
         self.has_sent_stop = False
         # Two numbers per local rank: the time of its last progress, 0 before the first, and its step. Then one per
-        # local rank: not 0 when its function has ended. Last: not 0 while rank 0 writes a checkpoint. No lock: a rank
-        # writes its own slots, and after its death this process.
-        self.beats = RawArray("d", [0.0, 0.0] * node.num_ranks + [0.0] * node.num_ranks + [0.0])
+        # local rank: not 0 when its function has ended. Then: not 0 once the ranks save their state when they are asked
+        # to stop. Last: not 0 while rank 0 writes a checkpoint. No lock: a rank writes its own slots, and after its
+        # death this process.
+        self.beats = RawArray("d", [0.0, 0.0] * node.num_ranks + [0.0] * node.num_ranks + [0.0, 0.0])
         try:
             with hide_main_module():
                 for local_rank in range(node.num_ranks):
@@ -157,7 +159,7 @@ class _Ranks:
         preparation: _Preparation | None,
         emit: Callable[[events.Event], None],
         stop: StopRequest,
-        on_beat: Callable[[int, bool], None] | None,
+        on_beat: Callable[[int, bool, bool], None] | None,
     ) -> None:
         """Pass data and events on until every rank has succeeded. Raise if one fails, or if none makes progress."""
         has_data = preparation is None
@@ -181,22 +183,22 @@ class _Ranks:
             if has_data and not self.failures:
                 self._check_progress()
             if on_beat:
-                on_beat(self._step(), bool(self.beats[-1]))
+                on_beat(self._step(), bool(self.beats[-1]), bool(self.beats[-2]))
             if stop.is_set() and not has_data:
-                raise TrainingStopped(f"{stop.reason}: the run was stopped while its data were prepared")
+                raise TrainingStopped(f"{stop.reason}: the run was stopped while its data were prepared", stop.reason)
             if stop.is_set() and not self.has_sent_stop:
                 self.has_sent_stop = True
                 for rank in self.ranks:
                     _send(rank, "stop", int(stop.forwarded))
             if stop.is_urgent or time.monotonic() > stop.deadline:
-                raise TrainingStopped(f"{stop.reason}: the ranks were killed {self._position()}")
+                raise TrainingStopped(f"{stop.reason}: the ranks were killed {self._position()}", stop.reason)
             if not live and not self.failures:
                 time.sleep(POLL_INTERVAL / 10)  # every pipe has ended, the processes are about to
         self._relay_logs()
         if self.failures:
             raise self._root_cause() if not self.has_sent_stop else self._stopped(stop)
         if any(rank.outcome == "stopped" for rank in self.ranks):
-            raise TrainingStopped(f"{stop.reason}: the run was stopped {self._position()}")
+            raise TrainingStopped(f"{stop.reason}: the run was stopped {self._position()}", stop.reason)
 
     def kill(self) -> None:
         """Kill every rank and all it started, and wait until they are gone."""
@@ -309,7 +311,8 @@ class _Ranks:
         cause = self._root_cause()
         if isinstance(self.job.program, RecipeProgram):
             return cause
-        return TrainingStopped(f"{stop.reason}: the run was stopped {self._position()} ({first_line(cause)})")
+        text = f"{stop.reason}: the run was stopped {self._position()} ({first_line(cause)})"
+        return TrainingStopped(text, stop.reason)
 
     def _check_progress(self) -> None:
         """Raise with every rank's stack if no rank made progress for the stall timeout."""

@@ -29,6 +29,9 @@ class Supervisor(Protocol):
     def beat(self, step: int) -> None:
         """Report progress; `step` counts optimizer steps from the start of the run."""
 
+    def set_stoppable(self) -> None:
+        """Report that all ranks save their state and end when they are asked to. Only rank 0 calls it."""
+
     def emit(self, event: Event) -> None:
         """Send `event` to the listeners of the run. Only rank 0 calls it."""
 

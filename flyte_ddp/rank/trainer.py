@@ -90,6 +90,8 @@ class Trainer:
             StorageUnavailable: the store has been away for `store_timeout`.
             CheckpointError: a checkpoint could not be written.
         """
+        if self.world.is_first:
+            self.supervisor.set_stoppable()
         while self.progress.epoch <= self.config.epochs:
             sums, own_seconds = self.train_epoch()
             evaluation = self.evaluate()

@@ -32,10 +32,11 @@ from flyte_ddp.errors import (
     WorkersLost,
 )
 from flyte_ddp.events import EpochFinished, Event, Listener, RunStarted
+from flyte_ddp.launch import driver
 from flyte_ddp.launch.dask.calls import call_scheduler
-from flyte_ddp.launch.dask.gang import POLL_INTERVAL
-from flyte_ddp.launch.dask.launcher import check, train_on_dask
+from flyte_ddp.launch.dask.place import DaskPlace, check
 from flyte_ddp.launch.dask.pool import Pool
+from flyte_ddp.launch.driver import POLL_INTERVAL
 from flyte_ddp.launch.process.job import Job
 from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.launch.signals import StopRequest, stop_on_signals
@@ -192,13 +193,14 @@ class _Sweep:
         if num_done < len(runs):
             raise TrainingStopped(
                 f"{self.stop.reason}: the sweep was stopped with {num_done} of {len(runs)} trials done. To resume, "
-                f"start the same sweep with the same checkpoints: {self.storage.url}"
+                f"start the same sweep with the same checkpoints: {self.storage.url}",
+                self.stop.reason,
             )
         if not any(run.status == FINISHED for run in runs):
             lines = [f"{run.trial}: {run.error}" for run in runs if run.status == FAILED]
             raise SweepFailed(
                 "\n".join([f"none of the {len(runs)} trials finished", *lines]),
-                may_succeed=any(isinstance(error, GangLost) for error in self.failures.values()),
+                may_succeed=any(_may_succeed(error) for error in self.failures.values()),
             )
 
     def notify(self, run: TrialRun, event: Event | None) -> None:
@@ -256,16 +258,13 @@ class _Sweep:
         storage = self._storage_of(run.key)
         with self._own_client() as client:
             try:
-                train_on_dask(
+                driver.run(
                     Job(RecipeProgram(self.recipe, run.trial.config), storage.url, time.time(), run=self.run),
+                    DaskPlace(client, self.cluster, self.run_name, self.pool),
                     lambda: self.data,
-                    client,
-                    self.cluster,
                     [run, _TrialListener(self, run, stop), *self.make_listeners(run)],
                     relay=lambda line: self.relay(f"[trial {run.trial.number}] {line.removeprefix('[node 0] ')}"),
-                    run_name=self.run_name,
                     stop=stop,
-                    pool=self.pool,
                 )
             except TrainingStopped:
                 if run.status == STOPPED_EARLY:
@@ -319,6 +318,11 @@ class _TrialListener:
         if should_stop and epoch.epoch < trial.config.epochs and not self.stop.is_set():
             self.run.status = STOPPED_EARLY
             self.stop.set("other trials are better")
+
+
+def _may_succeed(error: Exception) -> bool:
+    """Return whether machines or processes were lost, which another attempt may not lose."""
+    return isinstance(error, GangLost) or (isinstance(error, RankFailure) and error.kind != "exception")
 
 
 def _one_line(error: Exception) -> str:

@@ -18,7 +18,8 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import NOT_IN_HISTORY, Event, Listener, parse_history, to_line
-from flyte_ddp.launch.dask.launcher import check, train_on_dask
+from flyte_ddp.launch import driver
+from flyte_ddp.launch.dask.place import DaskPlace, check
 from flyte_ddp.launch.process.job import Job
 from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.launch.supervisor import print_line
@@ -89,7 +90,7 @@ def train_at_sizes(
         The history of each run as JSON lines, see `events.to_line`.
 
     Raises:
-        As `train_on_dask`. Runs that finished before the failure are not repeated by a retry.
+        As `driver.run`. Runs that finished before the failure are not repeated by a retry.
     """
     fingerprint = describe_data(data)["fingerprint"]
     histories: list[str] = []
@@ -105,15 +106,9 @@ def train_at_sizes(
             record = _load_record(storage)
             if record is None:
                 record = _Recorder()
-                train_on_dask(
-                    job,
-                    lambda: data,
-                    client,
-                    dataclasses.replace(resize_cluster(cluster, world_size), threads_per_rank=threads),
-                    [record, *make_listeners(job, run_config, world_size)],
-                    relay,
-                    run_name,
-                )
+                nodes = dataclasses.replace(resize_cluster(cluster, world_size), threads_per_rank=threads)
+                listeners = [record, *make_listeners(job, run_config, world_size)]
+                driver.run(job, DaskPlace(client, nodes, run_name), lambda: data, listeners, relay)
                 storage.write(HISTORY_FILE, record.text.encode())
             else:
                 for listener in make_listeners(job, run_config, world_size):

@@ -20,7 +20,8 @@ from flyte_ddp import events
 from flyte_ddp.cluster.config import cluster_config
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.config import resolve
-from flyte_ddp.launch.dask.launcher import train_on_dask
+from flyte_ddp.launch import driver
+from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.process.job import Job
 from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.recipes import get_recipe
@@ -66,14 +67,12 @@ def main() -> None:
         for each in arguments["runs"]:
             config = resolve(get_recipe(each["recipe"]).defaults, each["config"])
             job = Job(RecipeProgram(each["recipe"], config), each["checkpoints"], time.time())
-            train_on_dask(
+            driver.run(
                 job,
+                DaskPlace(client, cluster, run_name),
                 data=functools.partial(prepared, f"{directory}/{each['name']}", each["recipe"]),
-                client=client,
-                config=cluster,
                 listeners=[Listener(each["name"])],
                 relay=lambda line: say(line=line),
-                run_name=run_name,
             )
     say(cluster="gone")
 

@@ -23,7 +23,8 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.config import resolve
 from flyte_ddp.events import StepFinished
-from flyte_ddp.launch.dask.launcher import train_on_dask
+from flyte_ddp.launch import driver
+from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.dask.placement import Worker
 from flyte_ddp.launch.process.job import Job
 from flyte_ddp.launch.process.programs import RecipeProgram
@@ -48,7 +49,7 @@ def train(run: Run, client, cluster: ClusterConfig, at_steps=(), stop=None, **co
         time.time(),
     )
     listeners = [run, *(At(*pair) for pair in at_steps)]
-    run.result = train_on_dask(job, lambda: str(run.data()), client, cluster, listeners, run.relay, stop=stop)
+    run.result = driver.run(job, DaskPlace(client, cluster), lambda: str(run.data()), listeners, run.relay, stop)
     return run
 
 

@@ -91,6 +91,9 @@ class Link:
     def set_writing(self, is_writing):
         pass
 
+    def set_stoppable(self):
+        pass
+
     def emit(self, event):
         self.events.append(events.to_dict(event))  # now, because the loop goes on to change what is in it
 

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flyte_ddp import events
+from flyte_ddp.launch import driver
+from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.job import Job
 from flyte_ddp.launch.process.programs import RecipeProgram
-from flyte_ddp.launch.spawn import Result, train
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 
@@ -34,7 +35,7 @@ class Run:
     events: list[events.Event] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     error: BaseException | None = None  # as the listeners get it
-    result: Result | None = None
+    result: events.RunState | None = None
     job: Job | None = None
     url: str = ""  # of the checkpoints, where they are not below `directory`
 
@@ -68,14 +69,15 @@ class Run:
     def relay(self, line):
         self.lines.append(line)
 
-    def train(self, num_processes=2, source="", checkpoints="", data=None, **config):
+    def train(self, num_processes=2, source="", checkpoints="", data=None, max_restarts=0, **config):
         """Train to the end, or to the error, which is raised; `config` are fields that differ from the recipe's."""
         self.job = Job(
             RecipeProgram(self.recipe, config_of(self.recipe, config)),
             checkpoints or str(self.checkpoints),
             time.time(),
         )
-        self.result = train(self.job, data or (lambda: str(self.data(source))), num_processes, [self], self.relay)
+        place = LocalPlace(num_processes, max_restarts)
+        self.result = driver.run(self.job, place, data or (lambda: str(self.data(source))), [self], self.relay)
         return self
 
     def state(self):

@@ -26,6 +26,9 @@ class Recorder:
     def stop_requested(self):
         return 0 < self.stop_after <= self.num_beats
 
+    def set_stoppable(self):
+        pass
+
     def beat(self, step):
         self.num_beats += 1
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextvars
 import functools
 import os
 import tempfile
-import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from distributed import Client
 
@@ -19,12 +15,10 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.dask import worker
 from flyte_ddp.launch.dask.archive import delete_archive, packed_directory
 from flyte_ddp.launch.dask.calls import call_workers
-from flyte_ddp.launch.dask.placement import Node
+from flyte_ddp.launch.dask.placement import DaskNode
 from flyte_ddp.launch.dask.pool import Pool
 from flyte_ddp.recipes.prepare import NOTE, describe_data
 from flyte_ddp.storage import Storage
-
-T = TypeVar("T")
 
 
 class SharedData:
@@ -41,7 +35,7 @@ class SharedData:
         self.pool = pool
         self.archive = ""  # URL of the copy
 
-    def locate(self, directory: str, nodes: Sequence[Node]) -> tuple[set[str], str]:
+    def locate(self, directory: str, nodes: Sequence[DaskNode]) -> tuple[set[str], str]:
         """Return the addresses of the nodes that see `directory`, and the file name of the copy for the others.
 
         Uploads the copy if any node needs it.
@@ -69,7 +63,7 @@ class SharedData:
         return self.storage.join(name)
 
 
-def check_same_directory(client: Client, storage: Storage, nodes: Sequence[Node]) -> None:
+def check_same_directory(client: Client, storage: Storage, nodes: Sequence[DaskNode]) -> None:
     """Raise ConfigError if checkpoints go to a local path that is another directory on one of the nodes."""
     if not storage.is_local:
         return
@@ -84,19 +78,3 @@ def check_same_directory(client: Client, storage: Storage, nodes: Sequence[Node]
                 f"checkpoints: expected a URL, or a path that all machines share, got {storage.root!r}, which is "
                 f"another directory on {node}"
             )
-
-
-def run_in_background(function: Callable[[], T]) -> concurrent.futures.Future[T]:
-    """Call `function` in a thread that sees the caller's context variables, such as Flyte's context."""
-    future: concurrent.futures.Future[T] = concurrent.futures.Future()
-    context = contextvars.copy_context()
-
-    def run() -> None:
-        try:
-            future.set_result(context.run(function))
-        except BaseException as error:
-            future.set_exception(error)
-
-    # A daemon: a download that hangs must not outlive a run that was stopped.
-    threading.Thread(target=run, name="data", daemon=True).start()
-    return future

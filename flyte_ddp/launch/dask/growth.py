@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.launch.dask.placement import Node, Worker, assign_nodes, natural_key
+from flyte_ddp.launch.dask.placement import DaskNode, Worker, assign_nodes
 from flyte_ddp.launch.dask.roll_call import RollCall
+from flyte_ddp.launch.failures import natural_key
 
 WATCH_INTERVAL = 0.5  # seconds between two looks at the workers outside the gang
 
@@ -40,7 +41,7 @@ class GrowthWatch:
         config: ClusterConfig,
         roll_call: RollCall,
         prepare: Callable[[str], None],
-        check_nodes: Callable[[Sequence[Node]], None],
+        check_nodes: Callable[[Sequence[DaskNode]], None],
         not_before: float,
         grace: float,
     ) -> None:

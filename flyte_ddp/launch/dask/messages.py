@@ -16,9 +16,6 @@ from flyte_ddp.launch.process import programs
 from flyte_ddp.launch.process.job import Job, NodeRanks
 
 BEAT_INTERVAL = 1.0  # seconds between two heartbeats, in either direction
-KILL_GRACE = 5.0  # seconds in which the ranks must be gone after a command to kill them
-
-GO, STOP, KILL = "go", "stop", "kill"  # the driver's commands; seconds of grace and the reason follow STOP
 PREPARE = "prepare"  # the worker's command: start the server of ranks, before the first attempt; its modules follow
 END_OF_ATTEMPT = ""  # the line after the last message of an attempt
 

@@ -1,4 +1,4 @@
-"""One node's supervisor: a process that a Dask worker starts, and that runs `supervise` of the single-machine launcher.
+"""One node's supervisor: a process that a Dask worker starts, and that runs the ranks of its machine.
 
 It runs one attempt after another, so that the ranks of a restart find the server from which they are forked. Its jobs
 and the driver's commands come through a pipe, and its messages leave through another. What lies between it and the
@@ -24,113 +24,55 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from flyte_ddp import events
-from flyte_ddp.errors import ConfigError, DataError, RankFailure, TrainingStopped
-from flyte_ddp.launch.dask.messages import (
-    BEAT_INTERVAL,
-    END_OF_ATTEMPT,
-    KILL,
-    KILL_GRACE,
-    PREPARE,
-    STOP,
-    NodeJob,
-    encode,
-)
-from flyte_ddp.launch.failures import shorten_traceback
+from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, END_OF_ATTEMPT, PREPARE, NodeJob, encode
+from flyte_ddp.launch.node import KILL_GRACE, Link, run_ranks
 from flyte_ddp.launch.rank_start import start_server
-from flyte_ddp.launch.signals import StopRequest
-from flyte_ddp.launch.supervisor import supervise
 from flyte_ddp.storage import adopt_storage_environment, fetch_file
 
 IDLE_TIMEOUT = 300.0  # seconds without an attempt, as after the driver's death, after which this process ends
 
 
-class DriverLink:
-    """One attempt's link to the driver: commands come in, numbered messages go out."""
+class DriverLink(Link):
+    """One attempt's link to a driver on another machine: numbered messages go out, and heartbeats.
+
+    Args:
+        driver_timeout: seconds without a command after which the driver counts as gone.
+    """
 
     def __init__(self, messages: BinaryIO, driver_timeout: float) -> None:
-        self.stop = StopRequest()
-        self.step = 0
-        self.is_writing = False  # a checkpoint
-        self.is_lost = False  # ordered to end at once, or left alone
+        super().__init__(self._write)
         self.is_alone = False  # left alone: no other attempt will come
         self._messages = messages
         self._driver_timeout = driver_timeout
         self._last_command_at = time.monotonic()
-        self._previous = ""  # command
         self._num_sent = 0
-        self._lines: list[str] = []
-        self._lock = threading.Lock()
-        self._is_over = threading.Event()
-        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+        threading.Thread(target=self._beat_on, name="beat", daemon=True).start()
 
     def obey(self, text: str) -> None:
-        """Do what a command says. After the end of the attempt, do nothing."""
         self._last_command_at = time.monotonic()
-        command, _, rest = text.partition(" ")
-        if command == KILL:
-            self.kill_ranks("the driver ended the attempt")
-        elif command == STOP and text != self._previous:  # commands are repeated
-            grace, _, reason = rest.partition(" ")
-            self.stop.revise(reason, float(grace))
-        self._previous = text
-
-    def send(self, kind: str, **values: Any) -> None:
-        """Send a message, in order."""
-        with self._lock:
-            if kind != "beat":  # those only count as heartbeats
-                values["number"] = self._num_sent
-                self._num_sent += 1
-            if not self._is_over.is_set():
-                self._write(encode({"kind": kind, **values}))
-
-    def end(self, **values: Any) -> None:
-        """Send how the attempt ended, as the last message of this link."""
-        self.send_lines()
-        self.send("end", **values)
-        with self._lock:
-            self._is_over.set()
-            self._write(END_OF_ATTEMPT)
-
-    def emit(self, event: events.Event) -> None:
-        self.send_lines()
-        self.send("event", event=events.to_dict(event))
-
-    def on_beat(self, step: int, is_writing: bool) -> None:
-        self.step = step
-        self.send_lines()
-        if is_writing != self.is_writing:
-            self.is_writing = is_writing
-            self.send_beat()
-
-    def send_lines(self) -> None:
-        """Send the lines that the ranks have printed: many at a time, so that a talkative rank costs little."""
-        lines, self._lines = self._lines, []
-        if lines:
-            self.send("lines", lines=lines)
-
-    def send_beat(self) -> None:
-        self.send("beat", step=self.step, is_writing=self.is_writing)
-
-    def relay(self, line: str) -> None:
-        self._lines.append(line)
+        super().obey(text)
 
     def kill_ranks(self, reason: str) -> None:
         """Have the ranks killed, wait for the end of the attempt, and exit this process if it does not come."""
-        self.is_lost = True
-        self.stop.set(reason)
-        self.stop.set(reason)  # the second request is urgent
-        if not self._is_over.wait(KILL_GRACE):
+        super().kill_ranks(reason)
+        if not self.is_over.wait(KILL_GRACE):
             os._exit(1)  # the ranks kill themselves when their pipe to this process ends
 
-    def _write(self, line: str) -> None:
+    def _write(self, message: dict[str, Any]) -> None:
+        if message["kind"] != "beat":  # those only count as heartbeats
+            message["number"] = self._num_sent
+            self._num_sent += 1
+        if message["kind"] == "event":
+            message["event"] = events.to_dict(message["event"])
+        lines = [encode(message), *([END_OF_ATTEMPT] if message["kind"] == "end" else [])]
         # The other end may be gone. The end of the other pipe reports that.
         with contextlib.suppress(BrokenPipeError):
-            self._messages.write(line.encode() + b"\n")
+            self._messages.write("".join(f"{line}\n" for line in lines).encode())
             self._messages.flush()
 
-    def _beat(self) -> None:
+    def _beat_on(self) -> None:
         self.send_beat()
-        while not self._is_over.wait(BEAT_INTERVAL):
+        while not self.is_over.wait(BEAT_INTERVAL):
             self.send_beat()
             silence = time.monotonic() - self._last_command_at
             if silence > self._driver_timeout:
@@ -162,8 +104,7 @@ def main() -> None:
                 _, (descriptor,), _, _ = socket.recv_fds(listeners, 1, 1)
                 listener = socket.socket(fileno=descriptor)
             with listener or contextlib.nullcontext():
-                end = _run_attempt(node_job, link, listener, Path(directory))
-            link.end(**end)
+                _run_attempt(node_job, link, listener, Path(directory))
             if link.is_alone:
                 break
     os._exit(0)  # not to wait for the thread that reads commands, which would wait for the driver
@@ -190,43 +131,22 @@ def _listen(commands: BinaryIO, messages: BinaryIO, attempts: queue.SimpleQueue[
     os._exit(1)
 
 
-def _run_attempt(
-    node_job: NodeJob, link: DriverLink, listener: socket.socket | None, directory: Path
-) -> dict[str, Any]:
-    """Run the ranks of this node to their end; return how they ended, as `DriverLink.end` sends it."""
+def _run_attempt(node_job: NodeJob, link: DriverLink, listener: socket.socket | None, directory: Path) -> None:
+    """Run the ranks of this node to their end."""
 
     def relay(line: str) -> None:
         if node_job.prints_lines:
             print(line, flush=True)  # noqa: T201 - into the worker's log
         link.relay(line)
 
+    needs_data = node_job.data or node_job.data_archive
+    data = functools.partial(local_data, node_job, directory) if needs_data else None
     try:
         ranks = dataclasses.replace(node_job.ranks, interface=interface_to(node_job.ranks.host))
-        needs_data = node_job.data or node_job.data_archive
-        data = functools.partial(local_data, node_job, directory) if needs_data else None
-        supervise(node_job.job, ranks, listener, data, link.emit, link.stop, relay, link.on_beat)
-    except TrainingStopped as stopped:
-        return {"outcome": "killed" if link.is_lost else "stopped", "message": str(stopped)}
-    except RankFailure as failure:
-        return _failed(str(failure), failure.rank, failure.kind, failure.cause, failure.is_consequence)
-    except (ConfigError, DataError) as error:
-        cause = f"{type(error).__name__}: {error}"
-        return _failed(cause, -1, "exception", cause, False)
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}\n{shorten_traceback(traceback.format_exc())}"
-        return {"outcome": "broken", "message": what, "cause": type(error).__name__}
-    return {"outcome": "done"}
-
-
-def _failed(message: str, rank: int, kind: str, cause: str, is_consequence: bool) -> dict[str, Any]:
-    return {
-        "outcome": "failed",
-        "message": message,
-        "rank": rank,
-        "failure_kind": kind,
-        "cause": cause,
-        "is_consequence": is_consequence,
-    }
+    except OSError as error:
+        link.send("end", outcome="broken", message=f"{type(error).__name__}: {error}", cause=type(error).__name__)
+        return
+    run_ranks(node_job.job, ranks, listener, data, link, relay)
 
 
 def interface_to(host: str) -> str:

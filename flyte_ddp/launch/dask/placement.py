@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.launch.attempt import Node
 from flyte_ddp.launch.dask.messages import Inbox
 from flyte_ddp.launch.devices import MISSING_GPUS_HINT
+from flyte_ddp.launch.failures import natural_key
 from flyte_ddp.launch.process.job import NodeRanks
 
 
@@ -28,30 +29,23 @@ class Worker:
     shares_host: bool = False  # with other workers, and so perhaps its GPUs
 
 
-@dataclass
-class Node:
-    """A worker that takes part in an attempt."""
+@dataclass(kw_only=True)
+class DaskNode(Node):
+    """A worker that takes part in an attempt. Its name stays the same when it comes back, unlike its address."""
 
-    index: int  # in the order of the ranks
     address: str
-    name: str  # the same when a node comes back, unlike its address
     host: str
     ranks: NodeRanks
     environment: dict[str, str]
     has_plugin: bool
     last_message_at: float = 0.0  # monotonic
     has_reported: bool = False
-    is_writing: bool = False  # rank 0 writes a checkpoint
-    has_ended: bool = False  # its task has ended, or nothing more can be heard of it
+    has_sent_end: bool = False
     is_silent: bool = False  # it was lost without a report of its end
-    end: dict[str, Any] | None = None  # its last message
     inbox: Inbox = field(default_factory=Inbox)
 
-    def __str__(self) -> str:
-        return f"node {self.index} ({self.name} at {self.host})"
 
-
-def assign_nodes(workers: Sequence[Worker], num_nodes: int, config: ClusterConfig) -> list[Node]:
+def assign_nodes(workers: Sequence[Worker], num_nodes: int, config: ClusterConfig) -> list[DaskNode]:
     """Return `num_nodes` of the workers as nodes, with their ranks; where the ranks meet is still open.
 
     Workers on one host are neighbours, so that their ranks are too. Hosts and workers are sorted by the workers' names:
@@ -65,7 +59,7 @@ def assign_nodes(workers: Sequence[Worker], num_nodes: int, config: ClusterConfi
         key = natural_key(each.name)
         first_on_host[each.host] = min(key, first_on_host.get(each.host, key))
     chosen = sorted(workers, key=lambda each: (first_on_host[each.host], each.host, natural_key(each.name)))[:num_nodes]
-    nodes: list[Node] = []
+    nodes: list[DaskNode] = []
     for index, each in enumerate(chosen):
         neighbours = [other for other in chosen if other.host == each.host]
         ranks = NodeRanks(
@@ -81,13 +75,19 @@ def assign_nodes(workers: Sequence[Worker], num_nodes: int, config: ClusterConfi
             num_nodes=num_nodes,
         )
         environment = _gpu_environment(each, neighbours, config)
-        nodes.append(Node(index, each.address, each.name, each.host, ranks, environment, each.has_plugin))
+        nodes.append(
+            DaskNode(
+                index=index,
+                label=f"node {index} ({each.name} at {each.host})",
+                worker=each.name,
+                address=each.address,
+                host=each.host,
+                ranks=ranks,
+                environment=environment,
+                has_plugin=each.has_plugin,
+            )
+        )
     return nodes
-
-
-def natural_key(name: str) -> tuple[Any, ...]:
-    """Return a key that sorts worker-10 after worker-9."""
-    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name))
 
 
 def _gpu_environment(each: Worker, neighbours: list[Worker], config: ClusterConfig) -> dict[str, str]:

@@ -92,6 +92,10 @@ class SupervisorLink:
         """Report, on rank 0, whether it writes a checkpoint: the supervisor waits for that if another rank fails."""
         self._beats[-1] = float(is_writing)
 
+    def set_stoppable(self) -> None:
+        """Report, on rank 0, that all ranks save their state and end when they are asked to, so the gang may grow."""
+        self._beats[-2] = 1.0
+
     def set_ended(self) -> None:
         """Report to the other ranks of this node that this one's function has ended."""
         self._beats[2 * self._num_ranks + self._local_rank] = 1.0

@@ -65,6 +65,11 @@ class RecipeProgram:
         return ("torch", "torch._dynamo") if needs_compiler else ("torch",)
 
     @property
+    def uses_nccl(self) -> bool:
+        """True if ranks with GPUs talk by NCCL."""
+        return self.config.backend != "gloo"
+
+    @property
     def environment(self) -> dict[str, str]:
         """Variables that torch's libraries read when they are imported."""
         return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if self.config.deterministic else {}
@@ -129,6 +134,7 @@ class FunctionProgram:
     signals: tuple[str, ...] = STOP_SIGNALS  # that end the run early, and are passed on to the function
     stop_grace: float = STOP_GRACE  # seconds from the request to stop until the ranks are killed
     output: Output = dataclasses.field(default_factory=Output)
+    uses_nccl: typing.ClassVar[bool] = False  # as far as is known: only the function knows its backend
     virtual_local_rank: bool = False  # each rank sees its own GPU alone, and has LOCAL_RANK 0
 
     @property

@@ -1,0 +1,260 @@
+"""One attempt: the ranks of all nodes, from their common start to their common end.
+
+Knows nothing of restarts: driver.py decides those. Nor what carries its commands and messages: a place's `Nodes` do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from flyte_ddp import events
+from flyte_ddp.checkpoints import WRITE_GRACE
+from flyte_ddp.errors import NodeLost, RankFailure, TrainingStopped
+from flyte_ddp.events.wall_time import AttemptEnded
+from flyte_ddp.launch.failures import MAX_LINES, natural_key
+from flyte_ddp.launch.node import GO, KILL, KILL_GRACE, STOP
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.signals import StopRequest
+
+ECHO_GRACE = 3.0  # seconds in which the cause of a failure that looks like another's consequence may be reported
+KILL_TIMEOUT = KILL_GRACE + 2.0  # seconds for the nodes to confirm that their ranks are gone
+
+
+@dataclass
+class Node:
+    """A machine that takes part in an attempt."""
+
+    index: int = 0  # in the order of the ranks
+    label: str = ""  # for people; "" for this machine, which nobody needs to be told
+    worker: str = ""  # name of its Dask worker
+    is_writing: bool = False  # rank 0 writes a checkpoint
+    outcome: str = ""  # done, stopped, failed, killed, broken or lost; "" while it runs
+    stopped: TrainingStopped | None = None  # how it was stopped
+
+    def __str__(self) -> str:
+        return self.label or "this machine"
+
+
+class Nodes(Protocol):
+    """The nodes of one attempt, as a place gives them.
+
+    A message is a node with a dict, as launch/node.py has them; "lost" besides, with `why`, `cause` and `is_silent`,
+    of a node from which nothing more can come.
+    """
+
+    grace: float  # seconds for the ranks to save their state and end, when the gang is to grow
+
+    @property
+    def nodes(self) -> Sequence[Node]:
+        """In the order of their ranks."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+
+    @property
+    def larger(self) -> int:
+        """The number of nodes of a larger gang that is possible now; 0 for none."""
+
+    def start(self, job: Job, num_restarts: int) -> None:
+        """Start the ranks. Raises NodeLost if a node does not answer."""
+
+    def send(self, command: str) -> None:
+        """Give all nodes a command; see launch/node.py."""
+
+    def messages(self) -> Iterable[tuple[Node, dict[str, Any]]]:
+        """Return what has arrived, waiting a moment for it if there is nothing."""
+
+    def explain(self, failure: Exception) -> Exception:
+        """Return the failure with what else is known of its cause. Called once, when all nodes have ended."""
+
+    def close(self) -> None:
+        """Release what the attempt has used. Called when its nodes have ended, or do not answer."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A failure in a gang."""
+
+    error: RankFailure | NodeLost
+    is_echo: bool  # it may be the consequence of another one
+    noticed_at: float  # monotonic
+
+    def rank_as_cause(self) -> tuple[bool, bool, float]:
+        """Return a key by which the cause of all others is the smallest.
+
+        A program may raise an exception of its own because a node was lost, which is noticed later.
+        """
+        return self.is_echo, getattr(self.error, "kind", "") == "exception", self.noticed_at
+
+
+class Attempt:
+    """One gang, from its start to its end on every node."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        emit: Callable[[events.Event], None],
+        relay: Callable[[str], None],
+        stop: StopRequest,
+        shows_nodes: bool = False,
+    ) -> None:
+        self.nodes = nodes
+        self.emit = emit
+        self.relay = relay
+        self.stop = stop
+        self.shows_nodes = shows_nodes  # a line of a rank's begins with its node
+        self.larger = 0  # nodes of the gang that follows this one
+        self.step = 0  # that the gang has reached
+        self.progress_at = time.monotonic()  # when it did
+        self.is_stoppable = False  # it saves its state when it is asked to end, so it may end to grow
+        self.is_killed = False
+        self.failures: list[Failure] = []
+
+    def train(self, job: Job, num_restarts: int) -> bool:
+        """Run the gang to its end. When this returns or raises, no rank runs on a node that can be reached.
+
+        Returns:
+            True if the run is finished; False if the gang has ended, after a checkpoint, to start again larger.
+
+        Raises:
+            RankFailure: a rank failed; as far as can be known it is the cause, not a consequence.
+            NodeLost: a node is gone, or could not run its ranks.
+            TrainingStopped: the run was stopped.
+        """
+        stop, deadline, is_stopping = self.stop, float("inf"), False
+        try:
+            self.nodes.start(job, num_restarts)
+            self.nodes.send(GO)
+            while not self.has_ended and not self._cause_is_known():
+                self._receive()
+                if stop.is_set() and not is_stopping:  # also while it grows
+                    is_stopping = True
+                    deadline = self._stop_nodes(stop.reason, stop.grace)
+                elif not self.larger and self.is_stoppable and not is_stopping:
+                    self.larger = self.nodes.larger
+                    if self.larger:
+                        reason = f"the gang grows from {len(self.nodes.nodes)} to {self.larger} nodes"
+                        deadline = self._stop_nodes(reason, self.nodes.grace)
+                if stop.is_urgent or time.monotonic() > deadline:
+                    break
+        finally:
+            self._end()
+        outcomes = {node.outcome for node in self.nodes.nodes}
+        if outcomes == {"done"}:
+            return True
+        if stop.is_set():
+            raise self._stopped()
+        if self.larger and outcomes == {"stopped"}:
+            return False
+        if not self.failures:
+            raise NodeLost(f"nodes did not end within {self.nodes.grace:g} s, to start again larger", "")
+        raise self.nodes.explain(find_cause(self.failures))
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the ranks have ended on every node."""
+        return all(node.outcome for node in self.nodes.nodes)
+
+    def ended(self, reason: str) -> AttemptEnded:
+        """Return the event of the end of this attempt, now."""
+        return AttemptEnded(self.step, reason, idle_seconds=time.monotonic() - self.progress_at)
+
+    def _stop_nodes(self, reason: str, grace: float) -> float:
+        """Order a last checkpoint and the end; return when the nodes must have ended."""
+        self.nodes.send(f"{STOP} {grace:g} {reason}")
+        return time.monotonic() + grace + KILL_TIMEOUT
+
+    def _receive(self) -> None:
+        for node, message in self.nodes.messages():
+            kind = message["kind"]
+            if kind == "beat":
+                self._note_step(message["step"])
+                node.is_writing = message["is_writing"]
+                self.is_stoppable |= message["is_stoppable"]
+            elif kind == "event":
+                self._note_step(getattr(message["event"], "step", 0))
+                self.emit(message["event"])
+            elif kind == "lines":
+                prefix = f"[node {node.index}] " if self.shows_nodes else ""
+                for line in message["lines"]:
+                    self.relay(f"{prefix}{line}")
+            elif kind == "end":
+                self._conclude(node, message)
+            elif not node.outcome:
+                self._note_loss(node, message["why"], message.get("cause", ""), message.get("is_silent", False))
+
+    def _note_step(self, step: int) -> None:
+        if step > self.step:
+            self.step, self.progress_at = step, time.monotonic()
+
+    def _conclude(self, node: Node, end: dict[str, Any]) -> None:
+        """Note how the ranks of a node have ended."""
+        node.outcome = end["outcome"]
+        if node.outcome == "stopped":
+            node.stopped = TrainingStopped(end["message"], end["reason"])
+        elif node.outcome == "failed":
+            values = end["failure"]
+            prefix = f"{node}: " if node.label else ""
+            failure = RankFailure(**{**values, "message": f"{prefix}{values['message']}"})
+            # When one node's ranks stand still, the others' do too, and all their stacks are worth reading.
+            is_echo = failure.is_consequence or failure.kind == "stall"
+            self.failures.append(Failure(failure, is_echo, time.monotonic()))
+        elif node.outcome == "broken" or (node.outcome == "killed" and not self.is_killed and not self.stop.is_set()):
+            self._note_loss(node, end["message"], end.get("cause", ""))
+
+    def _note_loss(self, node: Node, why: str, cause: str, is_silent: bool = False) -> None:
+        node.outcome = "lost"
+        error = NodeLost(f"{node} was lost: {why}", "" if is_silent else node.worker, cause)
+        self.failures.append(Failure(error, False, time.monotonic()))
+
+    def _cause_is_known(self) -> bool:
+        if not self.failures:
+            return False
+        seconds = time.monotonic() - min(failure.noticed_at for failure in self.failures)
+        is_writing = any(node.is_writing and not node.outcome for node in self.nodes.nodes)
+        if is_writing and all(getattr(failure.error, "kind", "") == "exception" for failure in self.failures):
+            return seconds > WRITE_GRACE
+        return not all(failure.is_echo for failure in self.failures) or seconds > ECHO_GRACE
+
+    def _stopped(self) -> TrainingStopped:
+        stopped = [node.stopped for node in self.nodes.nodes if node.stopped]
+        for each in stopped:
+            if each.reason == self.stop.reason:  # else they had ended already, to grow
+                return each
+        how = "the run was stopped" if stopped else "the ranks were killed"
+        return TrainingStopped(f"{self.stop.reason}: {how} at step {self.step}", self.stop.reason)
+
+    def _end(self) -> None:
+        """Kill what still runs, and wait until the nodes that can be reached confirm it."""
+        deadline = time.monotonic() + KILL_TIMEOUT
+        if not self.has_ended:
+            self.is_killed = True
+            self.nodes.send(KILL)
+        while not self.has_ended and time.monotonic() < deadline:
+            self._receive()
+        self.nodes.close()
+
+
+def find_cause(failures: Sequence[Failure]) -> RankFailure | NodeLost:
+    """Return the failure that explains the others; of a stall, the reports of all nodes as one."""
+    cause = min(failures, key=Failure.rank_as_cause).error
+    if isinstance(cause, RankFailure) and cause.kind == "stall":
+        return _join_stalls([failure.error for failure in failures if getattr(failure.error, "kind", "") == "stall"])
+    return cause
+
+
+def _join_stalls(failures: Sequence[Any]) -> RankFailure:
+    """Return the nodes' reports of a stall as one, which begins with the node whose rank is to blame if one is."""
+    if len(failures) == 1:
+        return failures[0]  # type: ignore[no-any-return]
+    stalls = sorted(failures, key=lambda failure: (failure.rank < 0, natural_key(str(failure))))
+    num_lines = max(5, MAX_LINES // len(stalls))  # a stack begins where the rank stands
+    num_shown = MAX_LINES // num_lines
+    reports = ["\n".join(str(stall).splitlines()[:num_lines]) for stall in stalls[:num_shown]]
+    if len(stalls) > num_shown:
+        reports.append(f"... (the log has the reports of {len(stalls) - num_shown} more nodes)")
+    return RankFailure("\n".join(reports), stalls[0].rank, "stall", "stall")

@@ -1,0 +1,240 @@
+"""The workers of a Dask cluster as the nodes of one attempt.
+
+Dask carries messages, not tensors. On each worker a task runs a process with the node's supervisor in it (worker.py,
+node.py). The messages of these processes come back as Dask's structured events.
+
+A silent machine is the hard case: its connections stay open and nobody reports it. So both sides send heartbeats every
+second, and each takes the other for lost after `node_timeout`. A driver that has lost a node ends the others; a node
+that has lost its driver kills its own ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import queue
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from distributed import Client, Future
+from distributed.client import ClosedClientError
+
+from flyte_ddp import events
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.cluster.connect import worker_end
+from flyte_ddp.errors import OUT_OF_MEMORY, NodeLost
+from flyte_ddp.launch.attempt import Node
+from flyte_ddp.launch.dask import worker
+from flyte_ddp.launch.dask.calls import (
+    ANSWER_TIMEOUT,
+    ByValue,
+    call_scheduler,
+    call_workers,
+    scheduler_id,
+    send_command,
+)
+from flyte_ddp.launch.dask.growth import GrowthWatch
+from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, NodeJob, decode
+from flyte_ddp.launch.dask.placement import DaskNode
+from flyte_ddp.launch.failures import shorten
+from flyte_ddp.launch.node import GO
+from flyte_ddp.launch.process.job import Job
+
+MESSAGE_INTERVAL = 0.1  # seconds that the driver waits for a message before it looks at anything else
+TRANSFER_TIMEOUT = 60.0  # seconds for the code to reach a worker
+FIRST_REPORT_TIMEOUT = 60.0  # seconds, at least, for a node's supervisor to start and report
+WORKER_LOG_LINES = 15  # of a lost worker's pod in the error
+SCHEDULER_TOPIC = "all"  # where the scheduler reports, among other things, that it has lost a worker
+
+
+class DaskNodes:
+    """The workers in one attempt.
+
+    Args:
+        plugin: the name of the run's plugin in the workers.
+        code: what the plugin brings along, see `code.packed_code`.
+        make_jobs: returns what each node has to do in an attempt of a job, given the number of restarts before it.
+        growth: the watch for a larger gang.
+    """
+
+    def __init__(
+        self,
+        plugin: str,
+        code: bytes,
+        client: Client,
+        config: ClusterConfig,
+        nodes: list[DaskNode],
+        make_jobs: Callable[[Job, int], list[NodeJob]],
+        growth: GrowthWatch,
+    ) -> None:
+        self.nodes = nodes
+        self.growth = growth
+        self.grace = growth.grace
+        self.world_size = nodes[0].ranks.world_size
+        self.plugin = plugin
+        self._code = code
+        self._client = client
+        self._config = config
+        self._make_jobs = make_jobs
+        self._scheduler_id = scheduler_id(client)
+        self._name = ""  # of the attempt, also of the topic of its messages
+        self._command = GO
+        self._next_command_at = 0.0
+        self._futures: list[Future] = []
+        self._arrivals: queue.SimpleQueue[tuple[float, dict[str, Any]]] = queue.SimpleQueue()
+        self._departures: queue.SimpleQueue[str] = queue.SimpleQueue()  # addresses of workers that the scheduler lost
+
+    @property
+    def larger(self) -> int:
+        return len(self.growth.members)
+
+    def start(self, job: Job, num_restarts: int) -> None:
+        """Put the code on the nodes, agree on where they meet, and start their supervisors."""
+        self._name = f"{self.plugin}-{num_restarts}"
+        self._client.subscribe_topic(self._name, lambda event: self._arrivals.put((time.monotonic(), event[1])))
+        self._client.subscribe_topic(SCHEDULER_TOPIC, self._note_departure)
+        first, *others = self.nodes
+        new = [node for node in self.nodes if not node.has_plugin]
+        self._call(new, worker.install, self.plugin, self._code, timeout=TRANSFER_TIMEOUT)
+        host, port = self._call([first], worker.call, self.plugin, "admit", self._name, True)[first.address]
+        self._call(others, worker.call, self.plugin, "admit", self._name, False)
+        for node in self.nodes:
+            node.ranks = dataclasses.replace(node.ranks, host=host, port=port)
+            node.last_message_at = time.monotonic()
+        for node, node_job in zip(self.nodes, self._make_jobs(job, num_restarts), strict=True):
+            self._futures.append(
+                self._client.submit(
+                    ByValue(worker.supervise),
+                    *(self.plugin, self._name, ByValue(worker.Sealed(node_job.to_json())), self._name),
+                    key=f"{self._name}-node-{node.index}",
+                    workers=[node.address],
+                    allow_other_workers=False,
+                    pure=False,
+                    retries=0,
+                )
+            )
+
+    def send(self, command: str) -> None:
+        for node in self.nodes[len(self._futures) :]:
+            node.outcome = "killed"  # it was never started
+        self._command, self._next_command_at = command, 0.0
+        self._repeat_command()
+
+    def messages(self) -> Sequence[tuple[Node, dict[str, Any]]]:
+        self._repeat_command()
+        found: list[tuple[Node, dict[str, Any]]] = []
+        # Looked up before the messages: whatever a task has sent arrived before its end did.
+        ended = [node for node, future in zip(self.nodes, self._futures, strict=False) if future.done()]
+        with contextlib.suppress(queue.Empty):
+            found += self._take(*self._arrivals.get(timeout=0 if ended else MESSAGE_INTERVAL))
+            while True:
+                found += self._take(*self._arrivals.get_nowait())
+        for node in ended:
+            if not node.outcome:
+                found += self._conclude(node)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                address = self._departures.get_nowait()
+                found += [(node, _lost("its worker is gone")) for node in self.nodes if node.address == address]
+        return [*found, *self._find_silent()]
+
+    def explain(self, failure: Exception) -> Exception:
+        """Return the failure with the last lines of the lost worker's pod, or the loss of the scheduler."""
+        if not isinstance(failure, NodeLost):
+            return failure
+        if (now := scheduler_id(self._client)) != self._scheduler_id:
+            # Every node seems lost then: their messages come through the scheduler.
+            why = "another one has taken its place" if now else "it does not answer"
+            return NodeLost(f"the Dask scheduler was lost: {why}", "")
+        if not failure.worker or "\n" in str(failure):
+            return failure
+        end = worker_end(self._config, failure.worker, WORKER_LOG_LINES)
+        text = f"{failure}; {end}" if end.reason else str(failure)
+        if end.log:
+            text += f"\nThe last lines of its pod's log:\n{shorten(end.log, WORKER_LOG_LINES)}"
+        return NodeLost(text, failure.worker, OUT_OF_MEMORY if end.is_out_of_memory else failure.cause)
+
+    def close(self) -> None:
+        self.growth.close()
+        for future in self._futures:
+            future.release()
+        with contextlib.suppress(ClosedClientError):
+            self._client.unsubscribe_topic(self._name)
+            self._client.unsubscribe_topic(SCHEDULER_TOPIC)
+
+    def _call(self, nodes: Sequence[DaskNode], function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        answers = call_workers(self._client, [node.address for node in nodes], function, *arguments, **options)
+        for node in nodes:
+            if isinstance(error := answers[node.address], Exception):
+                why = f"it does not answer: {type(error).__name__}: {error}"
+                raise NodeLost(f"{node} was lost: {why}", node.worker) from error
+        return answers
+
+    def _repeat_command(self) -> None:
+        """Send the current command to every node, about every second: a lost one is repeated."""
+        if time.monotonic() < self._next_command_at:
+            return
+        self._next_command_at = time.monotonic() + BEAT_INTERVAL
+        addresses = [node.address for node in self.nodes if not node.outcome]
+        # Without waiting: a node that does not answer must not delay the others.
+        self._client.loop.add_callback(send_command, self._client, addresses, self.plugin, self._name, self._command)
+
+    def _take(self, arrived_at: float, envelope: dict[str, Any]) -> list[tuple[Node, dict[str, Any]]]:
+        """Take in one of Dask's events with a message of a node in it; return the messages whose turn has come."""
+        sender = next((node for node in self.nodes if node.address == envelope["worker"]), None)
+        if sender is None:
+            return []
+        message = decode(envelope["message"])
+        sender.last_message_at = max(sender.last_message_at, arrived_at)
+        sender.has_reported = True
+        if message["kind"] == "beat":
+            return [(sender, message)]
+        ready = sender.inbox.put(message)
+        for each in ready:
+            if each["kind"] == "event":
+                each["event"] = events.from_dict(each["event"])
+            sender.has_sent_end |= each["kind"] == "end"
+        return [(sender, each) for each in ready]
+
+    def _conclude(self, node: DaskNode) -> list[tuple[Node, dict[str, Any]]]:
+        """Return the last messages of a node whose task has ended."""
+        if node.has_sent_end:
+            return []
+        found: list[tuple[Node, dict[str, Any]]] = []
+        # Dask keeps the last 1000 messages of a topic: those that were lost on the way here may be among them.
+        for _, message in call_scheduler(self._client, "events", topic=self._name) or ():
+            found += self._take(0.0, message)
+        if not node.has_sent_end:
+            found.append((node, _lost(f"its supervisor {self._end_of_task(node)}")))
+        return found
+
+    def _end_of_task(self, node: DaskNode) -> str:
+        try:
+            return str(self._futures[node.index].result(timeout=ANSWER_TIMEOUT))
+        except Exception as error:  # Dask's own, or one that the task raised
+            return f"could not be run: {type(error).__name__}: {error}"
+
+    def _find_silent(self) -> list[tuple[Node, dict[str, Any]]]:
+        limit = self._config.node_timeout
+        found: list[tuple[Node, dict[str, Any]]] = []
+        for node in self.nodes[: len(self._futures)]:
+            silence = time.monotonic() - node.last_message_at
+            if node.outcome or node.has_sent_end:
+                continue
+            if node.has_reported and silence > limit:
+                node.is_silent = True
+                why = f"it has been silent for {silence:.0f} s (node_timeout: {limit:g})"
+                found.append((node, {**_lost(why), "is_silent": True}))
+            elif not node.has_reported and silence > max(limit, FIRST_REPORT_TIMEOUT):
+                found.append((node, _lost(f"its supervisor has not started within {silence:.0f} s")))
+        return found
+
+    def _note_departure(self, event: tuple[float, dict[str, Any]]) -> None:
+        _, message = event
+        if message.get("action") == "remove-worker":
+            self._departures.put(message["worker"])
+
+
+def _lost(why: str) -> dict[str, Any]:
+    return {"kind": "lost", "why": why}

@@ -1,0 +1,237 @@
+"""The workers of a Dask cluster as the place of a run: which of them an attempt gets, and how it gets its data."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from distributed import Client
+
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.cluster.connect import explain_missing_workers
+from flyte_ddp.errors import ClusterError, ConfigError, WorkersLost
+from flyte_ddp.launch.dask import worker
+from flyte_ddp.launch.dask.calls import ANSWER_TIMEOUT, call_workers
+from flyte_ddp.launch.dask.code import packed_code
+from flyte_ddp.launch.dask.data import SharedData, check_same_directory
+from flyte_ddp.launch.dask.growth import GrowthWatch
+from flyte_ddp.launch.dask.messages import NodeJob
+from flyte_ddp.launch.dask.nodes import DaskNodes
+from flyte_ddp.launch.dask.placement import DaskNode, Worker, assign_nodes
+from flyte_ddp.launch.dask.pool import Pool
+from flyte_ddp.launch.dask.roll_call import RollCall
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.storage import Storage, storage_environment
+
+if TYPE_CHECKING:
+    from flyte_ddp.launch.driver import Run
+    from flyte_ddp.launch.policy import Ended
+
+ROLL_CALL_INTERVAL = 1.0  # seconds between two checks of which workers are there
+REUNION_TIMEOUT = 5.0  # seconds for all workers of a larger gang to be idle, after the smaller one has ended
+
+
+class DaskPlace:
+    """The ranks of a run on the workers of a Dask cluster, of which each is a node.
+
+    Args:
+        client: from `cluster.open_cluster`.
+        run_name: as given to `open_cluster`, to find out what missing workers wait for.
+        pool: shared with other runs that train on the cluster at the same time, each on one node and with a client of
+            its own, because a client has one handler for each kind of Dask's events.
+    """
+
+    def __init__(self, client: Client, config: ClusterConfig, run_name: str = "", pool: Pool | None = None) -> None:
+        self.client = client
+        self.config = config
+        self.run_name = run_name
+        self.pool = pool
+        self.max_restarts = config.max_restarts
+        self.is_cluster = True
+        memory = config.kubernetes.worker_memory
+        self.larger_memory = f"cluster.kubernetes.worker_memory: expected more than {memory}"
+        self._code = b""
+        self._data: SharedData | None = None
+        self._roll_call: RollCall | None = None
+        self._latest: DaskNodes | None = None
+        self._grown_at = -math.inf  # monotonic: when a gang last ended to grow
+
+    def check(self, job: Job) -> None:
+        """Check the run before anything is asked of its cluster; see `check`."""
+        check(job, self.config)
+
+    def gather(self, run: Run, previous: Ended | None) -> DaskNodes:
+        """Return the nodes of the next attempt: all workers, or after a while as many as a smaller size needs.
+
+        Raises:
+            ConfigError: the checkpoints are at a path that is another directory on one of the nodes.
+            ClusterError, WorkersLost after a failure: there are too few workers in time.
+        """
+        if self._roll_call is None:
+            self._roll_call = RollCall(self.client, run.name)
+            self._code = packed_code(run.job.program)
+            if run.prepared and run.storage:
+                self._data = SharedData(self.client, run.storage, self.pool)
+        sizes = usable_sizes(run.job, self.config)
+        expected, patience = self._look_back(previous)
+        workers = self._wait_for_workers(run, previous, sizes, expected, patience)
+        self._roll_call.is_strict = False
+        size = next(size for size in sizes if size <= len(workers))
+        directory = run.wait_for(run.prepared) if run.prepared else ""
+        nodes = assign_nodes(workers, size, self.config)
+        if run.storage:
+            check_same_directory(self.client, run.storage, nodes)
+        growth = self._watch_for_growth(run, workers, nodes, sizes)
+        make_jobs = functools.partial(self._make_jobs, run.name, directory, nodes)
+        self._latest = DaskNodes(run.name, self._code, self.client, self.config, nodes, make_jobs, growth)
+        return self._latest
+
+    def close(self, run: Run) -> None:
+        """Remove the plugin from the workers and the copy of the data from the store."""
+        if self._latest:
+            self._latest.growth.join(2 * ANSWER_TIMEOUT)  # not to have it install the plugin after this
+        if self._roll_call:
+            asked = self._roll_call.known & set(self._roll_call.listed_workers())
+            call_workers(self.client, asked, worker.uninstall, run.name)
+        if self.pool:
+            self.pool.release(run.name)
+        if self._data:
+            self._data.close()
+
+    def _look_back(self, previous: Ended | None) -> tuple[frozenset[str], float]:
+        """Return the addresses of workers that the next gang may have at once, and how long all are waited for."""
+        patience = self.config.return_timeout if self.config.min_nodes else self.config.start_timeout
+        if self._latest is None or self._roll_call is None or previous is None:
+            return frozenset(), patience
+        if previous.failure is None:
+            self._grown_at = time.monotonic()
+            return self._latest.growth.members, REUNION_TIMEOUT
+        if self.pool:
+            self.pool.release(self._latest.plugin)
+        self._roll_call.silent |= {node.address for node in self._latest.nodes if node.is_silent}
+        # Without the loss of a node the same ones go on: for a larger gang the watch waits.
+        return frozenset(node.address for node in self._latest.nodes), patience
+
+    def _wait_for_workers(
+        self, run: Run, previous: Ended | None, sizes: Sequence[int], expected: frozenset[str], patience: float
+    ) -> list[Worker]:
+        """Return the workers for the next attempt.
+
+        Args:
+            expected: addresses of workers that are enough as soon as all of them are idle.
+            patience: seconds after which a smaller size is enough.
+        """
+        assert self._roll_call is not None  # made by `gather`
+        begun = time.monotonic()
+        while True:
+            run.check_stop()
+            workers = self._roll_call.present_workers()
+            if self.pool is None:
+                workers = [each for each in workers if not each.is_busy]
+            else:
+                workers = self.pool.claim(run.name, workers, self.config.gpus_per_node)
+                if not workers and self.pool.is_in_use():
+                    begun = time.monotonic()  # it waits for its turn: no worker is missing
+            chosen = [each for each in workers if each.address in expected]
+            if chosen and len(chosen) == len(expected):
+                return chosen
+            waited = time.monotonic() - begun
+            if len(workers) >= sizes[0] or (len(workers) >= sizes[-1] and waited >= patience):
+                return workers
+            if waited > max(patience, self.config.start_timeout) or self.client.status == "closed":
+                break
+            # At first they are only about to be idle again. A smaller size is enough as soon as `patience` is over.
+            pause = min(ROLL_CALL_INTERVAL, 0.1 + waited)
+            time.sleep(min(pause, patience - waited) if waited < patience else pause)
+        message = f"{len(workers)} of {self.config.num_nodes} workers are there and idle after {waited:.0f} s"
+        if is_gone := self.client.status == "closed":
+            message = "the Dask scheduler is gone"
+        if reason := explain_missing_workers(self.config, self.run_name):
+            message += f". {reason.rstrip('.')}"
+        if previous is None:
+            raise ClusterError(message)
+        because = "" if is_gone or not previous.failure else f". The gang had to restart, because {previous.failure}"
+        raise WorkersLost(f"{message}{because}") from previous.failure
+
+    def _watch_for_growth(
+        self, run: Run, workers: Sequence[Worker], nodes: Sequence[DaskNode], sizes: Sequence[int]
+    ) -> GrowthWatch:
+        """Return the watch for workers with which the gang of these nodes could be larger."""
+        assert self._roll_call is not None  # made by `gather`
+        addresses = {node.address for node in nodes}
+        if run.storage is None:
+            sizes = [len(nodes)]  # nothing is kept that a larger gang could go on from
+        probe = Storage(run.job.checkpoints, timeout=0)
+
+        def prepare(address: str) -> None:
+            if modules := run.job.program.slow_imports:
+                call_workers(self.client, [address], worker.install, run.name, self._code)
+                call_workers(self.client, [address], worker.call, run.name, "prepare", modules)
+
+        def check_nodes(newcomers: Sequence[DaskNode]) -> None:
+            probe.names()  # while the store is away, the gang could not save its state
+            check_same_directory(self.client, probe, newcomers)
+
+        return GrowthWatch(
+            [each for each in workers if each.address in addresses],
+            sizes,
+            self.config,
+            self._roll_call,
+            prepare,
+            check_nodes,
+            not_before=self._grown_at + self.config.grow_interval,
+            grace=run.job.program.store_timeout,
+        )
+
+    def _make_jobs(
+        self, run_id: str, directory: str, nodes: Sequence[DaskNode], job: Job, num_restarts: int
+    ) -> list[NodeJob]:
+        """Return what each of the nodes has to do."""
+        sees_data, archive_name = self._data.locate(directory, nodes) if self._data else (set(), "")
+        return [
+            NodeJob(
+                job=job,
+                ranks=dataclasses.replace(
+                    node.ranks, run_id=run_id, num_restarts=num_restarts, max_restarts=self.max_restarts
+                ),
+                driver_timeout=self.config.node_timeout,
+                environment=node.environment,
+                storage=storage_environment(),
+                data=directory if node.address in sees_data else "",
+                data_archive=self._data.archive if self._data else "",
+                data_name=archive_name.removesuffix(".zip"),
+                prints_lines=self.config.resolved_kind != "local",  # whose workers have this process's terminal
+            )
+            for node in nodes
+        ]
+
+
+def check(job: Job, config: ClusterConfig) -> None:
+    """Check the run before anything is asked of its cluster.
+
+    Raises:
+        ConfigError: what the program cannot do, such as an unknown recipe, or a batch that cannot be split evenly at
+            `num_nodes`, or at none of the smaller sizes that `min_nodes` allows.
+    """
+    job.program.check(config.num_nodes * config.ranks_per_node, config.gpus_per_node > 0)
+    if config.enough_nodes < config.num_nodes and usable_sizes(job, config) == [config.num_nodes]:
+        raise ConfigError(
+            f"min_nodes: expected a smaller number of nodes, because the global batch splits evenly at none from "
+            f"{config.min_nodes} to {config.num_nodes - 1} ({config.ranks_per_node} ranks each), or 0 for a run that "
+            f"needs all {config.num_nodes}, got {config.min_nodes}"
+        )
+
+
+def usable_sizes(job: Job, config: ClusterConfig) -> list[int]:
+    """Return the numbers of nodes at which the run may go on, largest first: those that split the batch evenly."""
+    sizes = []
+    for num_nodes in range(config.num_nodes, config.enough_nodes - 1, -1):
+        with contextlib.suppress(ConfigError):
+            job.program.check_world_size(num_nodes * config.ranks_per_node)
+            sizes.append(num_nodes)
+    return sizes

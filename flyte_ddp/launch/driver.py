@@ -1,0 +1,350 @@
+"""The one loop of attempts: start the ranks of a program, watch them, and do what policy.py says when they end.
+
+A place gives the nodes: this machine (local.py), or the workers of a Dask cluster (dask/place.py). What fails fails as
+a whole: the gang is ended on every node and starts again from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import contextvars
+import dataclasses
+import json
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from flyte_ddp import events
+from flyte_ddp.checkpoints import newest_step
+from flyte_ddp.checkpoints.ownership import Ownership
+from flyte_ddp.errors import (
+    ConfigError,
+    GangLost,
+    NodeLost,
+    OutOfMemory,
+    RankFailure,
+    StorageUnavailable,
+    TrainingStopped,
+)
+from flyte_ddp.events.wall_time import AttemptStarted
+from flyte_ddp.launch.attempt import Attempt, Nodes
+from flyte_ddp.launch.dispatch import Dispatcher
+from flyte_ddp.launch.failures import first_line
+from flyte_ddp.launch.policy import Before, Ended, Next, Rules, decide
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.output import PREFIX
+from flyte_ddp.launch.signals import StopRequest, stop_on_signals
+from flyte_ddp.launch.supervisor import print_line
+from flyte_ddp.storage import Storage, redact_url
+
+OOM_NOTE = "out-of-memory.json"  # beside the checkpoints
+POLL_INTERVAL = 0.1  # seconds between looks at the stop request while something is waited for
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Run:
+    """The parts of a run that all its attempts share.
+
+    Attributes:
+        name: unique.
+        job: as it is now: a restart may have changed its program.
+        storage: of the checkpoints; None for a run that keeps none.
+        prepared: the local directory of the prepared data, in time; None for a program that needs none.
+    """
+
+    name: str
+    job: Job
+    storage: Storage | None
+    stop: StopRequest
+    emit: Callable[[events.Event], None]
+    relay: Callable[[str], None]
+    prepared: concurrent.futures.Future[str] | None
+
+    def check_stop(self) -> None:
+        """Raise TrainingStopped if the run is to end. For while no rank runs."""
+        if self.stop.is_set():
+            if self.storage:
+                self.storage.stop.set()
+            raise TrainingStopped(
+                f"{self.stop.reason}: the run was stopped while no rank was running", self.stop.reason
+            )
+
+    def wait_for(self, future: concurrent.futures.Future[T]) -> T:
+        """Return the result of `future`. Raises as it, and as `check_stop`."""
+        while not concurrent.futures.wait([future], timeout=POLL_INTERVAL).done:
+            self.check_stop()
+        return future.result()
+
+
+class Place(Protocol):
+    """Where the ranks of a run are.
+
+    Attributes:
+        max_restarts: of the gang, that count.
+        larger_memory: the setting that limits the memory of the ranks, and what it should be; begins an error.
+        is_cluster: its nodes are waited for, and a line of a rank's begins with its node.
+    """
+
+    max_restarts: int
+    larger_memory: str
+    is_cluster: bool
+
+    def check(self, job: Job) -> None:
+        """Raise ConfigError for what cannot run here. Called before anything is started."""
+
+    def gather(self, run: Run, previous: Ended | None) -> Nodes:
+        """Return the nodes of the next attempt, waiting for them. `previous` is how the one before it ended.
+
+        Raises:
+            ClusterError, WorkersLost after a failure: there are too few of them in time.
+        """
+
+    def close(self, run: Run) -> None:
+        """Remove what the run has left on the nodes. Does not raise."""
+
+
+def run(
+    job: Job,
+    place: Place,
+    data: Callable[[], str] | None = None,
+    listeners: Sequence[events.Listener] = (),
+    relay: Callable[[str], None] | None = None,
+    stop: StopRequest | None = None,
+    earlier_failure: RankFailure | None = None,
+) -> events.RunState:
+    """Run the program of `job` in ranks at `place`, start to end; return the state that its events fold to.
+
+    Args:
+        job: its checkpoints must be where every node reaches them.
+        data: returns the local directory of the prepared data. Called while the ranks start, or the nodes are gathered.
+            None where none are needed.
+        listeners: receive every event, in a thread with the caller's context variables.
+        relay: called with every line that a rank prints; standard error by default.
+        stop: ends the run early when set; by default SIGINT and SIGTERM do.
+        earlier_failure: how the attempt of an earlier process ended, which that process could not tell.
+
+    Raises:
+        ConfigError: before any rank is started, also if the checkpoints belong to another run; OutOfMemory also later.
+        ClusterError: the nodes did not come in time.
+        RankFailure: a rank failed in a way that another attempt would repeat, or without a restart left.
+        GangLost: nodes were lost more often than `max_restarts` allows.
+        StorageUnavailable: the checkpoints could not be reached for `store_timeout` seconds.
+        TrainingStopped: SIGINT or SIGTERM, or `stop`, ended the run, after a last checkpoint.
+    """
+    place.check(job)
+    program, storage = job.program, None
+    if job.checkpoints:
+        storage = Storage(job.checkpoints, timeout=program.store_timeout)
+        storage.check_access()
+        job = dataclasses.replace(job, checkpoints=storage.url)
+    state = events.RunState(keep_steps=False)
+    stopping = contextlib.nullcontext(stop) if stop else stop_on_signals(program.signals, program.stop_grace)
+    with (
+        _own_place(job) as ownership,
+        Dispatcher([state, *listeners]) as dispatcher,
+        _say_where_to_resume(job),
+        stopping as stop,
+    ):
+        prepared = run_in_background(data) if data else None
+        name = f"training-{uuid.uuid4().hex[:12]}"
+        begun = Run(name, job, storage, stop, dispatcher.emit, relay or print_line, prepared)
+        try:
+            driver = _Driver(begun, place, ownership)
+            if earlier_failure:
+                driver.look_back(earlier_failure)
+            driver.drive()
+        finally:
+            place.close(begun)
+    return state
+
+
+class _Driver:
+    """A run: attempt after attempt, until one succeeds or another would be of no use."""
+
+    def __init__(self, run: Run, place: Place, ownership: Ownership | None) -> None:
+        self.run = run
+        self.place = place
+        self.ownership = ownership
+        self.num_attempts = 0
+        self.num_restarts = 0  # those that count
+        self.previous: Ended | None = None  # the last attempt that failed
+
+    def look_back(self, failure: RankFailure) -> None:
+        """Raise OutOfMemory if the attempt of an earlier process ended for the second time for lack of memory."""
+        ended = Ended(failure, 0, self._newest_step())
+        decision = decide(ended, Before(oom_step=self._oom_step()), Rules(max_restarts=1))
+        self._note_oom(ended.resumed_step, is_over=decision.error is OutOfMemory)
+        if decision.error is OutOfMemory:
+            self._raise(ended, failure, decision.error)
+
+    def drive(self) -> None:
+        """Make attempts until one succeeds. Raises as `run`."""
+        run, latest = self.run, None
+        resumed_step = run_in_background(self._newest_step)
+        while True:
+            begun = time.time() if self.num_attempts else run.job.launched_at  # since then the nodes were started
+            nodes = self.place.gather(run, latest)
+            waited = time.time() - begun if self.place.is_cluster else 0.0
+            run.emit(AttemptStarted(len(nodes.nodes), run.job.launched_at, waited))
+            # A new token for each gang: a rank of an earlier one that still lives on a silent node may not write now.
+            owner = self.ownership.renew() if self.ownership else ""
+            shows_nodes = self.place.is_cluster and run.job.program.output.prefix == PREFIX
+            attempt = Attempt(nodes, run.emit, run.relay, run.stop, shows_nodes)
+            try:
+                self.num_attempts += 1
+                job = dataclasses.replace(run.job, launched_at=time.time(), owner=owner)
+                if attempt.train(job, self.num_attempts - 1):
+                    return
+                latest = Ended(None, attempt.step, resumed_step.result())
+                run.emit(attempt.ended(f"it grows to {attempt.larger} nodes"))
+            except (RankFailure, NodeLost) as error:
+                run.emit(attempt.ended(first_line(error)))
+                if run.prepared and run.prepared.done() and (failed := run.prepared.exception()):
+                    raise failed from None  # the caller's own, which the node could only report
+                latest = Ended(error, attempt.step, resumed_step.result())
+            self._follow(latest, attempt)
+            if run.storage:
+                run.wait_for(run_in_background(run.storage.names))  # raises StorageUnavailable
+                resumed_step = run_in_background(self._newest_step)
+
+    def _newest_step(self) -> int:
+        """Return the step of the newest checkpoint, from which an attempt resumes now; -1 if that is not known."""
+        if self.run.storage:
+            with contextlib.suppress(StorageUnavailable):
+                return newest_step(self.run.storage.url, timeout=0)
+        return -1
+
+    def _follow(self, ended: Ended, attempt: Attempt) -> None:
+        """Log what follows on the end of an attempt, or raise if nothing does."""
+        run, failure, place = self.run, ended.failure, self.place
+        smaller = None
+        if isinstance(failure, RankFailure):
+            smaller = run.job.program.with_smaller_batches(failure, attempt.nodes.world_size)
+        before = Before(self.previous, self.num_restarts, self._oom_step() if ended.is_out_of_memory else None)
+        rules = Rules(place.max_restarts, run.job.program.repeats_bugs, can_shrink=smaller is not None)
+        decision = decide(ended, before, rules)
+        if decision.next is Next.GROW:
+            logger.warning(
+                "the gang ended %s, after a checkpoint, to grow from %d to %d nodes",
+                *(ended.position, len(attempt.nodes.nodes), attempt.larger),
+            )
+            return
+        assert failure is not None  # only a gang that grows has none
+        if ended.is_out_of_memory:
+            self._note_oom(ended.resumed_step, is_over=decision.error is OutOfMemory)
+        if decision.next is Next.RAISE:
+            self._raise(ended, failure, decision.error)
+        if decision.next is Next.SHRINK and smaller is not None:
+            run.job = dataclasses.replace(run.job, program=smaller)
+            accumulation = smaller.config.gradient_accumulation
+            logger.warning(
+                "a GPU ran out of memory: the ranks restart from the last checkpoint with gradient_accumulation %d",
+                accumulation,
+            )
+            return
+        what, previous = first_line(failure), self.previous
+        self.previous = ended
+        if decision.next is Next.WAIT:
+            logger.warning("the gang was lost %s and restarts when the store is back: %s", ended.position, what)
+            return
+        self.num_restarts += 1
+        is_known = (
+            previous is not None and previous.failure is not None and previous.failure.cause == failure.cause != ""
+        )
+        logger.warning(
+            "the gang was lost %s and restarts from its last checkpoint (restart %d of at most %d): %s",
+            *(ended.position, self.num_restarts, place.max_restarts),
+            what if is_known or failure.cause == "stall" else failure,  # of a stall the log has all stacks
+        )
+
+    def _raise(self, ended: Ended, failure: RankFailure | NodeLost, kind: type[Exception] | None) -> None:
+        """Raise the error that ends the run."""
+        if kind is OutOfMemory:
+            raise OutOfMemory(
+                f"{self.place.larger_memory}, or a smaller evaluation_batch_size, data_workers or model: the ranks ran "
+                f"out of memory twice. {first_line(failure)}"
+            ) from failure
+        if kind is StorageUnavailable:
+            raise StorageUnavailable(first_line(failure)) from failure
+        if kind is GangLost:
+            raise GangLost(f"{self._used_up(ended)}: {failure}") from failure
+        if isinstance(failure, RankFailure) and failure.kind != "exception" and self.num_restarts:
+            values = failure.to_dict()
+            raise RankFailure(**{**values, "message": f"{self._used_up(ended)}: {failure}"}) from failure
+        raise failure
+
+    def _used_up(self, ended: Ended) -> str:
+        limit = self.place.max_restarts
+        return f"the gang was lost {ended.position} and has used up its restarts (max_restarts: {limit})"
+
+    def _oom_step(self) -> int | None:
+        """Return the step from which the last attempt that ran out of memory had started, whatever process drove it."""
+        if not self.run.storage:
+            return None
+        with contextlib.suppress(FileNotFoundError, StorageUnavailable):
+            return int(json.loads(self._notes().read(OOM_NOTE))["resumed_step"])
+        return None
+
+    def _note_oom(self, resumed_step: int, is_over: bool) -> None:
+        """Note a lack of memory for the next attempt of the run; forget it for another run, which differs somehow."""
+        if not self.run.storage:
+            return
+        with contextlib.suppress(StorageUnavailable):
+            if is_over:
+                self._notes().delete(OOM_NOTE)
+            else:
+                self._notes().write(OOM_NOTE, json.dumps({"resumed_step": resumed_step}).encode())
+
+    def _notes(self) -> Storage:
+        return Storage(self.run.job.checkpoints, timeout=0)
+
+
+@contextlib.contextmanager
+def _own_place(job: Job) -> Iterator[Ownership | None]:
+    """Own the place of the job's checkpoints for the length of the block; None if it has none."""
+    if not job.checkpoints:
+        yield None
+        return
+    with Ownership(job.checkpoints, job.run, job.program.store_timeout) as ownership:
+        yield ownership
+
+
+@contextlib.contextmanager
+def _say_where_to_resume(job: Job) -> Iterator[None]:
+    """Add the newest checkpoint in the store to the message of a TrainingStopped, or that there is none."""
+    try:
+        yield
+    except TrainingStopped as stopped:
+        hint = ""
+        if job.checkpoints and job.is_kept:
+            with contextlib.suppress(StorageUnavailable, ConfigError):  # then nobody knows
+                step, place = newest_step(job.checkpoints, timeout=0), redact_url(job.checkpoints)
+                hint = f". Its checkpoints are in {place}: the same run resumes there, at step {step}"
+                if not step:
+                    hint = f". No checkpoint is in {place}: the same run starts at step 0"
+        raise TrainingStopped(f"{stopped}{hint}", stopped.reason) from None
+
+
+def run_in_background(function: Callable[[], T]) -> concurrent.futures.Future[T]:
+    """Call `function` in a thread that sees the caller's context variables, such as Flyte's context."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    context = contextvars.copy_context()
+
+    def work() -> None:
+        try:
+            future.set_result(context.run(function))
+        except BaseException as error:
+            future.set_exception(error)
+
+    # A daemon: a download that hangs must not outlive a run that was stopped.
+    threading.Thread(target=work, name="data", daemon=True).start()
+    return future

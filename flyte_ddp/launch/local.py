@@ -1,0 +1,158 @@
+"""The driver's own machine as the place of a run: one node, whose ranks are children of the driver's process."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import queue
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.launch.attempt import Node
+from flyte_ddp.launch.devices import (
+    check_requested_gpus,
+    default_num_processes,
+    has_mig_slices,
+    num_cores,
+    num_gpus,
+)
+from flyte_ddp.launch.node import Link, run_ranks
+from flyte_ddp.launch.process.job import Job, NodeRanks
+from flyte_ddp.launch.process.programs import check_compiler
+
+if TYPE_CHECKING:
+    from flyte_ddp.launch.driver import Run
+    from flyte_ddp.launch.policy import Ended
+
+MESSAGE_INTERVAL = 0.1  # seconds that the driver waits for a message before it looks at anything else
+
+
+class LocalPlace:
+    """The ranks of a run on this machine.
+
+    Args:
+        num_processes: ranks; 0 is one per GPU, or two on a machine without.
+        max_restarts: how often all ranks start again after one was killed, hung, or failed in a way that another
+            attempt may not repeat.
+        port: where the ranks meet; 0 for any free one.
+    """
+
+    larger_memory = "memory: expected a larger limit of the task (training.memory_gib in settings.toml)"
+    is_cluster = False
+
+    def __init__(self, num_processes: int = 0, max_restarts: int = 0, port: int = 0) -> None:
+        self.num_processes = num_processes or default_num_processes()
+        self.max_restarts = max_restarts
+        self.port = port
+
+    def check(self, job: Job) -> None:
+        """Check the run before any process is started for it.
+
+        Raises:
+            ConfigError: what the program cannot do (an unknown recipe, a batch that cannot be split evenly), more ranks
+                than GPUs, missing GPUs.
+        """
+        num_processes = self.num_processes
+        if num_processes < 1:
+            raise ConfigError(f"num_processes: expected a whole number of at least 1, got {num_processes}")
+        check_requested_gpus()
+        gpus = num_gpus()
+        if gpus and num_processes > gpus:
+            raise ConfigError(f"num_processes: expected at most {gpus}, one per GPU, got {num_processes}")
+        job.program.check(num_processes, gpus > 0)
+        check_compiler(job.program)
+        if gpus and num_processes > 1 and job.program.uses_nccl and has_mig_slices():
+            raise ConfigError("backend: expected gloo between MIG slices of a GPU, got nccl")
+
+    def gather(self, run: Run, previous: Ended | None) -> LocalNodes:
+        """Return this machine. It is there at once."""
+        return LocalNodes(self, run)
+
+    def close(self, run: Run) -> None:
+        """Do nothing: the end of an attempt leaves nothing."""
+
+
+class LocalNodes:
+    """The driver's machine in one attempt. Its ranks are supervised in a thread."""
+
+    grace = 0.0
+    larger = 0
+
+    def __init__(self, place: LocalPlace, run: Run) -> None:
+        self.nodes = [Node()]
+        self.world_size = place.num_processes
+        self._place = place
+        self._run = run
+        self._arrivals: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._link = Link(self._arrivals.put)
+        self._stack = contextlib.ExitStack()
+        self._thread: threading.Thread | None = None
+
+    def start(self, job: Job, num_restarts: int) -> None:
+        """Start the ranks.
+
+        Raises:
+            ConfigError: another process has the port.
+        """
+        place = self._place
+        listener = self._stack.enter_context(listening_socket("127.0.0.1", place.port))
+        ranks = NodeRanks(
+            first_rank=0,
+            num_ranks=place.num_processes,
+            world_size=place.num_processes,
+            host="127.0.0.1",
+            port=listener.getsockname()[1],
+            interface="lo0" if sys.platform == "darwin" else "lo",
+            use_gpus=num_gpus() > 0,
+            num_threads=max(1, num_cores() // place.num_processes),
+            run_id=self._run.name,
+            num_restarts=num_restarts,
+            max_restarts=place.max_restarts,
+        )
+        data = self._run.prepared.result if self._run.prepared else None
+        arguments = (run_ranks, job, ranks, listener, data, self._link)
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=arguments, name="supervisor", daemon=True)
+        self._thread.start()
+
+    def send(self, command: str) -> None:
+        self._link.obey(command)
+
+    def messages(self) -> Sequence[tuple[Node, dict[str, Any]]]:
+        found = []
+        with contextlib.suppress(queue.Empty):
+            found.append(self._arrivals.get(timeout=MESSAGE_INTERVAL))
+            while True:
+                found.append(self._arrivals.get_nowait())
+        return [(self.nodes[0], message) for message in found]
+
+    def explain(self, failure: Exception) -> Exception:
+        return failure
+
+    def close(self) -> None:
+        if self._thread:
+            self._thread.join()  # the ranks are gone
+        self._stack.close()
+
+
+@contextlib.contextmanager
+def listening_socket(host: str, port: int = 0) -> Iterator[socket.socket]:
+    """Open a listening socket on `port` of `host`; 0 for a free one.
+
+    It is bound before its port is known, and passed to rank 0 open, so no other process can take the port in between.
+
+    Raises:
+        ConfigError: another process has the port.
+    """
+    try:
+        listener = socket.create_server((host, port), backlog=1024)
+    except OSError as error:
+        if not port:
+            raise
+        raise ConfigError(f"master_port: expected a port that is free, or 0, got {port}: {error}") from None
+    with listener:
+        yield listener

@@ -1,0 +1,121 @@
+"""One node's part of an attempt, on whatever machine: run its ranks, obey the driver, and tell it what happens.
+
+The same in the driver's own process (local.py) and in the supervisor that a Dask worker has started (dask/node.py).
+They differ in the `Link`, which carries commands in and messages out.
+
+Messages, by kind:
+    beat     step that the node's ranks have reached; is_writing: rank 0 writes a checkpoint; is_stoppable: the ranks
+             save their state when they are asked to stop
+    event    event of the run, on the node of rank 0
+    lines    that the ranks have printed
+    end      outcome: done, stopped, failed, killed or broken; last
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from flyte_ddp import events
+from flyte_ddp.errors import ConfigError, DataError, RankFailure, TrainingStopped
+from flyte_ddp.launch.failures import shorten_traceback
+from flyte_ddp.launch.process.job import Job, NodeRanks
+from flyte_ddp.launch.signals import StopRequest
+from flyte_ddp.launch.supervisor import supervise
+
+KILL_GRACE = 5.0  # seconds in which the ranks must be gone after a command to kill them
+GO, STOP, KILL = "go", "stop", "kill"  # the driver's commands; seconds of grace and the reason follow STOP
+
+
+class Link:
+    """An attempt's link to its driver.
+
+    Args:
+        put: passes a message on. Called from any thread, one call at a time.
+    """
+
+    def __init__(self, put: Callable[[dict[str, Any]], None]) -> None:
+        self.stop = StopRequest()
+        self.is_killed = False  # ordered to end at once, or left alone
+        self.beat = {"step": 0, "is_writing": False, "is_stoppable": False}
+        self._put = put
+        self._previous = ""  # command
+        self._lines: list[str] = []
+        self._lock = threading.Lock()
+        self.is_over = threading.Event()
+
+    def obey(self, text: str) -> None:
+        """Do what a command says. After the end of the attempt, do nothing."""
+        command, _, rest = text.partition(" ")
+        if command == KILL:
+            self.kill_ranks("the driver ended the attempt")
+        elif command == STOP and text != self._previous:  # commands are repeated
+            grace, _, reason = rest.partition(" ")
+            self.stop.revise(reason, float(grace))
+        self._previous = text
+
+    def kill_ranks(self, reason: str) -> None:
+        """Have the ranks killed."""
+        self.is_killed = True
+        self.stop.set(reason)
+        self.stop.set(reason)  # the second request is urgent
+
+    def send(self, kind: str, **values: Any) -> None:
+        """Send a message, in order; nothing after the end."""
+        with self._lock:
+            if not self.is_over.is_set():
+                if kind == "end":
+                    self.is_over.set()
+                self._put({"kind": kind, **values})
+
+    def emit(self, event: events.Event) -> None:
+        self.send_lines()
+        self.send("event", event=event)
+
+    def on_beat(self, step: int, is_writing: bool, is_stoppable: bool) -> None:
+        """Take note of what the ranks are at. What the driver must know at once is sent at once."""
+        previous, self.beat = self.beat, {"step": step, "is_writing": is_writing, "is_stoppable": is_stoppable}
+        self.send_lines()
+        if {**previous, "step": step} != self.beat:
+            self.send_beat()
+
+    def send_beat(self) -> None:
+        self.send("beat", **self.beat)
+
+    def relay(self, line: str) -> None:
+        self._lines.append(line)
+
+    def send_lines(self) -> None:
+        """Send the lines that the ranks have printed: many at a time, so that a talkative rank costs little."""
+        lines, self._lines = self._lines, []
+        if lines:
+            self.send("lines", lines=lines)
+
+
+def run_ranks(
+    job: Job,
+    ranks: NodeRanks,
+    listener: socket.socket | None,
+    data: Callable[[], str] | None,
+    link: Link,
+    relay: Callable[[str], None] | None = None,
+) -> None:
+    """Run the ranks of one node to their end, and send last how they ended. Arguments as of `supervise`."""
+    try:
+        supervise(job, ranks, listener, data, link.emit, link.stop, relay or link.relay, link.on_beat)
+        end: dict[str, Any] = {"outcome": "done"}
+    except TrainingStopped as stopped:
+        end = {"outcome": "killed" if link.is_killed else "stopped", "message": str(stopped), "reason": stopped.reason}
+    except RankFailure as failure:
+        end = {"outcome": "failed", "failure": failure.to_dict()}
+    except (ConfigError, DataError) as error:
+        cause = f"{type(error).__name__}: {error}"
+        end = {"outcome": "failed", "failure": RankFailure(cause, -1, "exception", cause).to_dict()}
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}\n{shorten_traceback(traceback.format_exc())}"
+        end = {"outcome": "broken", "message": what, "cause": type(error).__name__}
+    link.send_lines()
+    link.send("end", **end)

@@ -1,0 +1,151 @@
+"""What follows on the end of an attempt: one pure function, without a clock, a socket or a store.
+
+`decide` looks at how the attempt ended and at what was before, and says what the driver does next. Its table of cases
+is tests/test_policy.py.
+"""
+
+from __future__ import annotations
+
+import builtins
+import enum
+from dataclasses import dataclass
+
+from flyte_ddp.errors import OUT_OF_MEMORY, GangLost, NodeLost, OutOfMemory, RankFailure, StorageUnavailable
+
+# Exceptions of these classes may be a machine's or a network's doing. Other builtin ones are bugs.
+ENVIRONMENT_ERRORS = (RuntimeError, OSError, MemoryError, EOFError, SystemError)
+BUGS = ("NotImplementedError", "RecursionError")  # RuntimeErrors that only code raises
+
+
+class Next(enum.Enum):
+    """What the driver does next."""
+
+    RESTART = "restart"  # all ranks, from the last checkpoint; counts as one of `max_restarts`
+    WAIT = "wait"  # for the store, and then restart; not counted
+    SHRINK = "shrink"  # restart with twice as many micro-batches of half the size; not counted
+    GROW = "grow"  # restart on more nodes; not counted
+    RAISE = "raise"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How an attempt ended without finishing the run.
+
+    Attributes:
+        failure: the one that explains all others; None for a gang that saved its state to start again larger.
+        step: that it had reached; 0 if that is not known.
+        resumed_step: of the newest checkpoint when it started; -1 if that is not known.
+    """
+
+    failure: RankFailure | NodeLost | None
+    step: int
+    resumed_step: int
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """The kernel ended it for lack of memory."""
+        return self.failure is not None and self.failure.cause == OUT_OF_MEMORY
+
+    @property
+    def is_store_outage(self) -> bool:
+        """It ended because the store could not be reached."""
+        return isinstance(self.failure, RankFailure) and self.failure.error_name == StorageUnavailable.__name__
+
+    @property
+    def position(self) -> str:
+        """Where it ended, as messages have it."""
+        return f"at step {self.step}" if self.step else "before its first step"
+
+    def got_further_than(self, previous: Ended) -> bool:
+        """Return whether it started from a newer checkpoint than the one before it, and died at another step."""
+        died_at_same_step = 0 < previous.step >= self.step  # a function may report none
+        return self.resumed_step > previous.resumed_step and not died_at_same_step
+
+
+@dataclass(frozen=True)
+class Before:
+    """What was before the end of an attempt.
+
+    Attributes:
+        previous: the end of the attempt before it, in the same process.
+        num_restarts: that were counted.
+        oom_step: from which the last attempt had started that ran out of memory, in whatever process; None if none has.
+    """
+
+    previous: Ended | None = None
+    num_restarts: int = 0
+    oom_step: int | None = None
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the run allows.
+
+    Attributes:
+        max_restarts: counted restarts.
+        repeats_bugs: an exception that would repeat is answered by a restart too, as torchrun does.
+        can_shrink: the batches may be made smaller when a GPU has run out of memory.
+    """
+
+    max_restarts: int = 0
+    repeats_bugs: bool = False
+    can_shrink: bool = False
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do next.
+
+    Attributes:
+        error: the class of the error to raise; None for the failure itself.
+    """
+
+    next: Next
+    error: type[Exception] | None = None
+
+
+def decide(ended: Ended, before: Before, rules: Rules) -> Decision:
+    """Return what follows on the end of an attempt."""
+    failure, previous = ended.failure, before.previous
+    if failure is None:
+        return Decision(Next.GROW)
+    if rules.can_shrink:
+        return Decision(Next.SHRINK)
+    if ended.is_store_outage:
+        stays_away = previous is not None and previous.is_store_outage and not ended.got_further_than(previous)
+        return Decision(Next.RAISE, StorageUnavailable) if stays_away else Decision(Next.WAIT)
+    if is_bug(ended, previous, rules.repeats_bugs):
+        return Decision(Next.RAISE)
+    if ended.is_out_of_memory and _repeats_lack_of_memory(ended, before):
+        return Decision(Next.RAISE, OutOfMemory)
+    if before.num_restarts < rules.max_restarts:
+        return Decision(Next.RESTART)
+    # What a rank did by itself is its failure. What it suffers from a lost peer is no such thing, and is retried.
+    is_own = isinstance(failure, RankFailure) and not failure.is_consequence
+    return Decision(Next.RAISE, None if is_own else GangLost)
+
+
+def is_bug(ended: Ended, previous: Ended | None, repeats_bugs: bool = False) -> bool:
+    """Return whether the program or its input is to blame, so that another attempt would end likewise."""
+    failure = ended.failure
+    if not isinstance(failure, RankFailure) or failure.kind != "exception":
+        return False
+    if failure.is_user_error:
+        return True
+    if repeats_bugs:
+        return False
+    if failure.error_name in BUGS:
+        return True
+    kind = getattr(builtins, failure.error_name, None)
+    if isinstance(kind, type) and not issubclass(kind, ENVIRONMENT_ERRORS):
+        return True
+    if previous is None or not isinstance(previous.failure, RankFailure):
+        return False
+    return previous.failure.cause == failure.cause and ended.step <= previous.step
+
+
+def _repeats_lack_of_memory(ended: Ended, before: Before) -> bool:
+    if before.oom_step is not None and ended.resumed_step <= before.oom_step:  # nothing was saved since then
+        return True
+    previous = before.previous
+    return previous is not None and previous.is_out_of_memory and not ended.got_further_than(previous)

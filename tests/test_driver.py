@@ -1,0 +1,243 @@
+"""The loop of attempts above a kind of node of the test's own: no process, no network, and still it trains."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from flyte_ddp import events
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.errors import GangLost, NodeLost, OutOfMemory, RankFailure, StorageUnavailable, TrainingStopped
+from flyte_ddp.events.wall_time import AttemptEnded
+from flyte_ddp.launch import driver
+from flyte_ddp.launch.attempt import Failure, Node, find_cause
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import FunctionProgram, RecipeProgram
+from flyte_ddp.launch.signals import StopRequest
+from flyte_ddp.storage import Storage
+from tests.test_policy import AWAY, DENIED, ECHO, KILLED, LOST, OOM_POD, SHAPES, STALLED, THEIRS
+
+NUM_STEPS = 20
+
+
+class OwnPlace:
+    """One node, without a process, that finds the minimum of (weight - 3) ** 2. `faults` end an attempt at a step."""
+
+    max_restarts, larger_memory, is_cluster = 3, "memory: expected more", False
+    grace, larger, world_size = 5.0, 0, 1
+
+    def __init__(self, *faults):
+        self.faults, self.weights, self.nodes = list(faults), [], [Node()]
+
+    def check(self, job):
+        pass
+
+    def close(self, run=None):
+        pass
+
+    def gather(self, run, previous):
+        self.nodes, self.storage, self.command = [Node()], run.storage, ""
+        return self
+
+    def start(self, job, num_restarts):
+        self.step, self.weight = self._load()
+        self.resumed_step = self.step
+
+    def send(self, command):
+        self.command = command
+
+    def explain(self, failure):
+        return failure
+
+    def _load(self):
+        names = [name for name in self.storage.names() if name.startswith("step-")]
+        return json.loads(self.storage.read(max(names))) if names else (0, 0.0)
+
+    def messages(self):
+        (node,) = self.nodes
+        if self.command.startswith(("stop", "kill")):
+            message = {"kind": "end", "outcome": "stopped", "message": f"TERM at {self.step}", "reason": "TERM"}
+            return [(node, message)]
+        if self.step == self.resumed_step:
+            yield node, {"kind": "event", "event": events.CheckpointLoaded(self.step, "")}
+        if self.faults and self.faults[0][0] == self.step:
+            _, failure = self.faults.pop(0)
+            if isinstance(failure, NodeLost):
+                return (yield node, {"kind": "lost", "why": str(failure), "cause": failure.cause})
+            return (yield node, {"kind": "end", "outcome": "failed", "failure": failure.to_dict()})
+        self.step, self.weight = self.step + 1, self.weight - 0.2 * 2 * (self.weight - 3)
+        self.storage.write(f"step-{self.step:010d}.json", json.dumps([self.step, self.weight]).encode())
+        yield node, {"kind": "beat", "step": self.step, "is_writing": False, "is_stoppable": True}
+        if self.step == NUM_STEPS:
+            self.weights.append(self.weight)
+            yield node, {"kind": "end", "outcome": "done"}
+
+
+def train(place, directory, program=None, **options):
+    job = Job(program or FunctionProgram("minimum", b""), str(directory), 0.0)
+    return driver.run(job, place, **options)
+
+
+def test_a_kind_of_node_of_ones_own_trains_and_resumes_to_the_same_weight(tmp_path):
+    undisturbed = OwnPlace()
+    train(undisturbed, tmp_path / "undisturbed")
+    disturbed = OwnPlace((3, KILLED), (9, LOST), (9, AWAY), (12, STALLED))
+    train(disturbed, tmp_path / "disturbed")
+    assert disturbed.weights == undisturbed.weights
+    assert disturbed.faults == []
+    assert undisturbed.weights[0] == pytest.approx(3, abs=1e-3)
+
+
+def test_a_run_is_stopped_with_the_place_to_resume(tmp_path):
+    stop = StopRequest()
+
+    class Stopping:
+        def handle(self, event):
+            stop.set("TERM")
+
+        def close(self, error):
+            assert isinstance(error, TrainingStopped)
+
+    with pytest.raises(TrainingStopped, match=r"^TERM.*: the same run (resumes|starts) ") as caught:
+        train(OwnPlace(*[(step, KILLED) for step in range(1, 4)]), tmp_path, listeners=[Stopping()], stop=stop)
+    assert caught.value.reason == "TERM"
+
+
+class Scripted:
+    """An attempt that ends as the test says: (error, step, step of the newest checkpoint that it leaves)."""
+
+    larger = 0
+
+    def __init__(self, endings):
+        self.endings, self.num_attempts = list(endings), 0
+
+    def __call__(self, nodes, *others):
+        self.nodes = nodes
+        return self
+
+    def train(self, job, num_restarts):
+        self.num_attempts += 1
+        error, self.step, kept = self.endings.pop(0)
+        if kept:
+            Storage(job.checkpoints).write(f"step-{kept:010d}.json", b"{}")
+        raise error
+
+    def ended(self, reason):
+        return AttemptEnded(self.step, reason, 0.0)
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """The attempts of a run end as the test says."""
+
+    def script(endings):
+        made = Scripted(endings)
+        monkeypatch.setattr(driver, "Attempt", made)
+        return made
+
+    return script
+
+
+def own_place(max_restarts):
+    place = OwnPlace()
+    place.max_restarts = max_restarts
+    return place
+
+
+ENOUGH = (TrainingStopped("enough"), 99, 9)
+
+
+@pytest.mark.parametrize(
+    ("max_restarts", "endings", "error", "num_attempts"),
+    [
+        (16, [(OOM_POD, 7, 0), (OOM_POD, 8, 0)], OutOfMemory, 2),  # nothing new was saved in between
+        (16, [(OOM_POD, 7, 5), (OOM_POD, 8, 0), (OOM_POD, 8, 0)], OutOfMemory, 3),  # it got further, once
+        (16, [(OOM_POD, 7, 6), (OOM_POD, 12, 9), ENOUGH], TrainingStopped, 3),
+        (16, [(OOM_POD, 0, 4), (OOM_POD, 0, 8), ENOUGH], TrainingStopped, 3),  # also one that reports no steps
+        (0, [(AWAY, 5, 3), (AWAY, 9, 5), ENOUGH], TrainingStopped, 3),  # counts as no restart
+        (0, [(AWAY, 5, 0), (AWAY, 5, 0)], StorageUnavailable, 2),
+        (16, [(DENIED, 5, 0)], RankFailure, 1),
+        (0, [(SHAPES, 0, 0)], RankFailure, 1),
+        (1, [(OOM_POD, 7, 6), (THEIRS, 9, 7)], RankFailure, 2),
+        (0, [(ECHO, 5, 0)], GangLost, 1),
+        (0, [(KILLED, 5, 0)], RankFailure, 1),
+        (1, [(KILLED, 5, 0), (KILLED, 7, 5)], RankFailure, 2),
+        (0, [(OOM_POD, 5, 0)], GangLost, 1),
+    ],
+)
+def test_failures_that_end_a_run_and_failures_that_restart_it(
+    tmp_path, scripted, max_restarts, endings, error, num_attempts
+):
+    script = scripted(endings)
+    with pytest.raises(error) as caught:
+        train(own_place(max_restarts), tmp_path, RecipeProgram("digits", TrainingConfig()))
+    assert script.num_attempts == num_attempts
+    if error is OutOfMemory:
+        assert str(caught.value).startswith("memory: expected more, or a smaller evaluation_batch_size")
+    used_up = f"has used up its restarts (max_restarts: {max_restarts})"
+    has_used_up = error is GangLost or (error is RankFailure and caught.value.kind == "signal" and max_restarts > 0)
+    assert (used_up in str(caught.value)) == has_used_up
+    assert "\n" not in str(caught.value)
+
+
+def test_a_restart_after_a_stall_is_logged_in_one_line_because_the_log_has_the_stacks(tmp_path, scripted, caplog):
+    stall = RankFailure("no rank made progress: rank 1 is stopped\n--- rank 1\n  File", 1, "stall", "stall")
+    scripted([(stall, 7, 0), ENOUGH])
+    with pytest.raises(TrainingStopped):
+        train(own_place(16), tmp_path)
+    (line,) = [record.message for record in caplog.records if "restarts from" in record.message]
+    assert line.endswith(": no rank made progress: rank 1 is stopped")
+
+
+def test_a_second_kill_for_lack_of_memory_ends_the_run_also_in_another_process(tmp_path, scripted):
+    scripted([(OOM_POD, 7, 0), (OOM_POD, 9, 0), (OOM_POD, 9, 0)])
+    for error in (GangLost, OutOfMemory, GangLost):  # the third is of a run in which something was changed
+        with pytest.raises(error):
+            train(own_place(0), tmp_path)
+
+
+def test_a_run_that_keeps_nothing_never_gets_further(tmp_path, scripted):
+    script = scripted([(OOM_POD, 7, 0), (OOM_POD, 9, 0)])
+    with pytest.raises(OutOfMemory):
+        driver.run(Job(FunctionProgram("minimum", b""), "", 0.0), own_place(16))
+    assert script.num_attempts == 2
+
+
+def test_a_log_line_says_whether_a_lost_gang_had_made_a_step(tmp_path, scripted, caplog):
+    scripted([(LOST, 0, 0), (LOST, 7, 0), ENOUGH])
+    with pytest.raises(TrainingStopped):
+        train(own_place(16), tmp_path)
+    said = re.findall(r"the gang was lost (.*) and restarts", caplog.text)
+    assert said == ["before its first step", "at step 7"]
+
+
+def test_a_store_that_stays_away_ends_the_run_recoverably(tmp_path, scripted, monkeypatch):
+    def names(storage):
+        raise StorageUnavailable(f"checkpoints: {storage.url} could not be reached for {storage.timeout:g} s")
+
+    scripted([(KILLED, 5, 0)])
+    monkeypatch.setattr(driver.Storage, "names", names)
+    with pytest.raises(StorageUnavailable, match="could not be reached for 7 s"):
+        train(own_place(16), tmp_path, FunctionProgram("minimum", b"", store_timeout=7))
+
+
+def test_a_lost_node_explains_the_exception_that_a_program_raised_because_of_it():
+    failures = [Failure(ECHO, True, 1.0), Failure(THEIRS, False, 2.0), Failure(LOST, False, 3.0)]
+    assert [find_cause(failures[:count]) for count in (1, 2, 3)] == [ECHO, THEIRS, LOST]
+
+
+def test_a_stall_of_many_nodes_names_the_stopped_rank_in_its_first_line():
+    def stall(node, rank=-1):
+        what = f"node {node} (w at h): no rank made progress for 31 s (stall_timeout: 30)"
+        what += f": rank {rank} is stopped (SIGSTOP)" if rank >= 0 else ""
+        return RankFailure("\n".join([what, *["  File"] * 36]), rank, "stall", "stall")
+
+    cause = find_cause([Failure(stall(node, 11 if node == 11 else -1), True, float(node)) for node in range(16)])
+    head, *rest = str(cause).splitlines()
+    assert head.endswith("stall_timeout: 30): rank 11 is stopped (SIGSTOP)")
+    assert cause.rank == 11
+    assert len(rest) < 40
+    assert rest[-1] == "... (the log has the reports of 10 more nodes)"
+    assert [line.split(" (")[0] for line in rest if line.startswith("node")] == [f"node {index}" for index in range(5)]

@@ -1,0 +1,129 @@
+"""What follows on the end of an attempt, case by case."""
+
+from __future__ import annotations
+
+import pytest
+
+from flyte_ddp.errors import OUT_OF_MEMORY, GangLost, NodeLost, OutOfMemory, RankFailure, StorageUnavailable
+from flyte_ddp.launch.policy import Before, Decision, Ended, Next, Rules, decide, is_bug
+
+
+def raised(name, is_consequence=False, rank=1):
+    return RankFailure(f"rank {rank} failed: {name}: ...", rank, "exception", f"{name}: ...", is_consequence)
+
+
+KILLED = RankFailure("rank 1 was killed by SIGKILL", 1, "signal", "SIGKILL")
+EXITED = RankFailure("rank 1 exited with code 3", 1, "exit", "exit code 3")
+STALLED = RankFailure("no rank made progress", -1, "stall", "stall")
+OOM = RankFailure("rank 0 was killed by SIGKILL: its container", 0, "signal", OUT_OF_MEMORY)
+LOST = NodeLost("node 1 was lost: its worker is gone", "w-1")
+OOM_POD = NodeLost("node 1 was lost: its worker is gone (OOMKilled)", "w-1", OUT_OF_MEMORY)
+AWAY = raised("StorageUnavailable")
+DENIED = raised("StorageDenied", rank=-1)
+SHAPES = raised("RuntimeError")
+THEIRS = raised("TheirOwnError")
+ECHO = raised("RuntimeError", is_consequence=True)
+GPU_FULL = raised("OutOfMemoryError")
+
+RESTART, WAIT, SHRINK, GROW = (Decision(each) for each in (Next.RESTART, Next.WAIT, Next.SHRINK, Next.GROW))
+ITSELF, FINAL_OOM, STORE, GANG = (
+    Decision(Next.RAISE, error) for error in (None, OutOfMemory, StorageUnavailable, GangLost)
+)
+
+
+def after(failure, step=5, resumed=0):
+    return Ended(failure, step, resumed)
+
+
+@pytest.mark.parametrize(
+    ("ended", "before", "rules", "expected"),
+    [
+        # A gang that saved its state to grow
+        (after(None), {}, {}, GROW),
+        (after(None), {"num_restarts": 3}, {"max_restarts": 3}, GROW),
+        # Restarts while there are any
+        (after(KILLED), {}, {"max_restarts": 1}, RESTART),
+        (after(EXITED), {}, {"max_restarts": 1}, RESTART),
+        (after(STALLED), {}, {"max_restarts": 1}, RESTART),
+        (after(LOST), {}, {"max_restarts": 1}, RESTART),
+        (after(SHAPES), {}, {"max_restarts": 1}, RESTART),
+        (after(THEIRS), {}, {"max_restarts": 1}, RESTART),
+        (after(ECHO), {}, {"max_restarts": 1}, RESTART),
+        (after(KILLED), {"num_restarts": 2}, {"max_restarts": 3}, RESTART),
+        (after(KILLED, 0, -1), {}, {"max_restarts": 1}, RESTART),
+        # What a rank did by itself is raised as it is; what a machine did, as the loss of the gang
+        (after(KILLED), {}, {}, ITSELF),
+        (after(EXITED), {}, {}, ITSELF),
+        (after(STALLED), {}, {}, ITSELF),
+        (after(SHAPES), {}, {}, ITSELF),
+        (after(THEIRS), {"num_restarts": 1}, {"max_restarts": 1}, ITSELF),
+        (after(KILLED), {"num_restarts": 3}, {"max_restarts": 3}, ITSELF),
+        (after(LOST), {}, {}, GANG),
+        (after(LOST), {"num_restarts": 3}, {"max_restarts": 3}, GANG),
+        (after(ECHO), {}, {}, GANG),
+        (after(OOM_POD), {}, {}, GANG),
+        # A bug, or input that nobody but the user can mend
+        (after(raised("TypeError")), {}, {"max_restarts": 16}, ITSELF),
+        (after(raised("NotImplementedError")), {}, {"max_restarts": 16}, ITSELF),
+        (after(raised("RecursionError")), {}, {"max_restarts": 16}, ITSELF),
+        (after(DENIED), {}, {"max_restarts": 16}, ITSELF),
+        (after(raised("ConfigError")), {}, {"max_restarts": 16}, ITSELF),
+        (after(raised("NonFiniteLoss")), {}, {"max_restarts": 16}, ITSELF),
+        (after(THEIRS, 7), {"previous": after(THEIRS, 7)}, {"max_restarts": 16}, ITSELF),
+        (after(THEIRS, 7), {"previous": after(THEIRS, 6)}, {"max_restarts": 16}, RESTART),  # it got further
+        (after(THEIRS, 7), {"previous": after(SHAPES, 7)}, {"max_restarts": 16}, RESTART),  # another one
+        (after(THEIRS, 7), {"previous": after(KILLED, 7)}, {"max_restarts": 16}, RESTART),
+        (after(THEIRS, 7), {"previous": after(LOST, 7)}, {"max_restarts": 16}, RESTART),
+        # For a function the number of restarts means what torchrun means by it
+        (after(raised("TypeError")), {}, {"max_restarts": 1, "repeats_bugs": True}, RESTART),
+        (after(THEIRS, 7), {"previous": after(THEIRS, 7)}, {"max_restarts": 2, "repeats_bugs": True}, RESTART),
+        (after(raised("TypeError")), {}, {"repeats_bugs": True}, ITSELF),
+        (after(DENIED), {}, {"max_restarts": 16, "repeats_bugs": True}, ITSELF),
+        # The store is away: that uses up no restart, while there is progress
+        (after(AWAY), {}, {}, WAIT),
+        (after(AWAY), {}, {"repeats_bugs": True}, WAIT),
+        (after(AWAY, 9, 5), {"previous": after(AWAY, 5, 0)}, {}, WAIT),
+        (after(AWAY, 5, 5), {"previous": after(AWAY, 5, 5)}, {}, STORE),
+        (after(AWAY, 5, 5), {"previous": after(AWAY, 5, 5)}, {"max_restarts": 16}, STORE),
+        (after(AWAY, 5, 5), {"previous": after(KILLED, 5, 5)}, {}, WAIT),
+        # Out of memory: once is a failure like others, twice without progress is the user's
+        (after(OOM), {}, {"max_restarts": 1}, RESTART),
+        (after(OOM), {}, {}, ITSELF),
+        (after(OOM, 8, 5), {"previous": after(OOM, 7, 5)}, {"max_restarts": 16}, FINAL_OOM),
+        (after(OOM_POD, 8, 5), {"previous": after(OOM, 7, 5)}, {"max_restarts": 16}, FINAL_OOM),
+        (after(OOM_POD, 7, -1), {"previous": after(OOM_POD, 7, -1)}, {"max_restarts": 16}, FINAL_OOM),
+        (after(OOM, 12, 6), {"previous": after(OOM, 7, 0)}, {"max_restarts": 16}, RESTART),  # it got further
+        (after(OOM, 0, 8), {"previous": after(OOM, 0, 4)}, {"max_restarts": 16}, RESTART),  # and reports no steps
+        (after(OOM, 7, 6), {"previous": after(OOM, 7, 0)}, {"max_restarts": 16}, FINAL_OOM),  # the same step again
+        (after(OOM, 8, 5), {"previous": after(KILLED, 7, 5)}, {"max_restarts": 16}, RESTART),
+        # also if another process drove the attempt before it
+        (after(OOM, 8, 5), {"oom_step": 5}, {"max_restarts": 16}, FINAL_OOM),
+        (after(OOM, 8, 6), {"oom_step": 5}, {"max_restarts": 16}, RESTART),
+        (after(OOM, 8, 0), {"oom_step": 0}, {}, FINAL_OOM),
+        (after(KILLED, 8, 5), {"oom_step": 5}, {"max_restarts": 16}, RESTART),
+        # A GPU out of memory
+        (after(GPU_FULL), {}, {"can_shrink": True}, SHRINK),
+        (after(GPU_FULL), {"num_restarts": 3}, {"max_restarts": 3, "can_shrink": True}, SHRINK),
+        (after(GPU_FULL), {}, {"max_restarts": 1}, RESTART),
+        (after(GPU_FULL), {}, {}, ITSELF),
+    ],
+)
+def test_what_follows_on_the_end_of_an_attempt(ended, before, rules, expected):
+    assert decide(ended, Before(**before), Rules(**rules)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("TypeError", True), ("DataError", True), ("OSError", False), ("MemoryError", False), ("TheirOwnError", False)],
+)
+def test_exceptions_that_count_as_a_bug(name, expected):
+    assert is_bug(after(raised(name)), None) is expected
+
+
+def test_a_killed_rank_is_no_bug():
+    assert not is_bug(after(KILLED), after(KILLED))
+
+
+@pytest.mark.parametrize(("step", "expected"), [(0, "before its first step"), (7, "at step 7")])
+def test_a_message_says_whether_a_lost_gang_had_made_a_step(step, expected):
+    assert after(KILLED, step).position == expected
