@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.mnist_like import MnistLike
-from flyte_ddp.events import Event, StepFinished
+from flyte_ddp.events import Event, Reported
 
 if TYPE_CHECKING:
     from torch import nn
@@ -113,8 +113,8 @@ class Steps:
         self.seconds: list[float] = []
 
     def handle(self, event: Event) -> None:
-        if isinstance(event, StepFinished):
-            self.seconds.append(BATCH_SIZE / event.samples_per_second)
+        if isinstance(event, Reported):
+            self.seconds.append(BATCH_SIZE / event.values["samples_per_second"])
 
     def close(self, error: BaseException | None) -> None:
         pass

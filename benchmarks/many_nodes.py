@@ -29,8 +29,7 @@ from benchmarks.measure import machine
 from flyte_ddp.cluster.config import DASK_CONFIG, ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.errors import TrainingStopped
-from flyte_ddp.events import Event, StepFinished
-from flyte_ddp.events.wall_time import AttemptStarted
+from flyte_ddp.events import AttemptStarted, Event, Reported
 from flyte_ddp.launch.dask import gang, worker
 from flyte_ddp.launch.dask.messages import NodeJob
 from flyte_ddp.launch.dask.node import DriverLink
@@ -78,7 +77,7 @@ def supervise() -> None:
         step = int(polls * POLL_INTERVAL * STEPS_PER_SECOND)
         link.on_beat(step, False)
         if job.ranks.first_rank == 0 and polls % round(1 / POLL_INTERVAL) == 0:
-            link.emit(StepFinished(step, 1, 0.5, 0.1, 1.0, 1000.0))
+            link.emit(Reported(step, None, {"loss": 0.5}))
     link.send("end", outcome="killed" if link.is_lost else "stopped", message=link.stop.reason)
     os._exit(0)
 
@@ -103,7 +102,7 @@ class Watch:
     def handle(self, event: Event) -> None:
         if isinstance(event, AttemptStarted):
             self.starts.append(time.monotonic())
-        elif isinstance(event, StepFinished):
+        elif isinstance(event, Reported):
             self.num_steps += 1
 
     def close(self, error: BaseException | None) -> None:

@@ -163,7 +163,7 @@ class Faults(threading.Thread):
         self.nodes = nodes
         self.random = random.Random(seed)
         self.times = sorted(self.random.uniform(0, QUIET * seconds) for _ in range(num_faults))
-        self.state = RunState(keep_steps=False)
+        self.state = RunState(keep_reports=False)
         self.done: dict[str, int] = {"rank killed": 0, "node evicted": 0}
         self.sizes: list[int] = []
         self.is_over = threading.Event()

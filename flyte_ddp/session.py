@@ -100,11 +100,11 @@ class Session:
         self.checkpoints = process.job.checkpoints
         self.has_stopped = False  # the function was told to stop
         self.was_terminated = False  # it was sent a signal instead
+        self.step = 0  # the last one that was reported
         self._process = process
         self._link = process.link
         self._open_store = open_store
         self._store: CheckpointStore | None = None
-        self._step = 0
         self._has_warned = False
         self._num_loads = 0
         self._num_polls = 0
@@ -158,26 +158,23 @@ class Session:
         # Rank 0 chooses: another rank that failed to read the newest would quietly go on from older weights.
         if self._process.rank == 0:
             found, url, skipped = checkpoints.load_latest()
-            for line in skipped:
-                logger.warning("%s", line)
             if not is_alone:
                 checkpoints.keeps_resumed = found is not None
                 self._open_store().set(key, str(found["step"] if found else -1))
-            if found:
-                self._link.emit(events.CheckpointLoaded(found["step"], url))
+            self._link.emit(events.CheckpointLoaded(found["step"] if found else 0, url, skipped=skipped))
         else:
             step = int(self._open_store().get(key))
             found = checkpoints.load(step) if step >= 0 else None
             self._open_store().add(f"{key}/num_readers", 1)
         if found is None:
             return None
-        self._step, self._can_resume = found["step"], True
+        self.step, self._can_resume = found["step"], True
         state: dict[str, Any] = found["state"]
         return state
 
     def report(self, step: int | None, epoch: float | None, values: Mapping[str, float]) -> None:
-        self._step = self._step + 1 if step is None else step
-        self._link.beat(self._step)
+        self.step = self.step + 1 if step is None else step
+        self._link.beat(self.step)
         if self._process.rank > 0:
             return
         metrics = {}
@@ -186,7 +183,7 @@ class Session:
                 metrics[name] = float(value)
             except (TypeError, ValueError):
                 raise ConfigError(f"session.report: {name}: expected a number, got {value!r}") from None
-        self._link.emit(events.Reported(self._step, epoch, metrics))
+        self._link.emit(events.Reported(self.step, epoch, metrics))
 
     def close(self) -> None:
         """Wait until the checkpoints are written. Raises as `save`."""
@@ -223,7 +220,7 @@ class Session:
             os.kill(os.getpid(), self._link.stop_signal)
 
     def _beat(self) -> None:
-        self._link.beat(self._step)
+        self._link.beat(self.step)
 
     def _open_checkpoints(self) -> CheckpointStore:
         from flyte_ddp.checkpoints.store import CheckpointStore

@@ -11,8 +11,16 @@ from typing import Any
 from markupsafe import Markup
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.events import EpochFinished, Event, Prediction, RunStarted, RunState, StepFinished
-from flyte_ddp.events.wall_time import TimeSpent
+from flyte_ddp.events import (
+    CheckpointLoaded,
+    EpochFinished,
+    Event,
+    Prediction,
+    Reported,
+    RunStarted,
+    RunState,
+    TimeSpent,
+)
 from flyte_ddp.observers import plots
 from flyte_ddp.observers.figures import number, percent
 from flyte_ddp.observers.page import NOTHING, Page, counted, draw, duration, row, section, shortened, tile
@@ -90,7 +98,7 @@ class Report(Page):
 
     def handle(self, event: Event) -> None:
         self._state.handle(event)
-        if isinstance(event, (RunStarted, StepFinished, EpochFinished)):
+        if isinstance(event, (RunStarted, CheckpointLoaded, Reported, EpochFinished)):
             self._panels = None
 
     @property
@@ -105,7 +113,7 @@ class Report(Page):
     @property
     def title(self) -> str:
         started = self._state.started
-        return self._title or (f"Training {started.recipe}" if started else "Training")
+        return self._title or (f"Training {started.name}" if started else "Training")
 
     def content(self) -> dict[str, Any]:
         if self._panels is None:
@@ -131,12 +139,12 @@ class Report(Page):
         return min(100, 100 * self._state.last_step // max(1, started.num_steps)) if started else 0
 
     def _notices(self) -> list[str]:
-        started = self._state.started
-        if started is None:
+        loaded = self._state.loaded
+        if loaded is None:
             return []
-        notices = list(started.skipped_checkpoints[-MAX_CHECKPOINTS:])
-        if started.resumed_from:
-            notices.append(f"Resumed at step {started.resumed_step:,} from {started.resumed_from}")
+        notices = list(loaded.skipped[-MAX_CHECKPOINTS:])
+        if loaded.url:
+            notices.append(f"Resumed at step {loaded.step:,} from {loaded.url}")
         return notices
 
     def _tiles(self) -> list[dict[str, str]]:
@@ -153,13 +161,13 @@ class Report(Page):
             rate = _rounded(started.num_train_samples * len(state.epochs) / seconds)
             tiles.append(tile("Samples/s", rate, "in training, all epochs"))
         else:
-            rate = _rounded(state.steps[-1].samples_per_second) if state.steps else NOTHING
+            rate = _rounded(state.reports[-1].values["samples_per_second"]) if state.reports else NOTHING
             tiles.append(tile("Samples/s", rate, "in training, now"))
         spent = self._time_spent()
         # A replayed history is reported within a second, so the duration in its own last event counts.
         seconds = spent.wall or max(self.seconds(), state.finished.seconds if state.finished else 0.0)
         note = "since the launch" if self.status == "running" else "launch to end"
-        tiles.append(tile("Wall time", duration(seconds), note + (", this attempt" if started.resumed_from else "")))
+        tiles.append(tile("Wall time", duration(seconds), note + (", this attempt" if state.resumed_step else "")))
         if spent.wall:
             tiles.append(tile("Goodput", percent(spent.goodput), "of the wall time: stepping and evaluating"))
         on_gpu = started.device != "cpu"

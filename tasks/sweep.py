@@ -9,7 +9,7 @@ from flytekit import task
 from flytekit.types.file import FlyteFile, PythonPickledFile
 from flytekit.types.structured import StructuredDataset
 
-from flyte_ddp.events import EpochFinished, Event, Listener, RunStarted
+from flyte_ddp.events import CheckpointLoaded, EpochFinished, Event, Listener
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.observers.figures import percent
 from flyte_ddp.observers.weights_and_biases import Wandb
@@ -113,7 +113,7 @@ class _Observer:
         number = run.trial.number
         if len(self.report.runs) < self.num_trials:  # a sweep names all its trials before it starts the first
             self.report.runs.append(run)
-        if isinstance(event, RunStarted):
+        if isinstance(event, CheckpointLoaded):
             again = f" again, after epoch {len(run.epochs)}" if number in self.started or run.epochs else ""
             self.started.add(number)
             self._say(run, f"started{again}")

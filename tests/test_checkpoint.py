@@ -23,7 +23,7 @@ from flyte_ddp.checkpoints.staging import StagingMemory
 from flyte_ddp.checkpoints.state_file import is_whole, save_state
 from flyte_ddp.checkpoints.store import WRITER_NICENESS, CheckpointStore
 from flyte_ddp.errors import CheckpointError, ConfigError, RankFailure, StorageUnavailable
-from flyte_ddp.events import StepFinished
+from flyte_ddp.events import Reported
 from flyte_ddp.storage import Storage, filesystem
 from tests.kubernetes.store import Store
 from tests.support.image_store import running_store
@@ -588,7 +588,7 @@ def test_a_killed_run_resumes_to_bitwise_the_same_weights(resumed, finished_run)
     run, _ = resumed
     whole = finished_run("Dropping", 2).state()
 
-    assert 0 < run.started.resumed_step < 27
+    assert 0 < run.loaded.step < 27
     assert run.state().keys() == whole.keys()
     for name, value in run.state().items():
         assert torch.equal(value, whole[name]), name
@@ -596,12 +596,12 @@ def test_a_killed_run_resumes_to_bitwise_the_same_weights(resumed, finished_run)
 
 def test_a_killed_run_reports_the_damaged_and_the_used_checkpoint(resumed):
     run, damaged = resumed
-    started = run.started
+    loaded = run.loaded
 
-    assert len(started.skipped_checkpoints) == 1
-    assert damaged.name[:15] in started.skipped_checkpoints[0]
-    assert f"step-{started.resumed_step:010d}" in started.resumed_from
-    assert started.resumed_step < int(damaged.name[5:15])
+    assert len(loaded.skipped) == 1
+    assert damaged.name[:15] in loaded.skipped[0]
+    assert f"step-{loaded.step:010d}" in loaded.url
+    assert loaded.step < int(damaged.name[5:15])
 
 
 def test_a_killed_run_has_the_whole_history(resumed, finished_run):
@@ -619,7 +619,7 @@ def test_a_finished_run_started_again_takes_no_step(resumed):
     run, _ = resumed
     again = new_run(run.directory, "Dropping").train(checkpoint_interval=2, checkpoints_to_keep=3)
 
-    assert again.started.resumed_step == 27
+    assert again.loaded.step == 27
     assert again.last_step == 0
     assert again.result.epochs == run.result.epochs
     assert again.result.finished.best_accuracy == run.result.finished.best_accuracy
@@ -636,7 +636,7 @@ def one_epoch(tmp_path_factory):
 def test_another_number_of_ranks_resumes_to_the_same_weights(tmp_path, one_epoch, finished_run, num_processes):
     run = _copy(one_epoch, tmp_path).train(num_processes)
 
-    assert (run.started.resumed_step, run.started.world_size) == (9, num_processes)
+    assert (run.loaded.step, run.started.world_size) == (9, num_processes)
     for name, value in finished_run("Tiny", 2).state().items():
         torch.testing.assert_close(run.state()[name], value)
 
@@ -733,7 +733,7 @@ def take_away(outage, seconds=4.0, run=None, step=0):
 
     def watch(event):
         type(run).handle(run, event)
-        if isinstance(event, StepFinished) and event.step == step:
+        if isinstance(event, Reported) and event.step == step:
             threading.Thread(target=hold).start()
 
     if run:
@@ -760,11 +760,11 @@ def test_a_run_survives_outages_in_mid_run_and_at_resume(server, bucket, tmp_pat
     assert refused[1] > refused[0]
     for expected in ("cannot be reached", "answers again"):  # once, for the outage in mid-run
         assert sum(expected in line for line in run.lines) == 1, run.lines
-    assert run.started.resumed_step == 9
+    assert run.loaded.step == 9
     reads = [path for method, path in server.requests if method == "GET" and "step-0000000009-" in path]
     assert len(reads) == 1  # the other rank got the state from the one that read it
-    assert run.started.resumed_from.startswith(f"{bucket}/training/step-0000000009")
-    assert run.started.skipped_checkpoints == []
+    assert run.loaded.url.startswith(f"{bucket}/training/step-0000000009")
+    assert run.loaded.skipped == []
     assert run.result.finished.model_state_url == f"{bucket}/training/model_state.pt"
     state = load_state(run.result.finished.model_state_url)
     whole = finished_run("Tiny", 2).state()

@@ -21,7 +21,7 @@ from flyte_ddp.errors import (
     NodeLost,
     RankFailure,
 )
-from flyte_ddp.events.wall_time import AttemptEnded, AttemptStarted
+from flyte_ddp.events import AttemptEnded, AttemptStarted
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.dask import nodes
 from flyte_ddp.launch.dask.place import DaskPlace
@@ -65,7 +65,7 @@ def test_two_nodes_give_the_weights_and_the_events_of_two_processes(client, tmp_
         for each in (run, on_one_machine)
     )
     assert ours == theirs
-    assert [event.step for event in events_of(run, events.StepFinished)] == list(range(1, 28))
+    assert [event.step for event in events_of(run, events.Reported)] == list(range(1, 28))
     assert events_of(run, events.PredictionsMade) == events_of(on_one_machine, events.PredictionsMade)
     assert run.result.epochs == events_of(run, events.EpochFinished)
     assert run.error is None
@@ -94,9 +94,10 @@ def test_a_killed_rank_costs_only_time_and_the_next_is_forked_from_the_same_serv
     assert states_equal(run.state(), finished_run().state())
     (server,) = servers
     assert eventually(lambda: not server.is_running())  # it ends with the run
-    first, second = events_of(run, events.RunStarted)
-    assert (first.resumed_step, second.world_size) == (0, 2)
-    assert second.resumed_step >= 4
+    assert [event.world_size for event in events_of(run, events.RunStarted)] == [2, 2]
+    first, second = events_of(run, events.CheckpointLoaded)
+    assert first.step == 0
+    assert second.step >= 4
     assert "was killed by SIGKILL" in caplog.text
     (lost,) = events_of(run, AttemptEnded)
     assert "was killed by SIGKILL" in lost.reason
@@ -105,8 +106,8 @@ def test_a_killed_rank_costs_only_time_and_the_next_is_forked_from_the_same_serv
     assert spent.wall == pytest.approx(run.events[-1].at - run.events[0].launched_at)
     assert spent.restarting > lost.idle_seconds > 0  # the ranks' two starts, and until the first one's end was noticed
     assert spent.stepping > 0.05 * 27 * 0.9
-    before = [event.step for event in run.events[: run.events.index(second)] if isinstance(event, events.StepFinished)]
-    assert (spent.redone_steps > 0) == (max(before) > second.resumed_step)  # a checkpoint may have come in time
+    before = [event.step for event in run.events[: run.events.index(second)] if isinstance(event, events.Reported)]
+    assert (spent.redone_steps > 0) == (max(before) > second.step)  # a checkpoint may have come in time
 
 
 @pytest.mark.slow
@@ -118,9 +119,10 @@ def test_a_killed_rank_of_a_split_model_costs_only_time(client, tmp_path, finish
     run = train(new_run(tmp_path), client, LOCAL, at_steps=[(5, kill)], **split)
 
     torch.testing.assert_close(run.state(), finished_run().state())
-    first, second = events_of(run, events.RunStarted)
-    assert (first.resumed_step, second.world_size) == (0, 2)
-    assert second.resumed_step >= 4
+    assert [event.world_size for event in events_of(run, events.RunStarted)] == [2, 2]
+    first, second = events_of(run, events.CheckpointLoaded)
+    assert first.step == 0
+    assert second.step >= 4
 
 
 def test_a_killed_worker_costs_only_time(client, tmp_path, finished_run, caplog):

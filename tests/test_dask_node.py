@@ -164,7 +164,7 @@ def test_a_reported_value_crosses_whatever_its_name_is(name):
     assert events.from_dict(decode(message)["event"]) == event
     assert events.parse_history(events.to_line(event).encode(), "history") == [event]
     report = FunctionReport("train")
-    report.handle(events.FunctionStarted("train", 1, 1, 0))
+    report.handle(events.RunStarted("train", 1, 1, 0))
     report.handle(event)
     assert "<svg" in report.render()
 

@@ -10,7 +10,7 @@ import pytest
 from flyte_ddp import events
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import GangLost, NodeLost, OutOfMemory, RankFailure, StorageUnavailable, TrainingStopped
-from flyte_ddp.events.wall_time import AttemptEnded
+from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.attempt import Failure, Node, find_cause
 from flyte_ddp.launch.process.job import Job

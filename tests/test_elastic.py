@@ -19,7 +19,7 @@ from flyte_ddp.errors import (
     ConfigError,
     TrainingStopped,
 )
-from flyte_ddp.events.wall_time import AttemptEnded
+from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch.dask import calls, growth, nodes, place, roll_call
 from flyte_ddp.launch.dask.node import DriverLink
 from flyte_ddp.launch.process.job import Job
@@ -49,7 +49,7 @@ def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
     class Elastic(type(new_run(tmp_path))):
         def handle(self, event):
             super().handle(event)
-            if isinstance(event, events.StepFinished) and event.step == 5 and len(nannies) == 2:
+            if isinstance(event, events.Reported) and event.step == 5 and len(nannies) == 2:
                 nanny = nannies.pop()
                 for process in [nanny, *psutil.Process(nanny.pid).children()]:
                     process.kill()
@@ -66,14 +66,15 @@ def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
         run = train(Elastic(tmp_path, new_run(tmp_path).recipe), client, config, checkpoint_interval=2)
 
     whole, shrunk, grown = events_of(run, events.RunStarted)
+    _, resumed, grown_from = events_of(run, events.CheckpointLoaded)
     assert [event.world_size for event in (whole, shrunk, grown)] == [2, 1, 2]
     torch.testing.assert_close(run.state(), finished_run().state())
     # The growth lost no step and used up no restart: the gang took a checkpoint before it ended.
     assert [event.reason for event in events_of(run, AttemptEnded)][1:] == ["it grows to 2 nodes"]
     assert prepared  # the newcomer's supervisor was there before
-    steps = [event.step for event in run.events[run.events.index(shrunk) :] if isinstance(event, events.StepFinished)]
-    assert steps == list(range(shrunk.resumed_step + 1, 28))
-    assert f"the gang ended at step {grown.resumed_step}, after a checkpoint, to grow from 1 to 2 nodes" in caplog.text
+    steps = [event.step for event in run.events[run.events.index(shrunk) :] if isinstance(event, events.Reported)]
+    assert steps == list(range(resumed.step + 1, 28))
+    assert f"the gang ended at step {grown_from.step}, after a checkpoint, to grow from 1 to 2 nodes" in caplog.text
 
 
 class GrowsAtOnce(growth.GrowthWatch):
@@ -112,7 +113,7 @@ def test_a_vanished_newcomer_costs_a_moment_and_a_stop_wins_over_a_growth(client
         train(run, client, elastic, stop=stop)
     first, second = events_of(run, events.RunStarted)
     assert (first.world_size, second.world_size) == (2, 2)
-    assert second.resumed_step > 0
+    assert events_of(run, events.CheckpointLoaded)[1].step > 0
     assert commands[-1] == "stop 20 SIGTERM"
     assert list(run.checkpoints.glob("step-*.json"))
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from flyte_ddp.errors import RankFailure
-from flyte_ddp.events import CheckpointLoaded, CheckpointWritten, Event, FunctionReturned, FunctionStarted, Reported
+from flyte_ddp.events import CheckpointLoaded, CheckpointWritten, Event, Reported, RunFinished, RunStarted
 from flyte_ddp.observers.function_report import MAX_LINES, FunctionReport
 from flyte_ddp.observers.weights_and_biases import Wandb
 from tests.support.wandb_log import config_of, rows_of
 
-STARTED = FunctionStarted("train", 4, 2, 0)
+STARTED = RunStarted("train", 4, 2, 0)
 
 
 def restarted_run() -> list[Event]:
@@ -49,7 +49,7 @@ def test_a_report_shows_values_restarts_checkpoints_and_the_last_lines():
 
 
 def test_a_report_ends_finished_or_failed():
-    report = report_of([*restarted_run(), FunctionReturned(b"", 1.0)])
+    report = report_of([*restarted_run(), RunFinished(10, 1.0)])
     report.outputs["outputs"] = "s3://bucket/outputs"
     report.close(None)
     assert report.status == "finished"
@@ -72,4 +72,4 @@ def test_wandb_has_every_reported_value_once(tmp_path: Path, monkeypatch: pytest
     rows = [row for row in rows_of(tmp_path) if "train/loss" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
     assert rows[-1] | {"step": 10, "train/loss": 0.1, "train/val_accuracy": 0.875, "train/epoch": 2.5} == rows[-1]
-    assert config_of(tmp_path)["function"] == "train"
+    assert config_of(tmp_path)["program"] == "train"

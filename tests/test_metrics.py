@@ -14,10 +14,10 @@ import yaml
 from flytekit import task
 from flytekit.configuration import Image, ImageConfig, SerializationSettings
 
-from flyte_ddp.events import CheckpointLoaded, CheckpointSaved, CheckpointWritten, FunctionStarted, Reported
+from flyte_ddp.events import CheckpointLoaded, CheckpointSaved, CheckpointWritten, Reported, RunStarted
 from flyte_ddp.observers.metrics import HELP, PORT_VARIABLE, MetricsServer, RunFigures, requested_port
 from tests.support.prometheus import needs_prometheus, promtool
-from tests.support.short_run import run_finished, started, step_finished, whole_run
+from tests.support.short_run import loaded, reported, run_finished, started, whole_run
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 
@@ -47,7 +47,7 @@ def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
         assert abs(found["flyte_ddp_last_event_timestamp_seconds"] - time.time()) < 60
         assert 'flyte_ddp_step{recipe="digits",run="f1-\\"n1\\""} 12' in text
         assert text.count("# TYPE ") == len(HELP)
-        for event in (started(resumed_step=8), run_finished()):
+        for event in (started(), loaded(8), run_finished()):
             run.handle(event)
         found = scrape(server)[1]
         assert (found["flyte_ddp_restarts_total"], found["flyte_ddp_step"], found["flyte_ddp_finished"]) == (1, 8, 1)
@@ -65,7 +65,7 @@ def test_promtool_accepts_names_help_and_values_of_all_figures():
     server = MetricsServer(0)
     try:
         run = server.follow(1, recipe="digits", run="f1-n1")
-        for event in (*whole_run(), dataclasses.replace(step_finished(12), loss=float("nan"))):
+        for event in (*whole_run(), dataclasses.replace(reported(12), values={"loss": float("nan")})):
             run.handle(event)
         text = scrape(server)[0]
         assert set(re.findall("^# TYPE (.*) counter$", text, re.M)) == {"flyte_ddp_restarts_total"}
@@ -87,14 +87,14 @@ def test_runs_side_by_side_are_served_until_each_has_ended():
     server = MetricsServer(0)
     runs = [server.follow(trial=str(number)) for number in (1, 2)]
     for number, run in enumerate(runs):
-        run.handle(started(resumed_step=number))
+        run.handle(loaded(number))
     text = scrape(server)[0]
     assert 'flyte_ddp_step{trial="1"} 0\nflyte_ddp_step{trial="2"} 1\n' in text
     assert text.count("# TYPE flyte_ddp_step gauge") == 1
     runs[0].close(None)
     text = scrape(server)[0]
     assert 'trial="1"' not in text
-    for event in (FunctionStarted("f", 4, 2, num_restarts=3), Reported(7, 1.5, {"loss": 0.25})):
+    for event in (RunStarted("f", 4, 2, num_restarts=3), Reported(7, 1.5, {"loss": 0.25})):
         runs[1].handle(event)
     found = scrape(server)[1]
     assert [found[f"flyte_ddp_{name}"] for name in ("world_size", "restarts_total", "step", "epoch")] == [4, 3, 7, 1.5]
@@ -115,13 +115,13 @@ def test_a_checkpoint_that_the_store_does_not_have_yet_is_seen():
 
     copied = [CheckpointSaved(step, "", False, 0.1) for step in range(20)]
     written = [CheckpointWritten(step, "", False) for step in range(20)]
-    assert steps(FunctionStarted("f", 4, 2, num_restarts=0)) == (0, 0)
+    assert steps(RunStarted("f", 4, 2, num_restarts=0)) == (0, 0)
     assert steps(CheckpointLoaded(4, "")) == (4, 4)
     assert steps(copied[8]) == (8, 4)
     assert steps(copied[10], written[8]) == (10, 8)
-    assert steps(FunctionStarted("f", 4, 2, num_restarts=1)) == (8, 8)  # what was not written is lost
+    assert steps(RunStarted("f", 4, 2, num_restarts=1)) == (8, 8)  # what was not written is lost
     assert steps(copied[12]) == (12, 8)
-    assert steps(started(resumed_step=8)) == (8, 8)
+    assert steps(started(), loaded(8)) == (8, 8)
     assert steps(copied[12], written[12]) == (12, 12)
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from flyte_ddp.events import (
-    CheckpointLoaded,
+    AttemptEnded,
+    AttemptStarted,
     CheckpointSaved,
     CheckpointWritten,
     EpochFinished,
@@ -26,18 +27,19 @@ from flyte_ddp.events import (
     PredictionsMade,
     RunStarted,
     RunState,
+    TimeSpent,
     read_history,
 )
-from flyte_ddp.events.wall_time import AttemptEnded, AttemptStarted, TimeSpent
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.progress_bar import ProgressBar
 from tests.support.short_run import (
     epoch_finished,
     epoch_of_events,
+    loaded,
     predictions_made,
+    reported,
     run_finished,
     started,
-    step_finished,
     whole_run,
 )
 
@@ -48,15 +50,10 @@ def test_the_line_about_a_resumed_run_counts_the_steps_that_are_done_again() -> 
     stream = io.StringIO()
     bar = ProgressBar(stream)
     lost = [AttemptEnded(step, "a rank was killed", 0.0) for step in (7, 8, 9, 11)]
-    bar.handle(started(resumed_step=0))
-    bar.handle(lost[0])
-    bar.handle(started(resumed_step=4, resumed_from="/c/step-4.pt"))
-    bar.handle(lost[1])
-    bar.handle(CheckpointLoaded(7, "/c/step-7.pt"))
-    bar.handle(lost[2])
-    bar.handle(CheckpointLoaded(9, "/c/step-9.pt"))
-    bar.handle(lost[3])
-    bar.handle(started(resumed_step=0))
+    for event in (started(), loaded(), lost[0], started(), loaded(4), lost[1]):
+        bar.handle(event)
+    for event in (RunStarted("train", 2), loaded(7), lost[2], loaded(9), lost[3], loaded(0)):
+        bar.handle(event)
     lines = [line for line in stream.getvalue().splitlines() if "step" in line]
     assert lines == [
         "resumed at step 4 of 12 from /c/step-4.pt: 3 steps again",
@@ -75,9 +72,12 @@ def test_without_a_terminal_the_run_is_printed_in_plain_lines() -> None:
     bar.close(None)
     lines = stream.getvalue().splitlines()
     assert not set("\r\x1b") & set(stream.getvalue())
-    for expected in ("recipe digits", "scikit-learn's digits (1,797 images)", "2 ranks", "cpu", "431,080 parameters"):
+    for expected in ("digits, ", "scikit-learn's digits (1,797 images)", "2 ranks", "cpu", "431,080 parameters"):
         assert expected in lines[0]
-    assert lines[1] == "epoch 1/3, step 1 of 12: loss 1.0000, 1,234 samples/s"
+    assert (
+        lines[1]
+        == "epoch 0.25/3, step 1 of 12: loss 1, learning rate 0.1, gradient norm 2.5, samples per second 1234.5"
+    )
     assert [line for line in lines if "step " in line] == [lines[1]], "steps of the next ten seconds are left out"
     assert [line for line in lines if line.startswith("epoch 2/3")] == [
         "epoch 2/3: train loss 0.5000, test loss 1.0000, accuracy 95.00%, 1,000 samples/s"
@@ -99,9 +99,9 @@ def test_no_password_of_a_url_is_printed() -> None:
 
 def test_a_resumed_run_prints_its_checkpoint_and_the_skipped_ones() -> None:
     stream = io.StringIO()
-    ProgressBar(stream).handle(
-        started(resumed_step=4, resumed_from="/c/step-4.pt", skipped_checkpoints=["/c/step-8.pt is unusable"])
-    )
+    bar = ProgressBar(stream)
+    bar.handle(started())
+    bar.handle(loaded(4, skipped=["/c/step-8.pt is unusable"]))
     assert "warning: /c/step-8.pt is unusable\n" in stream.getvalue()
     assert "resumed at step 4 of 12 from /c/step-4.pt\n" in stream.getvalue()
 
@@ -111,11 +111,10 @@ def test_on_a_terminal_a_bar_moves_and_lines_stay_above_it() -> None:
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     with os.fdopen(slave, "w") as stream:
         bar = ProgressBar(stream)
-        for event in [started(), *epoch_of_events(1)]:
+        for event in [started(), loaded(), *epoch_of_events(1)]:
             bar.handle(event)
         bar.write("rank 1: a line of its own")
-        bar.handle(started(resumed_step=4, previous_epochs=[epoch_finished(1)]))  # the ranks were started again
-        for event in epoch_of_events(2):
+        for event in (started(), loaded(4), *epoch_of_events(2)):  # the ranks were started again
             bar.handle(event)
         bar.close(None)
         contents = b""
@@ -123,11 +122,11 @@ def test_on_a_terminal_a_bar_moves_and_lines_stay_above_it() -> None:
             contents += os.read(master, 1 << 16)
     shown = contents.decode()
     os.close(master)
-    assert re.search(r"epoch 1/3: .*4/12 .*loss 0\.2500, 1,234 samples/s", shown)
+    assert re.search(r"epoch 1/3: .*4/12 .*loss 0\.25, learning rate 0\.1", shown)
     assert re.search(r"epoch 2/3: .*8/12", shown)
     # What is left when every line is redrawn: the part after its last carriage return.
     left = [re.sub(r"\x1b\[A", "", line).split("\r")[-1].strip() for line in shown.replace("\r\n", "\n").split("\n")]
-    assert [line for line in left if line and not line.startswith(("recipe", "resumed"))] == [
+    assert [line for line in left if line and not line.startswith(("digits", "resumed"))] == [
         "epoch 1/3: train loss 1.0000, test loss 2.0000, accuracy 90.00%, 1,000 samples/s",
         "rank 1: a line of its own",
         "epoch 2/3: train loss 0.5000, test loss 1.0000, accuracy 95.00%, 1,000 samples/s",
@@ -152,15 +151,15 @@ def test_history_reads_back_all_events_without_images(tmp_path: Path) -> None:
 def test_a_torn_last_line_is_ignored_and_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     history = HistoryFile(path)
-    history.handle(step_finished(1))
-    history.handle(step_finished(2))
+    history.handle(reported(1))
+    history.handle(reported(2))
     history.close(None)
     path.write_bytes(path.read_bytes()[:-9])
-    assert read_history(path) == [step_finished(1)]
+    assert read_history(path) == [reported(1)]
     continued = HistoryFile(path)
-    continued.handle(step_finished(3))
+    continued.handle(reported(3))
     continued.close(None)
-    assert read_history(path) == [step_finished(1), step_finished(3)]
+    assert read_history(path) == [reported(1), reported(3)]
 
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
@@ -171,8 +170,6 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
 
 
 def test_history_of_a_resumed_run_has_every_epoch_once(tmp_path: Path) -> None:
-    resumed = started(resumed_step=8, previous_epochs=[epoch_finished(1), epoch_finished(2)])
-
     def epochs(path: Path, events: list[Event]) -> list[int]:
         history = HistoryFile(path)
         for event in events:
@@ -180,21 +177,21 @@ def test_history_of_a_resumed_run_has_every_epoch_once(tmp_path: Path) -> None:
         history.close(None)
         return [event.epoch for event in read_history(path) if isinstance(event, EpochFinished)]
 
-    assert epochs(tmp_path / "in another pod", [resumed, epoch_finished(3)]) == [1, 2, 3]
-    assert epochs(tmp_path / "same", [started(), epoch_finished(1), epoch_finished(2)]) == [1, 2]
-    assert epochs(tmp_path / "same", [resumed, epoch_finished(3)]) == [1, 2, 3]
+    assert epochs(tmp_path / "in another pod", [started(), loaded(8), epoch_finished(3)]) == [1, 2, 3]
+    assert epochs(tmp_path / "same", [started(), loaded(), epoch_finished(1), epoch_finished(2)]) == [1, 2]
+    assert epochs(tmp_path / "same", [started(), loaded(8), epoch_finished(3)]) == [1, 2, 3]
 
 
 def test_a_history_file_that_repeats_earlier_epochs_folds_to_every_epoch_once(tmp_path: Path) -> None:
     history = HistoryFile(tmp_path / "history.jsonl")
-    for event in [started(resumed_step=8, previous_epochs=[epoch_finished(1), epoch_finished(2)]), epoch_finished(3)]:
+    for event in [started(), loaded(8), epoch_finished(3)]:
         history.handle(event)
     history.close(None)
     state = RunState.of(read_history(tmp_path / "history.jsonl"))
     assert [epoch.epoch for epoch in state.epochs] == [1, 2, 3]
 
 
-def _stamped(events: list[Event], times: list[float]) -> list[Event]:
+def _stamped(events: list[Event], times: list[int]) -> list[Event]:
     return [replace(event, at=at) for event, at in zip(events, times, strict=True)]
 
 
@@ -205,18 +202,20 @@ def test_the_wall_time_is_what_it_went_to(tmp_path: Path) -> None:
         [
             AttemptStarted(2, launched_at=1000.0, waited_seconds=7.0),
             started(),
-            step_finished(2),
+            loaded(),
+            reported(2),
             saved,
-            step_finished(3),
+            reported(3),
             AttemptEnded(3, "node 1 was lost", idle_seconds=20.0),
             AttemptStarted(1, launched_at=1000.0, waited_seconds=30.0),
-            started(resumed_step=2),
+            started(),
+            loaded(2),
             epoch_finished(1),  # with an evaluation of 0.5 s
             predictions_made(),
             CheckpointWritten(4, "/c/4.pt", True),  # from beside the training: divides none of its time
             run_finished(),
         ],
-        [1010.0, 1014.0, 1016.0, 1017.0, 1018.0, 1040.0, 1072.0, 1075.0, 1085.0, 1086.0, 1088.0, 1089.0],
+        [1010, 1014, 1014, 1016, 1017, 1018, 1040, 1072, 1075, 1075, 1085, 1086, 1088, 1089],
     )
     spent = RunState.of(events).time_spent()
     assert spent == TimeSpent(
@@ -239,14 +238,14 @@ def test_the_wall_time_is_what_it_went_to(tmp_path: Path) -> None:
     for event in events:
         history.handle(event)
     history.close(None)
-    *_, last = read_history(tmp_path / "history.jsonl")
-    assert last == spent
+    last = json.loads((tmp_path / "history.jsonl").read_text().splitlines()[-1])
+    assert (last.pop("event"), TimeSpent(**{name: last[name] for name in spent.parts()})) == ("TimeSpent", spent)
     assert RunState.of(read_history(tmp_path / "history.jsonl")).time_spent() == spent
 
 
 def test_time_between_two_processes_of_a_run_is_no_wait() -> None:
-    first = _stamped([AttemptStarted(1, 1000.0, 0.0), started(), step_finished(4)], [1001.0, 1002.0, 1004.0])
-    again = _stamped([AttemptStarted(1, 5000.0, 0.0), started(), step_finished(1)], [5001.0, 5003.0, 5004.0])
+    first = _stamped([AttemptStarted(1, 1000.0, 0.0), started(), loaded(), reported(4)], [1001, 1002, 1002, 1004])
+    again = _stamped([AttemptStarted(1, 5000.0, 0.0), started(), loaded(), reported(1)], [5001, 5003, 5003, 5004])
     assert RunState.of(first + again).time_spent() == TimeSpent(stepping=1.0, restarting=2.0 + 3.0, redone_steps=2.0)
 
 

@@ -15,10 +15,10 @@ def panels_of(events: list[Event]) -> dict[str, figures.Panel]:
 
 
 def test_a_restart_undoes_the_steps_after_its_checkpoint():
-    first = [sample_run.started(), *sample_run.steps(1, 80), sample_run.epoch(1)]
-    again = sample_run.started(resumed_step=60, previous_epochs=[sample_run.epoch(1)])
-    history = RunState.of([*first, again, *sample_run.steps(61, 71)])
-    assert [step.step for step in history.steps] == [*range(1, 61, 5), 61, 66, 71]
+    first = [*sample_run.training()[:2], *sample_run.steps(1, 80), sample_run.epoch(1)]
+    again = [sample_run.started(), sample_run.loaded(60)]
+    history = RunState.of([*first, *again, *sample_run.steps(61, 71)])
+    assert [step.step for step in history.reports] == [*range(1, 61, 5), 61, 66, 71]
     assert [epoch.epoch for epoch in history.epochs] == [1]
 
 
@@ -40,7 +40,7 @@ UNUSUAL = {
     "two steps with losses far apart": [
         sample_run.started(),
         *(
-            dataclasses.replace(step, loss=loss)
+            dataclasses.replace(step, values={**step.values, "loss": loss})
             for step, loss in zip(sample_run.steps(1, 10), (2.3, 0.02), strict=True)
         ),
         sample_run.epoch(1),
@@ -48,7 +48,8 @@ UNUSUAL = {
     "one step": [sample_run.started(), *sample_run.steps(1, 1)],
     "one epoch without step events": [sample_run.started(epochs=1), sample_run.epoch(1)],
     "a resumed run": [
-        sample_run.started(resumed_step=150, previous_epochs=[sample_run.epoch(number) for number in (1, 2, 3)]),
+        sample_run.started(),
+        sample_run.loaded(150),
         *sample_run.steps(151, 200),
         sample_run.epoch(4),
     ],
@@ -57,7 +58,7 @@ UNUSUAL = {
     "losses that are zero, huge and not finite": [
         sample_run.started(),
         *(
-            dataclasses.replace(step, loss=loss, gradient_norm=loss)
+            dataclasses.replace(step, values={**step.values, "loss": loss, "gradient_norm": loss})
             for step, loss in zip(sample_run.steps(1, 20), (0.0, 1e30, math.nan, math.inf), strict=True)
         ),
         dataclasses.replace(sample_run.epoch(1), train_loss=0.0, test_loss=0.0, accuracy=0.0),
@@ -80,7 +81,10 @@ UNUSUAL = {
     ],
     "nothing but losses that are not finite": [
         sample_run.started(),
-        *(dataclasses.replace(step, loss=math.nan, gradient_norm=math.nan) for step in sample_run.steps(1, 20)),
+        *(
+            dataclasses.replace(step, values={**step.values, "loss": math.nan, "gradient_norm": math.nan})
+            for step in sample_run.steps(1, 20)
+        ),
     ],
 }
 

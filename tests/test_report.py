@@ -17,6 +17,7 @@ from flytekit.loggers import logger as flytekit_logger
 
 from flyte_ddp.errors import RankFailure, TrainingStopped
 from flyte_ddp.events import (
+    AttemptStarted,
     CheckpointSaved,
     CheckpointWritten,
     EpochFinished,
@@ -26,7 +27,6 @@ from flyte_ddp.events import (
     PredictionsMade,
     RunState,
 )
-from flyte_ddp.events.wall_time import AttemptStarted
 from flyte_ddp.flytekit_plugin.deck import DeckPublisher
 from flyte_ddp.observers.page import duration
 from tasks import report
@@ -52,28 +52,22 @@ def rank_failure() -> RankFailure:
 
 
 def resumed_run() -> list[Event]:
-    again = sample_run.started(
-        resumed_step=150,
-        resumed_from="s3://bucket/run/step-0000000150.pt",
-        previous_epochs=[sample_run.epoch(number) for number in (1, 2, 3)],
-        skipped_checkpoints=["s3://bucket/run/step-0000000200.pt is unusable and was skipped: ValueError: too short"],
-    )
-    return [again, *sample_run.steps(151, 200), sample_run.epoch(4), sample_run.finished()]
+    skipped = ["s3://bucket/run/step-0000000200.pt is unusable and was skipped: ValueError: too short"]
+    again = [sample_run.started(), sample_run.loaded(150, skipped=skipped)]
+    return [*again, *sample_run.steps(151, 200), sample_run.epoch(4), sample_run.finished()]
 
 
 def hostile_run() -> list[Event]:
     return [
         sample_run.started(
-            recipe=HOSTILE,
+            name=HOSTILE,
             data=HOSTILE,
             device=HOSTILE,
             backend=HOSTILE,
             layers=[LayerDescribed(HOSTILE, HOSTILE, [1, 2], 3)],
             versions={HOSTILE: HOSTILE},
-            resumed_from=HOSTILE,
-            resumed_step=1,
-            skipped_checkpoints=[HOSTILE],
         ),
+        sample_run.loaded(1, url=HOSTILE, skipped=[HOSTILE]),
         *sample_run.steps(2, 50),
         dataclasses.replace(sample_run.epoch(1), sample=HOSTILE, metrics={HOSTILE: 1.0}),
         CheckpointWritten(50, HOSTILE, True),
@@ -204,10 +198,11 @@ def test_values_that_are_not_finite_are_shown_as_they_are():
 
 def test_no_password_or_signature_of_a_url_is_shown():
     secret = "https://me:hunter2@host/data.zip?X-Signature=hunter2"
-    started = sample_run.started(data=f"{secret} (97 images)", resumed_from=secret, resumed_step=1)
+    started = sample_run.started(data=f"{secret} (97 images)")
+    loaded = sample_run.loaded(1, url=secret)
     saved = CheckpointWritten(50, secret, True)
     finished = dataclasses.replace(sample_run.finished(), model_state_url=secret)
-    made = report_of([started, saved, finished], RuntimeError(f"cannot read {secret}"))
+    made = report_of([started, loaded, saved, finished], RuntimeError(f"cannot read {secret}"))
     made.notes.append(secret)
     page = made.render()
     assert "hunter2" not in page
@@ -259,8 +254,8 @@ def test_the_page_stays_below_two_megabytes(closed: bool):
             config=config,
             data="long " * 400,
             layers=[LayerDescribed(f"blocks.{index}", "Linear", [1, 8, 64], 9) for index in range(2000)],
-            skipped_checkpoints=[f"s3://bucket/{index} is unusable" for index in range(500)],
         ),
+        sample_run.loaded(skipped=[f"s3://bucket/{index} is unusable" for index in range(500)]),
         *sample_run.steps(1, 100_000),
         *(sample_run.epoch(number, world_size=256) for number in range(1, 2001)),
         *(CheckpointWritten(step, f"s3://bucket/run/{step}.pt", True) for step in range(2000)),

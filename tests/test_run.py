@@ -175,8 +175,8 @@ def test_a_function_resumes_after_a_kill_from_the_newest_sound_checkpoint_and_ra
     )
 
     assert (attempt, first, state) == (1, 4, {"step": 3, "weights": [3.0]})
-    assert [event.num_restarts for event in listener.of(events.FunctionStarted)] == [0, 1]
-    assert [event.step for event in listener.of(events.CheckpointLoaded)] == [3]
+    assert [event.num_restarts for event in listener.of(events.RunStarted)] == [0, 1]
+    assert [event.step for event in listener.of(events.CheckpointLoaded)] == [0, 3]
     reports = listener.of(events.Reported)
     assert [event.step for event in reports] == [1, 2, 3, 4, 4, 5, 6]
     assert (reports[-1].epoch, reports[-1].values) == (1.0, {"loss": 1 / 6})
@@ -507,7 +507,7 @@ def test_a_function_runs_on_a_dask_cluster_with_the_code_beside_it(client, tmp_p
     total, variables, rest = flyte_ddp.run(functions.train, 2, nnodes=2, client=client, listeners=[listener])
 
     assert (total, variables, rest) == (12.0, ["0", "0", "2", "1", "0"], bytes(5 << 20))
-    (started,) = listener.of(events.FunctionStarted)
+    (started,) = listener.of(events.RunStarted)
     assert (started.name, started.world_size, started.num_nodes) == ("train", 2, 2)
 
 

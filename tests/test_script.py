@@ -14,7 +14,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.events import FunctionStarted, Reported, read_history
+from flyte_ddp.events import Reported, RunStarted, read_history
 from flyte_ddp.launch.outputs import OUTPUTS_VARIABLE, outputs_directory
 from tasks import script as scripts
 from tasks.inputs import ClusterInput, InputError
@@ -73,7 +73,7 @@ def test_a_script_runs_with_the_files_beside_it_and_returns_what_it_wrote(projec
     assert sorted(line.partition("the value")[2] for line in log) == [" of rank 0", " of rank 1"]
     history = read_history(str(results.history))
     assert [event for event in history if isinstance(event, Reported)] == [Reported(7, None, {"loss": 0.25})]
-    assert any(isinstance(event, FunctionStarted) and event.world_size == 2 for event in history)
+    assert any(isinstance(event, RunStarted) and event.world_size == 2 for event in history)
     report = Path(str(results.report)).read_text()
     assert all(text in report for text in ("the value of rank 1", "finished", "Outputs", "Step", "loss"))
     assert any('flyte_ddp_world_size{script="train",run=""} 2\n' in text for text in figures)

@@ -17,7 +17,15 @@ from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import StopRequested, StorageUnavailable
-from flyte_ddp.events import CheckpointWritten, EpochFinished, HistogramsTaken, PredictionsMade, RunStarted, from_dict
+from flyte_ddp.events import (
+    CheckpointLoaded,
+    CheckpointWritten,
+    EpochFinished,
+    HistogramsTaken,
+    PredictionsMade,
+    RunStarted,
+    from_dict,
+)
 from flyte_ddp.rank.parallel import build_model
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import describe_data
@@ -79,7 +87,7 @@ def test_shards_on_two_and_then_three_ranks_train_to_the_weights_of_one_process(
     first, second = resharded_run
 
     assert (first.started.world_size, second.started.world_size) == (2, 3)
-    assert second.started.resumed_step == first.result.finished.step > 0
+    assert second.loaded.step == first.result.finished.step > 0
     torch.testing.assert_close(weights(second.state()), weights(whole_run.state()), **TOLERANCE)
     for ours, theirs in zip(second.result.epochs, whole_run.result.epochs, strict=True):
         assert ours.test_loss == pytest.approx(theirs.test_loss, rel=1e-4)
@@ -154,14 +162,14 @@ def train_and_note_reads(world, store, *arguments):
 
 
 def train_tiny(directory, num_ranks, **options):
-    """Train `Tiny` in a gang, on from what is there; return when it started, when it ended, and who read what."""
+    """Train `Tiny` in a gang, on from what is there; return where it began, when it ended, and who read what."""
     run = new_run(directory)
     config = config_of(TINY, {"optimizer": "adamw", "learning_rate": 0.01, "checkpoints_to_keep": 9, **options})
     given = (train_and_note_reads, TINY, config, str(run.data()), str(run.checkpoints))
     results = run_gang(num_ranks, *given)
     emitted = [from_dict(values) for values in results[0][0]]
-    started = next(event for event in emitted if isinstance(event, RunStarted))
-    return started, emitted[-1], [sorted(names) for _, names in results]
+    loaded = next(event for event in emitted if isinstance(event, CheckpointLoaded))
+    return loaded, emitted[-1], [sorted(names) for _, names in results]
 
 
 def files_of(manifest):
@@ -182,11 +190,11 @@ def test_checkpoints_go_from_ddp_over_4_2_and_3_ranks_of_shards_to_ddp(tmp_path)
 
     for epoch, num_ranks in enumerate((1, 4, 2, 3, 3), start=1):
         parallel = "ddp" if num_ranks == 1 else "fsdp"
-        started, finished, reads = train_tiny(tmp_path / "run", num_ranks, epochs=epoch, parallel=parallel)
-        assert (started.resumed_step, started.skipped_checkpoints) == ((epoch - 1) * STEPS, [])
+        loaded, finished, reads = train_tiny(tmp_path / "run", num_ranks, epochs=epoch, parallel=parallel)
+        assert (loaded.step, loaded.skipped) == ((epoch - 1) * STEPS, [])
         if epoch > 1:
             # Each file is read by one rank, by all ranks in turn.
-            files = files_of(started.resumed_from)
+            files = files_of(loaded.url)
             assert [[name for name in names if name in files] for names in reads] == [
                 files[rank::num_ranks] for rank in range(num_ranks)
             ]
@@ -210,8 +218,8 @@ def test_checkpoints_go_from_ddp_over_4_2_and_3_ranks_of_shards_to_ddp(tmp_path)
 def test_sgd_goes_from_ddp_to_shards_and_back(tmp_path):
     """Its fused kernel takes no split tensors, so a checkpoint's may not replace that of the run."""
     for epoch, (num_ranks, parallel) in enumerate(((1, "ddp"), (2, "fsdp"), (1, "ddp")), start=1):
-        started, finished, _ = train_tiny(tmp_path, num_ranks, epochs=epoch, parallel=parallel, optimizer="sgd")
-        assert started.resumed_step == (epoch - 1) * STEPS
+        loaded, finished, _ = train_tiny(tmp_path, num_ranks, epochs=epoch, parallel=parallel, optimizer="sgd")
+        assert loaded.step == (epoch - 1) * STEPS
         assert finished.step == epoch * STEPS
 
 
@@ -236,8 +244,8 @@ def test_a_resumed_run_of_shards_has_bitwise_the_weights_of_one_that_was_not_int
 
     assert stopped == [other[1]] == ["stopped"]
     for events, step in ((first, 1), (resumed, STEPS)):
-        started = next(from_dict(values) for values in events if values["event"] == "RunStarted")
-        assert started.resumed_step == step
+        loaded = next(values for values in events if values["event"] == "CheckpointLoaded")
+        assert loaded["step"] == step
     states = [torch.load(events[-1]["model_state_url"], weights_only=True) for events in (whole, resumed)]
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())

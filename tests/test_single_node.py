@@ -67,7 +67,7 @@ def test_a_local_run_ends_with_accuracies_and_the_paths_of_its_outputs(local_run
     get_recipe("digits").model().load_state_dict(torch.load(outputs[2], weights_only=True))
     assert "1,437 training and 360 held-out images" in Path(outputs[3]).read_text()
     kinds = [json.loads(line)["event"] for line in Path(outputs[4]).read_text().splitlines()]
-    assert kinds[:2] == ["AttemptStarted", "RunStarted"]
+    assert kinds[:3] == ["AttemptStarted", "RunStarted", "CheckpointLoaded"]
     assert kinds.count("EpochFinished") == 2
     assert kinds[-1] == "TimeSpent"
     assert "RunFinished" in kinds[-3:]

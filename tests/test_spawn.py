@@ -314,9 +314,9 @@ def test_a_signal_stops_the_run_after_a_last_checkpoint_to_resume_from(
 
     monkeypatch.delenv("STEP_SECONDS")
     resumed = new_run(tmp_path, "Dropping").train()
-    assert f"at step {resumed.started.resumed_step}." in message
-    assert message.endswith(f"the same run resumes there, at step {resumed.started.resumed_step}")
-    assert 3 <= resumed.started.resumed_step < 27
+    assert f"at step {resumed.loaded.step}." in message
+    assert message.endswith(f"the same run resumes there, at step {resumed.loaded.step}")
+    assert 3 <= resumed.loaded.step < 27
     whole = finished_run("Dropping", 2).state()
     assert all(torch.equal(value, whole[name]) for name, value in resumed.state().items())
 

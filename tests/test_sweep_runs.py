@@ -88,7 +88,7 @@ class Watch:
     def starts(self, number):
         """The steps at which the model's ranks started."""
         return [
-            event.resumed_step for each, event in self.seen if each == number and isinstance(event, events.RunStarted)
+            event.step for each, event in self.seen if each == number and isinstance(event, events.CheckpointLoaded)
         ]
 
 

@@ -14,17 +14,18 @@ from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.config import TrainingConfig, resolve
 from flyte_ddp.errors import ConfigError, RankFailure, StopRequested
 from flyte_ddp.events import (
+    AttemptStarted,
+    CheckpointLoaded,
     CheckpointSaved,
     CheckpointWritten,
     EpochFinished,
     HistogramsTaken,
     PredictionsMade,
+    Reported,
     RunFinished,
     RunStarted,
     RunState,
-    StepFinished,
 )
-from flyte_ddp.events.wall_time import AttemptStarted
 from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.rank.data import epoch_order
 from flyte_ddp.rank.optim import learning_rate_factor
@@ -100,7 +101,7 @@ def test_any_number_of_ranks_gives_the_weights_and_losses_of_a_plain_loop(finish
 # 103 samples leave 7: shares of 3, 2 and 2, the first of which takes two micro-batches and the others one.
 def test_accumulation_clipping_and_uneven_targets_give_the_weights_of_a_plain_loop(finished_run):
     run = finished_run("Sequences", 3, gradient_accumulation=2, gradient_clip_norm=CLIP)
-    norms = [event.gradient_norm for event in run.events if isinstance(event, StepFinished)]
+    norms = [event.values["gradient_norm"] for event in run.events if isinstance(event, Reported)]
 
     assert max(norms) > CLIP
     _assert_same(run, _Plain(run, clip=CLIP))
@@ -134,16 +135,16 @@ def test_the_state_dict_loads_anywhere_into_the_recipes_model(finished_run):
 def test_a_run_emits_its_events_in_order(finished_run):
     run = finished_run("Tiny", 2)
     kinds = [type(event) for event in run.events]
-    steps = [event for event in run.events if isinstance(event, StepFinished)]
+    steps = [event for event in run.events if isinstance(event, Reported)]
     epochs = [event for event in run.events if isinstance(event, EpochFinished)]
 
-    assert kinds[:2] == [AttemptStarted, RunStarted]
+    assert kinds[:3] == [AttemptStarted, RunStarted, CheckpointLoaded]
     assert kinds[-1] is RunFinished
     assert kinds.count(PredictionsMade) == 1
     assert kinds.count(HistogramsTaken) == kinds.count(CheckpointSaved) == 3
     assert [event.step for event in run.events if isinstance(event, CheckpointWritten)][-1] == 27
     assert [event.step for event in steps] == list(range(1, 28))
-    assert [event.epoch for event in steps] == [1] * 9 + [2] * 9 + [3] * 9
+    assert [event.epoch for event in steps] == [step / 9 for step in range(1, 28)]
     assert epochs == run.result.epochs
     assert [(event.epoch, event.step) for event in epochs] == [(1, 9), (2, 18), (3, 27)]
     assert run.started.num_steps == run.events[-1].step == 27
@@ -163,7 +164,7 @@ def test_the_loss_of_an_epoch_is_the_mean_of_its_ranks_by_their_targets(finished
     # Of 97 samples, rank 0 has six of each full batch and the odd one.
     for epoch in run.result.epochs:
         assert epoch.train_loss == pytest.approx((49 * epoch.rank_losses[0] + 48 * epoch.rank_losses[1]) / 97)
-    steps = [event.loss for event in run.events if isinstance(event, StepFinished)][:9]
+    steps = [event.values["loss"] for event in run.events if isinstance(event, Reported)][:9]
     assert run.result.epochs[0].train_loss == pytest.approx((12 * sum(steps[:8]) + steps[8]) / 97)
 
 
@@ -358,7 +359,7 @@ def test_ranks_whose_gpu_runs_out_of_memory_restart_with_smaller_micro_batches_w
     started = [event for event in run.events if isinstance(event, RunStarted)]
     assert [event.config["gradient_accumulation"] for event in started] == [1, 2]
     assert [event.config["global_batch_size"] for event in started] == [12, 12]
-    assert started[1].resumed_step >= 8
+    assert [event.step for event in run.events if isinstance(event, CheckpointLoaded)][1] >= 8
     assert "restart from the last checkpoint with gradient_accumulation 2" in caplog.text
     for name, value in undisturbed.state().items():
         torch.testing.assert_close(run.state()[name], value)

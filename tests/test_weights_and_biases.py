@@ -23,7 +23,7 @@ import pytest
 from flyte_ddp.events import Event, Histogram, HistogramsTaken, Prediction, PredictionsMade
 from flyte_ddp.observers import weights_and_biases
 from flyte_ddp.observers.weights_and_biases import Wandb
-from tests.support.short_run import epoch_finished, epoch_of_events, run_finished, started, step_finished, whole_run
+from tests.support.short_run import epoch_finished, epoch_of_events, loaded, reported, run_finished, started, whole_run
 from tests.support.wandb_log import config_of, records_of, rows_of, summary_of
 
 KEY = "0123456789abcdef" * 3
@@ -88,7 +88,7 @@ def test_an_offline_run_holds_all_records(tmp_path: Path) -> None:
     expected = {
         "epochs": 3,
         "learning_rate": 0.1,
-        "recipe": "digits",
+        "program": "digits",
         "data": started().data,
         "world_size": 2,
         "versions": {"torch": "2.15.0"},
@@ -103,7 +103,7 @@ def test_an_offline_run_holds_all_records(tmp_path: Path) -> None:
     assert [row["step"] for row in rows if "train/loss" in row] == list(range(1, 13))
     assert rows[1] == {
         "step": 2,
-        "train/epoch": 1,
+        "train/epoch": 0.5,
         "train/loss": 0.5,
         "train/learning_rate": 0.1,
         "train/gradient_norm": 2.5,
@@ -146,7 +146,7 @@ def test_an_offline_run_holds_all_records(tmp_path: Path) -> None:
 
 def test_failed_run_is_marked_as_failed(tmp_path: Path) -> None:
     listener = Wandb("project", "run-1", tmp_path, say=lambda line: None)
-    replay(listener, [started(), step_finished(1)], RuntimeError("rank 1 died"))
+    replay(listener, [started(), reported(1)], RuntimeError("rank 1 died"))
     assert [end.exit_code for end in records_of(tmp_path, "exit")] == [1]
 
 
@@ -174,9 +174,9 @@ def test_a_recipes_own_figures_and_generated_text_are_logged_with_the_epoch(tmp_
 
 def test_restarted_ranks_log_nothing_twice(tmp_path: Path) -> None:
     listener = Wandb("project", "run-1", tmp_path, say=lambda line: None)
-    first = [started(), *epoch_of_events(1), step_finished(5), step_finished(6)]
-    again = started(world_size=1, resumed_step=4, previous_epochs=[epoch_finished(1)])
-    replay(listener, [*first, again, *epoch_of_events(2)])
+    first = [started(), *epoch_of_events(1), reported(5), reported(6)]
+    again = [started(world_size=1), loaded(4)]
+    replay(listener, [*first, *again, *epoch_of_events(2)])
     rows = rows_of(tmp_path)
     assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [row["epoch"] for row in rows if "epoch/accuracy" in row] == [1, 2]
@@ -184,10 +184,8 @@ def test_restarted_ranks_log_nothing_twice(tmp_path: Path) -> None:
 
 
 def test_a_resumed_offline_run_continues_with_or_without_the_earlier_files(tmp_path: Path) -> None:
-    resumed = started(resumed_step=4, previous_epochs=[epoch_finished(1)])
-
     def epochs(directory: Path) -> list[int]:
-        replay(Wandb("project", "run-1", directory, say=lambda line: None), [resumed, *epoch_of_events(2)])
+        replay(Wandb("project", "run-1", directory, say=lambda line: None), [started(), loaded(4), *epoch_of_events(2)])
         newest = max((directory / "wandb").glob("offline-run-*-run-1"))
         assert [run.run_id for run in records_of(newest, "run")] == ["run-1"]
         return [row["epoch"] for row in rows_of(newest) if "epoch/accuracy" in row]
@@ -209,7 +207,7 @@ def test_disabled_mode_writes_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_offline_mode_is_honoured_with_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     lines: list[str] = []
-    replay(Wandb("project", "run-1", tmp_path, api_key=KEY, say=lines.append), [started(), step_finished(1)])
+    replay(Wandb("project", "run-1", tmp_path, api_key=KEY, say=lines.append), [started(), reported(1)])
     assert len(lines) == 1
     assert lines[0].startswith("W&B: WANDB_MODE is offline, so the run is recorded offline; to upload it: wandb sync /")
     assert_nowhere(KEY, tmp_path)
@@ -299,9 +297,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
 def test_online_run_is_continued_by_the_next_attempt(tmp_path: Path, server: WandbServer) -> None:
     lines: list[str] = []
     first = Wandb("project", "run-1", tmp_path / "1", api_key=KEY, say=lines.append)
-    replay(first, [started(), *epoch_of_events(1), step_finished(5), step_finished(6)], RuntimeError("lost its node"))
+    replay(first, [started(), *epoch_of_events(1), reported(5), reported(6)], RuntimeError("lost its node"))
     second = Wandb("project", "run-1", tmp_path / "2", api_key=KEY, say=lines.append)
-    replay(second, [started(resumed_step=4, previous_epochs=[epoch_finished(1)]), *epoch_of_events(2)])
+    replay(second, [started(), loaded(4), *epoch_of_events(2)])
 
     assert first.url == second.url
     assert first.url.endswith("/someone/project/runs/run-1")
@@ -403,7 +401,7 @@ def test_an_offline_run_is_kept_although_its_end_does_not_come(tmp_path: Path, m
 def test_histograms_and_values_that_are_not_finite_do_not_end_the_reporting(tmp_path: Path) -> None:
     lines: list[str] = []
     odd = {"nan": Histogram([1], [math.nan, math.nan]), "none": Histogram([], []), "good": Histogram([1], [0.0, 1.0])}
-    step = replace(step_finished(5), loss=math.nan, gradient_norm=math.inf)
+    step = replace(reported(5), values={"loss": math.nan, "gradient_norm": math.inf})
     listener = Wandb("project", "run-1", tmp_path, say=lines.append)
     secret = started(data="https://me:hunter2@host/data.zip")
     replay(listener, [secret, epoch_finished(1), HistogramsTaken(4, odd, odd), step, replace(step, step=6)])
@@ -415,7 +413,7 @@ def test_histograms_and_values_that_are_not_finite_do_not_end_the_reporting(tmp_
 
 
 def test_an_unusable_key_is_reported_without_showing_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    replay(Wandb("project", "run-1", tmp_path, api_key="much-too-short"), [started(), step_finished(1)])
+    replay(Wandb("project", "run-1", tmp_path, api_key="much-too-short"), [started(), reported(1)])
     (record,) = [record for record in caplog.records if record.name == "flyte_ddp.observers.weights_and_biases"]
     assert record.levelname == "WARNING"
     assert "AuthenticationError: API key must have 40+ characters" in record.getMessage()

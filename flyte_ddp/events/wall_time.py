@@ -1,39 +1,16 @@
-"""Account for the wall time of a run. Knows attempts only; `RunState` in events.py translates the other events."""
+"""Account for the wall time of a run. Knows attempts only; `RunState` translates the other events."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-
-@dataclass(frozen=True, kw_only=True)
-class Timed:
-    """The base of every event."""
-
-    at: float = field(default=0.0, compare=False)  # seconds since the epoch, by the launcher's clock; 0: not known
+from flyte_ddp.events.kinds import AttemptStarted
 
 
 @dataclass(frozen=True)
-class AttemptStarted(Timed):
-    """The nodes are there, and their ranks are being started. The launcher emits it, before the ranks' own events."""
-
-    num_nodes: int
-    launched_at: float  # of the run, seconds since the epoch
-    waited_seconds: float  # for nodes, since the attempt before it has ended or the run was launched
-
-
-@dataclass(frozen=True)
-class AttemptEnded(Timed):
-    """The ranks of an attempt are gone before the training is finished. The launcher emits it."""
-
-    step: int  # optimizer steps since the start of the run, as far as is known; those after a checkpoint are lost
-    reason: str
-    idle_seconds: float  # since the last sign of progress: until the failure was noticed and all ranks had ended
-
-
-@dataclass(frozen=True)
-class TimeSpent(Timed):
-    """Wall time of a run by purpose, in seconds. Folded from the other events; the last line of a history."""
+class TimeSpent:
+    """Wall time of a run by purpose, in seconds. Folded from its events; the last line of a history."""
 
     stepping: float = 0.0  # optimizer steps that count
     evaluating: float = 0.0
@@ -54,7 +31,7 @@ class TimeSpent(Timed):
 
     def parts(self) -> dict[str, float]:
         """Return the seconds of each purpose."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "at"}
+        return dataclasses.asdict(self)
 
 
 class WallTime:
@@ -95,11 +72,16 @@ class WallTime:
         self.saved = [(resumed_step, dict(self.seconds))]
         self.phase = "stepping"
 
-    def start_function(self) -> None:
-        """As `start_training`, from the start if the function has saved nothing; else it says what it goes on from."""
-        if len(self.saved) < 2:
+    def start_run(self) -> None:
+        """As `start_training`, from the start if nothing was saved; else the program says what it resumes from."""
+        if not any(step for step, _ in self.saved):
             self.start_training(0)
         self.phase = "stepping"
+
+    def resume(self, step: int) -> None:
+        """As `start_training`, and book the time of the loading."""
+        self._move(self.elapsed, "stepping", "restarting")
+        self.start_training(step)
 
     def evaluate(self, seconds: float) -> None:
         self._move(seconds, "stepping", "evaluating")

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 from flyte_ddp import events
 from flyte_ddp.checkpoints import WRITE_GRACE
 from flyte_ddp.errors import NodeLost, RankFailure, TrainingStopped
-from flyte_ddp.events.wall_time import AttemptEnded
 from flyte_ddp.launch.failures import MAX_LINES, natural_key
 from flyte_ddp.launch.node import GO, KILL, KILL_GRACE, STOP
 from flyte_ddp.launch.process.job import Job
@@ -159,9 +158,9 @@ class Attempt:
         """Return whether the ranks have ended on every node."""
         return all(node.outcome for node in self.nodes.nodes)
 
-    def ended(self, reason: str) -> AttemptEnded:
+    def ended(self, reason: str) -> events.AttemptEnded:
         """Return the event of the end of this attempt, now."""
-        return AttemptEnded(self.step, reason, idle_seconds=time.monotonic() - self.progress_at)
+        return events.AttemptEnded(self.step, reason, idle_seconds=time.monotonic() - self.progress_at)
 
     def _stop_nodes(self, reason: str, grace: float) -> float:
         """Order a last checkpoint and the end; return when the nodes must have ended."""

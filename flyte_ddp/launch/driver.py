@@ -31,7 +31,6 @@ from flyte_ddp.errors import (
     StorageUnavailable,
     TrainingStopped,
 )
-from flyte_ddp.events.wall_time import AttemptStarted
 from flyte_ddp.launch.attempt import Attempt, Nodes
 from flyte_ddp.launch.dispatch import Dispatcher
 from flyte_ddp.launch.failures import first_line
@@ -146,7 +145,7 @@ def run(
         storage = Storage(job.checkpoints, timeout=program.store_timeout)
         storage.check_access()
         job = dataclasses.replace(job, checkpoints=storage.url)
-    state = events.RunState(keep_steps=False)
+    state = events.RunState(keep_reports=False)
     stopping = contextlib.nullcontext(stop) if stop else stop_on_signals(program.signals, program.stop_grace)
     with (
         _own_place(job) as ownership,
@@ -194,7 +193,7 @@ class _Driver:
             begun = time.time() if self.num_attempts else run.job.launched_at  # since then the nodes were started
             nodes = self.place.gather(run, latest)
             waited = time.time() - begun if self.place.is_cluster else 0.0
-            run.emit(AttemptStarted(len(nodes.nodes), run.job.launched_at, waited))
+            run.emit(events.AttemptStarted(len(nodes.nodes), run.job.launched_at, waited))
             # A new token for each gang: a rank of an earlier one that still lives on a silent node may not write now.
             owner = self.ownership.renew() if self.ownership else ""
             shows_nodes = self.place.is_cluster and run.job.program.output.prefix == PREFIX

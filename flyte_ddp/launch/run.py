@@ -209,7 +209,7 @@ def run_program(
                 client = stack.enter_context(open_cluster(config, name))
             place = DaskPlace(client, config, name)
         state = driver.run(job, place, None, listeners, relay)
-    return state.returned.value if state.returned else cloudpickle.dumps(None)  # rank 0 ended by os._exit(0)
+    return state.finished.value if state.finished else cloudpickle.dumps(None)  # rank 0 ended by os._exit(0)
 
 
 def script_program(

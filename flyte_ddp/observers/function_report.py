@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from flyte_ddp.events import CheckpointLoaded, Event, FunctionStarted, Reported, RunState
+from flyte_ddp.events import CheckpointLoaded, Event, Reported, RunStarted, RunState
 from flyte_ddp.observers.figures import number
 from flyte_ddp.observers.page import Page, counted, draw, duration, row, section, shortened, tile
 from flyte_ddp.observers.plots import report_panels
@@ -44,7 +44,6 @@ class FunctionReport(Page):
         self._name = name
         self._state = RunState()
         self._lines: deque[str] = deque(maxlen=MAX_LINES)
-        self._resumed: CheckpointLoaded | None = None
         self._panels: list[Markup] | None = None
 
     def add_line(self, line: str) -> None:
@@ -54,10 +53,8 @@ class FunctionReport(Page):
     def handle(self, event: Event) -> None:
         """Take in the next event of the run."""
         self._state.handle(event)
-        if isinstance(event, (FunctionStarted, Reported)):
+        if isinstance(event, (RunStarted, CheckpointLoaded, Reported)):
             self._panels = None
-        elif isinstance(event, CheckpointLoaded):
-            self._resumed, self._panels = event, None
 
     @property
     def title(self) -> str:
@@ -67,13 +64,13 @@ class FunctionReport(Page):
         """Return the values of the template."""
         if self._panels is None:
             self._panels = draw(report_panels(self._state))
-        started = self._state.function
+        started = self._state.started
         lead = "Waiting for the ranks to start."
         if started:
             lead = f"{counted(started.world_size, 'rank')} on {counted(started.num_nodes, 'node')}"
         return {
             "lead": lead,
-            "percent_done": 100 if self._state.returned else 0,
+            "percent_done": 100 if self._state.finished else 0,
             "tiles": self._tiles() if started else [],
             "drawn": self._panels,
             "lines": "\n".join(self._lines),
@@ -93,12 +90,12 @@ class FunctionReport(Page):
     def _sections(self) -> list[dict[str, Any]]:
         state = self._state
         restarts = [row("Restarts of all ranks", f"{max(0, state.num_starts - 1)}", "in this attempt")]
-        if self._resumed:
-            restarts.append(row("Resumed at step", f"{self._resumed.step:,}", self._resumed.url))
+        if state.loaded and state.loaded.url:
+            restarts.append(row("Resumed at step", f"{state.loaded.step:,}", state.loaded.url))
         saved = [row(f"Step {each.step:,}", each.url) for each in reversed(state.checkpoints)]
         sections = [
             section("Outputs", [row(name, url) for name, url in self.outputs.items()], has_long_values=True),
-            section("Restarts", restarts if state.function else [], has_long_values=True),
+            section("Restarts", restarts if state.started else [], has_long_values=True),
             section("Checkpoints", saved, f"{state.num_checkpoints:,} written", has_long_values=True),
         ]
         return [each for each in sections if each["rows"]]

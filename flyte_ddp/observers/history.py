@@ -7,10 +7,11 @@ from pathlib import Path
 
 from flyte_ddp.events import (
     NOT_IN_HISTORY,
+    CheckpointLoaded,
     EpochFinished,
     Event,
-    RunStarted,
     RunState,
+    TimeSpent,
     len_of_whole_lines,
     read_history,
     to_line,
@@ -37,7 +38,7 @@ class HistoryFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         earlier = read_history(path) if path.exists() else []
         self._epochs = {event.epoch for event in earlier if isinstance(event, EpochFinished)}
-        self._state = RunState.of(earlier, keep_steps=False)
+        self._state = RunState.of(earlier, keep_reports=False)
         self._file = open(path, "ab")  # noqa: SIM115 - open for as long as the run
         self._file.truncate(len_of_whole_lines(path.read_bytes()))
 
@@ -47,8 +48,8 @@ class HistoryFile:
         if isinstance(event, NOT_IN_HISTORY):
             return
         self._write(event)
-        if isinstance(event, RunStarted):
-            for epoch in event.previous_epochs:
+        if isinstance(event, CheckpointLoaded):
+            for epoch in event.epochs:
                 if epoch.epoch not in self._epochs:
                     self._write(epoch)
 
@@ -59,7 +60,7 @@ class HistoryFile:
             self._write(spent)
         self._file.close()
 
-    def _write(self, event: Event) -> None:
+    def _write(self, event: Event | TimeSpent) -> None:
         self._file.write(to_line(event).encode())
         self._file.flush()
         if isinstance(event, EpochFinished):

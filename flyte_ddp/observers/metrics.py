@@ -17,11 +17,9 @@ from flyte_ddp.events import (
     CheckpointWritten,
     EpochFinished,
     Event,
-    FunctionStarted,
     Reported,
     RunFinished,
     RunStarted,
-    StepFinished,
 )
 
 PORT_VARIABLE = "FLYTE_DDP_METRICS_PORT"  # set by registration; nothing is served without it
@@ -72,23 +70,20 @@ class RunFigures:
         with self._lock:
             if isinstance(event, RunStarted):
                 found["flyte_ddp_world_size"] = event.world_size
-                found["flyte_ddp_steps_planned"] = event.num_steps
-                found["flyte_ddp_step"] = event.resumed_step
-                found["flyte_ddp_restarts_total"] = self._values["flyte_ddp_restarts_total"] + 1
-                found.update(_checkpoint_steps(event.resumed_step))
-            elif isinstance(event, FunctionStarted):
-                found["flyte_ddp_world_size"] = event.world_size
-                found["flyte_ddp_restarts_total"] = event.num_restarts
+                found.update({"flyte_ddp_steps_planned": event.num_steps} if event.num_steps else {})
+                found["flyte_ddp_restarts_total"] = max(
+                    self._values["flyte_ddp_restarts_total"] + 1, event.num_restarts
+                )
                 found.update(_checkpoint_steps(self._values.get("flyte_ddp_checkpoint_step", 0)))
             elif isinstance(event, CheckpointLoaded):
+                found["flyte_ddp_step"] = event.step
                 found.update(_checkpoint_steps(event.step))
             elif isinstance(event, Reported):
                 found["flyte_ddp_step"] = event.step
                 found.update({"flyte_ddp_epoch": event.epoch} if event.epoch is not None else {})
-            elif isinstance(event, StepFinished):
-                found["flyte_ddp_step"] = event.step
-                found["flyte_ddp_train_loss"] = event.loss
-                found["flyte_ddp_samples_per_second"] = event.samples_per_second
+                for name, value in (("train_loss", "loss"), ("samples_per_second", "samples_per_second")):
+                    if value in event.values:
+                        found[f"flyte_ddp_{name}"] = event.values[value]
             elif isinstance(event, EpochFinished):
                 found["flyte_ddp_epoch"] = event.epoch
                 found["flyte_ddp_test_loss"] = event.test_loss

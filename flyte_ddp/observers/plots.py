@@ -36,7 +36,7 @@ def training_panels(state: RunState) -> list[Panel]:
     In this order: loss, accuracy, throughput, learning-rate, gradient-norm, ranks.
     """
     panels = []
-    epochs, steps = state.epochs, state.steps
+    epochs, steps = state.epochs, state.reports
     if epochs or steps:
         summary = "Loss over epochs"
         if epochs:
@@ -46,12 +46,14 @@ def training_panels(state: RunState) -> list[Panel]:
         summary = f"Test accuracy over epochs: best {percent(best.accuracy)} in epoch {best.epoch}"
         panels.append(Panel("accuracy", "Test accuracy", summary, lambda axes: _draw_accuracy(axes, state)))
     if epochs or steps:
-        latest = (epochs or steps)[-1]
+        latest = epochs[-1] if epochs else None
+        rate = latest.samples_per_second if latest else steps[-1].values["samples_per_second"]
+        learning_rate = latest.learning_rate if latest else steps[-1].values["learning_rate"]
         panels.append(
             Panel(
                 "throughput",
                 "Throughput (samples/s)",
-                f"Training samples per second over epochs: now {number(latest.samples_per_second, ',.0f')}",
+                f"Training samples per second over epochs: now {number(rate, ',.0f')}",
                 lambda axes: _draw_throughput(axes, state),
             )
         )
@@ -59,7 +61,7 @@ def training_panels(state: RunState) -> list[Panel]:
             Panel(
                 "learning-rate",
                 "Learning rate",
-                f"Learning rate over epochs: now {number(latest.learning_rate, '.3g')}",
+                f"Learning rate over epochs: now {number(learning_rate, '.3g')}",
                 lambda axes: _draw_learning_rate(axes, state),
             )
         )
@@ -68,7 +70,7 @@ def training_panels(state: RunState) -> list[Panel]:
             Panel(
                 "gradient-norm",
                 "Gradient norm",
-                f"Gradient norm over epochs: now {number(steps[-1].gradient_norm, '.3g')}",
+                f"Gradient norm over epochs: now {number(steps[-1].values['gradient_norm'], '.3g')}",
                 lambda axes: _draw_gradient_norm(axes, state),
             )
         )
@@ -111,12 +113,12 @@ def over_epochs(axes: Axes, state: RunState) -> None:
     """Make the x axis count epochs, and mark where the run was resumed from a checkpoint."""
     from matplotlib.ticker import MaxNLocator
 
-    reached = max([epoch.epoch for epoch in state.epochs] + [state.position(step.step) for step in state.steps])
+    reached = max([epoch.epoch for epoch in state.epochs] + [step.epoch or 0.0 for step in state.reports])
     axes.set_xlim(0, max(1.0, reached) * 1.02)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     axes.set_xlabel("epoch", loc="right", alpha=0.7, fontsize=9.5, labelpad=1)
-    if state.started and state.started.resumed_step:
-        x = state.position(state.started.resumed_step)
+    if state.resumed_step:
+        x = state.position(state.resumed_step)
         axes.axvline(x, color=axes.title.get_color(), alpha=0.35, linewidth=1, linestyle=(0, (3, 3)))
         axes.annotate(
             "resumed",
@@ -132,7 +134,7 @@ def over_epochs(axes: Axes, state: RunState) -> None:
 
 
 def _draw_loss(axes: Axes, state: RunState) -> None:
-    steps = thinned([(state.position(step.step), step.loss) for step in state.steps])
+    steps = thinned([(step.epoch or 0.0, step.values["loss"]) for step in state.reports])
     if steps:
         axes.plot(*zip(*steps, strict=True), color=PALETTE[0], linewidth=0.9, alpha=FAINT, label="by step")
     epochs = thinned([(epoch.epoch, epoch.train_loss) for epoch in state.epochs])
@@ -167,7 +169,7 @@ def _draw_accuracy(axes: Axes, state: RunState) -> None:
 def _draw_throughput(axes: Axes, state: RunState) -> None:
     from matplotlib.ticker import FuncFormatter
 
-    steps = thinned([(state.position(step.step), step.samples_per_second) for step in state.steps])
+    steps = thinned([(step.epoch or 0.0, step.values["samples_per_second"]) for step in state.reports])
     if steps:
         axes.plot(*zip(*steps, strict=True), color=PALETTE[6], linewidth=0.9, alpha=FAINT, label="by step")
     _plot_epochs(axes, [(e.epoch, e.samples_per_second) for e in state.epochs], PALETTE[6], "epoch mean")
@@ -180,7 +182,7 @@ def _draw_learning_rate(axes: Axes, state: RunState) -> None:
     from matplotlib.ticker import FuncFormatter
 
     rates = {epoch.step: epoch.learning_rate for epoch in state.epochs}
-    rates.update({step.step: step.learning_rate for step in state.steps})
+    rates.update({step.step: step.values["learning_rate"] for step in state.reports})
     line = thinned([(state.position(step), rate) for step, rate in sorted(rates.items())])
     schedule = state.started.config.get("schedule") if state.started else ""
     axes.plot(*zip(*line, strict=True), color=PALETTE[3], linewidth=2)
@@ -190,7 +192,7 @@ def _draw_learning_rate(axes: Axes, state: RunState) -> None:
 
 
 def _draw_gradient_norm(axes: Axes, state: RunState) -> None:
-    line = thinned([(state.position(step.step), step.gradient_norm) for step in state.steps])
+    line = thinned([(step.epoch or 0.0, step.values["gradient_norm"]) for step in state.reports])
     axes.plot(*zip(*line, strict=True), color=PALETTE[4], linewidth=1)
     over_epochs(axes, state)
     log_scale(axes, [value for _, value in line], ratio=100)

@@ -9,16 +9,14 @@ import time
 from typing import Any, TextIO
 
 from flyte_ddp.events import (
+    AttemptEnded,
     CheckpointLoaded,
     EpochFinished,
     Event,
-    FunctionStarted,
     Reported,
     RunFinished,
     RunStarted,
-    StepFinished,
 )
-from flyte_ddp.events.wall_time import AttemptEnded
 from flyte_ddp.storage import redact_url
 
 FLUSH_INTERVAL = 0.1  # seconds for which lines of ranks may stay in this process, so that many at a time are written
@@ -49,18 +47,13 @@ class ProgressBar:
         with self._lock:
             if isinstance(event, RunStarted):
                 self._start(event)
-            elif isinstance(event, StepFinished):
-                self._show_step(event)
             elif isinstance(event, EpochFinished):
                 self._show_epoch(event)
             elif isinstance(event, RunFinished):
-                self._print(f"best accuracy {event.best_accuracy:.2%} after epoch {event.best_epoch}")
-            elif isinstance(event, FunctionStarted):
-                ranks = "1 rank" if event.world_size == 1 else f"{event.world_size} ranks"
-                nodes = f" on {event.num_nodes} nodes" if event.num_nodes > 1 else ""
-                self._print(f"{event.name}, {ranks}{nodes}")
+                if event.best_epoch:
+                    self._print(f"best accuracy {event.best_accuracy:.2%} after epoch {event.best_epoch}")
             elif isinstance(event, CheckpointLoaded):
-                self._print(f"resumed at step {event.step:,} from {event.url}{self._steps_again(event.step)}")
+                self._resume(event)
             elif isinstance(event, AttemptEnded):
                 self._lost_step = event.step
             elif isinstance(event, Reported):
@@ -101,46 +94,37 @@ class ProgressBar:
     def _start(self, event: RunStarted) -> None:
         self._run = event
         ranks = "1 rank" if event.world_size == 1 else f"{event.world_size} ranks"
+        nodes = f" on {event.num_nodes} nodes" if event.num_nodes > 1 else ""
         threads = "1 thread" if event.num_threads == 1 else f"{event.num_threads} threads"
-        self._print(
-            f"recipe {event.recipe}, {ranks} on {event.device} ({event.backend}, {threads} each), "
-            f"{event.num_parameters:,} parameters; data: {event.data}"
-        )
-        for skipped in event.skipped_checkpoints:
+        device = f", each on {event.device} ({event.backend}, {threads})" if event.device else ""
+        size = f", {event.num_parameters:,} parameters" if event.num_parameters else ""
+        data = f"; data: {event.data}" if event.data else ""
+        self._print(f"{event.name}, {ranks}{nodes}{device}{size}{data}")
+
+    def _resume(self, event: CheckpointLoaded) -> None:
+        for skipped in event.skipped:
             self._print(f"warning: {skipped}")
-        again = self._steps_again(event.resumed_step)
-        if event.resumed_step:
-            where = f"{event.resumed_step:,} of {event.num_steps:,} from {event.resumed_from}"
-            self._print(f"resumed at step {where}{again}")
+        again = self._steps_again(event.step)
+        if event.url:
+            self._print(f"resumed at step {event.step:,}{self._total_steps()} from {event.url}{again}")
         elif again:
             self._print(f"started again at step 0{again}")
-        if not self._is_live:
+        if not self._is_live or not self._run or not self._run.num_steps:
             return
         from tqdm import tqdm
 
         if self._bar is not None:
             self._bar.close()
         self._bar = tqdm(
-            total=event.num_steps,
-            initial=event.resumed_step,
+            total=self._run.num_steps,
+            initial=event.step,
             file=self._stream,
             dynamic_ncols=True,
             leave=False,
             miniters=0,
             unit="step",
-            desc=f"epoch {len(event.previous_epochs) + 1}/{event.config.get('epochs', '?')}",
+            desc=self._epoch_label(len(event.epochs)),
         )
-
-    def _show_step(self, event: StepFinished) -> None:
-        status = f"loss {event.loss:.4f}, {event.samples_per_second:,.0f} samples/s"
-        if self._bar is not None:
-            self._bar.set_description(self._epoch_label(event.epoch), refresh=False)
-            self._bar.set_postfix_str(status, refresh=False)
-            self._bar.update(event.step - self._bar.n)
-        elif (now := time.monotonic()) >= self._next_step_line:
-            self._next_step_line = now + PLAIN_STEP_INTERVAL
-            total = f" of {self._run.num_steps:,}" if self._run else ""
-            self._print(f"{self._epoch_label(event.epoch)}, step {event.step:,}{total}: {status}")
 
     def _show_epoch(self, event: EpochFinished) -> None:
         self._print(
@@ -152,16 +136,23 @@ class ProgressBar:
             self._bar.update(event.step - self._bar.n)
 
     def _show_report(self, event: Reported) -> None:
-        """Show what a function reports: its number of steps is unknown, so there is no bar to fill."""
-        if (now := time.monotonic()) < self._next_step_line:
-            return
-        self._next_step_line = now + PLAIN_STEP_INTERVAL
-        epoch = "" if event.epoch is None else f"epoch {event.epoch:.4g}, "
-        values = ", ".join(f"{name} {value:.6g}" for name, value in event.values.items())
-        self._print(f"{epoch}step {event.step:,}" + (f": {values}" if values else ""))
+        values = ", ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in event.values.items())
+        epoch = "" if event.epoch is None else self._epoch_label(event.epoch)
+        if self._bar is not None:
+            self._bar.set_description(epoch, refresh=False)
+            self._bar.set_postfix_str(values, refresh=False)
+            self._bar.update(event.step - self._bar.n)
+        elif (now := time.monotonic()) >= self._next_step_line:
+            self._next_step_line = now + PLAIN_STEP_INTERVAL
+            step = f"step {event.step:,}{self._total_steps()}"
+            self._print(", ".join(filter(None, [epoch, step])) + (f": {values}" if values else ""))
 
-    def _epoch_label(self, epoch: int) -> str:
-        return f"epoch {epoch}/{self._run.config.get('epochs', '?') if self._run else '?'}"
+    def _epoch_label(self, epoch: float) -> str:
+        epochs = self._run.config.get("epochs") if self._run else None
+        return f"epoch {epoch:.4g}" + (f"/{epochs}" if epochs else "")
+
+    def _total_steps(self) -> str:
+        return f" of {self._run.num_steps:,}" if self._run and self._run.num_steps else ""
 
     def _print(self, line: str, stream: TextIO | None = None) -> None:
         line, stream = redact_url(line), stream or self._stream

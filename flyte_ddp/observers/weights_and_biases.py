@@ -26,16 +26,15 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.events import (
+    CheckpointLoaded,
     EpochFinished,
     Event,
-    FunctionStarted,
     HistogramsTaken,
     LayerDescribed,
     PredictionsMade,
     Reported,
     RunFinished,
     RunStarted,
-    StepFinished,
 )
 from flyte_ddp.observers.wandb_log import is_complete
 from flyte_ddp.storage import fetch_file, redact_url, write_file
@@ -46,11 +45,11 @@ FINISH_TIMEOUT = 60.0  # for uploading what is left at the end
 WRITE_TIMEOUT = 10.0  # for the rest of an offline run's log, after `finish`
 CLOSE_TIMEOUT = INIT_TIMEOUT + FINISH_TIMEOUT + WRITE_TIMEOUT  # until this process continues without W&B
 
-# Fields of RunStarted that are shown beside the configuration.
+# Fields of RunStarted that are shown beside the configuration, where they are known.
 SHOWN_IN_CONFIG = (
-    "recipe",
     "data",
     "world_size",
+    "num_nodes",
     "device",
     "backend",
     "num_threads",
@@ -124,7 +123,8 @@ class Wandb:
         self._url = ""
         self._run: Any = None  # W&B's
         self._last_step = self._last_epoch = 0  # what the W&B run has
-        self._repeated_step = 0  # of a function's ranks that have started again: up to here its reports are known
+        self._repeated_step = 0  # of ranks that have started again: up to here their reports are known
+        self._has_epochs = False  # the files of an earlier attempt have its epochs
         self._epoch_is_new = False
         self._is_off = False
         self._queue: queue.SimpleQueue[Event | int] = queue.SimpleQueue()  # an int is the exit code, the last item
@@ -200,22 +200,13 @@ class Wandb:
     def _report(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             self._start(event)
-        elif isinstance(event, FunctionStarted):
-            self._start_function(event)
         elif self._run is None:
             return
-        elif isinstance(event, StepFinished) and event.step > self._last_step:
-            self._last_step = event.step
-            self._run.log(
-                {
-                    "step": event.step,
-                    "train/epoch": event.epoch,
-                    "train/loss": event.loss,
-                    "train/learning_rate": event.learning_rate,
-                    "train/gradient_norm": event.gradient_norm,
-                    "train/samples_per_second": event.samples_per_second,
-                }
-            )
+        elif isinstance(event, CheckpointLoaded):
+            if self._has_epochs:
+                self._last_epoch, self._has_epochs = len(event.epochs), False
+            for finished in event.epochs:
+                self._report_epoch(finished)
         elif isinstance(event, Reported) and event.step > self._repeated_step:
             self._last_step = max(self._last_step, event.step)
             epoch = {} if event.epoch is None else {"train/epoch": event.epoch}
@@ -232,25 +223,17 @@ class Wandb:
 
     def _start(self, event: RunStarted) -> None:
         if self._run is None:
-            self._open(len(event.previous_epochs))
+            self._open()
+        self._repeated_step = self._last_step
         if self._run is None:
             return
-        values = {name: getattr(event, name) for name in SHOWN_IN_CONFIG} | {"data": redact_url(event.data)}
+        values = {name: value for name in SHOWN_IN_CONFIG if (value := getattr(event, name))}
+        values = {"program": event.name, **values, "data": redact_url(event.data)}
         self._run.config.update({**self._config, **event.config, **values}, allow_val_change=True)
         if event.layers and "graph_0" not in self._run.summary.keys():  # noqa: SIM118 - no mapping, though it looks like one
             self._run.summary["graph_0"] = _graph(event.layers)
-        for epoch in event.previous_epochs:
-            self._report_epoch(epoch)
 
-    def _start_function(self, event: FunctionStarted) -> None:
-        if self._run is None:
-            self._open(num_previous_epochs=0)
-        self._repeated_step = self._last_step
-        if self._run is not None:
-            values = {"function": event.name, "world_size": event.world_size, "num_nodes": event.num_nodes}
-            self._run.config.update({**self._config, **values}, allow_val_change=True)
-
-    def _open(self, num_previous_epochs: int) -> None:
+    def _open(self) -> None:
         """Open the W&B run, or continue it. Do nothing if W&B is disabled."""
         if os.environ.get("WANDB_MODE") == "disabled":  # saves the import, 1.5 s
             return
@@ -293,8 +276,7 @@ class Wandb:
         self._last_step = int(self._run.summary.get("step") or 0)
         self._last_epoch = int(self._run.summary.get("epoch") or 0)
         files = Path(self._run.settings.sync_dir)
-        if reason and len(list(files.parent.glob(f"offline-run-*-{self._run.id}"))) > 1:
-            self._last_epoch = num_previous_epochs  # the files of an earlier attempt have them
+        self._has_epochs = bool(reason) and len(list(files.parent.glob(f"offline-run-*-{self._run.id}"))) > 1
         self._url = self._run.url or ""
         self._is_offline = bool(reason)
         if not reason:

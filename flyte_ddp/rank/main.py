@@ -100,11 +100,12 @@ def train(
     if config.compile:
         beat_while_compiling(lambda: link.beat(trainer.progress.step))
     with keep_beating(lambda: link.beat(trainer.progress.step)):  # a large checkpoint takes its time
-        resumed_from, skipped = trainer.resume()
+        url, skipped = trainer.resume()
     if world.is_first or trainer.is_sharded:
-        run_started = _run_started(program, node, trainer, data["description"], resumed_from, skipped)
+        run_started = _run_started(program, node, trainer, data["description"])
         if world.is_first:
             link.emit(run_started)
+            link.emit(events.CheckpointLoaded(trainer.progress.step, url, trainer.progress.epochs, skipped))
 
     # Go!
     with store.finish_on_error(trainer.beat):
@@ -128,19 +129,19 @@ def train(
         link.emit(finished)
 
 
-def _run_started(
-    program: RecipeProgram, node: NodeRanks, trainer: Trainer, data: str, resumed_from: str, skipped: list[str]
-) -> events.RunStarted:
+def _run_started(program: RecipeProgram, node: NodeRanks, trainer: Trainer, data: str) -> events.RunStarted:
     recipe, world, model = trainer.recipe, trainer.world, trainer.model
     on_gpu = world.device.type == "cuda"
     layers: list[events.LayerDescribed] = []
     with shown("layers"):
         layers = layers_of(model, sample_inputs(recipe, trainer.test, program.config))
     return events.RunStarted(
-        recipe=program.recipe,
+        name=program.recipe,
+        world_size=world.world_size,
+        num_nodes=node.num_nodes,
+        num_restarts=node.num_restarts,
         data=data,
         config=dataclasses.asdict(program.config),
-        world_size=world.world_size,
         device=torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
         backend=dist.get_backend() if world.world_size > 1 else "none",
         num_threads=node.num_threads,
@@ -150,10 +151,6 @@ def _run_started(
         num_steps=trainer.num_steps,
         layers=layers,
         versions={"python": platform.python_version(), "torch": str(torch.__version__)},
-        resumed_step=trainer.progress.step,
-        resumed_from=resumed_from,
-        previous_epochs=trainer.progress.epochs,
-        skipped_checkpoints=skipped,
     )
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import NonFiniteLoss, StopRequested
-from flyte_ddp.events import CheckpointSaved, EpochFinished, Event, HistogramsTaken, StepFinished
+from flyte_ddp.events import CheckpointSaved, EpochFinished, Event, HistogramsTaken, Reported
 from flyte_ddp.rank import inspection
 from flyte_ddp.rank.batch_norm import keep_frozen_statistics
 from flyte_ddp.rank.data import Samples, epoch_shards, num_batches
@@ -256,13 +256,15 @@ class Trainer:
 
     def _report_step(self, sums: MetricSums, gradient_norm: float) -> None:
         self._emit(
-            StepFinished(
+            Reported(
                 step=self.progress.step,
-                epoch=self.progress.epoch,
-                loss=self.world.sum(sums.loss_sum)[0] / float(sums.num_targets),
-                learning_rate=self._last_learning_rate(),
-                gradient_norm=gradient_norm,
-                samples_per_second=sums.num_samples / sums.seconds,
+                epoch=self.progress.step * self.config.epochs / self.num_steps,
+                values={
+                    "loss": self.world.sum(sums.loss_sum)[0] / float(sums.num_targets),
+                    "learning_rate": self._last_learning_rate(),
+                    "gradient_norm": gradient_norm,
+                    "samples_per_second": sums.num_samples / sums.seconds,
+                },
             )
         )
 

@@ -37,7 +37,7 @@ class TrialRun:
     error: str = ""  # why the trial failed, one line
     details: str = ""  # the full error text
     model_state_url: str = ""
-    _state: RunState = field(default_factory=lambda: RunState(keep_steps=False), repr=False, compare=False)
+    _state: RunState = field(default_factory=lambda: RunState(keep_reports=False), repr=False, compare=False)
 
     @property
     def elapsed(self) -> list[float]:

@@ -31,7 +31,7 @@ from flyte_ddp.errors import (
     TrainingStopped,
     WorkersLost,
 )
-from flyte_ddp.events import EpochFinished, Event, Listener, RunStarted
+from flyte_ddp.events import CheckpointLoaded, EpochFinished, Event, Listener
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.dask.calls import call_scheduler
 from flyte_ddp.launch.dask.place import DaskPlace, check
@@ -303,7 +303,7 @@ class _TrialListener:
         self.stop = stop
 
     def handle(self, event: Event) -> None:
-        epochs = event.previous_epochs if isinstance(event, RunStarted) else [event]
+        epochs = event.epochs if isinstance(event, CheckpointLoaded) else [event]
         for epoch in epochs:
             if isinstance(epoch, EpochFinished):
                 self._stop_if_behind(epoch)

@@ -28,7 +28,7 @@ class ScalingRun:
     @classmethod
     def of(cls, events: Sequence[Event]) -> ScalingRun | None:
         """Build the run from its events; None if it has not finished. Epochs undone by a restart are dropped."""
-        state = RunState.of(events, keep_steps=False)
+        state = RunState.of(events, keep_reports=False)
         if state.started is None or state.finished is None or not state.epochs:
             return None
         return cls(state.started, state.epochs, state.finished)

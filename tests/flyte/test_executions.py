@@ -156,8 +156,8 @@ def test_a_deleted_pod_loses_only_the_last_steps(checkout: Checkout, unique: str
     eventually(lambda: "epoch 5/" in execution.log(pod), 600, f"epoch 5 in the log of {pod}")
     kubectl("delete", "pod", pod, "--wait=false")
     outputs = execution.outputs()
-    started = [event for event in execution.history(outputs) if event["event"] == "RunStarted"][-1]
-    assert started["resumed_step"] > 0
+    loaded = [event for event in execution.history(outputs) if event["event"] == "CheckpointLoaded"][-1]
+    assert loaded["step"] > 0
     assert len(outputs["epoch_accuracies"]) == 60
 
 

@@ -20,7 +20,7 @@ from flytekit import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from google.protobuf.json_format import MessageToDict
 
-from flyte_ddp.events import RunStarted, read_history
+from flyte_ddp.events import RunState, read_history
 from tests.kubernetes.conftest import IMAGE, Namespace, apply
 from tests.kubernetes.store import Store
 
@@ -189,11 +189,11 @@ class Flyte:
         raw = self.read(node, attempt, "error.pb")
         return None if raw is None else ErrorDocument.FromString(raw).error
 
-    def started(self, outputs: LiteralMap, directory: Path) -> RunStarted:
-        """Return the last attempt's RunStarted, from the history that a training task returned."""
+    def state(self, outputs: LiteralMap, directory: Path) -> RunState:
+        """Return the state of the run, from the history that a training task returned."""
         file = directory / "history.jsonl"
         self.store.files.get_file(outputs.literals["history"].scalar.blob.uri, str(file))
-        return [event for event in read_history(file) if isinstance(event, RunStarted)][-1]
+        return RunState.of(read_history(file))
 
 
 def container_of(template: TaskTemplate) -> dict[str, Any]:

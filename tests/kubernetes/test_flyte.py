@@ -150,7 +150,7 @@ def test_attempts_resume_from_each_others_checkpoints_until_one_succeeds(
     ]
     assert len(accuracies) == 150
     assert accuracies[-1] > 0.9
-    assert flyte.started(outputs, tmp_path).resumed_step >= second_end
+    assert flyte.state(outputs, tmp_path).resumed_step >= second_end
     model = tmp_path / "model_state.pt"
     flyte.store.files.get_file(outputs.literals["model_state"].scalar.blob.uri, str(model))
     assert torch.load(model, weights_only=True)
@@ -253,7 +253,9 @@ def test_a_multi_node_task_runs_the_registered_code_and_the_users_recipe_on_its_
             assert f"[node {node}] [rank {node}] {printed}" in log
         assert printed in log.splitlines()  # the driver's own
     assert flyte.store.keys["AWS_SECRET_ACCESS_KEY"] not in log
-    assert flyte.started(outputs, tmp_path).world_size == 2
+    started = flyte.state(outputs, tmp_path).started
+    assert started is not None
+    assert started.world_size == 2
     assert len(listed(outputs, "epoch_accuracies")) == 3
     deck = (flyte.read(NESTED, 0, "deck.html") or b"").decode()
     assert "<svg" in deck

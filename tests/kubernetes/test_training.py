@@ -72,7 +72,7 @@ class Driver:
         return dict(eventually(records, timeout, f"{values} from {self.pod}")[0])
 
     def wait_for_step(self, run: str, step: int) -> None:
-        self.wait_for(run=run, event="StepFinished", step=step)
+        self.wait_for(run=run, event="Reported", step=step)
 
     def wait_for_checkpoint(self, run: str, store: Store) -> None:
         """Return once the run has a complete checkpoint. It trains on while one is written."""
@@ -191,11 +191,11 @@ def test_two_pods_on_two_nodes_give_the_weights_of_two_local_processes(
 def test_a_deleted_worker_pod_of_a_split_model_costs_only_time(bereaved: Bereaved, store: Store) -> None:
     (lost,) = bereaved.driver.losses_of_gang()
     assert lost["at"] - bereaved.deleted_at < DEATH_NOTICED
-    first, second = bereaved.driver.records(run="bereaved", event="RunStarted")
-    assert first["resumed_step"] == 0
-    assert 0 < second["resumed_step"] < STEPS_PER_EPOCH, "it was not met in mid-epoch"
-    assert second["world_size"] == 2
-    next_step = bereaved.driver.records(run="bereaved", event="StepFinished", step=second["resumed_step"] + 1)[-1]
+    assert [each["world_size"] for each in bereaved.driver.records(run="bereaved", event="RunStarted")] == [2, 2]
+    first, second = bereaved.driver.records(run="bereaved", event="CheckpointLoaded")
+    assert first["step"] == 0
+    assert 0 < second["step"] < STEPS_PER_EPOCH, "it was not met in mid-epoch"
+    next_step = bereaved.driver.records(run="bereaved", event="Reported", step=second["step"] + 1)[-1]
     print(f"from the deletion of the pod to the next step: {next_step['at'] - bereaved.deleted_at:.1f} s")  # by -rP
     torch.testing.assert_close(store.state("bereaved"), store.state("undisturbed"))
 
@@ -209,13 +209,13 @@ def test_store_outages_in_mid_training_and_at_a_restart_cost_only_time(
         pod = driver.pods("worker")[0]["metadata"]["name"]
         with getattr(store, run)():
             gone_at = time.time()
-            step = driver.records(run=run, event="StepFinished")[-1]["step"]
-            driver.wait_for(run=run, event="StepFinished", step=step + 4)  # the training does not wait for the store
+            step = driver.records(run=run, event="Reported")[-1]["step"]
+            driver.wait_for(run=run, event="Reported", step=step + 4)  # the training does not wait for the store
             namespace.kubectl("delete", "pod", pod, "--wait=false")
             time.sleep(max(0.0, gone_at + STORE_OUTAGE - time.time()))
             assert namespace.phase(driver.pod) == "Running", namespace.log(driver.pod)
         driver.wait_for(run=run, event="RunFinished")
-        assert driver.records(run=run, event="RunStarted")[-1]["resumed_step"] > 0
+        assert driver.records(run=run, event="CheckpointLoaded")[-1]["step"] > 0
     driver.succeeded()
     undisturbed = store.state("undisturbed")
     for run in ("refusing", "hanging"):
@@ -259,11 +259,11 @@ def test_a_run_shrinks_without_a_silent_node_and_grows_back_when_it_is_mended(
     (lost,) = driver.losses_of_gang()
     assert "has been silent for" in lost["log"]
     assert lost["at"] - cut_at < SILENCE_NOTICED
-    whole, shrunk, grown = driver.records(run="cut-off", event="RunStarted")
-    assert [each["world_size"] for each in (whole, shrunk, grown)] == [2, 1, 2]
-    assert 0 < shrunk["resumed_step"] < STEPS_PER_EPOCH, "it was not met in mid-epoch"
-    steps = [each["step"] for each in driver.records(run="cut-off", event="StepFinished") if each["at"] > shrunk["at"]]
-    assert steps == list(range(shrunk["resumed_step"] + 1, 2 * STEPS_PER_EPOCH + 1)), "the growth lost or redid a step"
+    assert [each["world_size"] for each in driver.records(run="cut-off", event="RunStarted")] == [2, 1, 2]
+    _, shrunk, _ = driver.records(run="cut-off", event="CheckpointLoaded")
+    assert 0 < shrunk["step"] < STEPS_PER_EPOCH, "it was not met in mid-epoch"
+    steps = [each["step"] for each in driver.records(run="cut-off", event="Reported") if each["at"] > shrunk["at"]]
+    assert steps == list(range(shrunk["step"] + 1, 2 * STEPS_PER_EPOCH + 1)), "the growth lost or redid a step"
     torch.testing.assert_close(store.state("cut-off"), finished_run("Tiny", 2, **CONFIG).state())
 
 
@@ -277,7 +277,7 @@ def test_a_deleted_scheduler_pod_costs_only_time(
     namespace.kubectl("delete", "pod", scheduler["metadata"]["name"], "--wait=false")
     driver.succeeded()
     assert driver.losses_of_gang()[0]["at"] - deleted_at < SILENCE_NOTICED
-    assert driver.records(run="headless", event="RunStarted")[-1]["resumed_step"] > 0
+    assert driver.records(run="headless", event="CheckpointLoaded")[-1]["step"] > 0
     torch.testing.assert_close(store.state("headless"), finished_run("Dropping", 2, **CONFIG).state())
 
 
@@ -297,8 +297,8 @@ def test_a_deleted_driver_pod_leaves_a_checkpoint_to_resume_from_and_no_cluster(
     last = store.checkpoint_steps("stopped")[-1]
 
     driver = start("second", "stopped")
-    started = driver.wait_for(run="stopped", event="RunStarted")
-    assert started["resumed_step"] == last > 0
+    loaded = driver.wait_for(run="stopped", event="CheckpointLoaded")
+    assert loaded["step"] == last > 0
     # Not by a deletion without grace: that, too, begins with a SIGTERM, on which the driver deletes the cluster itself.
     namespace.kubectl("exec", "second", "--", "bash", "-c", "kill -KILL $(cat /proc/1/task/1/children)")
     namespace.wait_for_end("second")

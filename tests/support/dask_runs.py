@@ -22,7 +22,7 @@ import psutil
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.config import resolve
-from flyte_ddp.events import StepFinished
+from flyte_ddp.events import Reported
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.dask.placement import Worker
@@ -61,7 +61,7 @@ class At:
         self.function = function
 
     def handle(self, event):
-        if isinstance(event, StepFinished) and event.step >= self.step and self.function:
+        if isinstance(event, Reported) and event.step >= self.step and self.function:
             function, self.function = self.function, None
             function()
 

@@ -48,8 +48,12 @@ class Run:
         return next(event for event in self.events if isinstance(event, events.RunStarted))
 
     @property
+    def loaded(self):
+        return next(event for event in self.events if isinstance(event, events.CheckpointLoaded))
+
+    @property
     def last_step(self):
-        return max((event.step for event in self.events if isinstance(event, events.StepFinished)), default=0)
+        return max((event.step for event in self.events if isinstance(event, events.Reported)), default=0)
 
     def data(self, source=""):
         """The directory of the prepared data."""
@@ -114,7 +118,7 @@ def wait_for_step(parent, step):
     """Read what `parent` prints until its run has reached `step`."""
     for line in parent.stdout:
         values = json.loads(line) if line.startswith("{") else {}
-        if values.get("event") == "StepFinished" and values["step"] >= step:
+        if values.get("event") == "Reported" and values["step"] >= step:
             return
     raise AssertionError(f"the run ended before step {step}")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import (
+    CheckpointLoaded,
     CheckpointSaved,
     CheckpointWritten,
     EpochFinished,
@@ -15,9 +16,9 @@ from flyte_ddp.events import (
     LayerDescribed,
     Prediction,
     PredictionsMade,
+    Reported,
     RunFinished,
     RunStarted,
-    StepFinished,
 )
 
 STEPS_PER_EPOCH = 50
@@ -26,10 +27,10 @@ STEPS_PER_EPOCH = 50
 def started(epochs: int = 4, world_size: int = 2, **changes: Any) -> RunStarted:
     config = TrainingConfig(epochs=epochs, global_batch_size=128, learning_rate=2e-3, log_interval=5)
     event = RunStarted(
-        recipe="mnist",
+        name="mnist",
+        world_size=world_size,
         data="MNIST, 60,000 training and 10,000 held-out images of 28x28",
         config=dataclasses.asdict(config),
-        world_size=world_size,
         device="cpu",
         backend="gloo",
         num_threads=1,
@@ -46,16 +47,24 @@ def started(epochs: int = 4, world_size: int = 2, **changes: Any) -> RunStarted:
     return dataclasses.replace(event, **changes)
 
 
-def steps(first: int, last: int, every: int = 5) -> list[StepFinished]:
+def loaded(step: int = 0, **changes: Any) -> CheckpointLoaded:
+    epochs = [epoch(number) for number in range(1, step // STEPS_PER_EPOCH + 1)]
+    url = f"s3://bucket/run/step-{step:010d}.pt" if step else ""
+    return dataclasses.replace(CheckpointLoaded(step, url, epochs), **changes)
+
+
+def steps(first: int, last: int, every: int = 5) -> list[Reported]:
     noise = random.Random(first)
     return [
-        StepFinished(
+        Reported(
             step=step,
-            epoch=1 + (step - 1) // STEPS_PER_EPOCH,
-            loss=(0.01 + 2.3 * math.exp(-step / 40)) * noise.lognormvariate(0, 0.3),
-            learning_rate=2e-3 * abs(math.sin(step / 70)),
-            gradient_norm=noise.lognormvariate(0, 0.5),
-            samples_per_second=noise.gauss(8000, 300),
+            epoch=step / STEPS_PER_EPOCH,
+            values={
+                "loss": (0.01 + 2.3 * math.exp(-step / 40)) * noise.lognormvariate(0, 0.3),
+                "learning_rate": 2e-3 * abs(math.sin(step / 70)),
+                "gradient_norm": noise.lognormvariate(0, 0.5),
+                "samples_per_second": noise.gauss(8000, 300),
+            },
         )
         for step in range(first, last + 1, every)
     ]
@@ -79,7 +88,7 @@ def epoch(number: int, world_size: int = 2) -> EpochFinished:
 
 def training(epochs: int = 4, world_size: int = 2) -> list[Event]:
     """From the start to the last epoch's end, without what follows that."""
-    events: list[Event] = [started(epochs, world_size)]
+    events: list[Event] = [started(epochs, world_size), loaded()]
     for number in range(1, epochs + 1):
         events += steps(1 + (number - 1) * STEPS_PER_EPOCH, number * STEPS_PER_EPOCH)
         events.append(epoch(number, world_size))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from flyte_ddp.events import (
+    CheckpointLoaded,
     CheckpointSaved,
     CheckpointWritten,
     EpochFinished,
@@ -16,9 +17,9 @@ from flyte_ddp.events import (
     LayerDescribed,
     Prediction,
     PredictionsMade,
+    Reported,
     RunFinished,
     RunStarted,
-    StepFinished,
 )
 
 STEPS_PER_EPOCH = 4
@@ -26,10 +27,10 @@ STEPS_PER_EPOCH = 4
 
 def started(**changes: Any) -> RunStarted:
     event = RunStarted(
-        recipe="digits",
+        name="digits",
+        world_size=2,
         data="scikit-learn's digits (1,797 images)",
         config={"epochs": 3, "learning_rate": 0.1},
-        world_size=2,
         device="cpu",
         backend="gloo",
         num_threads=1,
@@ -43,8 +44,14 @@ def started(**changes: Any) -> RunStarted:
     return replace(event, **changes)
 
 
-def step_finished(step: int) -> StepFinished:
-    return StepFinished(step, (step - 1) // STEPS_PER_EPOCH + 1, 1 / step, 0.1, 2.5, 1234.5)
+def loaded(step: int = 0, **changes: Any) -> CheckpointLoaded:
+    epochs = [epoch_finished(epoch) for epoch in range(1, step // STEPS_PER_EPOCH + 1)]
+    return replace(CheckpointLoaded(step, f"/c/step-{step}.pt" if step else "", epochs), **changes)
+
+
+def reported(step: int) -> Reported:
+    values = {"loss": 1 / step, "learning_rate": 0.1, "gradient_norm": 2.5, "samples_per_second": 1234.5}
+    return Reported(step, step / STEPS_PER_EPOCH, values)
 
 
 def epoch_finished(epoch: int) -> EpochFinished:
@@ -67,7 +74,7 @@ def epoch_of_events(epoch: int) -> list[Event]:
     last = epoch * STEPS_PER_EPOCH
     histogram = Histogram([3, 1], [-1.0, 0.0, 1.0])
     return [
-        *(step_finished(step) for step in range(last - STEPS_PER_EPOCH + 1, last + 1)),
+        *(reported(step) for step in range(last - STEPS_PER_EPOCH + 1, last + 1)),
         epoch_finished(epoch),
         HistogramsTaken(last, {"fc.weight": histogram}, {"fc.weight": histogram}),
         CheckpointSaved(last, f"/checkpoints/{last}.pt", True, 0.1),
@@ -85,8 +92,8 @@ def predictions_made() -> PredictionsMade:
 
 
 def run_finished(model_state_url: str = "/state/model.pt") -> RunFinished:
-    return RunFinished(12, model_state_url, 4.5, 3, 0.9667, 10**8, 2.5)
+    return RunFinished(12, 4.5, b"", model_state_url, 3, 0.9667, 10**8, 2.5)
 
 
 def whole_run() -> list[Event]:
-    return [started(), *epoch_of_events(1), *epoch_of_events(2), *epoch_of_events(3), predictions_made()]
+    return [started(), loaded(), *epoch_of_events(1), *epoch_of_events(2), *epoch_of_events(3), predictions_made()]

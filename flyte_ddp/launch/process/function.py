@@ -45,9 +45,8 @@ def call_function(program: FunctionProgram, process: RankProcess) -> None:
     current = session.open_session(process, store.open)
     if process.rank == 0:
         node = process.node
-        link.emit(events.FunctionStarted(program.name, node.world_size, node.num_nodes, node.num_restarts))
+        link.emit(events.RunStarted(program.name, node.world_size, node.num_nodes, node.num_restarts))
     _be_a_main_process()
-    started = time.time()
     with current.finish_on_error(), end_forked_processes():
         value: bytes = cloudpickle.loads(program.call)()
     if len(value) > MAX_RETURNED_BYTES:
@@ -62,7 +61,7 @@ def call_function(program: FunctionProgram, process: RankProcess) -> None:
     if current.has_stopped or current.was_terminated:
         raise StopRequested
     if process.rank == 0:
-        link.emit(events.FunctionReturned(value, time.time() - started))
+        link.emit(events.RunFinished(current.step, time.time() - process.job.launched_at, value))
 
 
 def _be_a_main_process() -> None:

@@ -1,0 +1,201 @@
+"""The kinds of events: what a run of any program tells about itself. Imports no torch.
+
+They hold plain numbers, strings, bytes, lists and dicts only, so that they can cross a pipe or a network and be kept in
+a file (history.py). To add a kind, write its class and add it to `Event`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """The base of every event."""
+
+    at: float = field(default=0.0, compare=False)  # seconds since the epoch, by the launcher's clock; 0: not known
+
+
+@dataclass(frozen=True)
+class AttemptStarted(Timed):
+    """The nodes are there, and their ranks are being started. The launcher emits it, before the ranks' own events."""
+
+    num_nodes: int
+    launched_at: float  # of the run, seconds since the epoch
+    waited_seconds: float  # for nodes, since the attempt before it has ended or the run was launched
+
+
+@dataclass(frozen=True)
+class AttemptEnded(Timed):
+    """The ranks of an attempt are gone before the run is finished. The launcher emits it."""
+
+    step: int  # optimizer steps since the start of the run, as far as is known; those after a checkpoint are lost
+    reason: str
+    idle_seconds: float  # since the last sign of progress: until the failure was noticed and all ranks had ended
+
+
+@dataclass(frozen=True)
+class LayerDescribed:
+    """One leaf module of the model, in the order in which a forward pass visits it."""
+
+    name: str  # dotted path within the model
+    kind: str  # class name
+    output_shape: list[int]  # of a batch of one
+    num_parameters: int
+
+
+@dataclass(frozen=True)
+class RunStarted(Timed):
+    """All ranks are up: a function is about to be called, a recipe's model is built."""
+
+    name: str  # of the recipe, the function or the script
+    world_size: int
+    num_nodes: int = 1
+    num_restarts: int = 0  # of the gang before
+    # Known of a recipe:
+    data: str = ""  # one line that describes the data
+    config: dict[str, Any] = field(default_factory=dict)
+    device: str = ""  # "cpu" or the GPU's name
+    backend: str = ""
+    num_threads: int = 0  # CPU threads per rank
+    num_parameters: int = 0
+    num_train_samples: int = 0
+    num_test_samples: int = 0
+    num_steps: int = 0  # optimizer steps of the whole run
+    layers: list[LayerDescribed] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EpochFinished(Timed):
+    """The results of an epoch, over all ranks."""
+
+    epoch: int  # from 1
+    step: int  # optimizer steps since the start of the run
+    train_loss: float  # mean over every target of the epoch, as seen while training
+    test_loss: float  # mean over every target of the held-out data
+    accuracy: float  # share of held-out targets predicted correctly, in [0, 1]
+    learning_rate: float  # at the epoch's last step
+    seconds: float  # wall-clock of the epoch's training in all attempts that contributed to it, without the evaluation
+    samples_per_second: float  # training samples, over all ranks
+    evaluation_seconds: float
+    rank_losses: list[float] = field(default_factory=list)  # mean training loss over each rank's own samples
+    rank_step_seconds: list[float] = field(default_factory=list)  # mean time per step that each rank computed
+    num_replaced: int = 0  # training and held-out samples that could not be read and were replaced by others
+    # Of this attempt's steps so far, from DDP's own timers (a sample of the steps); empty for a single rank:
+    rank_wait_seconds: list[float] = field(default_factory=list)  # mean wait for gradients after the backward pass
+    rank_overlap_seconds: list[float] = field(default_factory=list)  # mean all-reduce time during the backward pass
+    metrics: dict[str, float] = field(default_factory=dict)  # further figures by name, which the recipe defines
+    sample: str = ""  # text that the model generated after this epoch, if the recipe's models generate any
+
+
+@dataclass(frozen=True)
+class CheckpointLoaded(Timed):
+    """The program has looked for a checkpoint: it resumes from the newest usable one, or starts at step 0."""
+
+    step: int  # optimizer steps done by earlier attempts
+    url: str  # "" if there is none
+    epochs: list[EpochFinished] = field(default_factory=list)  # finished by earlier attempts
+    skipped: list[str] = field(default_factory=list)  # one line for each checkpoint that is unusable
+
+
+@dataclass(frozen=True)
+class Reported(Timed):
+    """The progress of the run on rank 0: by `session.report`, or of a recipe every `log_interval` steps.
+
+    A recipe reports its "loss" (the mean over the targets of all ranks since the previous report), its "learning_rate",
+    its "gradient_norm" (L2 of this step's whole gradient, before clipping) and its "samples_per_second" (over all
+    ranks, since the previous report).
+    """
+
+    step: int  # optimizer steps since the start of the run
+    epoch: float | None  # epochs done, such as 1.5 in the middle of the second
+    values: dict[str, float]  # by name
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """`counts[i]` values lie between `edges[i]` and `edges[i + 1]`."""
+
+    counts: list[int]
+    edges: list[float]
+
+
+@dataclass(frozen=True)
+class HistogramsTaken(Timed):
+    """Histograms of the parameters and of their last gradients, by parameter name, once per epoch."""
+
+    step: int
+    parameters: dict[str, Histogram]
+    gradients: dict[str, Histogram]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One held-out sample and the model's prediction for it."""
+
+    truth: str
+    guess: str
+    scores: dict[str, float]  # probability by class name
+    image: bytes = b""  # a PNG if the sample is an image
+    text: str = ""  # the sample if it is text
+
+
+@dataclass(frozen=True)
+class PredictionsMade(Timed):
+    """Predictions for some of the held-out samples after the last epoch, in the data's own order."""
+
+    epoch: int
+    predictions: list[Prediction]
+
+
+@dataclass(frozen=True)
+class CheckpointSaved(Timed):
+    """The state was copied for a checkpoint, which is being written while the training goes on."""
+
+    step: int
+    url: str
+    best: bool  # it has the best accuracy so far
+    seconds: float  # for which rank 0 interrupted the training
+
+
+@dataclass(frozen=True)
+class CheckpointWritten(Timed):
+    """The store has the whole checkpoint. One that a newer state replaced before it was written has no such event."""
+
+    step: int
+    url: str
+    best: bool  # it had the best accuracy when it was saved
+
+
+@dataclass(frozen=True)
+class RunFinished(Timed):
+    """The last event of a run that succeeded, on every rank."""
+
+    step: int
+    seconds: float  # of this attempt, from the launch of its ranks
+    value: bytes = b""  # what a function returned on rank 0, pickled
+    # Known of a recipe:
+    model_state_url: str = ""
+    best_epoch: int = 0
+    best_accuracy: float = 0.0
+    peak_memory_bytes: int = 0  # of rank 0: its GPU's memory, or its process's without a GPU
+    first_step_seconds: float = 0.0  # from the launch of the ranks to the end of the first optimizer step
+    rank_peak_memory_bytes: list[int] = field(default_factory=list)  # of each rank
+    rank_num_parameters: list[int] = field(default_factory=list)  # that each rank holds: of a split model its part
+
+
+Event = (
+    AttemptStarted
+    | AttemptEnded
+    | RunStarted
+    | CheckpointLoaded
+    | Reported
+    | EpochFinished
+    | HistogramsTaken
+    | PredictionsMade
+    | CheckpointSaved
+    | CheckpointWritten
+    | RunFinished
+)

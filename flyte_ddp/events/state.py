@@ -1,0 +1,150 @@
+"""The state of a run, folded from its events.
+
+`RunState` is the only place that knows what a restart from a checkpoint undoes. Whoever needs a run's epochs, reports
+or result folds its events with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from flyte_ddp.events.kinds import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointLoaded,
+    CheckpointSaved,
+    CheckpointWritten,
+    EpochFinished,
+    Event,
+    HistogramsTaken,
+    PredictionsMade,
+    Reported,
+    RunFinished,
+    RunStarted,
+)
+from flyte_ddp.events.wall_time import TimeSpent, WallTime
+
+
+@dataclass
+class RunState:
+    """The state of a run, folded from its events. A listener: give it each event in order.
+
+    When the program resumes from a checkpoint, the reports and epochs after that checkpoint are removed.
+
+    Args:
+        keep_reports: keep every `Reported`. Turn it off where there are many runs and only the epochs matter.
+    """
+
+    keep_reports: bool = True
+    started: RunStarted | None = None  # the latest
+    loaded: CheckpointLoaded | None = None  # by the ranks that started last
+    reports: list[Reported] = field(default_factory=list)
+    epochs: list[EpochFinished] = field(default_factory=list)  # those of earlier attempts included
+    checkpoints: list[CheckpointWritten] = field(default_factory=list)  # that still exist: the newest, and the best
+    predictions: PredictionsMade | None = None
+    finished: RunFinished | None = None
+    num_starts: int = 0
+    num_checkpoints: int = 0  # written by this attempt, removed ones included
+    _time: WallTime = field(default_factory=WallTime, init=False, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, events: Iterable[Event], keep_reports: bool = True) -> RunState:
+        """Fold `events`, in their order."""
+        state = cls(keep_reports)
+        for event in events:
+            state.handle(event)
+        return state
+
+    def handle(self, event: Event) -> None:
+        """Update the state with the next event of the run."""
+        if event.at:
+            self._book(event)
+        if isinstance(event, RunStarted):
+            self.num_starts += 1
+            self.started, self.loaded = event, None
+        elif isinstance(event, CheckpointLoaded):
+            self.loaded = event
+            self.reports = [each for each in self.reports if each.step <= event.step]
+            self.epochs = list(event.epochs)
+        elif isinstance(event, Reported):
+            if self.keep_reports:
+                self.reports.append(event)
+        elif isinstance(event, EpochFinished):
+            self._add_epoch(event)
+        elif isinstance(event, CheckpointWritten):
+            self._add_checkpoint(event)
+        elif isinstance(event, PredictionsMade):
+            self.predictions = event
+        elif isinstance(event, RunFinished):
+            self.finished = event
+
+    def close(self, error: BaseException | None) -> None:
+        """Do nothing: the state holds no resources."""
+
+    @property
+    def best(self) -> EpochFinished | None:
+        """The finished epoch with the best accuracy; of equal ones, the one with the lowest held-out loss."""
+        return max(self.epochs, key=lambda epoch: (epoch.accuracy, -epoch.test_loss), default=None)
+
+    @property
+    def last_step(self) -> int:
+        """The last optimizer step that is known to be done."""
+        reports, epochs = self.reports[-1:], self.epochs[-1:]
+        return max([self.resumed_step, *(each.step for each in reports), *(each.step for each in epochs)])
+
+    @property
+    def resumed_step(self) -> int:
+        """The step of the checkpoint that the ranks have resumed from; 0 for none."""
+        return self.loaded.step if self.loaded else 0
+
+    def time_spent(self, until: float = 0.0) -> TimeSpent:
+        """Return what the wall time went to, up to the last event, or `until` (seconds since the epoch) if it is later.
+
+        All zeros where the events have no times.
+        """
+        return self._time.spent(0.0 if self.finished else until)
+
+    def position(self, step: int) -> float:
+        """Convert an optimizer step to epochs, such as 1.5 for the middle of the second."""
+        if self.started is None:
+            return 0.0
+        return step * int(self.started.config["epochs"]) / max(1, self.started.num_steps)
+
+    def _book(self, event: Event) -> None:
+        """Book the time since the last event."""
+        if isinstance(event, AttemptStarted):
+            return self._time.start_attempt(event)
+        if isinstance(event, (HistogramsTaken, PredictionsMade)):
+            return None  # so that a history, which has them not, gives the same account
+        if isinstance(event, CheckpointWritten):
+            return None  # from beside the training: it divides none of its time
+        self._time.advance(event.at)
+        if isinstance(event, AttemptEnded):
+            self._time.end_attempt(event.idle_seconds)
+        elif isinstance(event, RunStarted):
+            self._time.start_run()
+        elif isinstance(event, CheckpointLoaded):
+            self._time.resume(event.step)
+        elif isinstance(event, EpochFinished):
+            self._time.evaluate(event.evaluation_seconds)
+        elif isinstance(event, CheckpointSaved):
+            self._time.save(event.step, event.seconds)
+        elif isinstance(event, RunFinished):
+            self._time.finish()
+        return None
+
+    def _add_epoch(self, event: EpochFinished) -> None:
+        # A history file repeats the epochs of earlier attempts that `CheckpointLoaded` has brought already.
+        known = [epoch.epoch for epoch in self.epochs]
+        if event.epoch in known:
+            self.epochs[known.index(event.epoch)] = event
+        else:
+            self.epochs.append(event)
+
+    def _add_checkpoint(self, event: CheckpointWritten) -> None:
+        self.num_checkpoints += 1
+        known = [*self.checkpoints, event]
+        newest = known[-(self.started.config.get("checkpoints_to_keep", 1) if self.started else 1) :]
+        best = [checkpoint for checkpoint in known if checkpoint.best][-1:]
+        self.checkpoints = [*(checkpoint for checkpoint in best if checkpoint not in newest), *newest]
