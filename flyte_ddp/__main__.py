@@ -1,7 +1,9 @@
 """`python -m flyte_ddp run` starts a script on several GPUs or machines; `doctor` checks a Kubernetes cluster.
 
+`fields` lists the fields of a run's config and cluster, with defaults and units.
+
 python -m flyte_ddp run --nnodes 2 --nproc-per-node 2 train.py --lr 0.1
-python -m flyte_ddp doctor --cluster '{"num_nodes": 4, "namespace": "vision-development"}'
+python -m flyte_ddp doctor --cluster '{"num_nodes": 4}' --namespace vision-development
 """
 
 from __future__ import annotations
@@ -13,8 +15,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from flyte_ddp.cluster.config import cluster_config
-from flyte_ddp.config.fields import read_object
+from flyte_ddp.cluster.admission import check_allowed, load_allowed
+from flyte_ddp.cluster.config import ClusterConfig, cluster_config
+from flyte_ddp.cluster.kubernetes.api import own_namespace
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.config.fields import describe_fields, read_object
+from flyte_ddp.config.source_code import SETTINGS
 from flyte_ddp.errors import ClusterError, ConfigError, GangLost, RankFailure, StorageUnavailable, TrainingStopped
 from flyte_ddp.launch.run import run_program
 from flyte_ddp.launch.run_options import add_run_options, note_without_effect, read_gang, read_program
@@ -27,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_run(commands)
     _add_doctor(commands)
+    text = "list the fields of --config and --cluster, with defaults, units and meaning"
+    commands.add_parser("fields", help=text, description=text).set_defaults(main=_list_fields)
     options = parser.parse_args(arguments)
     return int(options.main(options))
 
@@ -72,10 +80,18 @@ def _doctor(options: argparse.Namespace) -> int:
     return status
 
 
+def _list_fields(options: argparse.Namespace) -> int:
+    lines = [*describe_fields(TrainingConfig, "config."), *describe_fields(ClusterConfig, "cluster.")]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
 def _run(options: argparse.Namespace) -> int:
     bar = ProgressBar(lines=sys.stdout)  # what the ranks print is this command's output, as torchrun's
     try:
         gang, program = read_gang(options), read_program(options)
+        if gang.needs_cluster and SETTINGS.is_file():  # the code of a registered version, which launches must keep to
+            check_allowed(gang.cluster_config(), load_allowed(), own_namespace())
         if note := note_without_effect(options):
             sys.stderr.write(f"{note}\n")
         run_program(program, gang, options.checkpoints, [bar], bar.write)

@@ -7,7 +7,7 @@ from typing import Any
 
 from flyte_ddp.cluster import admission
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.flytekit_plugin.flyte_context import is_flyte_task, is_in_pod
+from flyte_ddp.flytekit_plugin.flyte_context import is_flyte_task
 from tasks.resources import SETTINGS
 
 
@@ -19,12 +19,8 @@ def check_cluster(config: ClusterConfig | None) -> None:
     """
     from flyte_ddp.cluster.kubernetes import api
 
-    if config is None:
-        return
-    if is_in_pod():
-        admission.check_kind(config, SETTINGS.allowed)
-    own_namespace = api.target_namespace(ClusterConfig()) if api.is_in_pod() else ""
-    admission.check_allowed(config, SETTINGS.allowed, own_namespace)
+    if config is not None:
+        admission.check_allowed(config, SETTINGS.allowed, api.own_namespace())
 
 
 def check_urls(**urls: str) -> None:

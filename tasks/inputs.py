@@ -17,7 +17,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 from mashumaro.jsonschema import build_json_schema
 
-from flyte_ddp.cluster.config import ClusterConfig, known_fields
+from flyte_ddp.cluster.config import ClusterConfig, cluster_config
 from flyte_ddp.config import TrainingConfig, reject_unknown_fields, resolve
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin.failures import InputError
@@ -75,14 +75,16 @@ class ClusterInput(ClusterConfig):
         """Parse the value of `pyflyte run --cluster`."""
         values = _json_object("cluster", text)
         try:
-            return cls(**known_fields(values))
+            cluster_config(values)
+            return cls(**values)
         except ConfigError as error:
             raise InputError(str(error)) from None
 
     @classmethod
     def __pre_deserialize__(cls, values: dict[Any, Any]) -> dict[Any, Any]:
         """Refuse unknown fields that come some other way, such as from Flyte's console."""
-        return known_fields(values)
+        cluster_config(values)
+        return values
 
 
 class _ConfigTransformer(DataclassTransformer):

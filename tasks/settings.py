@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,9 @@ from typing import Any
 import click
 
 from flyte_ddp.cluster.admission import Allowed
+from flyte_ddp.config.fields import LIMITS, check, check_names, field, validate
 from flyte_ddp.config.source_code import SETTINGS_FILE, digest_of, read_settings, recipe_packages
+from flyte_ddp.errors import ConfigError
 
 PROFILES = ("production", "sandbox")
 PACKAGES = ("flyte_ddp", "tasks", "workflows")  # what is shipped beside the recipes
@@ -30,33 +34,44 @@ class SettingsError(click.UsageError, ValueError):
 class Size:
     """The resources and the time of one task."""
 
-    cpus: int
-    memory_gib: int
-    disk_gib: int
-    timeout_hours: int  # of one attempt; 0: none
-    shared_memory_gib: int = 0
+    cpus: int = field(minimum=1)
+    memory_gib: int = field(minimum=1)
+    disk_gib: int = field(minimum=0)
+    timeout_hours: int = field(minimum=0, help="of one attempt; 0: none")
+    shared_memory_gib: int = field(0, minimum=0)
+
+    def __post_init__(self) -> None:
+        validate(self)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings, those of the chosen profile included."""
+    """All settings, those of the chosen profile included.
 
-    profile: str
-    image: str
-    recipes: tuple[str, ...]
-    notify_emails: tuple[str, ...]
-    metrics_port: int
-    retrain_inputs: Mapping[str, Any]
-    wandb_mode: str
-    wandb_project: str
-    wandb_entity: str
-    wandb_base_url: str
-    gpus: int
-    gpu_type: str
-    training: Size  # CPUs and memory for each GPU, or in all where there is none
-    driver: Size
-    small: Size
-    allowed: Allowed
+    Raises:
+        ConfigError: a value has the wrong type or lies outside the limits given beside its field.
+    """
+
+    profile: str = field(choices=PROFILES)
+    image: str = field()
+    recipes: tuple[str, ...] = field()
+    notify_emails: tuple[str, ...] = field(pattern=r"[^@\s]+@[^@\s]+", example="an e-mail address")
+    metrics_port: int = field(minimum=0, maximum=65535)
+    schedule: str = field(pattern=r"|\S+( \S+){4}", example="cron's five fields, such as 0 3 * * *")
+    retrain_inputs: dict[str, Any] = field()
+    wandb_mode: str = field()
+    wandb_project: str = field()
+    wandb_entity: str = field()
+    wandb_base_url: str = field()
+    gpus: int = field(minimum=0)
+    gpu_type: str = field()
+    training: Size = field(help="CPUs and memory for each GPU, or in all where there is none")
+    driver: Size = field()
+    small: Size = field()
+    allowed: Allowed = field()
+
+    def __post_init__(self) -> None:
+        validate(self)
 
     @property
     def digest(self) -> str:
@@ -107,90 +122,38 @@ def load_settings(file: Path = ROOT / SETTINGS_FILE, environment: Mapping[str, s
         raise SettingsError(f"SANDBOX: expected 0, 1, false or true, got {switch!r}")
     if switch:
         tables["profile"] = "sandbox" if switch in ("1", "true") else "production"
-    if tables.get("profile") not in PROFILES:
-        raise SettingsError(f"{file.name}: profile: expected {' or '.join(PROFILES)}, got {tables.get('profile')!r}")
     profiles = {name: tables.pop(name, {}) for name in PROFILES}
     wandb = tables.pop("wandb", {})
-    values = {**tables, **profiles[tables["profile"]], **{f"wandb_{name}": value for name, value in wandb.items()}}
-    for variable, (name, parse) in VARIABLES.items():
-        text = environment.get(variable)
-        if text and not (name in ("gpus", "gpu_type") and tables["profile"] == "sandbox"):
-            values[name] = parse(variable, text)
-    return Settings(**_checked(file.name, values, Settings))
-
-
-def _checked(place: str, values: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """Return `values` as the fields of dataclass `kind`, which names a table at `place`."""
-    fields = {each.name: each for each in dataclasses.fields(kind)}
-    for name in values:
-        if name not in fields:
-            raise SettingsError(f"{place}: expected {', '.join(fields)}, got {name!r}")
-    found = {}
-    for name, each in fields.items():
-        if name not in values and each.default is not dataclasses.MISSING:
-            continue
-        if name not in values:
-            raise SettingsError(f"{place}: {name}: expected a value, got none")
-        value = values[name]
-        expected, is_right = _KINDS[str(each.type)]
-        if not is_right(value):
-            raise SettingsError(f"{place}: {name}: expected {expected}, got {value!r}")
-        found[name] = tuple(value) if str(each.type).startswith("tuple") else value
-        if table := _TABLES.get(str(each.type)):
-            found[name] = table(**_checked(f"{place}: {name}", value, table))
-    for address in found.get("notify_emails", ()):
-        if address.count("@") != 1:
-            raise SettingsError(f"{place}: notify_emails: expected e-mail addresses, got {address!r}")
-    return found
-
-
-_TABLES: dict[str, type] = {"Size": Size, "Allowed": Allowed}
-_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "str": ("text", lambda value: isinstance(value, str)),
-    "int": ("a whole number of at least 0", lambda value: type(value) is int and value >= 0),
-    "Size": ("a table of sizes", lambda value: isinstance(value, dict)),
-    "Allowed": ("a table", lambda value: isinstance(value, dict)),
-    "Mapping[str, Any]": ("a table", lambda value: isinstance(value, dict)),
-    "tuple[str, ...]": (
-        "a list of texts",
-        lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
-    ),
-}
-
-
-def _number(variable: str, text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise SettingsError(f"{variable}: expected a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
-def _object(variable: str, text: str) -> dict[str, Any]:
+    chosen = profiles.get(str(tables.get("profile")), profiles["production"])
+    values = {**tables, **chosen, **{f"wandb_{name}": value for name, value in wandb.items()}}
     try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise SettingsError(f"{variable}: expected a JSON object, got {text!r}")
-    return found
+        for variable, name in VARIABLES.items():
+            text = environment.get(variable)
+            if text and not (name in ("gpus", "gpu_type") and tables.get("profile") == "sandbox"):
+                values[name] = _read_variable(variable, text, name)
+        check_names(Settings, values, file.name)
+    except ConfigError as error:
+        raise SettingsError(str(error)) from None
+    try:
+        return Settings(**values)
+    except ConfigError as error:
+        raise SettingsError(f"{file.name}: {error}") from None
 
 
-def _text(variable: str, text: str) -> str:
-    return text
+def _read_variable(variable: str, text: str, name: str) -> Any:
+    """Return the value of an environment variable as that of field `name`: a list has commas, an object is JSON."""
+    kind: Any = typing.get_type_hints(Settings)[name]
+    value: object = text
+    if typing.get_origin(kind) is tuple:
+        value = [item.strip() for item in text.split(",") if item.strip()]
+    elif kind is not str:
+        with contextlib.suppress(ValueError):  # what is no JSON has the wrong type
+            value = json.loads(text)
+    return check(variable, value, kind, Settings.__dataclass_fields__[name].metadata[LIMITS])
 
 
-def _addresses(variable: str, text: str) -> list[str]:
-    return [address.strip() for address in text.split(",") if address.strip()]
-
-
-VARIABLES: dict[str, tuple[str, Callable[[str, str], Any]]] = {
-    "IMAGE": ("image", _text),
-    "GPUS": ("gpus", _number),
-    "GPU_TYPE": ("gpu_type", _text),
-    "METRICS_PORT": ("metrics_port", _number),
-    "WANDB_MODE": ("wandb_mode", _text),
-    "WANDB_PROJECT": ("wandb_project", _text),
-    "WANDB_ENTITY": ("wandb_entity", _text),
-    "WANDB_BASE_URL": ("wandb_base_url", _text),
-    "NOTIFY_EMAILS": ("notify_emails", _addresses),
-    "RETRAIN_INPUTS": ("retrain_inputs", _object),
-}
+_NAMES = (
+    *("image", "gpus", "gpu_type", "metrics_port", "notify_emails", "retrain_inputs"),
+    *("wandb_mode", "wandb_project", "wandb_entity", "wandb_base_url"),
+)
+VARIABLES = {**{name.upper(): name for name in _NAMES}, "RETRAIN_SCHEDULE": "schedule"}

@@ -9,10 +9,13 @@ import pytest
 import yaml
 from flytekit import task
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
+from flytekit.models.core.types import BlobType
+from flytekit.models.literals import Blob, BlobMetadata, Literal, LiteralMap, Scalar
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp.cluster.admission import Allowed, check_allowed, check_kind
+from flyte_ddp.__main__ import main
+from flyte_ddp.cluster.admission import Allowed, check_allowed
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.manifest import PLURAL, cluster_spec
 from flyte_ddp.errors import ConfigError
@@ -42,7 +45,7 @@ def kubernetes(**fields):
         ({"image": "evil:1"}, "image: expected none, because allowed.images is empty, got 'evil:1'"),
         ({"namespace": "kube-system"}, "namespace: expected none, because .* got 'kube-system'"),
         ({"service_account": "admin"}, r"service_account: expected one of allowed.service_accounts \(flyte-ddp\), got"),
-        ({"image_pull_secrets": ["other"]}, "image_pull_secrets: expected none, .* got 'other'"),
+        ({"pod_template": {"imagePullSecrets": [{"name": "other"}]}}, "got imagePullSecrets"),
         ({"env_from_secrets": ["other"]}, "env_from_secrets: expected none, .* got 'other'"),
         ({"pod_template": HOST}, "pod_template: expected one of .* got volumes.host.hostPath.path"),
         ({"pod_template": {"hostNetwork": True}}, "got hostNetwork"),
@@ -129,8 +132,13 @@ def test_in_a_pod_no_launch_has_its_ranks_in_the_drivers_pod_or_at_an_address_of
         check_cluster(given)
     with pytest.raises(ConfigError, match=f"^{expected}"):
         open_task_cluster(given, "run")
-    with pytest.raises(ConfigError, match=f"^{expected}"):
-        Distributed(nnodes=2, cluster=cluster).check_kind()
+    own = task(task_config=Distributed(nnodes=2, cluster=cluster))(train)
+    with pytest.raises(UserError, match=expected):
+        own.execute()
+
+
+def train(file: FlyteFile | None = None) -> None:
+    raise AssertionError("it was run")
 
 
 def test_the_address_that_a_launch_puts_into_the_environment_is_compared_too(pod, monkeypatch):
@@ -139,9 +147,9 @@ def test_the_address_that_a_launch_puts_into_the_environment_is_compared_too(pod
         check_cluster(ClusterInput())
     allowed = Allowed(kinds=("existing",), addresses=("tcp://dask.team:*",))
     with pytest.raises(ConfigError, match=r"scheduler_address: expected one of .*, got 'tcp://elsewhere:8786'"):
-        check_kind(ClusterConfig(), allowed)
+        check_allowed(ClusterConfig(), allowed)
     monkeypatch.setenv("DASK_SCHEDULER_ADDRESS", "tcp://dask.team:8786")
-    check_kind(ClusterConfig(), allowed)
+    check_allowed(ClusterConfig(), allowed)
 
 
 def test_on_a_laptop_every_kind_of_cluster_is_allowed(monkeypatch):
@@ -160,15 +168,37 @@ def test_a_script_of_the_launchers_runs_in_no_drivers_pod(pod, tmp_path, monkeyp
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_task_of_a_users_own_names_what_it_uses_in_a_pod(pod):
-    Distributed(nnodes=2).check_kind()
-    Distributed(nnodes=1).check_kind()
-    allowed = {"kinds": ["existing"], "addresses": ["tcp://elsewhere:*"]}
-    Distributed(nnodes=2, cluster=EXISTING, allowed=allowed).check_kind()
-    with pytest.raises(ConfigError, match=r"^allowed: expected kinds or addresses, got 'images'"):
-        Distributed(allowed={"images": ["*"]})
-    with pytest.raises(ConfigError, match=r"^allowed.kinds: expected a list of texts, got 'local'"):
+def test_a_task_of_a_users_own_allows_what_it_names_and_what_settings_toml_does(pod):
+    def call(allowed=None, file="s3://bucket/file", **cluster):
+        own = task(task_config=Distributed(nnodes=2, cluster=cluster, allowed=allowed))(train)
+        literals = LiteralMap({"file": Literal(Scalar(blob=Blob(BlobMetadata(BlobType("", 0)), file)))})
+        own.check_allowed(own.task_config.gang(own._pods), literals)
+
+    call()
+    call(allowed={"kinds": ["existing"], "addresses": ["tcp://elsewhere:*"]}, **EXISTING)
+    for field, value, allowed in (
+        ("env", {"LD_PRELOAD": "x"}, {"env": ["LD_PRELOAD"]}),
+        ("labels", {"inject-flyte-secrets": "true"}, {"labels": ["inject-*"]}),
+        ("annotations", {"flyte.secrets/s0": "m4zg5"}, {"annotations": ["*"]}),
+        ("image", "evil:1", {"images": ["evil:*"]}),
+    ):
+        with pytest.raises(ConfigError, match=rf"^cluster\.kubernetes\.{field}: expected .*allowed"):
+            call(kubernetes={field: value})
+        call(kubernetes={field: value}, allowed=allowed)
+    with pytest.raises(ConfigError, match=r"^file: expected one of allowed\.urls .*, got '/etc/passwd'"):
+        call(file="/etc/passwd")
+    with pytest.raises(ConfigError, match=r"^allowed: expected one of the fields images, .*, got 'image'"):
+        Distributed(allowed={"image": ["*"]})
+    with pytest.raises(ConfigError, match=r"^allowed.kinds: expected a list, got 'local'"):
         Distributed(allowed={"kinds": "local"})
+
+
+def test_a_script_on_the_command_line_in_a_pod_obeys_the_same_table(pod, tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    assert main(["run", "--nnodes", "2", "--cluster", '{"kind": "local"}', str(script)]) == 2
+    assert "cluster.kind: expected one of allowed.kinds (kubernetes) in a pod, got 'local'" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_distributed_task_in_a_pod_starts_no_rank_of_a_kind_that_is_not_allowed(pod, tmp_path):
@@ -222,8 +252,8 @@ def test_a_mistake_in_the_table_is_refused_at_registration(tmp_path):
     file = tmp_path / "settings.toml"
     text = (ROOT / "settings.toml").read_text()
     for old, new, expected in (
-        ("images = []", "image = []", "settings.toml: allowed: expected images, .* got 'image'"),
-        ("images = []", 'images = "*"', r"allowed: images: expected a list of texts, got '\*'"),
+        ("images = []", "image = []", "settings.toml: allowed: expected one of the fields images, .* got 'image'"),
+        ("images = []", 'images = "*"', r"settings.toml: allowed.images: expected a list, got '\*'"),
     ):
         file.write_text(text.replace(old, new))
         with pytest.raises(SettingsError, match=expected):
@@ -271,7 +301,7 @@ def run(name="ddp-x-00000000", **fields):
         "image": "registry.example.com/flyte-ddp:7",
         "service_account": "flyte-ddp",
         "env_from_secrets": ["storage"],
-        "image_pull_secrets": ["registry"],
+        "pod_template": {"imagePullSecrets": [{"name": "registry"}]},
     }
     return cluster_spec(ClusterConfig(kind="kubernetes", kubernetes={**allowed, **fields}), name)
 
@@ -301,7 +331,7 @@ REFUSED = [
     (with_pod(automountServiceAccountToken=True), "automountServiceAccountToken"),
     (run(env_from_secrets=["wandb"]), "a secret in the environment"),
     (with_pod(initContainers=[{**INIT, "env": [TOKEN]}]), "a secret in the environment"),
-    (run(image_pull_secrets=["other"]), "a secret in a volume"),
+    (with_pod(imagePullSecrets=[{"name": "other"}]), "a secret in a volume"),
     (with_pod(volumes=[{"name": "v", "secret": {"secretName": "wandb"}}]), "a secret in a volume"),
     (run("wandb"), "a secret in a volume"),  # a cluster named after the secret that it mounts
     (with_pod(**HOST), "a volume"),

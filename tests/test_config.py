@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 
+from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig, resolve
+from flyte_ddp.config.fields import LIMITS, describe_fields
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.recipes.image_folder.recipe import ImageFolder
+from flyte_ddp.recipes.text.recipe import Text
 
 OUT_OF_RANGE = [
     *((name, 0) for name in ("epochs", "global_batch_size", "evaluation_batch_size", "gradient_accumulation")),
@@ -115,3 +122,26 @@ def test_an_error_names_the_field_what_is_expected_and_the_value(name, value, me
     with pytest.raises(ConfigError) as caught:
         TrainingConfig(**{name: value})
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("config_class", [TrainingConfig, ClusterConfig])
+def test_every_field_is_listed_with_its_default_unit_and_meaning(config_class):
+    lines = list(describe_fields(config_class))
+    for field in dataclasses.fields(config_class):
+        (line,) = (line for line in lines if line.partition(" ")[0] == field.name)
+        unit = field.metadata[LIMITS].unit
+        assert re.fullmatch(rf"{field.name}( = \S+( {unit})?)? +\S.*", line), line
+
+
+@pytest.mark.parametrize(("page", "recipe"), [("text", Text), ("images", ImageFolder)])
+def test_the_docs_have_the_options_and_defaults_of_the_recipe(page, recipe):
+    text = (Path(__file__).parents[1] / "docs" / f"{page}.md").read_text()
+    options = {each.name: each.default for each in dataclasses.fields(recipe)}
+    found = {}
+    for names, defaults in re.findall(r"^\| (`[a-z_`, ]+`) \|([^|]*)\|", text, re.MULTILINE):
+        values = [each.strip("` ").removesuffix(" s") for each in defaults.split(",")]
+        found |= dict(itertools.zip_longest([each.strip("` ") for each in names.split(",")], values, fillvalue=""))
+    assert set(found) == set(options)
+    for name, default in options.items():
+        if default:  # others mean something that the text says
+            assert found[name] == ("on" if default is True else f"{default}".removesuffix(".0")), name

@@ -95,16 +95,18 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
         shared_memory="16Gi",
         scheduler_cpus=0.25,
         scheduler_memory="512Mi",
-        node_selector={"gpu": "a100"},
-        tolerations=[{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
         service_account="reader",
         image_pull_policy="Always",
-        image_pull_secrets=["registry"],
         labels={"team": "vision"},
         annotations={"cost-center": "7"},
         env={"NCCL_DEBUG": "INFO"},
         env_from_secrets=["storage"],
-        pod_template={"priorityClassName": "batch"},
+        pod_template={
+            "priorityClassName": "batch",
+            "imagePullSecrets": [{"name": "registry"}],
+            "nodeSelector": {"gpu": "a100"},
+            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+        },
         scheduler_pod_template={"tolerations": [{"key": "small", "operator": "Exists", "tolerationSeconds": 60}]},
         idle_timeout=120,
     )
@@ -133,7 +135,6 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
                     "automountServiceAccountToken": False,
                     "securityContext": POD_SECURITY,
                     "serviceAccountName": "reader",
-                    "imagePullSecrets": [{"name": "registry"}],
                     "containers": [
                         {
                             "name": "scheduler",
@@ -445,7 +446,8 @@ def test_an_invalid_value_is_refused_with_the_expected_one(field: str, value: ob
         ("idle_timeout", 5, "a finite number of at least 60 (seconds), got 5"),
         ("image_pull_policy", "Sometimes", "one of IfNotPresent, Always, Never, got 'Sometimes'"),
         ("gpu_resource", "", "a resource name such as nvidia.com/gpu, got ''"),
-        ("node_selector", ["gpu"], "an object with strings as keys, got ['gpu']"),
+        ("labels", ["gpu"], "an object with strings as keys, got ['gpu']"),
+        ("node_selector", {}, "in the form pod_template: {nodeSelector: {LABEL: VALUE}}"),
         ("env_from_secrets", "storage", "a list, got 'storage'"),
         ("pod_template", {1: "x"}, "a JSON object, got {1: 'x'}"),
         ("autoscaled_nodes", "yes", "true or false, got 'yes'"),
@@ -479,24 +481,14 @@ def test_more_ranks_than_gpus_are_refused() -> None:
     ("values", "expected"),
     [
         ({"gpus": 1}, r"^cluster: expected one of the fields kind, num_nodes, .*kubernetes, got 'gpus'$"),
-        ({"kubernetes": {"gpus": 1}}, r"^cluster.kubernetes: expected one of the fields image, .*, got 'gpus'$"),
-        ({"kubernetes": {"kind": "local"}}, r"^cluster.kubernetes: .*, got 'kind'$"),
-        ({"image": "a", "kubernetes": {"image": "b"}}, r"^cluster.image: expected under `kubernetes` alone"),
+        ({"kubernetes": {"gpus": 1}}, r"^kubernetes: expected one of the fields image, .*, got 'gpus'$"),
+        ({"kubernetes": {"kind": "local"}}, r"^kubernetes: .*, got 'kind'$"),
+        ({"image": "a"}, r"^cluster: .*, got 'image'$"),
     ],
 )
 def test_an_unknown_field_is_named_with_the_known_ones(values: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         cluster_config(values)
-
-
-def test_flat_names_of_older_versions_are_accepted_with_a_line_about_their_new_place(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    flat = {"num_nodes": 3, "image": "image", "worker_cpus": 1, "kubernetes": {"labels": {"a": "b"}}}
-    nested = {"num_nodes": 3, "kubernetes": {"image": "image", "worker_cpus": 1, "labels": {"a": "b"}}}
-    assert cluster_config(flat) == cluster_config(nested)
-    (line,) = caplog.messages
-    assert line == "cluster: the fields image, worker_cpus are now under `kubernetes`; they were moved there"
 
 
 @pytest.mark.parametrize(
@@ -513,8 +505,7 @@ def test_a_config_is_a_flyte_input() -> None:
     from tasks.inputs import ClusterInput
 
     pods = KubernetesConfig(
-        node_selector={"a": "b"},
-        tolerations=[{"key": "k"}],
+        labels={"a": "b"},
         env_from_secrets=["s"],
         pod_template={"containers": [{"name": "worker", "stdin": True}], "hostNetwork": None},
     )
@@ -543,13 +534,10 @@ def from_console(values: dict[str, Any]) -> ClusterConfig:
 def test_whole_numbers_from_flytes_console_stay_whole_everywhere() -> None:
     template = {
         "terminationGracePeriodSeconds": 60,
-        "tolerations": (tolerations := [{"key": "k", "operator": "Exists", "tolerationSeconds": 30}]),
+        "tolerations": [{"key": "k", "operator": "Exists", "tolerationSeconds": 30}],
         "containers": [{"name": "worker", "ports": [{"containerPort": 9000}], "resources": {"limits": {"x/y": 1}}}],
     }
-    config = from_console(
-        {"num_nodes": 3, "kubernetes": {"worker_cpus": 1.5, "pod_template": template, "tolerations": tolerations}}
-    )
-    assert repr(config.kubernetes.tolerations[0]["tolerationSeconds"]) == "30"
+    config = from_console({"num_nodes": 3, "kubernetes": {"worker_cpus": 1.5, "pod_template": template}})
     assert json.dumps(config.kubernetes.pod_template, sort_keys=True) == json.dumps(template, sort_keys=True)
     assert repr((config.num_nodes, config.kubernetes.worker_cpus)) == "(3, 1.5)"
 
@@ -558,10 +546,6 @@ def test_whole_numbers_from_flytes_console_stay_whole_everywhere() -> None:
 def test_an_unknown_field_from_flytes_console_is_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="expected one of the fields .*, got 'gpus'"):
         from_console(values)
-
-
-def test_a_flat_name_from_flytes_console_is_accepted() -> None:
-    assert from_console({"image": "image"}).kubernetes.image == "image"
 
 
 def test_every_field_is_read_by_something() -> None:

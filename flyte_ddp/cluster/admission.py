@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.config.fields import check, field, validate
 from flyte_ddp.config.source_code import read_settings
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage import redact_url
@@ -23,35 +24,43 @@ IMAGE_VARIABLE = "FLYTE_INTERNAL_IMAGE"  # the image of this task, as registered
 
 @dataclass(frozen=True)
 class Allowed:
-    """Patterns of what a run may name. `*` matches any text. Defaults are always allowed."""
+    """Patterns of what a run may name. `*` matches any text. Defaults are always allowed.
 
-    images: tuple[str, ...] = ()  # besides the task's own
-    service_accounts: tuple[str, ...] = ()  # besides the namespace's default
-    secrets: tuple[str, ...] = ()
-    namespaces: tuple[str, ...] = ()  # besides the task's own
-    # Paths in both templates, such as tolerations or containers.worker.resources, each with all below it.
-    pod_template: tuple[str, ...] = ()
-    # Names of the variables, labels and annotations of pods. A variable can make a worker load code, and an annotation
-    # can have a secret injected.
-    env: tuple[str, ...] = ()
-    labels: tuple[str, ...] = ()
-    annotations: tuple[str, ...] = ()
-    # In a pod alone:
-    kinds: tuple[str, ...] = ("kubernetes",)  # of clusters
-    addresses: tuple[str, ...] = ()  # of existing Dask schedulers
-    urls: tuple[str, ...] = ("s3://*", "gs://*", "gcs://*", "abfs://*", "abfss://*", "az://*")  # of inputs
-
-
-def load_allowed() -> Allowed:
-    """Return the table of the settings.toml beside this package; the defaults where there is none.
-
-    Its fields are checked when it is registered.
+    Raises:
+        ConfigError: a value is not a list of strings.
     """
-    return Allowed(**{name: tuple(patterns) for name, patterns in read_settings().get("allowed", {}).items()})
+
+    images: tuple[str, ...] = field((), help="besides the task's own")
+    service_accounts: tuple[str, ...] = field((), help="besides the namespace's default")
+    secrets: tuple[str, ...] = field((), help="of env_from_secrets")
+    namespaces: tuple[str, ...] = field((), help="besides the task's own")
+    pod_template: tuple[str, ...] = field((), help="paths in both templates, each with all below it")
+    # A variable can make a worker load code, and an annotation can have a secret injected.
+    env: tuple[str, ...] = field((), help="names of variables of workers")
+    labels: tuple[str, ...] = field((), help="names of labels of pods")
+    annotations: tuple[str, ...] = field((), help="names of annotations of pods")
+    kinds: tuple[str, ...] = field(("kubernetes",), help="of clusters, in a pod")
+    addresses: tuple[str, ...] = field((), help="of existing Dask schedulers, in a pod")
+    urls: tuple[str, ...] = field(
+        ("s3://*", "gs://*", "gcs://*", "abfs://*", "abfss://*", "az://*"), help="of inputs, in a task of Flyte"
+    )
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+def load_allowed(given: Mapping[str, Any] | None = None) -> Allowed:
+    """Return `given` over the table of the settings.toml beside this package; the defaults where there is none.
+
+    Raises:
+        ConfigError: an unknown field, or a value that is not a list of strings.
+    """
+    allowed: Allowed = check("allowed", {**read_settings().get("allowed", {}), **(given or {})}, Allowed)
+    return allowed
 
 
 def check_allowed(config: ClusterConfig, allowed: Allowed, own_namespace: str = "") -> None:
-    """Compare the Kubernetes side of `config` with `allowed`. Another kind of cluster passes: see `check_kind`.
+    """Compare the cluster of a run with `allowed`: in a pod its kind and address; its pods wherever this process runs.
 
     Args:
         own_namespace: of this process's pod; "" outside Kubernetes.
@@ -59,24 +68,10 @@ def check_allowed(config: ClusterConfig, allowed: Allowed, own_namespace: str = 
     Raises:
         ConfigError: a value is not allowed; names all of them, and where they are allowed.
     """
+    findings = [*_check_place(config, allowed)] if os.environ.get("KUBERNETES_SERVICE_HOST") else []
     if config.resolved_kind == "kubernetes":
-        _refuse(_findings(config, allowed, own_namespace))
-
-
-def check_kind(config: ClusterConfig, allowed: Allowed) -> None:
-    """Compare the kind of a cluster, and the address of an existing one, with `allowed`. For a process in a pod.
-
-    Raises:
-        ConfigError: it is not allowed.
-    """
-    kind, address = config.resolved_kind, config.resolved_address
-    if kind == "local" and config.kind == "auto":
-        return  # there is no Kubernetes here
-    if not _matches(kind, allowed.kinds):
-        _refuse([f"cluster.kind: expected {_shown(allowed.kinds, 'allowed.kinds')} in a pod, got {kind!r}"])
-    if kind == "existing" and not _matches(address, allowed.addresses):
-        expected = _shown(allowed.addresses, "allowed.addresses")
-        _refuse([f"cluster.scheduler_address: expected {expected}, got {address!r}"])
+        findings += _check_pods(config, allowed, own_namespace)
+    _refuse(findings)
 
 
 def check_urls(urls: Mapping[str, str], allowed: Allowed) -> None:
@@ -95,30 +90,37 @@ def check_urls(urls: Mapping[str, str], allowed: Allowed) -> None:
 
 def _refuse(findings: Iterable[str]) -> None:
     if text := "; ".join(findings):
-        raise ConfigError(f"{text} (settings.toml, table allowed, is part of the registered version)")
+        raise ConfigError(f"{text} (table `allowed` of settings.toml, which is part of the registered version)")
 
 
-def _findings(config: ClusterConfig, allowed: Allowed, own_namespace: str) -> Iterator[str]:
+def _check_place(config: ClusterConfig, allowed: Allowed) -> Iterator[str]:
+    kind, address = config.resolved_kind, config.resolved_address
+    if not _matches(kind, allowed.kinds):
+        yield f"cluster.kind: expected {_shown(allowed.kinds, 'allowed.kinds')} in a pod, got {kind!r}"
+    elif kind == "existing" and not _matches(address, allowed.addresses):
+        yield f"cluster.scheduler_address: expected {_shown(allowed.addresses, 'allowed.addresses')}, got {address!r}"
+
+
+def _check_pods(config: ClusterConfig, allowed: Allowed, own_namespace: str) -> Iterator[str]:
     pods = config.kubernetes
     named = [
         ("image", pods.image, allowed.images, {"", os.environ.get(IMAGE_VARIABLE, "")}, "allowed.images"),
         ("namespace", pods.namespace, allowed.namespaces, {"", own_namespace}, "allowed.namespaces"),
         ("service_account", pods.service_account, allowed.service_accounts, {""}, "allowed.service_accounts"),
-        *(("image_pull_secrets", name, allowed.secrets, set(), "allowed.secrets") for name in pods.image_pull_secrets),
         *(("env_from_secrets", name, allowed.secrets, set(), "allowed.secrets") for name in pods.env_from_secrets),
         *(("env", name, allowed.env, set(), "allowed.env") for name in pods.env),
         *(("labels", name, allowed.labels, set(), "allowed.labels") for name in pods.labels),
         *(("annotations", name, allowed.annotations, set(), "allowed.annotations") for name in pods.annotations),
     ]
-    for field, value, patterns, defaults, table in named:
+    for name, value, patterns, defaults, table in named:
         if value not in defaults and not _matches(value, patterns):
-            yield f"cluster.kubernetes.{field}: expected {_shown(patterns, table)}, got {value!r}"
+            yield f"cluster.kubernetes.{name}: expected {_shown(patterns, table)}, got {value!r}"
     rules = [tuple(pattern.split(".")) for pattern in allowed.pod_template]
-    for field in ("pod_template", "scheduler_pod_template"):
-        for path in _paths(getattr(pods, field)):
+    for name in ("pod_template", "scheduler_pod_template"):
+        for path in _paths(getattr(pods, name)):
             if not any(_covers(rule, path) for rule in rules):
                 expected = _shown(allowed.pod_template, "allowed.pod_template")
-                yield f"cluster.kubernetes.{field}: expected {expected}, got {'.'.join(path)}"
+                yield f"cluster.kubernetes.{name}: expected {expected}, got {'.'.join(path)}"
 
 
 def _matches(value: str, patterns: Iterable[str]) -> bool:

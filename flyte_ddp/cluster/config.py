@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flyte_ddp.config.fields import field, reject_unknown, validate
+from flyte_ddp.config.fields import check_names, field, validate
 from flyte_ddp.errors import ConfigError
 
 ADDRESS_VARIABLE = "DASK_SCHEDULER_ADDRESS"  # set by Dask's own tools, and in a task by Flyte's Dask plugin
@@ -34,8 +32,6 @@ _MEMORY: dict[str, Any] = {
     "example": "a Kubernetes quantity such as 8Gi or 500M",
 }
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class KubernetesConfig:
@@ -45,41 +41,65 @@ class KubernetesConfig:
         ConfigError: a value has the wrong type or lies outside the limits given beside its field.
     """
 
-    image: str = field("")  # of scheduler and workers; "": the image of the pod that this process runs in
-    namespace: str = field("")  # "": this pod's, or the kubeconfig's
-    worker_cpus: float = field(2.0, above=0, unit="cores")  # of each worker pod, requested and limit
-    worker_memory: str = field("8Gi", **_MEMORY)  # of each worker pod, requested and limit
-    shared_memory: str = field("2Gi", **_MEMORY)  # size of a worker's /dev/shm, which is part of worker_memory
-    # the resource that gpus_per_node counts; a MIG profile's name, for example
-    gpu_resource: str = field("nvidia.com/gpu", pattern=".+", example="a resource name such as nvidia.com/gpu")
-    scheduler_cpus: float = field(0.5, above=0, unit="cores")  # of the scheduler pod, requested and limit
-    scheduler_memory: str = field("1Gi", **_MEMORY)  # of the scheduler pod, requested and limit
-    node_selector: dict[str, str] = field(factory=dict)  # labels of the nodes that workers may run on
-    tolerations: list[dict[str, Any]] = field(factory=list)  # of workers, as in a pod's specification
-    service_account: str = field("")  # of scheduler and workers, for access to storage; "": the namespace's default
+    image: str = field("", help="of scheduler and workers; by default that of the pod that this process runs in")
+    namespace: str = field("", help="by default this pod's, or the kubeconfig's")
+    worker_cpus: float = field(2.0, above=0, unit="cores", help="of each worker pod, requested and limit")
+    worker_memory: str = field("8Gi", **_MEMORY, help="of each worker pod, requested and limit")
+    shared_memory: str = field("2Gi", **_MEMORY, help="size of a worker's /dev/shm, which is part of worker_memory")
+    gpu_resource: str = field(
+        "nvidia.com/gpu",
+        pattern=".+",
+        example="a resource name such as nvidia.com/gpu",
+        help="the resource that gpus_per_node counts, such as a MIG profile's name",
+    )
+    scheduler_cpus: float = field(0.5, above=0, unit="cores", help="of the scheduler pod, requested and limit")
+    scheduler_memory: str = field("1Gi", **_MEMORY, help="of the scheduler pod, requested and limit")
+    service_account: str = field(
+        "", help="of scheduler and workers, for access to storage; by default the namespace's default"
+    )
     image_pull_policy: str = field("IfNotPresent", choices=("IfNotPresent", "Always", "Never"))
-    image_pull_secrets: list[str] = field(factory=list)  # names of secrets in the namespace
-    labels: dict[str, str] = field(factory=dict)  # on everything that is made
-    annotations: dict[str, str] = field(factory=dict)  # on everything that is made
-    env: dict[str, str] = field(factory=dict)  # of workers; readable by all who may read pods: no secrets
-    env_from_secrets: list[str] = field(factory=list)  # secrets whose keys become environment variables of workers
-    # merged into the workers' pod spec: mappings key by key, lists of named things by name, null removes
-    pod_template: dict[str, Any] = field(factory=dict)
-    # likewise into the scheduler's, which has neither node_selector nor tolerations of the workers
-    scheduler_pod_template: dict[str, Any] = field(factory=dict)
-    # Kueue's LocalQueue that admits all pods of the cluster together; "": none. start_timeout counts the wait in it
-    queue: str = field("", pattern=r"|[a-z0-9]([-a-z0-9.]*[a-z0-9])?", example="the name of a LocalQueue")
-    operator_namespace: str = field("dask-operator")  # whose pods a run's NetworkPolicy lets in
-    # driver, scheduler and workers talk by TLS with a certificate of the run's own; not the ranks among themselves
-    tls: bool = field(True)
-    # from the driver's last heartbeat until the operator deletes the cluster
-    idle_timeout: float = field(300.0, minimum=60, unit="seconds")
-    autoscaled_nodes: bool = field(False)  # nodes are made on demand: preflight does not ask for one that fits
+    labels: dict[str, str] = field(factory=dict, help="on everything that is made")
+    annotations: dict[str, str] = field(factory=dict, help="on everything that is made")
+    env: dict[str, str] = field(
+        factory=dict, help="variables of workers; readable by all who may read pods, so no secrets"
+    )
+    env_from_secrets: list[str] = field(factory=list, help="secrets whose keys become environment variables of workers")
+    pod_template: dict[str, Any] = field(
+        factory=dict,
+        help="merged into the workers' pod spec: mappings key by key, lists of named things by name, null removes",
+    )
+    scheduler_pod_template: dict[str, Any] = field(factory=dict, help="merged in the same way into the scheduler's")
+    queue: str = field(
+        "",
+        pattern=r"|[a-z0-9]([-a-z0-9.]*[a-z0-9])?",
+        example="the name of a LocalQueue",
+        help="Kueue's LocalQueue that admits all pods of the cluster together; start_timeout counts the wait in it",
+    )
+    operator_namespace: str = field("dask-operator", help="whose pods a run's NetworkPolicy lets in")
+    tls: bool = field(
+        True, help="driver, scheduler and workers talk by TLS, with a certificate of the run; ranks do not"
+    )
+    idle_timeout: float = field(
+        300.0,
+        minimum=60,
+        unit="seconds",
+        help="from the driver's last heartbeat until the operator deletes the cluster",
+    )
+    autoscaled_nodes: bool = field(
+        False, help="nodes are made on demand, so the preflight does not ask for one that fits"
+    )
+
+    # How `pod_template` expresses fields that there were.
+    replaced = {
+        "node_selector": "pod_template: {nodeSelector: {LABEL: VALUE}}",
+        "tolerations": "pod_template: {tolerations: [{key: KEY, operator: Exists}]}",
+        "image_pull_secrets": "pod_template: {imagePullSecrets: [{name: SECRET}]}, and scheduler_pod_template",
+    }
 
     def __post_init__(self) -> None:
-        validate(self, "kubernetes.")
+        validate(self)
         # Flyte's console turns every number of a struct into a float, and no number in a pod's specification is one.
-        for name in ("pod_template", "scheduler_pod_template", "tolerations"):
+        for name in ("pod_template", "scheduler_pod_template"):
             object.__setattr__(self, name, _with_whole_numbers(getattr(self, name)))
 
 
@@ -91,25 +111,42 @@ class ClusterConfig:
         ConfigError: a value has the wrong type or lies outside the limits given beside its field.
     """
 
-    # existing (a running Dask cluster), kubernetes (one made for this run), local (processes of this machine), or auto:
-    # existing where an address is known, kubernetes inside a pod, local otherwise
-    kind: str = field("auto", choices=("auto", "local", "kubernetes", "existing"))
-    num_nodes: int = field(2, minimum=1)  # Dask workers, each with a machine's (or a pod's) share of the ranks
-    gpus_per_node: int = field(0, minimum=0)
-    processes_per_node: int = field(0, minimum=0)  # ranks on each node; 0: one per GPU, or one where there are none
-    threads_per_rank: int = field(0, minimum=0)  # CPU threads of each rank; 0: its share of its node's cores
-    # a run continues with this many when other nodes do not come (back) in time; 0: it needs all of num_nodes
-    min_nodes: int = field(0, minimum=0)
-    max_restarts: int = field(3, minimum=0)  # of the whole gang, after a node or a rank was lost
-    node_timeout: float = field(20.0, above=0, unit="seconds")  # of silence after which a node counts as lost
-    # of the whole start: pods scheduled, images pulled, workers connected
-    start_timeout: float = field(900.0, above=0, unit="seconds")
-    return_timeout: float = field(60.0, above=0, unit="seconds")  # until a run with min_nodes continues without a node
-    # that idle workers have been there until a run with fewer than num_nodes continues with them
-    grow_delay: float = field(30.0, minimum=0, unit="seconds")
-    grow_interval: float = field(300.0, minimum=0, unit="seconds")  # between two growths, at least
-    scheduler_address: str = field("")  # of kind existing, such as tcp://10.0.0.7:8786; "": DASK_SCHEDULER_ADDRESS
-    kubernetes: KubernetesConfig = field(factory=KubernetesConfig)  # of kind kubernetes alone
+    kind: str = field(
+        "auto",
+        choices=("auto", "local", "kubernetes", "existing"),
+        help="existing: a running Dask cluster; kubernetes: one made for this run; local: processes of this machine; "
+        "auto: existing where an address is known, kubernetes inside a pod, local otherwise",
+    )
+    num_nodes: int = field(2, minimum=1, help="Dask workers, each with a machine's or a pod's share of the ranks")
+    gpus_per_node: int = field(0, minimum=0, help="0: the ranks use CPUs")
+    processes_per_node: int = field(
+        0, minimum=0, help="ranks on each node; 0: one per GPU, or one where there are none"
+    )
+    threads_per_rank: int = field(0, minimum=0, help="CPU threads of each rank; 0: its share of its node's cores")
+    min_nodes: int = field(
+        0,
+        minimum=0,
+        help="a run continues with this many when other nodes do not come (back) in time; 0: it needs all of num_nodes",
+    )
+    max_restarts: int = field(3, minimum=0, help="of the whole gang, after a node or a rank was lost")
+    node_timeout: float = field(20.0, above=0, unit="seconds", help="of silence after which a node counts as lost")
+    start_timeout: float = field(
+        900.0, above=0, unit="seconds", help="of the whole start: pods scheduled, images pulled, workers connected"
+    )
+    return_timeout: float = field(
+        60.0, above=0, unit="seconds", help="until a run with min_nodes continues without a node"
+    )
+    grow_delay: float = field(
+        30.0,
+        minimum=0,
+        unit="seconds",
+        help="for which idle workers have been there when a run with fewer than num_nodes continues with them",
+    )
+    grow_interval: float = field(300.0, minimum=0, unit="seconds", help="between two growths, at least")
+    scheduler_address: str = field(
+        "", help=f"of kind existing, such as tcp://10.0.0.7:8786; by default that in {ADDRESS_VARIABLE}"
+    )
+    kubernetes: KubernetesConfig = field(factory=KubernetesConfig, help="of kind kubernetes alone")
 
     def __post_init__(self) -> None:
         validate(self)
@@ -152,30 +189,8 @@ def cluster_config(values: Mapping[str, Any]) -> ClusterConfig:
     Raises:
         ConfigError: an unknown field, or a value of the wrong type or range.
     """
-    return ClusterConfig(**known_fields(values))
-
-
-def known_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with the fields of KubernetesConfig under `kubernetes`, where older versions had them beside it.
-
-    Raises:
-        ConfigError: an unknown field, or one that is given in both places.
-    """
-    inner = [each.name for each in dataclasses.fields(KubernetesConfig)]
-    nested = values.get("kubernetes", {})
-    flat = {name: value for name, value in values.items() if name in inner}
-    rest = {name: value for name, value in values.items() if name not in inner}
-    reject_unknown(ClusterConfig, rest, "cluster")
-    if isinstance(nested, Mapping):
-        reject_unknown(KubernetesConfig, nested, "cluster.kubernetes")
-    if not flat:
-        return rest
-    if not isinstance(nested, Mapping):
-        raise ConfigError(f"kubernetes: expected an object with fields, got {nested!r}")
-    if twice := sorted(flat.keys() & nested.keys()):
-        raise ConfigError(f"cluster.{twice[0]}: expected under `kubernetes` alone, got it in both places")
-    logger.warning("cluster: the fields %s are now under `kubernetes`; they were moved there", ", ".join(flat))
-    return {**rest, "kubernetes": {**nested, **flat}}
+    check_names(ClusterConfig, values, "cluster")
+    return ClusterConfig(**values)
 
 
 def dask_config(config: ClusterConfig) -> dict[str, Any]:

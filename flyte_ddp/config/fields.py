@@ -11,14 +11,14 @@ import json
 import math
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flyte_ddp.errors import ConfigError
 
-_METADATA_KEY = "flyte_ddp"
+LIMITS, HELP = "limits", "help"  # keys of a field's metadata
 _KINDS = {bool: "true or false", str: "a string", dict[str, Any]: "a JSON object"}
 _MAX_INTEGER = (1 << 63) - 1  # of floats, of seeds and of whatever is counted
 
@@ -72,12 +72,31 @@ class Limits:
 ANY = Limits()
 
 
-def field(default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | None = None, **limits: Any) -> Any:
-    """Declare a dataclass field with its default and its `limits`, which are fields of `Limits`."""
-    metadata = {_METADATA_KEY: Limits(**limits)}
+def field(
+    default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | None = None, help: str = "", **limits: Any
+) -> Any:
+    """Declare a dataclass field with its default, its meaning and its `limits`, which are fields of `Limits`.
+
+    The limits of a list are those of its items.
+    """
+    metadata = {LIMITS: Limits(**limits), HELP: help}
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def describe_fields(config_class: Any, prefix: str = "") -> Iterator[str]:
+    """Yield a line for each field, those of a nested class after it: its name, default, unit and meaning."""
+    kinds = typing.get_type_hints(config_class)
+    for each in dataclasses.fields(config_class):
+        kind, limits = kinds[each.name], each.metadata.get(LIMITS, ANY)
+        default = each.default_factory() if callable(each.default_factory) else each.default
+        value = "" if dataclasses.is_dataclass(kind) else f" = {json.dumps(default)}" + f" {limits.unit}".rstrip()
+        choices = f"one of {', '.join(limits.choices)}" if limits.choices else ""
+        meaning = "; ".join(filter(None, [choices, each.metadata.get(HELP, "")]))
+        yield f"{prefix + each.name + value:<50} {meaning}".rstrip()
+        if dataclasses.is_dataclass(kind):
+            yield from describe_fields(kind, f"{prefix}{each.name}.")
 
 
 def validate(config: Any, prefix: str = "") -> None:
@@ -91,13 +110,13 @@ def validate(config: Any, prefix: str = "") -> None:
     """
     kinds = typing.get_type_hints(type(config))
     for each in dataclasses.fields(config):
-        limits = each.metadata.get(_METADATA_KEY, ANY)
+        limits = each.metadata.get(LIMITS, ANY)
         value = check(prefix + each.name, getattr(config, each.name), kinds[each.name], limits)
         object.__setattr__(config, each.name, value)
 
 
 def check(name: str, value: object, kind: Any, limits: Limits = ANY) -> Any:
-    """Return `value` as `kind`: a number, bool, string, JSON object, config class, or a list or mapping of such.
+    """Return `value` as `kind`: a number, bool, string, JSON object, config class, or a list, tuple or mapping of such.
 
     A whole number is a fine float and 1e3 a fine int, but "3", true and null are neither.
 
@@ -112,12 +131,15 @@ def check(name: str, value: object, kind: Any, limits: Limits = ANY) -> Any:
             return value
         if not isinstance(value, Mapping):
             raise ConfigError(f"{name}: expected an object with fields, got {value!r}")
-        reject_unknown(kind, value, name)
-        return typing.cast(Callable[..., Any], kind)(**value)
-    if origin is list:
+        check_names(kind, value, name)
+        try:
+            return typing.cast(Callable[..., Any], kind)(**value)
+        except ConfigError as error:
+            raise ConfigError(f"{name}.{error}") from None
+    if origin in (list, tuple):
         if not isinstance(value, (list, tuple)):
             raise ConfigError(f"{name}: expected a list, got {value!r}")
-        return [check(f"{name}[{index}]", each, arguments[0]) for index, each in enumerate(value)]
+        return origin(check(f"{name}[{index}]", each, arguments[0], limits) for index, each in enumerate(value))
     if origin is dict and kind != dict[str, Any]:
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
             raise ConfigError(f"{name}: expected an object with strings as keys, got {value!r}")
@@ -131,12 +153,21 @@ def check(name: str, value: object, kind: Any, limits: Limits = ANY) -> Any:
     return converted
 
 
-def reject_unknown(config_class: Any, values: Mapping[str, Any], name: str) -> None:
-    """Raise ConfigError, beginning with `name`, where `values` has a key that is no field of `config_class`."""
-    known = [each.name for each in dataclasses.fields(config_class)]
+def check_names(config_class: Any, values: Mapping[str, Any], name: str) -> None:
+    """Compare the keys of `values` with the fields of `config_class`, whose `replaced` has the place of former fields.
+
+    Raises:
+        ConfigError: a key is no field, or a field without a default is missing; begins with `name`.
+    """
+    known = {each.name: each for each in dataclasses.fields(config_class)}
     for key in values:
+        if key in getattr(config_class, "replaced", ()):
+            raise ConfigError(f"{name}.{key}: expected in the form {config_class.replaced[key]}")
         if key not in known:
             raise ConfigError(f"{name}: expected one of the fields {', '.join(known)}, got {key!r}")
+    for key, each in known.items():
+        if key not in values and each.default is each.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{name}: expected the field {key}, got none")
 
 
 def parse_duration(name: str, text: str) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flyte_ddp.config.fields import field, reject_unknown, validate
+from flyte_ddp.config.fields import check_names, field, validate
 from flyte_ddp.errors import ConfigError
 
 
@@ -22,47 +22,76 @@ class TrainingConfig:
         ConfigError: a value has the wrong type or lies outside the limits given beside its field.
     """
 
-    epochs: int = field(10, minimum=1)  # passes over the training data
-    # samples per optimizer step, summed over all ranks and accumulated micro-batches
-    global_batch_size: int = field(64, minimum=1)
-    # training samples to train on, drawn by `seed`, a smaller number a part of a larger one; 0: all. Held-out data stay
-    sample_size: int = field(0, minimum=0)
-    evaluation_batch_size: int = field(1000, minimum=1)  # samples per rank and forward pass
-    optimizer: str = field("adamw", choices=("sgd", "adam", "adamw"))  # sgd has momentum
-    learning_rate: float = field(1e-3, above=0)  # the schedule's peak
-    momentum: float = field(0.9, minimum=0, below=1)  # of sgd
-    weight_decay: float = field(0.0, minimum=0)  # per step; decoupled for adamw, an L2 gradient term otherwise
-    # constant, cosine (warm-up, then to zero) or one_cycle (up for 30 %, then to zero)
-    schedule: str = field("cosine", choices=("constant", "cosine", "one_cycle"))
-    warmup_steps: int = field(0, minimum=0)  # optimizer steps of linear warm-up of constant and cosine
-    gradient_accumulation: int = field(1, minimum=1)  # micro-batches per optimizer step
-    # When a GPU runs out of memory, restart from the last checkpoint with twice as many of half the size. The global
-    # batch stays as it is; BatchNorm without sync_batch_norm sees smaller batches.
-    grow_accumulation_on_oom: bool = field(False)
-    gradient_clip_norm: float = field(0.0, minimum=0)  # largest L2 norm of the whole gradient; 0 does not clip
-    precision: str = field("fp32", choices=("fp32", "bf16"))  # bf16: autocast; weights and optimizer stay fp32
-    channels_last: bool = field(True)  # memory format of image-shaped (4-D) tensors
-    compile: bool = field(False)  # torch.compile the model, with fsdp each of its blocks; needs a C++ compiler
-    # ddp: each rank holds the whole model; fsdp: weights, gradients and optimizer state are split over all ranks
-    parallel: str = field("ddp", choices=("ddp", "fsdp"))
-    # compute each block's activations again in the backward pass rather than keep them: less memory, a third more work
-    activation_checkpointing: bool = field(False)
-    sync_batch_norm: bool = field(False)  # BatchNorm over the samples of all ranks rather than of each; on GPUs only
-    seed: int = field(0, minimum=0)  # of initial weights, shuffling, dropout and augmentation
-    deterministic: bool = field(False)  # only deterministic algorithms: same bits on same hardware, slower on GPUs
-    backend: str = field("auto", choices=("auto", "nccl", "gloo"))  # auto: nccl where the ranks have GPUs, else gloo
-    data_workers: int = field(0, minimum=0)  # loader processes per rank, for data sets that are read sample by sample
-    log_interval: int = field(20, minimum=1)  # optimizer steps between two step events
-    # optimizer steps between checkpoints within an epoch; 0: only at each epoch's end
-    checkpoint_interval: int = field(0, minimum=0)
-    checkpoints_to_keep: int = field(2, minimum=1)  # newest checkpoints kept, besides the best epoch's
-    collective_timeout: float = field(600.0, above=0, unit="seconds")  # that a collective waits for the other ranks
-    stall_timeout: float = field(300.0, above=0, unit="seconds")  # without progress of any rank until the run is ended
-    # without the checkpoints' store until the attempt ends recoverably
-    store_timeout: float = field(600.0, above=0, unit="seconds")
-    # of a Flyte task, all its attempts together, until it ends for good with a last checkpoint; 0 is no limit
-    max_hours: float = field(0.0, minimum=0, unit="hours")
-    recipe_options: dict[str, Any] = field(factory=dict)  # fields of the recipe's class
+    epochs: int = field(10, minimum=1, help="passes over the training data")
+    global_batch_size: int = field(
+        64, minimum=1, help="samples per optimizer step, summed over all ranks and accumulated micro-batches"
+    )
+    sample_size: int = field(
+        0,
+        minimum=0,
+        help="training samples, drawn by `seed`, a smaller number a part of a larger one; 0: all. Held-out data stay",
+    )
+    evaluation_batch_size: int = field(1000, minimum=1, help="samples per rank and forward pass")
+    optimizer: str = field("adamw", choices=("sgd", "adam", "adamw"), help="sgd has momentum")
+    learning_rate: float = field(1e-3, above=0, help="the schedule's peak")
+    momentum: float = field(0.9, minimum=0, below=1, help="of sgd")
+    weight_decay: float = field(0.0, minimum=0, help="per step; decoupled for adamw, an L2 gradient term otherwise")
+    schedule: str = field(
+        "cosine",
+        choices=("constant", "cosine", "one_cycle"),
+        help="cosine: warm-up, then to zero; one_cycle: up for 30 %, then to zero",
+    )
+    warmup_steps: int = field(0, minimum=0, help="optimizer steps of linear warm-up of constant and cosine")
+    gradient_accumulation: int = field(1, minimum=1, help="micro-batches per optimizer step")
+    grow_accumulation_on_oom: bool = field(
+        False,
+        help="when a GPU runs out of memory, restart from the last checkpoint with twice as many micro-batches of half "
+        "the size; the global batch stays, and BatchNorm without sync_batch_norm sees smaller batches",
+    )
+    gradient_clip_norm: float = field(0.0, minimum=0, help="largest L2 norm of the whole gradient; 0 does not clip")
+    precision: str = field("fp32", choices=("fp32", "bf16"), help="bf16: autocast; weights and optimizer stay fp32")
+    channels_last: bool = field(True, help="memory format of image-shaped (4-D) tensors")
+    compile: bool = field(False, help="torch.compile the model, with fsdp each of its blocks; needs a C++ compiler")
+    parallel: str = field(
+        "ddp",
+        choices=("ddp", "fsdp"),
+        help="ddp: each rank holds the model; fsdp: weights, gradients and optimizer state are split over all ranks",
+    )
+    activation_checkpointing: bool = field(
+        False, help="compute each block's activations again in the backward pass: less memory, a third more work"
+    )
+    sync_batch_norm: bool = field(
+        False, help="BatchNorm over the samples of all ranks rather than of each; on GPUs only"
+    )
+    seed: int = field(0, minimum=0, help="of initial weights, shuffling, dropout and augmentation")
+    deterministic: bool = field(False, help="only deterministic algorithms: same bits on same hardware, slower on GPUs")
+    backend: str = field(
+        "auto", choices=("auto", "nccl", "gloo"), help="auto: nccl where the ranks have GPUs, else gloo"
+    )
+    data_workers: int = field(
+        0, minimum=0, help="loader processes per rank, for data sets that are read sample by sample"
+    )
+    log_interval: int = field(20, minimum=1, help="optimizer steps between two step events")
+    checkpoint_interval: int = field(
+        0, minimum=0, help="optimizer steps between checkpoints within an epoch; 0: only at each epoch's end"
+    )
+    checkpoints_to_keep: int = field(2, minimum=1, help="newest checkpoints kept, besides the best epoch's")
+    collective_timeout: float = field(
+        600.0, above=0, unit="seconds", help="for which a collective waits for the other ranks"
+    )
+    stall_timeout: float = field(
+        300.0, above=0, unit="seconds", help="without progress of any rank until the run is ended"
+    )
+    store_timeout: float = field(
+        600.0, above=0, unit="seconds", help="without the checkpoints' store until the attempt ends recoverably"
+    )
+    max_hours: float = field(
+        0.0,
+        minimum=0,
+        unit="hours",
+        help="of a Flyte task, all attempts together, until it ends for good with a last checkpoint; 0 is no limit",
+    )
+    recipe_options: dict[str, Any] = field(factory=dict, help="fields of the recipe's class")
 
     def __post_init__(self) -> None:
         validate(self)
@@ -99,4 +128,4 @@ def resolve(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> Traini
 
 def reject_unknown_fields(values: Mapping[str, Any]) -> None:
     """Raise ConfigError where `values` has a key that is no field of TrainingConfig."""
-    reject_unknown(TrainingConfig, values, "config")
+    check_names(TrainingConfig, values, "config")

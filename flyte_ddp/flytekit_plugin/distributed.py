@@ -25,13 +25,20 @@ from flytekit.extend import TaskPlugins
 from flytekit.models.literals import LiteralMap
 from google.protobuf.json_format import MessageToDict
 
-from flyte_ddp.cluster.admission import check_kind, load_allowed
-from flyte_ddp.cluster.config import KubernetesConfig, known_fields
+from flyte_ddp.cluster.admission import Allowed, check_allowed, check_urls, load_allowed
+from flyte_ddp.cluster.config import KubernetesConfig
+from flyte_ddp.cluster.kubernetes.api import own_namespace
+from flyte_ddp.config.fields import check
 from flyte_ddp.config.source_code import packages_beside, root_of
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin.deck import DeckPublisher
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
-from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution, is_in_pod, share_storage_credentials
+from flyte_ddp.flytekit_plugin.flyte_context import (
+    Execution,
+    current_execution,
+    is_flyte_task,
+    share_storage_credentials,
+)
 from flyte_ddp.flytekit_plugin.pods import (
     add_shared_memory,
     describe_elastic,
@@ -75,9 +82,9 @@ class Distributed:
             follows from the task's `requests` and `limits`: they are those of each machine's pod.
         stall_timeout: seconds without a report of any rank until the run is ended with all stacks; it counts from the
             first `session.report` on.
-        allowed: kinds and addresses of clusters that the task may use in a pod, such as {"kinds": ["existing"],
-            "addresses": ["tcp://dask:8786"]}; by default those of `allowed` in settings.toml beside this package,
-            and without that file the kind "kubernetes" alone.
+        allowed: what the task's cluster and its input files may be, such as {"kinds": ["existing"], "addresses":
+            ["tcp://dask:8786"], "env": ["NCCL_*"]}. A field that it does not name is that of the table `allowed` in the
+            settings.toml beside this package, and without that file the default of `Allowed`.
 
     Raises:
         ConfigError: a value has the wrong type or range.
@@ -96,11 +103,7 @@ class Distributed:
     allowed: Mapping[str, Sequence[str]] | None = None
 
     def __post_init__(self) -> None:
-        for name, patterns in (self.allowed or {}).items():
-            if name not in ("kinds", "addresses"):
-                raise ConfigError(f"allowed: expected kinds or addresses, got {name!r}")
-            if isinstance(patterns, str) or not all(isinstance(each, str) for each in patterns):
-                raise ConfigError(f"allowed.{name}: expected a list of texts, got {patterns!r}")
+        check("allowed", self.allowed or {}, Allowed)
         if self.start_method not in ("spawn", "fork"):
             raise ConfigError(f"start_method: expected spawn or fork, got {self.start_method!r}")
         if self.gang().needs_cluster:
@@ -112,11 +115,10 @@ class Distributed:
         Args:
             pods: fields of the cluster's `kubernetes`, and gpus_per_node, that `cluster` need not name.
         """
-        cluster = None if self.cluster is None else known_fields(self.cluster)
-        gang = Gang(self.nnodes, self.nproc_per_node, self.max_restarts, cluster, self.stall_timeout)
+        gang = Gang(self.nnodes, self.nproc_per_node, self.max_restarts, self.cluster, self.stall_timeout)
         if not gang.needs_cluster:
             return gang
-        values = dict(cluster or {})
+        values = dict(self.cluster or {})
         if "join_timeout" in self.rdzv_configs:
             values.setdefault("start_timeout", float(self.rdzv_configs["join_timeout"]))
         gang = dataclasses.replace(gang, cluster=values)
@@ -134,16 +136,6 @@ class Distributed:
         elif kind == "local" and values.get("gpus_per_node", 0) > num_gpus():
             values["gpus_per_node"] = 0  # the same task, tried out on a machine without GPUs
         return dataclasses.replace(gang, cluster=values)
-
-    def check_kind(self) -> None:
-        """Compare the kind of the gang's cluster with `allowed`. For a process in a pod.
-
-        Raises:
-            ConfigError: it is not allowed.
-        """
-        if self.gang().needs_cluster:
-            own = {name: tuple(patterns) for name, patterns in (self.allowed or {}).items()}
-            check_kind(self.gang().cluster_config(), dataclasses.replace(load_allowed(), **own))
 
     def list_ignored(self) -> list[str]:
         """Return the fields that were given and have no meaning here."""
@@ -246,9 +238,8 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             report.add_line(line)
 
         with flyte_errors(), launcher_log(say), _importable(self.task_function.__module__):
-            if is_in_pod():
-                self.task_config.check_kind()
             gang = self.task_config.gang(self._pods)
+            self.check_allowed(gang, inputs)
             self._say_what_is_ignored(say)
             _check_places(gang, inputs, self.interface.outputs, context.file_access.raw_output_prefix)
             execution = Execution("", "", "", "")
@@ -270,6 +261,19 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         if is_local and self.enable_deck:  # in a pod, flytekit does it
             _output_deck(self.name.split(".")[-1], parameters)
         return outputs
+
+    def check_allowed(self, gang: Gang, inputs: LiteralMap) -> None:
+        """Compare the gang's cluster, and in a task that Flyte started the URLs of `inputs`, with what is allowed.
+
+        Raises:
+            ConfigError: a value is not allowed.
+        """
+        allowed = load_allowed(self.task_config.allowed)
+        if gang.needs_cluster:
+            check_allowed(gang.cluster_config(), allowed, own_namespace())
+        if is_flyte_task():
+            for name, url in _list_urls(inputs):
+                check_urls({name: url}, allowed)
 
     def _program(self, inputs: LiteralMap, raw_output_prefix: str, parameters: Any) -> FunctionProgram:
         _, module, attribute, _ = extract_task_module(self)
@@ -342,10 +346,9 @@ def _check_places(gang: Gang, inputs: LiteralMap, outputs: Mapping[str, Any], ra
     """
     if not gang.needs_cluster or gang.cluster_config().resolved_kind != "kubernetes":
         return
-    for name, literal in inputs.literals.items():
-        for uri in _find_values(MessageToDict(literal.to_flyte_idl()), "uri"):
-            if _is_local(uri):
-                raise ConfigError(f"{name}: expected a URL that the pods of the ranks can reach, got {uri!r}")
+    for name, url in _list_urls(inputs):
+        if _is_local(url):
+            raise ConfigError(f"{name}: expected a URL that the pods of the ranks can reach, got {url!r}")
     for name, variable in outputs.items():
         kind = MessageToDict(variable.type.to_flyte_idl())
         has_files = bool([*_find_values(kind, "blob"), *_find_values(kind, "structuredDatasetType")])
@@ -354,6 +357,13 @@ def _check_places(gang: Gang, inputs: LiteralMap, outputs: Mapping[str, Any], ra
                 f"raw-output-data-prefix: expected a URL that the pods of the ranks can reach, because output {name} "
                 f"is a file, got {raw_output_prefix!r}"
             )
+
+
+def _list_urls(inputs: LiteralMap) -> Iterator[tuple[str, str]]:
+    """Yield the URLs of files, directories and data frames among a task's inputs, each with the input's name."""
+    for name, literal in inputs.literals.items():
+        for url in _find_values(MessageToDict(literal.to_flyte_idl()), "uri"):
+            yield name, url
 
 
 def _find_values(message: Any, key: str) -> Iterator[Any]:

@@ -55,11 +55,6 @@ def is_flyte_task() -> bool:
     return state is not None and state.mode is not None and not state.is_local_execution()
 
 
-def is_in_pod() -> bool:
-    """Return True in a task that Flyte has started, and in any pod of Kubernetes."""
-    return is_flyte_task() or bool(os.environ.get("KUBERNETES_SERVICE_HOST"))
-
-
 def node_and_attempt(execution: str, raw_output_prefix: str, output_metadata_prefix: str) -> tuple[str, str]:
     """Return the id of a task's node, unique in its execution at any depth, and the number of the attempt.
 

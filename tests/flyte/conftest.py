@@ -38,12 +38,14 @@ SETTINGS = {"SANDBOX": "1", "WANDB_MODE": "offline"}
 SMALL_CLUSTER = {
     "kind": "kubernetes",
     "num_nodes": 2,
-    "worker_cpus": 0.5,
-    "worker_memory": "1Gi",
-    "shared_memory": "128Mi",
-    "scheduler_cpus": 0.25,
-    "scheduler_memory": "512Mi",
     "start_timeout": 400,
+    "kubernetes": {
+        "worker_cpus": 0.5,
+        "worker_memory": "1Gi",
+        "shared_memory": "128Mi",
+        "scheduler_cpus": 0.25,
+        "scheduler_memory": "512Mi",
+    },
 }
 
 

@@ -381,7 +381,7 @@ def test_preflight_collects_requests_that_never_fit(namespace: Namespace, run_na
         }
     )
     try:
-        config = namespace.config(worker_cpus=1000, node_selector={"absent": "label"})
+        config = namespace.config(worker_cpus=1000, pod_template={"nodeSelector": {"absent": "label"}})
         with pytest.raises(PreflightError) as caught, open_cluster(config, run_name):
             raise AssertionError("the cluster came up")
     finally:

@@ -231,7 +231,8 @@ def reserved_for_workers(node: str) -> Iterator[dict[str, Any]]:
     taint = "flyte-ddp.test/workers-only"
     kubectl("taint", "node", node, f"{taint}=:NoSchedule")
     try:
-        yield {"tolerations": [{"key": taint, "operator": "Exists"}], "pod_template": ONE_WORKER_TO_A_NODE}
+        tolerations = [{"key": taint, "operator": "Exists"}]
+        yield {"pod_template": {**ONE_WORKER_TO_A_NODE, "tolerations": tolerations}}
     finally:
         kubectl("taint", "node", node, f"{taint}-")
 

@@ -167,13 +167,14 @@ def is_in_pod() -> bool:
     return (POD_IDENTITY / "token").exists() and "KUBERNETES_SERVICE_HOST" in os.environ
 
 
+def own_namespace() -> str:
+    """Return the namespace of the pod that this process runs in; "" outside Kubernetes."""
+    return (POD_IDENTITY / "namespace").read_text().strip() if is_in_pod() else ""
+
+
 def target_namespace(config: ClusterConfig) -> str:
     """Return the namespace in which the cluster is, or would be, created."""
-    if config.kubernetes.namespace:
-        return config.kubernetes.namespace
-    if is_in_pod():
-        return (POD_IDENTITY / "namespace").read_text().strip()
-    return context_namespace() or "default"
+    return config.kubernetes.namespace or own_namespace() or context_namespace() or "default"
 
 
 def context_namespace() -> str:
@@ -191,9 +192,9 @@ def driver_pod() -> Driver | None:
     """Return the pod that this process runs in; None outside Kubernetes, or where the pod cannot be read."""
     from kubernetes.client import ApiException
 
-    if not is_in_pod():
+    namespace = own_namespace()
+    if not namespace:
         return None
-    namespace = (POD_IDENTITY / "namespace").read_text().strip()
     try:
         pod = call("CoreV1Api", "read_namespaced_pod", socket.gethostname(), namespace)
     except ApiException as error:

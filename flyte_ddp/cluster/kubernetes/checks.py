@@ -249,7 +249,7 @@ def _check_namespace(setup: Setup) -> Iterator[Finding]:
     if level in ("", "privileged"):
         yield Finding(
             WARNING,
-            f"namespace {setup.namespace} lets privileged pods in; refuse them (Kubernetes 1.25): "
+            f"namespace {setup.namespace} lets privileged pods in; refuse them: "
             f"kubectl label --overwrite namespace {setup.namespace} {PSA}=baseline",
         )
     else:
@@ -291,7 +291,8 @@ def _check_references(setup: Setup) -> Iterator[Finding]:
     from kubernetes.client import ApiException
 
     pods = setup.config.kubernetes
-    secrets = {*pods.image_pull_secrets, *pods.env_from_secrets}
+    specs = [setup.spec[role]["spec"] for role in ("scheduler", "worker")]
+    secrets = {*pods.env_from_secrets, *(each["name"] for spec in specs for each in spec.get("imagePullSecrets", []))}
     missing = []
     for name in sorted({setup.account, pods.service_account or "default"} - {""}):
         try:
@@ -361,7 +362,7 @@ def _check_nodes(setup: Setup) -> Iterator[Finding]:
         if all(reasons):
             fits = False
             counts = "; ".join(f"{reasons.count(reason)} {reason}" for reason in sorted(set(reasons)))
-            remedy = "scheduler_pod_template" if role == "scheduler" else "node_selector or tolerations"
+            remedy = "scheduler_pod_template" if role == "scheduler" else "pod_template"
             yield Finding(
                 BAD,
                 f"no node could ever run a {role} pod, which requests {describe(requests_of(pod))} (of {len(nodes)} "

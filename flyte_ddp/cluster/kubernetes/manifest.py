@@ -218,7 +218,7 @@ def _worker_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
     if config.kubernetes.env_from_secrets:
         container["envFrom"] = [{"secretRef": {"name": secret}} for secret in config.kubernetes.env_from_secrets]
     labels = {"dask.org/cluster-name": name, "dask.org/component": "worker"}
-    pod: dict[str, Any] = {
+    return {
         **_pod_basics(config),
         "containers": [container],
         "volumes": [
@@ -236,15 +236,10 @@ def _worker_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
             }
         ],
     }
-    if config.kubernetes.node_selector:
-        pod["nodeSelector"] = dict(config.kubernetes.node_selector)
-    if config.kubernetes.tolerations:
-        pod["tolerations"] = [dict(toleration) for toleration in config.kubernetes.tolerations]
-    return pod
 
 
 def _scheduler_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
-    """Return the scheduler's pod: small, without a GPU, and without the node selector and tolerations of GPU nodes."""
+    """Return the scheduler's pod: small and without a GPU."""
     resources = _resources(config.kubernetes.scheduler_cpus, config.kubernetes.scheduler_memory)
     settings = {
         **dask_config(config),
@@ -318,8 +313,6 @@ def _pod_basics(config: ClusterConfig) -> dict[str, Any]:
     }
     if config.kubernetes.service_account:
         pod["serviceAccountName"] = config.kubernetes.service_account
-    if config.kubernetes.image_pull_secrets:
-        pod["imagePullSecrets"] = [{"name": secret} for secret in config.kubernetes.image_pull_secrets]
     return pod
 
 
