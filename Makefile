@@ -105,7 +105,7 @@ sbom: $(INSTALLED)  ## the image's Python packages with their hashes, as Cyclone
 image: $(INSTALLED)  ## the image for tasks, driver, scheduler and workers, as settings.toml or IMAGE names it; BASE=, COMPILER=1
 	docker build $(foreach name,IMAGE BASE COMPILER,$(if $($(name)),--build-arg $(name)=$($(name)))) -t $(IMAGE) .
 
-register: $(INSTALLED)  ## all workflows with Flyte, by settings.toml; DRY_RUN=1, ACTIVATE=retrain_nightly
+register: $(INSTALLED)  ## all workflows with Flyte, by settings.toml; DRY_RUN=1, ACTIVATE=1
 	PATH="$(abspath $(BIN)):$$PATH" deploy/register.sh
 
 # The image installs requirements.txt, the operator's image its own part of that, a checkout also requirements-dev.txt: the pins

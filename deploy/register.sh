@@ -2,7 +2,7 @@
 # Register all tasks, workflows and launch plans with the Flyte that flytekit's own configuration names.
 #
 #   make register DRY_RUN=1
-#   make register IMAGE=registry.example.com/flyte-ddp:1 GPUS=4 ACTIVATE="retrain_nightly"
+#   make register IMAGE=registry.example.com/flyte-ddp:1 GPUS=4 ACTIVATE=1
 #
 # settings.toml names the image and everything else that tasks and launch plans are registered with. The image must be
 # there before anything runs: make image, and push it. Its code is what runs, so none is shipped beside it; a task that
@@ -11,18 +11,12 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 DRY_RUN=${DRY_RUN:-0}                                           # 1: print what would be registered, and send nothing
-case $DRY_RUN in
-  0) flags=() ;;
-  1) flags=(--dry-run) ;;
-  *) echo "DRY_RUN: expected 0 or 1, got '$DRY_RUN'" >&2; exit 2 ;;
-esac
-ACTIVATE=${ACTIVATE:-}                                          # launch plans whose schedules are to start with this version
-for plan in $ACTIVATE; do
-  if ! grep -q "^        (\"$plan\", " workflows/retrain.py; then
-    echo "ACTIVATE: expected launch plans of the table in workflows/retrain.py, got '$plan'" >&2
-    exit 2
-  fi
+ACTIVATE=${ACTIVATE:-0}                                         # 1: start the schedule of the launch plan `retrain` with this version
+for name in DRY_RUN ACTIVATE; do
+  [[ ${!name} == [01] ]] || { echo "$name: expected 0 or 1, got '${!name}'" >&2; exit 2; }
 done
+flags=()
+[[ $DRY_RUN == 0 ]] || flags=(--dry-run)
 image=$(python -m tasks image)
 version=${VERSION:-$(python -m tasks version)}                  # cannot be changed once registered: it counts code and settings
 PROJECT=${PROJECT:-flytesnacks}
@@ -35,11 +29,9 @@ if [[ $DRY_RUN == 0 ]]; then
 fi
 pyflyte register --project "$PROJECT" --domain "$DOMAIN" --version "$version" --image "$image" \
   --service-account "$SERVICE_ACCOUNT" --copy none ${flags[@]+"${flags[@]}"} workflows
-for plan in $ACTIVATE; do
-  if [[ $DRY_RUN == 1 ]]; then
-    echo "$plan would be activated as version $version"
-  else
-    pyflyte launchplan --project "$PROJECT" --domain "$DOMAIN" --activate "$plan" "$version"
-  fi
-done
+if [[ $ACTIVATE$DRY_RUN == 11 ]]; then
+  echo "retrain would be activated as version $version"
+elif [[ $ACTIVATE == 1 ]]; then
+  pyflyte launchplan --project "$PROJECT" --domain "$DOMAIN" --activate retrain "$version"
+fi
 echo "version $version, image $image"

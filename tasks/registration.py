@@ -1,4 +1,4 @@
-"""The launch plans: their schedule, inputs and notifications, as settings.toml has them."""
+"""The launch plan of a retraining: its schedule, inputs and notifications, as settings.toml has them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from flytekit.models.concurrency import ConcurrencyPolicy
 from flytekit.models.core.execution import WorkflowExecutionPhase
 from flytekit.types.directory import FlyteDirectory
 
+from flyte_ddp.config.fields import check
+from flyte_ddp.errors import ConfigError
 from tasks.inputs import ClusterInput, TrainingOverrides
 from tasks.resources import SETTINGS
 from tasks.settings import SettingsError
@@ -25,17 +27,17 @@ STRUCTS = {"config": TrainingOverrides, "cluster": ClusterInput}  # inputs that 
 PHASES = [WorkflowExecutionPhase.FAILED, WorkflowExecutionPhase.ABORTED, WorkflowExecutionPhase.TIMED_OUT]
 
 
-def launch_plan(name: str, workflow: PythonFunctionWorkflow, cron: str) -> LaunchPlan:
-    """Return a launch plan of `workflow` that starts by `cron`, or by hand where it is "". Registration activates none.
+def launch_plan(name: str, workflow: PythonFunctionWorkflow) -> LaunchPlan:
+    """Return the launch plan of `workflow`, with the schedule in the settings. Registration does not activate it.
 
     A fixed rate is no option: Flyte's scheduler passes the kickoff time to cron schedules only. A start that finds the
-    execution before still running is skipped, within one launch plan.
+    execution before still running is skipped.
 
     Raises:
         SettingsError: an input in the settings that cannot be used.
     """
     inputs = _inputs(workflow, SETTINGS.retrain_inputs)
-    emails = list(SETTINGS.notify_emails)
+    emails, cron = list(SETTINGS.notify_emails), SETTINGS.schedule
     return LaunchPlan.get_or_create(
         workflow=workflow,
         name=name,
@@ -61,12 +63,11 @@ def _inputs(workflow: PythonFunctionWorkflow, given: Mapping[str, Any]) -> dict[
 def _converted(name: str, value: Any, kind: Any) -> Any:
     if name in STRUCTS:
         return STRUCTS[name].from_json(json.dumps(value))  # type: ignore[attr-defined]
-    if kind is float and type(value) is int:
-        return float(value)
     if kind in (str, int, float):
-        if type(value) is not kind:  # a bool is an int, too
-            raise SettingsError(f"retrain_inputs: {name}: expected a {kind.__name__}, got {value!r}")
-        return value
+        try:
+            return check(f"retrain_inputs.{name}", value, kind)
+        except ConfigError as error:
+            raise SettingsError(str(error)) from None
     if not isinstance(value, str) or "://" not in value:  # a path would be uploaded at every import
-        raise SettingsError(f"retrain_inputs: {name}: expected a URL, got {value!r}")
+        raise SettingsError(f"retrain_inputs.{name}: expected a URL, got {value!r}")
     return FlyteDirectory(value)

@@ -16,7 +16,7 @@ from flyteidl.service import admin_pb2_grpc
 from tasks.__main__ import main as tasks_command
 from tasks.limits import CLASSES
 from tasks.settings import SettingsError
-from tests.test_registration import BIN, IMAGE, KNOWN, REPOSITORY, SCHEDULES, clean_environment, resources
+from tests.test_registration import BIN, IMAGE, KNOWN, REPOSITORY, clean_environment, resources
 
 
 class Admin(admin_pb2_grpc.AdminServiceServicer):
@@ -76,14 +76,14 @@ def register(tmp_path, *, with_pyflyte=False, **environment):
     return done, calls.read_text().splitlines() if calls.exists() else []
 
 
-def test_register_uses_the_settings_and_activates_the_given_launch_plans(tmp_path, admin):
-    done, calls = register(tmp_path, IMAGE=IMAGE, PROJECT="p", DOMAIN="production", ACTIVATE="retrain_nightly")
+def test_register_uses_the_settings_and_activates_the_launch_plan_if_asked(tmp_path, admin):
+    done, calls = register(tmp_path, IMAGE=IMAGE, PROJECT="p", DOMAIN="production", ACTIVATE="1")
     assert done.returncode == 0, done.stderr
     version = re.search(r"^version (7-[0-9a-f]{8}), image registry", done.stdout, re.MULTILINE)[1]
     assert calls == [
         f"register --project p --domain production --version {version} --image {IMAGE} "
         "--service-account flyte-ddp --copy none workflows",
-        f"launchplan --project p --domain production --activate retrain_nightly {version}",
+        f"launchplan --project p --domain production --activate retrain {version}",
     ]
     (tmp_path / "calls").unlink()
     done, calls = register(tmp_path, IMAGE=IMAGE, SANDBOX="1")
@@ -117,8 +117,7 @@ def test_register_activates_nothing_by_default_and_takes_another_version(tmp_pat
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({"ACTIVATE": "1"}, "ACTIVATE: expected launch plans of the table in workflows/retrain.py, got '1'"),
-        ({"ACTIVATE": "retrain_nightly retrain_daily"}, "got 'retrain_daily'"),
+        ({"ACTIVATE": "retrain"}, "ACTIVATE: expected 0 or 1, got 'retrain'"),
         ({"DRY_RUN": "yes"}, "DRY_RUN: expected 0 or 1, got 'yes'"),
         ({"IMAGE": ""}, "image: expected the name of your image in settings.toml, in IMAGE or by --image, got none"),
     ],
@@ -132,14 +131,12 @@ def test_register_refuses_bad_settings_before_any_request(tmp_path, environment,
 
 @pytest.mark.slow
 def test_a_dry_run_needs_no_flyte_and_lists_everything(tmp_path):
-    done, _ = register(
-        tmp_path, with_pyflyte=True, DRY_RUN="1", ACTIVATE="retrain_weekly", SANDBOX="1", IMAGE=IMAGE, VERSION="7"
-    )
+    done, _ = register(tmp_path, with_pyflyte=True, DRY_RUN="1", ACTIVATE="1", SANDBOX="1", IMAGE=IMAGE, VERSION="7")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "training    2 CPU, 4Gi memory, 4Gi disk, timeout 4 h, retries 3\n" in done.stdout
-    for name in (*(f"Task: {name}" for name in KNOWN), *(f"Launch Plan: {name}" for name in SCHEDULES)):
+    for name in (*(f"Task: {name}" for name in KNOWN), "Launch Plan: retrain"):
         assert f"{name} (Dry run Mode)" in done.stdout
-    assert done.stdout.endswith(f"retrain_weekly would be activated as version 7\nversion 7, image {IMAGE}\n")
+    assert done.stdout.endswith(f"retrain would be activated as version 7\nversion 7, image {IMAGE}\n")
 
 
 def test_the_doctor_gets_what_each_class_of_tasks_requests():

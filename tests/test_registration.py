@@ -25,6 +25,7 @@ PROFILES = {
         "GPUS": "4",
         "GPU_TYPE": "nvidia-tesla-a100",
         "WANDB_ENTITY": "team",
+        "RETRAIN_SCHEDULE": "0 */6 * * *",
         "NOTIFY_EMAILS": "night@example.com, day@example.com",
         "RETRAIN_INPUTS": '{"recipe": "mnist", "data": "s3://bucket/mnist", "config": {"epochs": 3}, "margin": 0}',
     },
@@ -69,8 +70,12 @@ class Package:
 
 
 def clean_environment(**changes):
-    ours = ("SANDBOX", "GPUS", "GPU_TYPE", "NOTIFY_EMAILS", "RETRAIN_INPUTS", "IMAGE", "VERSION")
-    kept = {name: value for name, value in os.environ.items() if name not in ours and not name.startswith("WANDB_")}
+    ours = ("SANDBOX", "GPUS", "GPU_TYPE", "NOTIFY_EMAILS", "IMAGE", "VERSION")
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ours and not name.startswith(("RETRAIN_", "WANDB_"))
+    }
     return {**kept, **changes}
 
 
@@ -234,77 +239,58 @@ def test_an_unnecessary_training_is_not_scheduled(package):
 
 # Launch plans
 
-SCHEDULES = {
-    "retrain_nightly": ("cron", "0 2 * * *"),
-    "retrain_weekly": ("cron", "0 4 * * 0"),
-    "retrain_every_6_hours": ("cron", "0 */6 * * *"),
-    "retrain_by_hand": ("", None),
-}
+SCHEDULES = {"sandbox": "0 3 * * *", "gpu": "0 */6 * * *"}  # of settings.toml, and of the environment
 
 
-def schedule_of(spec):
-    schedule = spec.entity_metadata.schedule
-    if schedule.cron_schedule.schedule:
-        return "cron", schedule.cron_schedule.schedule
-    return ("rate", schedule.rate.value) if schedule.rate.value else ("", None)
+def test_the_one_schedule_is_that_of_the_settings(package):
+    schedules = {name: spec.entity_metadata.schedule for name, spec in package.launch_plans.items()}
+    assert schedules["retrain"].cron_schedule.schedule == SCHEDULES[package.profile]
+    # Flyte's scheduler passes the kickoff time to cron schedules only, and refuses every start of a fixed rate.
+    assert [name for name, each in schedules.items() if each.cron_schedule.schedule or each.rate.value] == ["retrain"]
 
 
-def test_only_the_launch_plans_of_the_table_are_scheduled(package):
-    found = {name: schedule_of(spec) for name, spec in package.launch_plans.items()}
-    assert {name: found[name] for name in SCHEDULES} == SCHEDULES
-    assert {name for name, schedule in found.items() if schedule[0]} <= set(SCHEDULES)
+def test_a_launch_plan_without_a_schedule_starts_by_hand_alone(monkeypatch):
+    from tasks import registration
+    from workflows.retrain import retrain_wf
 
-
-def test_no_launch_plan_has_a_fixed_rate_and_a_kickoff_argument(package):
-    """Flyte's scheduler passes the kickoff time to cron schedules only, and refuses every start of a fixed rate."""
-    for name, spec in package.launch_plans.items():
-        schedule = spec.entity_metadata.schedule
-        assert not (schedule.HasField("rate") and schedule.kickoff_time_input_arg), name
+    monkeypatch.setattr(registration, "SETTINGS", dataclasses.replace(registration.SETTINGS, schedule=""))
+    assert registration.launch_plan("by_hand", retrain_wf).schedule is None
 
 
 def test_a_schedule_fills_in_the_kickoff_time_and_needs_nothing_else(package):
-    for name in SCHEDULES:
-        spec = package.launch_plans[name]
-        workflow = package.workflows[spec.workflow_id.name]
-        required = [key for key, value in spec.default_inputs.parameters.items() if value.required]
-        assert required == ["kickoff_time"], name
-        assert workflow.template.interface.inputs.variables["kickoff_time"].type.simple == types_pb2.DATETIME, name
-        if SCHEDULES[name][0]:
-            assert spec.entity_metadata.schedule.kickoff_time_input_arg == "kickoff_time", name
+    spec = package.launch_plans["retrain"]
+    workflow = package.workflows[spec.workflow_id.name]
+    required = [key for key, value in spec.default_inputs.parameters.items() if value.required]
+    assert required == ["kickoff_time"]
+    assert workflow.template.interface.inputs.variables["kickoff_time"].type.simple == types_pb2.DATETIME
+    assert spec.entity_metadata.schedule.kickoff_time_input_arg == "kickoff_time"
 
 
 def test_no_launch_plan_runs_twice_at_once_or_is_active_unasked(package):
-    from workflows.retrain import LAUNCH_PLANS
+    from workflows.retrain import RETRAIN
 
-    for name in SCHEDULES:
-        assert package.launch_plans[name].concurrency_policy.max == 1, name
-    assert sorted(plan.name for plan in LAUNCH_PLANS) == sorted(SCHEDULES)
-    assert not any(plan.should_auto_activate for plan in LAUNCH_PLANS)
+    assert package.launch_plans["retrain"].concurrency_policy.max == 1
+    assert not RETRAIN.should_auto_activate
 
 
 def test_recipients_of_failures_come_from_the_environment(package):
-    for name in SCHEDULES:
-        notifications = package.launch_plans[name].entity_metadata.notifications
-        if package.profile == "sandbox":
-            assert not notifications, name
-        else:
-            (notification,) = notifications
-            assert list(notification.email.recipients_email) == ["night@example.com", "day@example.com"]
-            assert [WorkflowExecution.Phase.Name(phase) for phase in notification.phases] == [
-                "FAILED",
-                "ABORTED",
-                "TIMED_OUT",
-            ]
+    notifications = package.launch_plans["retrain"].entity_metadata.notifications
+    if package.profile == "sandbox":
+        assert not notifications
+    else:
+        (notification,) = notifications
+        assert list(notification.email.recipients_email) == ["night@example.com", "day@example.com"]
+        phases = [WorkflowExecution.Phase.Name(phase) for phase in notification.phases]
+        assert phases == ["FAILED", "ABORTED", "TIMED_OUT"]
 
 
 def test_inputs_of_retrainings_come_from_the_environment(package):
-    for name in SCHEDULES:
-        given = package.launch_plans[name].default_inputs.parameters
-        is_given = package.profile == "gpu"
-        assert given["recipe"].default.scalar.primitive.string_value == ("mnist" if is_given else "digits")
-        assert given["margin"].default.scalar.primitive.float_value == (0 if is_given else 0.01)
-        assert given["data"].default.scalar.union.value.scalar.blob.uri == ("s3://bucket/mnist" if is_given else "")
-        assert ("config" in package.launch_plans[name].fixed_inputs.literals) == is_given
+    given = package.launch_plans["retrain"].default_inputs.parameters
+    is_given = package.profile == "gpu"
+    assert given["recipe"].default.scalar.primitive.string_value == ("mnist" if is_given else "digits")
+    assert given["margin"].default.scalar.primitive.float_value == (0 if is_given else 0.01)
+    assert given["data"].default.scalar.union.value.scalar.blob.uri == ("s3://bucket/mnist" if is_given else "")
+    assert ("config" in package.launch_plans["retrain"].fixed_inputs.literals) == is_given
 
 
 def remote_command(name, package):
@@ -325,7 +311,7 @@ def remote_command(name, package):
 
 
 def test_flytekits_remote_commands_can_build_the_options_of_every_launch_plan(package):
-    assert len(package.launch_plans) > len(SCHEDULES)  # each workflow has one of its own
+    assert len(package.launch_plans) > 1  # each workflow has one of its own
     for name, spec in package.launch_plans.items():
         command, parameters, context_of = remote_command(name, package)
         context = context_of(command, info_name=name, obj=parameters)
@@ -340,7 +326,7 @@ def test_flytekits_remote_commands_can_build_the_options_of_every_launch_plan(pa
 
 
 def test_a_launch_plan_starts_by_hand_as_documented(package):
-    """`pyflyte run remote-launchplan retrain_by_hand:VERSION --kickoff_time now`, up to what reaches Flyte."""
+    """`pyflyte run remote-launchplan retrain:VERSION --kickoff_time now`, up to what reaches Flyte."""
 
     class Client:
         def create_execution(self, project, domain, name, spec, inputs):
@@ -350,14 +336,14 @@ def test_a_launch_plan_starts_by_hand_as_documented(package):
         def get_upload_signed_url(self):
             raise AssertionError
 
-    command, parameters, _ = remote_command("retrain_by_hand", package)
+    command, parameters, _ = remote_command("retrain", package)
     remote = parameters.remote_instance()
     remote._client, remote._client_initialized = Client(), True
     with pytest.raises(SystemExit):
         command.main(["--kickoff_time", "now"], obj=parameters, standalone_mode=False)
     given = {name: literal.to_flyte_idl() for name, literal in remote._client.inputs.items()}
     assert given["kickoff_time"].scalar.primitive.HasField("datetime")
-    assert not set(given) & set(package.launch_plans["retrain_by_hand"].fixed_inputs.literals)
+    assert not set(given) & set(package.launch_plans["retrain"].fixed_inputs.literals)
     for name in {"config", "cluster"} & set(given):
         assert given[name].scalar.union.value.scalar.HasField("none_type")
 
@@ -367,28 +353,28 @@ def test_launch_plans_run_as_the_service_account_of_their_registration():
     from flytekit.core.options import Options
     from flytekit.tools.translator import get_serializable
 
-    from workflows.retrain import LAUNCH_PLANS
+    from workflows.retrain import RETRAIN
 
     image = Image("default", "registry.example.com/flyte-ddp", "7")
     settings = SerializationSettings(ImageConfig(image, [image]), "project", "domain", "7")
     options = Options.default_from(k8s_service_account="flyte-ddp")
-    for plan in LAUNCH_PLANS:
-        registered = get_serializable(OrderedDict(), settings, plan, options).to_flyte_idl()
-        assert registered.spec.security_context.run_as.k8s_service_account == "flyte-ddp"
+    registered = get_serializable(OrderedDict(), settings, RETRAIN, options).to_flyte_idl()
+    assert registered.spec.security_context.run_as.k8s_service_account == "flyte-ddp"
 
 
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("NOTIFY_EMAILS", "somebody", "notify_emails: expected e-mail addresses, got 'somebody'"),
+        ("NOTIFY_EMAILS", "somebody", "NOTIFY_EMAILS[0]: expected an e-mail address, got 'somebody'"),
         ("RETRAIN_INPUTS", "{", "RETRAIN_INPUTS: expected a JSON object, got '{'"),
-        ("RETRAIN_INPUTS", "[]", "RETRAIN_INPUTS: expected a JSON object, got '[]'"),
+        ("RETRAIN_INPUTS", "[]", "RETRAIN_INPUTS: expected a JSON object, got []"),
         ("RETRAIN_INPUTS", '{"kickoff_time": "now"}', "retrain_inputs: expected champion, recipe"),
-        ("RETRAIN_INPUTS", '{"recipe": 3}', "retrain_inputs: recipe: expected a str, got 3"),
-        ("RETRAIN_INPUTS", '{"data": "here"}', "retrain_inputs: data: expected a URL, got 'here'"),
+        ("RETRAIN_INPUTS", '{"recipe": 3}', "retrain_inputs.recipe: expected a string, got 3"),
+        ("RETRAIN_INPUTS", '{"data": "here"}', "retrain_inputs.data: expected a URL, got 'here'"),
         ("RETRAIN_INPUTS", '{"config": {"epochs": 0}}', "epochs: "),
-        ("GPUS", "0", "GPUS: expected a whole number of at least 1, got '0'"),
-        ("GPUS", "many", "GPUS: expected a whole number of at least 1, got 'many'"),
+        ("RETRAIN_SCHEDULE", "daily", "RETRAIN_SCHEDULE: expected cron's five fields, such as 0 3 * * *, got 'daily'"),
+        ("GPUS", "-1", "GPUS: expected a whole number of at least 0, got -1"),
+        ("GPUS", "many", "GPUS: expected a whole number of at least 0, got 'many'"),
         ("SANDBOX", "yes", "SANDBOX: expected 0, 1, false or true, got 'yes'"),
     ],
 )

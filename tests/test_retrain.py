@@ -410,16 +410,16 @@ def test_terms_out_of_range_are_refused_in_one_line(field, value, accepted):
 
 @pytest.fixture(scope="module")
 def retrain(tmp_path_factory):
-    """retrain(**inputs): the outputs of a run of the nightly launch plan on digits, one process, one champion."""
+    """retrain(**inputs): the outputs of a run of the launch plan on digits, one process, one champion."""
     place = str(tmp_path_factory.mktemp("champion"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "disabled")
-        from workflows.retrain import LAUNCH_PLANS
+        from workflows.retrain import RETRAIN
 
         def run(champion=place, config=(), **inputs):
             from tasks.inputs import TrainingOverrides
 
-            return LAUNCH_PLANS[0](
+            return RETRAIN(
                 kickoff_time=datetime.datetime(2026, 1, 2, 3, tzinfo=datetime.timezone.utc),
                 champion=champion,
                 config=TrainingOverrides(**{"epochs": 1, "global_batch_size": 256, **dict(config)}),

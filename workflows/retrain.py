@@ -1,4 +1,4 @@
-"""Retrain a recipe and keep the better model, by hand or by schedule; every LaunchPlan and cron in one table.
+"""Retrain a recipe and keep the better model, by hand or by schedule.
 
 The tasks have the logic, and flyte_ddp/promotion/policy.py has the rules.
 
@@ -200,14 +200,6 @@ def challenge_on_cluster(
     )
 
 
-# Every LaunchPlan. Cron counts in UTC. None is active until `make register ACTIVATE=NAME` asks for it, and none runs
-# twice at once. settings.toml has the recipients of failures and the inputs.
-LAUNCH_PLANS = [
-    launch_plan(name, retrain_wf, cron)
-    for name, cron in (
-        ("retrain_nightly", "0 2 * * *"),
-        ("retrain_weekly", "0 4 * * 0"),
-        ("retrain_every_6_hours", "0 */6 * * *"),
-        ("retrain_by_hand", ""),
-    )
-]
+# Inactive until `make register ACTIVATE=1`, and never running twice at once. settings.toml has the schedule, inputs and
+# recipients of failures.
+RETRAIN = launch_plan("retrain", retrain_wf)

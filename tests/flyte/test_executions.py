@@ -49,8 +49,7 @@ def test_make_register_registers_every_task_workflow_and_launch_plan(checkout: C
     assert len(remote.list_tasks_by_version(version)) >= 10
     for workflow in ("single_node.single_node_training_wf", "multi_node.multi_node_training_wf", "retrain.retrain_wf"):
         assert remote.fetch_workflow(name=f"workflows.{workflow}", version=version)
-    for plan in ("retrain_nightly", "retrain_weekly", "retrain_every_6_hours", "retrain_by_hand"):
-        assert remote.fetch_launch_plan(name=plan, version=version).id.version == version
+    assert remote.fetch_launch_plan(name="retrain", version=version).id.version == version
 
 
 def test_uploaded_data_are_trained_on_one_node(trained: Execution) -> None:
@@ -207,7 +206,7 @@ def test_a_launch_plan_starts_by_hand_as_in_the_readme(
         "--domain",
         DOMAIN,
         "remote-launchplan",
-        f"retrain_by_hand:{version}",
+        f"retrain:{version}",
     )
     shown = checkout.call(*plan, "--help")
     assert shown.returncode == 0, shown.stderr
@@ -220,11 +219,11 @@ def test_a_launch_plan_starts_by_hand_as_in_the_readme(
 
 @pytest.fixture
 def every_minute(remote: FlyteRemote, tmp_path: Path) -> Checkout:
-    """A checkout whose launch plan `retrain_nightly` starts every minute."""
+    """A checkout whose launch plan starts every minute."""
     copy_repository(tmp_path)
-    plans = tmp_path / "workflows/retrain.py"
-    assert '"0 2 * * *"' in plans.read_text()
-    plans.write_text(plans.read_text().replace('"0 2 * * *"', '"* * * * *"'))
+    settings = tmp_path / "settings.toml"
+    assert '"0 3 * * *"' in settings.read_text()
+    settings.write_text(settings.read_text().replace('"0 3 * * *"', '"* * * * *"'))
     return Checkout(tmp_path, remote)
 
 
@@ -241,20 +240,20 @@ def test_a_cron_of_a_minute_retrains_and_promotes(
         RETRAIN_INPUTS=json.dumps(inputs),
     )
     assert registered.returncode == 0, registered.stdout + registered.stderr
-    activated = every_minute.call("pyflyte", "launchplan", *where, "--activate", "retrain_nightly", version)
+    activated = every_minute.call("pyflyte", "launchplan", *where, "--activate", "retrain", version)
     assert activated.returncode == 0, activated.stdout + activated.stderr
 
     def scheduled() -> list[Execution]:
         return [
             Execution(every_minute.remote, each.id.name)
             for each in every_minute.remote.recent_executions(limit=50)
-            if each.spec.launch_plan.name == "retrain_nightly" and each.spec.launch_plan.version == version
+            if each.spec.launch_plan.name == "retrain" and each.spec.launch_plan.version == version
         ]
 
     try:
         first = eventually(scheduled, 180, "a scheduled execution")[-1]
         assert first.outputs()["outcome"] in ("promoted_first", "promoted", "not_better", "unchanged")
     finally:
-        every_minute.call("pyflyte", "launchplan", *where, "--deactivate", "retrain_nightly", version)
+        every_minute.call("pyflyte", "launchplan", *where, "--deactivate", "retrain", version)
         aborted.extend(scheduled())
     print(f"the first scheduled execution was over {time.monotonic() - start:.0f} s after the registration")
