@@ -51,6 +51,7 @@ HOMES = {
     "kubernetes": ("flyte_ddp.cluster", "flyte_ddp.flytekit_plugin.pods"),
     "kr8s": ("flyte_ddp.cluster",),
     "optuna": ("flyte_ddp.studies.search",),
+    "prometheus_client": ("flyte_ddp.observers.metrics",),
     "tokenizers": ("flyte_ddp.recipes.text.tokens",),
     "wandb": ("flyte_ddp.observers",),
 }

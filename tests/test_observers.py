@@ -11,8 +11,9 @@ import re
 import select
 import struct
 import termios
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,13 +24,18 @@ from flyte_ddp.events import (
     CheckpointWritten,
     EpochFinished,
     Event,
+    Figures,
     HistogramsTaken,
     PredictionsMade,
+    Reported,
+    RunFinished,
     RunStarted,
     RunState,
     TimeSpent,
     read_history,
 )
+from flyte_ddp.events.kinds import Timed
+from flyte_ddp.launch.dispatch import Dispatcher
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.progress_bar import ProgressBar
 from tests.support.short_run import (
@@ -74,13 +80,10 @@ def test_without_a_terminal_the_run_is_printed_in_plain_lines() -> None:
     assert not set("\r\x1b") & set(stream.getvalue())
     for expected in ("digits, ", "scikit-learn's digits (1,797 images)", "2 ranks", "cpu", "431,080 parameters"):
         assert expected in lines[0]
-    assert (
-        lines[1]
-        == "epoch 0.25/3, step 1 of 12: loss 1, learning rate 0.1, gradient norm 2.5, samples per second 1234.5"
-    )
+    assert lines[1] == "epoch 0.25/3, step 1 of 12: loss 1, learning rate 0.1, gradient norm 2.5, 1,234 samples/s"
     assert [line for line in lines if "step " in line] == [lines[1]], "steps of the next ten seconds are left out"
     assert [line for line in lines if line.startswith("epoch 2/3")] == [
-        "epoch 2/3: train loss 0.5000, test loss 1.0000, accuracy 95.00%, 1,000 samples/s"
+        "epoch 2/3: train loss 0.5, test loss 1, accuracy 95.00%, 1,000 samples/s"
     ]
     assert lines[-2:] == [
         "best accuracy 96.67% after epoch 3",
@@ -127,9 +130,9 @@ def test_on_a_terminal_a_bar_moves_and_lines_stay_above_it() -> None:
     # What is left when every line is redrawn: the part after its last carriage return.
     left = [re.sub(r"\x1b\[A", "", line).split("\r")[-1].strip() for line in shown.replace("\r\n", "\n").split("\n")]
     assert [line for line in left if line and not line.startswith(("digits", "resumed"))] == [
-        "epoch 1/3: train loss 1.0000, test loss 2.0000, accuracy 90.00%, 1,000 samples/s",
+        "epoch 1/3: train loss 1, test loss 2, accuracy 90.00%, 1,000 samples/s",
         "rank 1: a line of its own",
-        "epoch 2/3: train loss 0.5000, test loss 1.0000, accuracy 95.00%, 1,000 samples/s",
+        "epoch 2/3: train loss 0.5, test loss 1, accuracy 95.00%, 1,000 samples/s",
     ]
 
 
@@ -260,3 +263,46 @@ def test_history_survives_values_that_json_does_not_know(tmp_path: Path) -> None
     history.handle(started(config={"epochs": 3, "mask": b"\x00\xff"}))
     history.close(None)
     assert isinstance(read_history(tmp_path / "history.jsonl")[0], RunStarted)
+
+
+# --- a new kind of event, and a new observer --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PowerMeasured(Timed):
+    """Made up for this test: with its name in `Event`, it is all that a new kind needs."""
+
+    step: int
+    watts: float
+
+    def figures(self) -> Figures:
+        return Figures(values={"watts": self.watts}, axis="step", step=self.step)
+
+
+class Table:
+    """An observer of a few lines: it sees every figure of a recipe's run and of a function's, and asks for no kind."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, float | None, str, float]] = []
+
+    def handle(self, event: Event) -> None:
+        figures = event.figures()
+        x = figures.step if figures.axis == "step" else figures.epoch
+        self.rows += [(figures.axis, x, name, value) for name, value in figures.values.items() if figures.axis]
+
+    def close(self, error: BaseException | None) -> None:
+        self.rows.append(("end", None, "failed", float(error is not None)))
+
+
+def test_a_new_observer_sees_the_figures_of_every_program_and_of_a_new_kind_of_event() -> None:
+    table, stream = Table(), io.StringIO()
+    power: Any = PowerMeasured(4, 250.0)
+    with Dispatcher([table, ProgressBar(stream)]) as dispatcher:
+        for event in (started(), loaded(), reported(4), epoch_finished(1), power, run_finished()):
+            dispatcher.emit(event)
+        for event in (RunStarted("train", 2), loaded(), Reported(1, None, {"reward": 0.5}), RunFinished(1, 1.0)):
+            dispatcher.emit(event)
+    assert ("step", 4, "loss", 0.25) in table.rows
+    assert ("epoch", 1, "accuracy", 0.9) in table.rows
+    assert ("step", 4, "watts", 250.0) in table.rows
+    assert table.rows[-2:] == [("step", 1, "reward", 0.5), ("end", None, "failed", 0.0)]

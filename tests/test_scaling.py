@@ -238,7 +238,7 @@ def outputs(checkpoints, figures):
 def test_each_run_of_a_study_has_its_figures_for_prometheus(outputs, figures):
     for world_size in (1, 2):
         labels = rf'recipe="{TINY}",trial="{world_size}-ranks?-[^"]*",run=""'
-        assert any(re.search(rf"^flyte_ddp_world_size{{{labels}}} {world_size}$", text, re.M) for text in figures), (
+        assert any(re.search(rf"^flyte_ddp_world_size{{{labels}}} {world_size}.0$", text, re.M) for text in figures), (
             figures
         )
 

@@ -1,7 +1,8 @@
 """The kinds of events: what a run of any program tells about itself. Imports no torch.
 
 They hold plain numbers, strings, bytes, lists and dicts only, so that they can cross a pipe or a network and be kept in
-a file (history.py). To add a kind, write its class and add it to `Event`.
+a file (history.py). A new kind is a class in this file, and its name in `Event`. Give it `figures` if it has numbers to
+show: the progress bar, W&B, Prometheus and the report take them from there, so no observer has to know the kind.
 """
 
 from __future__ import annotations
@@ -11,10 +12,30 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
+class Figures:
+    """The numbers that observers show of an event, by name.
+
+    Attributes:
+        axis: "step" or "epoch", the x axis of their curves; "" for the newest figures of the run, which have no curve.
+        step: optimizer steps done then; None if that is not known.
+        epoch: of the data, as many are done, such as 1.5; None if that is not known.
+    """
+
+    values: dict[str, float] = field(default_factory=dict)
+    axis: str = ""
+    step: int | None = None
+    epoch: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Timed:
     """The base of every event."""
 
     at: float = field(default=0.0, compare=False)  # seconds since the epoch, by the launcher's clock; 0: not known
+
+    def figures(self) -> Figures:
+        """Return what observers show of the event, computed once for all of them."""
+        return Figures()
 
 
 @dataclass(frozen=True)
@@ -66,6 +87,12 @@ class RunStarted(Timed):
     layers: list[LayerDescribed] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
 
+    def figures(self) -> Figures:
+        known = {"num_steps": self.num_steps, "num_parameters": self.num_parameters}
+        return Figures(
+            values={"world_size": self.world_size, **{name: value for name, value in known.items() if value}}
+        )
+
 
 @dataclass(frozen=True)
 class EpochFinished(Timed):
@@ -89,6 +116,18 @@ class EpochFinished(Timed):
     metrics: dict[str, float] = field(default_factory=dict)  # further figures by name, which the recipe defines
     sample: str = ""  # text that the model generated after this epoch, if the recipe's models generate any
 
+    def figures(self) -> Figures:
+        values = {
+            "train_loss": self.train_loss,
+            "test_loss": self.test_loss,
+            "accuracy": self.accuracy,
+            "samples_per_second": self.samples_per_second,
+            "seconds": self.seconds,
+            **({"num_replaced": self.num_replaced} if self.num_replaced else {}),
+            **self.metrics,
+        }
+        return Figures(values=values, axis="epoch", step=self.step, epoch=self.epoch)
+
 
 @dataclass(frozen=True)
 class CheckpointLoaded(Timed):
@@ -98,6 +137,10 @@ class CheckpointLoaded(Timed):
     url: str  # "" if there is none
     epochs: list[EpochFinished] = field(default_factory=list)  # finished by earlier attempts
     skipped: list[str] = field(default_factory=list)  # one line for each checkpoint that is unusable
+
+    def figures(self) -> Figures:
+        # What an earlier attempt copied and did not write is lost.
+        return Figures(values={"checkpoint_step": self.step, "checkpoint_copied_step": self.step}, step=self.step)
 
 
 @dataclass(frozen=True)
@@ -112,6 +155,9 @@ class Reported(Timed):
     step: int  # optimizer steps since the start of the run
     epoch: float | None  # epochs done, such as 1.5 in the middle of the second
     values: dict[str, float]  # by name
+
+    def figures(self) -> Figures:
+        return Figures(values=self.values, axis="step", step=self.step, epoch=self.epoch)
 
 
 @dataclass(frozen=True)
@@ -159,6 +205,9 @@ class CheckpointSaved(Timed):
     best: bool  # it has the best accuracy so far
     seconds: float  # for which rank 0 interrupted the training
 
+    def figures(self) -> Figures:
+        return Figures(values={"checkpoint_copied_step": self.step})
+
 
 @dataclass(frozen=True)
 class CheckpointWritten(Timed):
@@ -167,6 +216,9 @@ class CheckpointWritten(Timed):
     step: int
     url: str
     best: bool  # it had the best accuracy when it was saved
+
+    def figures(self) -> Figures:
+        return Figures(values={"checkpoint_step": self.step})
 
 
 @dataclass(frozen=True)
@@ -184,6 +236,11 @@ class RunFinished(Timed):
     first_step_seconds: float = 0.0  # from the launch of the ranks to the end of the first optimizer step
     rank_peak_memory_bytes: list[int] = field(default_factory=list)  # of each rank
     rank_num_parameters: list[int] = field(default_factory=list)  # that each rank holds: of a split model its part
+
+    def figures(self) -> Figures:
+        names = ("seconds", "best_epoch", "best_accuracy", "first_step_seconds", "peak_memory_bytes")
+        known = {name: getattr(self, name) for name in names if getattr(self, name)}
+        return Figures(values={"finished": 1, **known})
 
 
 Event = (

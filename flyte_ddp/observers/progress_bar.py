@@ -11,9 +11,8 @@ from typing import Any, TextIO
 from flyte_ddp.events import (
     AttemptEnded,
     CheckpointLoaded,
-    EpochFinished,
     Event,
-    Reported,
+    Figures,
     RunFinished,
     RunStarted,
 )
@@ -21,6 +20,14 @@ from flyte_ddp.storage import redact_url
 
 FLUSH_INTERVAL = 0.1  # seconds for which lines of ranks may stay in this process, so that many at a time are written
 PLAIN_STEP_INTERVAL = 10.0  # seconds between lines about steps if the output is not a terminal
+
+# Of figures, where it is not the name and five digits.
+FORMATS = {
+    "accuracy": "accuracy {:.2%}",
+    "samples_per_second": "{:,.0f} samples/s",
+    "seconds": "",  # which the samples per second tell
+    "num_replaced": "{:,.0f} samples could not be read",
+}
 
 
 class ProgressBar:
@@ -47,8 +54,6 @@ class ProgressBar:
         with self._lock:
             if isinstance(event, RunStarted):
                 self._start(event)
-            elif isinstance(event, EpochFinished):
-                self._show_epoch(event)
             elif isinstance(event, RunFinished):
                 if event.best_epoch:
                     self._print(f"best accuracy {event.best_accuracy:.2%} after epoch {event.best_epoch}")
@@ -56,8 +61,8 @@ class ProgressBar:
                 self._resume(event)
             elif isinstance(event, AttemptEnded):
                 self._lost_step = event.step
-            elif isinstance(event, Reported):
-                self._show_report(event)
+            elif (figures := event.figures()).axis:
+                self._show_figures(figures)
 
     def write(self, line: str) -> None:
         """Print `line`, given without a line break, above the bar. Any thread may call this."""
@@ -126,26 +131,21 @@ class ProgressBar:
             desc=self._epoch_label(len(event.epochs)),
         )
 
-    def _show_epoch(self, event: EpochFinished) -> None:
-        self._print(
-            f"{self._epoch_label(event.epoch)}: train loss {event.train_loss:.4f}, test loss {event.test_loss:.4f}, "
-            f"accuracy {event.accuracy:.2%}, {event.samples_per_second:,.0f} samples/s"
-            + (f", {event.num_replaced:,} samples could not be read" if event.num_replaced else "")
-        )
-        if self._bar is not None:
-            self._bar.update(event.step - self._bar.n)
-
-    def _show_report(self, event: Reported) -> None:
-        values = ", ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in event.values.items())
-        epoch = "" if event.epoch is None else self._epoch_label(event.epoch)
-        if self._bar is not None:
+    def _show_figures(self, figures: Figures) -> None:
+        """Show every epoch's figures as a line; those of steps in the bar, or as a line from time to time."""
+        values = ", ".join(filter(None, (_word(name, value) for name, value in figures.values.items())))
+        epoch = "" if figures.epoch is None else self._epoch_label(figures.epoch)
+        if figures.axis == "epoch":
+            self._print(f"{epoch}: {values}")
+        elif self._bar is not None:
             self._bar.set_description(epoch, refresh=False)
             self._bar.set_postfix_str(values, refresh=False)
-            self._bar.update(event.step - self._bar.n)
         elif (now := time.monotonic()) >= self._next_step_line:
             self._next_step_line = now + PLAIN_STEP_INTERVAL
-            step = f"step {event.step:,}{self._total_steps()}"
+            step = f"step {figures.step:,}{self._total_steps()}"
             self._print(", ".join(filter(None, [epoch, step])) + (f": {values}" if values else ""))
+        if self._bar is not None and figures.step is not None:
+            self._bar.update(figures.step - self._bar.n)
 
     def _epoch_label(self, epoch: float) -> str:
         epochs = self._run.config.get("epochs") if self._run else None
@@ -160,3 +160,8 @@ class ProgressBar:
             print(line, file=stream, flush=True)
         else:
             self._bar.write(line, file=stream)  # removes the bar, prints, and draws it again
+
+
+def _word(name: str, value: float) -> str:
+    """Format a figure for a line."""
+    return FORMATS[name].format(value) if name in FORMATS else f"{name.replace('_', ' ')} {value:.5g}"

@@ -27,12 +27,10 @@ from typing import Any
 
 from flyte_ddp.events import (
     CheckpointLoaded,
-    EpochFinished,
     Event,
     HistogramsTaken,
     LayerDescribed,
     PredictionsMade,
-    Reported,
     RunFinished,
     RunStarted,
 )
@@ -122,7 +120,8 @@ class Wandb:
         self._say = say
         self._url = ""
         self._run: Any = None  # W&B's
-        self._last_step = self._last_epoch = 0  # what the W&B run has
+        self._last_step = 0  # what the W&B run has
+        self._last_epoch = 0.0  # likewise
         self._repeated_step = 0  # of ranks that have started again: up to here their reports are known
         self._has_epochs = False  # the files of an earlier attempt have its epochs
         self._epoch_is_new = False
@@ -200,26 +199,20 @@ class Wandb:
     def _report(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             self._start(event)
-        elif self._run is None:
+        if self._run is None:
             return
-        elif isinstance(event, CheckpointLoaded):
+        if isinstance(event, CheckpointLoaded):
             if self._has_epochs:
                 self._last_epoch, self._has_epochs = len(event.epochs), False
-            for finished in event.epochs:
-                self._report_epoch(finished)
-        elif isinstance(event, Reported) and event.step > self._repeated_step:
-            self._last_step = max(self._last_step, event.step)
-            epoch = {} if event.epoch is None else {"train/epoch": event.epoch}
-            values = {f"train/{name}": value for name, value in event.values.items()}
-            self._run.log({"step": event.step, **epoch, **values})
-        elif isinstance(event, EpochFinished):
-            self._report_epoch(event)
-        elif isinstance(event, HistogramsTaken) and self._epoch_is_new:
+            for epoch in event.epochs:
+                self._report_figures(epoch)
+        self._report_figures(event)
+        if isinstance(event, HistogramsTaken) and self._epoch_is_new:
             self._report_histograms(event)
         elif isinstance(event, PredictionsMade):
             self._report_predictions(event)
-        elif isinstance(event, RunFinished):
-            self._report_end(event)
+        elif isinstance(event, RunFinished) and event.model_state_url:
+            self._report_model(event)
 
     def _start(self, event: RunStarted) -> None:
         if self._run is None:
@@ -232,6 +225,24 @@ class Wandb:
         self._run.config.update({**self._config, **event.config, **values}, allow_val_change=True)
         if event.layers and "graph_0" not in self._run.summary.keys():  # noqa: SIM118 - no mapping, though it looks like one
             self._run.summary["graph_0"] = _graph(event.layers)
+
+    def _report_figures(self, event: Event) -> None:
+        """Log the figures of the event on their x axis, or as part of the run's summary."""
+        figures = event.figures()
+        if figures.axis == "step" and figures.step is not None and figures.step > self._repeated_step:
+            self._last_step = max(self._last_step, figures.step)
+            epoch = {} if figures.epoch is None else {"train/epoch": figures.epoch}
+            values = {f"train/{name}": value for name, value in figures.values.items()}
+            self._run.log({"step": figures.step, **epoch, **values})
+        elif figures.axis == "epoch" and figures.epoch is not None:
+            self._epoch_is_new = figures.epoch > self._last_epoch
+            if self._epoch_is_new:
+                self._last_epoch = figures.epoch
+                values = {f"epoch/{name}": value for name, value in figures.values.items()}
+                sample = getattr(event, "sample", "")
+                self._run.log({"epoch": figures.epoch, **values, **({"epoch/sample": _text(sample)} if sample else {})})
+        elif not figures.axis and figures.values:
+            self._run.summary.update(figures.values)
 
     def _open(self) -> None:
         """Open the W&B run, or continue it. Do nothing if W&B is disabled."""
@@ -274,7 +285,7 @@ class Wandb:
             self._run.define_metric(pattern, step_metric="epoch")
         # The summary of a continued run has the last value of each metric.
         self._last_step = int(self._run.summary.get("step") or 0)
-        self._last_epoch = int(self._run.summary.get("epoch") or 0)
+        self._last_epoch = float(self._run.summary.get("epoch") or 0)
         files = Path(self._run.settings.sync_dir)
         self._has_epochs = bool(reason) and len(list(files.parent.glob(f"offline-run-*-{self._run.id}"))) > 1
         self._url = self._run.url or ""
@@ -286,25 +297,6 @@ class Wandb:
         else:
             command = f"wandb sync {shlex.quote(str(files))}"
             self._say(f"W&B: {reason}, so the run is recorded offline; to upload it: {command}")
-
-    def _report_epoch(self, event: EpochFinished) -> None:
-        self._epoch_is_new = event.epoch > self._last_epoch
-        if not self._epoch_is_new:
-            return
-        self._last_epoch = event.epoch
-        self._run.log(
-            {
-                "epoch": event.epoch,
-                "epoch/train_loss": event.train_loss,
-                "epoch/test_loss": event.test_loss,
-                "epoch/accuracy": event.accuracy,
-                "epoch/seconds": event.seconds,
-                "epoch/samples_per_second": event.samples_per_second,
-                **({"epoch/num_replaced": event.num_replaced} if event.num_replaced else {}),
-                **{f"epoch/{name}": value for name, value in event.metrics.items()},
-                **({"epoch/sample": _text(event.sample)} if event.sample else {}),
-            }
-        )
 
     def _report_histograms(self, event: HistogramsTaken) -> None:
         import wandb
@@ -338,17 +330,8 @@ class Wandb:
         table = wandb.Table(columns=columns, data=rows)
         self._run.log({"epoch": event.epoch, "predictions/epoch": event.epoch, "predictions/test": table})
 
-    def _report_end(self, event: RunFinished) -> None:
-        self._run.summary.update(
-            {
-                "best_epoch": event.best_epoch,
-                "best_accuracy": event.best_accuracy,
-                "seconds": event.seconds,
-                "first_step_seconds": event.first_step_seconds,
-                "peak_memory_bytes": event.peak_memory_bytes,
-                "model_state_url": redact_url(event.model_state_url),
-            }
-        )
+    def _report_model(self, event: RunFinished) -> None:
+        self._run.summary["model_state_url"] = redact_url(event.model_state_url)
         if not self._model_artifact:
             return
         import wandb
