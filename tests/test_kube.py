@@ -23,7 +23,7 @@ import yaml
 from flyte_ddp.__main__ import main as doctor
 from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig, cluster_config, dask_config
 from flyte_ddp.cluster.connect import worker_end
-from flyte_ddp.cluster.kubernetes import api, lifecycle, network, orphans
+from flyte_ddp.cluster.kubernetes import api, lifecycle, orphans, preflight
 from flyte_ddp.cluster.kubernetes.checks import INSTALLED_VERSION, NEEDED_EVERYWHERE, tolerates
 from flyte_ddp.cluster.kubernetes.manifest import (
     Driver,
@@ -292,7 +292,7 @@ def test_a_policy_that_is_not_enforced_is_a_warning(caplog: pytest.LogCaptureFix
     with socket.create_server(("127.0.0.1", 0)) as probe:
         closed_port = probe.getsockname()[1]
     with caplog.at_level("DEBUG", "flyte_ddp"):
-        network.warn_if_unenforced("127.0.0.1", closed_port).join(10)
+        preflight.warn_if_unenforced("127.0.0.1", closed_port).join(10)
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert "seems not to enforce NetworkPolicies" in caplog.text
         caplog.clear()
@@ -304,7 +304,7 @@ def test_a_policy_that_is_not_enforced_is_a_warning(caplog: pytest.LogCaptureFix
                     client = waiting.enter_context(socket.socket())
                     client.setblocking(False)
                     client.connect_ex(full.getsockname())
-                network.warn_if_unenforced(*full.getsockname()).join(10)
+                preflight.warn_if_unenforced(*full.getsockname()).join(10)
         assert [record.levelname for record in caplog.records] == ["DEBUG"]
 
 
@@ -583,11 +583,11 @@ def test_the_requests_of_a_pod_count_its_sidecars() -> None:
 
 
 def test_the_requests_of_a_drivers_own_pod_are_read_as_the_client_has_them() -> None:
-    from kubernetes.client import V1Container, V1ResourceRequirements
+    from kubernetes.client import ApiClient, V1Container, V1PodSpec, V1ResourceRequirements
 
     resources = [None, V1ResourceRequirements(requests={"cpu": "10m"}), V1ResourceRequirements(limits={"cpu": "1"})]
-    containers = [V1Container(name="c", resources=each) for each in resources]
-    assert api._requests(SimpleNamespace(spec=SimpleNamespace(containers=containers))) == {"cpu": "1.010"}
+    pod = V1PodSpec(containers=[V1Container(name="c", resources=each) for each in resources])
+    assert requests_of(ApiClient().sanitize_for_serialization(pod)) == {"cpu": Decimal("1.010")}
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("30s", 30), ("90m", 5400), ("1.5h", 5400), ("1d", 86400)])
@@ -1058,7 +1058,7 @@ def test_the_doctor_asks_the_api_server_for_a_tasks_pod_as_flyte_makes_it(
 
     api_server.reply = refuse_root  # type: ignore[method-assign]
     template = {"spec": {"securityContext": {"runAsUser": 1}, "containers": [{"name": "default", "tty": True}]}}
-    api_server.answers["/podtemplates"] = {"items": [{"metadata": {"name": "own"}, "template": template}]}
+    api_server.answers["/podtemplates/own"] = {"metadata": {"name": "own"}, "template": template}
     command = ["doctor", "--cluster", AUTOSCALED, "--tasks", TASKS]
     assert doctor(command) == 1
     assert "set Flyte's `plugins.k8s.default-pod-template-name: flyte-ddp`" in capsys.readouterr().out

@@ -93,7 +93,7 @@ def call(api: str, method: str, *args: Any, patience: float = API_PATIENCE, **kw
                 raise
             failure: Exception = error
         except (HTTPError, OSError) as error:
-            if _is_certificate_error(error):
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 raise
             failure = error
         if time.monotonic() + delay > deadline:
@@ -104,6 +104,18 @@ def call(api: str, method: str, *args: Any, patience: float = API_PATIENCE, **kw
             )
         time.sleep(delay)
         delay = min(2 * delay, MAX_RETRY_DELAY)
+
+
+def find(api: str, method: str, *args: Any, patience: float = API_PATIENCE) -> Any:
+    """Send one request as `call`; return None where the API server has no such object."""
+    from kubernetes.client import ApiException
+
+    try:
+        return call(api, method, *args, patience=patience)
+    except ApiException as error:
+        if error.status != 404:
+            raise
+        return None
 
 
 def explain(config: ClusterConfig, run_name: str) -> str:
@@ -190,7 +202,7 @@ def context_namespace() -> str:
 
 def driver_pod() -> Driver | None:
     """Return the pod that this process runs in; None outside Kubernetes, or where the pod cannot be read."""
-    from kubernetes.client import ApiException
+    from kubernetes.client import ApiClient, ApiException
 
     namespace = own_namespace()
     if not namespace:
@@ -203,15 +215,8 @@ def driver_pod() -> Driver | None:
             api_message(error),
         )
         return None
-    requests = _requests(pod)
+    requests = requests_of(ApiClient().sanitize_for_serialization(pod.spec))
     return Driver(pod.metadata.name, pod.metadata.uid, namespace, _own_image(pod), pod.metadata.labels or {}, requests)
-
-
-def _requests(pod: Any) -> dict[str, str]:
-    """Return what the pod requests, by resource; a limit without a request counts as one."""
-    given = [each.resources for each in pod.spec.containers if each.resources]
-    containers = [{"resources": {"limits": each.limits or {}, "requests": each.requests or {}}} for each in given]
-    return {name: str(amount) for name, amount in requests_of({"containers": containers}).items()}
 
 
 def _own_image(pod: Any) -> str:
@@ -271,15 +276,8 @@ def is_scheduler(pod: Any) -> bool:
 
 def read_cluster(name: str, namespace: str, patience: float = API_PATIENCE) -> dict[str, Any] | None:
     """Return the DaskCluster of this name, or None."""
-    from kubernetes.client import ApiException
-
-    request = ("CustomObjectsApi", "get_namespaced_custom_object", GROUP, VERSION, namespace, PLURAL, name)
-    try:
-        cluster: dict[str, Any] = call(*request, patience=patience)
-    except ApiException as error:
-        if error.status == 404:
-            return None
-        raise
+    request = ("get_namespaced_custom_object", GROUP, VERSION, namespace, PLURAL, name)
+    cluster: dict[str, Any] | None = find("CustomObjectsApi", *request, patience=patience)
     return cluster
 
 
@@ -327,10 +325,6 @@ def _last_lines(pods: list[Any], namespace: str, num_lines: int) -> str:
 
 def _summarize(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-
-def _is_certificate_error(error: Exception) -> bool:
-    return "CERTIFICATE_VERIFY_FAILED" in str(error)
 
 
 @functools.cache

@@ -1,7 +1,8 @@
 """Checks of a Kubernetes cluster for a run, before anything is created: one list, for the preflight and the doctor.
 
-Each check yields findings, whose text ends in the remedy. A check that this process has no right to make raises the
-API server's refusal, which `run_checks` collects. An API server that does not answer is no finding: ClusterError.
+Each check yields findings, whose text ends in the remedy; where it yields none, nothing is wrong. A check that this
+process has no right to make raises the API server's refusal, which `run_checks` collects. An API server that does not
+answer is no finding: ClusterError.
 """
 
 from __future__ import annotations
@@ -15,15 +16,8 @@ from typing import Any
 
 from flyte_ddp.cluster.admission import Allowed, check_allowed
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.cluster.kubernetes.api import api_message, call, is_in_pod, is_right_missing
-from flyte_ddp.cluster.kubernetes.manifest import (
-    GROUP,
-    PLURAL,
-    POLICY_GROUP,
-    POLICY_PLURAL,
-    VERSION,
-    merge_pod,
-)
+from flyte_ddp.cluster.kubernetes.api import api_message, call, find, is_in_pod, is_right_missing
+from flyte_ddp.cluster.kubernetes.manifest import GROUP, PLURAL, POLICY_GROUP, POLICY_PLURAL, VERSION, merge_pod
 from flyte_ddp.cluster.kubernetes.resources import describe, needs_of, quantities, quantity, requests_of, short
 from flyte_ddp.errors import ConfigError
 
@@ -44,13 +38,14 @@ NEEDED_KINDS = {PLURAL, "daskworkergroups"}
 KINDS = {*NEEDED_KINDS, "daskjobs", "daskautoscalers"}  # that the operator watches
 
 GOOD, WARNING, BAD, UNKNOWN = "ok", "warning", "FAILED", "unknown"
-STARTING, NODES = "starting", "nodes"
+STARTING, NODES, PULLING = "starting", "nodes", "pulling"
 TEMPORARY_TAINTS = "node.kubernetes.io/"  # conditions of a node that pass, which Kubernetes expresses as taints too
 OPERATOR_NAME = "dask-kubernetes-operator"  # in its image upstream, and by the labels of its Helm chart and of deploy/
 OPERATOR_MODULE = "dask_kubernetes"  # that its container runs, whatever its labels are
 INSTALLED_VERSION = "app.kubernetes.io/version"  # a label that deploy/operator/install.sh sets
 # Parts of the names of DaemonSets that enforce NetworkPolicies.
 ENFORCERS = ("antrea", "aws-node", "azure-npm", "calico", "canal", "cilium", "kube-router", "ovn", "weave")
+UPGRADE = "upgrade it with its CRDs as deploy/RUNBOOK.md describes (Upgrades)"
 PSA = "pod-security.kubernetes.io/enforce"
 TEMPLATE_SETTING = re.compile(r"""default-pod-template-name["']?:\s*["']?([a-z0-9][-a-z0-9.]*)""")
 MAX_NODE_IMAGES = 50  # that a kubelet reports by default
@@ -63,9 +58,9 @@ class Finding:
 
     level: str  # GOOD, WARNING, BAD or UNKNOWN
     text: str
-    passes: str = (
-        ""  # STARTING: the operator may be there in a minute; NODES: they may be others when Flyte tries again
-    )
+    # STARTING: the operator may be there in a minute; NODES: they may be others when Flyte tries again; PULLING: the
+    # first start pulls the image
+    passes: str = ""
 
     def __str__(self) -> str:
         return f"{self.level:<8} {self.text}"
@@ -107,6 +102,8 @@ def run_checks(setup: Setup) -> tuple[list[Finding], list[str]]:
             if error.status != 403:
                 raise
             unseen.append(what)
+        else:
+            findings += [Finding(GOOD, what)] * (len(findings) == num_before)
         if check in (_check_access, _check_namespace) and any(each.level == BAD for each in findings[num_before:]):
             break  # everything else would fail for the same reason
     return findings, unseen
@@ -128,7 +125,7 @@ def _check_access(setup: Setup) -> Iterator[Finding]:
 
 
 def _check_config(setup: Setup) -> Iterator[Finding]:
-    if not all(each.get("image") for each in setup.spec["worker"]["spec"]["containers"] if each["name"] == "worker"):
+    if not _worker_image(setup):
         yield Finding(
             BAD,
             "no image is set, and this process runs in no pod whose image could be used; set `kubernetes.image` in the "
@@ -149,24 +146,17 @@ def _check_config(setup: Setup) -> Iterator[Finding]:
 
 
 def _check_kinds(setup: Setup) -> Iterator[Finding]:
-    from kubernetes.client import ApiException
-
-    try:
-        served = {each.name for each in call("CustomObjectsApi", "get_api_resources", GROUP, VERSION).resources}
-    except ApiException as error:
-        if error.status != 404:
-            raise
+    known = find("CustomObjectsApi", "get_api_resources", GROUP, VERSION)
+    missing = sorted(KINDS - {each.name for each in known.resources}) if known else []
+    if known is None:
         yield Finding(
             BAD,
             f"the Dask operator is not installed: this Kubernetes cluster does not know {PLURAL}.{GROUP}; "
             "install it as in deploy/README.md",
         )
-        return
-    if missing := sorted(KINDS - served):
-        level = BAD if NEEDED_KINDS - served else WARNING
-        yield Finding(level, f"the API server does not know {', '.join(missing)} of {GROUP}; {_upgrade()}")
-    else:
-        yield Finding(GOOD, "the operator's CRDs are there")
+    elif missing:
+        level = BAD if NEEDED_KINDS & set(missing) else WARNING
+        yield Finding(level, f"the API server does not know {', '.join(missing)} of {GROUP}; {UPGRADE}")
 
 
 def _check_operator(setup: Setup) -> Iterator[Finding]:
@@ -222,38 +212,25 @@ def _compare_version(operator: Any) -> Finding:
         return Finding(UNKNOWN, f"the version of the operator {where}; install.sh labels the pod of one that it makes")
     if installed != pinned:
         return Finding(
-            WARNING, f"the operator has version {installed}, and this package pins {pinned}: {where}; {_upgrade()}"
+            WARNING, f"the operator has version {installed}, and this package pins {pinned}: {where}; {UPGRADE}"
         )
     return Finding(GOOD, f"the operator has the pinned version {pinned}: {where}")
 
 
-def _upgrade() -> str:
-    return "upgrade it with its CRDs as deploy/RUNBOOK.md describes (Upgrades)"
-
-
 def _check_namespace(setup: Setup) -> Iterator[Finding]:
-    from kubernetes.client import ApiException
-
-    try:
-        labels = call("CoreV1Api", "read_namespace", setup.namespace).metadata.labels or {}
-    except ApiException as error:
-        if error.status != 404:
-            raise
+    namespace = find("CoreV1Api", "read_namespace", setup.namespace)
+    if namespace is None:
         yield Finding(
             BAD,
             f"namespace {setup.namespace} does not exist; create it with kubectl create namespace {setup.namespace}, "
             "or name another in the cluster's configuration",
         )
-        return
-    level = labels.get(PSA, "")
-    if level in ("", "privileged"):
+    elif (namespace.metadata.labels or {}).get(PSA, "privileged") == "privileged":
         yield Finding(
             WARNING,
             f"namespace {setup.namespace} lets privileged pods in; refuse them: "
             f"kubectl label --overwrite namespace {setup.namespace} {PSA}=baseline",
         )
-    else:
-        yield Finding(GOOD, f"namespace {setup.namespace} enforces the Pod Security level {level}")
 
 
 def _check_rights(setup: Setup) -> Iterator[Finding]:
@@ -269,148 +246,114 @@ def _check_rights(setup: Setup) -> Iterator[Finding]:
         if not call("AuthorizationV1Api", method, review).status.allowed:
             what = resource + (f"/{subresource}" if subresource else "") + (f".{group}" if group else "")
             missing.append(f"{verb} {what}")
-    if account and missing:
+    if not missing:
+        return
+    if account:
         names = "" if account == "flyte-ddp" else f"; s/flyte-ddp/{account}/g"
-        yield Finding(
-            BAD,
-            f"service account {account} may not {', '.join(missing)} in namespace {namespace}; apply it: "
-            f"sed 's/NAMESPACE/{namespace}/g{names}' deploy/rbac.yaml | kubectl apply -f -",
-        )
-    elif account:
-        yield Finding(GOOD, f"service account {account} has the rights of deploy/rbac.yaml")
-    who = "this pod's service account" if is_in_pod() else "the kubeconfig's user"
-    for each in () if account else missing:
-        yield Finding(
-            BAD,
-            f"{who} may not {each} in namespace {namespace}; have deploy/rbac.yaml applied to that "
-            "namespace and bound to it",
-        )
+        who = f"service account {account}"
+        remedy = f"apply it: sed 's/NAMESPACE/{namespace}/g{names}' deploy/rbac.yaml | kubectl apply -f -"
+    else:
+        who = "this pod's service account" if is_in_pod() else "the kubeconfig's user"
+        remedy = "have deploy/rbac.yaml applied to that namespace and bound to it"
+    yield Finding(BAD, f"{who} may not {', '.join(missing)} in namespace {namespace}; {remedy}")
 
 
 def _check_references(setup: Setup) -> Iterator[Finding]:
-    from kubernetes.client import ApiException
-
     pods = setup.config.kubernetes
     specs = [setup.spec[role]["spec"] for role in ("scheduler", "worker")]
     secrets = {*pods.env_from_secrets, *(each["name"] for spec in specs for each in spec.get("imagePullSecrets", []))}
     missing = []
     for name in sorted({setup.account, pods.service_account or "default"} - {""}):
-        try:
-            account = call("CoreV1Api", "read_namespaced_service_account", name, setup.namespace)
-            secrets |= {each.name for each in account.image_pull_secrets or []}
-        except ApiException as error:
-            if error.status != 404:
-                raise
+        account = find("CoreV1Api", "read_namespaced_service_account", name, setup.namespace)
+        if account is None:
             missing.append(f"service account {name}")
-    for name in sorted(secrets):
-        try:
-            call("CoreV1Api", "read_namespaced_secret", name, setup.namespace)
-        except ApiException as error:
-            if error.status != 404:
-                raise
-            missing.append(f"secret {name}")
+        else:
+            secrets |= {each.name for each in account.image_pull_secrets or []}
+    missing += [
+        f"secret {name}"
+        for name in sorted(secrets)
+        if find("CoreV1Api", "read_namespaced_secret", name, setup.namespace) is None
+    ]
     if missing:
         yield Finding(
             BAD, f"namespace {setup.namespace} has no {', no '.join(missing)}; see deploy/README.md, Rights and Secrets"
         )
-    else:
-        yield Finding(GOOD, "all service accounts and secrets that are named are there")
 
 
 def _check_quotas(setup: Setup) -> Iterator[Finding]:
     """Compare with the whole of each quota, because what other runs have used of it comes back."""
-    pods: list[tuple[int, Mapping[str, Decimal]]] = [(1, requests_of(setup.spec["scheduler"]["spec"]))]
-    pods.append((setup.config.enough_nodes, requests_of(setup.spec["worker"]["spec"])))
+    who, remedy = "this run", "ask for fewer or smaller nodes"
+    pods: list[tuple[int, Mapping[str, Decimal]]]
+    pods = [(1, _requests(setup, "scheduler")), (setup.config.enough_nodes, _requests(setup, "worker"))]
     if setup.driver is not None:
-        pods.append((1, setup.driver))
-    needs = {**needs_of(pods), f"count/{PLURAL}.{GROUP}": Decimal(1)}
-    who = "this run with its driver" if setup.driver is not None else "this run"
-    problems = list(_exceeded_quotas(who, needs, setup.namespace))
-    for text in problems:
-        yield Finding(BAD, f"{text}; ask for fewer or smaller nodes, or have the quota raised")
+        who, pods = "this run with its driver", [*pods, (1, setup.driver)]
+    needs = {who: ({**needs_of(pods), f"count/{PLURAL}.{GROUP}": Decimal(1)}, remedy)}
     for name, task in setup.tasks.items():
-        for text in _exceeded_quotas(f"a task ({name})", needs_of([(1, quantities(task))]), setup.namespace):
-            problems.append(text)
-            yield Finding(BAD, f"{text}; request less in settings.toml, or have the quota raised")
-    if not problems:
-        yield Finding(GOOD, f"no quota of {setup.namespace} is too small for a run" + " or a task" * bool(setup.tasks))
-
-
-def _exceeded_quotas(who: str, needs: Mapping[str, Decimal], namespace: str) -> Iterator[str]:
-    """Yield a sentence for each quota that could never grant `needs` (see `needs_of`)."""
-    for quota in call("CoreV1Api", "list_namespaced_resource_quota", namespace).items:
+        needs[f"a task ({name})"] = needs_of([(1, quantities(task))]), "request less in settings.toml"
+    for quota in call("CoreV1Api", "list_namespaced_resource_quota", setup.namespace).items:
         if quota.spec.scopes or quota.spec.scope_selector:
             continue  # it may not be about these pods
         for resource, limit in (quota.spec.hard or {}).items():
-            need = needs.get(resource)
-            if need is not None and need > quantity(limit):
-                yield (
-                    f"quota {quota.metadata.name} of namespace {namespace} allows {resource} up to {limit}, and "
-                    f"{who} needs {short(need)}"
-                )
+            for who, (need, remedy) in needs.items():
+                if need.get(resource, Decimal(0)) > quantity(limit):
+                    yield Finding(
+                        BAD,
+                        f"quota {quota.metadata.name} of namespace {setup.namespace} allows {resource} up to {limit}, "
+                        f"and {who} needs {short(need[resource])}; {remedy}, or have the quota raised",
+                    )
+
+
+def _requests(setup: Setup, role: str) -> dict[str, Decimal]:
+    """Return what a pod of the scheduler or a worker requests."""
+    return requests_of(setup.spec[role]["spec"])
 
 
 def _check_nodes(setup: Setup) -> Iterator[Finding]:
-    config = setup.config
-    if config.kubernetes.autoscaled_nodes:
+    if setup.config.kubernetes.autoscaled_nodes:
+        yield Finding(UNKNOWN, "whether the pods fit on nodes: they are made on demand")
         return
     nodes = call("CoreV1Api", "list_node").items
     fits = True
-    for role in ("worker", "scheduler"):
-        pod = setup.spec[role]["spec"]
-        reasons = [_why_not(pod, node) for node in nodes]
+    for role, template in (("worker", "pod_template"), ("scheduler", "scheduler_pod_template")):
+        reasons = [_why_not(setup.spec[role]["spec"], node) for node in nodes]
         if all(reasons):
             fits = False
             counts = "; ".join(f"{reasons.count(reason)} {reason}" for reason in sorted(set(reasons)))
-            remedy = "scheduler_pod_template" if role == "scheduler" else "pod_template"
             yield Finding(
                 BAD,
-                f"no node could ever run a {role} pod, which requests {describe(requests_of(pod))} (of {len(nodes)} "
-                f"nodes: {counts}); request less, correct {remedy}, or set autoscaled_nodes where nodes are made "
-                "on demand",
+                f"no node could ever run a {role} pod, which requests {describe(_requests(setup, role))} (of "
+                f"{len(nodes)} nodes: {counts}); request less, correct {template}, or set autoscaled_nodes where nodes "
+                "are made on demand",
                 passes=NODES,
             )
-    if fits:
-        yield from _check_room(setup, nodes)
+    if fits and (problem := _find_lack_of_room(setup, nodes)):
+        remedy = "request less, add nodes, or set autoscaled_nodes where nodes are made on demand"
+        yield Finding(BAD, f"{problem}; {remedy}", passes=NODES)
 
 
-def _check_room(setup: Setup, nodes: list[Any]) -> Iterator[Finding]:
-    """Yield a finding if the nodes are too small for all pods together, even while nothing else runs on them."""
-    worker, count = setup.spec["worker"]["spec"], setup.config.enough_nodes
-    request = requests_of(worker)
-    room = [_allocatable(node) for node in nodes]
+def _find_lack_of_room(setup: Setup, nodes: list[Any]) -> str:
+    """Return how the nodes are too small for all pods together, even while nothing else runs on them; "" if not."""
+    count, request = setup.config.enough_nodes, _requests(setup, "worker")
+    room = [quantities(node.status.allocatable or {}) for node in nodes]
+    amounts = [(resource, amount) for resource, amount in request.items() if amount]
     places = sum(
-        min(
-            (int(has.get(resource, Decimal(0)) / amount) for resource, amount in request.items() if amount),
-            default=count,
-        )
+        min((int(has.get(resource, Decimal(0)) / amount) for resource, amount in amounts), default=count)
         for has, node in zip(room, nodes, strict=True)
-        if not _why_not(worker, node)
+        if not _why_not(setup.spec["worker"]["spec"], node)
     )
-    total = dict(
-        needs_of([(count, request), (1, requests_of(setup.spec["scheduler"]["spec"])), (1, setup.driver or {})])
-    )
-    lacking = [
-        f"{short(has)} {resource} of {short(total[f'requests.{resource}'])}"
-        for resource in sorted({name.removeprefix("requests.") for name in total if name.startswith("requests.")})
-        if total[f"requests.{resource}"] > (has := sum((each.get(resource, Decimal(0)) for each in room), Decimal(0)))
-    ]
     what = f"{count} workers of {describe(request)}"
     if places < count:
-        text = f"the nodes that may run workers have room for {places} of {what}, while nothing else runs on them"
-    elif lacking:
-        with_driver = "a scheduler and the task's own pod" if setup.driver is not None else "and a scheduler"
-        text = f"the nodes are too small together for {what}, {with_driver}: they have {', '.join(lacking)}"
-    else:
-        yield Finding(GOOD, f"the nodes have room for {what} while nothing else runs on them")
-        return
-    yield Finding(
-        BAD, f"{text}; request less, add nodes, or set autoscaled_nodes where nodes are made on demand", passes=NODES
-    )
-
-
-def _allocatable(node: Any) -> dict[str, Decimal]:
-    return {name: quantity(amount) for name, amount in (node.status.allocatable or {}).items()}
+        return f"the nodes that may run workers have room for {places} of {what}, while nothing else runs on them"
+    total = needs_of([(count, request), (1, _requests(setup, "scheduler")), (1, setup.driver or {})])
+    lacking = []
+    for resource in sorted(name.removeprefix("requests.") for name in total if name.startswith("requests.")):
+        need, has = total[f"requests.{resource}"], sum((each.get(resource, Decimal(0)) for each in room), Decimal(0))
+        if need > has:
+            lacking.append(f"{short(has)} {resource} of {short(need)}")
+    if not lacking:
+        return ""
+    others = "a scheduler and the task's own pod" if setup.driver is not None else "and a scheduler"
+    return f"the nodes are too small together for {what}, {others}: they have {', '.join(lacking)}"
 
 
 def _why_not(pod: Mapping[str, Any], node: Any) -> str:
@@ -424,7 +367,7 @@ def _why_not(pod: Mapping[str, Any], node: Any) -> str:
             continue
         if not any(tolerates(toleration, taint) for toleration in pod.get("tolerations", [])):
             return f"with the taint {taint.key}={taint.value or ''}:{taint.effect}, which is not tolerated"
-    has = _allocatable(node)
+    has = quantities(node.status.allocatable or {})
     for resource, amount in requests_of(pod).items():
         if amount > has.get(resource, Decimal(0)):
             return f"with {short(has.get(resource, Decimal(0)))} {resource} at most"
@@ -433,14 +376,17 @@ def _why_not(pod: Mapping[str, Any], node: Any) -> str:
 
 def _check_images(setup: Setup) -> Iterator[Finding]:
     """Look for the image on the nodes: the one place where it must be if nothing is pulled."""
-    (image,) = (each["image"] for each in setup.spec["worker"]["spec"]["containers"] if each["name"] == "worker")
-    if not setup.account or image == UNKNOWN_IMAGE or setup.config.kubernetes.autoscaled_nodes:
-        return  # a run's own driver may have pulled it on another node, and a new node has none
-    nodes = call("CoreV1Api", "list_node").items
-    lists = [[name for each in node.status.images or [] for name in each.names or []] for node in nodes]
-    if any(_full_name(image) in map(_full_name, names) for names in lists):
+    image = _worker_image(setup)
+    if not setup.account:
+        return  # a run's own driver may have pulled it on another node
+    if image == UNKNOWN_IMAGE or setup.config.kubernetes.autoscaled_nodes:
+        why = "it is not named" if image == UNKNOWN_IMAGE else "they are made on demand"
+        yield Finding(UNKNOWN, f"whether nodes can get the image: {why}")
+        return
+    images = [node.status.images or [] for node in call("CoreV1Api", "list_node").items]
+    if any(_short_name(image) == _short_name(name) for each in images for found in each for name in found.names or []):
         yield Finding(GOOD, f"a node has the image {image}")
-    elif any(len(node.status.images or []) >= MAX_NODE_IMAGES for node in nodes):
+    elif any(len(each) >= MAX_NODE_IMAGES for each in images):
         yield Finding(UNKNOWN, f"whether a node has the image {image}: nodes name {MAX_NODE_IMAGES} images at most")
     elif setup.config.kubernetes.image_pull_policy == "Never":
         yield Finding(
@@ -453,17 +399,19 @@ def _check_images(setup: Setup) -> Iterator[Finding]:
             WARNING,
             f"no node has the image {image} yet: the first start pulls it, or waits for it until start_timeout; see "
             "whether the registry has it: docker manifest inspect " + image,
+            passes=PULLING,
         )
 
 
-def _full_name(image: str) -> str:
-    """Return the image's name with registry and tag, as containerd reports it."""
-    first, _, rest = image.partition("/")
-    if not rest:
-        image = f"docker.io/library/{image}"
-    elif "." not in first and ":" not in first and first != "localhost":
-        image = f"docker.io/{image}"
-    return image if ":" in image.rpartition("/")[2] else f"{image}:latest"
+def _worker_image(setup: Setup) -> str:
+    containers = setup.spec["worker"]["spec"]["containers"]
+    return next((each.get("image", "") for each in containers if each["name"] == "worker"), "")
+
+
+def _short_name(image: str) -> str:
+    """Return the image's name with its tag, without the registry that containerd adds."""
+    name = image.removeprefix("docker.io/").removeprefix("library/")
+    return name if ":" in name.rpartition("/")[2] else f"{name}:latest"
 
 
 def _check_admission(setup: Setup) -> Iterator[Finding]:
@@ -474,10 +422,8 @@ def _check_admission(setup: Setup) -> Iterator[Finding]:
     if not setup.account:
         return
     spec, namespace = setup.spec, setup.namespace
-    is_image_known = UNKNOWN_IMAGE not in str(spec["worker"]["spec"])
-    problems = []
-    pods = {f"a {role}'s pod": spec[role]["spec"] for role in ("scheduler", "worker")}
     template, setting = _task_template(setup)
+    pods = {f"a {role}'s pod": spec[role]["spec"] for role in ("scheduler", "worker")}
     for name, task in (setup.tasks or {"any": {}}).items():
         pods[f"a task's pod ({name})"] = _task_pod(setup.account, task, template)
     for what, pod in pods.items():
@@ -488,25 +434,19 @@ def _check_admission(setup: Setup) -> Iterator[Finding]:
                 remedy = setting if what.startswith("a task") else "correct `pod_template`"
             elif "quota" in refusal:
                 remedy = "wait for other runs to end, or have the quota raised"
-            problems.append(Finding(BAD, f"the API server would refuse {what}: {refusal}; {remedy}"))
-    if is_image_known:
-        cluster = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "DaskCluster", "spec": spec}
-        cluster["metadata"] = {"name": "ddp-doctor-00000000"}
-        request = ("CustomObjectsApi", "create_namespaced_custom_object", GROUP, VERSION, namespace, PLURAL, cluster)
-        if refusal := _dry_run(*request):
-            remedy = "correct the cluster's configuration, or the lists in deploy/admission-policy.yaml and apply it"
-            problems.append(Finding(BAD, f"the API server would refuse the DaskCluster: {refusal}; {remedy}"))
-    yield from problems or [
-        Finding(
-            GOOD,
-            "the API server would admit the pods of a run and of a task" + ", and its DaskCluster" * is_image_known,
-        )
-    ]
-    if not is_image_known:
+            yield Finding(BAD, f"the API server would refuse {what}: {refusal}; {remedy}")
+    if _worker_image(setup) == UNKNOWN_IMAGE:
         yield Finding(
             UNKNOWN,
             "whether policies admit the image: name it as kubernetes.image in --cluster, where the tasks name none",
         )
+        return
+    cluster = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "DaskCluster", "spec": spec}
+    cluster["metadata"] = {"name": "ddp-doctor-00000000"}
+    request = ("CustomObjectsApi", "create_namespaced_custom_object", GROUP, VERSION, namespace, PLURAL, cluster)
+    if refusal := _dry_run(*request):
+        remedy = "correct the cluster's configuration, or the lists in deploy/admission-policy.yaml and apply it"
+        yield Finding(BAD, f"the API server would refuse the DaskCluster: {refusal}; {remedy}")
 
 
 def _dry_run(*request: Any, **body: Any) -> str:
@@ -547,10 +487,10 @@ def _task_template(setup: Setup) -> tuple[dict[str, Any], str]:
             "set Flyte's `plugins.k8s.default-pod-template-name: flyte-ddp` (deploy/README.md, section 5; without it "
             f"the template does nothing), pass --pod-template flyte-ddp if no ConfigMap shows it, and apply it: {apply}"
         )
-    for template in call("CoreV1Api", "list_namespaced_pod_template", setup.namespace).items:
-        if template.metadata.name == name:
-            found = ApiClient().sanitize_for_serialization(template.template.spec)
-            return found, f"correct the PodTemplate {name}, as in deploy/pod-template.yaml"
+    template = find("CoreV1Api", "read_namespaced_pod_template", name, setup.namespace)
+    if template is not None:
+        pod = ApiClient().sanitize_for_serialization(template.template.spec)
+        return pod, f"correct the PodTemplate {name}, as in deploy/pod-template.yaml"
     return (
         {},
         f"Flyte's default-pod-template-name is {name}, and the namespace has no PodTemplate of that name: {apply}",
@@ -558,21 +498,14 @@ def _task_template(setup: Setup) -> tuple[dict[str, Any], str]:
 
 
 def _check_policies(setup: Setup) -> Iterator[Finding]:
-    namespace = setup.namespace
-    policies = {
-        each.metadata.name for each in call("NetworkingV1Api", "list_namespaced_network_policy", namespace).items
-    }
-    if "flyte-ddp" not in policies:
+    if find("NetworkingV1Api", "read_namespaced_network_policy", "flyte-ddp", setup.namespace) is None:
         yield Finding(
             WARNING,
-            f"namespace {namespace} lacks the policy that keeps everybody away until a run's own is there; apply it: "
-            f"kubectl --namespace {namespace} apply -f deploy/networkpolicy.yaml",
+            f"namespace {setup.namespace} lacks the policy that keeps everybody away until a run's own is there; apply "
+            f"it: kubectl --namespace {setup.namespace} apply -f deploy/networkpolicy.yaml",
         )
-    names = {each.metadata.name for each in call("AppsV1Api", "list_daemon_set_for_all_namespaces").items}
-    found = sorted(name for name in names if any(part in name for part in ENFORCERS))
-    if found:
-        yield Finding(GOOD, f"{', '.join(found)} can enforce NetworkPolicies")
-    else:
+    names = [each.metadata.name for each in call("AppsV1Api", "list_daemon_set_for_all_namespaces").items]
+    if not any(part in name for name in names for part in ENFORCERS):
         yield Finding(
             UNKNOWN,
             f"no DaemonSet is known to enforce NetworkPolicies ({', '.join(ENFORCERS)}); the log of a run's driver "

@@ -15,6 +15,7 @@ from flyte_ddp.cluster.kubernetes.api import call, context_namespace, one_try
 from flyte_ddp.cluster.kubernetes.checks import (
     BAD,
     GOOD,
+    PULLING,
     UNKNOWN,
     UNKNOWN_IMAGE,
     WARNING,
@@ -68,7 +69,7 @@ def diagnose(
         return findings, 1
     if unseen:
         return findings, 2
-    pulled = " if its image can be pulled" * any(each.level == WARNING and "pulls it" in each.text for each in findings)
+    pulled = " if its image can be pulled" * any(each.passes == PULLING for each in findings)
     findings.append(Finding(GOOD, f"a run of {config.num_nodes} nodes could start in namespace {namespace}{pulled}"))
     return findings, 0
 

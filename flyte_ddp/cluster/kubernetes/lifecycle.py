@@ -45,8 +45,7 @@ from flyte_ddp.cluster.kubernetes.manifest import (
     network_policy,
     scheduler_name,
 )
-from flyte_ddp.cluster.kubernetes.network import warn_if_unenforced
-from flyte_ddp.cluster.kubernetes.preflight import preflight
+from flyte_ddp.cluster.kubernetes.preflight import preflight, warn_if_unenforced
 from flyte_ddp.errors import ClusterError, PreflightError
 
 if TYPE_CHECKING:

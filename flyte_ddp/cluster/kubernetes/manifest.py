@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 from flyte_ddp.cluster.config import ClusterConfig, dask_config
@@ -48,7 +49,7 @@ class Driver:
     namespace: str
     image: str  # of the container that this process runs in
     labels: Mapping[str, str] = field(default_factory=dict)
-    requests: Mapping[str, str] = field(default_factory=dict)  # of all its containers, by resource
+    requests: Mapping[str, Decimal] = field(default_factory=dict)  # of all its containers, by resource
 
 
 def cluster_name(run_name: str) -> str:

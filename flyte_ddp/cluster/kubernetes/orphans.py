@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flyte_ddp.cluster.kubernetes.api import ApiUnavailable, api_message, call
+from flyte_ddp.cluster.kubernetes.api import ApiUnavailable, api_message, call, find
 from flyte_ddp.cluster.kubernetes.lifecycle import delete_cluster
 from flyte_ddp.cluster.kubernetes.manifest import GROUP, MANAGED_BY, PLURAL, VERSION
 from flyte_ddp.config.fields import parse_duration
@@ -55,19 +55,11 @@ def find_clusters(namespace: str, older_than: float) -> list[FoundCluster]:
 
 
 def _why_ownerless(owner: Mapping[str, Any], namespace: str) -> str:
-    from kubernetes.client import ApiException
-
-    try:
-        pod = call("CoreV1Api", "read_namespaced_pod", owner["name"], namespace)
-    except ApiException as error:
-        if error.status != 404:
-            raise
+    pod = find("CoreV1Api", "read_namespaced_pod", owner["name"], namespace)
+    if pod is None or pod.metadata.uid != owner["uid"]:
         return f"its driver's pod {owner['name']} is gone"
-    if pod.metadata.uid != owner["uid"]:
-        return f"its driver's pod {owner['name']} is gone"
-    return f"its driver's pod {owner['name']} has {pod.status.phase.lower()}" * (
-        pod.status.phase in ("Succeeded", "Failed")
-    )
+    has_ended = pod.status.phase in ("Succeeded", "Failed")
+    return f"its driver's pod {owner['name']} has {pod.status.phase.lower()}" if has_ended else ""
 
 
 def main(arguments: list[str] | None = None) -> int:

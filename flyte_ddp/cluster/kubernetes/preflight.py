@@ -1,25 +1,28 @@
-"""The checks of a run, before anything is created and a GPU is asked for. Those without RBAC permission are skipped."""
+"""The checks that a run makes itself: before anything is created, and of its NetworkPolicy beside its scheduler."""
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.checks import BAD, NODES, STARTING, Setup, run_checks
-from flyte_ddp.cluster.kubernetes.manifest import Driver
-from flyte_ddp.cluster.kubernetes.resources import quantities
+from flyte_ddp.cluster.kubernetes.manifest import DASHBOARD_PORT, Driver
 from flyte_ddp.errors import ClusterError, PreflightError
 
 ATTEMPT_VARIABLE = "FLYTE_ATTEMPT_NUMBER"  # from 0
+CLOSED_PORT = DASHBOARD_PORT + 2  # of a scheduler's pod, and not one of those that its policy opens to the driver
+PROBE_TIMEOUT = 2.0  # seconds; a policy that is enforced lets the probe wait until then
 
 logger = logging.getLogger(__name__)
 
 
 def preflight(config: ClusterConfig, spec: Mapping[str, Any], namespace: str, driver: Driver | None = None) -> None:
-    """Check that `spec`, a DaskCluster, can start in `namespace`.
+    """Check that `spec`, a DaskCluster, can start in `namespace`. Checks without RBAC permission are skipped.
 
     Args:
         driver: the pod of this process, which a quota of its namespace counts, too.
@@ -29,7 +32,7 @@ def preflight(config: ClusterConfig, spec: Mapping[str, Any], namespace: str, dr
         ClusterError: the API server does not answer; or, at a retry, the nodes are in a state in which it cannot start.
             Another attempt ran on them, so they may be mended.
     """
-    requests = quantities(driver.requests) if driver is not None and driver.namespace == namespace else None
+    requests = driver.requests if driver is not None and driver.namespace == namespace else None
     findings, unseen = run_checks(Setup(config, spec["spec"], namespace, driver=requests))
     if unseen:
         logger.debug("preflight: no permission to see %s", ", ".join(unseen))
@@ -40,3 +43,32 @@ def preflight(config: ClusterConfig, spec: Mapping[str, Any], namespace: str, dr
         raise ClusterError("; ".join(each.text for each in obstacles))
     if obstacles:
         raise PreflightError([each.text for each in obstacles])
+
+
+def warn_if_unenforced(address: str, port: int = CLOSED_PORT) -> threading.Thread:
+    """Probe a closed port of the scheduler's pod, and log a warning if the network policy does not block the probe.
+
+    A pod that is reached refuses the connection at once; a policy drops it without an answer. Returns the thread that
+    does so, because a start must not wait for it.
+
+    Args:
+        address: the scheduler pod's IP address. The policy has been there for some seconds.
+    """
+    thread = threading.Thread(target=_probe, args=(address, port), name="policy-probe", daemon=True)
+    thread.start()
+    return thread
+
+
+def _probe(address: str, port: int) -> None:
+    try:
+        with socket.create_connection((address, port), timeout=PROBE_TIMEOUT):
+            pass
+    except (ConnectionRefusedError, ConnectionResetError):
+        pass
+    except OSError as error:  # a timeout, or a network that says so
+        logger.debug("the run's NetworkPolicy is enforced: %s", error)
+        return
+    logger.warning(
+        "this Kubernetes seems not to enforce NetworkPolicies: the run's own does not keep other pods away from "
+        "its ranks and dashboard. Use a network plugin that does, such as Calico or Cilium"
+    )
