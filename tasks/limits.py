@@ -6,13 +6,15 @@ and its version cannot be used again.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
+
+from flytekit import Resources
 
 from tasks.resources import DRIVER_TASK, EVALUATION_TASK, SMALL_TASK, TRAINING_TASK
 from tasks.settings import SettingsError
 
 CLASSES = {"training": TRAINING_TASK, "evaluation": EVALUATION_TASK, "driver": DRIVER_TASK, "small": SMALL_TASK}
-RESOURCES = {"CPU": "cpu", "MEMORY": "mem", "EPHEMERAL_STORAGE": "ephemeral_storage", "GPU": "gpu"}
 POD_RESOURCES = {"cpu": "cpu", "memory": "mem", "ephemeral-storage": "ephemeral_storage", "nvidia.com/gpu": "gpu"}
 PROBE = "flyte_ddp.limits"  # a task that is registered first, requests the most of each resource and is never started
 
@@ -51,34 +53,19 @@ def check_limits(project: str, domain: str, version: str, image: str) -> None:
     Raises:
         SettingsError: Flyte refuses it, or cannot be reached. Nothing else was registered.
     """
-    from flyteidl.admin import task_pb2
-    from flyteidl.core import identifier_pb2, interface_pb2, tasks_pb2
-    from flytekit.clients.raw import RawSynchronousFlyteClient
-    from flytekit.configuration import Config
+    from flytekit import ContainerTask
+    from flytekit.clients.friendly import SynchronousFlyteClient
+    from flytekit.configuration import Config, ImageConfig, SerializationSettings
     from flytekit.exceptions.system import FlyteSystemException
     from flytekit.exceptions.user import FlyteEntityAlreadyExistsException, FlyteUserException
+    from flytekit.tools.translator import get_serializable_task
 
-    most = [
-        tasks_pb2.Resources.ResourceEntry(name=tasks_pb2.Resources.ResourceName.Value(name), value=value)
-        for name, attribute in RESOURCES.items()
-        if (value := _largest(attribute))
-    ]
-    identifier = identifier_pb2.Identifier(
-        resource_type=identifier_pb2.TASK, project=project, domain=domain, name=PROBE, version=version
-    )
-    runtime = tasks_pb2.RuntimeMetadata(type=tasks_pb2.RuntimeMetadata.FLYTE_SDK, version="0", flavor="python")
-    template = tasks_pb2.TaskTemplate(
-        id=identifier,
-        type="python-task",
-        metadata=tasks_pb2.TaskMetadata(runtime=runtime),
-        interface=interface_pb2.TypedInterface(),
-        container=tasks_pb2.Container(
-            image=image, args=["true"], resources=tasks_pb2.Resources(requests=most, limits=most)
-        ),
-    )
-    request = task_pb2.TaskCreateRequest(id=identifier, spec=task_pb2.TaskSpec(template=template))
+    most = Resources(**{attribute: _largest(attribute) for attribute in POD_RESOURCES.values()})
+    probe = ContainerTask(PROBE, image, ["true"], requests=most, limits=most)
+    settings = SerializationSettings(ImageConfig.auto(img_name=image), project, domain, version)
+    task = get_serializable_task(OrderedDict(), settings, probe)
     try:
-        RawSynchronousFlyteClient(Config.auto().platform).create_task(request)
+        SynchronousFlyteClient(Config.auto().platform).create_task(task.template.id, task)
     except FlyteEntityAlreadyExistsException:
         return  # an earlier registration of this version got as far as this
     except FlyteSystemException as error:
@@ -93,9 +80,9 @@ def check_limits(project: str, domain: str, version: str, image: str) -> None:
         ) from error
 
 
-def _largest(attribute: str) -> str:
+def _largest(attribute: str) -> str | None:
     values = [str(value) for each in CLASSES.values() if (value := getattr(each["limits"], attribute))]
-    return max(values, key=lambda value: int(value.removesuffix("Gi")), default="")
+    return max(values, key=lambda value: int(value.removesuffix("Gi")), default=None)
 
 
 def flyte_message(error: Any) -> str:
