@@ -148,6 +148,8 @@ def _refuse_source(path: str) -> None:
 OptionalOverrides = typing.Optional[TrainingOverrides]  # noqa: UP045
 OptionalCluster = typing.Optional[ClusterInput]  # noqa: UP045
 OptionalSource = typing.Union[FlyteDirectory, FlyteFile, None]  # noqa: UP007 - a local path (uploaded) or any URL
+# Of a sweep: choices by name, or a list of models.
+Grid = typing.Union[dict, list[dict]]  # noqa: UP007 - as above
 
 for _kind in (TrainingOverrides, ClusterInput):
     TypeEngine.register(_ConfigTransformer(_kind))

@@ -25,7 +25,7 @@ from flyte_ddp.launch.dask.node import DriverLink
 from flyte_ddp.launch.process.job import Job
 from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.launch.signals import StopRequest
-from flyte_ddp.studies.runner import one_node_config
+from flyte_ddp.studies.runner import resize_cluster
 from tests.support.dask_runs import (
     LOCAL,
     dask_config,
@@ -307,7 +307,7 @@ def test_fewer_nodes_go_on_as_soon_as_the_others_time_to_return_is_over(monkeypa
 def test_a_gang_of_full_size_and_a_trial_of_a_sweep_look_for_no_worker(monkeypatch):
     monkeypatch.setattr(growth.threading.Thread, "start", None)  # not even called
     gang = [worker("w-1", "10.0.0.1")]
-    config = one_node_config(ClusterConfig(num_nodes=4, min_nodes=1))
+    config = resize_cluster(ClusterConfig(num_nodes=4, min_nodes=1))
     sizes = place.usable_sizes(Job(RecipeProgram("digits", dask_config()), "", 0.0), config)
     assert growth.GrowthWatch(gang, sizes, config, None, None, None, 0.0, 60).members == frozenset()
 

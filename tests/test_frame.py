@@ -24,8 +24,7 @@ from flyte_ddp.recipes.prepare import prepare_data
 from tasks.frame import open_frame
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides
 from tasks.report import Report
-from tasks.scaling import train_at_world_sizes
-from tasks.sweep import train_sweep
+from tasks.study import train_at_world_sizes, train_sweep
 from tasks.train import train_on_cluster
 
 TINY = "tests.support.recipes.Tiny"
@@ -125,11 +124,8 @@ def data(tmp_path_factory):
 
 TASKS = {
     "train_on_cluster": (train_on_cluster, {}),
-    "train_sweep": (train_sweep, {"grid": {"learning_rate": [0.1]}}),
-    "train_at_world_sizes": (
-        train_at_world_sizes,
-        {"world_sizes": [1, 2], "learning_rates": [], "target_loss": 0.0},
-    ),
+    "train_sweep": (train_sweep, {"trials": [{"learning_rate": 0.1}]}),
+    "train_at_world_sizes": (train_at_world_sizes, {"trials": [{"world_size": 2}, {"world_size": 1}]}),
 }
 
 

@@ -45,7 +45,6 @@ HOMES = {
         "flyte_ddp.launch",
         "flyte_ddp.cluster",
         "flyte_ddp.studies.runner",
-        "flyte_ddp.studies.scaling_runner",
     ),
     "dask_kubernetes": ("flyte_ddp.cluster",),
     "kubernetes": ("flyte_ddp.cluster", "flyte_ddp.flytekit_plugin.pods"),

@@ -8,29 +8,34 @@ import re
 from pathlib import Path
 
 import pytest
+from flytekit.exceptions.user import FlyteRecoverableException
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.errors import ConfigError
-from flyte_ddp.events import EpochFinished, RunStarted
+from flyte_ddp.errors import ConfigError, GangLost
+from flyte_ddp.events import EpochFinished, RunStarted, RunState
 from flyte_ddp.launch.dask.placement import Worker, assign_nodes
 from flyte_ddp.observers.figures import to_svg
-from flyte_ddp.studies.scaling import ScalingRun, Study, validate_study
-from flyte_ddp.studies.scaling_plots import scaling_panels
-from flyte_ddp.studies.scaling_runner import resize_cluster, validate_runs
+from flyte_ddp.studies import plots, runner
+from flyte_ddp.studies.plots import loss_panels, scaling_panels
+from flyte_ddp.studies.results import FINISHED, RUNNING, WAITING, TrialRun
+from flyte_ddp.studies.runner import check_trials, resize_cluster
+from flyte_ddp.studies.scaling import Study
+from flyte_ddp.studies.search import Trial, build_trials, expand_world_sizes
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides
-from tasks.scaling import build_table
-from tasks.scaling_report import ScalingReport
+from tasks.study import build_scaling_table
+from tasks.study_report import StudyReport
 from tests.support import sample_run
 from tests.support.prometheus import record_figures
 
 STEPS = sample_run.STEPS_PER_EPOCH
 
 
-def run_of(world_size, step_seconds, losses=(2.0, 1.0, 0.5), rate=2e-3, **changes):
-    """A finished run of as many epochs as there are `losses`, each of 50 steps, with a global batch of 128."""
+def run_of(world_size, step_seconds, losses=(2.0, 1.0, 0.5), rate=2e-3, batch_per_rank=0, **changes):
+    """A finished trial of as many epochs as there are `losses`, each of 50 steps, with a global batch of 128."""
     started = sample_run.started(len(losses), world_size)
-    started = dataclasses.replace(started, config={**started.config, "learning_rate": rate}, **changes)
+    batch = {"global_batch_size": batch_per_rank * world_size} if batch_per_rank else {}
+    started = dataclasses.replace(started, config={**started.config, "learning_rate": rate, **batch}, **changes)
     epochs = [
         dataclasses.replace(
             sample_run.epoch(number, world_size),
@@ -41,51 +46,70 @@ def run_of(world_size, step_seconds, losses=(2.0, 1.0, 0.5), rate=2e-3, **change
         )
         for number, loss in enumerate(losses, start=1)
     ]
-    return ScalingRun(started, epochs, sample_run.finished(len(losses)))
+    values = {"learning_rate": rate, "batch_size_per_rank": batch_per_rank, "world_size": world_size}
+    if not batch_per_rank:
+        del values["batch_size_per_rank"]
+    state = RunState(False, started=started, epochs=epochs, finished=sample_run.finished(len(losses)))
+    config = TrainingConfig(global_batch_size=started.config["global_batch_size"])
+    return TrialRun(Trial(world_size, values, {}, config, world_size), "", FINISHED, state)
 
 
 def test_speed_up_and_efficiency_are_over_the_smallest_world_size():
-    one, two, four = Study([run_of(4, 0.04), run_of(1, 0.1), run_of(2, 0.0625)]).rows()
+    one, two, four = Study([run_of(4, 0.04), run_of(1, 0.1), run_of(2, 0.0625)]).rows
     assert [row.world_size for row in (one, two, four)] == [1, 2, 4]
     assert (one.speed_up, one.efficiency) == (1, 1)
     assert (two.speed_up, two.efficiency) == pytest.approx((1.6, 0.8))
     assert (four.speed_up, four.efficiency) == pytest.approx((2.5, 0.625))
     assert [row.batch_size_per_rank for row in (one, two, four)] == [128, 64, 32]
     assert four.samples_per_second == pytest.approx(60_000 / (STEPS * 0.04))
-    two, four = Study([run_of(4, 0.05), run_of(2, 0.08)]).rows()
+    two, four = Study([run_of(4, 0.05), run_of(2, 0.08)]).rows
     assert (two.speed_up, two.efficiency) == (1, 1)
     assert (four.speed_up, four.efficiency) == pytest.approx((1.6, 0.8))
 
 
 def test_learning_rates_are_compared_among_themselves():
-    rows = Study([run_of(1, 0.1), run_of(2, 0.05), run_of(1, 0.3, rate=0.1), run_of(2, 0.2, rate=0.1)]).rows()
-    assert [row.learning_rate for row in rows] == [2e-3, 2e-3, 0.1, 0.1]
-    assert [row.speed_up for row in rows] == pytest.approx([1, 2, 1, 1.5])
+    study = Study([run_of(1, 0.1), run_of(2, 0.05), run_of(1, 0.3, rate=0.1), run_of(2, 0.2, rate=0.1)])
+    assert list(study.series) == ["learning_rate 0.002", "learning_rate 0.1"]
+    assert [row.learning_rate for row in study.rows] == [2e-3, 2e-3, 0.1, 0.1]
+    assert [row.speed_up for row in study.rows] == pytest.approx([1, 2, 1, 1.5])
+
+
+def test_batches_of_equal_size_per_rank_are_compared_by_their_throughput():
+    """Two ranks take half of the steps per epoch, each as long as the one rank's."""
+    runs = [run_of(1, 0.1, batch_per_rank=32), run_of(2, 0.05, batch_per_rank=32)]
+    runs += [run_of(1, 0.06, batch_per_rank=64), run_of(2, 0.04, batch_per_rank=64)]
+    runs[1].state.started = dataclasses.replace(runs[1].state.started, num_steps=3 * STEPS // 2)
+    study = Study(runs)
+    assert list(study.series) == ["batch_size_per_rank 32", "batch_size_per_rank 64"]
+    assert [row.batch_size_per_rank for row in study.rows] == [32, 32, 64, 64]
+    assert [row.speed_up for row in study.rows] == pytest.approx([1, 2, 1, 1.5])
+    assert [row.step_seconds for row in study.rows[:2]] == pytest.approx([0.1, 0.1])
 
 
 def test_the_first_epoch_and_a_disturbed_one_do_not_decide_a_steps_time():
     run = run_of(1, 0.1, losses=(4.0, 3.0, 2.0, 1.0, 0.5))
     run.epochs[0] = dataclasses.replace(run.epochs[0], seconds=60.0)
     run.epochs[3] = dataclasses.replace(run.epochs[3], seconds=30.0)
-    assert run.step_seconds == pytest.approx(0.1)
+    (row,) = Study([run]).rows
+    assert row.step_seconds == pytest.approx(0.1)
 
 
 def test_time_to_target_is_that_of_the_first_epoch_that_reaches_it():
     runs = [run_of(1, 0.1, (2.0, 1.0, 0.4)), run_of(2, 0.05, (2.0, 0.6, 0.7))]
     study = Study(runs)
     assert study.target_loss == 0.6  # the worst of the best
-    assert [row.seconds_to_target for row in study.rows()] == pytest.approx([15.0, 5.0])
-    assert [row.seconds_to_target for row in Study(runs, target_loss=2.0).rows()] == pytest.approx([5.0, 2.5])
-    assert [row.seconds_to_target for row in Study(runs, target_loss=0.5).rows()] == [15.0, None]
+    assert [row.seconds_to_target for row in study.rows] == pytest.approx([15.0, 5.0])
+    assert [row.seconds_to_target for row in Study(runs, target_loss=2.0).rows] == pytest.approx([5.0, 2.5])
+    assert [row.seconds_to_target for row in Study(runs, target_loss=0.5).rows] == [15.0, None]
 
 
 def test_waiting_and_hours_are_those_of_all_ranks():
-    (row,) = Study([run_of(2, 0.1, num_threads=3)]).rows()
+    (row,) = Study([run_of(2, 0.1, num_threads=3)]).rows
     assert (row.wait_share, row.overlap_share) == pytest.approx((0.2, 0.05))
     assert row.device_hours == pytest.approx(2 * 3 * 3 * STEPS * 0.1 / 3600)
     study = Study([run_of(2, 0.1, num_threads=3, device="NVIDIA H200")])
-    assert study.rows()[0].device_hours == pytest.approx(2 * 3 * STEPS * 0.1 / 3600)
-    assert "gpu_hours" in build_table(study)[0]
+    assert study.rows[0].device_hours == pytest.approx(2 * 3 * STEPS * 0.1 / 3600)
+    assert "gpu_hours" in build_scaling_table(study)[0]
 
 
 def study_of_two():
@@ -96,20 +120,42 @@ def study_of_two():
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"world_sizes": [2]}, "world_sizes: expected two or more different integers >= 1, got [2]"),
-        ({"world_sizes": [1, 1]}, "world_sizes: expected two or more different integers >= 1, got [1, 1]"),
-        ({"world_sizes": [0, 1]}, "world_sizes: expected two or more different integers >= 1, got [0, 1]"),
-        ({"world_sizes": [1, 3]}, "world_sizes: 3 ranks: global_batch_size: expected a multiple of 3, got 64"),
-        ({"learning_rates": [0.1, 0.0]}, "learning_rates: expected different finite numbers above 0, got 0.0"),
-        ({"learning_rates": [0.1, 0.1]}, "learning_rates: expected different finite numbers above 0, got 0.1"),
-        ({"target_loss": -1.0}, "target_loss: expected a finite number >= 0, got -1.0"),
-        ({"target_loss": float("nan")}, "target_loss: expected a finite number >= 0, got nan"),
+        ({"world_sizes": [2]}, "world_sizes: expected two or more, got [2]"),
+        ({"world_sizes": [1, 1]}, "world_sizes: expected different finite numbers above 0, got [1, 1]"),
+        ({"world_sizes": [0, 1]}, "world_sizes: expected different finite numbers above 0, got [0, 1]"),
+        ({"world_sizes": [1, 3]}, "global_batch_size: expected a multiple of 3, got 32 (3 ranks;"),
+        ({"learning_rates": [0.1, 0.0]}, "learning_rates: expected different finite numbers above 0, got [0.1, 0.0]"),
+        ({"learning_rates": [0.1, 0.1]}, "learning_rates: expected different finite numbers above 0, got [0.1, 0.1]"),
+        ({"batch_sizes_per_rank": [0]}, "batch_sizes_per_rank: expected different finite numbers above 0, got [0]"),
+        ({"sample_sizes": [9, 9]}, "sample_sizes: expected different finite numbers above 0, got [9, 9]"),
+        ({"target_loss": -1.0}, "target_loss: expected a finite number of at least 0, got -1.0"),
+        ({"target_loss": float("nan")}, "target_loss: expected a finite number of at least 0, got nan"),
+        ({"config": TrainingConfig(parallel="fsdp")}, "config.parallel: expected ddp in a scaling study, got 'fsdp'"),
     ],
 )
 def test_an_impossible_study_is_refused_before_anything_starts(changes, expected):
-    arguments = {"world_sizes": [1, 2], "learning_rates": [], "target_loss": 0.0}
-    with pytest.raises(ConfigError, match="^" + re.escape(expected)):
-        validate_study(TrainingConfig(), **{**arguments, **changes})
+    arguments = {"config": TrainingConfig(), "world_sizes": [1, 2], "target_loss": 0.0}
+    cluster = ClusterConfig(kind="local", num_nodes=3)
+    with pytest.raises(ConfigError, match="^" + re.escape(expected)) as caught:
+        check_trials("digits", build_trials("digits", {}, expand_world_sizes(**{**arguments, **changes})), cluster)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_study_has_every_combination_and_starts_with_the_largest_world_size():
+    axes = {"learning_rates": [0.1], "batch_sizes_per_rank": [32, 64], "sample_sizes": [500]}
+    trials = build_trials("digits", {"epochs": 2}, expand_world_sizes(TrainingConfig(), [1, 4, 2], **axes))
+
+    assert [(trial.values["batch_size_per_rank"], trial.world_size) for trial in trials] == [
+        (32, 4),
+        (32, 2),
+        (32, 1),
+        (64, 4),
+        (64, 2),
+        (64, 1),
+    ]
+    assert [trial.config.global_batch_size for trial in trials] == [128, 64, 32, 256, 128, 64]
+    assert str(trials[1]) == "trial 2 (learning_rate 0.1, batch_size_per_rank 32, sample_size 500, world_size 2)"
+    assert trials[1].overrides == {"epochs": 2, "learning_rate": 0.1, "sample_size": 500, "global_batch_size": 64}
 
 
 def test_a_world_size_takes_one_node_or_as_many_as_it_fills():
@@ -124,8 +170,9 @@ def test_a_world_size_takes_one_node_or_as_many_as_it_fills():
         resize_cluster(cluster, 6)
     gpus = resize_cluster(ClusterInput(kind="kubernetes", gpus_per_node=8), 2)
     assert (gpus.num_nodes, gpus.ranks_per_node, gpus.gpus_per_node) == (1, 2, 8)
+    trials = build_trials("digits", {"backend": "nccl"}, [{"world_size": 2}])
     with pytest.raises(ConfigError, match="^backend: expected auto or gloo for ranks without GPUs"):
-        validate_runs("digits", TrainingConfig(backend="nccl"), [1, 2], cluster)
+        check_trials("digits", trials, cluster)
 
 
 def test_threads_of_a_rank_are_its_share_of_the_cores_or_as_many_as_configured():
@@ -143,40 +190,40 @@ def test_threads_of_a_rank_are_its_share_of_the_cores_or_as_many_as_configured()
 
 
 def test_every_figure_of_a_study_has_its_panel():
-    panels = {panel.name: panel for panel in scaling_panels(study_of_two())}
-    assert list(panels) == [
-        "loss-epochs",
-        "loss-time",
-        "speed-up",
-        "efficiency",
-        "throughput",
-        "target",
-        "communication",
-    ]
+    study = study_of_two()
+    panels = {panel.name: panel for panel in scaling_panels(study)}
+    assert list(panels) == ["speed-up", "efficiency", "throughput", "target", "communication"]
     assert panels["speed-up"].summary == "Speed-up by world size: 1 rank 1, 2 ranks 1.667"
     assert ">ideal<" in to_svg(panels["speed-up"])
     communication = to_svg(panels["communication"])
     assert ">waiting<" in communication
     assert ">hidden by backward<" in communication
-    rates = Study([run_of(1, 0.1), run_of(2, 0.06), run_of(1, 0.1, rate=0.1), run_of(2, 0.06, rate=0.1)])
-    assert ">rate 0.1<" in to_svg({panel.name: panel for panel in scaling_panels(rates)}["throughput"])
+    runs = [run_of(1, 0.1), run_of(2, 0.06), run_of(1, 0.1, rate=0.1), run_of(2, 0.06, rate=0.1)]
+    panels = {panel.name: panel for panel in scaling_panels(Study(runs))}
+    assert ">learning_rate 0.1<" in to_svg(panels["throughput"])
+    meaning, over_epochs, over_time = loss_panels(runs)
+    assert (meaning, [panel.title for panel in over_epochs]) == (
+        "colored by world_size",
+        ["learning_rate 0.002", "learning_rate 0.1"],
+    )
+    assert len(over_time) == 2
     assert scaling_panels(Study([])) == []
 
 
-def report_of(runs):
-    report = ScalingReport("digits", 2, 0.0)
-    report.runs += runs
-    return report
+def report_of(runs, recipe="digits"):
+    return StudyReport(recipe, runs, target_loss=0.0)
 
 
 def test_a_report_escapes_foreign_text_and_shows_its_progress():
     waiting = report_of([])
-    assert "Waiting for the ranks" in waiting.render()
+    assert "Waiting for the cluster" in waiting.render()
     hostile = "<script>alert(1)</script>"
-    report = ScalingReport(hostile, 2, 0.0)
-    report.handle(sample_run.started(data=hostile))
-    report.runs.append(run_of(1, 0.1, device=hostile))
-    assert "1 of 2 runs are done" in report.render()
+    done = run_of(1, 0.1, device=hostile, data=hostile)
+    running = dataclasses.replace(run_of(2, 0.1), status=RUNNING, state=RunState(False, done.state.started))
+    report = report_of([done, running], recipe=hostile)
+    page = report.render()
+    assert "1 / 2" in page
+    assert "1 running" in page
     report.close(RuntimeError(hostile))
     page = report.render()
     assert hostile not in page
@@ -185,12 +232,17 @@ def test_a_report_escapes_foreign_text_and_shows_its_progress():
 
 
 def test_the_page_shows_without_errors_in_a_real_browser(chromium, tmp_path):
-    report = report_of(study_of_two().runs)
+    runs = [run_of(1, 0.1, batch_per_rank=64), run_of(2, 0.06, batch_per_rank=64)]
+    waiting = Trial(3, {**runs[0].trial.values, "world_size": 4}, {}, TrainingConfig(), 4)
+    report = report_of([*runs, TrialRun(waiting, "", WAITING)])
     report.close(None)
     page = tmp_path / "report.html"
     page.write_text(report.render(), encoding="utf-8")
     assert chromium.open(page, width=1280) == []
     assert chromium.evaluate("document.querySelectorAll('svg.panel').length") == 7
+    heads = chromium.evaluate("[...document.querySelectorAll('.trials th')].map(each => each.textContent).join()")
+    assert "batch_size_per_rank,world_size" in heads
+    assert "speed-up,efficiency" in heads
     assert chromium.open(page, width=390, dark=True) == []
     assert chromium.evaluate("document.documentElement.scrollWidth") <= 390
 
@@ -236,8 +288,8 @@ def outputs(checkpoints, figures):
 
 
 def test_each_run_of_a_study_has_its_figures_for_prometheus(outputs, figures):
-    for world_size in (1, 2):
-        labels = rf'recipe="{TINY}",trial="{world_size}-ranks?-[^"]*",run=""'
+    for trial, world_size in ((1, 2), (2, 1)):
+        labels = rf'recipe="{TINY}",trial="{trial}",run=""'
         assert any(re.search(rf"^flyte_ddp_world_size{{{labels}}} {world_size}.0$", text, re.M) for text in figures), (
             figures
         )
@@ -261,14 +313,22 @@ def test_the_study_has_a_labelled_row_for_each_world_size(outputs):
     pandas.testing.assert_frame_equal(table, pandas.read_csv(outputs.csv.path), check_dtype=False)
 
 
+def directory_of(checkpoints, world_size):
+    """The directory of the trial with that many ranks."""
+    return next(
+        outcome.parent
+        for outcome in checkpoints.glob("trials/*/outcome.jsonl")
+        if f'"world_size": {world_size},' in outcome.read_text()
+    )
+
+
 def test_an_equal_global_batch_gives_an_equal_model(outputs, checkpoints, finished_run):
     import torch
 
     one, two = rows_of(outputs)
     assert one["final_test_loss"] == pytest.approx(two["final_test_loss"], rel=1e-4)
     assert one["best_accuracy"] == two["best_accuracy"]
-    (directory,) = checkpoints.glob("2-ranks-*")
-    state = torch.load(directory / "model_state.pt", weights_only=True)
+    state = torch.load(directory_of(checkpoints, 2) / "model_state.pt", weights_only=True)
     torch.testing.assert_close(state, finished_run().state())
 
 
@@ -308,32 +368,54 @@ def test_the_report_has_measurements_and_method(outputs):
     for words in (
         "Scaling of tests.support.recipes.Tiny",
         "the same global batch of 12 samples",
-        "CPU threads of each rank, the same in every run",
+        "CPU threads of each rank, the same in every trial",
         "core-hours",
     ):
         assert words in page
     assert page.count('class="panel"') == 7
 
 
-def test_a_study_repeats_no_run_that_its_checkpoints_have(outputs, checkpoints, monkeypatch):
-    from flyte_ddp.studies import scaling_runner as scaling
+def test_the_picture_of_the_history_is_that_of_the_study(outputs, tmp_path, monkeypatch):
+    found = plots.read_study(outputs.history.path)
+    assert [run.trial.values["world_size"] for run in found] == [2, 1]
+    table = build_scaling_table(Study(found))
+    assert [row["step_seconds"] for row in table] == [row["step_seconds"] for row in rows_of(outputs)]
+    picture = tmp_path / "scaling.svg"
+    monkeypatch.setattr("sys.argv", ["", outputs.history.path, str(picture)])
+    plots.main()
+    text = picture.read_text()
+    for title in ("By world_size", "Speed-up", "Communication (% of a step)"):
+        assert f">{title}<" in text
 
+
+def test_a_study_repeats_no_trial_that_its_checkpoints_have(outputs, checkpoints, monkeypatch):
     def repeat(*arguments, **options):
-        raise AssertionError("a run was repeated")
+        raise AssertionError("a trial was repeated")
 
-    monkeypatch.setattr(scaling.driver, "run", repeat)
+    monkeypatch.setattr(runner.driver, "run", repeat)
     again = study(checkpoints)
     assert rows_of(again) == rows_of(outputs)
     assert Path(again.history.path).read_text() == Path(outputs.history.path).read_text()
 
 
-def test_runs_are_reused_only_if_nothing_differs(outputs, checkpoints):
-    from flyte_ddp.storage import Storage
-    from flyte_ddp.studies.scaling_runner import _load_record, _name_directory
+def test_a_batch_per_rank_and_a_sample_of_the_data_are_axes(tmp_path):
+    config = TrainingOverrides(epochs=1)
+    found = study(tmp_path, config=config, batch_sizes_per_rank=[6], sample_sizes=[24])
 
+    columns = ("world_size", "batch_size_per_rank", "num_train_samples")
+    assert [tuple(row[name] for name in columns) for row in rows_of(found)] == [(1, 6, 24), (2, 6, 24)]
+    steps = {
+        size: max(event.step for event in run if isinstance(event, EpochFinished))
+        for size, run in runs_of(found).items()
+    }
+    assert steps == {1: 4, 2: 2}
+    assert {run.trial.values["batch_size_per_rank"] for run in plots.read_study(found.history.path)} == {6}
+
+
+def test_trials_are_reused_only_if_nothing_differs(outputs, checkpoints):
     config = TrainingConfig()
     names = {
-        _name_directory(recipe, dataclasses.replace(config, **changes), size, data)
+        runner._directory_of(recipe, Trial(1, {}, {}, dataclasses.replace(config, **changes), size), [data])
         for recipe, changes, size, data in (
             (TINY, {}, 2, "one"),
             (TINY, {}, 1, "one"),
@@ -343,13 +425,27 @@ def test_runs_are_reused_only_if_nothing_differs(outputs, checkpoints):
         )
     }
     assert len(names) == 5
-    (place,) = (Storage(str(directory)) for directory in checkpoints.glob("2-ranks-*"))
-    assert _load_record(place)
-    assert _load_record(Storage(f"{place.url}-not")) is None
+    trial = Trial(1, {}, {}, config, 2)
+    place = str(directory_of(checkpoints, 2))
+    assert TrialRun.load(trial, place).status == FINISHED
+    assert TrialRun.load(trial, f"{place}-not").status == WAITING
+
+
+def test_a_failed_trial_ends_the_study_and_no_other_starts(tmp_path, monkeypatch):
+    started = []
+
+    def fail(job, *rest, **options):
+        started.append(job)
+        raise GangLost("the gang was lost 4 times")
+
+    monkeypatch.setattr(runner.driver, "run", fail)
+    with pytest.raises(FlyteRecoverableException, match="the gang was lost 4 times"):
+        study(tmp_path)
+    assert len(started) == 1
 
 
 def test_a_user_error_is_one_line_before_a_cluster_starts(tmp_path):
-    with pytest.raises(InputError, match="^world_sizes: 5 ranks: .* expected a multiple of 5, got 12"):
+    with pytest.raises(InputError, match="^global_batch_size: expected a multiple of 5, got 12 .5 ranks"):
         study(tmp_path, world_sizes=[1, 5])
     with pytest.raises(InputError, match="^recipe: expected digits, .*, got 'nope'"):
         study(tmp_path, recipe="nope")

@@ -11,7 +11,8 @@ from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.launch.dask.placement import Worker
 from flyte_ddp.launch.dask.pool import Pool
 from flyte_ddp.observers import figures
-from flyte_ddp.studies import sweep_plots
+from flyte_ddp.studies import plots
+from flyte_ddp.studies.plots import loss_panels
 from flyte_ddp.studies.results import (
     FAILED,
     FINISHED,
@@ -21,21 +22,24 @@ from flyte_ddp.studies.results import (
     TrialRun,
     build_table,
 )
-from flyte_ddp.studies.search import EarlyStopping, build_trials
-from flyte_ddp.studies.sweep_plots import sweep_panels
+from flyte_ddp.studies.search import EarlyStopping, build_trials, expand_grid
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides
-from tasks.sweep import check_sweep
-from tasks.sweep_report import SweepReport
+from tasks.study import check_sweep
+from tasks.study_report import StudyReport
 
 SWEPT = "tests.support.sweep_recipes.Swept"
 RANGE = {"low": 0.0001, "high": 0.1, "log": True}
+
+
+def trials_of(recipe, base, grid, num_models=0, seed=0):
+    return build_trials(recipe, base, expand_grid(grid, num_models, seed))
 
 
 # --- The trials ---------------------------------------------------------------------------------------------------
 
 
 def test_a_grid_yields_every_combination_once():
-    found = build_trials("digits", {"epochs": 2}, {"learning_rate": [0.1, 0.01], "global_batch_size": [32, 64.0, 64]})
+    found = trials_of("digits", {"epochs": 2}, {"learning_rate": [0.1, 0.01], "global_batch_size": [32, 64.0, 64]})
 
     assert [model.values for model in found] == [
         {"learning_rate": rate, "global_batch_size": size} for rate in (0.1, 0.01) for size in (32, 64)
@@ -47,7 +51,7 @@ def test_a_grid_yields_every_combination_once():
 
 
 def test_a_grid_may_vary_a_recipes_options_beside_those_that_all_models_share():
-    found = build_trials(SWEPT, {"recipe_options": {"label": "x"}}, {"recipe_options.fault": ["none", "nan"]})
+    found = trials_of(SWEPT, {"recipe_options": {"label": "x"}}, {"recipe_options.fault": ["none", "nan"]})
 
     assert [model.config.recipe_options["fault"] for model in found] == ["none", "nan"]
     assert {model.config.recipe_options["label"] for model in found} == {"x"}
@@ -60,9 +64,9 @@ def test_the_same_seed_draws_the_same_models_and_another_seed_others():
         "global_batch_size": {"low": 32, "high": 128, "step": 32},
         "optimizer": ["sgd", "adam"],
     }
-    drawn = build_trials("digits", {}, grid, num_models=12, seed=3)
-    again = build_trials("digits", {}, dict(reversed(grid.items())), num_models=12, seed=3)
-    others = build_trials("digits", {}, grid, num_models=12, seed=4)
+    drawn = trials_of("digits", {}, grid, num_models=12, seed=3)
+    again = trials_of("digits", {}, dict(reversed(grid.items())), num_models=12, seed=3)
+    others = trials_of("digits", {}, grid, num_models=12, seed=4)
 
     assert [model.config for model in drawn] == [model.config for model in again]
     assert [model.config for model in drawn] != [model.config for model in others]
@@ -74,7 +78,7 @@ def test_the_same_seed_draws_the_same_models_and_another_seed_others():
 
 
 def test_no_more_models_are_drawn_than_distinct_ones_exist():
-    found = build_trials("digits", {}, {"optimizer": ["sgd", "adam"], "epochs": {"low": 1, "high": 2}}, num_models=50)
+    found = trials_of("digits", {}, {"optimizer": ["sgd", "adam"], "epochs": {"low": 1, "high": 2}}, num_models=50)
     assert len(found) == 4
 
 
@@ -214,16 +218,17 @@ def test_the_copy_of_the_data_is_made_once_for_all_runs_and_removed_at_the_end(t
 def made_up_runs(grid, num_models=0, **statuses):
     """Runs of eight epochs, each better than the one before; `statuses` by number, as in m2="failed"."""
     runs = []
-    for model in build_trials("digits", {"epochs": 8}, grid, num_models):
+    for model in trials_of("digits", {"epochs": 8}, grid, num_models):
         status = statuses.get(f"m{model.number}", FINISHED)
         num_epochs = {FINISHED: 8, FAILED: 0}.get(status, 3)
-        epochs = [
+        state = events.RunState(keep_reports=False)
+        state.epochs = [
             events.EpochFinished(
                 epoch, 10 * epoch, 3 / epoch, (2 + 1 / model.number) / epoch, 1 - 0.2 / epoch, 0.1, 2.0, 9.0, 0.5
             )
             for epoch in range(1, num_epochs + 1)
         ]
-        runs.append(TrialRun(model, "key", status, epochs, "ValueError: <b>bad</b>" if status == FAILED else ""))
+        runs.append(TrialRun(model, "key", status, state, "ValueError: <b>bad</b>" if status == FAILED else ""))
     return runs
 
 
@@ -231,7 +236,7 @@ GRID = {"learning_rate": [0.001, 0.01], "global_batch_size": [32, 64, 128]}
 
 
 def test_a_grid_is_drawn_in_a_facet_for_each_value_of_all_hyperparameters_but_one():
-    meaning, over_epochs, over_time = sweep_panels(made_up_runs(GRID))
+    meaning, over_epochs, over_time = loss_panels(made_up_runs(GRID))
     assert meaning == "colored by global_batch_size"
     for panels in (over_epochs, over_time):
         assert [panel.title for panel in panels] == ["learning_rate 0.001", "learning_rate 0.01"]
@@ -240,17 +245,17 @@ def test_a_grid_is_drawn_in_a_facet_for_each_value_of_all_hyperparameters_but_on
 
 
 def test_models_that_differ_in_their_seed_alone_have_one_colour():
-    meaning, panels, _ = sweep_panels(made_up_runs({"learning_rate": [0.1, 0.01], "seed": [0, 1, 2]}))
+    meaning, panels, _ = loss_panels(made_up_runs({"learning_rate": [0.1, 0.01], "seed": [0, 1, 2]}))
     assert (meaning, [panel.title for panel in panels]) == ("colored by learning_rate", ["By learning_rate"])
 
 
 def test_a_random_search_is_drawn_in_one_facet_with_the_best_in_colour():
-    meaning, panels, _ = sweep_panels(made_up_runs({"learning_rate": RANGE, "global_batch_size": [32, 64]}, 30))
+    meaning, panels, _ = loss_panels(made_up_runs({"learning_rate": RANGE, "global_batch_size": [32, 64]}, 30))
     assert (meaning, [panel.title for panel in panels]) == (
         "the best models so far have colors and numbers",
         ["All models"],
     )
-    assert sweep_panels(made_up_runs({"epochs": [8]}, m1=FAILED))[1:] == ([], [])
+    assert loss_panels(made_up_runs({"epochs": [8]}, m1=FAILED))[1:] == ([], [])
 
 
 @pytest.mark.parametrize("grid", [GRID, {"optimizer": ["sgd", "adam"], "weight_decay": [0, 0.1]}])
@@ -258,8 +263,8 @@ def test_a_picture_of_the_csv_file_is_that_of_the_sweep(tmp_path, monkeypatch, g
     runs = made_up_runs(grid, m2=FAILED, m3=STOPPED_EARLY)
     build_table(runs).to_csv(tmp_path / "results.csv", index=False)
     monkeypatch.setattr("sys.argv", ["", str(tmp_path / "results.csv"), str(tmp_path / "picture.svg")])
-    sweep_plots.main()
-    _, over_epochs, over_time = sweep_panels(runs)
+    plots.main()
+    _, over_epochs, over_time = loss_panels(runs)
     (own := tmp_path / "own").mkdir()
     figures.save_panels([*over_epochs, *over_time], own / "picture.svg", columns=len(over_epochs))
     assert (tmp_path / "picture.svg").read_text() == (own / "picture.svg").read_text()
@@ -275,7 +280,7 @@ def test_a_column_of_several_types_can_be_stored(tmp_path):
 
 
 def report_of(runs, error=None, closed=True):
-    made = SweepReport("digits", runs)
+    made = StudyReport("digits", runs)
     if closed:
         made.close(error)
     return made

@@ -32,7 +32,7 @@ from flyte_ddp.studies.results import (
     find_best,
 )
 from flyte_ddp.studies.runner import train_trials
-from flyte_ddp.studies.search import build_trials
+from flyte_ddp.studies.search import build_trials, expand_grid
 from tasks.inputs import ClusterInput, TrainingOverrides, given
 from tests.support.dask_runs import start_scheduler
 from tests.support.prometheus import record_figures
@@ -46,7 +46,7 @@ LOCAL = ClusterConfig(kind="local", node_timeout=30)  # a busy machine's workers
 
 def models(*grids):
     """The models of several grids of the recipe for sweeps, one after the other."""
-    found = [model for grid in grids for model in build_trials(SWEPT, {"checkpoint_interval": 2}, grid)]
+    found = [model for grid in grids for model in build_trials(SWEPT, {"checkpoint_interval": 2}, expand_grid(grid))]
     return [dataclasses.replace(model, number=index) for index, model in enumerate(found, start=1)]
 
 
@@ -148,7 +148,7 @@ def test_the_best_has_the_lowest_loss_after_its_last_epoch(four):
     best = find_best(runs)
     assert best is runs[0]
     assert best.last_loss < runs[1].last_loss
-    get_recipe(SWEPT).model().load_state_dict(torch.load(best.model_state_url, weights_only=True))
+    get_recipe(SWEPT).model().load_state_dict(torch.load(best.state.finished.model_state_url, weights_only=True))
 
 
 def test_models_train_side_by_side(four, record):
@@ -183,7 +183,7 @@ def test_a_lost_worker_a_sigterm_and_a_retry_cost_only_time(tmp_path, data, clie
             os.kill(os.getpid(), signal.SIGTERM)
 
     watch = Watch(react)
-    with pytest.raises(TrainingStopped, match=r"SIGTERM: the sweep was stopped with 1 of 2 trials done. To resume"):
+    with pytest.raises(TrainingStopped, match=r"SIGTERM: the study was stopped with 1 of 2 trials done. To resume"):
         sweep(found, tmp_path / "checkpoints", data, client, watch)
     assert done == ["quick", "killed", "restarted", "stopped"]
     assert watch.starts(1) == [0]  # the others hear nothing of it

@@ -9,7 +9,7 @@ from flytekit import workflow
 
 from tasks.inputs import OptionalCluster, OptionalOverrides, OptionalSource
 from tasks.prepare import prepare
-from tasks.scaling import ScalingOutputs, check_scaling, train_at_world_sizes
+from tasks.study import ScalingOutputs, check_scaling, train_at_world_sizes
 
 
 @workflow
@@ -18,12 +18,14 @@ def scaling_wf(
     config: OptionalOverrides = None,
     world_sizes: list[int] = [1, 2],  # noqa: B006 - Flyte's form of a default
     learning_rates: list[float] = [],  # noqa: B006
+    batch_sizes_per_rank: list[int] = [],  # noqa: B006
+    sample_sizes: list[int] = [],  # noqa: B006
     target_loss: float = 0.0,
     cluster: OptionalCluster = None,
     data: OptionalSource = None,
     checkpoints: str = "",
 ) -> ScalingOutputs:
-    """Measure how a training scales: the same global batch at several world sizes, one after the other on one cluster.
+    """Measure how a training scales: train at several world sizes, one after the other on one cluster.
 
     Returns a table and charts (loss, time to a target loss, speed-up, efficiency, samples per second, communication,
     GPU-hours or core-hours).
@@ -32,15 +34,18 @@ def scaling_wf(
         recipe: what to train: digits, mnist, pet_names, image_folder, text, or the dotted name of your own, such as
             recipes.wine.Wine
         config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML file;
-            global_batch_size is the same in all runs, and each rank gets its share
+            global_batch_size is the same in all trials, and each rank gets its share
         world_sizes: numbers of ranks to train with, two or more, as JSON, for example '[1, 2, 4]'
         learning_rates: learning rates to train with at each of them; by default the config's own
-        target_loss: held-out loss to which the time is measured; 0 is the worst of the runs' best, which all reach
+        batch_sizes_per_rank: samples per rank and optimizer step to train with at each of them, in place of an equal
+            global batch: it grows with the world size
+        sample_sizes: numbers of training samples to train with at each of them; by default the config's own
+        target_loss: held-out loss to which the time is measured; 0 is the worst of the trials' best, which all reach
         cluster: the machines, as JSON or the name of a JSON or YAML file; their number follows from the largest
             world size and the ranks of each, for example '{"kind": "kubernetes", "gpus_per_node": 4}'; by
             default workers of one rank each, on this machine in a local run and on Kubernetes in a remote one
         data: directory, file or URL of the data, for recipes that read data of yours; the recipe's own by default
-        checkpoints: directory or URL for checkpoints that all nodes reach; runs that an earlier study has finished
+        checkpoints: directory or URL for checkpoints that all nodes reach; trials that an earlier study has finished
             there are not repeated; by default a place of the execution's own, which its retries share
     """
     checked = check_scaling(
@@ -48,16 +53,17 @@ def scaling_wf(
         config=config,
         world_sizes=world_sizes,
         learning_rates=learning_rates,
+        batch_sizes_per_rank=batch_sizes_per_rank,
+        sample_sizes=sample_sizes,
         target_loss=target_loss,
         cluster=cluster,
     )
-    prepared = prepare(recipe=recipe, config=checked, source=data, cluster=cluster)
+    prepared = prepare(recipe=recipe, config=checked.config, source=data, cluster=cluster)
     return train_at_world_sizes(
         recipe=recipe,
-        config=checked,
+        config=checked.config,
+        trials=checked.trials,
         data=prepared.data,
-        world_sizes=world_sizes,
-        learning_rates=learning_rates,
         target_loss=target_loss,
         cluster=prepared.cluster,
         checkpoints=checkpoints,

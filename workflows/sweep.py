@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from flytekit import workflow
 
-from tasks.inputs import OptionalCluster, OptionalOverrides, OptionalSource
+from tasks.inputs import Grid, OptionalCluster, OptionalOverrides, OptionalSource
 from tasks.prepare import prepare
-from tasks.sweep import SweepOutputs, check_sweep, train_sweep
+from tasks.study import SweepOutputs, check_sweep, train_sweep
 
 
 @workflow
 def sweep_wf(
-    grid: dict,
+    grid: Grid,
     recipe: str = "digits",
     config: OptionalOverrides = None,
     num_models: int = 0,
@@ -32,7 +32,8 @@ def sweep_wf(
     Args:
         grid: what to vary, as JSON: by the name of a hyperparameter, or recipe_options.NAME for an option of the
             recipe, a list of choices, for example '{"learning_rate": [0.001, 0.01], "global_batch_size": [64, 256]}';
-            with num_models also ranges, for example '{"learning_rate": {"low": 0.0001, "high": 0.1, "log": true}}'
+            with num_models also ranges, for example '{"learning_rate": {"low": 0.0001, "high": 0.1, "log": true}}';
+            or a list of models, for example '[{"learning_rate": 0.1, "momentum": 0.9}, {"learning_rate": 0.01}]'
         recipe: what to train: digits, mnist, pet_names, image_folder, text, or the dotted name of your own, such as
             recipes.wine.Wine
         config: hyperparameters that all models share, as JSON or the name of a JSON or YAML file;
@@ -57,15 +58,13 @@ def sweep_wf(
         stop_early=stop_early,
         cluster=cluster,
     )
-    prepared = prepare(recipe=recipe, config=checked, source=data, cluster=cluster)
+    prepared = prepare(recipe=recipe, config=checked.config, source=data, cluster=cluster)
     return train_sweep(
         recipe=recipe,
-        config=checked,
-        grid=grid,
+        config=checked.config,
+        trials=checked.trials,
         data=prepared.data,
         cluster=prepared.cluster,
-        num_models=num_models,
-        seed=seed,
         stop_early=stop_early,
         checkpoints=checkpoints,
     )

@@ -1,29 +1,32 @@
-"""Results of a sweep: the state of each trial, the table of all epochs, and the best trial.
+"""Results of a study: the state of each trial, the table of all epochs, and the best trial.
 
 Knows neither the cluster nor the observers. Imports pandas inside the function that needs it.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import itertools
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.events import EpochFinished, Event, RunFinished, RunStarted, RunState
+from flyte_ddp.events import NOT_IN_HISTORY, EpochFinished, Event, RunStarted, RunState, parse_history, to_line
+from flyte_ddp.storage import Storage
 from flyte_ddp.studies.search import Trial, format_value
 
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]
 
+OUTCOME = "outcome.jsonl"  # the history of a trial that needs no more training, beside its checkpoints
+
 WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
 STOPPED_EARLY = "stopped early"  # because other trials are better
 FAILED = "failed"
-INTERRUPTED = "interrupted"  # with the whole sweep; resumes with it
+INTERRUPTED = "interrupted"  # with the whole study; resumes with it
+DONE = (FINISHED, STOPPED_EARLY, FAILED)
 
 
 @dataclass
@@ -31,13 +34,45 @@ class TrialRun:
     """The state of one trial, updated by its events."""
 
     trial: Trial
-    key: str  # hash of recipe, configuration and data: the trial's directory name
+    url: str  # of the directory of its checkpoints, which is named by a hash
     status: str = WAITING
-    epochs: list[EpochFinished] = field(default_factory=list)
+    state: RunState = field(default_factory=lambda: RunState(keep_reports=False), repr=False)
     error: str = ""  # why the trial failed, one line
     details: str = ""  # the full error text
-    model_state_url: str = ""
-    _state: RunState = field(default_factory=lambda: RunState(keep_reports=False), repr=False, compare=False)
+    _history: list[str] = field(default_factory=list, repr=False)  # lines
+
+    @classmethod
+    def load(cls, trial: Trial, url: str) -> TrialRun:
+        """Return the stored outcome of a trial that is done, else a waiting trial."""
+        try:
+            state = RunState.of(parse_history(Storage(url).read(OUTCOME), f"{url}/{OUTCOME}"), keep_reports=False)
+        except FileNotFoundError:
+            return cls(trial, url)
+        return cls(trial, url, FINISHED if state.finished else STOPPED_EARLY, state)
+
+    def store(self) -> None:
+        """Store the outcome of a trial that is finished or stopped early."""
+        Storage(self.url).write(OUTCOME, "".join(self._history).encode())
+        self._history.clear()
+
+    def handle(self, event: Event) -> None:
+        self.state.handle(event)
+        if isinstance(event, RunStarted):
+            self.status = RUNNING
+        if not isinstance(event, NOT_IN_HISTORY):
+            self._history.append(to_line(event))
+
+    def close(self, error: BaseException | None) -> None:
+        pass
+
+    @property
+    def key(self) -> str:
+        """A name of the trial's recipe, configuration and data: of its checkpoints' directory."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def epochs(self) -> list[EpochFinished]:
+        return self.state.epochs
 
     @property
     def elapsed(self) -> list[float]:
@@ -53,34 +88,14 @@ class TrialRun:
         loss = self.epochs[-1].test_loss if self.epochs else math.inf
         return math.inf if math.isnan(loss) else loss
 
-    def handle(self, event: Event) -> None:
-        self._state.handle(event)
-        self.epochs = self._state.epochs
-        if isinstance(event, RunStarted):
-            self.status = RUNNING
-        elif isinstance(event, RunFinished):
-            self.model_state_url = event.model_state_url
-
-    def close(self, error: BaseException | None) -> None:
-        pass
-
     def snapshot(self) -> TrialRun:
         """Return a copy for use in another thread than the one that delivers events."""
-        return dataclasses.replace(self, epochs=list(self.epochs))
-
-    def to_json(self) -> str:
-        """Return the part that is stored beside the trial's checkpoints."""
-        epochs = [dataclasses.asdict(epoch) for epoch in self.epochs]
-        return json.dumps({"status": self.status, "epochs": epochs, "model_state_url": self.model_state_url})
-
-    @classmethod
-    def from_json(cls, trial: Trial, key: str, text: bytes) -> TrialRun:
-        values = json.loads(text)
-        epochs = [EpochFinished(**epoch) for epoch in values.pop("epochs")]
-        return cls(trial, key, epochs=epochs, **values)
+        made, made.state = copy.copy(self), copy.copy(self.state)
+        made.state.epochs = list(self.epochs)
+        return made
 
 
-def find_best(runs: Sequence[TrialRun]) -> TrialRun | None:
+def find_best(runs: Iterable[TrialRun]) -> TrialRun | None:
     """Return the finished trial with the lowest held-out loss after its last epoch, the first of equals.
 
     The last epoch counts because its weights are the ones kept. None if no trial finished.
@@ -98,31 +113,23 @@ def build_table(runs: Sequence[TrialRun]) -> pandas.DataFrame:
     """
     import pandas
 
-    columns: dict[str, list[Any]] = {}
+    numbers = ("train_loss", "test_loss", "accuracy", "last_learning_rate", "seconds", "elapsed_seconds")
+    rows: list[dict[str, Any]] = []
     for run in runs:
-        for index in range(max(1, len(run.epochs))):
-            epoch = run.epochs[index] if run.epochs else None
-            row = {
-                "model": run.trial.number,
-                "status": run.status,
-                "epoch": epoch and epoch.epoch,
-                **run.trial.values,
-                "train_loss": epoch and epoch.train_loss,
-                "test_loss": epoch and epoch.test_loss,
-                "accuracy": epoch and epoch.accuracy,
-                "last_learning_rate": epoch and epoch.learning_rate,
-                "seconds": epoch and epoch.seconds,
-                "elapsed_seconds": run.elapsed[index] if epoch else None,
-                "error": run.error or None,
-            }
-            for name, value in row.items():
-                columns.setdefault(name, []).append(value)
+        known = {"model": run.trial.number, "status": run.status, "epoch": None, **run.trial.values}
+        found = {"error": run.error or None}
+        for epoch, elapsed in zip(run.epochs, run.elapsed, strict=True):
+            losses = epoch.train_loss, epoch.test_loss, epoch.accuracy
+            values = zip(numbers, (*losses, epoch.learning_rate, epoch.seconds, elapsed), strict=True)
+            rows.append({**known, "epoch": epoch.epoch, **dict(values), **found})
+        if not run.epochs:
+            rows.append({**known, **dict.fromkeys(numbers), **found})
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
     for name in runs[0].trial.values:
         # A column has one type. Mixed values, such as an option that is a number or a list, become text.
         if len({type(value) for value in columns[name]}) > 1 or isinstance(columns[name][0], (list, dict)):
             columns[name] = [format_value(value) for value in columns[name]]
     table = pandas.DataFrame(columns)
-    numbers = ("train_loss", "test_loss", "accuracy", "last_learning_rate", "seconds", "elapsed_seconds")
     return table.astype({"epoch": "Int64", **dict.fromkeys(numbers, "float64"), "error": "string"})
 
 
@@ -132,23 +139,12 @@ def read_table(table: pandas.DataFrame) -> list[TrialRun]:
     runs = []
     for number, rows in table.groupby("model", sort=False):
         trial = Trial(int(number), {name: rows[name].tolist()[0] for name in names}, {}, TrainingConfig())
-        epochs = [
-            EpochFinished(
-                epoch=int(row.epoch),
-                step=0,
-                train_loss=row.train_loss,
-                test_loss=row.test_loss,
-                accuracy=row.accuracy,
-                learning_rate=row.last_learning_rate,
-                seconds=row.seconds,
-                samples_per_second=0.0,
-                evaluation_seconds=evaluation_seconds,
-            )
-            for row, evaluation_seconds in zip(
-                rows.dropna(subset="epoch").itertuples(),
-                rows["elapsed_seconds"].diff().fillna(rows["elapsed_seconds"]) - rows["seconds"],
-                strict=False,
-            )
-        ]
-        runs.append(TrialRun(trial, "", str(rows["status"].iloc[0]), epochs))
+        run = TrialRun(trial, "", str(rows["status"].iloc[0]))
+        elapsed = 0.0
+        for row in rows.dropna(subset="epoch").itertuples():
+            losses = row.train_loss, row.test_loss, row.accuracy, row.last_learning_rate
+            evaluation = row.elapsed_seconds - elapsed - row.seconds
+            elapsed = row.elapsed_seconds
+            run.epochs.append(EpochFinished(int(row.epoch), 0, *losses, row.seconds, 0.0, evaluation))
+        runs.append(run)
     return runs

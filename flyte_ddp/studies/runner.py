@@ -1,8 +1,9 @@
-"""Run the trials of a sweep on one Dask cluster, one trial per worker at a time.
+"""Run the trials of a study on one Dask cluster.
 
-A trial is a one-node run of `train_on_dask` in a thread of this process. It has its own checkpoints and restarts from
-them on any free worker. A failed trial does not affect the others. A stop request or the loss of the
-cluster or the store ends all.
+A trial is a run of `driver.run` in a thread of this process, with its own checkpoints, from which it restarts. In a
+sweep each worker trains one trial at a time, and a failed trial does not affect the others. A scaling study trains one
+trial at a time on as many nodes as its ranks need, because the trials are timed, and a failure ends it. In both, a stop
+request or the loss of the cluster or the store ends all trials, and a retry skips those that are done.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import CLIENT_CLOSE_TIMEOUT
 from flyte_ddp.errors import (
     ClusterError,
+    ConfigError,
     GangLost,
     RankFailure,
     StorageUnavailable,
@@ -43,10 +45,8 @@ from flyte_ddp.launch.signals import StopRequest, stop_on_signals
 from flyte_ddp.launch.supervisor import print_line
 from flyte_ddp.recipes.prepare import describe_data
 from flyte_ddp.storage import Storage
-from flyte_ddp.studies.results import FAILED, FINISHED, INTERRUPTED, STOPPED_EARLY, WAITING, TrialRun
+from flyte_ddp.studies.results import DONE, FAILED, FINISHED, INTERRUPTED, STOPPED_EARLY, WAITING, TrialRun
 from flyte_ddp.studies.search import EarlyStopping, Trial
-
-OUTCOME = "outcome.json"  # beside the checkpoints of a trial that needs no more training
 
 Observer = Callable[[TrialRun, Event | None], None]
 
@@ -57,10 +57,33 @@ def check_trials(recipe: str, trials: Sequence[Trial], cluster: ClusterConfig) -
     """Validate all trials before the first one starts.
 
     Raises:
-        ConfigError: as `launcher.check`, for the ranks of one worker.
+        ConfigError: as `resize_cluster`, and as `place.check` for the ranks of each trial.
     """
     for trial in trials:
-        check(Job(RecipeProgram(recipe, trial.config), "", 0.0), one_node_config(cluster))
+        check(Job(RecipeProgram(recipe, trial.config), "", 0.0), resize_cluster(cluster, trial.world_size))
+
+
+def resize_cluster(cluster: ClusterConfig, world_size: int = 0) -> ClusterConfig:
+    """Return the part of `cluster` that `world_size` ranks use: one node, or as many full nodes as needed.
+
+    Args:
+        world_size: 0 for all ranks of one node.
+
+    Raises:
+        ConfigError: the ranks do not fill whole nodes.
+    """
+    per_node = cluster.ranks_per_node
+    if world_size > per_node and world_size % per_node:
+        raise ConfigError(
+            f"world_sizes: expected at most {per_node} (ranks per node) or a multiple of it, such as "
+            f"{world_size // per_node * per_node}, got {world_size}"
+        )
+    return dataclasses.replace(
+        cluster,
+        num_nodes=max(1, world_size // per_node),
+        processes_per_node=min(world_size or per_node, per_node),
+        min_nodes=0,  # continuing with fewer nodes would change the world size
+    )
 
 
 def train_trials(
@@ -71,6 +94,7 @@ def train_trials(
     client: Client,
     cluster: ClusterConfig,
     *,
+    one_at_a_time: bool = False,
     stop_early: str = "none",
     observers: Sequence[Observer] = (),
     make_listeners: Callable[[TrialRun], Sequence[Listener]] = lambda run: (),
@@ -84,33 +108,41 @@ def train_trials(
         checkpoints: URL of a directory that every worker reaches; each trial has a subdirectory named by its hash.
         data: the directory of the prepared data.
         client: from `cluster.open_cluster`.
+        one_at_a_time: the trials are timed, and start with the largest world size. All their ranks get the number of
+            CPU threads that its ranks get: otherwise one rank with a whole machine, compared with two that share it,
+            would measure the cores and not the ranks. Otherwise each trial has one of the cluster's nodes.
         stop_early: the stopping rule, see `EarlyStopping`.
         observers: called with a trial and its event. The event is None before the first trial starts (once for every
             trial, in order) and when a trial has ended. One call at a time, in any thread.
         make_listeners: returns the listeners of one trial's run.
         relay: called with every line a rank prints, prefixed with its trial.
         run_name: as given to `open_cluster`.
-        run: the same for all attempts of the sweep, see `Job`.
+        run: the same for all attempts of the study, see `Job`.
 
     Returns:
-        All trials, in order. At least one of them finished.
+        All trials, in order. At least one of them finished, of those that run one at a time all.
 
     Raises:
         ConfigError: before anything is started.
         ClusterError: the cluster was lost, or its workers did not start.
         StorageUnavailable: the store of the checkpoints stayed away. What is done is not trained again.
-        TrainingStopped: SIGINT or SIGTERM ended the sweep, after a last checkpoint of each running trial.
+        TrainingStopped: SIGINT or SIGTERM ended the study, after a last checkpoint of each running trial.
         SweepFailed: no trial finished.
+        RankFailure, GangLost: of a trial among those that run one at a time.
     """
     check_trials(recipe, trials, cluster)
     storage = Storage(checkpoints)
     storage.check_access("checkpoints")
-    sweep = _Sweep(
+    note = describe_data(data)
+    data_version = [note["fingerprint"], note["recipe_version"]]
+    study = _Study(
         recipe=recipe,
+        runs=[TrialRun.load(trial, storage.join(_directory_of(recipe, trial, data_version))) for trial in trials],
         storage=storage,
         data=data,
         client=client,
-        cluster=one_node_config(cluster),
+        cluster=cluster,
+        pool=None if one_at_a_time else Pool(storage.url),
         early_stopping=EarlyStopping(stop_early),
         observers=observers,
         make_listeners=make_listeners,
@@ -118,28 +150,25 @@ def train_trials(
         run_name=run_name,
         run=run,
     )
-    runs = [sweep.load(trial) for trial in trials]
     try:
-        sweep.train(runs, cluster.num_nodes)
+        study.train()
     finally:
-        sweep.pool.close()
-    return runs
-
-
-def one_node_config(cluster: ClusterConfig) -> ClusterConfig:
-    """Return the configuration of the one node that a trial uses."""
-    return dataclasses.replace(cluster, num_nodes=1, min_nodes=0)
+        if study.pool:
+            study.pool.close()
+    return study.runs
 
 
 @dataclass
-class _Sweep:
+class _Study:
     """The trials in progress."""
 
     recipe: str
+    runs: list[TrialRun]
     storage: Storage
     data: str
     client: Client
-    cluster: ClusterConfig  # of one trial
+    cluster: ClusterConfig
+    pool: Pool | None  # of the workers that trials share; None: they run one at a time
     early_stopping: EarlyStopping
     observers: Sequence[Observer]
     make_listeners: Callable[[TrialRun], Sequence[Listener]]
@@ -148,34 +177,22 @@ class _Sweep:
     run: str
 
     def __post_init__(self) -> None:
-        self.pool = Pool(self.storage.url)
         self.stop = StopRequest()
         self.stops: dict[int, StopRequest] = {}  # of running trials, by number
-        self.failures: dict[int, Exception] = {}
+        self.failures: list[Exception] = []
         self.notifying = threading.Lock()
         self.starting = threading.Lock()  # a starting trial either sees the stop request or does not start
-        note = describe_data(self.data)
-        self.data_version = [note["fingerprint"], note["recipe_version"]]
 
-    def load(self, trial: Trial) -> TrialRun:
-        """Return the stored result of the trial from an earlier attempt, else a waiting trial."""
-        values = [self.recipe, dataclasses.asdict(trial.config), self.data_version]
-        key = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
-        try:
-            return TrialRun.from_json(trial, key, self._storage_of(key).read(OUTCOME))
-        except FileNotFoundError:
-            return TrialRun(trial, key)
-
-    def train(self, runs: Sequence[TrialRun], num_slots: int) -> None:
-        """Run the waiting trials, `num_slots` at a time. Raises as `train_trials`."""
-        for run in runs:
-            if run.status != WAITING:
-                for epoch in run.epochs:
-                    self.early_stopping.should_stop(run.trial.number, epoch.epoch, epoch.test_loss)
-                if run.status == FINISHED:
-                    self.early_stopping.finish(run.trial.number, run.last_loss)
+    def train(self) -> None:
+        """Run the waiting trials. Raises as `train_trials`."""
+        for run in self.runs:
+            for epoch in run.epochs:
+                self.early_stopping.should_stop(run.trial.number, epoch.epoch, epoch.test_loss)
+            if run.status == FINISHED:
+                self.early_stopping.finish(run.trial.number, run.last_loss)
             self.notify(run, None)
-        waiting = [run for run in runs if run.status == WAITING]
+        waiting = [run for run in self.runs if run.status == WAITING]
+        num_slots = self.cluster.num_nodes if self.pool else 1
         with stop_on_signals() as signals, ThreadPoolExecutor(num_slots) as executor:
             pending = {executor.submit(self._run_trial, run) for run in waiting}
             try:
@@ -187,20 +204,20 @@ class _Sweep:
                         self._stop_all(signals.reason)
             except BaseException as error:
                 for _ in range(2):  # twice is urgent
-                    self._stop_all(f"the sweep ended: {error}")
+                    self._stop_all(f"the study ended: {error}")
                 raise
-        num_done = sum(run.status in (FINISHED, STOPPED_EARLY, FAILED) for run in runs)
-        if num_done < len(runs):
+        num_done = sum(run.status in DONE for run in self.runs)
+        if num_done < len(self.runs):
             raise TrainingStopped(
-                f"{self.stop.reason}: the sweep was stopped with {num_done} of {len(runs)} trials done. To resume, "
-                f"start the same sweep with the same checkpoints: {self.storage.url}",
+                f"{self.stop.reason}: the study was stopped with {num_done} of {len(self.runs)} trials done. To "
+                f"resume, start the same study with the same checkpoints: {self.storage.url}",
                 self.stop.reason,
             )
-        if not any(run.status == FINISHED for run in runs):
-            lines = [f"{run.trial}: {run.error}" for run in runs if run.status == FAILED]
+        if not any(run.status == FINISHED for run in self.runs):
+            lines = [f"{run.trial}: {run.error}" for run in self.runs if run.status == FAILED]
             raise SweepFailed(
-                "\n".join([f"none of the {len(runs)} trials finished", *lines]),
-                may_succeed=any(_may_succeed(error) for error in self.failures.values()),
+                "\n".join([f"none of the {len(self.runs)} trials finished", *lines]),
+                may_succeed=any(_may_succeed(error) for error in self.failures),
             )
 
     def notify(self, run: TrialRun, event: Event | None) -> None:
@@ -222,7 +239,8 @@ class _Sweep:
 
         Raises:
             ClusterError: the cluster is lost, so no other trial can run.
-            StorageUnavailable: the store stayed away, so the trial goes on in the next attempt of the sweep.
+            StorageUnavailable: the store stayed away, so the trial goes on in the next attempt of the study.
+            Exception: any other, of a trial that others are compared with.
         """
         number = run.trial.number
         threading.current_thread().name = f"trial {number}"  # appears in log records
@@ -247,7 +265,10 @@ class _Sweep:
                 raise ClusterError(f"the cluster was lost: {error}") from error
             run.status = FAILED
             run.error, run.details = _one_line(error), str(error)
-            self.failures[number] = error
+            self.failures.append(error)
+            if self.pool is None:
+                self._stop_all(f"the study ended: {error}")  # before the next trial starts
+                raise
         finally:
             with self.starting:
                 del self.stops[number]
@@ -255,22 +276,26 @@ class _Sweep:
 
     def _train(self, run: TrialRun, stop: StopRequest) -> None:
         """Train one trial. Any error is raised."""
-        storage = self._storage_of(run.key)
+        cluster = resize_cluster(self.cluster, run.trial.world_size)
+        largest = self.runs[0].state.started
+        if self.pool is None and not cluster.threads_per_rank and largest:
+            cluster = dataclasses.replace(cluster, threads_per_rank=largest.num_threads)
+        prefix = "[node 0] " if cluster.num_nodes == 1 else ""
         with self._own_client() as client:
             try:
                 driver.run(
-                    Job(RecipeProgram(self.recipe, run.trial.config), storage.url, time.time(), run=self.run),
-                    DaskPlace(client, self.cluster, self.run_name, self.pool),
+                    Job(RecipeProgram(self.recipe, run.trial.config), run.url, time.time(), run=self.run),
+                    DaskPlace(client, cluster, self.run_name, self.pool),
                     lambda: self.data,
                     [run, _TrialListener(self, run, stop), *self.make_listeners(run)],
-                    relay=lambda line: self.relay(f"[trial {run.trial.number}] {line.removeprefix('[node 0] ')}"),
+                    relay=lambda line: self.relay(f"[trial {run.trial.number}] {line.removeprefix(prefix)}"),
                     stop=stop,
                 )
             except TrainingStopped:
                 if run.status == STOPPED_EARLY:
-                    storage.write(OUTCOME, run.to_json().encode())
+                    run.store()
                 raise
-        storage.write(OUTCOME, dataclasses.replace(run, status=FINISHED).to_json().encode())
+        run.store()
 
     @contextlib.contextmanager
     def _own_client(self) -> Iterator[Client]:
@@ -290,15 +315,12 @@ class _Sweep:
             return True
         return isinstance(error, GangLost) and call_scheduler(self.client, "identity") is None
 
-    def _storage_of(self, key: str) -> Storage:
-        return Storage(self.storage.join(f"trials/{key}"))
-
 
 class _TrialListener:
     """Listener of one trial that notifies the observers and applies early stopping."""
 
-    def __init__(self, sweep: _Sweep, run: TrialRun, stop: StopRequest) -> None:
-        self.sweep = sweep
+    def __init__(self, study: _Study, run: TrialRun, stop: StopRequest) -> None:
+        self.study = study
         self.run = run
         self.stop = stop
 
@@ -307,17 +329,23 @@ class _TrialListener:
         for epoch in epochs:
             if isinstance(epoch, EpochFinished):
                 self._stop_if_behind(epoch)
-        self.sweep.notify(self.run, event)
+        self.study.notify(self.run, event)
 
     def close(self, error: BaseException | None) -> None:
         pass
 
     def _stop_if_behind(self, epoch: EpochFinished) -> None:
         trial = self.run.trial
-        should_stop = self.sweep.early_stopping.should_stop(trial.number, epoch.epoch, epoch.test_loss)
+        should_stop = self.study.early_stopping.should_stop(trial.number, epoch.epoch, epoch.test_loss)
         if should_stop and epoch.epoch < trial.config.epochs and not self.stop.is_set():
             self.run.status = STOPPED_EARLY
             self.stop.set("other trials are better")
+
+
+def _directory_of(recipe: str, trial: Trial, data_version: Sequence[str]) -> str:
+    """Return a name unique to recipe, configuration, world size and data: trials are reused only if nothing differs."""
+    values = [recipe, dataclasses.asdict(trial.config), trial.world_size, data_version]
+    return f"trials/{hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]}"
 
 
 def _may_succeed(error: Exception) -> bool:

@@ -1,4 +1,4 @@
-"""The search space of a sweep: which trials it trains, and which of them to stop early. Knows no cluster.
+"""The trials of a study: what a sweep or a scaling study trains, and which trials to stop early. Knows no cluster.
 
 Optuna samples and prunes, through its ask-and-tell interface and in memory. The seed alone decides what is sampled, and
 the trials' own records hold the results, so no study is stored. A full grid needs no library. Optuna takes half a
@@ -13,7 +13,7 @@ import json
 import math
 import threading
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,10 @@ STOP_EARLY = ("none", "median", "halving")
 MAX_TRIALS = 1000
 OPTION_PREFIX = "recipe_options."  # begins the name of a recipe's option in a grid
 
+# Names in a scaling study's choices that are no fields of a config.
+WORLD_SIZE = "world_size"
+BATCH_SIZE_PER_RANK = "batch_size_per_rank"  # samples per rank and optimizer step
+
 # The median of fewer finished trials, or of a first epoch, is mostly noise.
 MIN_MEDIAN_TRIALS = 2
 MIN_MEDIAN_EPOCH = 2
@@ -36,52 +40,95 @@ REDUCTION_FACTOR = 2  # successive halving keeps one trial in this many, at epoc
 
 @dataclass(frozen=True)
 class Trial:
-    """One model of a sweep: a configuration to train."""
+    """One model of a study: a configuration to train, in a scaling study at a world size."""
 
     number: int  # from 1, in starting order
-    values: Mapping[str, Any]  # of the swept hyperparameters, by name in the grid
+    values: Mapping[str, Any]  # of what the study varies, by name
     overrides: Mapping[str, Any]  # what differs from the recipe's defaults, in the form of `--config`
     config: TrainingConfig
+    world_size: int = 0  # ranks; 0: all of one node
 
     def __str__(self) -> str:
-        return (
-            f"trial {self.number} ({', '.join(f'{name} {format_value(value)}' for name, value in self.values.items())})"
-        )
+        values = ", ".join(f"{name} {format_value(value)}" for name, value in self.values.items())
+        return f"trial {self.number} ({values})"
 
 
-def build_trials(
-    recipe: str, base: Mapping[str, Any], grid: Mapping[str, Any], num_models: int = 0, seed: int = 0
-) -> list[Trial]:
-    """Expand a grid into validated trials without duplicates.
+def build_trials(recipe: str, base: Mapping[str, Any], choices: Sequence[Mapping[str, Any]]) -> list[Trial]:
+    """Return a validated trial for each of `choices`, without duplicates.
 
     Args:
         base: `TrainingConfig` fields shared by all trials, where they differ from the recipe's defaults.
-        grid: by the name of a field, or by "recipe_options." and the name of a recipe's option: a list of choices, or
-            where trials are sampled also a range {"low": ..., "high": ...}, both ends included, with "log": true for a
-            logarithmic one or "step" for a stepped one. What is drawn for a field that is a whole number is one; for an
-            option, if the bounds are.
-        num_models: 0 for every combination of choices; otherwise so many are drawn at random, or fewer where there
-            are not as many different ones.
-        seed: of the sampling. The same seed samples the same trials.
+        choices: from `expand_grid` or `expand_world_sizes`. What only some of them vary has its shared value elsewhere.
 
     Raises:
-        ConfigError: the grid is malformed, or names an unknown recipe, field, option or an invalid value.
+        ConfigError: an unknown recipe or option, or an invalid value.
     """
-    _check(grid, num_models, seed)
-    candidates = _draw(grid, num_models, seed) if num_models else _combinations(grid)
+    names = list(dict.fromkeys(name for choice in choices for name in choice))
     trials: list[Trial] = []
     seen = set()
-    for candidate in candidates:
-        config = config_of(recipe, _merge_overrides(base, candidate))
-        key = json.dumps(dataclasses.asdict(config), sort_keys=True)
+    for choice in choices:
+        world_size = int(choice.get(WORLD_SIZE, 0))
+        fields = {name: value for name, value in choice.items() if _is_field(name)}
+        if BATCH_SIZE_PER_RANK in choice:
+            fields["global_batch_size"] = choice[BATCH_SIZE_PER_RANK] * world_size
+        config = config_of(recipe, _merge_overrides(base, fields))
+        key = json.dumps([dataclasses.asdict(config), world_size], sort_keys=True)
         if key not in seen:
             seen.add(key)
             # The config's own values: 64 and 64.0 are the same batch size.
-            values = {name: _read_value(config, name) for name in grid}
-            trials.append(Trial(len(trials) + 1, values, _merge_overrides(base, values), config))
-        if num_models and len(trials) == num_models:
-            break
+            overrides = _merge_overrides(base, {name: _read_value(config, name) for name in fields})
+            values = {name: _read_value(config, name) if _is_field(name) else int(choice[name]) for name in names}
+            trials.append(Trial(len(trials) + 1, values, overrides, config, world_size))
     return trials
+
+
+def expand_grid(grid: Any, num_models: int = 0, seed: int = 0) -> list[dict[str, Any]]:
+    """Return the choices that a sweep's `grid` describes, each a value by name.
+
+    Args:
+        grid: a list of the choices themselves; or by the name of a field, or by "recipe_options." and the name of a
+            recipe's option: a list of values, or where choices are sampled also a range {"low": ..., "high": ...}, both
+            ends included, with "log": true for a logarithmic one or "step" for a stepped one. What is drawn for a field
+            that is a whole number is one; for an option, if the bounds are.
+        num_models: 0 for every combination; otherwise so many are drawn at random, or fewer where there are not as many
+            different ones.
+        seed: of the sampling. The same seed samples the same choices.
+
+    Raises:
+        ConfigError: the grid is malformed, or names an unknown field.
+    """
+    _check(grid, num_models, seed)
+    if not isinstance(grid, Mapping):
+        return [dict(choice) for choice in grid]
+    if num_models:
+        return list(_draw(grid, num_models, seed))
+    return _combine(grid)
+
+
+def expand_world_sizes(
+    config: TrainingConfig, world_sizes: Sequence[int], target_loss: float = 0.0, **axes: Sequence[float]
+) -> list[dict[str, Any]]:
+    """Return the choices of a scaling study: every world size with every combination of `axes`, the largest first.
+
+    Args:
+        config: that the trials share but for the axes.
+        target_loss: held-out loss to which the time is measured.
+        axes: learning_rates, batch_sizes_per_rank and sample_sizes; those that are empty are not varied.
+
+    Raises:
+        ConfigError: names the input, the expected values and the value given.
+    """
+    if config.parallel != "ddp":  # no rank of a split model can step alone
+        raise ConfigError(f"config.parallel: expected ddp in a scaling study, got {config.parallel!r}")
+    if len(world_sizes) < 2:
+        raise ConfigError(f"world_sizes: expected two or more, got {list(world_sizes)}")
+    for name, values in {**axes, "world_sizes": world_sizes}.items():
+        if len(set(values)) < len(values) or not all(0 < value < math.inf for value in values):
+            raise ConfigError(f"{name}: expected different finite numbers above 0, got {list(values)}")
+    if not 0 <= target_loss < math.inf:
+        raise ConfigError(f"target_loss: expected a finite number of at least 0, got {target_loss}")
+    grid = {name.replace("sizes", "size").removesuffix("s"): values for name, values in axes.items() if values}
+    return _combine({**grid, WORLD_SIZE: sorted(world_sizes, reverse=True)})
 
 
 def format_value(value: Any) -> str:
@@ -144,18 +191,18 @@ class EarlyStopping:
 
 
 def _check(grid: Any, num_models: int, seed: int) -> None:
-    example = '{"learning_rate": [0.001, 0.01]}'
-    if not isinstance(grid, Mapping) or not grid:
-        raise ConfigError(f"grid: expected a JSON object such as {example}, got {grid!r}")
     if not 0 <= num_models <= MAX_TRIALS:
         raise ConfigError(f"num_models: expected an integer from 0 to {MAX_TRIALS}, got {num_models}")
     if not 0 <= seed < 1 << 32:
         raise ConfigError(f"seed: expected an integer from 0 to {(1 << 32) - 1}, got {seed}")
-    known = [field.name for field in dataclasses.fields(TrainingConfig)]
+    if isinstance(grid, list) and grid:
+        _check_list(grid, num_models)
+        return
+    if not isinstance(grid, Mapping) or not grid:
+        examples = '{"learning_rate": [0.001, 0.01]}, or a list such as [{"learning_rate": 0.1, "momentum": 0.9}]'
+        raise ConfigError(f"grid: expected a JSON object such as {examples}, got {grid!r}")
     for name, values in grid.items():
-        if name not in known and not name.startswith(OPTION_PREFIX):
-            expected = f"one of {', '.join(known)}, or {OPTION_PREFIX}NAME for a recipe option"
-            raise ConfigError(f"grid: expected {expected}, got {name!r}")
+        _check_name("grid", name)
         if isinstance(values, Mapping) and not num_models:
             raise ConfigError(f"grid.{name}: expected a list of choices (a range needs num_models), got {values!r}")
         if not isinstance(values, Mapping) and not (isinstance(values, (list, tuple)) and values):
@@ -168,22 +215,50 @@ def _check(grid: Any, num_models: int, seed: int) -> None:
         )
 
 
-def _combinations(grid: Mapping[str, Sequence[Any]]) -> Iterable[dict[str, Any]]:
-    for values in itertools.product(*grid.values()):
-        yield dict(zip(grid, values, strict=True))
+def _check_list(choices: list[Any], num_models: int) -> None:
+    if num_models:
+        raise ConfigError(f"num_models: expected 0 with a list of models, got {num_models}")
+    if len(choices) > MAX_TRIALS:
+        raise ConfigError(f"grid: expected at most {MAX_TRIALS:,} models, got {len(choices):,}")
+    for index, choice in enumerate(choices):
+        if not isinstance(choice, Mapping) or not choice:
+            example = '{"learning_rate": 0.1, "momentum": 0.9}'
+            raise ConfigError(f"grid[{index}]: expected an object such as {example}, got {choice!r}")
+        for name in choice:
+            _check_name(f"grid[{index}]", name)
 
 
-def _draw(grid: Mapping[str, Any], num_models: int, seed: int) -> Iterable[dict[str, Any]]:
-    """Yield random samples from the grid, more than requested because some may be equal."""
+def _check_name(where: str, name: str) -> None:
+    if not _is_field(name):
+        known = ", ".join(field.name for field in dataclasses.fields(TrainingConfig))
+        raise ConfigError(f"{where}: expected one of {known}, or {OPTION_PREFIX}NAME for a recipe option, got {name!r}")
+
+
+def _is_field(name: str) -> bool:
+    return name.startswith(OPTION_PREFIX) or name in TrainingConfig.__dataclass_fields__
+
+
+def _combine(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+
+
+def _draw(grid: Mapping[str, Any], num_models: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield `num_models` different random samples from the grid, or fewer if there are not as many."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     # Sorted by name: a grid's own order may be lost on the way here.
     distributions = {name: _distribution(name, grid[name]) for name in sorted(grid)}
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed))
+    seen: set[str] = set()
     for _ in range(10 * num_models):
+        if len(seen) == num_models:
+            return
         drawn = study.ask(distributions).params
-        yield {name: grid[name][drawn[name]] if not isinstance(grid[name], Mapping) else drawn[name] for name in grid}
+        key = json.dumps(drawn, sort_keys=True)
+        if key not in seen:
+            seen.add(key)
+            yield {name: drawn[name] if isinstance(grid[name], Mapping) else grid[name][drawn[name]] for name in grid}
 
 
 def _distribution(name: str, values: Any) -> optuna.distributions.BaseDistribution:
@@ -230,5 +305,5 @@ def _merge_overrides(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict
 
 def _read_value(config: TrainingConfig, name: str) -> Any:
     if name.startswith(OPTION_PREFIX):
-        return config.recipe_options[name.removeprefix(OPTION_PREFIX)]
+        return config.recipe_options.get(name.removeprefix(OPTION_PREFIX))
     return getattr(config, name)

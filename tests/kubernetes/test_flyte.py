@@ -71,8 +71,7 @@ def start_flyte(namespace: Namespace, store: Store) -> Callable[[str], Flyte]:
 @pytest.fixture(scope="module")
 def tasks() -> Any:
     import tasks.prepare
-    import tasks.scaling
-    import tasks.sweep
+    import tasks.study
     import tasks.train
 
     return tasks
@@ -370,14 +369,14 @@ def test_a_sweep_trains_its_models_side_by_side_on_a_cluster_of_its_own(
 ) -> None:
     flyte = start_flyte("swept")
     inputs = literals(
-        tasks.sweep.train_sweep,
+        tasks.study.train_sweep,
         recipe="digits",
         config=tasks.inputs.TrainingOverrides(epochs=2),
-        grid={"learning_rate": [0.0001, 0.005], "global_batch_size": [64, 128]},
+        trials=[{"learning_rate": rate, "global_batch_size": size} for rate in (0.0001, 0.005) for size in (64, 128)],
         data=digits,
         cluster=cluster_input(tasks),
     )
-    outputs = flyte.run(package, "tasks.sweep.train_sweep", "n1/data", inputs)
+    outputs = flyte.run(package, "tasks.study.train_sweep", "n1/data", inputs)
     table = rows(flyte, outputs)
     assert len(table) == 4 * 2
     assert {row["status"] for row in table} == {"finished"}
@@ -393,16 +392,14 @@ def test_a_scaling_study_measures_one_and_two_nodes_of_one_cluster(
 ) -> None:
     flyte = start_flyte("scaled")
     inputs = literals(
-        tasks.scaling.train_at_world_sizes,
+        tasks.study.train_at_world_sizes,
         recipe="digits",
         config=tasks.inputs.TrainingOverrides(epochs=2),
         data=digits,
-        world_sizes=[1, 2],
-        learning_rates=[],
-        target_loss=0.0,
+        trials=[{"world_size": 2}, {"world_size": 1}],
         cluster=cluster_input(tasks),
     )
-    outputs = flyte.run(package, "tasks.scaling.train_at_world_sizes", "n1/data", inputs)
+    outputs = flyte.run(package, "tasks.study.train_at_world_sizes", "n1/data", inputs)
     assert [int(row["world_size"]) for row in rows(flyte, outputs)] == [1, 2]
     losses = [float(row["final_test_loss"]) for row in rows(flyte, outputs)]
     assert losses[0] == pytest.approx(losses[1], rel=0.1)  # the same global batch, but for the draws of dropout

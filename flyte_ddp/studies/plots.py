@@ -1,0 +1,306 @@
+"""Figures of a study.
+
+Of every study: the held-out loss of its trials over epochs and over time, grouped in facets. A facet contains the
+trials that differ in one hyperparameter only, of a scaling study in the world size; the color shows its value. In a
+random search no two trials are like that: there all share one facet, in which the best have colors and the others are
+faint. Of a scaling study also: speed-up, efficiency, throughput, time to a target loss, communication.
+
+From the command line: `python -m flyte_ddp.studies.plots results.csv picture.svg` (or .png, .pdf) for a sweep,
+`python -m flyte_ddp.studies.plots history.jsonl picture.svg` for a scaling study.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.events import RunFinished, RunState, read_history
+from flyte_ddp.observers.figures import FAINT, PALETTE, Panel, log_scale, save_panels, style, thinned
+from flyte_ddp.studies.results import FAILED, FINISHED, STOPPED_EARLY, TrialRun, find_best, read_table
+from flyte_ddp.studies.scaling import Row, Study
+from flyte_ddp.studies.search import BATCH_SIZE_PER_RANK, WORLD_SIZE, Trial, format_value
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MAX_FACETS = 6
+NUM_COLORED = 5  # of the best models, if all models share one facet
+MAX_FAINT = 100  # models beside those; more lines would become one grey area
+MAX_POINTS = 60  # of one line, because there are many lines
+MAX_NAMED = 4  # colors for which the legend has room for the hyperparameter's name
+SEED = "seed"  # models that differ only in this are one experiment, with one color
+
+
+@dataclass(frozen=True)
+class Facet:
+    """The models of one panel."""
+
+    title: str
+    lines: Sequence[tuple[TrialRun, str, str]]  # run, color, label in the legend; "" for none
+
+
+def loss_panels(runs: Sequence[TrialRun]) -> tuple[str, list[Panel], list[Panel]]:
+    """Return a description of the colors, the panels of the loss over epochs, and those of the loss over time.
+
+    All panels of a kind have the same axes. Without a finished epoch there are no panels.
+    """
+    drawn = [run for run in runs if run.epochs]
+    meaning, facets = _facets(drawn)
+    losses = [epoch.test_loss for run in drawn for epoch in run.epochs if math.isfinite(epoch.test_loss)]
+    if not losses:
+        return meaning, [], []
+    best = find_best(runs)
+    slowest = max(run.elapsed[-1] for run in drawn)
+    unit, seconds = ("h", 3600) if slowest > 2 * 3600 else ("min", 60) if slowest > 120 else ("s", 1)
+    over_epochs: list[Panel] = []
+    over_time: list[Panel] = []
+    for index, facet in enumerate(facets):
+        ends = [f"{run.trial} {run.epochs[-1].test_loss:.4g}" for run, _, _ in facet.lines[: len(PALETTE)]]
+        summary = f"{facet.title}: the last values are {', '.join(ends)}"
+        by_epoch = {id(run): [float(epoch.epoch) for epoch in run.epochs] for run in drawn}
+        by_time = {id(run): [elapsed / seconds for elapsed in run.elapsed] for run in drawn}
+        for panels, name, xs, label in (
+            (over_epochs, "epochs", by_epoch, "epoch"),
+            (over_time, "time", by_time, f"time ({unit})"),
+        ):
+            panels.append(
+                Panel(
+                    f"loss-over-{name}-{index}",
+                    facet.title,
+                    f"Test loss over {name}, {summary}",
+                    # Default arguments, because the loop's variables change before anything is drawn.
+                    lambda axes, facet=facet, xs=xs, label=label: _draw(axes, facet, xs, label, losses, best),  # type: ignore[misc]
+                )
+            )
+    return meaning, over_epochs, over_time
+
+
+def _facets(runs: Sequence[TrialRun]) -> tuple[str, list[Facet]]:
+    """Return a description of the colors, and the facets."""
+    values: dict[str, dict[str, None]] = {}  # the distinct values of each hyperparameter, in order
+    for run in runs:
+        for name, value in run.trial.values.items():
+            values.setdefault(name, {})[json.dumps(value)] = None
+    names = [name for name, different in values.items() if len(different) > 1 and name != SEED]
+    for swept_name in reversed(names):
+        others = [name for name in names if name != swept_name]
+        by_facet: dict[str, list[TrialRun]] = {}
+        for run in runs:
+            title = ", ".join(f"{name} {format_value(run.trial.values[name])}" for name in others)
+            by_facet.setdefault(title, []).append(run)
+        colors = {value: PALETTE[index % len(PALETTE)] for index, value in enumerate(values[swept_name])}
+        is_compared = len(by_facet) < len(runs)  # not in a list of models that differ in several hyperparameters
+        if is_compared and len(colors) <= len(PALETTE) and len(by_facet) <= MAX_FACETS:
+            facets = [
+                Facet(title or f"By {swept_name}", _colored(members, swept_name, colors))
+                for title, members in by_facet.items()
+            ]
+            return f"colored by {swept_name}", facets
+    ranked = sorted(runs, key=lambda run: (run.last_loss, run.trial.number))
+    lines = [
+        (run, PALETTE[place] if place < NUM_COLORED else "", f"{run.trial.number}" if place < NUM_COLORED else "")
+        for place, run in enumerate(ranked[: NUM_COLORED + MAX_FAINT])
+    ]
+    title = "All models" if len(lines) == len(runs) else f"The best {len(lines)} of {len(runs)} models so far"
+    return "the best models so far have colors and numbers", [Facet(title, lines)]
+
+
+def _colored(runs: Sequence[TrialRun], name: str, colors: Mapping[str, str]) -> list[tuple[TrialRun, str, str]]:
+    """Return the lines with their colors. The first label names the hyperparameter if there is room."""
+    lines: list[tuple[TrialRun, str, str]] = []
+    labelled: set[str] = set()
+    for run in runs:
+        value = json.dumps(run.trial.values[name])
+        label = "" if value in labelled else format_value(run.trial.values[name])[:14]
+        if not labelled and len(colors) <= MAX_NAMED:
+            label = f"{name} {label}"
+        lines.append((run, colors[value], label))
+        labelled.add(value)
+    return lines
+
+
+def _draw(
+    axes: Axes,
+    facet: Facet,
+    xs: Mapping[int, Sequence[float]],
+    label: str,
+    losses: Sequence[float],
+    best: TrialRun | None,
+) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    ink = axes.title.get_color()
+    for index, (run, color, name) in enumerate(facet.lines):
+        points = [(x, epoch.test_loss) for x, epoch in zip(xs[id(run)], run.epochs, strict=True)]
+        points = thinned(points, MAX_POINTS)
+        if not points:
+            continue
+        axes.plot(
+            *zip(*points, strict=True),
+            color=color or ink,
+            alpha=1 if color else FAINT / 3,
+            zorder=3 if color else 2,
+            # Equal lines, such as of several world sizes: the earlier ones are thicker, so that they stay visible.
+            linewidth=max(1.4, 2.6 - 0.4 * index) if color else 0.8,
+            marker="o" if len(points) <= 15 else "",
+            markersize=3.5 if color else 2,
+            label=name or None,
+        )
+        if color and run.status in (FAILED, STOPPED_EARLY):
+            axes.plot(*points[-1], "x", color=color, markersize=8, markeredgewidth=2)
+        if run is best:
+            axes.plot(*points[-1], "*", color=color, zorder=4, markersize=13, markeredgecolor=ink, markeredgewidth=0.6)
+    axes.set_xlim(0, 1.04 * max(max(each) for each in xs.values()))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=label == "epoch"))
+    _label(axes, label)
+    axes.set_ylabel("test loss", loc="top", alpha=0.7, fontsize=9.5, labelpad=2)
+    log_scale(axes, losses)
+    low, high = min(losses), max(losses)
+    if axes.get_yscale() == "log":
+        axes.set_ylim(low / 1.25, high * 1.25)
+    else:
+        axes.set_ylim(low - 0.06 * (high - low or 1), high + 0.06 * (high - low or 1))
+    style(axes, facet.title)
+
+
+# --- Scaling ------------------------------------------------------------------------------------------------------
+
+
+def scaling_panels(study: Study) -> list[Panel]:
+    """Return the panels for which there is data; none before the first trial has finished."""
+    panels = []
+    ideal = {row.world_size: row.world_size / rows[0].world_size for rows in study.series.values() for row in rows}
+    for name, title, value, ideals, note in (
+        ("speed-up", "Speed-up", lambda row: row.speed_up, ideal, ""),
+        ("efficiency", "Efficiency (%)", lambda row: 100 * row.efficiency, dict.fromkeys(ideal, 100.0), ""),
+        ("throughput", "Samples per second", lambda row: row.samples_per_second, {}, ""),
+        (
+            "target",
+            f"Seconds to test loss {study.target_loss:.4g}",
+            lambda row: row.seconds_to_target,
+            {},
+            "of training, without evaluation",
+        ),
+    ):
+        if any(value(row) is not None for row in study.rows):
+            panels.append(_by_size(name, title, study, value, ideals, note))
+    first = next(iter(study.series.values()), [])  # all series communicate alike
+    if any(row.wait_share for row in first):
+        shares = ", ".join(f"{ranks(row.world_size)} {100 * row.wait_share:.0f} %" for row in first)
+        panels.append(
+            Panel(
+                "communication",
+                "Communication (% of a step)",
+                f"Share of a step spent waiting for gradients: {shares}",
+                lambda axes: _draw_communication(axes, first),
+            )
+        )
+    return panels
+
+
+def _by_size(
+    name: str,
+    title: str,
+    study: Study,
+    value: Callable[[Row], float | None],
+    ideals: Mapping[int, float],
+    note: str,
+) -> Panel:
+    """Return a panel with a line per series over world sizes."""
+    found = {
+        series: [(row.world_size, y) for row in rows if (y := value(row)) is not None]
+        for series, rows in study.series.items()
+    }
+    values = ", ".join(f"{ranks(size)} {y:,.4g}" for points in found.values() for size, y in points)
+
+    def draw(axes: Axes) -> None:
+        from matplotlib.ticker import FuncFormatter, NullLocator
+
+        for index, (series, points) in enumerate(found.items()):
+            if points:
+                color = PALETTE[index % len(PALETTE)]
+                axes.plot(*zip(*points, strict=True), "-o", color=color, markersize=6, label=series or "measured")
+        if ideals:
+            line = {"color": axes.title.get_color(), "alpha": FAINT, "linewidth": 1, "linestyle": (0, (1, 2))}
+            axes.plot(*zip(*sorted(ideals.items()), strict=True), **line, label="ideal")
+        sizes = sorted({row.world_size for row in study.rows})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.xaxis.set_minor_locator(NullLocator())
+        _label(axes, "ranks")
+        if name == "speed-up":  # with two equal axes the ideal is a straight line, and small sizes stay visible
+            axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 10 else f"{y:g}"))
+        style(axes, title, note, from_zero=name != "speed-up")
+
+    return Panel(name, title, f"{title} by world size: {values}", draw)
+
+
+def _draw_communication(axes: Axes, rows: Sequence[Row]) -> None:
+    """Draw a bar per world size: the waiting time, and on top of it what the backward pass hides."""
+    places = range(len(rows))
+    wait = [100 * row.wait_share for row in rows]
+    hidden = [100 * row.overlap_share for row in rows]
+    axes.bar(places, wait, 0.6, color=PALETTE[1], label="waiting")
+    axes.bar(places, hidden, 0.6, wait, color=PALETTE[0], alpha=FAINT, linewidth=0, label="hidden by backward")
+    axes.set_xticks(places, [str(row.world_size) for row in rows])
+    _label(axes, "ranks")
+    style(axes, "Communication (% of a step)", from_zero=True)
+
+
+def ranks(world_size: int) -> str:
+    """Format a number of ranks."""
+    return "1 rank" if world_size == 1 else f"{world_size} ranks"
+
+
+def _label(axes: Axes, text: str) -> None:
+    axes.set_xlabel(text, loc="right", alpha=0.7, fontsize=9.5, labelpad=1)
+
+
+# --- The command line ---------------------------------------------------------------------------------------------
+
+
+def read_study(history_file: str) -> list[TrialRun]:
+    """Return the finished trials in the history of a scaling study."""
+    states, state = [], RunState(keep_reports=False)
+    for event in read_history(history_file):
+        state.handle(event)
+        if isinstance(event, RunFinished):
+            states.append(state)
+            state = RunState(keep_reports=False)
+    starts = [state.started for state in states if state.started]
+    has_one_batch_size = len({started.config["global_batch_size"] for started in starts}) == 1
+    runs = []
+    for number, (state, started) in enumerate(zip(states, starts, strict=True), start=1):
+        batch = {BATCH_SIZE_PER_RANK: started.config["global_batch_size"] // started.world_size}
+        values = {
+            "learning_rate": started.config["learning_rate"],
+            "sample_size": started.num_train_samples,
+            **({} if has_one_batch_size else batch),  # else the global batch grows with the world size
+            WORLD_SIZE: started.world_size,
+        }
+        runs.append(TrialRun(Trial(number, values, {}, TrainingConfig()), "", FINISHED, state))
+    return runs
+
+
+def main() -> None:
+    """Draw the figures of a study's results; see the module's docstring."""
+    import sys
+
+    import pandas  # type: ignore[import-untyped]
+
+    results, picture = sys.argv[1:]
+    is_scaling = Path(results).suffix == ".jsonl"
+    runs = read_study(results) if is_scaling else read_table(pandas.read_csv(results))
+    _, over_epochs, over_time = loss_panels(runs)
+    others = scaling_panels(Study(runs)) if is_scaling else []
+    save_panels([*over_epochs, *over_time, *others], picture, columns=2 if is_scaling else len(over_epochs))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,318 @@
+"""The tasks of the studies, sweep and scaling: check all trials at once, and train them on one cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from flytekit import task
+from flytekit.types.file import FlyteFile, PythonPickledFile
+from flytekit.types.structured import StructuredDataset
+
+from flyte_ddp.events import CheckpointLoaded, EpochFinished, Event, Listener
+from flyte_ddp.flytekit_plugin.failures import flyte_errors
+from flyte_ddp.observers.figures import percent
+from flyte_ddp.observers.weights_and_biases import Wandb
+from flyte_ddp.recipes import config_of
+from flyte_ddp.storage import Storage
+from flyte_ddp.studies.plots import ranks
+from flyte_ddp.studies.results import FINISHED, OUTCOME, STOPPED_EARLY, TrialRun, build_table, find_best
+from flyte_ddp.studies.scaling import Study
+from flyte_ddp.studies.search import EarlyStopping, build_trials, expand_grid, expand_world_sizes
+from tasks.cluster import open_task_cluster
+from tasks.frame import FRAMED, Frame, open_frame
+from tasks.inputs import ClusterInput, Grid, OptionalCluster, OptionalOverrides, TrainingOverrides, given
+from tasks.prepare import PreparedData
+from tasks.resources import DRIVER_TASK, SMALL_TASK, TRAINING_CACHE
+from tasks.study_report import StudyReport
+
+Outputs = TypeVar("Outputs")
+
+
+class CheckedStudy(NamedTuple):
+    """The inputs of a study's training task."""
+
+    config: TrainingOverrides  # that all trials share
+    trials: list[dict]  # what each trial varies, by name; see `flyte_ddp.studies.search.build_trials`
+
+
+class SweepOutputs(NamedTuple):
+    """The outputs of a sweep. The best trial has the lowest loss on the held-out data after its last epoch."""
+
+    results: StructuredDataset  # a row for every epoch of every trial, see `flyte_ddp.studies.results.build_table`
+    csv: FlyteFile  # the same as a CSV file
+    best_config: TrainingOverrides  # of the best trial, in the form of --config
+    best_accuracies: list[float]  # of the best trial after each epoch, in [0, 1]
+    best_model_state: PythonPickledFile  # its state dict after the last epoch, on the CPU
+    report: FlyteFile  # the HTML page that the Deck shows too
+
+
+class ScalingOutputs(NamedTuple):
+    """The outputs of a scaling study."""
+
+    table: StructuredDataset  # a row for every trial: `build_scaling_table`
+    csv: FlyteFile  # the same as a CSV file
+    history: FlyteFile  # every event of every trial, as JSON lines, one trial after the other
+    report: FlyteFile  # the HTML page that the Deck shows too
+
+
+@task(**SMALL_TASK)
+def check_sweep(
+    recipe: str,
+    config: OptionalOverrides,
+    grid: Grid,
+    num_models: int,
+    seed: int,
+    stop_early: str,
+    cluster: OptionalCluster,
+) -> CheckedStudy:
+    """Check every trial of the sweep before anything is prepared or started for the first."""
+    with flyte_errors():
+        EarlyStopping(stop_early)
+        return _check(recipe, config, expand_grid(grid, num_models, seed), cluster)
+
+
+@task(**SMALL_TASK)
+def check_scaling(
+    recipe: str,
+    config: OptionalOverrides,
+    world_sizes: list[int],
+    learning_rates: list[float],
+    batch_sizes_per_rank: list[int],
+    sample_sizes: list[int],
+    target_loss: float,
+    cluster: OptionalCluster,
+) -> CheckedStudy:
+    """Check every trial of the study before anything is prepared or started for the first."""
+    with flyte_errors():
+        choices = expand_world_sizes(
+            config_of(recipe, given(config)),
+            world_sizes,
+            target_loss,
+            learning_rates=learning_rates,
+            batch_sizes_per_rank=batch_sizes_per_rank,
+            sample_sizes=sample_sizes,
+        )
+        return _check(recipe, config, choices, cluster)
+
+
+def _check(
+    recipe: str, config: OptionalOverrides, choices: list[dict[str, Any]], cluster: OptionalCluster
+) -> CheckedStudy:
+    from flyte_ddp.studies.runner import check_trials
+
+    check_trials(recipe, build_trials(recipe, given(config), choices), cluster or ClusterInput())
+    return CheckedStudy(config or TrainingOverrides(), choices)
+
+
+@task(cache=TRAINING_CACHE, **DRIVER_TASK, **FRAMED)
+def train_sweep(
+    recipe: str,
+    config: TrainingOverrides,
+    trials: list[dict],
+    data: PreparedData,
+    cluster: ClusterInput,
+    stop_early: str = "none",
+    checkpoints: str = "",
+) -> SweepOutputs:
+    """Train one model, a trial, for each configuration, each on a worker of a Dask cluster, and compare them.
+
+    A retry of this task skips the trials that are done and continues the others from their checkpoints.
+    """
+    report = StudyReport(recipe)
+    options = {"stop_early": stop_early}
+    return _train(report, config, trials, data, cluster, checkpoints, options, _Observer.sweep_outputs)
+
+
+# Not cached: the measurements are true only for the machines and the network of that day.
+@task(**DRIVER_TASK, **FRAMED)
+def train_at_world_sizes(
+    recipe: str,
+    config: TrainingOverrides,
+    trials: list[dict],
+    data: PreparedData,
+    cluster: ClusterInput,
+    target_loss: float = 0.0,
+    checkpoints: str = "",
+) -> ScalingOutputs:
+    """Train a trial at every world size with every combination of the other choices, one at a time, and compare them.
+
+    A retry of this task continues the interrupted trial; finished trials are not repeated.
+    """
+    report = StudyReport(recipe, target_loss=target_loss)
+    options = {"one_at_a_time": True}
+    return _train(report, config, trials, data, cluster, checkpoints, options, _Observer.scaling_outputs)
+
+
+def _train(
+    report: StudyReport,
+    config: TrainingOverrides,
+    choices: Sequence[Mapping[str, Any]],
+    data: PreparedData,
+    cluster: ClusterInput,
+    checkpoints: str,
+    options: Mapping[str, Any],
+    make_outputs: Callable[[_Observer], Outputs],
+) -> Outputs:
+    """Train the trials in the frame of the current task; `options` are arguments of `train_trials`."""
+    from flyte_ddp.studies.runner import resize_cluster, train_trials
+
+    recipe = report.recipe
+    with open_frame(report, recipe, checkpoints, "scaling" if report.is_scaling else "sweep") as frame:
+        trials = build_trials(recipe, given(config), choices)
+        frame.limit_time(config_of(recipe, given(config)).max_hours)
+        data.download()
+        observer = _Observer(frame, report, len(trials))
+        if report.is_scaling:
+            cluster = resize_cluster(cluster, max(trial.world_size for trial in trials))
+        with open_task_cluster(cluster, frame.name) as client:
+            train_trials(
+                recipe,
+                trials,
+                frame.storage.url,
+                data.path,
+                client,
+                cluster,
+                observers=[observer.observe],
+                make_listeners=observer.make_listeners,
+                relay=frame.say,
+                run_name=frame.name,
+                run=frame.execution.run_id,
+                **options,
+            )
+        frame.close(None)
+        return make_outputs(observer)
+
+
+def build_scaling_table(study: Study) -> list[dict[str, object]]:
+    """Return the rows of the table: the fields of `flyte_ddp.studies.scaling.Row`, with the device in a name."""
+    rows = []
+    for row in study.rows:
+        values = dataclasses.asdict(row)
+        values[f"{study.device_unit.lower()}_hours"] = values.pop("device_hours")
+        rows.append(values)
+    return rows
+
+
+class _Observer:
+    """Shows a study: a line for each start and end of a trial, the report, and one group in W&B."""
+
+    def __init__(self, frame: Frame, report: StudyReport, num_trials: int) -> None:
+        self.frame = frame
+        self.report = report
+        self.num_trials = num_trials
+        self.group = frame.wandb_run_id()
+        self.started: set[int] = set()
+        self._wandb_lines: set[str] = set()  # kinds that were printed
+        self._lock = threading.Lock()
+
+    def observe(self, run: TrialRun, event: Event | None) -> None:
+        """Take note of what happened to a trial; see `flyte_ddp.studies.runner.train_trials`."""
+        number = run.trial.number
+        if len(self.report.runs) < self.num_trials:  # a study names all its trials before it starts the first
+            self.report.runs.append(run)
+        if isinstance(event, CheckpointLoaded):
+            again = f" again, after epoch {len(run.epochs)}" if number in self.started or run.epochs else ""
+            self.started.add(number)
+            self._say(run, f"started{again}")
+        elif event is None:
+            self._say_end(run)
+        if isinstance(event, EpochFinished):
+            self.frame.publisher.handle(event)
+
+    def make_listeners(self, run: TrialRun) -> list[Listener]:
+        """Return the listeners of one trial: W&B, Prometheus' if a port was asked for, the bar for one at a time."""
+        return [
+            *([self.frame.bar] if self.report.is_scaling else []),
+            *self.frame.figures(recipe=self.report.recipe, trial=str(run.trial.number)),
+            self.frame.wandb(
+                f"{self.group}-{run.key}",
+                _TrialWandb,
+                trial_run=run,
+                name=str(run.trial),
+                group=self.group,
+                config={"sweep": dict(run.trial.values)},
+                say=self._say_of_wandb,
+            ),
+        ]
+
+    def sweep_outputs(self) -> SweepOutputs:
+        """Return the outputs of a sweep, and print where they are."""
+        best = find_best(self.report.runs)
+        assert best is not None  # a sweep without a finished trial has failed
+        assert best.state.finished is not None
+        results, csv = self._save_table(build_table(self.report.runs))
+        outputs = SweepOutputs(
+            results=results,
+            csv=csv,
+            best_config=TrainingOverrides(**best.trial.overrides),
+            best_accuracies=[epoch.accuracy for epoch in best.epochs],
+            best_model_state=self.frame.model_state("best_model_state.pt", best.state.finished.model_state_url),
+            report=self.frame.saved_report(),
+        )
+        self.frame.say(f"the best is {best.trial}: {_result(best)}")
+        self.frame.say_outputs(best_model_state=outputs.best_model_state, results=csv, report=outputs.report)
+        return outputs
+
+    def scaling_outputs(self) -> ScalingOutputs:
+        """Return the outputs of a scaling study, and print the results and where the outputs are."""
+        import pandas
+
+        study = self.report.study
+        table, csv = self._save_table(pandas.DataFrame(build_scaling_table(study)))
+        with open(self.frame.directory / "history.jsonl", "wb") as history:
+            for run in self.report.runs:
+                history.write(Storage(run.url).read(OUTCOME))
+        for series, rows in study.series.items():
+            for row in rows:
+                self.frame.say(
+                    f"{', '.join(filter(None, [ranks(row.world_size), series]))}: {row.samples_per_second:,.0f} "
+                    f"samples/s, speed-up {row.speed_up:.2f}, efficiency {100 * row.efficiency:.0f} %"
+                )
+        outputs = ScalingOutputs(table, csv, self.frame.output("history.jsonl"), self.frame.saved_report())
+        self.frame.say_outputs(results=csv, history=outputs.history, report=outputs.report)
+        return outputs
+
+    def _save_table(self, table: Any) -> tuple[StructuredDataset, FlyteFile]:
+        table.to_csv(self.frame.directory / "results.csv", index=False)
+        return StructuredDataset(dataframe=table), self.frame.output("results.csv")
+
+    def _say(self, run: TrialRun, text: str) -> None:
+        trial = str(run.trial).replace(f"trial {run.trial.number}", f"trial {run.trial.number}/{self.num_trials}", 1)
+        self.frame.say(f"{trial} {text}")
+
+    def _say_end(self, run: TrialRun) -> None:
+        earlier = "" if run.trial.number in self.started else " in an earlier attempt"
+        if run.status == FINISHED:
+            self._say(run, f"finished{earlier}: {_result(run)}")
+        elif run.status == STOPPED_EARLY:
+            self._say(run, f"stopped early{earlier}, after epoch {len(run.epochs)}: {_result(run)}")
+        elif run.error:
+            self._say(run, f"failed: {run.error}")
+
+    def _say_of_wandb(self, line: str) -> None:
+        """Print the first line of each kind from W&B. The other trials' lines are like it."""
+        kind = "URL" if line.startswith("W&B: http") else " ".join(line.split()[:3])
+        with self._lock:
+            if kind not in self._wandb_lines:
+                self._wandb_lines.add(kind)
+                self.frame.say(f"{line} (likewise for all trials of group {self.group})")
+                self.report.notes.append(f"W&B group {self.group}. Its first run: {line}")
+
+
+class _TrialWandb(Wandb):
+    """Shows one trial in W&B. A trial that is stopped early has not failed."""
+
+    def __init__(self, trial_run: TrialRun, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._trial_run = trial_run
+
+    def close(self, error: BaseException | None) -> None:
+        super().close(None if self._trial_run.status == STOPPED_EARLY else error)
+
+
+def _result(run: TrialRun) -> str:
+    last = run.epochs[-1]
+    return f"test loss {last.test_loss:.4f}, accuracy {percent(last.accuracy)}, {run.elapsed[-1]:.1f} s"

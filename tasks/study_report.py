@@ -1,0 +1,283 @@
+"""The report of a study: of a sweep, and of a scaling study with what it measures besides.
+
+A script of a few lines sorts its table. On pages that forbid scripts the table is in the order of the trials.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from flyte_ddp.observers.figures import percent
+from flyte_ddp.observers.page import NOTHING, Page, draw, duration, row, shortened, tile
+from flyte_ddp.studies.plots import loss_panels, scaling_panels
+from flyte_ddp.studies.results import (
+    DONE,
+    FAILED,
+    FINISHED,
+    INTERRUPTED,
+    RUNNING,
+    STOPPED_EARLY,
+    WAITING,
+    TrialRun,
+    find_best,
+)
+from flyte_ddp.studies.scaling import Row, Study, started_of
+from flyte_ddp.studies.search import BATCH_SIZE_PER_RANK, format_value
+
+MAX_ERROR = 300  # characters of a trial's error in the table
+MAX_DETAILS = 6_000  # characters of a trial's traceback
+MAX_FAILURES = 20  # trials whose tracebacks are shown
+
+CLASSES = {  # of the style sheet
+    FINISHED: "finished",
+    RUNNING: "running",
+    FAILED: "failed",
+    STOPPED_EARLY: "interrupted",
+    INTERRUPTED: "interrupted",
+}
+
+STYLE = """
+.training-report .trials th button {
+  font: inherit; color: inherit; background: none; border: 0; padding: 0; cursor: pointer;
+}
+.training-report .trials th[aria-sort] button { color: var(--ink); font-weight: 650; }
+.training-report .trials th[aria-sort="ascending"] button::after { content: " \\25b2"; }
+.training-report .trials th[aria-sort="descending"] button::after { content: " \\25bc"; }
+.training-report .trials td.note { white-space: normal; min-width: 16rem; text-align: left; color: var(--bad); }
+.training-report .trials td.finished { color: var(--good); } .training-report .trials td.failed { color: var(--bad); }
+.training-report .trials td.running { color: var(--wait); }
+.training-report .trials td.interrupted { color: var(--warn); }
+.training-report .trials :is(th, td):nth-child(2), .training-report .trials th.note { text-align: left; }
+.training-report .trials.scroll { max-height: 40rem; }
+.training-report h2 + .panels { margin-top: 0; }
+.training-report .charts > h2 { margin: 1.4rem 0 .6rem; }
+"""
+
+TEMPLATE = """
+{%- block body %}
+{%- if best %}
+<div class="grid"><section class="card"><h2>The best: {{ best.name }} <small>{{ best.note }}</small></h2>
+<pre>{{ best.config }}</pre></section></div>
+{%- endif %}
+{%- for heading, meaning, drawn in charts %}
+<div class="charts"><h2>{{ heading }} <small>{{ meaning }}</small></h2>
+{{ panels(drawn) }}</div>
+{%- endfor %}
+{%- if table %}
+<div class="grid"><section class="card"><h2>Trials <small>click a column's head to sort</small></h2>
+<div class="scroll trials"><table class="numbers"><thead><tr>
+{%- for head in table.heads %}<th scope="col"><button type="button">{{ head }}</button></th>{% endfor %}
+{%- if table.has_notes %}<th scope="col" class="note"><button type="button">error</button></th>{% endif %}</tr>
+</thead><tbody>
+{%- for row in table.rows %}
+<tr{% if row.best %} class="best"{% endif %}>
+{%- for cell in row.cells %}<td data-key="{{ cell.key }}" class="{{ cell.class }}">{{ cell.text }}</td>{% endfor %}
+{%- if table.has_notes %}<td data-key="{{ row.note }}" class="note">{{ row.note }}</td>{% endif %}</tr>
+{%- endfor %}
+</tbody></table></div></section></div>
+{%- endif %}
+{%- if measured_how %}
+<div class="grid"><section class="card"><h2>How it was measured</h2>{{ pairs(measured_how, true) }}</section></div>
+{%- endif %}
+{%- if failures %}
+<div class="grid"><section class="card error"><h2>Failures</h2>
+{%- for name, text in failures %}<details><summary>{{ name }}</summary><pre>{{ text }}</pre></details>{% endfor %}
+</section></div>
+{%- endif %}
+{%- endblock %}
+{% block script %}
+<script>
+for (const table of document.querySelectorAll(".training-report .trials table")) {
+  const heads = [...table.tHead.rows[0].cells];
+  heads.forEach((head, column) => head.addEventListener("click", () => {
+    const falls = head.getAttribute("aria-sort") === "ascending";
+    heads.forEach(each => each.removeAttribute("aria-sort"));
+    head.setAttribute("aria-sort", falls ? "descending" : "ascending");
+    const key = row => row.cells[column].dataset.key;
+    const compare = (a, b) => isNaN(a) || isNaN(b) ? a.localeCompare(b) : a - b;
+    const rows = [...table.tBodies[0].rows].sort((a, b) =>
+      (key(a) === "") - (key(b) === "") || (falls ? compare(key(b), key(a)) : compare(key(a), key(b))));
+    table.tBodies[0].append(...rows);
+  }));
+}
+</script>
+{% endblock %}
+"""
+
+
+class StudyReport(Page):
+    """The report of a study.
+
+    Args:
+        target_loss: of a scaling study: held-out loss to which the time is measured, 0 for one that all trials reach;
+            None for a sweep.
+
+    Attributes:
+        runs: the study's trials. They are added when they are known.
+    """
+
+    template = TEMPLATE
+    style = STYLE
+    progress_label = "trials done"
+
+    def __init__(self, recipe: str, runs: Sequence[TrialRun] = (), target_loss: float | None = None) -> None:
+        super().__init__()
+        self.recipe = recipe
+        self.runs = list(runs)
+        self.target_loss = target_loss
+        self.is_scaling = target_loss is not None
+
+    @property
+    def title(self) -> str:
+        return f"{'Scaling' if self.is_scaling else 'Sweep'} of {self.recipe}"
+
+    @property
+    def study(self) -> Study:
+        """The comparison of a scaling study's finished trials; an empty one for a sweep."""
+        return Study([run.snapshot() for run in self.runs] if self.is_scaling else [], self.target_loss or 0.0)
+
+    def content(self) -> dict[str, Any]:
+        runs, study = [run.snapshot() for run in self.runs], self.study
+        best = find_best(runs)
+        num_done = sum(run.status in DONE for run in runs)
+        failures = [(str(run.trial), shortened(run.details, MAX_DETAILS)) for run in runs if run.details]
+        return {
+            "lead": self._lead(runs),
+            "percent_done": 100 * num_done // max(1, len(runs)),
+            "tiles": [*_scaling_tiles(study), *self._tiles(runs, best, num_done)],
+            "best": _best(best) if best else None,
+            "charts": _charts(runs, study),
+            "table": _table(runs, best, study) if runs else {},
+            "measured_how": [row(name, value) for name, value in _facts(runs, study)],
+            "failures": failures[:MAX_FAILURES],
+        }
+
+    def _lead(self, runs: Sequence[TrialRun]) -> str:
+        if not runs:
+            return "Waiting for the cluster."
+        data = [f"{run.state.started.data}: " for run in runs if run.state.started]
+        lead = f"{data[0] if data else ''}{len(runs)} trials over {', '.join(runs[0].trial.values)}"
+        if self.is_scaling and BATCH_SIZE_PER_RANK not in runs[0].trial.values:
+            lead += f", all with the same global batch of {runs[0].trial.config.global_batch_size:,} samples"
+        return f"{lead}."
+
+    def _tiles(self, runs: Sequence[TrialRun], best: TrialRun | None, num_done: int) -> list[dict[str, str]]:
+        counts = {
+            status: sum(run.status == status for run in runs) for status in (RUNNING, WAITING, STOPPED_EARLY, FAILED)
+        }
+        others = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+        spent = sum(run.elapsed[-1] for run in runs if run.epochs)
+        loss, trial = (f"{best.last_loss:.4g}", f"trial {best.trial.number}") if best else (NOTHING, "")
+        accuracy = percent(best.epochs[-1].accuracy) if best else NOTHING
+        return [
+            tile("Trials done", f"{num_done} / {len(runs)}", others or "all finished"),
+            tile("Lowest test loss", loss, trial),
+            tile("Its accuracy", accuracy, "after its last epoch"),
+            tile("Wall time", duration(self.seconds()), "so far" if self.status == "running" else "of this attempt"),
+            tile("Time of the trials", duration(spent), "training and evaluation, sum of all trials"),
+        ]
+
+
+def _scaling_tiles(study: Study) -> list[dict[str, str]]:
+    if not study.rows:
+        return []
+    largest = max(study.rows, key=lambda each: each.world_size)
+    ranks = f"{largest.world_size} ranks"
+    return [
+        tile("Speed-up", f"{largest.speed_up:.2f} x", f"{ranks} over {min(each.world_size for each in study.rows)}"),
+        tile("Efficiency", _percent(largest.efficiency), f"of the ideal, {ranks}"),
+        tile("Waiting for gradients", _percent(largest.wait_share), f"of a step, {ranks}"),
+    ]
+
+
+def _facts(runs: Sequence[TrialRun], study: Study) -> list[tuple[str, str]]:
+    """Return how a scaling study was measured; nothing without finished trials."""
+    started = [started_of(run) for run in runs if study.rows and run.state.started]
+    if not started:
+        return []
+    return [
+        ("Device of each rank", started[0].device),
+        ("CPU threads of each rank, the same in every trial", f"{started[0].num_threads}"),
+        ("Backend", next((each.backend for each in started if each.world_size > 1), started[0].backend)),
+        (f"{study.device_unit}-hours", f"{study.device_unit}s times hours of training, without evaluation"),
+        ("Step time", "the median of the epochs' durations, divided by the steps of an epoch"),
+        (
+            "Waiting",
+            "time that a rank waits for gradients after its own backward pass, including the wait for slower ranks;"
+            " the mean of all ranks, from DDP's own timers",
+        ),
+        ("Hidden", "all-reduce during the backward pass, which takes no extra time"),
+    ]
+
+
+def _charts(runs: Sequence[TrialRun], study: Study) -> list[tuple[str, str, list[Any]]]:
+    """Return (heading, note, pictures) of each chart."""
+    meaning, over_epochs, over_time = loss_panels(runs)
+    meaning += "; a star marks the best trial, a cross one that failed or was stopped early"
+    charts = [("Test loss over epochs", meaning, over_epochs), ("Test loss over elapsed time", meaning, over_time)]
+    if len(over_epochs) == 1:
+        charts = [("Test loss over epochs and over elapsed time", meaning, over_epochs + over_time)]
+    charts.append(("Scaling", "by world size", scaling_panels(study)))
+    return [(heading, note, draw(panels)) for heading, note, panels in charts if panels]
+
+
+def _best(best: TrialRun) -> dict[str, str]:
+    return {
+        "name": str(best.trial),
+        "config": json.dumps(best.trial.overrides),
+        "note": "lowest test loss after the last epoch among the trials that finished; use it as --config",
+    }
+
+
+def _table(runs: Sequence[TrialRun], best: TrialRun | None, study: Study) -> dict[str, Any]:
+    """Return the table of trials. Each cell has a text and a key to sort by."""
+    measured = {each.trial: each for each in study.rows}
+    names = list(runs[0].trial.values)
+    rows = []
+    for run in runs:
+        last = run.epochs[-1] if run.epochs else None
+        cells = {
+            "trial": _cell(run.trial.number),
+            "status": {"text": run.status, "key": run.status, "class": CLASSES.get(run.status, "")},
+            **{name: _cell(run.trial.values[name]) for name in names},
+            "epochs": _cell(len(run.epochs), f"{len(run.epochs)} / {run.trial.config.epochs}"),
+            "train loss": _cell(last and last.train_loss),
+            "test loss": _cell(last and last.test_loss),
+            "accuracy": _cell(last and last.accuracy, percent(last.accuracy) if last else ""),
+            "time": _cell(run.elapsed[-1] if last else None, duration(run.elapsed[-1]) if last else ""),
+            **(_scaling_cells(measured.get(run.trial.number), study) if study.rows else {}),
+        }
+        rows.append({"best": run is best, "cells": list(cells.values()), "note": shortened(run.error, MAX_ERROR)})
+    return {"heads": list(cells), "rows": rows, "has_notes": any(row["note"] for row in rows)}
+
+
+def _scaling_cells(found: Row | None, study: Study) -> dict[str, dict[str, Any]]:
+    cells = {
+        "batch per rank": found and (found.batch_size_per_rank, f"{found.batch_size_per_rank:,}"),
+        "step": found and (found.step_seconds, f"{1e3 * found.step_seconds:,.2f} ms"),
+        "samples/s": found and (found.samples_per_second, f"{found.samples_per_second:,.0f}"),
+        "speed-up": found and (found.speed_up, f"{found.speed_up:.2f}"),
+        "efficiency": found and (found.efficiency, _percent(found.efficiency)),
+        f"to loss {study.target_loss:.4g}": found
+        and (
+            found.seconds_to_target,
+            NOTHING if found.seconds_to_target is None else f"{found.seconds_to_target:,.1f} s",
+        ),
+        "waiting": found and (found.wait_share, _percent(found.wait_share)),
+        "hidden": found and (found.overlap_share, _percent(found.overlap_share)),
+        f"{study.device_unit}-hours": found and (found.device_hours, f"{found.device_hours:.3g}"),
+    }
+    return {name: _cell(*(cell or (None,))) for name, cell in cells.items()}
+
+
+def _cell(value: Any, text: str | None = None) -> dict[str, Any]:
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return {"text": "" if value is None else str(value), "key": "", "class": ""}
+    return {"text": format_value(value) if text is None else text, "key": value, "class": ""}
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
