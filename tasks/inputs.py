@@ -20,7 +20,8 @@ from mashumaro.jsonschema import build_json_schema
 from flyte_ddp.cluster.config import ClusterConfig, cluster_config
 from flyte_ddp.config import TrainingConfig, reject_unknown_fields, resolve
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.flytekit_plugin.failures import InputError
+from flyte_ddp.flytekit_plugin.failures import InputError, flyte_errors
+from flyte_ddp.studies.search import expand_grid
 
 
 def _json_object(field: str, text: str) -> dict[str, Any]:
@@ -142,19 +143,33 @@ def _refuse_source(path: str) -> None:
         raise InputError(f"data: expected a directory, a file or a URL, got {path!r}, which does not exist")
 
 
+def _refuse_grid(grid: Any) -> None:
+    with flyte_errors():
+        expand_grid(grid)
+
+
+class _GridTransformer(OptionalTransformer):
+    """Name the mistake in a list too, of which flytekit would only tell that no variant takes it."""
+
+    def assert_type(self, t: type, v: Any) -> None:
+        if isinstance(v, list):
+            self._refuse(v)
+        super().assert_type(t, v)
+
+
 # The inputs of the workflows, None where the user gives none: any other default of a JSON object crashes flytekit's
 # commands for what is registered, such as `pyflyte run remote-launchplan`. In the form `X | None`, flytekit would not
 # find the transformers registered below.
 OptionalOverrides = typing.Optional[TrainingOverrides]  # noqa: UP045
 OptionalCluster = typing.Optional[ClusterInput]  # noqa: UP045
 OptionalSource = typing.Union[FlyteDirectory, FlyteFile, None]  # noqa: UP007 - a local path (uploaded) or any URL
-# Of a sweep: choices by name, or a list of models.
-Grid = typing.Union[dict, list[dict]]  # noqa: UP007 - as above
+Grid = typing.Union[dict, list[dict], None]  # noqa: UP007 - of a sweep, which requires it
 
 for _kind in (TrainingOverrides, ClusterInput):
     TypeEngine.register(_ConfigTransformer(_kind))
     TypeEngine.register(OptionalTransformer(typing.Optional[_kind], functools.partial(_refuse_text, _kind)))  # noqa: UP045
 TypeEngine.register(OptionalTransformer(OptionalSource, _refuse_source))
+TypeEngine.register(_GridTransformer(Grid, _refuse_grid))
 
 
 def given(overrides: Any) -> Mapping[str, Any]:

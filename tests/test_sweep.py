@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
+from flytekit.core.context_manager import FlyteContextManager
+from flytekit.core.type_engine import TypeEngine
 
 from flyte_ddp import events
 from flyte_ddp.errors import ConfigError, TrainingStopped
@@ -23,7 +25,7 @@ from flyte_ddp.studies.results import (
     build_table,
 )
 from flyte_ddp.studies.search import EarlyStopping, build_trials, expand_grid
-from tasks.inputs import ClusterInput, InputError, TrainingOverrides
+from tasks.inputs import ClusterInput, Grid, InputError, TrainingOverrides
 from tasks.study import check_sweep
 from tasks.study_report import StudyReport
 
@@ -77,6 +79,30 @@ def test_the_same_seed_draws_the_same_models_and_another_seed_others():
     assert 2 <= sum(model.config.learning_rate < 0.00316 for model in drawn) <= 10
 
 
+def test_a_list_has_a_model_for_each_of_its_objects():
+    grid = [{"learning_rate": 0.1, "momentum": 0.8}, {"global_batch_size": 64}, {"learning_rate": 0.1, "momentum": 0.8}]
+    first, second = trials_of(SWEPT, {"epochs": 2}, grid)
+
+    assert first.overrides == {"epochs": 2, "learning_rate": 0.1, "momentum": 0.8}
+    assert second.overrides == {"epochs": 2, "global_batch_size": 64}
+    # What only others vary has the value that all share.
+    assert dict(second.values) == {"learning_rate": 0.1, "momentum": 0.9, "global_batch_size": 64}
+
+
+@pytest.mark.parametrize("grid", [{"learning_rate": [0.1, 0.01]}, [{"learning_rate": 0.1, "seed": 3}, {"epochs": 2}]])
+def test_a_grid_reaches_its_task_as_it_was_given(grid):
+    context = FlyteContextManager.current_context()
+    kind = TypeEngine.to_literal_type(Grid)
+    assert TypeEngine.to_python_value(context, TypeEngine.to_literal(context, grid, Grid, kind), Grid) == grid
+
+
+@pytest.mark.parametrize("grid", ["nope", "5", [1], []])
+def test_a_grid_that_is_neither_an_object_nor_a_list_of_objects_is_refused_in_one_line(grid):
+    context, kind = FlyteContextManager.current_context(), TypeEngine.to_literal_type(Grid)
+    with pytest.raises(InputError, match=r"^grid.*: expected an? .*object such as .*, got .?(nope|1|5|\[\]).?$"):
+        TypeEngine.to_literal(context, grid, Grid, kind)
+
+
 def test_no_more_models_are_drawn_than_distinct_ones_exist():
     found = trials_of("digits", {}, {"optimizer": ["sgd", "adam"], "epochs": {"low": 1, "high": 2}}, num_models=50)
     assert len(found) == 4
@@ -106,6 +132,14 @@ def test_no_more_models_are_drawn_than_distinct_ones_exist():
             0,
             "grid: expected at most 1,000 combinations, got 1,600; num_models",
         ),
+        ([], 0, r"grid: expected a JSON object such as .*, or a list such as .*, got \[\]"),
+        ([{"epochs": 1}, {}], 0, r"grid\[1\]: expected an object such as .*, got {}"),
+        ([{"epochs": 1}, [2]], 0, r"grid\[1\]: expected an object such as .*, got \[2\]"),
+        ([{"lr": 0.1}], 0, r"grid\[0\]: expected one of epochs, .*, got 'lr'"),
+        ([{"world_size": 2}], 0, r"grid\[0\]: expected one of epochs, .*, got 'world_size'"),
+        ([{"learning_rate": [0.1]}], 0, r"learning_rate: expected a finite number above 0, got \[0.1\]"),
+        ([{"epochs": 1}], 3, "num_models: expected 0 with a list of models, got 3"),
+        ([{"epochs": 1}] * 1001, 0, "grid: expected at most 1,000 models, got 1,001"),
         ({"epochs": [1]}, -1, "num_models: expected an integer from 0 to 1000, got -1"),
         ({"learning_rate": [0.1, -1]}, 0, "learning_rate: expected a finite number above 0, got -1"),
         ({"learning_rate": [0.1, "fast"]}, 0, "learning_rate: expected a finite number above 0, got 'fast'"),

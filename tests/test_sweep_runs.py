@@ -45,9 +45,10 @@ LOCAL = ClusterConfig(kind="local", node_timeout=30)  # a busy machine's workers
 
 
 def models(*grids):
-    """The models of several grids of the recipe for sweeps, one after the other."""
-    found = [model for grid in grids for model in build_trials(SWEPT, {"checkpoint_interval": 2}, expand_grid(grid))]
-    return [dataclasses.replace(model, number=index) for index, model in enumerate(found, start=1)]
+    """The models of several grids of the recipe for sweeps, one after the other, as in a list of models."""
+    return build_trials(
+        SWEPT, {"checkpoint_interval": 2}, expand_grid([each for grid in grids for each in expand_grid(grid)])
+    )
 
 
 # --- On a cluster -------------------------------------------------------------------------------------------------
