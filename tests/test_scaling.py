@@ -289,7 +289,7 @@ def outputs(checkpoints, figures):
 
 def test_each_run_of_a_study_has_its_figures_for_prometheus(outputs, figures):
     for trial, world_size in ((1, 2), (2, 1)):
-        labels = rf'recipe="{TINY}",trial="{trial}",run=""'
+        labels = rf'recipe="{TINY}",run="",trial="{trial}"'
         assert any(re.search(rf"^flyte_ddp_world_size{{{labels}}} {world_size}.0$", text, re.M) for text in figures), (
             figures
         )

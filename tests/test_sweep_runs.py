@@ -328,7 +328,7 @@ def test_the_report_is_shown_while_the_models_train_and_at_the_end(outputs):
 def test_each_model_has_its_figures_for_prometheus_while_it_trains(outputs):
     _, _, published = outputs
     for trial in (1, 2):
-        assert any(f'flyte_ddp_world_size{{recipe="digits",trial="{trial}",run=""}} 1' in text for text in published)
+        assert any(f'flyte_ddp_world_size{{recipe="digits",run="",trial="{trial}"}} 1.0' in text for text in published)
     assert published[-1] == ""
 
 
