@@ -35,6 +35,7 @@ from flyte_ddp.errors import ConfigError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+    from flyte_ddp.checkpoints.peers import Peers
     from flyte_ddp.checkpoints.store import CheckpointStore
     from flyte_ddp.launch.process.entry import RankProcess
 
@@ -109,7 +110,7 @@ class Session:
         self._num_loads = 0
         self._num_polls = 0
         self._link.on_stop = self._terminate
-        self._can_resume = False  # there is a checkpoint of the function
+        self.can_resume = False  # there is a checkpoint, or will be one whenever the run is asked to stop
         self._is_stoppable = False  # the supervisors know, or another rank tells them
         self._num_refused = -1  # calls of `stop_requested` that may have been False; -1 before the stop
         self._stop_at = 0  # number of the call of `stop_requested` from which it is true, once that is agreed
@@ -139,19 +140,19 @@ class Session:
                 logger.warning("session.save: nothing is kept, because the run was given no place for checkpoints")
             self._has_warned = True
             return
-        store = self._open_checkpoints()
+        store = self.open_checkpoints()
         if self._process.rank == 0:
             started = time.perf_counter()
             if store.keeps_resumed and self._num_readers() == self._process.node.world_size - 1:
                 store.keeps_resumed = False
             url = store.save({"step": step, "state": state}, step, best=False)
-            self._can_resume = True
+            self.can_resume = True
             self._link.emit(events.CheckpointSaved(step, url, False, time.perf_counter() - started))
 
     def load(self) -> dict[str, Any] | None:
         if not self.checkpoints:
             return None
-        checkpoints = self._open_checkpoints()
+        checkpoints = self.open_checkpoints()
         self._num_loads += 1
         key = f"flyte_ddp/load-{self._num_loads}"
         is_alone = self._process.node.world_size == 1
@@ -168,7 +169,7 @@ class Session:
             self._open_store().add(f"{key}/num_readers", 1)
         if found is None:
             return None
-        self.step, self._can_resume = found["step"], True
+        self.step, self.can_resume = found["step"], True
         state: dict[str, Any] = found["state"]
         return state
 
@@ -184,6 +185,38 @@ class Session:
             except (TypeError, ValueError):
                 raise ConfigError(f"session.report: {name}: expected a number, got {value!r}") from None
         self._link.emit(events.Reported(self.step, epoch, metrics))
+
+    def beat(self, step: int) -> None:
+        """Report progress; `step` counts optimizer steps from the start of the run."""
+        self.step = step
+        self._link.beat(step)
+
+    def emit(self, event: events.Event) -> None:
+        """Send `event` to the listeners of the run. For rank 0."""
+        self._link.emit(event)
+
+    def open_checkpoints(self, num_kept: int = NUM_KEPT, peers: Peers | None = None) -> CheckpointStore:
+        """Return the store of the run's checkpoints; the first call says how they are kept.
+
+        Args:
+            num_kept: newest ones that stay.
+            peers: the ranks, where each of them writes a part of every checkpoint.
+        """
+        from flyte_ddp.checkpoints.store import CheckpointStore
+
+        if self._store is None:
+            job, is_first = self._process.job, self._process.rank == 0
+            self._store = CheckpointStore(
+                self.checkpoints,
+                num_kept,
+                job.program.store_timeout,
+                job.owner,
+                # A supervisor waits for rank 0's writing, which ends last: it waits for the other ranks'.
+                on_busy=self._link.set_writing if is_first else None,
+                on_written=lambda step, url, best: self._link.emit(events.CheckpointWritten(step, url, best)),
+                peers=peers,
+            )
+        return self._store
 
     def close(self) -> None:
         """Wait until the checkpoints are written. Raises as `save`."""
@@ -222,31 +255,16 @@ class Session:
     def _beat(self) -> None:
         self._link.beat(self.step)
 
-    def _open_checkpoints(self) -> CheckpointStore:
-        from flyte_ddp.checkpoints.store import CheckpointStore
-
-        if self._store is None:
-            job = self._process.job
-            self._store = CheckpointStore(
-                self.checkpoints,
-                NUM_KEPT,
-                job.program.store_timeout,
-                job.owner,
-                on_busy=self._link.set_writing,
-                on_written=lambda step, url, best: self._link.emit(events.CheckpointWritten(step, url, best)),
-            )
-        return self._store
-
     def _announce(self) -> bool:
-        """Have it known, once, that the function can be stopped and resumed: then its gang may end to grow.
+        """Have it known, once, that the run can be stopped and resumed: then its gang may end to grow.
 
-        For that a checkpoint of it is there, and every rank reads `stop_requested`. One that does not would be sent a
+        For that it can resume, and every rank reads `stop_requested`. One that does not would be sent a
         SIGTERM. Returns True when this rank has no more to say.
         """
         others = self._process.node.world_size - 1
         if self._process.rank > 0:
             self._open_store().add("flyte_ddp/num_polling", 1)
-        elif not self._can_resume or (others and self._open_store().add("flyte_ddp/num_polling", 0) < others):
+        elif not self.can_resume or (others and self._open_store().add("flyte_ddp/num_polling", 0) < others):
             return False
         else:
             self._link.set_stoppable()

@@ -7,9 +7,7 @@ import time
 import torch
 
 from flyte_ddp.rank import supervision
-from flyte_ddp.rank.supervision import StopPoll, beat_while_compiling, keep_beating
-from flyte_ddp.world import World
-from tests.support.trainers import CPU, Recorder
+from flyte_ddp.rank.supervision import beat_while_compiling, keep_beating
 
 
 def wait_for(condition, seconds=60):
@@ -53,18 +51,3 @@ def test_a_cold_compilation_reports_progress(monkeypatch):
     time.sleep(0.1)
 
     assert len(beats) == num_beats
-
-
-def test_ranks_poll_each_other_about_once_a_second(monkeypatch):
-    asked = []
-    world = World(0, 0, 1, CPU)
-    monkeypatch.setattr(World, "sum", lambda self, *values: asked.append(clock[0]) or list(values))
-    clock = [0.0]
-    monkeypatch.setattr(supervision.time, "perf_counter", lambda: clock[0])
-    poll = StopPoll(world, Recorder())
-    for _ in range(50):  # of 0.1 s each
-        clock[0] += 0.1
-        assert not poll.stop_agreed()
-
-    assert len(asked) <= 6
-    assert all(later - earlier < 1.15 for earlier, later in zip(asked, asked[1:], strict=False))

@@ -35,7 +35,6 @@ from flyte_ddp.launch.log_tail import LogTail, logs_directory
 from flyte_ddp.launch.process.entry import run_rank
 from flyte_ddp.launch.process.job import Job, NodeRanks, semaphore_prefix
 from flyte_ddp.launch.process.output import RankStream, rank_stacks, read_error
-from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.launch.rank_start import ForkedProcess, kill_server, start_rank
 from flyte_ddp.launch.signals import StopRequest
 
@@ -307,9 +306,9 @@ class _Ranks:
         return min(self.failures, key=lambda failure: failure[:2])[2]
 
     def _stopped(self, stop: StopRequest) -> Exception:
-        """Return the error of a rank that failed after it was asked to stop; a function gets SIGTERM, and may raise."""
+        """Return the error of a rank that failed after it was asked to stop: it may have got a signal, or raise."""
         cause = self._root_cause()
-        if isinstance(self.job.program, RecipeProgram):
+        if cause.is_user_error:
             return cause
         text = f"{stop.reason}: the run was stopped {self._position()} ({first_line(cause)})"
         return TrainingStopped(text, stop.reason)

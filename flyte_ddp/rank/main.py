@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import platform
 import resource
 import sys
@@ -15,7 +16,6 @@ from flyte_ddp import events
 from flyte_ddp.checkpoints import MODEL_STATE
 from flyte_ddp.checkpoints.files import portable
 from flyte_ddp.checkpoints.peers import Peers
-from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.launch.process.entry import RankProcess, SupervisorLink
 from flyte_ddp.launch.process.job import Job, NodeRanks
 from flyte_ddp.launch.process.programs import RecipeProgram, check_compiler
@@ -28,6 +28,7 @@ from flyte_ddp.rank.supervision import beat_while_compiling, keep_beating
 from flyte_ddp.rank.trainer import Trainer
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.prepare import describe_data
+from flyte_ddp.session import Session, open_session
 from flyte_ddp.world import World, process_group
 
 
@@ -50,13 +51,15 @@ def main(program: RecipeProgram, process: RankProcess) -> None:
         avoid_importing_dynamo()
     world = World(process.rank, process.local_rank, node.world_size, device)
     link.beat(0)
+    open_store = functools.cache(lambda: process.open_store(config.collective_timeout))
+    session = open_session(process, open_store)
+    session.can_resume = True  # the loop saves its state whenever it is asked to stop
     if world.world_size == 1:
-        train(program, process.job, world, node, link)
+        train(program, process.job, world, node, link, session)
         return
-    store = process.open_store(config.collective_timeout)
-    peers = Peers(world, store) if config.parallel == "fsdp" else None
-    with process_group(world, config.backend, store, config.collective_timeout):
-        train(program, process.job, world, node, link, peers)
+    peers = Peers(world, open_store()) if config.parallel == "fsdp" else None
+    with process_group(world, config.backend, open_store(), config.collective_timeout):
+        train(program, process.job, world, node, link, session, peers)
 
 
 def train(
@@ -65,6 +68,7 @@ def train(
     world: World,
     node: NodeRanks,
     link: SupervisorLink,
+    session: Session,
     peers: Peers | None = None,
 ) -> None:
     """Train the recipe, and report and save its results.
@@ -84,19 +88,9 @@ def train(
     model = build_model(recipe, config, world)
 
     # Where to start: at the newest checkpoint, if there is one
-    # A supervisor waits for rank 0's writing, which ends last: it waits for the other ranks'.
-    on_busy = link.set_writing if world.is_first else None
-    store = CheckpointStore(
-        job.checkpoints,
-        config.checkpoints_to_keep,
-        config.store_timeout,
-        job.owner,
-        on_busy=on_busy,
-        on_written=lambda step, url, best: link.emit(events.CheckpointWritten(step, url, best)),
-        peers=peers,
-    )
+    store = session.open_checkpoints(config.checkpoints_to_keep, peers)
     fingerprint = data["fingerprint"]
-    trainer = Trainer(recipe, config, world, model, train, test, store, link, fingerprint, program.initial_state)
+    trainer = Trainer(recipe, config, world, model, train, test, store, session, fingerprint, program.initial_state)
     if config.compile:
         beat_while_compiling(lambda: link.beat(trainer.progress.step))
     with keep_beating(lambda: link.beat(trainer.progress.step)):  # a large checkpoint takes its time

@@ -29,8 +29,8 @@ from flyte_ddp.rank.optim import build_optimizer, learning_rate
 from flyte_ddp.rank.parallel import exchange_seconds, replicate
 from flyte_ddp.rank.progress import MetricSums, Progress
 from flyte_ddp.rank.sharding import is_sharded, load_model, load_optimizer, own_rows, split_state
-from flyte_ddp.rank.supervision import StopPoll, Supervisor
 from flyte_ddp.recipes import Recipe
+from flyte_ddp.session import Session
 from flyte_ddp.world import World, run_together
 
 LONG_EVALUATION = 5.0  # seconds after which an evaluation saves what was trained before it
@@ -57,7 +57,7 @@ class Trainer:
         train: Samples,
         test: Samples,
         store: CheckpointStore,
-        supervisor: Supervisor,
+        session: Session,
         data_fingerprint: str = "",
         initial_state: str = "",
     ) -> None:
@@ -68,7 +68,7 @@ class Trainer:
         self.train = train
         self.test = test
         self.store = store
-        self.supervisor = supervisor
+        self.session = session
         self.data_fingerprint = data_fingerprint
         self.initial_state = initial_state
         self.num_steps = config.epochs * num_batches(train, config)
@@ -86,12 +86,10 @@ class Trainer:
 
         Raises:
             NonFiniteLoss: names the step and the epoch.
-            StopRequested: the supervisor asked to stop; a checkpoint has the progress.
+            StopRequested: the run is to end; a checkpoint has the progress.
             StorageUnavailable: the store has been away for `store_timeout`.
             CheckpointError: a checkpoint could not be written.
         """
-        if self.world.is_first:
-            self.supervisor.set_stoppable()
         while self.progress.epoch <= self.config.epochs:
             sums, own_seconds = self.train_epoch()
             evaluation = self.evaluate()
@@ -112,7 +110,6 @@ class Trainer:
         batches = self.train.batches([index for shard in shards for index in shard.micro_batches], progress.epoch)
         earlier = dataclasses.replace(progress)  # the epoch's sums as an earlier attempt left them
         epoch_sums, log_sums, own_seconds = self._new_sums(), self._new_sums(), 0.0
-        poll = StopPoll(self.world, self.supervisor)
         self._num_replaced = self.train.num_replaced + self.test.num_replaced
         self.replica.train()
         keep_frozen_statistics(self.model)
@@ -140,7 +137,7 @@ class Trainer:
             if is_logged:
                 self._report_step(log_sums, norm)
                 log_sums = self._new_sums()
-            stops = poll.stop_agreed()
+            stops = self.session.stop_requested
             if stops or (config.checkpoint_interval and progress.step % config.checkpoint_interval == 0):
                 self._update_progress(epoch_sums, earlier)
                 self.save_checkpoint(best=False)
@@ -157,13 +154,12 @@ class Trainer:
             NonFiniteLoss: the last step has spoiled the weights.
             StopRequested: a run that resumes from the checkpoint starts with this evaluation.
         """
-        poll = StopPoll(self.world, self.supervisor)
         started, is_saved = time.perf_counter(), False
 
         def on_batch() -> None:
             nonlocal is_saved
             self.beat()
-            stops = poll.stop_agreed()
+            stops = self.session.stop_requested
             # Its length differs between the ranks, and a save of a split model needs all of them at once.
             is_long = not self.is_sharded and time.perf_counter() - started > LONG_EVALUATION
             if not is_saved and (stops or is_long):
@@ -225,11 +221,11 @@ class Trainer:
 
     def beat(self) -> None:
         """Report that this rank makes progress."""
-        self.supervisor.beat(self.progress.step)
+        self.session.beat(self.progress.step)
 
     def _emit(self, event: Event) -> None:
         if self.world.is_first:
-            self.supervisor.emit(event)
+            self.session.emit(event)
 
     def _new_sums(self) -> MetricSums:
         return MetricSums(torch.zeros((), dtype=torch.float64, device=self.world.device))

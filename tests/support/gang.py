@@ -11,6 +11,7 @@ import multiprocessing
 import traceback
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch.distributed import PrefixStore, TCPStore
@@ -21,6 +22,7 @@ from flyte_ddp.launch.process.job import Job, NodeRanks
 from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.launch.rank_start import ForkedProcess, start_server
 from flyte_ddp.rank.main import train
+from flyte_ddp.session import Session
 from flyte_ddp.world import World, process_group
 
 TIMEOUT = 120.0  # seconds
@@ -91,9 +93,6 @@ class Link:
     def set_writing(self, is_writing):
         pass
 
-    def set_stoppable(self):
-        pass
-
     def emit(self, event):
         self.events.append(events.to_dict(event))  # now, because the loop goes on to change what is in it
 
@@ -104,5 +103,6 @@ def train_recipe(world, store, recipe, config, data, checkpoints):
     node = NodeRanks(0, world.world_size, world.world_size, "127.0.0.1", 0, "lo", False, 1)
     job = Job(RecipeProgram(recipe, config), checkpoints, 0.0)
     peers = Peers(world, store) if config.parallel == "fsdp" and world.world_size > 1 else None
-    train(job.program, job, world, node, link, peers)
+    process = SimpleNamespace(job=job, node=node, rank=world.rank, link=link)
+    train(job.program, job, world, node, link, Session(process, lambda: store), peers)
     return link.events

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class Recorder:
-    """A supervisor that keeps the events and asks to stop after `stop_after` beats; 0 never does."""
+    """A session that keeps the events and asks to stop after `stop_after` beats; 0 never does."""
 
     def __init__(self, stop_after=0):
         self.stop_after = stop_after
@@ -26,9 +26,6 @@ class Recorder:
     def stop_requested(self):
         return 0 < self.stop_after <= self.num_beats
 
-    def set_stoppable(self):
-        pass
-
     def beat(self, step):
         self.num_beats += 1
 
@@ -36,7 +33,7 @@ class Recorder:
         self.events.append(event)
 
 
-def new_trainer(run, initial_state="", supervisor=None, source="", **config):
+def new_trainer(run, initial_state="", session=None, source="", **config):
     """A trainer of the recipe of `run`, with its data and its checkpoints."""
     config = config_of(run.recipe, config)
     recipe, world = get_recipe(run.recipe, config.recipe_options), World(0, 0, 1, CPU)
@@ -45,6 +42,4 @@ def new_trainer(run, initial_state="", supervisor=None, source="", **config):
     torch.manual_seed(config.seed)
     model = build_model(recipe, config, world)
     store = CheckpointStore(str(run.checkpoints), config.checkpoints_to_keep)
-    return Trainer(
-        recipe, config, world, model, train, test, store, supervisor or Recorder(), initial_state=initial_state
-    )
+    return Trainer(recipe, config, world, model, train, test, store, session or Recorder(), initial_state=initial_state)
