@@ -165,6 +165,7 @@ OptionalCluster = typing.Optional[ClusterInput]  # noqa: UP045
 OptionalSource = typing.Union[FlyteDirectory, FlyteFile, None]  # noqa: UP007 - a local path (uploaded) or any URL
 Grid = typing.Union[dict, list[dict], None]  # noqa: UP007 - of a sweep, which requires it
 
+TypeEngine.register(_ConfigTransformer(TrainingConfig))  # from `prepare`, which resolves it, to the tasks that use it
 for _kind in (TrainingOverrides, ClusterInput):
     TypeEngine.register(_ConfigTransformer(_kind))
     TypeEngine.register(OptionalTransformer(typing.Optional[_kind], functools.partial(_refuse_text, _kind)))  # noqa: UP045

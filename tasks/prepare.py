@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -10,6 +9,7 @@ import flytekit
 from flytekit import HashMethod, task
 from flytekit.types.directory import FlyteDirectory
 
+from flyte_ddp.config import TrainingConfig
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import describe_data, prepare_data
@@ -19,7 +19,6 @@ from tasks.inputs import (
     OptionalCluster,
     OptionalOverrides,
     OptionalSource,
-    TrainingOverrides,
     given,
     location,
 )
@@ -39,7 +38,7 @@ class Prepared(NamedTuple):
     """The inputs of the tasks that follow, resolved and checked."""
 
     data: PreparedData
-    config: TrainingOverrides  # with a value for every field
+    config: TrainingConfig
     cluster: ClusterInput
 
 
@@ -59,6 +58,4 @@ def prepare(
         directory = Path(flytekit.current_context().working_directory, "data")
         directory.mkdir(parents=True)
         prepare_data(get_recipe(recipe, resolved.recipe_options), location(source), directory)
-    return Prepared(
-        FlyteDirectory(str(directory)), TrainingOverrides(**dataclasses.asdict(resolved)), cluster or ClusterInput()
-    )
+    return Prepared(FlyteDirectory(str(directory)), resolved, cluster or ClusterInput())

@@ -11,6 +11,7 @@ import flytekit
 from flytekit import Deck, task
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ChampionError, ConfigError
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution, share_storage_credentials
@@ -26,10 +27,8 @@ from flyte_ddp.promotion.policy import (
     judge,
     plan,
 )
-from flyte_ddp.recipes import config_of
 from flyte_ddp.storage import redact_url
 from tasks.cluster import check_urls
-from tasks.inputs import TrainingOverrides, given
 from tasks.outputs import RetrainingOutputs
 from tasks.prepare import PreparedData
 from tasks.resources import EVALUATION_TASK, SMALL_TASK, code_version
@@ -56,7 +55,7 @@ def plan_retraining(
     kickoff_time: datetime.datetime,
     champion: str,
     recipe: str,
-    config: TrainingOverrides,
+    config: TrainingConfig,
     data: PreparedData,
     train_on: str,
     start_from: str,
@@ -89,7 +88,7 @@ def judge_challenger(
     kickoff_time: datetime.datetime,
     champion: str,
     recipe: str,
-    config: TrainingOverrides,
+    config: TrainingConfig,
     data: PreparedData,
     challenger: PythonPickledFile,
     start_from: str,
@@ -151,11 +150,11 @@ def _bucket_of(url: str) -> str:
 
 
 def _challenge(
-    kickoff_time: datetime.datetime, recipe: str, config: Any, data: FlyteFile, execution: Execution
+    kickoff_time: datetime.datetime, recipe: str, config: TrainingConfig, data: FlyteFile, execution: Execution
 ) -> Challenge:
     return Challenge(
         recipe=recipe,
-        config=config_of(recipe, given(config)),
+        config=config,
         directory=Path(data.download() or data.path),
         kickoff_time=kickoff_time.astimezone(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         code_version=code_version(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flytekit import task
 
 from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import OUT_OF_MEMORY, RankFailure
 from flyte_ddp.events import Listener
 from flyte_ddp.launch import driver
@@ -12,10 +13,9 @@ from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.job import Job
 from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.observers.history import HistoryFile
-from flyte_ddp.recipes import config_of
 from tasks.cluster import check_urls, open_task_cluster
 from tasks.frame import FRAMED, Frame, open_frame
-from tasks.inputs import ClusterInput, TrainingOverrides, given
+from tasks.inputs import ClusterInput
 from tasks.outputs import TrainingOutputs
 from tasks.prepare import PreparedData
 from tasks.report import Report
@@ -27,7 +27,7 @@ from tasks.wandb_link import ReportLink, wandb_link
 @wandb_link
 def train_on_one_node(
     recipe: str,
-    config: TrainingOverrides,
+    config: TrainingConfig,
     data: PreparedData,
     num_processes: int = 0,
     checkpoints: str = "",
@@ -48,7 +48,7 @@ def train_on_one_node(
 @wandb_link
 def train_on_cluster(
     recipe: str,
-    config: TrainingOverrides,
+    config: TrainingConfig,
     data: PreparedData,
     cluster: ClusterInput,
     checkpoints: str = "",
@@ -90,13 +90,12 @@ class _Run:
     """The one run of a training task: its job, its listeners and its outputs."""
 
     def __init__(
-        self, frame: Frame, recipe: str, config: TrainingOverrides, initial_state: str, model_artifact: str
+        self, frame: Frame, recipe: str, config: TrainingConfig, initial_state: str, model_artifact: str
     ) -> None:
         self.frame = frame
         check_urls(initial_state=initial_state)
-        resolved = config_of(recipe, given(config))
-        frame.limit_time(resolved.max_hours)
-        program = RecipeProgram(recipe, resolved, initial_state)
+        frame.limit_time(config.max_hours)
+        program = RecipeProgram(recipe, config, initial_state)
         self.job = Job(program, frame.storage.url, frame.opened_at, run=frame.execution.run_id)
         wandb = frame.wandb(frame.wandb_run_id(), model_artifact=model_artifact)
         self.listeners: list[Listener] = [

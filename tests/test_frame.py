@@ -19,7 +19,7 @@ from flyte_ddp.cluster import connect
 from flyte_ddp.flytekit_plugin.deck import DeckPublisher
 from flyte_ddp.flytekit_plugin.failures import TaskFailed, UserError, flyte_errors
 from flyte_ddp.launch.failures import MAX_LINES
-from flyte_ddp.recipes import get_recipe
+from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from tasks.frame import open_frame
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides
@@ -123,9 +123,12 @@ def data(tmp_path_factory):
 
 
 TASKS = {
-    "train_on_cluster": (train_on_cluster, {}),
-    "train_sweep": (train_sweep, {"trials": [{"learning_rate": 0.1}]}),
-    "train_at_world_sizes": (train_at_world_sizes, {"trials": [{"world_size": 2}, {"world_size": 1}]}),
+    "train_on_cluster": (train_on_cluster, {"config": config_of(TINY, {})}),
+    "train_sweep": (train_sweep, {"config": TrainingOverrides(), "trials": [{"learning_rate": 0.1}]}),
+    "train_at_world_sizes": (
+        train_at_world_sizes,
+        {"config": TrainingOverrides(), "trials": [{"world_size": 2}, {"world_size": 1}]},
+    ),
 }
 
 
@@ -149,7 +152,6 @@ def test_a_report_ends_as_failed_if_the_cluster_does_not_start(name, data, tmp_p
     with pytest.raises(FlyteRecoverableException, match="the workers did not start"):
         run(
             recipe=TINY,
-            config=TrainingOverrides(),
             data=data,
             cluster=ClusterInput(kind="local"),
             checkpoints=str(tmp_path),
@@ -167,7 +169,6 @@ def test_a_task_that_was_started_by_itself_creates_no_cluster_that_is_not_allowe
     with pytest.raises(UserError, match=r"cluster\.kubernetes\.image: expected none, .* got 'evil:1'"):
         run(
             recipe=TINY,
-            config=TrainingOverrides(),
             data=data,
             cluster=ClusterInput(kind="kubernetes", kubernetes={"image": "evil:1"}),
             checkpoints=str(tmp_path),

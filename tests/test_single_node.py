@@ -229,9 +229,9 @@ def write_inputs(tmp_path, **config):
     from flytekit.core.type_engine import TypeEngine
     from flytekit.types.directory import FlyteDirectory
 
-    from flyte_ddp.recipes import get_recipe
+    from flyte_ddp.config import TrainingConfig
+    from flyte_ddp.recipes import config_of, get_recipe
     from flyte_ddp.recipes.prepare import prepare_data
-    from tasks.inputs import TrainingOverrides
 
     recipe = "tests.support.recipes.Tiny"
     data = tmp_path / "prepared"
@@ -239,7 +239,7 @@ def write_inputs(tmp_path, **config):
     prepare_data(get_recipe(recipe), "", data)
     values = {
         "recipe": recipe,
-        "config": TrainingOverrides(**config, checkpoint_interval=2),
+        "config": config_of(recipe, {**config, "checkpoint_interval": 2}),
         "data": FlyteDirectory(str(data)),
         "num_processes": 2,
         "checkpoints": "",
@@ -247,7 +247,7 @@ def write_inputs(tmp_path, **config):
     }
     types = {
         "recipe": str,
-        "config": TrainingOverrides,
+        "config": TrainingConfig,
         "data": FlyteDirectory,
         "num_processes": int,
         "checkpoints": str,

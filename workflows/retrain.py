@@ -11,7 +11,8 @@ from datetime import datetime
 
 from flytekit import conditional, workflow
 
-from tasks.inputs import ClusterInput, OptionalCluster, OptionalOverrides, OptionalSource, TrainingOverrides
+from flyte_ddp.config import TrainingConfig
+from tasks.inputs import ClusterInput, OptionalCluster, OptionalOverrides, OptionalSource
 from tasks.outputs import RetrainingOutputs
 from tasks.prepare import PreparedData, prepare
 from tasks.registration import launch_plan
@@ -129,7 +130,7 @@ def challenge_on_one_node(
     kickoff_time: datetime,
     champion: str,
     recipe: str,
-    config: TrainingOverrides,
+    config: TrainingConfig,
     data: PreparedData,
     num_processes: int,
     initial_state: str,
@@ -167,7 +168,7 @@ def challenge_on_cluster(
     kickoff_time: datetime,
     champion: str,
     recipe: str,
-    config: TrainingOverrides,
+    config: TrainingConfig,
     data: PreparedData,
     cluster: ClusterInput,
     initial_state: str,

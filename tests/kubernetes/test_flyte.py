@@ -20,6 +20,7 @@ from flyteidl.core.literals_pb2 import LiteralMap
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.cluster.kubernetes.manifest import cluster_name
+from flyte_ddp.recipes import config_of
 from tests.kubernetes.conftest import ROOT, Namespace, eventually, small_cluster
 from tests.kubernetes.flyte import DOMAIN, NESTED, PROJECT, UNHEALTHY, Flyte, Package, listed, literals
 from tests.kubernetes.store import FORBIDDEN, Store
@@ -98,11 +99,11 @@ def test_attempts_resume_from_each_others_checkpoints_until_one_succeeds(
     start_flyte: Callable[[str], Flyte], package: Package, tasks: Any, digits: Any, tmp_path: Path
 ) -> None:
     flyte = start_flyte("retried")
-    overrides = tasks.inputs.TrainingOverrides(epochs=150, checkpoint_interval=1, global_batch_size=360)
+    config = config_of("digits", {"epochs": 150, "checkpoint_interval": 1, "global_batch_size": 360})
     inputs = literals(
         tasks.train.train_on_one_node,
         recipe="digits",
-        config=overrides,
+        config=config,
         data=digits,
         num_processes=2,
     )
@@ -167,7 +168,7 @@ def test_a_user_error_is_one_line_and_not_retried(
     forbidden = literals(
         tasks.train.train_on_cluster,
         recipe="digits",
-        config=tasks.inputs.TrainingOverrides(),
+        config=config_of("digits", {}),
         data=digits,
         cluster=cluster_input(tasks),
         checkpoints=f"s3://{FORBIDDEN}/run",
@@ -227,7 +228,7 @@ def test_a_multi_node_task_runs_the_registered_code_and_the_users_recipe_on_its_
     inputs = literals(
         tasks.train.train_on_cluster,
         recipe="recipes.twins.recipe.Twin",
-        config=tasks.inputs.TrainingOverrides(epochs=3),
+        config=config_of("digits", {"epochs": 3}),
         data=digits,
         cluster=cluster_input(tasks, pod_template=template),
     )
@@ -268,7 +269,7 @@ def test_a_pod_that_was_killed_twice_for_its_memory_ends_the_run_at_the_next_att
     inputs = literals(
         tasks.train.train_on_one_node,
         recipe="recipes.hungry.Hungry",
-        config=tasks.inputs.TrainingOverrides(),
+        config=config_of("digits", {}),
         data=digits,
         num_processes=1,
     )
@@ -307,7 +308,7 @@ def test_a_workers_pod_or_rank_that_was_killed_twice_for_its_memory_ends_the_run
     inputs = literals(
         tasks.train.train_on_cluster,
         recipe=f"recipes.hungry.{recipe}",
-        config=tasks.inputs.TrainingOverrides(),
+        config=config_of("digits", {}),
         data=digits,
         cluster=cluster_input(tasks, num_nodes=1, worker_memory="1536Mi", max_restarts=16),
     )

@@ -21,6 +21,7 @@ import pytest
 import yaml
 
 from flyte_ddp.promotion.champion import ChampionStore
+from flyte_ddp.recipes import config_of
 from tests.kubernetes.conftest import IMAGE, ROOT, Namespace, eventually, kubectl
 from tests.kubernetes.flyte import NESTED, Flyte, Package, literals
 from tests.kubernetes.store import Store
@@ -95,12 +96,11 @@ def test_prometheus_finds_a_training_pod_and_each_alert_fires_for_its_fault_and_
     store.files.makedirs("flyte", exist_ok=True)
     package = Package.of(ROOT, tmp_path, "--fast", METRICS_PORT="9465")
     flyte = Flyte(namespace, store, "watched")
-    overrides = tasks.inputs.TrainingOverrides(
-        epochs=100_000, global_batch_size=36, log_interval=1, checkpoint_interval=200
-    )
-    inputs = literals(tasks.prepare.prepare, recipe="digits", config=overrides)
+    overrides = {"epochs": 100_000, "global_batch_size": 36, "log_interval": 1, "checkpoint_interval": 200}
+    inputs = literals(tasks.prepare.prepare, recipe="digits", config=tasks.inputs.TrainingOverrides(**overrides))
     data = flyte.run(package, "tasks.prepare.prepare", "n0/data", inputs).literals["data"]
-    inputs = literals(tasks.train.train_on_one_node, recipe="digits", config=overrides, data=data, num_processes=2)
+    config = config_of("digits", overrides)
+    inputs = literals(tasks.train.train_on_one_node, recipe="digits", config=config, data=data, num_processes=2)
 
     (monitor,) = (each for each in DOCUMENTS if each["kind"] == "PodMonitor")
     groups = shorter_rules()
