@@ -156,8 +156,8 @@ def _train(
     options: Mapping[str, Any],
     make_outputs: Callable[[_Observer], Outputs],
 ) -> Outputs:
-    """Train the trials in the frame of the current task; `options` are arguments of `train_trials`."""
-    from flyte_ddp.studies.runner import resize_cluster, train_trials
+    """Train the trials in the frame of the current task; `options` are arguments of `TrialRunner`."""
+    from flyte_ddp.studies.runner import TrialRunner, resize_cluster
 
     recipe = report.recipe
     with open_frame(report, recipe, checkpoints, "scaling" if report.is_scaling else "sweep") as frame:
@@ -168,20 +168,20 @@ def _train(
         if report.is_scaling:
             cluster = resize_cluster(cluster, max(trial.world_size for trial in trials))
         with open_task_cluster(cluster, frame.name) as client:
-            train_trials(
+            runner = TrialRunner(
                 recipe,
-                trials,
                 frame.storage.url,
                 data.path,
                 client,
                 cluster,
-                observers=[observer.observe],
+                observe=observer.observe,
                 make_listeners=observer.make_listeners,
                 relay=frame.say,
                 run_name=frame.name,
                 run=frame.execution.run_id,
                 **options,
             )
+            runner.train(trials)
         frame.close(None)
         return make_outputs(observer)
 
@@ -209,7 +209,7 @@ class _Observer:
         self._lock = threading.Lock()
 
     def observe(self, run: TrialRun, event: Event | None) -> None:
-        """Take note of what happened to a trial; see `flyte_ddp.studies.runner.train_trials`."""
+        """Take note of what happened to a trial; see `flyte_ddp.studies.runner.TrialRunner`."""
         number = run.trial.number
         if len(self.report.runs) < self.num_trials:  # a study names all its trials before it starts the first
             self.report.runs.append(run)

@@ -412,7 +412,7 @@ def test_a_batch_per_rank_and_a_sample_of_the_data_are_axes(tmp_path):
 def test_trials_are_reused_only_if_nothing_differs(outputs, checkpoints):
     config = TrainingConfig()
     names = {
-        runner._directory_of(recipe, Trial(1, {}, {}, dataclasses.replace(config, **changes), size), [data])
+        runner._name_directory(recipe, Trial(1, {}, {}, dataclasses.replace(config, **changes), size), [data])
         for recipe, changes, size, data in (
             (TINY, {}, 2, "one"),
             (TINY, {}, 1, "one"),

@@ -31,7 +31,7 @@ from flyte_ddp.studies.results import (
     build_table,
     find_best,
 )
-from flyte_ddp.studies.runner import train_trials
+from flyte_ddp.studies.runner import TrialRunner
 from flyte_ddp.studies.search import build_trials, expand_grid
 from tasks.inputs import ClusterInput, TrainingOverrides, given
 from tests.support.dask_runs import start_scheduler
@@ -94,12 +94,8 @@ class Watch:
 
 
 def sweep(found, checkpoints, data, client, watch=None, **options):
-    return train_trials(
-        *(SWEPT, found, str(checkpoints), str(data), client, LOCAL),
-        observers=[watch or Watch()],
-        relay=lambda line: None,
-        **options,
-    )
+    options = {"observe": watch or Watch(), "relay": lambda line: None, **options}
+    return TrialRunner(SWEPT, str(checkpoints), str(data), client, LOCAL, **options).train(found)
 
 
 FOUR = [

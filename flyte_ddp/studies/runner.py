@@ -86,23 +86,9 @@ def resize_cluster(cluster: ClusterConfig, world_size: int = 0) -> ClusterConfig
     )
 
 
-def train_trials(
-    recipe: str,
-    trials: Sequence[Trial],
-    checkpoints: str,
-    data: str,
-    client: Client,
-    cluster: ClusterConfig,
-    *,
-    one_at_a_time: bool = False,
-    stop_early: str = "none",
-    observers: Sequence[Observer] = (),
-    make_listeners: Callable[[TrialRun], Sequence[Listener]] = lambda run: (),
-    relay: Callable[[str], None] = print_line,
-    run_name: str = "",
-    run: str = "",
-) -> list[TrialRun]:
-    """Run `trials` to their end. Trials already done according to `checkpoints` are not trained again.
+@dataclass
+class TrialRunner:
+    """Runs the trials of a study to their end; `train` does it.
 
     Args:
         checkpoints: URL of a directory that every worker reaches; each trial has a subdirectory named by its hash.
@@ -110,87 +96,88 @@ def train_trials(
         client: from `cluster.open_cluster`.
         one_at_a_time: the trials are timed, and start with the largest world size. All their ranks get the number of
             CPU threads that its ranks get: otherwise one rank with a whole machine, compared with two that share it,
-            would measure the cores and not the ranks. Otherwise each trial has one of the cluster's nodes.
+            would measure the cores and not the ranks. Without it each trial has one of the cluster's nodes.
         stop_early: the stopping rule, see `EarlyStopping`.
-        observers: called with a trial and its event. The event is None before the first trial starts (once for every
+        observe: called with a trial and its event. The event is None before the first trial starts (once for every
             trial, in order) and when a trial has ended. One call at a time, in any thread.
         make_listeners: returns the listeners of one trial's run.
         relay: called with every line a rank prints, prefixed with its trial.
         run_name: as given to `open_cluster`.
         run: the same for all attempts of the study, see `Job`.
-
-    Returns:
-        All trials, in order. At least one of them finished, of those that run one at a time all.
-
-    Raises:
-        ConfigError: before anything is started.
-        ClusterError: the cluster was lost, or its workers did not start.
-        StorageUnavailable: the store of the checkpoints stayed away. What is done is not trained again.
-        TrainingStopped: SIGINT or SIGTERM ended the study, after a last checkpoint of each running trial.
-        SweepFailed: no trial finished.
-        RankFailure, GangLost: of a trial among those that run one at a time.
     """
-    check_trials(recipe, trials, cluster)
-    storage = Storage(checkpoints)
-    storage.check_access("checkpoints")
-    note = describe_data(data)
-    data_version = [note["fingerprint"], note["recipe_version"]]
-    study = _Study(
-        recipe=recipe,
-        runs=[TrialRun.load(trial, storage.join(_directory_of(recipe, trial, data_version))) for trial in trials],
-        storage=storage,
-        data=data,
-        client=client,
-        cluster=cluster,
-        pool=None if one_at_a_time else Pool(storage.url),
-        early_stopping=EarlyStopping(stop_early),
-        observers=observers,
-        make_listeners=make_listeners,
-        relay=relay,
-        run_name=run_name,
-        run=run,
-    )
-    try:
-        study.train()
-    finally:
-        if study.pool:
-            study.pool.close()
-    return study.runs
-
-
-@dataclass
-class _Study:
-    """The trials in progress."""
 
     recipe: str
-    runs: list[TrialRun]
-    storage: Storage
+    checkpoints: str
     data: str
     client: Client
     cluster: ClusterConfig
-    pool: Pool | None  # of the workers that trials share; None: they run one at a time
-    early_stopping: EarlyStopping
-    observers: Sequence[Observer]
-    make_listeners: Callable[[TrialRun], Sequence[Listener]]
-    relay: Callable[[str], None]
-    run_name: str
-    run: str
+    one_at_a_time: bool = False
+    stop_early: str = "none"
+    observe: Observer = lambda run, event: None
+    make_listeners: Callable[[TrialRun], Sequence[Listener]] = lambda run: ()
+    relay: Callable[[str], None] = print_line
+    run_name: str = ""
+    run: str = ""
 
     def __post_init__(self) -> None:
+        self.storage = Storage(self.checkpoints)
+        self.pool = None if self.one_at_a_time else Pool(self.storage.url)  # of the workers that trials share
+        self.early_stopping = EarlyStopping(self.stop_early)
+        self.runs: list[TrialRun] = []
         self.stop = StopRequest()
         self.stops: dict[int, StopRequest] = {}  # of running trials, by number
         self.failures: list[Exception] = []
         self.notifying = threading.Lock()
         self.starting = threading.Lock()  # a starting trial either sees the stop request or does not start
 
-    def train(self) -> None:
-        """Run the waiting trials. Raises as `train_trials`."""
+    def train(self, trials: Sequence[Trial]) -> list[TrialRun]:
+        """Run `trials`, except those that are done according to `checkpoints`.
+
+        Returns:
+            All trials, in order. At least one of them finished, of those that run one at a time all.
+
+        Raises:
+            ConfigError: before anything is started.
+            ClusterError: the cluster was lost, or its workers did not start.
+            StorageUnavailable: the store of the checkpoints stayed away. What is done is not trained again.
+            TrainingStopped: SIGINT or SIGTERM ended the study, after a last checkpoint of each running trial.
+            SweepFailed: no trial finished.
+            RankFailure, GangLost: of a trial among those that run one at a time.
+        """
+        check_trials(self.recipe, trials, self.cluster)
+        self.storage.check_access("checkpoints")
+        note = describe_data(self.data)
+        data_version = [note["fingerprint"], note["recipe_version"]]
+        for trial in trials:
+            url = self.storage.join(_name_directory(self.recipe, trial, data_version))
+            self.runs.append(TrialRun.load(trial, url))
+        try:
+            self._train_waiting()
+        finally:
+            if self.pool:
+                self.pool.close()
+        num_done = sum(run.status in DONE for run in self.runs)
+        if num_done < len(self.runs):
+            raise TrainingStopped(
+                f"{self.stop.reason}: the study was stopped with {num_done} of {len(self.runs)} trials done. To "
+                f"resume, start the same study with the same checkpoints: {self.storage.url}",
+                self.stop.reason,
+            )
+        if not any(run.status == FINISHED for run in self.runs):
+            lines = [f"{run.trial}: {run.error}" for run in self.runs if run.status == FAILED]
+            raise SweepFailed(
+                "\n".join([f"none of the {len(self.runs)} trials finished", *lines]),
+                may_succeed=any(_may_succeed(error) for error in self.failures),
+            )
+        return self.runs
+
+    def _train_waiting(self) -> None:
         for run in self.runs:
             for epoch in run.epochs:
                 self.early_stopping.should_stop(run.trial.number, epoch.epoch, epoch.test_loss)
             if run.status == FINISHED:
                 self.early_stopping.finish(run.trial.number, run.last_loss)
-            self.notify(run, None)
+            self._notify(run, None)
         waiting = [run for run in self.runs if run.status == WAITING]
         num_slots = self.cluster.num_nodes if self.pool else 1
         with stop_on_signals() as signals, ThreadPoolExecutor(num_slots) as executor:
@@ -206,27 +193,13 @@ class _Study:
                 for _ in range(2):  # twice is urgent
                     self._stop_all(f"the study ended: {error}")
                 raise
-        num_done = sum(run.status in DONE for run in self.runs)
-        if num_done < len(self.runs):
-            raise TrainingStopped(
-                f"{self.stop.reason}: the study was stopped with {num_done} of {len(self.runs)} trials done. To "
-                f"resume, start the same study with the same checkpoints: {self.storage.url}",
-                self.stop.reason,
-            )
-        if not any(run.status == FINISHED for run in self.runs):
-            lines = [f"{run.trial}: {run.error}" for run in self.runs if run.status == FAILED]
-            raise SweepFailed(
-                "\n".join([f"none of the {len(self.runs)} trials finished", *lines]),
-                may_succeed=any(_may_succeed(error) for error in self.failures),
-            )
 
-    def notify(self, run: TrialRun, event: Event | None) -> None:
+    def _notify(self, run: TrialRun, event: Event | None) -> None:
         with self.notifying:
-            for observer in self.observers:
-                try:
-                    observer(run, event)
-                except Exception:
-                    logger.exception("observer %s failed on an event of %s", observer, run.trial)
+            try:
+                self.observe(run, event)
+            except Exception:
+                logger.exception("an observer failed on an event of %s", run.trial)
 
     def _stop_all(self, reason: str) -> None:
         with self.starting:
@@ -272,7 +245,7 @@ class _Study:
         finally:
             with self.starting:
                 del self.stops[number]
-            self.notify(run, None)
+            self._notify(run, None)
 
     def _train(self, run: TrialRun, stop: StopRequest) -> None:
         """Train one trial. Any error is raised."""
@@ -287,7 +260,7 @@ class _Study:
                     Job(RecipeProgram(self.recipe, run.trial.config), run.url, time.time(), run=self.run),
                     DaskPlace(client, cluster, self.run_name, self.pool),
                     lambda: self.data,
-                    [run, _TrialListener(self, run, stop), *self.make_listeners(run)],
+                    [run, _Handler(lambda event: self._handle(run, event, stop)), *self.make_listeners(run)],
                     relay=lambda line: self.relay(f"[trial {run.trial.number}] {line.removeprefix(prefix)}"),
                     stop=stop,
                 )
@@ -296,6 +269,17 @@ class _Study:
                     run.store()
                 raise
         run.store()
+
+    def _handle(self, run: TrialRun, event: Event, stop: StopRequest) -> None:
+        """Set `stop` where the early stopping wants it, and notify the observer."""
+        trial = run.trial
+        for epoch in event.epochs if isinstance(event, CheckpointLoaded) else [event]:
+            if isinstance(epoch, EpochFinished):
+                should_stop = self.early_stopping.should_stop(trial.number, epoch.epoch, epoch.test_loss)
+                if should_stop and epoch.epoch < trial.config.epochs and not stop.is_set():
+                    run.status = STOPPED_EARLY
+                    stop.set("other trials are better")
+        self._notify(run, event)
 
     @contextlib.contextmanager
     def _own_client(self) -> Iterator[Client]:
@@ -316,33 +300,17 @@ class _Study:
         return isinstance(error, GangLost) and call_scheduler(self.client, "identity") is None
 
 
-class _TrialListener:
-    """Listener of one trial that notifies the observers and applies early stopping."""
+@dataclass
+class _Handler:
+    """A listener that calls a function."""
 
-    def __init__(self, study: _Study, run: TrialRun, stop: StopRequest) -> None:
-        self.study = study
-        self.run = run
-        self.stop = stop
-
-    def handle(self, event: Event) -> None:
-        epochs = event.epochs if isinstance(event, CheckpointLoaded) else [event]
-        for epoch in epochs:
-            if isinstance(epoch, EpochFinished):
-                self._stop_if_behind(epoch)
-        self.study.notify(self.run, event)
+    handle: Callable[[Event], None]
 
     def close(self, error: BaseException | None) -> None:
         pass
 
-    def _stop_if_behind(self, epoch: EpochFinished) -> None:
-        trial = self.run.trial
-        should_stop = self.study.early_stopping.should_stop(trial.number, epoch.epoch, epoch.test_loss)
-        if should_stop and epoch.epoch < trial.config.epochs and not self.stop.is_set():
-            self.run.status = STOPPED_EARLY
-            self.stop.set("other trials are better")
 
-
-def _directory_of(recipe: str, trial: Trial, data_version: Sequence[str]) -> str:
+def _name_directory(recipe: str, trial: Trial, data_version: Sequence[str]) -> str:
     """Return a name unique to recipe, configuration, world size and data: trials are reused only if nothing differs."""
     values = [recipe, dataclasses.asdict(trial.config), trial.world_size, data_version]
     return f"trials/{hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]}"
