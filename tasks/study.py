@@ -90,10 +90,10 @@ def check_scaling(
         choices = expand_world_sizes(
             config_of(recipe, given(config)),
             world_sizes,
+            learning_rates,
+            batch_sizes_per_rank,
+            sample_sizes,
             target_loss,
-            learning_rates=learning_rates,
-            batch_sizes_per_rank=batch_sizes_per_rank,
-            sample_sizes=sample_sizes,
         )
         return _check(recipe, config, choices, cluster)
 
@@ -219,7 +219,7 @@ class _Observer:
             self._say(run, f"started{again}")
         elif event is None:
             self._say_end(run)
-        if isinstance(event, EpochFinished):
+        if event is not None and (self.report.is_scaling or isinstance(event, EpochFinished)):
             self.frame.publisher.handle(event)
 
     def make_listeners(self, run: TrialRun) -> list[Listener]:

@@ -122,7 +122,7 @@ def study_of_two():
     [
         ({"world_sizes": [2]}, "world_sizes: expected two or more, got [2]"),
         ({"world_sizes": [1, 1]}, "world_sizes: expected different finite numbers above 0, got [1, 1]"),
-        ({"world_sizes": [0, 1]}, "world_sizes: expected different finite numbers above 0, got [0, 1]"),
+        ({"world_sizes": [0, 1]}, "world_sizes: expected different finite numbers above 0, got [1, 0]"),
         ({"world_sizes": [1, 3]}, "global_batch_size: expected a multiple of 3, got 32 (3 ranks;"),
         ({"learning_rates": [0.1, 0.0]}, "learning_rates: expected different finite numbers above 0, got [0.1, 0.0]"),
         ({"learning_rates": [0.1, 0.1]}, "learning_rates: expected different finite numbers above 0, got [0.1, 0.1]"),

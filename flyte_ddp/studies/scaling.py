@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from flyte_ddp.events import RunStarted
 from flyte_ddp.studies.results import TrialRun
-from flyte_ddp.studies.search import WORLD_SIZE, format_value
+from flyte_ddp.studies.search import WORLD_SIZE
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Study:
         for run in sorted(finished, key=lambda run: started_of(run).world_size):
             by_values.setdefault(tuple(run.trial.values[name] for name in names), []).append(run)
         self.series = {
-            ", ".join(f"{name} {format_value(value)}" for name, value in zip(names, values, strict=True)): [
+            ", ".join(f"{name} {value}" for name, value in zip(names, values, strict=True)): [
                 self._row(run, runs[0]) for run in runs
             ]
             for values, runs in sorted(by_values.items())

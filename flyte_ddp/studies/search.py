@@ -106,14 +106,19 @@ def expand_grid(grid: Any, num_models: int = 0, seed: int = 0) -> list[dict[str,
 
 
 def expand_world_sizes(
-    config: TrainingConfig, world_sizes: Sequence[int], target_loss: float = 0.0, **axes: Sequence[float]
+    config: TrainingConfig,
+    world_sizes: Sequence[int],
+    learning_rates: Sequence[float] = (),
+    batch_sizes_per_rank: Sequence[int] = (),
+    sample_sizes: Sequence[int] = (),
+    target_loss: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """Return the choices of a scaling study: every world size with every combination of `axes`, the largest first.
+    """Return the choices of a scaling study: every world size, the largest first, with every combination of the others.
 
     Args:
-        config: that the trials share but for the axes.
+        config: that the trials share but for their choices.
+        learning_rates, batch_sizes_per_rank, sample_sizes: those that are empty are not varied.
         target_loss: held-out loss to which the time is measured.
-        axes: learning_rates, batch_sizes_per_rank and sample_sizes; those that are empty are not varied.
 
     Raises:
         ConfigError: names the input, the expected values and the value given.
@@ -122,13 +127,20 @@ def expand_world_sizes(
         raise ConfigError(f"config.parallel: expected ddp in a scaling study, got {config.parallel!r}")
     if len(world_sizes) < 2:
         raise ConfigError(f"world_sizes: expected two or more, got {list(world_sizes)}")
-    for name, values in {**axes, "world_sizes": world_sizes}.items():
-        if len(set(values)) < len(values) or not all(0 < value < math.inf for value in values):
-            raise ConfigError(f"{name}: expected different finite numbers above 0, got {list(values)}")
     if not 0 <= target_loss < math.inf:
         raise ConfigError(f"target_loss: expected a finite number of at least 0, got {target_loss}")
-    grid = {name.replace("sizes", "size").removesuffix("s"): values for name, values in axes.items() if values}
-    return _combine({**grid, WORLD_SIZE: sorted(world_sizes, reverse=True)})
+    grid: dict[str, Sequence[Any]] = {}
+    for name, values, choice in (
+        ("learning_rates", learning_rates, "learning_rate"),
+        ("batch_sizes_per_rank", batch_sizes_per_rank, BATCH_SIZE_PER_RANK),
+        ("sample_sizes", sample_sizes, "sample_size"),
+        ("world_sizes", sorted(world_sizes, reverse=True), WORLD_SIZE),
+    ):
+        if len(set(values)) < len(values) or not all(0 < value < math.inf for value in values):
+            raise ConfigError(f"{name}: expected different finite numbers above 0, got {list(values)}")
+        if values:
+            grid[choice] = values
+    return _combine(grid)
 
 
 def format_value(value: Any) -> str:
