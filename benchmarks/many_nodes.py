@@ -23,16 +23,17 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from flyte_ddp.launch.dask.launcher import run_on_dask
 
 from benchmarks.measure import machine
 from flyte_ddp.cluster.config import DASK_CONFIG, ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.errors import TrainingStopped
 from flyte_ddp.events import AttemptStarted, Event, Reported
-from flyte_ddp.launch.dask import gang, worker
+from flyte_ddp.launch.dask import worker
 from flyte_ddp.launch.dask.messages import NodeJob
 from flyte_ddp.launch.dask.node import DriverLink
+from flyte_ddp.launch.dask.nodes import DaskNodes
+from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.devices import num_cores
 from flyte_ddp.launch.process.job import Job
 from flyte_ddp.launch.process.programs import FunctionProgram
@@ -75,10 +76,11 @@ def supervise() -> None:
         time.sleep(POLL_INTERVAL)
         polls += 1
         step = int(polls * POLL_INTERVAL * STEPS_PER_SECOND)
-        link.on_beat(step, False)
+        link.on_beat(step, is_writing=False, is_stoppable=False)
         if job.ranks.first_rank == 0 and polls % round(1 / POLL_INTERVAL) == 0:
             link.emit(Reported(step, None, {"loss": 0.5}))
-    link.send("end", outcome="killed" if link.is_lost else "stopped", message=link.stop.reason)
+    reason = link.stop.reason
+    link.send("end", outcome="killed" if link.is_killed else "stopped", message=reason, reason=reason)
     os._exit(0)
 
 
@@ -152,7 +154,7 @@ def _measure(num_nodes: int, url: str, scheduler_pid: int, victim_pid: int) -> C
     def run() -> None:
         with open_cluster(cluster, "many-nodes") as client:
             with contextlib.suppress(TrainingStopped):
-                run_on_dask(Job(program, "", time.time()), None, client, cluster, [watch], stop=stop)
+                driver.run(Job(program, "", time.time()), DaskPlace(client, cluster), None, [watch], stop=stop)
 
     thread = threading.Thread(target=run, name="driver")
     thread.start()
@@ -183,19 +185,19 @@ class CountedMessages:
     def __init__(self) -> None:
         self.count = 0
         self.senders: set[str] = set()
-        self._take = gang.Attempt._take
+        self._take = DaskNodes._take
         self._bootstrap = worker.BOOTSTRAP
 
-        def take(attempt: gang.Attempt, arrived_at: float, envelope: dict[str, Any]) -> None:
+        def take(nodes: DaskNodes, arrived_at: float, envelope: dict[str, Any]) -> Any:
             self.count += 1
             self.senders.add(envelope["worker"])
-            self._take(attempt, arrived_at, envelope)
+            return self._take(nodes, arrived_at, envelope)
 
-        gang.Attempt._take = take  # type: ignore[method-assign]
+        DaskNodes._take = take  # type: ignore[method-assign]
         worker.BOOTSTRAP = SUPERVISOR
 
     def close(self) -> None:
-        gang.Attempt._take = self._take  # type: ignore[method-assign]
+        DaskNodes._take = self._take  # type: ignore[method-assign]
         worker.BOOTSTRAP = self._bootstrap
 
 
