@@ -165,14 +165,14 @@ def _measure(num_nodes: int, url: str, scheduler_pid: int, victim_pid: int) -> C
         before, begun, num_messages = [_cpu_seconds(each) for each in processes], time.monotonic(), messages.count
         time.sleep(WINDOW)
         seconds = time.monotonic() - begun
-        driver, scheduler = ((_cpu_seconds(each) - cpu) / seconds for each, cpu in zip(processes, before, strict=True))
+        ours, theirs = ((_cpu_seconds(each) - cpu) / seconds for each, cpu in zip(processes, before, strict=True))
         rate = (messages.count - num_messages) / seconds
         killed_at = time.monotonic()
         victim = psutil.Process(victim_pid)
         for each in [victim, *victim.children(recursive=True)]:
             each.kill()
         _wait_until(thread, lambda: len(watch.starts) > 1)
-        return Cost(num_nodes, driver, scheduler, rate, watch.starts[1] - killed_at)
+        return Cost(num_nodes, ours, theirs, rate, watch.starts[1] - killed_at)
     finally:
         stop.set("the measurement is over")
         thread.join()
