@@ -29,6 +29,7 @@ from flyte_ddp.cluster.config import DASK_CONFIG, ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.errors import TrainingStopped
 from flyte_ddp.events import AttemptStarted, Event, Reported
+from flyte_ddp.launch import driver
 from flyte_ddp.launch.dask import worker
 from flyte_ddp.launch.dask.messages import NodeJob
 from flyte_ddp.launch.dask.node import DriverLink
