@@ -33,8 +33,8 @@ SCHEDULER_ROUTES = [
     "distributed.http.statics",
 ]
 # The only writable directory, besides a worker's /dev/shm: the root file systems are read-only.
-TEMPORARY_MOUNT = {"name": "temporary", "mountPath": "/tmp"}
-TEMPORARY_VOLUME = {"name": "temporary", "emptyDir": {}}
+TEMPORARY_MOUNT: dict[str, Any] = {"name": "temporary", "mountPath": "/tmp"}
+TEMPORARY_VOLUME: dict[str, Any] = {"name": "temporary", "emptyDir": {}}
 WRITABLE_HOME = {"HOME": "/tmp"}  # for the caches of libraries
 # The keys by which lists in a pod's specification are merged; all others are merged by "name".
 MERGE_KEYS = {"volumeMounts": "mountPath", "ports": "containerPort"}
@@ -194,106 +194,105 @@ def _merge_list(base: list[Any], override: list[Any], key: str) -> list[Any]:
 
 
 def _worker_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
-    resources = _resources(config.kubernetes.worker_cpus, config.kubernetes.worker_memory)
+    pods = config.kubernetes
+    resources = _resources(pods.worker_cpus, pods.worker_memory)
     if config.gpus_per_node:
-        resources[config.kubernetes.gpu_resource] = str(config.gpus_per_node)
-    variables = {**WRITABLE_HOME, **_variables({**dask_config(config), **_tls_settings(config)})}
-    if config.kubernetes.tls:  # the operator would set it to a tcp:// address
-        variables["DASK_SCHEDULER_ADDRESS"] = f"tls://{scheduler_name(name)}:{SCHEDULER_PORT}"
-    variables |= config.kubernetes.env
-    container: dict[str, Any] = {
-        "name": "worker",
-        "image": config.kubernetes.image,
-        "imagePullPolicy": config.kubernetes.image_pull_policy,
-        # No memory limit of Dask's: Dask would pause or kill a supervisor for the memory of its ranks.
-        "args": ["dask", "worker", "--name", "$(DASK_WORKER_NAME)", "--nthreads", "1", "--memory-limit", "0"],
-        "env": _environment(variables),
-        "resources": {"requests": resources, "limits": dict(resources)},
-        "securityContext": _container_security(),
-        "volumeMounts": [
-            {"name": "shared-memory", "mountPath": "/dev/shm"},
-            dict(TEMPORARY_MOUNT),
-            *_certificate_mounts(config),
-        ],
-    }
-    if config.kubernetes.env_from_secrets:
-        container["envFrom"] = [{"secretRef": {"name": secret}} for secret in config.kubernetes.env_from_secrets]
-    labels = {"dask.org/cluster-name": name, "dask.org/component": "worker"}
-    return {
-        **_pod_basics(config),
-        "containers": [container],
-        "volumes": [
-            {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": config.kubernetes.shared_memory}},
-            dict(TEMPORARY_VOLUME),
-            *_certificate_volumes(config, name),
-        ],
-        # The loss of a node should cost one worker only. Where nodes are few, workers may share one.
-        "topologySpreadConstraints": [
-            {
-                "maxSkew": 1,
-                "topologyKey": "kubernetes.io/hostname",
-                "whenUnsatisfiable": "ScheduleAnyway",
-                "labelSelector": {"matchLabels": labels},
-            }
-        ],
-    }
+        resources[pods.gpu_resource] = str(config.gpus_per_node)
+    # The operator would set the scheduler's address to a tcp:// one.
+    address = {"DASK_SCHEDULER_ADDRESS": f"tls://{scheduler_name(name)}:{SCHEDULER_PORT}"} if pods.tls else {}
+    # No memory limit of Dask's: Dask would pause or kill a supervisor for the memory of its ranks.
+    arguments = ["dask", "worker", "--name", "$(DASK_WORKER_NAME)", "--nthreads", "1", "--memory-limit", "0"]
+    pod = _pod(config, name, "worker", arguments, {}, {**address, **pods.env}, resources)
+    (container,) = pod["containers"]
+    if pods.env_from_secrets:
+        container["envFrom"] = [{"secretRef": {"name": secret}} for secret in pods.env_from_secrets]
+    container["volumeMounts"].insert(0, {"name": "shared-memory", "mountPath": "/dev/shm"})
+    pod["volumes"].insert(
+        0, {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": pods.shared_memory}}
+    )
+    # The loss of a node should cost one worker only. Where nodes are few, workers may share one.
+    pod["topologySpreadConstraints"] = [
+        {
+            "maxSkew": 1,
+            "topologyKey": "kubernetes.io/hostname",
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": {"dask.org/cluster-name": name, "dask.org/component": "worker"}},
+        }
+    ]
+    return pod
 
 
 def _scheduler_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
     """Return the scheduler's pod: small and without a GPU."""
-    resources = _resources(config.kubernetes.scheduler_cpus, config.kubernetes.scheduler_memory)
-    settings = {
-        **dask_config(config),
-        "distributed.scheduler.http.routes": SCHEDULER_ROUTES,
-        **_tls_settings(config),
-    }
-    variables = {**WRITABLE_HOME, **_variables(settings)}
+    pods = config.kubernetes
+    arguments = ["dask", "scheduler", "--host", "0.0.0.0", *(["--protocol", "tls"] if pods.tls else [])]
+    routes = {"distributed.scheduler.http.routes": SCHEDULER_ROUTES}
+    resources = _resources(pods.scheduler_cpus, pods.scheduler_memory)
+    pod = _pod(config, name, "scheduler", arguments, routes, {}, resources)
     health = {"httpGet": {"port": "http-dashboard", "path": "/health"}}
-    container = {
-        "name": "scheduler",
-        "image": config.kubernetes.image,
-        "imagePullPolicy": config.kubernetes.image_pull_policy,
-        "args": ["dask", "scheduler", "--host", "0.0.0.0", *(["--protocol", "tls"] if config.kubernetes.tls else [])],
-        "env": _environment(variables),
-        "resources": {"requests": resources, "limits": dict(resources)},
-        "securityContext": _container_security(),
+    pod["containers"][0] |= {
         "ports": [
             {"name": "tcp-comm", "containerPort": SCHEDULER_PORT, "protocol": "TCP"},
             {"name": "http-dashboard", "containerPort": DASHBOARD_PORT, "protocol": "TCP"},
         ],
         "readinessProbe": {**health, "periodSeconds": 1, "timeoutSeconds": 5},
         "livenessProbe": {**health, "initialDelaySeconds": 60, "periodSeconds": 20, "timeoutSeconds": 10},
-        "volumeMounts": [dict(TEMPORARY_MOUNT), *_certificate_mounts(config)],
     }
-    volumes = [dict(TEMPORARY_VOLUME), *_certificate_volumes(config, name)]
-    return {**_pod_basics(config), "containers": [container], "volumes": volumes}
+    return pod
 
 
-def _tls_settings(config: ClusterConfig) -> dict[str, Any]:
-    """Return Dask's settings for TLS.
+def _pod(
+    config: ClusterConfig,
+    name: str,
+    role: str,
+    arguments: list[str],
+    settings: Mapping[str, Any],
+    variables: Mapping[str, str],
+    resources: Mapping[str, str],
+) -> dict[str, Any]:
+    """Return what the pods of both roles have: one container, which may write to /tmp alone.
 
-    One certificate, which is its own authority, serves all: whoever has its key belongs to the run.
+    With TLS it has the run's certificate. That one, which is its own authority, serves all: whoever has its key belongs
+    to the run.
+
+    Args:
+        settings: of Dask, besides those of every gang.
+        variables: of the container, which win over the settings.
     """
-    if not config.kubernetes.tls:
-        return {}
-    certificate, key = f"{CERTIFICATE_MOUNT}/tls.crt", f"{CERTIFICATE_MOUNT}/tls.key"
-    settings: dict[str, Any] = {
-        "distributed.comm.require-encryption": True,
-        "distributed.comm.tls.ca-file": certificate,
+    pods = config.kubernetes
+    mounts, volumes = [dict(TEMPORARY_MOUNT)], [dict(TEMPORARY_VOLUME)]
+    settings = {**dask_config(config), **settings}
+    if pods.tls:
+        certificate, key = f"{CERTIFICATE_MOUNT}/tls.crt", f"{CERTIFICATE_MOUNT}/tls.key"
+        settings |= {"distributed.comm.require-encryption": True, "distributed.comm.tls.ca-file": certificate}
+        for peer in ("scheduler", "worker", "client"):
+            settings |= {f"distributed.comm.tls.{peer}.cert": certificate, f"distributed.comm.tls.{peer}.key": key}
+        mounts.append({"name": "certificate", "mountPath": CERTIFICATE_MOUNT, "readOnly": True})
+        volumes.append({"name": "certificate", "secret": {"secretName": name}})
+    container = {
+        "name": role,
+        "image": pods.image,
+        "imagePullPolicy": pods.image_pull_policy,
+        "args": arguments,
+        "env": [
+            {"name": key, "value": value}
+            for key, value in {**WRITABLE_HOME, **_variables(settings), **variables}.items()
+        ],
+        "resources": {"requests": dict(resources), "limits": dict(resources)},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+        "volumeMounts": mounts,
     }
-    for role in ("scheduler", "worker", "client"):
-        settings[f"distributed.comm.tls.{role}.cert"] = certificate
-        settings[f"distributed.comm.tls.{role}.key"] = key
-    return settings
-
-
-def _certificate_mounts(config: ClusterConfig) -> list[dict[str, Any]]:
-    mount = {"name": "certificate", "mountPath": CERTIFICATE_MOUNT, "readOnly": True}
-    return [mount] if config.kubernetes.tls else []
-
-
-def _certificate_volumes(config: ClusterConfig, name: str) -> list[dict[str, Any]]:
-    return [{"name": "certificate", "secret": {"secretName": name}}] if config.kubernetes.tls else []
+    return {
+        "automountServiceAccountToken": False,  # neither scheduler nor worker talks to Kubernetes
+        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+        **({"serviceAccountName": pods.service_account} if pods.service_account else {}),
+        "containers": [container],
+        "volumes": volumes,
+    }
 
 
 def _scheduler_service(name: str) -> dict[str, Any]:
@@ -304,24 +303,6 @@ def _scheduler_service(name: str) -> dict[str, Any]:
             {"name": port_name, "protocol": "TCP", "port": port, "targetPort": port_name}
             for port_name, port in (("tcp-comm", SCHEDULER_PORT), ("http-dashboard", DASHBOARD_PORT))
         ],
-    }
-
-
-def _pod_basics(config: ClusterConfig) -> dict[str, Any]:
-    pod: dict[str, Any] = {
-        "automountServiceAccountToken": False,  # neither scheduler nor worker talks to Kubernetes
-        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
-    }
-    if config.kubernetes.service_account:
-        pod["serviceAccountName"] = config.kubernetes.service_account
-    return pod
-
-
-def _container_security() -> dict[str, Any]:
-    return {
-        "allowPrivilegeEscalation": False,
-        "capabilities": {"drop": ["ALL"]},
-        "readOnlyRootFilesystem": True,
     }
 
 
@@ -336,7 +317,3 @@ def _variables(dask_settings: Mapping[str, Any]) -> dict[str, str]:
         "DASK_" + key.upper().replace("-", "_").replace(".", "__"): value if isinstance(value, str) else repr(value)
         for key, value in dask_settings.items()
     }
-
-
-def _environment(variables: Mapping[str, str]) -> list[dict[str, str]]:
-    return [{"name": key, "value": value} for key, value in variables.items()]
