@@ -43,6 +43,23 @@ class ApiUnavailable(ClusterError):
     """The API server does not answer, or is not ready to: another attempt may find it back."""
 
 
+class ApiRefused(ClusterError):
+    """The API server refuses a request, or this process has no access to one. The text is the server's message.
+
+    Attributes:
+        status: of HTTP; 0 without access.
+    """
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+    @property
+    def is_right_missing(self) -> bool:
+        """Return whether RBAC refused it. Quotas, Pod Security and policies refuse with the same status, 403."""
+        return self.status == 403 and "cannot" in str(self) and "User " in str(self)
+
+
 @dataclass(frozen=True)
 class WorkerEnd:
     """The end of a worker's container."""
@@ -77,9 +94,11 @@ def call(api: str, method: str, *args: Any, patience: float = API_PATIENCE, **kw
     """Send one request; repeat it with back-off for `patience` seconds while the API server is away.
 
     Raises:
-        ApiUnavailable: no answer within that time. Also a kubernetes.client.ApiException: the server refuses.
+        ApiUnavailable: no answer within that time.
+        ApiRefused: the server refuses, or there is no access to one.
     """
     from kubernetes.client import ApiException
+    from kubernetes.config import ConfigException
     from urllib3.exceptions import HTTPError
 
     once = _tries_once.get()
@@ -90,17 +109,19 @@ def call(api: str, method: str, *args: Any, patience: float = API_PATIENCE, **kw
             return getattr(_api(api), method)(*args, _request_timeout=timeout, **kwargs)
         except ApiException as error:
             if error.status not in AWAY:
-                raise
+                raise ApiRefused(_describe(error), error.status) from error
             failure: Exception = error
+        except ConfigException as error:
+            raise ApiRefused(str(error)) from error
         except (HTTPError, OSError) as error:
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
-                raise
+                raise ApiRefused(_describe(error)) from error
             failure = error
         if time.monotonic() + delay > deadline:
-            raise ApiUnavailable(f"the Kubernetes API server does not answer: {api_message(failure)}") from failure
+            raise ApiUnavailable(f"the Kubernetes API server does not answer: {_describe(failure)}") from failure
         if delay == 0.5:
             logger.warning(
-                "the Kubernetes API server does not answer (%s); trying again for %g s", api_message(failure), patience
+                "the Kubernetes API server does not answer (%s); trying again for %g s", _describe(failure), patience
             )
         time.sleep(delay)
         delay = min(2 * delay, MAX_RETRY_DELAY)
@@ -108,11 +129,9 @@ def call(api: str, method: str, *args: Any, patience: float = API_PATIENCE, **kw
 
 def find(api: str, method: str, *args: Any, patience: float = API_PATIENCE) -> Any:
     """Send one request as `call`; return None where the API server has no such object."""
-    from kubernetes.client import ApiException
-
     try:
         return call(api, method, *args, patience=patience)
-    except ApiException as error:
+    except ApiRefused as error:
         if error.status != 404:
             raise
         return None
@@ -120,14 +139,12 @@ def find(api: str, method: str, *args: Any, patience: float = API_PATIENCE) -> A
 
 def explain(config: ClusterConfig, run_name: str) -> str:
     """Return what the cluster's unready pods wait for, and which could not be created, in sentences."""
-    from kubernetes.client import ApiException
-
     name, namespace = cluster_name(run_name), target_namespace(config)
     try:
         pods = [pod for pod in pods_of(name, namespace) if not is_ready(pod)]
         events = call("CoreV1Api", "list_namespaced_event", namespace, patience=0).items
-    except (ApiException, ApiUnavailable) as error:
-        return f"The reason why its pods are not ready is unknown: {api_message(error)}."
+    except ClusterError as error:
+        return f"The reason why its pods are not ready is unknown: {error}."
     warnings: dict[str, str] = {}
     for event in sorted(events, key=lambda event: event.metadata.resource_version.zfill(20)):
         if event.involved_object.name.startswith(f"{name}-"):
@@ -159,7 +176,7 @@ def worker_end(config: ClusterConfig, worker_name: str, num_lines: int) -> Worke
                 return WorkerEnd(reason, _last_lines(pods, namespace, num_lines))
             time.sleep(0.25)
     except Exception as error:  # of any kind: a diagnosis must not hide the failure that it is about
-        logger.debug("how worker %s ended is unknown: %s", worker_name, api_message(error))
+        logger.debug("how worker %s ended is unknown: %s", worker_name, error)
     return WorkerEnd("", "")
 
 
@@ -170,7 +187,7 @@ def pod_end(name: str) -> str:
         ended = [status.state.terminated for status in pod.status.container_statuses or []]
         return next((str(each.reason or "") for each in ended if each and each.exit_code), "")
     except Exception as error:  # of any kind: a diagnosis must not end a run
-        logger.debug("how pod %s ended is unknown: %s", name, api_message(error))
+        logger.debug("how pod %s ended is unknown: %s", name, error)
         return ""
 
 
@@ -202,17 +219,17 @@ def context_namespace() -> str:
 
 def driver_pod() -> Driver | None:
     """Return the pod that this process runs in; None outside Kubernetes, or where the pod cannot be read."""
-    from kubernetes.client import ApiClient, ApiException
+    from kubernetes.client import ApiClient
 
     namespace = own_namespace()
     if not namespace:
         return None
     try:
         pod = call("CoreV1Api", "read_namespaced_pod", socket.gethostname(), namespace)
-    except ApiException as error:
+    except ApiRefused as error:
         logger.warning(
             "this process's own pod cannot be read (%s): if it is killed, its Dask cluster goes by idle_timeout only",
-            api_message(error),
+            error,
         )
         return None
     requests = requests_of(ApiClient().sanitize_for_serialization(pod.spec))
@@ -237,22 +254,15 @@ def _own_image(pod: Any) -> str:
     return str(containers[0].image)
 
 
-def api_message(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     """Return the API server's message of a kubernetes.client.ApiException, or what happened to the request."""
-    try:
+    with contextlib.suppress(TypeError, ValueError, KeyError):
         return str(json.loads(getattr(error, "body", ""))["message"])
-    except (TypeError, ValueError, KeyError):
-        pass
     if status := getattr(error, "status", 0):
         return f"HTTP {status} {getattr(error, 'reason', '')}"
     if isinstance(cause := getattr(error, "reason", None), Exception):  # urllib3's MaxRetryError
         error = cause
-    return f"{type(error).__name__}: {error}" if not isinstance(error, ClusterError) else str(error)
-
-
-def is_right_missing(error: Exception) -> bool:
-    """Return whether RBAC refused a request. Quotas, Pod Security and policies refuse with the same status, 403."""
-    return getattr(error, "status", 0) == 403 and "cannot" in (message := api_message(error)) and "User " in message
+    return f"{type(error).__name__}: {error}"
 
 
 def pods_of(name: str, namespace: str, component: str = "") -> list[Any]:
@@ -312,12 +322,10 @@ def _end_reason(pod: Any) -> str:
 
 
 def _last_lines(pods: list[Any], namespace: str, num_lines: int) -> str:
-    from kubernetes.client import ApiException
-
     logs = []
     for pod, previous in itertools.product(pods, (True, False)):
         options: dict[str, Any] = {"container": "worker", "previous": previous, "tail_lines": num_lines, "patience": 0}
-        with contextlib.suppress(ApiException):  # there is no previous container, or none has started yet
+        with contextlib.suppress(ApiRefused):  # there is no previous container, or none has started yet
             log = call("CoreV1Api", "read_namespaced_pod_log", pod.metadata.name, namespace, **options)
             logs.append(log or "")  # the client makes None of an empty one
     return "".join(logs)

@@ -16,7 +16,7 @@ from typing import Any
 
 from flyte_ddp.cluster.admission import Allowed, check_allowed
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.cluster.kubernetes.api import api_message, call, find, is_in_pod, is_right_missing
+from flyte_ddp.cluster.kubernetes.api import ApiRefused, call, find, is_in_pod
 from flyte_ddp.cluster.kubernetes.manifest import GROUP, PLURAL, POLICY_GROUP, POLICY_PLURAL, VERSION, merge_pod
 from flyte_ddp.cluster.kubernetes.resources import describe, needs_of, quantities, quantity, requests_of, short
 from flyte_ddp.errors import ConfigError
@@ -90,15 +90,13 @@ def run_checks(setup: Setup) -> tuple[list[Finding], list[str]]:
         PreflightError: a quantity that is none.
         ClusterError: the API server does not answer.
     """
-    from kubernetes.client import ApiException
-
     findings: list[Finding] = []
     unseen: list[str] = []
     for what, check in CHECKS:
         num_before = len(findings)
         try:
             findings.extend(check(setup))  # keeps what was found before an exception
-        except ApiException as error:
+        except ApiRefused as error:
             if error.status != 403:
                 raise
             unseen.append(what)
@@ -110,16 +108,12 @@ def run_checks(setup: Setup) -> tuple[list[Finding], list[str]]:
 
 
 def _check_access(setup: Setup) -> Iterator[Finding]:
-    from kubernetes.client import ApiException
-    from kubernetes.config import ConfigException
-    from urllib3.exceptions import HTTPError
-
     try:
         call("VersionApi", "get_code")
-    except (ApiException, ConfigException, HTTPError) as error:  # it refuses, has no valid certificate, or is not named
+    except ApiRefused as error:  # it refuses, has no valid certificate, or is not named
         yield Finding(
             BAD,
-            f"this process has no access to a Kubernetes API server ({api_message(error)}); set KUBECONFIG to a valid "
+            f"this process has no access to a Kubernetes API server ({error}); set KUBECONFIG to a valid "
             "kubeconfig, or run in a pod whose service account's token is mounted",
         )
 
@@ -451,14 +445,12 @@ def _check_admission(setup: Setup) -> Iterator[Finding]:
 
 def _dry_run(*request: Any, **body: Any) -> str:
     """Return the API server's refusal to create an object; "" if it would."""
-    from kubernetes.client import ApiException
-
     try:
         call(*request, **body, dry_run="All")
-    except ApiException as error:
-        if is_right_missing(error) or error.status not in (400, 403, 404, 422):
+    except ApiRefused as error:
+        if error.is_right_missing or error.status not in (400, 403, 404, 422):
             raise
-        refusal = " ".join(api_message(error).split())
+        refusal = " ".join(str(error).split())
         # Other checks are about missing kinds and service accounts.
         return "" if error.status == 404 or "serviceaccount" in refusal else refusal
     return ""

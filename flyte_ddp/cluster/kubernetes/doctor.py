@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from flyte_ddp.cluster.admission import load_allowed
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.cluster.kubernetes.api import call, context_namespace, one_try
+from flyte_ddp.cluster.kubernetes.api import ApiRefused, call, context_namespace, one_try
 from flyte_ddp.cluster.kubernetes.checks import (
     BAD,
     GOOD,
@@ -92,9 +92,6 @@ def _check(
 
 def _namespace(config: ClusterConfig, account: str) -> tuple[str, str]:
     """Return the namespace that is checked, and where its name comes from, as a phrase."""
-    from kubernetes.client import ApiException
-    from kubernetes.config import ConfigException
-
     if config.kubernetes.namespace:
         return config.kubernetes.namespace, "which is named"
     if namespace := context_namespace():
@@ -102,7 +99,7 @@ def _namespace(config: ClusterConfig, account: str) -> tuple[str, str]:
     try:
         selector = f"metadata.name={account}"
         found = call("CoreV1Api", "list_service_account_for_all_namespaces", field_selector=selector).items
-    except (ApiException, ConfigException):  # a check reports that there is no access
+    except ApiRefused:  # a check reports that there is no access
         found = []
     names = sorted(each.metadata.namespace for each in found)
     if len(names) > 1:

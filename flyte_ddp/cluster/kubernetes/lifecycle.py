@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.api import (
-    ApiUnavailable,
-    api_message,
+    ApiRefused,
     call,
     driver_pod,
     explain,
@@ -78,7 +77,6 @@ def kube_cluster(config: ClusterConfig, run_name: str, deadline: float) -> Itera
             cluster of this name exists already.
     """
     from distributed import Security
-    from kubernetes.client import ApiException
 
     name = cluster_name(run_name)
     security = Security.temporary() if config.kubernetes.tls else None
@@ -92,8 +90,8 @@ def kube_cluster(config: ClusterConfig, run_name: str, deadline: float) -> Itera
             owner = driver if driver is not None and driver.namespace == namespace else None
             spec = cluster_spec(config, name, owner)
             preflight(config, spec, namespace, driver)
-        except ApiException as error:
-            raise ClusterError(f"the Kubernetes API server refused a request: {api_message(error)}") from error
+        except ApiRefused as error:
+            raise ClusterError(f"the Kubernetes API server refused a request: {error}") from error
         token = uuid.uuid4().hex
         spec["metadata"]["annotations"][TOKEN_ANNOTATION] = token
         try:
@@ -164,12 +162,10 @@ def delete_cluster(name: str, namespace: str, uid: str, patience: float = DELETE
     In the foreground: Kubernetes itself ends the pods, at once. In the background it would wait for the operator's
     finalizer, and so for an operator that is away, or busy with a check that takes a minute.
     """
-    from kubernetes.client import ApiException
-
     request = ("CustomObjectsApi", "delete_namespaced_custom_object", GROUP, VERSION, namespace, PLURAL, name)
     try:
         call(*request, body={"propagationPolicy": "Foreground", "preconditions": {"uid": uid}}, patience=patience)
-    except ApiException as error:
+    except ApiRefused as error:
         if error.status not in (404, 409):  # deleted already, or replaced by another's
             raise
 
@@ -185,13 +181,11 @@ def _create(
 
     That is the policy that keeps other pods away from them, and the certificate that they wait for.
     """
-    from kubernetes.client import ApiException
-
     name = spec["metadata"]["name"]
     try:
         try:
             made = call("CustomObjectsApi", "create_namespaced_custom_object", GROUP, VERSION, namespace, PLURAL, spec)
-        except ApiException as error:
+        except ApiRefused as error:
             if error.status != 409:
                 raise
             made = read_cluster(name, namespace) or {"metadata": {}}
@@ -206,20 +200,18 @@ def _create(
         if security is not None:
             secret = certificate_secret(name, uid, security.tls_scheduler_cert, security.tls_scheduler_key)
             _create_owned("CoreV1Api", "create_namespaced_secret", namespace, secret)
-    except ApiException as error:
+    except ApiRefused as error:
         if error.status in (400, 422):
             raise PreflightError(
-                [f"the API server refuses the pods as they are described: {api_message(error)}; correct `pod_template`"]
+                [f"the API server refuses the pods as they are described: {error}; correct `pod_template`"]
             ) from error
-        raise ClusterError(f"Dask cluster {name} was not created: {api_message(error)}") from error
+        raise ClusterError(f"Dask cluster {name} was not created: {error}") from error
 
 
 def _create_owned(api: str, method: str, namespace: str, body: Mapping[str, Any]) -> None:
-    from kubernetes.client import ApiException
-
     try:
         call(api, method, namespace, body)
-    except ApiException as error:
+    except ApiRefused as error:
         if error.status != 409:  # it is there already: the answer to an earlier try was lost
             raise
 
@@ -230,8 +222,6 @@ def _token_of(cluster: Mapping[str, Any]) -> str:
 
 def _wait_for_scheduler(config: ClusterConfig, name: str, namespace: str, deadline: float) -> Any:
     """Return the scheduler's pod when it is ready."""
-    from kubernetes.client import ApiException
-
     started = time.monotonic()
     report_at = started + REPORT_INTERVAL
     expect_pods_at = min(started + OPERATOR_TIMEOUT, deadline)
@@ -246,8 +236,8 @@ def _wait_for_scheduler(config: ClusterConfig, name: str, namespace: str, deadli
             ready = [pod for pod in pods if is_scheduler(pod) and is_ready(pod)]
             if ready:
                 return ready[0]
-        except (ApiException, ApiUnavailable) as error:  # the API server may restart meanwhile
-            logger.debug("the state of Dask cluster %s is not known at the moment: %s", name, api_message(error))
+        except ClusterError as error:  # the API server may restart meanwhile
+            logger.debug("the state of Dask cluster %s is not known at the moment: %s", name, error)
         # An operator that ends after its first look at the cluster makes no pods, and nothing says why.
         if not has_pods and now > expect_pods_at:
             expect_pods_at = now + REPORT_INTERVAL
@@ -292,18 +282,16 @@ def _scheduler_address(name: str, namespace: str, protocol: str) -> Iterator[str
 
 def _delete_own(name: str, namespace: str, token: str) -> None:
     """Ask for the deletion of the cluster, if it has this token, and let Kubernetes do it. Logs a refusal."""
-    from kubernetes.client import ApiException
-
     try:
         cluster = read_cluster(name, namespace, patience=DELETE_PATIENCE)
         if cluster is not None and _token_of(cluster) == token:
             delete_cluster(name, namespace, cluster["metadata"]["uid"])
             logger.info("Dask cluster %s is being deleted", name)
-    except (ApiException, ApiUnavailable) as error:
+    except ClusterError as error:
         logger.error(
             "Dask cluster %s may still be there (%s); remove it with: kubectl --namespace %s delete daskcluster %s",
             name,
-            api_message(error),
+            error,
             namespace,
             name,
         )

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flyte_ddp.cluster.kubernetes.api import ApiUnavailable, api_message, call, find
+from flyte_ddp.cluster.kubernetes.api import call, find
 from flyte_ddp.cluster.kubernetes.lifecycle import delete_cluster
 from flyte_ddp.cluster.kubernetes.manifest import GROUP, MANAGED_BY, PLURAL, VERSION
 from flyte_ddp.config.fields import parse_duration
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.errors import ClusterError, ConfigError
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,6 @@ def _why_ownerless(owner: Mapping[str, Any], namespace: str) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    from kubernetes.client import ApiException
-    from kubernetes.config import ConfigException
-
     parser = argparse.ArgumentParser(
         prog="python -m flyte_ddp.cluster.kubernetes.orphans",
         description="List the Dask clusters of this package; with --delete remove those that outlived their driver.",
@@ -89,8 +86,8 @@ def main(arguments: list[str] | None = None) -> int:
                 delete_cluster(each.name, each.namespace, each.uid)
                 state = f"deleted: {each.orphaned}"
             lines.append(f"{each.namespace}/{each.name}  age {datetime.timedelta(seconds=round(each.age))}  {state}")
-    except (ApiException, ApiUnavailable, ConfigError, ConfigException) as error:
-        parser.exit(1, f"error: {api_message(error)}\n")
+    except (ClusterError, ConfigError) as error:
+        parser.exit(1, f"error: {error}\n")
     num_orphans = sum(bool(each.orphaned) for each in found)
     lines.append(f"{len(found)} cluster{'s' * (len(found) != 1)}, {num_orphans} orphaned")
     if num_orphans and not options.delete:
