@@ -265,11 +265,12 @@ class _Observer:
         with open(self.frame.directory / "history.jsonl", "wb") as history:
             for run in self.report.runs:
                 history.write(Storage(run.url).read(OUTCOME))
-        for series, rows in study.series.items():
+        for values, rows in study.series.items():
             for row in rows:
+                name = ", ".join([ranks(row.world_size), *([study.describe(values)] if values else [])])
                 self.frame.say(
-                    f"{', '.join(filter(None, [ranks(row.world_size), series]))}: {row.samples_per_second:,.0f} "
-                    f"samples/s, speed-up {row.speed_up:.2f}, efficiency {100 * row.efficiency:.0f} %"
+                    f"{name}: {row.samples_per_second:,.0f} samples/s, "
+                    f"speed-up {row.speed_up:.2f}, efficiency {100 * row.efficiency:.0f} %"
                 )
         outputs = ScalingOutputs(table, csv, self.frame.output("history.jsonl"), self.frame.saved_report())
         self.frame.say_outputs(results=csv, history=outputs.history, report=outputs.report)

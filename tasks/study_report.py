@@ -220,7 +220,7 @@ def _charts(runs: Sequence[TrialRun], study: Study) -> list[tuple[str, str, list
     charts = [("Test loss over epochs", meaning, over_epochs), ("Test loss over elapsed time", meaning, over_time)]
     if len(over_epochs) == 1:
         charts = [("Test loss over epochs and over elapsed time", meaning, over_epochs + over_time)]
-    charts.append(("Scaling", "by world size", scaling_panels(study)))
+    charts.append(("Scaling", *scaling_panels(study)))
     return [(heading, note, draw(panels)) for heading, note, panels in charts if panels]
 
 

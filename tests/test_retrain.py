@@ -102,6 +102,13 @@ def test_the_first_challenger_is_promoted_with_its_origin_in_the_manifest(store,
     assert manifest.kickoff_time == "2026-01-02T03:04:05Z"
 
 
+def test_a_challenger_on_a_sample_of_the_data_counts_that_sample(store, make):
+    given = make(sample_size=30)
+    assert plan(store, given, PromotionCriteria(min_samples=31)).outcome == Outcome.TOO_LITTLE_DATA
+    judge(store, given, PromotionCriteria(), model_state(5))
+    assert load_champion(store.url)[1].num_train_samples == 30
+
+
 def test_a_challenger_must_beat_the_loss_by_the_margin(store, make):
     judge(store, make(), PromotionCriteria(), model_state(5))
     worse = judge(store, make(seed=1), PromotionCriteria(), model_state(6))

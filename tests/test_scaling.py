@@ -69,7 +69,7 @@ def test_speed_up_and_efficiency_are_over_the_smallest_world_size():
 
 def test_learning_rates_are_compared_among_themselves():
     study = Study([run_of(1, 0.1), run_of(2, 0.05), run_of(1, 0.3, rate=0.1), run_of(2, 0.2, rate=0.1)])
-    assert list(study.series) == ["learning_rate 0.002", "learning_rate 0.1"]
+    assert [study.describe(values) for values in study.series] == ["learning_rate 0.002", "learning_rate 0.1"]
     assert [row.learning_rate for row in study.rows] == [2e-3, 2e-3, 0.1, 0.1]
     assert [row.speed_up for row in study.rows] == pytest.approx([1, 2, 1, 1.5])
 
@@ -80,7 +80,7 @@ def test_batches_of_equal_size_per_rank_are_compared_by_their_throughput():
     runs += [run_of(1, 0.06, batch_per_rank=64), run_of(2, 0.04, batch_per_rank=64)]
     runs[1].state.started = dataclasses.replace(runs[1].state.started, num_steps=3 * STEPS // 2)
     study = Study(runs)
-    assert list(study.series) == ["batch_size_per_rank 32", "batch_size_per_rank 64"]
+    assert [study.describe(values) for values in study.series] == ["batch_size_per_rank 32", "batch_size_per_rank 64"]
     assert [row.batch_size_per_rank for row in study.rows] == [32, 32, 64, 64]
     assert [row.speed_up for row in study.rows] == pytest.approx([1, 2, 1, 1.5])
     assert [row.step_seconds for row in study.rows[:2]] == pytest.approx([0.1, 0.1])
@@ -191,7 +191,7 @@ def test_threads_of_a_rank_are_its_share_of_the_cores_or_as_many_as_configured()
 
 def test_every_figure_of_a_study_has_its_panel():
     study = study_of_two()
-    panels = {panel.name: panel for panel in scaling_panels(study)}
+    panels = {panel.name: panel for panel in scaling_panels(study)[1]}
     assert list(panels) == ["speed-up", "efficiency", "throughput", "target", "communication"]
     assert panels["speed-up"].summary == "Speed-up by world size: 1 rank 1, 2 ranks 1.667"
     assert ">ideal<" in to_svg(panels["speed-up"])
@@ -199,15 +199,30 @@ def test_every_figure_of_a_study_has_its_panel():
     assert ">waiting<" in communication
     assert ">hidden by backward<" in communication
     runs = [run_of(1, 0.1), run_of(2, 0.06), run_of(1, 0.1, rate=0.1), run_of(2, 0.06, rate=0.1)]
-    panels = {panel.name: panel for panel in scaling_panels(Study(runs))}
-    assert ">learning_rate 0.1<" in to_svg(panels["throughput"])
+    panels = {panel.name: panel for panel in scaling_panels(Study(runs))[1]}
+    assert ">learning_rate 0.002<" in to_svg(panels["throughput"])
+    assert ">0.1<" in to_svg(panels["throughput"])
     meaning, over_epochs, over_time = loss_panels(runs)
     assert (meaning, [panel.title for panel in over_epochs]) == (
         "colored by world_size",
         ["learning_rate 0.002", "learning_rate 0.1"],
     )
     assert len(over_time) == 2
-    assert scaling_panels(Study([])) == []
+    assert scaling_panels(Study([])) == ("", [])
+
+
+def test_labels_too_long_for_a_legend_are_numbers_with_a_description():
+    runs = [
+        run_of(size, 0.1 / size, rate=rate, batch_per_rank=batch)
+        for size in (1, 2)
+        for rate in (0.00012, 0.00034)
+        for batch in (128, 4096)
+    ]
+    meaning, panels = scaling_panels(Study(runs))
+    assert meaning.startswith("1: learning_rate 0.00012, batch_size_per_rank 128; 2: learning_rate 0.00012, batch_size")
+    assert ">4<" in to_svg(panels[0])
+    meaning, _ = scaling_panels(Study([run for run in runs if run.trial.values["batch_size_per_rank"] == 128]))
+    assert meaning == ""
 
 
 def report_of(runs, recipe="digits"):

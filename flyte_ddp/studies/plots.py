@@ -33,6 +33,7 @@ NUM_COLORED = 5  # of the best models, if all models share one facet
 MAX_FAINT = 100  # models beside those; more lines would become one grey area
 MAX_POINTS = 60  # of one line, because there are many lines
 MAX_NAMED = 4  # colors for which the legend has room for the hyperparameter's name
+MAX_LEGEND = 36  # characters of a legend or title for which a panel has room
 SEED = "seed"  # models that differ only in this are one experiment, with one color
 
 
@@ -165,15 +166,19 @@ def _draw(
         axes.set_ylim(low / 1.25, high * 1.25)
     else:
         axes.set_ylim(low - 0.06 * (high - low or 1), high + 0.06 * (high - low or 1))
-    style(axes, facet.title)
+    style(axes, facet.title if len(facet.title) <= MAX_LEGEND else facet.title.replace(", ", ",\n"))
 
 
 # --- Scaling ------------------------------------------------------------------------------------------------------
 
 
-def scaling_panels(study: Study) -> list[Panel]:
-    """Return the panels for which there is data; none before the first trial has finished."""
+def scaling_panels(study: Study) -> tuple[str, list[Panel]]:
+    """Return a description of the lines' labels, and the panels for which there is data.
+
+    There are none before the first trial has finished.
+    """
     panels = []
+    meaning, labels = _label_series(study)
     ideal = {row.world_size: row.world_size / rows[0].world_size for rows in study.series.values() for row in rows}
     for name, title, value, ideals, note in (
         ("speed-up", "Speed-up", lambda row: row.speed_up, ideal, ""),
@@ -188,7 +193,7 @@ def scaling_panels(study: Study) -> list[Panel]:
         ),
     ):
         if any(value(row) is not None for row in study.rows):
-            panels.append(_by_size(name, title, study, value, ideals, note))
+            panels.append(_by_size(name, title, study, labels, value, ideals, note))
     first = next(iter(study.series.values()), [])  # all series communicate alike
     if any(row.wait_share for row in first):
         shares = ", ".join(f"{ranks(row.world_size)} {100 * row.wait_share:.0f} %" for row in first)
@@ -200,31 +205,43 @@ def scaling_panels(study: Study) -> list[Panel]:
                 lambda axes: _draw_communication(axes, first),
             )
         )
-    return panels
+    return meaning, panels
+
+
+def _label_series(study: Study) -> tuple[str, list[str]]:
+    """Return a description of the labels if they need one, and a label for each series, short enough for a legend."""
+    labels = [" / ".join(map(str, values)) for values in study.series]
+    if len(study.names) == 1:
+        labels[0] = f"{study.names[0]} {labels[0]}"
+    meaning = f"labelled by {' / '.join(study.names)}" if len(study.names) > 1 else ""
+    if sum(len(label) + 4 for label in labels) > MAX_LEGEND:
+        labels = [str(number) for number in range(1, len(labels) + 1)]
+        meaning = "; ".join(
+            f"{number}: {study.describe(values)}" for number, values in zip(labels, study.series, strict=True)
+        )
+    return meaning, labels if study.names else ["measured"]
 
 
 def _by_size(
     name: str,
     title: str,
     study: Study,
+    labels: Sequence[str],
     value: Callable[[Row], float | None],
     ideals: Mapping[int, float],
     note: str,
 ) -> Panel:
     """Return a panel with a line per series over world sizes."""
-    found = {
-        series: [(row.world_size, y) for row in rows if (y := value(row)) is not None]
-        for series, rows in study.series.items()
-    }
-    values = ", ".join(f"{ranks(size)} {y:,.4g}" for points in found.values() for size, y in points)
+    lines = [[(row.world_size, y) for row in rows if (y := value(row)) is not None] for rows in study.series.values()]
+    values = ", ".join(f"{ranks(size)} {y:,.4g}" for points in lines for size, y in points)
 
     def draw(axes: Axes) -> None:
         from matplotlib.ticker import FuncFormatter, NullLocator
 
-        for index, (series, points) in enumerate(found.items()):
+        for index, (points, label) in enumerate(zip(lines, labels, strict=True)):
             if points:
                 color = PALETTE[index % len(PALETTE)]
-                axes.plot(*zip(*points, strict=True), "-o", color=color, markersize=6, label=series or "measured")
+                axes.plot(*zip(*points, strict=True), "-o", color=color, markersize=6, label=label)
         if ideals:
             line = {"color": axes.title.get_color(), "alpha": FAINT, "linewidth": 1, "linestyle": (0, (1, 2))}
             axes.plot(*zip(*sorted(ideals.items()), strict=True), **line, label="ideal")
@@ -298,7 +315,9 @@ def main() -> None:
     is_scaling = Path(results).suffix == ".jsonl"
     runs = read_study(results) if is_scaling else read_table(pandas.read_csv(results))
     _, over_epochs, over_time = loss_panels(runs)
-    others = scaling_panels(Study(runs)) if is_scaling else []
+    meaning, others = scaling_panels(Study(runs if is_scaling else []))
+    if meaning:
+        sys.stdout.write(f"{meaning}\n")
     save_panels([*over_epochs, *over_time, *others], picture, columns=2 if is_scaling else len(over_epochs))
 
 

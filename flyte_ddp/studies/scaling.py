@@ -41,7 +41,8 @@ class Study:
     """Comparison of the finished trials of a scaling study.
 
     Attributes:
-        series: rows by world size, for each combination of what else the study varies, such as "learning_rate 0.1".
+        names: of what the study varies beside the world size.
+        series: rows by world size, for each combination of the values of these.
         target_loss: held-out loss to which the time is measured; by default the worst of the trials' best held-out
             losses, which all trials reach.
     """
@@ -50,20 +51,19 @@ class Study:
         finished = [run for run in runs if run.state.finished and run.epochs]
         self.target_loss = target_loss or max((_best_loss(run) for run in finished), default=0.0)
         self.device_unit = "core" if not finished or started_of(finished[0]).device == "cpu" else "GPU"
-        names = [
+        self.names = [
             name
             for name in (finished[0].trial.values if finished else ())
             if name != WORLD_SIZE and len({run.trial.values[name] for run in finished}) > 1
         ]
-        by_values: dict[tuple[float, ...], list[TrialRun]] = {}
+        series: dict[tuple[float, ...], list[TrialRun]] = {}
         for run in sorted(finished, key=lambda run: started_of(run).world_size):
-            by_values.setdefault(tuple(run.trial.values[name] for name in names), []).append(run)
-        self.series = {
-            ", ".join(f"{name} {value}" for name, value in zip(names, values, strict=True)): [
-                self._row(run, runs[0]) for run in runs
-            ]
-            for values, runs in sorted(by_values.items())
-        }
+            series.setdefault(tuple(run.trial.values[name] for name in self.names), []).append(run)
+        self.series = {values: [self._row(run, runs[0]) for run in runs] for values, runs in sorted(series.items())}
+
+    def describe(self, values: tuple[float, ...]) -> str:
+        """Return the values of a series with their names, such as "learning_rate 0.1"."""
+        return ", ".join(f"{name} {value}" for name, value in zip(self.names, values, strict=True))
 
     @property
     def rows(self) -> list[Row]:
