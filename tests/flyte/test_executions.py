@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from flytekit.models.core.execution import WorkflowExecutionPhase as Phase
 from flytekit.remote import FlyteRemote
 
 from tests.flyte.conftest import DOMAIN, IMAGE, PROJECT, SMALL_CLUSTER, Checkout, Execution, eventually, items, kubectl
+from tests.kubernetes.test_flyte import HUNGRY
 from tests.support.checkout import REPOSITORY, copy_repository
 
 PROBLEM = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|Traceback|Unclosed|not provided")
@@ -158,6 +160,59 @@ def test_a_deleted_pod_loses_only_the_last_steps(checkout: Checkout, unique: str
     loaded = [event for event in execution.history(outputs) if event["event"] == "CheckpointLoaded"][-1]
     assert loaded["step"] > 0
     assert len(outputs["epoch_accuracies"]) == 60
+
+
+@pytest.fixture
+def mended_nodes() -> Iterator[None]:
+    """No node keeps the taint of the test."""
+    yield
+    kubectl("taint", "node", "--all", "upkeep-", check=False)
+
+
+def test_a_retry_that_finds_all_nodes_tainted_is_repeated_until_they_are_not(
+    checkout: Checkout, unique: str, aborted: list[Execution], mended_nodes: None
+) -> None:
+    """The operator's "no node could ever run a worker pod" ends a first attempt for good, and a retry recoverably."""
+    config = json.dumps({"epochs": 150, "seed": int(unique, 16), "checkpoint_interval": 20})
+    execution = checkout.train_on_cluster("--recipe", "digits", "--config", config)
+    aborted.append(execution)
+    first = execution.pod_of("train-on-cluster")
+    eventually(lambda: "epoch 3/" in execution.log(first), 600, f"epoch 3 in the log of {first}")
+    kubectl("delete", "pod", first, "--wait=false")
+
+    def placed(number: int) -> str:
+        """Return the name of the pod of an attempt that has a node; "" before."""
+        for pod in items("pods", f"execution-id={execution.name}"):
+            name, task = pod["metadata"]["name"], pod["metadata"]["labels"].get("task-name", "")
+            if task.endswith("train-on-cluster") and name.endswith(f"-{number}") and pod["spec"].get("nodeName"):
+                return str(name)
+        return ""
+
+    second = eventually(lambda: placed(1), 300, "a node for the second attempt")
+    kubectl("taint", "node", "--all", "upkeep=:NoSchedule")
+    eventually(lambda: "with the taint upkeep" in execution.log(second), 120, f"the taint in the log of {second}")
+    eventually(lambda: any(pod.endswith("-2") for pod in execution.pods()), 300, "a third attempt")
+    kubectl("taint", "node", "--all", "upkeep-")
+    outputs = execution.outputs()
+    assert len(outputs["epoch_accuracies"]) == 150
+    loaded = [event for event in execution.history(outputs) if event["event"] == "CheckpointLoaded"][-1]
+    assert loaded["step"] > 0
+
+
+def test_workers_that_run_out_of_memory_twice_end_the_execution_with_what_to_change(
+    checkout_with_recipes: Checkout, unique: str
+) -> None:
+    (checkout_with_recipes.directory / "recipes/hungry.py").write_text(HUNGRY)
+    config = ("--config", json.dumps({"seed": int(unique, 16)}))
+    execution = checkout_with_recipes.train_on_cluster("--recipe", "recipes.hungry.HungryRank", *config)
+    error = execution.error()
+    expected = "cluster.kubernetes.worker_memory: expected more than 1Gi, or .* the ranks ran out of memory twice"
+    assert re.search(expected, error), error
+    (pod,) = [pod for pod in execution.pods() if "restarts from its last checkpoint" in execution.log(pod)]
+    assert execution.log(pod).count("restarts from its last checkpoint") == 1
+    attempts = [each for each in items("pods", f"execution-id={execution.name}") if "train-on-cluster" in str(each)]
+    assert len({each["metadata"]["name"] for each in attempts}) == 1  # Flyte has made no retry
+    assert not items("daskclusters", f"execution-id={execution.name}")
 
 
 def test_an_abort_deletes_the_dask_cluster(checkout: Checkout, unique: str, aborted: list[Execution]) -> None:
