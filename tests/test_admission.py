@@ -193,12 +193,17 @@ def test_a_task_of_a_users_own_allows_what_it_names_and_what_settings_toml_does(
         Distributed(allowed={"kinds": "local"})
 
 
-def test_a_script_on_the_command_line_in_a_pod_obeys_the_same_table(pod, tmp_path, capsys):
+def test_a_script_on_the_command_line_in_a_pod_obeys_the_same_table(pod, tmp_path, capsys, monkeypatch):
     script = tmp_path / "train.py"
     script.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     assert main(["run", "--nnodes", "2", "--cluster", '{"kind": "local"}', str(script)]) == 2
     assert "cluster.kind: expected one of allowed.kinds (kubernetes) in a pod, got 'local'" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST")  # on a laptop
+    monkeypatch.setattr("flyte_ddp.__main__.run_program", lambda *_: (tmp_path / "ran").touch())
+    cluster = '{"kind": "kubernetes", "kubernetes": {"image": "own:1"}}'
+    assert main(["run", "--nnodes", "2", "--cluster", cluster, str(script)]) == 0
+    assert (tmp_path / "ran").exists()
 
 
 def test_a_distributed_task_in_a_pod_starts_no_rank_of_a_kind_that_is_not_allowed(pod, tmp_path):
