@@ -15,7 +15,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,8 +90,13 @@ def one_try() -> Iterator[None]:
         _tries_once.reset(token)
 
 
-def call(api: str, method: str, *args: Any, patience: float = API_PATIENCE, **kwargs: Any) -> Any:
+def call(
+    api: str, method: str, *args: Any, patience: float = API_PATIENCE, ignored: Sequence[int] = (), **kwargs: Any
+) -> Any:
     """Send one request; repeat it with back-off for `patience` seconds while the API server is away.
+
+    Args:
+        ignored: statuses of HTTP for which None is returned.
 
     Raises:
         ApiUnavailable: no answer within that time.
@@ -108,6 +113,8 @@ def call(api: str, method: str, *args: Any, patience: float = API_PATIENCE, **kw
         try:
             return getattr(_api(api), method)(*args, _request_timeout=timeout, **kwargs)
         except ApiException as error:
+            if error.status in ignored:
+                return None
             if error.status not in AWAY:
                 raise ApiRefused(_describe(error), error.status) from error
             failure: Exception = error
@@ -129,12 +136,7 @@ def call(api: str, method: str, *args: Any, patience: float = API_PATIENCE, **kw
 
 def find(api: str, method: str, *args: Any, patience: float = API_PATIENCE) -> Any:
     """Send one request as `call`; return None where the API server has no such object."""
-    try:
-        return call(api, method, *args, patience=patience)
-    except ApiRefused as error:
-        if error.status != 404:
-            raise
-        return None
+    return call(api, method, *args, patience=patience, ignored=(404,))
 
 
 def explain(config: ClusterConfig, run_name: str) -> str:

@@ -163,11 +163,8 @@ def delete_cluster(name: str, namespace: str, uid: str, patience: float = DELETE
     finalizer, and so for an operator that is away, or busy with a check that takes a minute.
     """
     request = ("CustomObjectsApi", "delete_namespaced_custom_object", GROUP, VERSION, namespace, PLURAL, name)
-    try:
-        call(*request, body={"propagationPolicy": "Foreground", "preconditions": {"uid": uid}}, patience=patience)
-    except ApiRefused as error:
-        if error.status not in (404, 409):  # deleted already, or replaced by another's
-            raise
+    options = {"propagationPolicy": "Foreground", "preconditions": {"uid": uid}}
+    call(*request, body=options, patience=patience, ignored=(404, 409))  # deleted already, or replaced by another's
 
 
 def _create(
@@ -182,38 +179,29 @@ def _create(
     That is the policy that keeps other pods away from them, and the certificate that they wait for.
     """
     name = spec["metadata"]["name"]
+    create = ("create_namespaced_custom_object", GROUP, VERSION, namespace, PLURAL, spec)
     try:
-        try:
-            made = call("CustomObjectsApi", "create_namespaced_custom_object", GROUP, VERSION, namespace, PLURAL, spec)
-        except ApiRefused as error:
-            if error.status != 409:
-                raise
+        made = call("CustomObjectsApi", *create, ignored=(409,))
+        if made is None:
             made = read_cluster(name, namespace) or {"metadata": {}}
             if _token_of(made) != _token_of(spec):  # else it is ours: the answer to an earlier try was lost
                 raise ClusterError(
                     f"a Dask cluster named {name} exists already in namespace {namespace}, and belongs to another run; "
                     f"if none is running, remove it with: kubectl --namespace {namespace} delete daskcluster {name}"
-                ) from error
+                )
         uid = made["metadata"]["uid"]
         policy = network_policy(name, uid, namespace, operator_namespace, driver)
-        _create_owned("NetworkingV1Api", "create_namespaced_network_policy", namespace, policy)
+        # One that is there already is ours, too.
+        call("NetworkingV1Api", "create_namespaced_network_policy", namespace, policy, ignored=(409,))
         if security is not None:
             secret = certificate_secret(name, uid, security.tls_scheduler_cert, security.tls_scheduler_key)
-            _create_owned("CoreV1Api", "create_namespaced_secret", namespace, secret)
+            call("CoreV1Api", "create_namespaced_secret", namespace, secret, ignored=(409,))
     except ApiRefused as error:
         if error.status in (400, 422):
             raise PreflightError(
                 [f"the API server refuses the pods as they are described: {error}; correct `pod_template`"]
             ) from error
         raise ClusterError(f"Dask cluster {name} was not created: {error}") from error
-
-
-def _create_owned(api: str, method: str, namespace: str, body: Mapping[str, Any]) -> None:
-    try:
-        call(api, method, namespace, body)
-    except ApiRefused as error:
-        if error.status != 409:  # it is there already: the answer to an earlier try was lost
-            raise
 
 
 def _token_of(cluster: Mapping[str, Any]) -> str:
