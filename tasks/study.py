@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -19,7 +18,7 @@ from flyte_ddp.recipes import config_of
 from flyte_ddp.storage import Storage
 from flyte_ddp.studies.plots import ranks
 from flyte_ddp.studies.results import FINISHED, OUTCOME, STOPPED_EARLY, TrialRun, build_table, find_best
-from flyte_ddp.studies.scaling import Study
+from flyte_ddp.studies.scaling import build_scaling_table
 from flyte_ddp.studies.search import EarlyStopping, build_trials, expand_grid, expand_world_sizes
 from tasks.cluster import open_task_cluster
 from tasks.frame import FRAMED, Frame, open_frame
@@ -52,7 +51,7 @@ class SweepOutputs(NamedTuple):
 class ScalingOutputs(NamedTuple):
     """The outputs of a scaling study."""
 
-    table: StructuredDataset  # a row for every trial: `build_scaling_table`
+    table: StructuredDataset  # a row for every trial: `flyte_ddp.studies.scaling.Row`
     csv: FlyteFile  # the same as a CSV file
     history: FlyteFile  # every event of every trial, as JSON lines, one trial after the other
     report: FlyteFile  # the HTML page that the Deck shows too
@@ -186,16 +185,6 @@ def _train(
         return make_outputs(observer)
 
 
-def build_scaling_table(study: Study) -> list[dict[str, object]]:
-    """Return the rows of the table: the fields of `flyte_ddp.studies.scaling.Row`, with the device in a name."""
-    rows = []
-    for row in study.rows:
-        values = dataclasses.asdict(row)
-        values[f"{study.device_unit.lower()}_hours"] = values.pop("device_hours")
-        rows.append(values)
-    return rows
-
-
 class _Observer:
     """Shows a study: a line for each start and end of a trial, the report, and one group in W&B."""
 
@@ -258,10 +247,8 @@ class _Observer:
 
     def scaling_outputs(self) -> ScalingOutputs:
         """Return the outputs of a scaling study, and print the results and where the outputs are."""
-        import pandas
-
         study = self.report.study
-        table, csv = self._save_table(pandas.DataFrame(build_scaling_table(study)))
+        table, csv = self._save_table(build_scaling_table(study))
         with open(self.frame.directory / "history.jsonl", "wb") as history:
             for run in self.report.runs:
                 history.write(Storage(run.url).read(OUTCOME))

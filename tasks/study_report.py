@@ -16,8 +16,6 @@ from flyte_ddp.studies.plots import loss_panels, scaling_panels
 from flyte_ddp.studies.results import (
     DONE,
     FAILED,
-    FINISHED,
-    INTERRUPTED,
     RUNNING,
     STOPPED_EARLY,
     WAITING,
@@ -31,13 +29,17 @@ MAX_ERROR = 300  # characters of a trial's error in the table
 MAX_DETAILS = 6_000  # characters of a trial's traceback
 MAX_FAILURES = 20  # trials whose tracebacks are shown
 
-CLASSES = {  # of the style sheet
-    FINISHED: "finished",
-    RUNNING: "running",
-    FAILED: "failed",
-    STOPPED_EARLY: "interrupted",
-    INTERRUPTED: "interrupted",
-}
+SCALING_COLUMNS = (  # head, field of `Row`, format
+    ("batch per rank", "batch_size_per_rank", "{:,}"),
+    ("step", "step_seconds", "{:.4g} s"),
+    ("samples/s", "samples_per_second", "{:,.0f}"),
+    ("speed-up", "speed_up", "{:.2f}"),
+    ("efficiency", "efficiency", "{:.0%}"),
+    ("to loss {target_loss:.4g}", "seconds_to_target", "{:,.1f} s"),
+    ("waiting", "wait_share", "{:.0%}"),
+    ("hidden", "overlap_share", "{:.0%}"),
+    ("{device_unit}-hours", "device_hours", "{:.3g}"),
+)
 
 STYLE = """
 .training-report .trials th button {
@@ -49,7 +51,7 @@ STYLE = """
 .training-report .trials td.note { white-space: normal; min-width: 16rem; text-align: left; color: var(--bad); }
 .training-report .trials td.finished { color: var(--good); } .training-report .trials td.failed { color: var(--bad); }
 .training-report .trials td.running { color: var(--wait); }
-.training-report .trials td.interrupted { color: var(--warn); }
+.training-report .trials :is(td.interrupted, td.stopped-early) { color: var(--warn); }
 .training-report .trials :is(th, td):nth-child(2), .training-report .trials th.note { text-align: left; }
 .training-report .trials.scroll { max-height: 40rem; }
 .training-report h2 + .panels { margin-top: 0; }
@@ -59,8 +61,9 @@ STYLE = """
 TEMPLATE = """
 {%- block body %}
 {%- if best %}
-<div class="grid"><section class="card"><h2>The best: {{ best.name }} <small>{{ best.note }}</small></h2>
-<pre>{{ best.config }}</pre></section></div>
+<div class="grid"><section class="card"><h2>The best: {{ best }} <small>lowest test loss after the last epoch among the
+trials that finished; use it as --config</small></h2>
+<pre>{{ best_config }}</pre></section></div>
 {%- endif %}
 {%- for heading, meaning, drawn in charts %}
 <div class="charts"><h2>{{ heading }} <small>{{ meaning }}</small></h2>
@@ -148,7 +151,8 @@ class StudyReport(Page):
             "lead": self._lead(runs),
             "percent_done": 100 * num_done // max(1, len(runs)),
             "tiles": [*_scaling_tiles(study), *self._tiles(runs, best, num_done)],
-            "best": _best(best) if best else None,
+            "best": best and str(best.trial),
+            "best_config": best and json.dumps(best.trial.overrides),
             "charts": _charts(runs, study),
             "table": _table(runs, best, study) if runs else {},
             "measured_how": [row(name, value) for name, value in _facts(runs, study)],
@@ -188,8 +192,8 @@ def _scaling_tiles(study: Study) -> list[dict[str, str]]:
     ranks = f"{largest.world_size} ranks"
     return [
         tile("Speed-up", f"{largest.speed_up:.2f} x", f"{ranks} over {min(each.world_size for each in study.rows)}"),
-        tile("Efficiency", _percent(largest.efficiency), f"of the ideal, {ranks}"),
-        tile("Waiting for gradients", _percent(largest.wait_share), f"of a step, {ranks}"),
+        tile("Efficiency", f"{largest.efficiency:.0%}", f"of the ideal, {ranks}"),
+        tile("Waiting for gradients", f"{largest.wait_share:.0%}", f"of a step, {ranks}"),
     ]
 
 
@@ -224,14 +228,6 @@ def _charts(runs: Sequence[TrialRun], study: Study) -> list[tuple[str, str, list
     return [(heading, note, draw(panels)) for heading, note, panels in charts if panels]
 
 
-def _best(best: TrialRun) -> dict[str, str]:
-    return {
-        "name": str(best.trial),
-        "config": json.dumps(best.trial.overrides),
-        "note": "lowest test loss after the last epoch among the trials that finished; use it as --config",
-    }
-
-
 def _table(runs: Sequence[TrialRun], best: TrialRun | None, study: Study) -> dict[str, Any]:
     """Return the table of trials. Each cell has a text and a key to sort by."""
     measured = {each.trial: each for each in study.rows}
@@ -241,43 +237,28 @@ def _table(runs: Sequence[TrialRun], best: TrialRun | None, study: Study) -> dic
         last = run.epochs[-1] if run.epochs else None
         cells = {
             "trial": _cell(run.trial.number),
-            "status": {"text": run.status, "key": run.status, "class": CLASSES.get(run.status, "")},
+            "status": {"text": run.status, "key": run.status, "class": run.status.replace(" ", "-")},
             **{name: _cell(run.trial.values[name]) for name in names},
             "epochs": _cell(len(run.epochs), f"{len(run.epochs)} / {run.trial.config.epochs}"),
             "train loss": _cell(last and last.train_loss),
             "test loss": _cell(last and last.test_loss),
             "accuracy": _cell(last and last.accuracy, percent(last.accuracy) if last else ""),
             "time": _cell(run.elapsed[-1] if last else None, duration(run.elapsed[-1]) if last else ""),
-            **(_scaling_cells(measured.get(run.trial.number), study) if study.rows else {}),
+            **_scaling_cells(measured.get(run.trial.number), study),
         }
         rows.append({"best": run is best, "cells": list(cells.values()), "note": shortened(run.error, MAX_ERROR)})
     return {"heads": list(cells), "rows": rows, "has_notes": any(row["note"] for row in rows)}
 
 
 def _scaling_cells(found: Row | None, study: Study) -> dict[str, dict[str, Any]]:
-    cells = {
-        "batch per rank": found and (found.batch_size_per_rank, f"{found.batch_size_per_rank:,}"),
-        "step": found and (found.step_seconds, f"{1e3 * found.step_seconds:,.2f} ms"),
-        "samples/s": found and (found.samples_per_second, f"{found.samples_per_second:,.0f}"),
-        "speed-up": found and (found.speed_up, f"{found.speed_up:.2f}"),
-        "efficiency": found and (found.efficiency, _percent(found.efficiency)),
-        f"to loss {study.target_loss:.4g}": found
-        and (
-            found.seconds_to_target,
-            NOTHING if found.seconds_to_target is None else f"{found.seconds_to_target:,.1f} s",
-        ),
-        "waiting": found and (found.wait_share, _percent(found.wait_share)),
-        "hidden": found and (found.overlap_share, _percent(found.overlap_share)),
-        f"{study.device_unit}-hours": found and (found.device_hours, f"{found.device_hours:.3g}"),
-    }
-    return {name: _cell(*(cell or (None,))) for name, cell in cells.items()}
+    cells = {}
+    for head, name, form in SCALING_COLUMNS if study.rows else ():
+        value = getattr(found, name, None)
+        cells[head.format_map(vars(study))] = _cell(value, None if value is None else form.format(value))
+    return cells
 
 
 def _cell(value: Any, text: str | None = None) -> dict[str, Any]:
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return {"text": "" if value is None else str(value), "key": "", "class": ""}
     return {"text": format_value(value) if text is None else text, "key": value, "class": ""}
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"

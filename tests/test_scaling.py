@@ -20,10 +20,9 @@ from flyte_ddp.studies import plots, runner
 from flyte_ddp.studies.plots import loss_panels, scaling_panels
 from flyte_ddp.studies.results import FINISHED, RUNNING, WAITING, TrialRun
 from flyte_ddp.studies.runner import check_trials, resize_cluster
-from flyte_ddp.studies.scaling import Study
+from flyte_ddp.studies.scaling import Study, build_scaling_table
 from flyte_ddp.studies.search import Trial, build_trials, expand_world_sizes
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides
-from tasks.study import build_scaling_table
 from tasks.study_report import StudyReport
 from tests.support import sample_run
 from tests.support.prometheus import record_figures
@@ -109,7 +108,7 @@ def test_waiting_and_hours_are_those_of_all_ranks():
     assert row.device_hours == pytest.approx(2 * 3 * 3 * STEPS * 0.1 / 3600)
     study = Study([run_of(2, 0.1, num_threads=3, device="NVIDIA H200")])
     assert study.rows[0].device_hours == pytest.approx(2 * 3 * STEPS * 0.1 / 3600)
-    assert "gpu_hours" in build_scaling_table(study)[0]
+    assert "gpu_hours" in build_scaling_table(study)
 
 
 def study_of_two():
@@ -394,7 +393,7 @@ def test_the_picture_of_the_history_is_that_of_the_study(outputs, tmp_path, monk
     found = plots.read_study(outputs.history.path)
     assert [run.trial.values["world_size"] for run in found] == [2, 1]
     table = build_scaling_table(Study(found))
-    assert [row["step_seconds"] for row in table] == [row["step_seconds"] for row in rows_of(outputs)]
+    assert list(table["step_seconds"]) == [row["step_seconds"] for row in rows_of(outputs)]
     picture = tmp_path / "scaling.svg"
     monkeypatch.setattr("sys.argv", ["", outputs.history.path, str(picture)])
     plots.main()

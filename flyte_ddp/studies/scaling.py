@@ -6,13 +6,18 @@ is, so that an epoch has fewer steps. Knows neither clusters nor Flyte. Imports 
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from flyte_ddp.events import RunStarted
 from flyte_ddp.studies.results import TrialRun
 from flyte_ddp.studies.search import WORLD_SIZE
+
+if TYPE_CHECKING:
+    import pandas  # type: ignore[import-untyped]
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,14 @@ class Study:
             if epoch.test_loss <= self.target_loss:
                 return seconds
         return None
+
+
+def build_scaling_table(study: Study) -> pandas.DataFrame:
+    """Build the table with a `Row` for each finished trial; its device_hours are named by the device."""
+    import pandas
+
+    table = pandas.DataFrame([dataclasses.asdict(row) for row in study.rows])
+    return table.rename(columns={"device_hours": f"{study.device_unit.lower()}_hours"})
 
 
 def started_of(run: TrialRun) -> RunStarted:
