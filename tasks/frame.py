@@ -26,8 +26,8 @@ from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution, share_storage_credentials
 from flyte_ddp.observers.launcher_log import launcher_log
 from flyte_ddp.observers.metrics import MetricsServer, RunFigures, requested_port
-from flyte_ddp.observers.page import Page
 from flyte_ddp.observers.progress_bar import ProgressBar
+from flyte_ddp.observers.reports.page import Page
 from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.storage import Storage, fetch_file, redact_url
 from tasks.cluster import check_urls

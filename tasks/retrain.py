@@ -16,7 +16,7 @@ from flyte_ddp.errors import ChampionError, ConfigError
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution, share_storage_credentials
 from flyte_ddp.launch.devices import check_requested_gpus
-from flyte_ddp.observers.page import Page, row, section, tile
+from flyte_ddp.observers.reports.page import Page, row, section, tile
 from flyte_ddp.promotion.champion import ChampionStore
 from flyte_ddp.promotion.policy import (
     PROMOTIONS,

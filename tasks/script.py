@@ -24,8 +24,8 @@ from flyte_ddp.config.source_code import MAX_SIZE, files_below
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin.failures import InputError
 from flyte_ddp.launch.run import Gang, run_program, script_program
-from flyte_ddp.observers.function_report import FunctionReport
 from flyte_ddp.observers.history import HistoryFile
+from flyte_ddp.observers.reports.run import Report
 from tasks.cluster import check_urls, open_task_cluster
 from tasks.frame import FRAMED, Frame, open_frame
 from tasks.inputs import ClusterInput, OptionalCluster, OptionalTransformer, location
@@ -58,7 +58,7 @@ def run_script(
     This task is the driver: it requests no GPU, and the ranks run in the cluster's worker pods.
     """
     name = Path(entry_point or location(script)).stem
-    report = FunctionReport(name)
+    report = Report(name)
     with open_frame(report, name, checkpoints) as frame:
         config = cluster or ClusterInput()
         check_urls(script=location(script))
@@ -109,7 +109,7 @@ def _place_of_outputs(frame: Frame) -> str:
 class _Log:
     """The lines of the ranks: printed, in the report, and in a file."""
 
-    def __init__(self, frame: Frame, report: FunctionReport) -> None:
+    def __init__(self, frame: Frame, report: Report) -> None:
         self._receivers: list[Callable[[str], None]] = [frame.say, report.add_line]
         self._file = open(frame.directory / "log.txt", "w", encoding="utf-8")  # noqa: SIM115 - closed by the block
         self._lock = threading.Lock()

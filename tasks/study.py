@@ -12,7 +12,7 @@ from flytekit.types.structured import StructuredDataset
 
 from flyte_ddp.events import CheckpointLoaded, EpochFinished, Event, Listener
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
-from flyte_ddp.observers.figures import percent
+from flyte_ddp.observers.reports.drawing import percent
 from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.recipes import config_of
 from flyte_ddp.storage import Storage

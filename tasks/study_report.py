@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from flyte_ddp.observers.figures import percent
-from flyte_ddp.observers.page import NOTHING, Page, draw, duration, row, shortened, tile
+from flyte_ddp.observers.reports.drawing import percent
+from flyte_ddp.observers.reports.page import NOTHING, Page, draw, duration, row, shortened, tile
 from flyte_ddp.studies.plots import loss_panels, scaling_panels
 from flyte_ddp.studies.results import (
     DONE,

@@ -13,12 +13,12 @@ from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.job import Job
 from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.observers.history import HistoryFile
+from flyte_ddp.observers.reports.run import Report
 from tasks.cluster import check_urls, open_task_cluster
 from tasks.frame import FRAMED, Frame, open_frame
 from tasks.inputs import ClusterInput
 from tasks.outputs import TrainingOutputs
 from tasks.prepare import PreparedData
-from tasks.report import Report
 from tasks.resources import DRIVER_TASK, TRAINING_CACHE, TRAINING_TASK
 from tasks.wandb_link import ReportLink, wandb_link
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flytekit.core.utils import ClassDecorator
 
 from flyte_ddp.events import Event
-from flyte_ddp.observers.page import Page
+from flyte_ddp.observers.reports.page import Page
 from flyte_ddp.observers.weights_and_biases import Wandb
 from tasks.resources import WANDB_ENVIRONMENT, WANDB_MODE
 

@@ -21,11 +21,11 @@ from flyte_ddp.cluster.kubernetes.manifest import PLURAL, cluster_spec
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin import Distributed
 from flyte_ddp.flytekit_plugin.failures import UserError
+from flyte_ddp.observers.reports.run import Report
 from tasks.cluster import check_cluster, check_urls, open_task_cluster
 from tasks.frame import open_frame
 from tasks.inputs import ClusterInput
 from tasks.prepare import prepare
-from tasks.report import Report
 from tasks.retrain import keep_champion
 from tasks.script import run_script
 from tasks.settings import ROOT, SettingsError, load_settings

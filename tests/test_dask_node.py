@@ -36,7 +36,7 @@ from flyte_ddp.launch.dask.messages import Inbox, NodeJob, decode, encode
 from flyte_ddp.launch.process.job import Job, NodeRanks
 from flyte_ddp.launch.process.programs import RecipeProgram
 from flyte_ddp.launch.run import Gang, run_program, script_program
-from flyte_ddp.observers.function_report import FunctionReport
+from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.storage import Storage
 from tasks.script import pack_script
 from tests.support.dask_runs import (
@@ -163,7 +163,7 @@ def test_a_reported_value_crosses_whatever_its_name_is(name):
     message = encode({"kind": "event", "number": 0, "event": events.to_dict(event)})
     assert events.from_dict(decode(message)["event"]) == event
     assert events.parse_history(events.to_line(event).encode(), "history") == [event]
-    report = FunctionReport("train")
+    report = Report("train")
     report.handle(events.RunStarted("train", 1, 1, 0))
     report.handle(event)
     assert "<svg" in report.render()

@@ -19,11 +19,11 @@ from flyte_ddp.cluster import connect
 from flyte_ddp.flytekit_plugin.deck import DeckPublisher
 from flyte_ddp.flytekit_plugin.failures import TaskFailed, UserError, flyte_errors
 from flyte_ddp.launch.failures import MAX_LINES
+from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from tasks.frame import open_frame
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides
-from tasks.report import Report
 from tasks.study import train_at_world_sizes, train_sweep
 from tasks.train import train_on_cluster
 

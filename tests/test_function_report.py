@@ -8,7 +8,7 @@ import pytest
 
 from flyte_ddp.errors import RankFailure
 from flyte_ddp.events import CheckpointLoaded, CheckpointWritten, Event, Reported, RunFinished, RunStarted
-from flyte_ddp.observers.function_report import MAX_LINES, FunctionReport
+from flyte_ddp.observers.reports.run import MAX_LINES, Report
 from flyte_ddp.observers.weights_and_biases import Wandb
 from tests.support.wandb_log import config_of, rows_of
 
@@ -24,8 +24,8 @@ def restarted_run() -> list[Event]:
     return [STARTED, *before, written, STARTED, loaded, *after]
 
 
-def report_of(events: list[Event]) -> FunctionReport:
-    report = FunctionReport("train")
+def report_of(events: list[Event]) -> Report:
+    report = Report("train")
     for event in events:
         report.handle(event)
     return report
@@ -59,7 +59,7 @@ def test_a_report_ends_finished_or_failed():
     failed.close(RankFailure("rank 1 failed: ValueError: no", 1, "exception", "ValueError: no"))
     assert failed.status == "failed"
     assert "rank 1 failed: ValueError: no" in failed.render()
-    assert "Waiting for the ranks" in FunctionReport("train").render()
+    assert "Waiting for the ranks" in Report("train").render()
 
 
 def test_wandb_has_every_reported_value_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -6,12 +6,12 @@ from xml.etree import ElementTree
 import pytest
 
 from flyte_ddp.events import Event, RunState
-from flyte_ddp.observers import figures, plots
+from flyte_ddp.observers.reports import drawing, plots
 from tests.support import sample_run
 
 
-def panels_of(events: list[Event]) -> dict[str, figures.Panel]:
-    return {panel.name: panel for panel in plots.training_panels(RunState.of(events))}
+def panels_of(events: list[Event]) -> dict[str, drawing.Panel]:
+    return {panel.name: panel for panel in plots.run_panels(RunState.of(events))}
 
 
 def test_a_restart_undoes_the_steps_after_its_checkpoint():
@@ -95,13 +95,13 @@ def test_unusual_runs_are_drawn(events: list[Event]):
     panels = panels_of(events)
     assert panels
     for panel in panels.values():
-        ElementTree.fromstring(figures.to_svg(panel))
+        ElementTree.fromstring(drawing.to_svg(panel))
 
 
 def test_a_panel_fits_any_page():
     ids: list[str] = []
     for panel in panels_of(sample_run.training()).values():
-        svg = figures.to_svg(panel)
+        svg = drawing.to_svg(panel)
         root = ElementTree.fromstring(svg)
         assert root.get("viewBox")
         assert root.get("width") is None
@@ -109,7 +109,7 @@ def test_a_panel_fits_any_page():
         assert root.get("aria-label") == panel.summary
         assert f">{panel.title}</text>" in svg
         assert "currentColor" in svg
-        assert figures.INK not in svg
+        assert drawing.INK not in svg
         assert "<style" not in svg  # its rules would hold for the whole page
         assert set(re.findall(r"https?://[^\"]*", svg)) <= {
             "http://www.w3.org/2000/svg",
@@ -122,28 +122,28 @@ def test_a_panel_fits_any_page():
 
 
 def test_numbers_on_the_axes_keep_all_their_digits():
-    svg = figures.to_svg(panels_of(sample_run.training())["learning-rate"])
+    svg = drawing.to_svg(panels_of(sample_run.training())["learning-rate"])
     assert ">0.0005</text>" in svg
 
 
 def test_a_long_run_makes_no_larger_picture():
     long = [sample_run.started(epochs=2000), *sample_run.steps(1, 100_000)]
     for panel in panels_of(long).values():
-        assert len(figures.to_svg(panel)) < 60_000
+        assert len(drawing.to_svg(panel)) < 60_000
 
 
 def test_thinning_keeps_the_extremes():
     points = [(float(x), math.sin(x)) for x in range(10_000)]
     points[4321] = (4321.0, 50.0)
     points[7654] = (7654.0, -50.0)
-    thin = figures.thinned(points, max_points=100)
+    thin = drawing.thinned(points, max_points=100)
     assert len(thin) <= 100
     assert {(4321.0, 50.0), (7654.0, -50.0)} <= set(thin)
     assert thin == sorted(thin)
 
 
 @pytest.mark.parametrize("page", ["#ffffff", "#161b22"])
-@pytest.mark.parametrize("color", figures.PALETTE)
+@pytest.mark.parametrize("color", drawing.PALETTE)
 def test_colours_stand_out_on_light_and_dark_pages(color: str, page: str):
     def luminance(code: str) -> float:  # WCAG 2.1, "relative luminance"
         channels = [int(code[index : index + 2], 16) / 255 for index in (1, 3, 5)]
@@ -156,11 +156,11 @@ def test_colours_stand_out_on_light_and_dark_pages(color: str, page: str):
 
 def test_panels_are_saved_as_one_file(tmp_path):
     panels = list(panels_of(sample_run.training()).values())
-    figures.save_panels(panels, tmp_path / "run.svg", columns=3)
+    drawing.save_panels(panels, tmp_path / "run.svg", columns=3)
     root = ElementTree.parse(tmp_path / "run.svg").getroot()
     assert "prefers-color-scheme: dark" in ElementTree.tostring(root, encoding="unicode")
     assert all(panel.title in (tmp_path / "run.svg").read_text() for panel in panels)
-    figures.save_panels(panels, tmp_path / "run.png")
+    drawing.save_panels(panels, tmp_path / "run.png")
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="panels"):
-        figures.save_panels([], tmp_path / "none.svg")
+        drawing.save_panels([], tmp_path / "none.svg")

@@ -28,9 +28,9 @@ from flyte_ddp.events import (
     RunState,
 )
 from flyte_ddp.flytekit_plugin.deck import DeckPublisher
-from flyte_ddp.observers.page import duration
-from tasks import report
-from tasks.report import Report
+from flyte_ddp.observers.reports import run as report
+from flyte_ddp.observers.reports.page import duration
+from flyte_ddp.observers.reports.run import Report
 from tests.support import browser, sample_run
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"' onload='alert(3)"

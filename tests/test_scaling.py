@@ -15,7 +15,7 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, GangLost
 from flyte_ddp.events import EpochFinished, RunStarted, RunState
 from flyte_ddp.launch.dask.placement import Worker, assign_nodes
-from flyte_ddp.observers.figures import to_svg
+from flyte_ddp.observers.reports.drawing import to_svg
 from flyte_ddp.studies import plots, runner
 from flyte_ddp.studies.plots import loss_panels, scaling_panels
 from flyte_ddp.studies.results import FINISHED, RUNNING, WAITING, TrialRun

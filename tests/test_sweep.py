@@ -12,7 +12,7 @@ from flyte_ddp import events
 from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.launch.dask.placement import Worker
 from flyte_ddp.launch.dask.pool import Pool
-from flyte_ddp.observers import figures
+from flyte_ddp.observers.reports import drawing
 from flyte_ddp.studies import plots
 from flyte_ddp.studies.plots import loss_panels
 from flyte_ddp.studies.results import (
@@ -300,7 +300,7 @@ def test_a_picture_of_the_csv_file_is_that_of_the_sweep(tmp_path, monkeypatch, g
     plots.main()
     _, over_epochs, over_time = loss_panels(runs)
     (own := tmp_path / "own").mkdir()
-    figures.save_panels([*over_epochs, *over_time], own / "picture.svg", columns=len(over_epochs))
+    drawing.save_panels([*over_epochs, *over_time], own / "picture.svg", columns=len(over_epochs))
     assert (tmp_path / "picture.svg").read_text() == (own / "picture.svg").read_text()
 
 

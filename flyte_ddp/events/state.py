@@ -109,7 +109,7 @@ class RunState:
         """Convert an optimizer step to epochs, such as 1.5 for the middle of the second."""
         if self.started is None:
             return 0.0
-        return step * int(self.started.config["epochs"]) / max(1, self.started.num_steps)
+        return step * int(self.started.config.get("epochs", 0)) / max(1, self.started.num_steps)
 
     def _book(self, event: Event) -> None:
         """Book the time since the last event."""

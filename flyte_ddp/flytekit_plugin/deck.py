@@ -13,7 +13,7 @@ from flytekit.core.context_manager import FlyteContextManager
 from flytekit.loggers import logger as flytekit_logger
 
 from flyte_ddp.events import EpochFinished, Event, Reported, RunStarted
-from flyte_ddp.observers.page import Page
+from flyte_ddp.observers.reports.page import Page
 
 DECK_NAME = "Training"
 

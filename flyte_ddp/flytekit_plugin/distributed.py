@@ -51,9 +51,9 @@ from flyte_ddp.flytekit_plugin.shipping import ship_all_files
 from flyte_ddp.launch.devices import num_gpus
 from flyte_ddp.launch.process.programs import FunctionProgram
 from flyte_ddp.launch.run import Gang, run_program
-from flyte_ddp.observers.function_report import FunctionReport
 from flyte_ddp.observers.launcher_log import launcher_log
 from flyte_ddp.observers.progress_bar import ProgressBar
+from flyte_ddp.observers.reports.run import Report
 
 FLYTE_VARIABLES = ("FLYTE_INTERNAL_", "_F_")  # beginnings of the names that tell a process its execution; no secrets
 _LITERALS = "literals"
@@ -231,7 +231,7 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         parameters = context.user_space_params
         is_local = context.execution_state.is_local_execution()
         bar = ProgressBar()
-        report = FunctionReport(self.name.split(".")[-1])
+        report = Report(self.name.split(".")[-1])
 
         def say(line: str) -> None:
             bar.write(line)

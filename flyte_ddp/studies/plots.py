@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import RunFinished, RunState, read_history
-from flyte_ddp.observers.figures import FAINT, PALETTE, Panel, log_scale, save_panels, style, thinned
+from flyte_ddp.observers.reports.drawing import FAINT, PALETTE, Panel, log_scale, save_panels, style, thinned
 from flyte_ddp.studies.results import FAILED, FINISHED, STOPPED_EARLY, TrialRun, find_best, read_table
 from flyte_ddp.studies.scaling import Row, Study
 from flyte_ddp.studies.search import BATCH_SIZE_PER_RANK, WORLD_SIZE, Trial, format_value

@@ -18,8 +18,8 @@ from jinja2 import DictLoader, Environment, Template
 from markupsafe import Markup
 
 from flyte_ddp.errors import TrainingStopped
-from flyte_ddp.observers import figures
-from flyte_ddp.observers.page_template import BASE, MACROS, PAGE, STYLE
+from flyte_ddp.observers.reports import drawing
+from flyte_ddp.observers.reports.template import BASE, MACROS, PAGE, STYLE
 from flyte_ddp.storage import redact_url
 
 MAX_ERROR = 60_000  # characters
@@ -114,9 +114,9 @@ def _redact(value: Any) -> Any:
     return redact_url(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
-def draw(panels: Sequence[figures.Panel]) -> list[Markup]:
+def draw(panels: Sequence[drawing.Panel]) -> list[Markup]:
     """Return the panels as SVG elements."""
-    return [Markup(figures.to_svg(panel)) for panel in panels]
+    return [Markup(drawing.to_svg(panel)) for panel in panels]
 
 
 def tile(name: str, value: str, note: str) -> dict[str, str]:

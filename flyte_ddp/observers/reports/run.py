@@ -1,10 +1,11 @@
-"""The report of a run, folded from its events."""
+"""The report of a run of a recipe, a function or a script, folded from its events. A part is there if its data are."""
 
 from __future__ import annotations
 
 import base64
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,18 +13,14 @@ from markupsafe import Markup
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import (
-    CheckpointLoaded,
-    EpochFinished,
     Event,
     Prediction,
-    Reported,
-    RunStarted,
     RunState,
     TimeSpent,
 )
-from flyte_ddp.observers import plots
-from flyte_ddp.observers.figures import number, percent
-from flyte_ddp.observers.page import NOTHING, Page, counted, draw, duration, row, section, shortened, tile
+from flyte_ddp.observers.reports.drawing import number, percent
+from flyte_ddp.observers.reports.page import Page, counted, draw, duration, row, section, shortened, tile
+from flyte_ddp.observers.reports.plots import run_panels
 
 # These keep the page below 2 MB for any run. The rest of it is 150 kB at most.
 MAX_PREDICTION_BYTES = 1_400_000  # of HTML with images
@@ -34,7 +31,8 @@ MAX_CHECKPOINTS = 20
 MAX_TEXTS, MAX_TEXT = 20, 5_000  # generated after the last epochs; characters of each
 
 OPEN_PREDICTIONS = 40  # shown before "more" is clicked
-
+MAX_LINES, MAX_LINE = 60, 400  # of the log; characters of each
+MAX_TILES = 6  # of reported values
 
 TEMPLATE = """
 {%- macro samples(shown) %}
@@ -79,36 +77,44 @@ TEMPLATE = """
 {%- endif %}
 </section></div>
 {%- endif %}
+{%- if lines %}
+<div class="grid"><section class="card"><h2>Log <small>the last lines</small></h2><pre>{{ lines }}</pre></section></div>
+{%- endif %}
 {%- if sections %}{{ facts(sections) }}{% endif %}
 {%- endblock %}
 """
 
 
 class Report(Page):
-    """The report of one run. A listener: give it each event in order."""
+    """The report of one run. A listener: give it each event in order.
+
+    Attributes:
+        outputs: where they are, by name. To be set at the end.
+    """
 
     template = TEMPLATE
     progress_label = "optimizer steps done"
 
     def __init__(self, title: str = "", links: Mapping[str, str] | None = None) -> None:
         super().__init__(links)
+        self.outputs: dict[str, str] = {}
         self._title = title
         self._state = RunState()
+        self._lines: deque[str] = deque(maxlen=MAX_LINES)
         self._panels: list[Markup] | None = None  # of the state as it is; drawing takes half a second
+
+    def add_line(self, line: str) -> None:
+        """Add a line of the log. Any thread may call this."""
+        self._lines.append(shortened(line, MAX_LINE))
 
     def handle(self, event: Event) -> None:
         self._state.handle(event)
-        if isinstance(event, (RunStarted, CheckpointLoaded, Reported, EpochFinished)):
-            self._panels = None
+        self._panels = None
 
     @property
     def status(self) -> str:
         """One of running, finished, failed and interrupted."""
-        if self.error is not None:
-            return super().status
-        if self._state.finished is not None:
-            return "finished"
-        return "interrupted" if self.closed_at else "running"
+        return "finished" if self._state.finished and self.error is None else super().status
 
     @property
     def title(self) -> str:
@@ -117,10 +123,14 @@ class Report(Page):
 
     def content(self) -> dict[str, Any]:
         if self._panels is None:
-            self._panels = draw(plots.training_panels(self._state))
+            self._panels = draw(run_panels(self._state))
         started = self._state.started
+        lead = "Waiting for the ranks to start."
+        if started:
+            ranks = f"{counted(started.world_size, 'rank')} on {counted(started.num_nodes, 'node')}"
+            lead = f"{ranks}: {started.data}" if started.data else ranks
         return {
-            "lead": started.data if started else "Waiting for the ranks to start.",
+            "lead": lead,
             "percent_done": self._percent_done(),
             "notices": self._notices(),
             "tiles": self._tiles(),
@@ -128,6 +138,7 @@ class Report(Page):
             "epochs": self._epochs_table(),
             "texts": self._texts(),
             "predictions": self._prediction_section(),
+            "lines": "\n".join(self._lines),
             "sections": self._sections(),
         }
 
@@ -135,8 +146,10 @@ class Report(Page):
         return self._state.time_spent(until=self.closed_at or time.time())
 
     def _percent_done(self) -> int:
-        started = self._state.started
-        return min(100, 100 * self._state.last_step // max(1, started.num_steps)) if started else 0
+        state = self._state
+        if state.started and state.started.num_steps:
+            return min(100, 100 * state.last_step // state.started.num_steps)
+        return 100 if state.finished else 0
 
     def _notices(self) -> list[str]:
         loaded = self._state.loaded
@@ -151,18 +164,20 @@ class Report(Page):
         started, state = self._state.started, self._state
         if started is None:
             return []
-        tiles = []
-        best = state.best
-        note = f"in epoch {best.epoch}" if best else "no epoch finished yet"
-        tiles.append(tile("Best test accuracy", percent(best.accuracy) if best else NOTHING, note))
-        note = f"{self._percent_done()} % of {started.num_steps:,} steps"
-        tiles.append(tile("Epochs", f"{len(state.epochs)} / {started.config['epochs']}", note))
+        tiles, latest = [], {name: value for report in state.reports for name, value in report.values.items()}
+        if best := state.best:
+            tiles.append(tile("Best test accuracy", percent(best.accuracy), f"in epoch {best.epoch}"))
+        if epochs := started.config.get("epochs"):
+            note = f"{self._percent_done()} % of {started.num_steps:,} steps"
+            tiles.append(tile("Epochs", f"{len(state.epochs)} / {epochs}", note))
+        elif state.reports:
+            epoch = state.reports[-1].epoch
+            tiles.append(tile("Step", f"{state.last_step:,}", "" if epoch is None else f"epoch {epoch:g}"))
         if (seconds := sum(epoch.seconds for epoch in state.epochs)) > 0:
             rate = _rounded(started.num_train_samples * len(state.epochs) / seconds)
             tiles.append(tile("Samples/s", rate, "in training, all epochs"))
-        else:
-            rate = _rounded(state.reports[-1].values["samples_per_second"]) if state.reports else NOTHING
-            tiles.append(tile("Samples/s", rate, "in training, now"))
+        elif "samples_per_second" in latest:
+            tiles.append(tile("Samples/s", _rounded(latest["samples_per_second"]), "in training, now"))
         spent = self._time_spent()
         # A replayed history is reported within a second, so the duration in its own last event counts.
         seconds = spent.wall or max(self.seconds(), state.finished.seconds if state.finished else 0.0)
@@ -170,13 +185,17 @@ class Report(Page):
         tiles.append(tile("Wall time", duration(seconds), note + (", this attempt" if state.resumed_step else "")))
         if spent.wall:
             tiles.append(tile("Goodput", percent(spent.goodput), "of the wall time: stepping and evaluating"))
-        on_gpu = started.device != "cpu"
-        each = started.device if on_gpu else f"CPU, {counted(started.num_threads, 'thread')} each"
-        tiles.append(tile("Ranks", f"{started.world_size}", each))
-        devices = started.world_size * (1 if on_gpu else started.num_threads)
-        note = f"{devices} x wall time"
-        hours = devices * seconds / 3600
-        tiles.append(tile("GPU-hours" if on_gpu else "Core-hours", f"{hours:,.{3 if hours < 1 else 1}f}", note))
+        if started.device:
+            on_gpu = started.device != "cpu"
+            each = started.device if on_gpu else f"CPU, {counted(started.num_threads, 'thread')} each"
+            tiles.append(tile("Ranks", f"{started.world_size}", each))
+            devices = started.world_size * (1 if on_gpu else started.num_threads)
+            hours, name = devices * seconds / 3600, "GPU-hours" if on_gpu else "Core-hours"
+            tiles.append(tile(name, f"{hours:,.{3 if hours < 1 else 1}f}", f"{devices} x wall time"))
+        if not state.epochs:
+            values = {name: value for name, value in latest.items() if name != "samples_per_second"}
+            shown = list(values.items())[:MAX_TILES]
+            tiles += [tile(name.replace("_", " "), number(value, ".4g"), "last reported") for name, value in shown]
         return tiles
 
     def _epochs_table(self) -> dict[str, Any]:
@@ -245,21 +264,22 @@ class Report(Page):
             row("Training samples", f"{started.num_train_samples:,}"),
             row("Held-out samples", f"{started.num_test_samples:,}"),
         ]
-        environment = [
-            row("Ranks", f"{started.world_size}"),
-            row("Device of each", started.device),
-            row("Backend", started.backend),
-            row("CPU threads per rank", f"{started.num_threads}"),
-            *(row(name, version) for name, version in started.versions.items()),
-        ]
-        if finished:
-            peaks = finished.rank_peak_memory_bytes or [finished.peak_memory_bytes]
+        environment = [row("Ranks", f"{started.world_size}"), row("Nodes", f"{started.num_nodes}")]
+        if started.device:
+            environment += [
+                row("Device of each", started.device),
+                row("Backend", started.backend),
+                row("CPU threads per rank", f"{started.num_threads}"),
+            ]
+        environment += [row(name, version) for name, version in started.versions.items()]
+        if finished and (peaks := finished.rank_peak_memory_bytes or [finished.peak_memory_bytes]) != [0]:
             environment.append(row("Peak memory per rank", ", ".join(f"{each / 2**20:,.0f} MiB" for each in peaks)))
-            if held := finished.rank_num_parameters:
-                environment.append(row("Parameters per rank", ", ".join(f"{each:,}" for each in held)))
+        if finished and (held := finished.rank_num_parameters):
+            environment.append(row("Parameters per rank", ", ".join(f"{each:,}" for each in held)))
+        if finished and finished.first_step_seconds:
             environment.append(row("Launch to first step", duration(finished.first_step_seconds)))
         if self._state.num_starts > 1:
-            environment.append(row("Restarts of the gang", f"{self._state.num_starts - 1}"))
+            environment.append(row("Restarts of the gang", f"{self._state.num_starts - 1}", "in this attempt"))
         layers = [
             row(
                 layer.name or layer.kind,
@@ -273,10 +293,11 @@ class Report(Page):
         size = f"{started.num_parameters:,} parameters"
         kept = f"{self._state.num_checkpoints:,} written, the newest and the best are kept"
         sections = [
+            section("Outputs", [row(name, url) for name, url in self.outputs.items()], has_long_values=True),
             section("Time", self._time_rows(), "their sum is the wall time"),
             section("Configuration", _configuration(started.config), "bold: not the package's default"),
             section("Environment", environment),
-            section("Data", data, has_long_values=True),
+            section("Data", data if started.data else [], has_long_values=True),
             section("Model", layers, size, has_long_values=True),
             section("Checkpoints", self._checkpoint_rows(), kept, has_long_values=True),
         ]
@@ -293,7 +314,7 @@ class Report(Page):
     def _checkpoint_rows(self) -> list[dict[str, Any]]:
         """Return the model state and the checkpoints that still exist, the newest first."""
         finished = self._state.finished
-        rows = [row("Model state", finished.model_state_url)] if finished else []
+        rows = [row("Model state", finished.model_state_url)] if finished and finished.model_state_url else []
         return rows + [
             row(f"Step {saved.step:,}", saved.url, "best so far" if saved.best else "")
             for saved in reversed(self._state.checkpoints[-MAX_CHECKPOINTS:])
