@@ -186,7 +186,7 @@ def test_weights_that_overflow_in_the_last_step_fail_the_run(tmp_path):
         new_run(tmp_path).train(1, learning_rate=1e60, epochs=1, global_batch_size=97)
 
 
-# Rank 1's own check of its losses is switched off, as if it lagged behind on a GPU.
+# Rank 1's own check of its losses is switched off, as between two reports on a GPU.
 @pytest.mark.parametrize(
     ("fault", "expected"), [("late-nan 1 14", "the loss .* is nan"), ("infinite-gradient 1 14", "norm")]
 )

@@ -24,7 +24,6 @@ from flyte_ddp.rank.evaluation import Evaluation, evaluate, metrics_of
 from flyte_ddp.rank.flops import FlopsUtilization
 from flyte_ddp.rank.gradients import clip_gradients, compute_gradients, gradient_norm
 from flyte_ddp.rank.initial_state import check_same_run, load_initial_state
-from flyte_ddp.rank.loss_watch import REMEDY, LossWatch
 from flyte_ddp.rank.optim import build_optimizer, learning_rate
 from flyte_ddp.rank.parallel import exchange_seconds, replicate
 from flyte_ddp.rank.progress import MetricSums, Progress
@@ -33,6 +32,7 @@ from flyte_ddp.recipes import Recipe
 from flyte_ddp.session import Session
 from flyte_ddp.world import World, run_together
 
+REMEDY = "a lower learning_rate, warmup_steps or gradient_clip_norm may help, or the data holds such values"
 LONG_EVALUATION = 5.0  # seconds after which an evaluation saves what was trained before it
 
 
@@ -77,7 +77,6 @@ class Trainer:
         self.is_sharded = is_sharded(model)  # then every forward pass, and every look at the weights, is a collective
         self.optimizer = build_optimizer(model, config, recipe.optimizer_groups(model))
         self.utilization = FlopsUtilization(recipe, model, config, world)
-        self.loss_watch = LossWatch(world)
         self.first_step_at = 0.0  # seconds since the epoch
         self._num_replaced = 0  # before the current epoch, of this rank
 
@@ -119,8 +118,11 @@ class Trainer:
             loss_sum, seconds = compute_gradients(
                 self.replica, self.recipe, config, self.world, shard, batches, progress.step
             )
-            self.loss_watch.add(loss_sum, progress.step + 1, progress.epoch)
+            epoch_sums.add(loss_sum, shard)
+            log_sums.add(loss_sum, shard)
             is_logged = (progress.step + 1) % config.log_interval == 0 or progress.step == 0
+            if is_logged or self.world.device.type == "cpu":  # a GPU would wait for each loss that is read
+                self._check_loss(log_sums)
             norm = clip_gradients(self.model, config.gradient_clip_norm, needed=is_logged)
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(config, progress.step, self.num_steps)
@@ -129,8 +131,6 @@ class Trainer:
             progress.step += 1
             progress.batch += 1
             own_seconds += seconds
-            epoch_sums.add(loss_sum, shard)
-            log_sums.add(loss_sum, shard)
             self.first_step_at = self.first_step_at or time.time()
             self.beat()
             self.store.check()
@@ -230,13 +230,26 @@ class Trainer:
     def _new_sums(self) -> MetricSums:
         return MetricSums(torch.zeros((), dtype=torch.float64, device=self.world.device))
 
+    def _check_loss(self, sums: MetricSums) -> None:
+        """Check the losses of this rank since the last report, before the optimizer step of the last of them.
+
+        Raises:
+            NonFiniteLoss: one of them is NaN or infinite, and so is their sum.
+        """
+        value, step = float(sums.loss_sum), self.progress.step + 1
+        if not math.isfinite(value):
+            is_exact = self.world.device.type == "cpu" or sums.num_steps == 1
+            where = f"step {step}" if is_exact else f"one of the steps {step - sums.num_steps + 1} to {step}"
+            raise NonFiniteLoss(
+                f"the loss is {value} at {where} (epoch {self.progress.epoch}) on rank {self.world.rank}; {REMEDY}"
+            )
+
     def _update_progress(self, sums: MetricSums, earlier: Progress) -> None:
         """Set the epoch's sums over all ranks: those of `earlier` attempts plus `sums`.
 
         Raises:
             NonFiniteLoss: a step has spoiled the weights. No checkpoint may be written of them.
         """
-        self.loss_watch.check_all()  # names the step, if it was on this rank
         progress = self.progress
         progress.loss_sum = earlier.loss_sum + self.world.sum(sums.loss_sum)[0]
         progress.num_targets = earlier.num_targets + float(sums.num_targets)
