@@ -21,6 +21,7 @@ from flyte_ddp.cluster.config import ClusterConfig, cluster_config
 from flyte_ddp.config import TrainingConfig, reject_unknown_fields, resolve
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin.failures import InputError, flyte_errors
+from flyte_ddp.promotion.policy import PromotionCriteria
 from flyte_ddp.studies.search import expand_grid
 
 
@@ -165,7 +166,9 @@ OptionalCluster = typing.Optional[ClusterInput]  # noqa: UP045
 OptionalSource = typing.Union[FlyteDirectory, FlyteFile, None]  # noqa: UP007 - a local path (uploaded) or any URL
 Grid = typing.Union[dict, list[dict], None]  # noqa: UP007 - of a sweep, which requires it
 
-TypeEngine.register(_ConfigTransformer(TrainingConfig))  # from `prepare`, which resolves it, to the tasks that use it
+# From the tasks that resolve them to those that use them.
+TypeEngine.register(_ConfigTransformer(TrainingConfig))
+TypeEngine.register(_ConfigTransformer(PromotionCriteria))
 for _kind in (TrainingOverrides, ClusterInput):
     TypeEngine.register(_ConfigTransformer(_kind))
     TypeEngine.register(OptionalTransformer(typing.Optional[_kind], functools.partial(_refuse_text, _kind)))  # noqa: UP045

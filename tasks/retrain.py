@@ -47,6 +47,7 @@ class RetrainingPlan(NamedTuple):
     reason: str
     champion: str  # URL of the champion and its predecessors
     initial_state: str  # URL of the state dict that the challenger starts from; "" for fresh weights
+    criteria: PromotionCriteria
 
 
 # None of these is cached, because the champion that they read changes.
@@ -80,6 +81,7 @@ def plan_retraining(
         reason=planned.reason,
         champion=store.url,
         initial_state=planned.initial_state,
+        criteria=criteria,
     )
 
 
@@ -91,9 +93,7 @@ def judge_challenger(
     config: TrainingConfig,
     data: PreparedData,
     challenger: PythonPickledFile,
-    start_from: str,
-    margin: float,
-    allow: str,
+    criteria: PromotionCriteria,
 ) -> RetrainingOutputs:
     """Measure challenger and champion on the same held-out data, and promote the challenger if it is better."""
     with flyte_errors():
@@ -104,7 +104,7 @@ def judge_challenger(
         result = judge(
             store,
             _challenge(kickoff_time, recipe, config, data, execution),
-            PromotionCriteria(start_from, margin, allow=allow),
+            criteria,
             Path(challenger.download()).read_bytes(),
         )
         return _outputs(store, recipe, result, execution)

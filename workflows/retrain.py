@@ -12,6 +12,7 @@ from datetime import datetime
 from flytekit import conditional, workflow
 
 from flyte_ddp.config import TrainingConfig
+from flyte_ddp.promotion.policy import PromotionCriteria
 from tasks.inputs import ClusterInput, OptionalCluster, OptionalOverrides, OptionalSource
 from tasks.outputs import RetrainingOutputs
 from tasks.prepare import PreparedData, prepare
@@ -91,9 +92,7 @@ def retrain_wf(
                 data=prepared.data,
                 num_processes=num_processes,
                 initial_state=planned.initial_state,
-                start_from=start_from,
-                margin=margin,
-                allow=allow,
+                criteria=planned.criteria,
                 checkpoints=checkpoints,
                 model_artifact=model_artifact,
             )
@@ -108,9 +107,7 @@ def retrain_wf(
                 data=prepared.data,
                 cluster=prepared.cluster,
                 initial_state=planned.initial_state,
-                start_from=start_from,
-                margin=margin,
-                allow=allow,
+                criteria=planned.criteria,
                 checkpoints=checkpoints,
                 model_artifact=model_artifact,
             )
@@ -134,9 +131,7 @@ def challenge_on_one_node(
     data: PreparedData,
     num_processes: int,
     initial_state: str,
-    start_from: str,
-    margin: float,
-    allow: str,
+    criteria: PromotionCriteria,
     checkpoints: str,
     model_artifact: str,
 ) -> RetrainingOutputs:
@@ -157,9 +152,7 @@ def challenge_on_one_node(
         config=config,
         data=data,
         challenger=trained.model_state,
-        start_from=start_from,
-        margin=margin,
-        allow=allow,
+        criteria=criteria,
     )
 
 
@@ -172,9 +165,7 @@ def challenge_on_cluster(
     data: PreparedData,
     cluster: ClusterInput,
     initial_state: str,
-    start_from: str,
-    margin: float,
-    allow: str,
+    criteria: PromotionCriteria,
     checkpoints: str,
     model_artifact: str,
 ) -> RetrainingOutputs:
@@ -195,9 +186,7 @@ def challenge_on_cluster(
         config=config,
         data=data,
         challenger=trained.model_state,
-        start_from=start_from,
-        margin=margin,
-        allow=allow,
+        criteria=criteria,
     )
 
 
