@@ -12,7 +12,7 @@ from flytekit import Deck
 from flytekit.core.context_manager import FlyteContextManager
 from flytekit.loggers import logger as flytekit_logger
 
-from flyte_ddp.events import EpochFinished, Event, Reported, RunStarted
+from flyte_ddp.events import Event, RunStarted
 from flyte_ddp.observers.reports.page import Page
 
 DECK_NAME = "Training"
@@ -49,8 +49,8 @@ class DeckPublisher:
         self._lock = threading.Lock()  # the runs of a sweep have a thread of events each
 
     def handle(self, event: Event) -> None:
-        is_progress = isinstance(event, (EpochFinished, Reported))
-        if isinstance(event, RunStarted) or (is_progress and self._clock() >= self._due_at):
+        has_curves = bool(event.figures().axis)
+        if isinstance(event, RunStarted) or (has_curves and self._clock() >= self._due_at):
             self._publish()
 
     def close(self, error: BaseException | None) -> None:
