@@ -1,0 +1,87 @@
+"""The same small training as a recipe and as a function, whose ranks meet the faults that a test has ordered.
+
+A fault is a file in a directory that all ranks see, named by the rank and the kind, such as `1-kill`. It comes at the
+next step of that rank; one whose name ends in `-always` comes again after each restart.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from flyte_ddp.errors import StorageDenied, StorageUnavailable
+from tests.support.recipes import Tiny
+
+NUM_STEPS = 27  # of `Steady`, in three epochs
+PACE = 0.05  # seconds of a step, for a test to meet a run on its way
+
+
+class TheirOwnError(Exception):
+    """An exception that nobody knows."""
+
+
+def _raise(error):
+    raise error
+
+
+FAULTS = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "bug": lambda: _raise(TypeError("a bug that repeats")),
+    "error": lambda: _raise(TheirOwnError("nobody knows why")),
+    "hang": lambda: time.sleep(600),
+    "away": lambda: _raise(StorageUnavailable("the store is away")),
+    "denied": lambda: _raise(StorageDenied("checkpoints: expected keys, got none")),
+}
+
+
+def meet_fault(directory: str, rank: int) -> None:
+    """Do what the test has ordered of this rank."""
+    time.sleep(PACE)
+    for order in sorted(Path(directory).glob(f"{rank}-*")):
+        kind = order.name.split("-")[1]
+        if not order.name.endswith("-always"):
+            order.unlink()
+        FAULTS[kind]()
+
+
+@dataclass
+class Steady(Tiny):
+    """The recipe."""
+
+    faults: str = ""  # directory
+
+    def losses(self, outputs, targets):
+        import torch.distributed as dist
+
+        if outputs.requires_grad and self.faults:
+            meet_fault(self.faults, dist.get_rank())
+        return super().losses(outputs, targets)
+
+
+def count(faults: str) -> float:
+    """The function: the sum of all gradients, which every rank has the same part of."""
+    import torch
+    import torch.distributed as dist
+
+    from flyte_ddp import session
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    state = session.load() or {"step": 0, "weight": torch.zeros(1, dtype=torch.float64)}
+    weight = state["weight"]
+    for step in range(state["step"] + 1, NUM_STEPS + 1):
+        if faults:
+            meet_fault(faults, rank)
+        gradient = torch.tensor([step * (1.0 + rank)], dtype=torch.float64)
+        dist.all_reduce(gradient)
+        weight = weight + gradient / step**0.5
+        session.report(step=step, loss=float(gradient))
+        stops = session.stop_requested
+        if stops or step % 2 == 0:
+            session.save({"step": step, "weight": weight}, step)
+        if stops:
+            return float("nan")
+    return float(weight)

@@ -1,0 +1,192 @@
+"""What README's "When something dies" and docs/reliability.md promise: for a recipe and for a function, on this machine
+and on two nodes of a Dask cluster. The same test, four times."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import cloudpickle
+import pytest
+import torch
+
+from flyte_ddp import events
+from flyte_ddp.config import resolve
+from flyte_ddp.errors import RankFailure, TrainingStopped
+from flyte_ddp.launch import driver
+from flyte_ddp.launch.dask.place import DaskPlace
+from flyte_ddp.launch.local import LocalPlace
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import FunctionProgram, RecipeProgram
+from flyte_ddp.launch.run import _Call
+from flyte_ddp.launch.signals import StopRequest
+from flyte_ddp.recipes import get_recipe
+from tests.support.dask_runs import LOCAL, At, events_of
+from tests.support.promises import NUM_STEPS, count
+from tests.support.runs import new_run
+
+RECIPE = "tests.support.promises.Steady"
+STALL_TIMEOUT = 6.0  # seconds
+
+
+class Cell:
+    """A program at a place, whose runs share one place for checkpoints."""
+
+    def __init__(self, program, place, client, directory):
+        self.program, self.place, self.client, self.directory = program, place, client, directory
+        (directory / "faults").mkdir()
+        self.runs = 0
+
+    @property
+    def is_function(self):
+        return self.program == "function"
+
+    def order(self, *faults):
+        for fault in faults:
+            (self.directory / "faults" / fault).touch()
+
+    def run(self, max_restarts=3, at_steps=(), stop=None, faults=True):
+        """Run to the end, and return the value of the function, or the weights of the recipe."""
+        directory = str(self.directory / "faults") if faults else ""
+        if self.is_function:
+            call = cloudpickle.dumps(_Call(count, (directory,)))
+            program = FunctionProgram("count", call, ("tests",), stall_timeout=STALL_TIMEOUT)
+        else:
+            options = {
+                "recipe_options": {"faults": directory},
+                "checkpoint_interval": 2,
+                "stall_timeout": STALL_TIMEOUT,
+            }
+            program = RecipeProgram(RECIPE, resolve(get_recipe(RECIPE, {}).defaults, options))
+        place = LocalPlace(2, max_restarts)
+        if self.place == "dask":
+            place = DaskPlace(self.client, dataclasses.replace(LOCAL, max_restarts=max_restarts))
+        self.seen = new_run(self.directory, RECIPE)
+        data = None if self.is_function else (lambda: str(self.seen.data()))
+        job = Job(program, str(self.directory / "checkpoints"), time.time())
+        listeners = [self.seen, *(At(*pair) for pair in at_steps)]
+        state = driver.run(job, place, data, listeners, self.seen.relay, stop)
+        self.seen.result = state
+        return cloudpickle.loads(state.finished.value) if self.is_function else self.seen.state()
+
+    @property
+    def num_attempts(self):
+        return len(events_of(self.seen, events.AttemptStarted))
+
+    @property
+    def resumed_steps(self):
+        """The steps from which attempts went on."""
+        return [event.step for event in events_of(self.seen, events.CheckpointLoaded) if event.step]
+
+    def order_at(self, step, *faults):
+        return [(step, lambda: self.order(*faults))]
+
+
+@pytest.fixture(params=["recipe", "function"])
+def program(request):
+    return request.param
+
+
+@pytest.fixture(params=["local", "dask"])
+def place(request):
+    return request.param
+
+
+@pytest.fixture
+def cell(program, place, tmp_path, request, monkeypatch):
+    if place == "local":  # ranks of functions too are forked, which is faster
+        monkeypatch.setattr(FunctionProgram, "slow_imports", ("torch",))
+    client = request.getfixturevalue("client") if place == "dask" else None
+    return Cell(program, place, client, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """undisturbed(program): what its run on this machine ends in."""
+    found = {}
+
+    def get(program):
+        if program not in found:
+            found[program] = Cell(program, "local", None, tmp_path_factory.mktemp(program)).run(faults=False)
+        return found[program]
+
+    return get
+
+
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(cell, program, undisturbed):
+    result = cell.run(at_steps=cell.order_at(5, "1-kill"))
+    torch.testing.assert_close(result, undisturbed(program), rtol=0, atol=0)
+    assert cell.num_attempts == 2
+    assert cell.resumed_steps[-1] >= 2
+
+
+def test_an_unexplained_exception_is_answered_by_a_restart(cell, program, undisturbed):
+    result = cell.run(at_steps=cell.order_at(5, "1-error"))
+    torch.testing.assert_close(result, undisturbed(program), rtol=0, atol=0)
+    assert cell.num_attempts == 2
+
+
+def test_a_bug_ends_a_recipe_at_once_and_a_function_as_under_torchrun(cell, program):
+    """The cells differ: `max_restarts` of a function means what torchrun means by it."""
+    cell.order("1-bug-always")
+    with pytest.raises(RankFailure, match=r"rank 1 failed: TypeError: a bug that repeats\nTraceback") as caught:
+        cell.run(max_restarts=1)
+    assert (caught.value.rank, caught.value.kind) == (1, "exception")
+    assert cell.num_attempts == {"recipe": 1, "function": 2}[program]
+
+
+def test_a_rank_that_hangs_is_found_with_all_stacks(cell, program, undisturbed, caplog):
+    result = cell.run(at_steps=cell.order_at(5, "1-hang"))
+    torch.testing.assert_close(result, undisturbed(program), rtol=0, atol=0)
+    (ended,) = events_of(cell.seen, events.AttemptEnded)
+    assert "no rank made progress for" in ended.reason
+    assert any("in meet_fault" in line for line in cell.seen.lines)
+
+
+def test_a_stop_keeps_every_step_and_the_same_place_resumes(cell, program, undisturbed):
+    stop = StopRequest()
+    with pytest.raises(
+        TrainingStopped, match=r"^SIGTERM: the run was stopped at step (\d+)\. Its checkpoints are in"
+    ) as caught:
+        cell.run(at_steps=[(5, lambda: stop.set("SIGTERM"))], stop=stop)
+    assert caught.value.reason == "SIGTERM"
+    last = max(event.step for event in events_of(cell.seen, events.Reported))
+    result = cell.run()
+    torch.testing.assert_close(result, undisturbed(program), rtol=0, atol=0)
+    assert cell.resumed_steps == [last]  # no step is done again
+    assert 5 <= last < NUM_STEPS
+
+
+def test_a_store_that_was_away_uses_up_no_restart(cell, program, undisturbed):
+    result = cell.run(max_restarts=0, at_steps=cell.order_at(5, "1-away"))
+    torch.testing.assert_close(result, undisturbed(program), rtol=0, atol=0)
+    assert cell.num_attempts == 2
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_is_used(cell, program, undisturbed):
+    def damage():
+        cell.order("1-kill")
+        newest = max((cell.directory / "checkpoints").glob("step-*.pt"))
+        newest.write_bytes(newest.read_bytes()[:-9] + b"different")
+
+    result = cell.run(at_steps=[(9, damage)])
+    torch.testing.assert_close(result, undisturbed(program), rtol=0, atol=0)
+    assert cell.num_attempts == 2
+    assert 2 <= cell.resumed_steps[-1] < NUM_STEPS
+
+
+def test_what_only_the_user_can_mend_ends_the_run_in_one_line(cell):
+    cell.order("1-denied-always")
+    with pytest.raises(RankFailure, match="StorageDenied: checkpoints: expected keys, got none") as caught:
+        cell.run()
+    assert caught.value.is_user_error
+    assert "\n" not in str(caught.value)
+    assert cell.num_attempts == 1
+
+
+def test_restarts_that_are_used_up_end_the_run_with_the_ranks_failure(cell):
+    cell.order("1-kill-always")
+    with pytest.raises(RankFailure, match=r"has used up its restarts \(max_restarts: 1\).*rank 1 was killed") as caught:
+        cell.run(max_restarts=1)
+    assert (caught.value.rank, caught.value.kind) == (1, "signal")
+    assert cell.num_attempts == 2
