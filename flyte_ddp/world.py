@@ -42,7 +42,7 @@ class World:
         """True for rank 0, which reports and saves for all."""
         return self.rank == 0
 
-    def sum(self, *values: torch.Tensor | float) -> list[float]:
+    def all_reduce(self, *values: torch.Tensor | float) -> list[float]:
         """Return the sums of `values` over all ranks, as floats. One collective, in float64, so counts stay exact.
 
         On GPUs this waits for everything queued before it.
@@ -55,9 +55,9 @@ class World:
         result: list[float] = total.tolist()
         return result
 
-    def gather(self, value: float) -> list[float]:
+    def all_gather(self, value: float) -> list[float]:
         """Return every rank's `value`, in the order of the ranks. One collective."""
-        return self.sum(*(value if rank == self.rank else 0.0 for rank in range(self.world_size)))
+        return self.all_reduce(*(value if rank == self.rank else 0.0 for rank in range(self.world_size)))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Fill `tensor`, of one shape and type on all ranks, with the values of rank `source`, and return it.
@@ -71,14 +71,14 @@ class World:
                 tensor.copy_(contents)
         return tensor
 
-    def share(self, value: Any, source: int = 0) -> Any:
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """Return the `value` of rank `source` on every rank: plain values and tensors, nested. Two collectives."""
         if self.world_size == 1:
             return value
         packed = io.BytesIO()
         if self.rank == source:
             torch.save(value, packed)
-        num_bytes = int(self.sum(float(len(packed.getvalue())))[0])
+        num_bytes = int(self.all_reduce(float(len(packed.getvalue())))[0])
         contents = torch.zeros(num_bytes, dtype=torch.uint8)
         if self.rank == source:
             contents = torch.frombuffer(bytearray(packed.getvalue()), dtype=torch.uint8)
@@ -143,6 +143,6 @@ def run_together(work: Callable[[], T], world: World) -> T:
     patience = 0.01  # seconds
     while True:
         concurrent.futures.wait([done], patience)
-        if not world.sum(float(not done.done()))[0]:
+        if not world.all_reduce(float(not done.done()))[0]:
             return done.result()
         patience = min(2 * patience, MAX_PATIENCE)

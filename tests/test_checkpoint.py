@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import subprocess
@@ -140,22 +139,6 @@ def test_a_damaged_checkpoint_is_named_skipped_and_the_one_before_used(tmp_path,
         _save(store, later)
     assert _latest(store) == (14, [])
     assert {file: file.read_bytes() for file in tmp_path.glob("skipped-*")} == aside  # for people, never deleted
-
-
-def test_a_checkpoint_of_an_older_version_is_checked_by_its_sha_256(tmp_path):
-    store = _store(tmp_path, 3, 6)
-    for step in (3, 6):
-        tensors, manifest = _files(store, step)
-        values = json.loads(manifest.read_text())
-        (entry,) = values["files"]
-        del entry["xxh3_128"]
-        entry["sha256"] = hashlib.sha256(tensors.read_bytes()).hexdigest()
-        manifest.write_text(json.dumps(values))
-    assert _latest(store) == (6, [])
-    _flip(_files(store, 6)[0])
-    step, skipped = _latest(store)
-    assert step == 3
-    assert "its checksum is not" in skipped[0]
 
 
 def test_the_checksum_is_that_of_the_whole_file_and_of_a_disk_that_is_full_the_disks_error_is_raised(tmp_path):

@@ -282,11 +282,11 @@ def save_while_one_rank_is_slow_and_then_killed(world, store, directory):
     checkpoints.wait()
     assert len(checkpoints.memory._free) <= 3
     if world.rank == 1:
-        world.gather(0.0)
+        world.all_gather(0.0)
         Storage.write = die
     else:
         whole = {name: values_of(checkpoints, name) for name in checkpoints.storage.names() if name.endswith(".json")}
-        world.gather(0.0)  # until now the other one is alive
+        world.all_gather(0.0)  # until now the other one is alive
     save_shards(checkpoints, world.rank, 9)
     checkpoints.wait(seconds=1.0)
     again = CheckpointStore(directory, 10)

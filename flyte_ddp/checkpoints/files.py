@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from flyte_ddp.checkpoints.state_file import CHECKSUM, OLD_CHECKSUM, is_whole
+from flyte_ddp.checkpoints.state_file import CHECKSUM, is_whole
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
 
-FORMAT = 1  # of the tensors' layout; raised when an older one can no longer be read
+FORMAT = 1  # of the tensors' layout; another one is refused
 
 Entry = dict[str, Any]  # of a file in a manifest: "file", "bytes" and a checksum
 
@@ -51,11 +51,7 @@ def read_manifest(storage: Storage, name: str) -> dict[str, Any]:
     """
     try:
         manifest = json.loads(storage.read(name))
-        entries = [manifest] if "file" in manifest else manifest["files"]  # earlier versions had one file and no list
-        files = []
-        for entry in entries:
-            checksum = CHECKSUM if CHECKSUM in entry else OLD_CHECKSUM
-            files.append({key: entry[key] for key in ("file", "bytes", checksum)})
+        files = [{key: entry[key] for key in ("file", "bytes", CHECKSUM)} for entry in manifest["files"]]
     except (FileNotFoundError, ValueError, TypeError, KeyError) as error:
         raise Damaged(f"its manifest cannot be read: {type(error).__name__}: {error}") from error
     if not files:

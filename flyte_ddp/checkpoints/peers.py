@@ -38,7 +38,7 @@ class Peers:
 
     def agree(self, numbers: Iterable[int]) -> list[int]:
         """Return rank 0's `numbers` on every rank. A collective, so for the training's thread."""
-        return list(self._world.share(sorted(numbers)))
+        return list(self._world.broadcast_object(sorted(numbers)))
 
     def file(self, stem: str, rank: int) -> str:
         """Return the name of the file that `rank` writes."""

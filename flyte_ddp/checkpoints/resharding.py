@@ -59,9 +59,9 @@ def _read_together(entry: Entry | None, read: Callable[[Entry], dict[str, Any]],
             return {}, str(error)
 
     contents, damage = run_together(read_own, world)
-    is_damaged = world.gather(float(bool(damage)))
+    is_damaged = world.all_gather(float(bool(damage)))
     if any(is_damaged):
-        raise Damaged(world.share(damage, source=is_damaged.index(1.0)))
+        raise Damaged(world.broadcast_object(damage, source=is_damaged.index(1.0)))
     return contents
 
 
@@ -72,8 +72,8 @@ class _Assembly:
         self._world = world
         state = {key: value for key, value in contents.items() if key != SHARDS}
         tensors = [tensor for _, tensor in _tensors_of(state)]
-        self._outline = world.share(map_tensors(state, lambda each: each.to("meta") if _is_plain(each) else each))
-        is_split = world.share([tensor.is_meta for tensor in tensors])
+        self._outline = world.broadcast_object(map_tensors(state, lambda each: each.to("meta") if _is_plain(each) else each))
+        is_split = world.broadcast_object([tensor.is_meta for tensor in tensors])
         self._tensors: list[Tensor] = []
         self._split: list[tuple[Tensor, range, Tensor]] = []  # (the whole one's shape, the rows kept, the rows)
         for number, (place, tensor) in enumerate(_tensors_of(self._outline)):
@@ -95,7 +95,7 @@ class _Assembly:
     def add_shards(self, shards: Sequence[tuple[int, Tensor]], source: int) -> None:
         """Add the shards of a file that rank `source` has read."""
         world = self._world
-        shapes = world.share([(start, list(part.shape)) for start, part in shards], source)
+        shapes = world.broadcast_object([(start, list(part.shape)) for start, part in shards], source)
         if len(shapes) != len(self._split):
             raise CheckpointError(f"expected {len(self._split)} split tensors in each file, got {len(shapes)}")
         if not shapes:
@@ -105,7 +105,7 @@ class _Assembly:
             world.rank != source and bool(_overlap(range(start, start + shape[0]), rows))
             for (start, shape), (_, rows, _) in zip(shapes, self._split, strict=True)
         ]
-        num_readers = world.sum(*(float(each) for each in is_needed))
+        num_readers = world.all_reduce(*(float(each) for each in is_needed))
         for number, (start, (_, shape)) in enumerate(zip(starts, shapes, strict=True)):
             tensor, rows, kept = self._split[number]
             self._num_rows[number] += shape[0]

@@ -7,7 +7,6 @@ where the file has ours, and ours (XXH3) takes a fortieth of SHA-256's time. It 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Mapping
 from typing import Any, BinaryIO, cast
 
@@ -17,7 +16,7 @@ import xxhash
 from flyte_ddp.errors import CheckpointError
 from flyte_ddp.storage.uncached_file import PAGE
 
-CHECKSUM, OLD_CHECKSUM = "xxh3_128", "sha256"  # their names in a manifest; the old one is still read
+CHECKSUM = "xxh3_128"  # its name in a manifest
 
 
 def save_state(state: Mapping[str, Any], file: BinaryIO, with_crc32: bool) -> dict[str, Any]:
@@ -43,9 +42,7 @@ def save_state(state: Mapping[str, Any], file: BinaryIO, with_crc32: bool) -> di
 
 def is_whole(contents: bytes, entry: Mapping[str, Any]) -> bool:
     """Return whether `contents` have the checksum that their entry in a manifest records."""
-    if CHECKSUM in entry:
-        return bool(xxhash.xxh3_128_hexdigest(contents) == entry[CHECKSUM])
-    return bool(hashlib.sha256(contents).hexdigest() == entry[OLD_CHECKSUM])
+    return bool(xxhash.xxh3_128_hexdigest(contents) == entry[CHECKSUM])
 
 
 class _ChecksumStream:

@@ -264,7 +264,7 @@ class CheckpointStore:
             return self._find_latest(skipped)
 
         while True:
-            name, manifest = world.share(run_together(find, world))
+            name, manifest = world.broadcast_object(run_together(find, world))
             if not name:
                 return None, "", skipped
             try:

@@ -70,7 +70,7 @@ def format_versions(store: ChampionStore) -> str:
     return "\n".join(
         f"{'*' if each.version == in_use else ' '} {each.version}  {each.recipe}  "
         + "  ".join(f"{name} {value:.4g}" for name, value in each.metrics.items())
-        + f"  {each.outcome or 'promoted'} over {each.parent or 'none'}  {each.data}"
+        + f"  {each.outcome} over {each.parent or 'none'}  {each.data}"
         for each in store.versions()
     )
 

@@ -43,12 +43,7 @@ class Outcome(str, Enum):
 
 
 REPLACEMENTS = (Outcome.PROMOTED_OVER_MISSING, Outcome.PROMOTED_OVER_CORRUPT)  # of what nothing was compared with
-PROMOTIONS = (
-    Outcome.PROMOTED,
-    Outcome.PROMOTED_FIRST,
-    *REPLACEMENTS,
-)
-
+PROMOTIONS = (Outcome.PROMOTED, Outcome.PROMOTED_FIRST, *REPLACEMENTS)
 
 # The next retraining ends likewise until a person corrects something.
 NEEDS_ATTENTION = (Outcome.NOT_FINITE, Outcome.TOO_LITTLE_DATA, Outcome.INCOMPATIBLE)
@@ -178,8 +173,7 @@ def judge(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteri
         current = _load_current(store, pointer, criteria)
         if (manifest := current.manifest) and _is_promoted(challenge, manifest, state):
             # It may have written no record, without which a champion that is lost would seem never to have been.
-            outcome = Outcome.PROMOTED if manifest.parent else Outcome.PROMOTED_FIRST
-            outcome = Outcome(manifest.outcome or outcome)
+            outcome = Outcome(manifest.outcome)
             reason = "an earlier attempt of this task promoted it"
             result = PromotionResult(outcome, reason, measured, manifest.parent_metrics)
             current = CurrentModel(manifest.parent, None, None, outcome, "")

@@ -70,11 +70,11 @@ def evaluate(
             num_targets += samples.num_targets(index)
             if number < num_common:
                 on_batch()
-        if splits and len(shard) < max(world.gather(len(shard))):  # the others need this rank's part of the weights
+        if splits and len(shard) < max(world.all_gather(len(shard))):  # the others need this rank's part of the weights
             first = torch.zeros(1, dtype=torch.int64, device=samples.index_device)
             for inputs, _ in samples.batches([first], epoch=0):
                 model(model_inputs(recipe, config, inputs))
-    total_loss, total_correct, total = world.sum(loss_sum, num_correct, num_targets)
+    total_loss, total_correct, total = world.all_reduce(loss_sum, num_correct, num_targets)
     return Evaluation(total_loss / total, total_correct / total, time.perf_counter() - started)
 
 

@@ -25,7 +25,7 @@ class FlopsUtilization:
 
     def __init__(self, recipe: Recipe, model: nn.Module, config: TrainingConfig, world: World) -> None:
         self.flops_per_sample = recipe.flops_per_sample(model)
-        self.peak_flops = world.sum(measure_peak_flops(config, world))[0] if self.flops_per_sample else 0.0
+        self.peak_flops = world.all_reduce(measure_peak_flops(config, world))[0] if self.flops_per_sample else 0.0
 
     def of(self, epoch: EpochFinished) -> dict[str, float]:
         """Return the epoch's utilization as a metric by name; none where it is not known."""
@@ -40,7 +40,7 @@ def measure_peak_flops(config: TrainingConfig, world: World) -> float:
     on_gpu = world.device.type == "cuda"
     size = MATRIX_SIZE_ON_GPU if on_gpu else MATRIX_SIZE
     matrix = torch.ones(size, size, device=world.device, dtype=torch.bfloat16 if config.precision == "bf16" else None)
-    world.sum(float((matrix @ matrix)[0, 0]))  # warms up, and waits for the other ranks
+    world.all_reduce(float((matrix @ matrix)[0, 0]))  # warms up, and waits for the other ranks
     products = 0
     started = time.perf_counter()
     while (seconds := time.perf_counter() - started) < MEASURED_SECONDS:

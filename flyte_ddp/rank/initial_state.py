@@ -61,7 +61,7 @@ def check_same_run(
             f"data: expected the data with which {url} was written, got others; "
             "other data need another place for the checkpoints"
         )
-    started_from = checkpoint.get("initial_state", "")
+    started_from = checkpoint["initial_state"]
     if started_from != initial_state:
         raise ConfigError(
             f"initial_state: expected {started_from!r}, from which the run of {url} started, got {initial_state!r}; "

@@ -108,7 +108,7 @@ def train(
     # Results: predictions to look at, the trained weights, and the run's figures
     store.memory.clear()  # which rank 0 may need for the whole model
     state = model.state_dict()
-    num_parameters = [int(each) for each in world.gather(count_own_parameters(model))]
+    num_parameters = [int(each) for each in world.all_gather(count_own_parameters(model))]
     if world.is_first or trainer.is_sharded:
         with shown("predictions"):
             predictions = events.PredictionsMade(progress.epoch - 1, predictions_of(model, recipe, test, config))
@@ -116,7 +116,7 @@ def train(
                 link.emit(predictions)
         link.beat(progress.step)
         state = whole_state(state, keep=world.is_first)
-    peak_memory = [int(each) for each in world.gather(_peak_memory(world))]
+    peak_memory = [int(each) for each in world.all_gather(_peak_memory(world))]
     if world.is_first:
         model_state = store.save_file(MODEL_STATE, portable(state), trainer.beat)
         finished = _run_finished(job, trainer, model_state, [_peak_memory(world), *peak_memory[1:]], num_parameters)

@@ -108,6 +108,6 @@ def exchange_seconds(replica: Any, world: World) -> dict[str, Any]:
         return {}
     exchange, overlap = seconds
     return {
-        "rank_wait_seconds": world.gather(max(0.0, exchange - overlap)),
-        "rank_overlap_seconds": world.gather(overlap),
+        "rank_wait_seconds": world.all_gather(max(0.0, exchange - overlap)),
+        "rank_overlap_seconds": world.all_gather(overlap),
     }

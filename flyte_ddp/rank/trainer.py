@@ -251,7 +251,7 @@ class Trainer:
             NonFiniteLoss: a step has spoiled the weights. No checkpoint may be written of them.
         """
         progress = self.progress
-        progress.loss_sum = earlier.loss_sum + self.world.sum(sums.loss_sum)[0]
+        progress.loss_sum = earlier.loss_sum + self.world.all_reduce(sums.loss_sum)[0]
         progress.num_targets = earlier.num_targets + float(sums.num_targets)
         progress.seconds = earlier.seconds + sums.seconds
         checked = {"loss summed over all ranks": progress.loss_sum, "gradient's norm": gradient_norm(self.model)}
@@ -269,7 +269,7 @@ class Trainer:
                 step=self.progress.step,
                 epoch=self.progress.step * self.config.epochs / self.num_steps,
                 values={
-                    "loss": self.world.sum(sums.loss_sum)[0] / float(sums.num_targets),
+                    "loss": self.world.all_reduce(sums.loss_sum)[0] / float(sums.num_targets),
                     "learning_rate": self._last_learning_rate(),
                     "gradient_norm": gradient_norm,
                     "samples_per_second": sums.num_samples / sums.seconds,
@@ -290,9 +290,9 @@ class Trainer:
             seconds=progress.seconds,
             samples_per_second=len(self.train) / progress.seconds,
             evaluation_seconds=evaluation.seconds,
-            rank_losses=world.gather(float(sums.loss_sum) / max(1.0, float(sums.own_targets))),
-            rank_step_seconds=world.gather(own_seconds),
-            num_replaced=int(world.sum(self.train.num_replaced + self.test.num_replaced - self._num_replaced)[0]),
+            rank_losses=world.all_gather(float(sums.loss_sum) / max(1.0, float(sums.own_targets))),
+            rank_step_seconds=world.all_gather(own_seconds),
+            num_replaced=int(world.all_reduce(self.train.num_replaced + self.test.num_replaced - self._num_replaced)[0]),
             **exchange_seconds(self.replica, world),
         )
         with inspection.shown("metrics"):
