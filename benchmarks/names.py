@@ -37,7 +37,7 @@ def ours_windows(count: int) -> list[str]:
 def tutorial(count: int) -> list[str]:
     import torch
 
-    from flyte_ddp.recipes.pet_names.alphabet import ALPHABET, BLANK, END
+    from flyte_ddp.recipes.pet_names import ALPHABET, BLANK, END
     from flyte_ddp.recipes.pet_names.recipe import WINDOW
 
     random.seed(0)
@@ -64,7 +64,7 @@ def new_model(window: int) -> NameModel:
     """Return the recipes' model with fresh weights, the same for any window; its names have about four letters."""
     import torch
 
-    from flyte_ddp.recipes.pet_names.alphabet import END
+    from flyte_ddp.recipes.pet_names import END
     from flyte_ddp.recipes.pet_names.model import NameModel
 
     torch.manual_seed(0)

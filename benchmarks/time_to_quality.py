@@ -68,7 +68,7 @@ def tutorial(names: str, num_epochs: int, started: float) -> None:
     from torch import nn
     from torch.utils.data import DataLoader, Dataset
 
-    from flyte_ddp.recipes.pet_names.alphabet import ALPHABET, BLANK, END
+    from flyte_ddp.recipes.pet_names import ALPHABET, BLANK, END
     from flyte_ddp.recipes.pet_names.model import NameModel
     from flyte_ddp.recipes.pet_names.recipe import WINDOW
 
@@ -133,7 +133,7 @@ def _split(names: str) -> tuple[list[str], list[str]]:
     import numpy as np
 
     from flyte_ddp.recipes import get_recipe
-    from flyte_ddp.recipes.pet_names.alphabet import ALPHABET, BLANK
+    from flyte_ddp.recipes.pet_names import ALPHABET, BLANK
     from flyte_ddp.recipes.prepare import prepare_data
 
     def spelled(file: Path) -> list[str]:

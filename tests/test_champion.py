@@ -93,7 +93,7 @@ def manifest(number=0, **changes):
     values |= {"recipe": "digits", "recipe_version": "r1", "config": {"epochs": 3, "sizes": [1, 2]}}
     values |= {"data": "drawn digits", "data_fingerprint": "f1", "num_train_samples": 100, "num_test_samples": 10}
     values |= {"metrics": {"test_loss": float(number)}, "parent_metrics": {}, "kickoff_time": "2026-01-02T03:04:05Z"}
-    values |= {"code_version": "c1", "execution": "e1"}
+    values |= {"code_version": "c1", "execution": "e1", "outcome": "promoted"}
     return Manifest(**{**values, **changes})
 
 

@@ -50,7 +50,7 @@ fast_start.avoid_importing_dynamo()
 
 FAULTS = """
 import ctypes, resource
-from flyte_ddp.rank import fast_start
+from flyte_ddp.launch.process import malloc
 {before}
 import numpy
 def faults():
@@ -66,12 +66,12 @@ print(faults())
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
 def test_freed_memory_is_kept_unless_the_c_library_has_no_mallopt():
-    (kept,) = run(FAULTS.format(before="fast_start.keep_freed_memory()"))
+    (kept,) = run(FAULTS.format(before="malloc.keep_freed_memory()"))
     (returned,) = run(FAULTS.format(before=""))
-    missing = "fast_start.ctypes = type('', (), {'CDLL': staticmethod(lambda name: object())}); "
-    (without,) = run(FAULTS.format(before=missing + "fast_start.keep_freed_memory()"))
+    missing = "malloc.ctypes = type('', (), {'CDLL': staticmethod(lambda name: object())}); "
+    (without,) = run(FAULTS.format(before=missing + "malloc.keep_freed_memory()"))
 
-    (returned_again,) = run(FAULTS.format(before="fast_start.keep_freed_memory(); fast_start.return_freed_memory()"))
+    (returned_again,) = run(FAULTS.format(before="malloc.keep_freed_memory(); malloc.return_freed_memory()"))
 
     assert int(kept) < 1000 < int(returned)  # page faults
     assert int(returned_again) > 1000

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.recipes.pet_names.alphabet import ALPHABET, BLANK, END
+from flyte_ddp.recipes.pet_names import ALPHABET, BLANK, END
 from flyte_ddp.recipes.pet_names.generate import CHUNK, TooFewNames, draw_chunk, generate_names, load_model, pick_new
 from flyte_ddp.recipes.pet_names.model import NameModel
 

@@ -56,10 +56,7 @@ HOMES = {
 }
 SLOW = ("tokenizers", "torch", "torchvision", "matplotlib", "wandb", "sklearn", "flytekit", "optuna", "pandas")
 # Modules that run in a rank, or generate names or text, may import torch at the top; those that start a rank may not.
-STARTS_RANKS = (
-    "flyte_ddp.checkpoints.ownership",
-    "flyte_ddp.rank.fast_start",
-)
+STARTS_RANKS = ("flyte_ddp.checkpoints.ownership",)
 COMPUTES = (
     "flyte_ddp.checkpoints",
     "flyte_ddp.rank",

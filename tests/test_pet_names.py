@@ -9,7 +9,7 @@ import torch
 
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.recipes import get_recipe
-from flyte_ddp.recipes.pet_names.alphabet import ALPHABET, BLANK
+from flyte_ddp.recipes.pet_names import ALPHABET, BLANK
 from flyte_ddp.recipes.pet_names.recipe import IGNORED, TRAINING_NAMES, WINDOW, whole_names, windows
 from flyte_ddp.recipes.prepare import describe_data, prepare_data
 from tests.support.runs import new_run

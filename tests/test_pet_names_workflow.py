@@ -14,7 +14,7 @@ import pytest
 import torch
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp.recipes.pet_names.alphabet import END
+from flyte_ddp.recipes.pet_names import END
 from flyte_ddp.recipes.pet_names.generate import CHUNK, draw_chunk, generate_names, load_model, pick_new
 from flyte_ddp.recipes.pet_names.model import NameModel
 from tasks.inputs import InputError

@@ -15,8 +15,8 @@ from torch.distributed import PrefixStore
 from benchmarks.mnist_like import MnistLike
 from flyte_ddp.config import TrainingConfig, resolve
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.rank import gradients
-from flyte_ddp.rank.fast_start import return_freed_memory
+from flyte_ddp.launch.process.malloc import return_freed_memory
+from flyte_ddp.rank import passes
 from flyte_ddp.rank.initial_state import load_initial_state
 from flyte_ddp.rank.parallel import build_model, place_model, replicate
 from flyte_ddp.rank.sharding import check_memory, large_blocks, whole_state
@@ -48,13 +48,13 @@ def inside(tmp_path_factory):
 
 def look_inside(world, store, data, checkpoints, text_data, state):
     """Work of a gang: what is split before each micro-batch, the initial state, and what is compiled and computed."""
-    before, set_sync = [], gradients.set_gradient_sync
+    before, set_sync = [], passes.set_gradient_sync
 
     def note(model, is_last):
         before.append(type(next(model.parameters())).__name__ == "DTensor")
         set_sync(model, is_last)
 
-    gradients.set_gradient_sync = note
+    passes.set_gradient_sync = note
     config = config_of(TINY, {"epochs": 1, "parallel": "fsdp", "gradient_accumulation": 3})
     train_recipe(world, store, TINY, config, data, checkpoints)
 

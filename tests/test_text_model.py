@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.rank import flops
-from flyte_ddp.rank.flops import FlopsUtilization
+from flyte_ddp.rank import evaluation
+from flyte_ddp.rank.evaluation import FlopsUtilization
 from flyte_ddp.rank.optim import build_optimizer
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.text.model import Shape, TextModel, rotate, rotation_of
@@ -145,7 +145,7 @@ def test_utilization_is_measured_only_for_a_recipe_that_counts_its_operations(tm
     epoch = sample_run.epoch(1)
     share = recipe.flops_per_sample(model) * epoch.samples_per_second / measured.peak_flops
     assert measured.of(epoch) == {"model_flops_utilization": pytest.approx(share)}
-    monkeypatch.setattr(flops, "measure_peak_flops", None)  # a call would fail
+    monkeypatch.setattr(evaluation, "measure_peak_flops", None)  # a call would fail
     assert FlopsUtilization(get_recipe("digits"), torch.nn.Linear(2, 2), config, world).of(epoch) == {}
 
 

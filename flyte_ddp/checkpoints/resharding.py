@@ -72,7 +72,9 @@ class _Assembly:
         self._world = world
         state = {key: value for key, value in contents.items() if key != SHARDS}
         tensors = [tensor for _, tensor in _tensors_of(state)]
-        self._outline = world.broadcast_object(map_tensors(state, lambda each: each.to("meta") if _is_plain(each) else each))
+        self._outline = world.broadcast_object(
+            map_tensors(state, lambda each: each.to("meta") if _is_plain(each) else each)
+        )
         is_split = world.broadcast_object([tensor.is_meta for tensor in tensors])
         self._tensors: list[Tensor] = []
         self._split: list[tuple[Tensor, range, Tensor]] = []  # (the whole one's shape, the rows kept, the rows)

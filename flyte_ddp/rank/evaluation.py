@@ -1,4 +1,4 @@
-"""The measurement of a model on held-out samples, by all ranks together or by one process alone."""
+"""Measures of a model: its results on held-out samples, and the share of the devices' speed that its training uses."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, NonFiniteLoss
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.rank.data import Samples, evaluation_shard, num_common_batches, open_samples
-from flyte_ddp.rank.forward import autocast, evaluating, model_inputs
 from flyte_ddp.rank.initial_state import mismatch
 from flyte_ddp.rank.parallel import place_model
+from flyte_ddp.rank.passes import autocast, evaluating, model_inputs
 from flyte_ddp.rank.sharding import is_sharded
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.world import World, single_process_world
+
+# Of the products that measure a device's speed:
+MATRIX_SIZE, MATRIX_SIZE_ON_GPU = 1024, 4096  # of each side; larger ones are not faster
+MEASURED_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -130,3 +134,43 @@ def _share_buffers(model: nn.Module, world: World) -> None:
     if world.world_size > 1:
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
+
+
+class FlopsUtilization:
+    """Compares a training's operations per second with those of large matrix products on the same devices.
+
+    Measures nothing, and so delays no start, where the recipe does not define `flops_per_sample`. Every rank makes one
+    at the same time, because the ranks of a node share its cores.
+    """
+
+    def __init__(self, recipe: Recipe, model: nn.Module, config: TrainingConfig, world: World) -> None:
+        self.flops_per_sample = recipe.flops_per_sample(model)
+        self.peak_flops = world.all_reduce(measure_peak_flops(config, world))[0] if self.flops_per_sample else 0.0
+
+    def of(self, epoch: EpochFinished) -> dict[str, float]:
+        """Return the epoch's utilization as a metric by name; none where it is not known."""
+        if not self.peak_flops:
+            return {}
+        used = self.flops_per_sample * epoch.samples_per_second
+        return {"model_flops_utilization": used / self.peak_flops}
+
+
+def measure_peak_flops(config: TrainingConfig, world: World) -> float:
+    """Return the operations per second of this rank in products of large matrices, in the configured precision."""
+    on_gpu = world.device.type == "cuda"
+    size = MATRIX_SIZE_ON_GPU if on_gpu else MATRIX_SIZE
+    matrix = torch.ones(size, size, device=world.device, dtype=torch.bfloat16 if config.precision == "bf16" else None)
+    world.all_reduce(float((matrix @ matrix)[0, 0]))  # warms up, and waits for the other ranks
+    products = 0
+    started = time.perf_counter()
+    while (seconds := time.perf_counter() - started) < MEASURED_SECONDS:
+        product = matrix @ matrix
+        for _ in range(9 if on_gpu else 0):  # so that the device does not wait for the host
+            product = matrix @ matrix
+        products += 10 if on_gpu else 1
+        if on_gpu:
+            torch.cuda.synchronize(world.device)
+    del product, matrix
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(world.device)  # which the report has of the training
+    return 2.0 * size**3 * products / seconds

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import Histogram, LayerDescribed, Prediction
 from flyte_ddp.rank.data import Samples
-from flyte_ddp.rank.forward import evaluating, model_inputs
+from flyte_ddp.rank.passes import evaluating, model_inputs
 from flyte_ddp.rank.sharding import reshard, whole
 from flyte_ddp.recipes import Recipe
 

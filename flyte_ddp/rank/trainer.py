@@ -20,12 +20,11 @@ from flyte_ddp.events import CheckpointSaved, EpochFinished, Event, HistogramsTa
 from flyte_ddp.rank import inspection
 from flyte_ddp.rank.batch_norm import keep_frozen_statistics
 from flyte_ddp.rank.data import Samples, epoch_shards, num_batches
-from flyte_ddp.rank.evaluation import Evaluation, evaluate, metrics_of
-from flyte_ddp.rank.flops import FlopsUtilization
-from flyte_ddp.rank.gradients import clip_gradients, compute_gradients, gradient_norm
+from flyte_ddp.rank.evaluation import Evaluation, FlopsUtilization, evaluate, metrics_of
 from flyte_ddp.rank.initial_state import check_same_run, load_initial_state
 from flyte_ddp.rank.optim import build_optimizer, learning_rate
 from flyte_ddp.rank.parallel import exchange_seconds, replicate
+from flyte_ddp.rank.passes import clip_gradients, compute_gradients, gradient_norm
 from flyte_ddp.rank.progress import MetricSums, Progress
 from flyte_ddp.rank.sharding import is_sharded, load_model, load_optimizer, own_rows, split_state
 from flyte_ddp.recipes import Recipe
@@ -292,7 +291,9 @@ class Trainer:
             evaluation_seconds=evaluation.seconds,
             rank_losses=world.all_gather(float(sums.loss_sum) / max(1.0, float(sums.own_targets))),
             rank_step_seconds=world.all_gather(own_seconds),
-            num_replaced=int(world.all_reduce(self.train.num_replaced + self.test.num_replaced - self._num_replaced)[0]),
+            num_replaced=int(
+                world.all_reduce(self.train.num_replaced + self.test.num_replaced - self._num_replaced)[0]
+            ),
             **exchange_seconds(self.replica, world),
         )
         with inspection.shown("metrics"):

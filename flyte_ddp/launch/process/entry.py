@@ -34,9 +34,9 @@ from flyte_ddp import errors, events
 from flyte_ddp.errors import StopRequested, StorageUnavailable
 from flyte_ddp.launch.process.end import release_program, run_exit_handlers
 from flyte_ddp.launch.process.job import Job, NodeRanks, semaphore_prefix
+from flyte_ddp.launch.process.malloc import keep_freed_memory
 from flyte_ddp.launch.process.output import rank_stacks
 from flyte_ddp.launch.process.programs import CUDA_OUT_OF_MEMORY
-from flyte_ddp.rank.fast_start import keep_freed_memory
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore

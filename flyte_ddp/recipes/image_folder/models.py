@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import re
 import shutil
+import sys
+import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.errors import DataError
-from flyte_ddp.recipes.quick_torchvision import import_torchvision
 from flyte_ddp.storage import fetch_file
 
 if TYPE_CHECKING:
@@ -18,6 +20,33 @@ if TYPE_CHECKING:
 # Known without importing torchvision. Others are looked up.
 COMMON = ("resnet18", "resnet34", "resnet50", "mobilenet_v3_small", "mobilenet_v3_large", "vit_b_16")
 NOT_PLAIN = ("googlenet", "inception_v3", "maxvit_t")  # more outputs than logits, or demands of their own
+COMPILER = "torch._dynamo.utils"
+
+
+def import_torchvision() -> Any:
+    """Return the module `torchvision`, with its `models` and `transforms`, without importing torch's compiler.
+
+    The compiler is nine tenths of the import: 8 s of processor time per process. One line of torchvision 0.29 imports
+    it: `roi_align`, which no classification model uses, takes one function from `torch._dynamo.utils`. `transforms.v2`
+    imports it too, so the recipe uses `transforms`, which gives the same for PIL images.
+    """
+    if COMPILER not in sys.modules:
+        sys.modules[COMPILER] = _Placeholder(COMPILER)
+    return importlib.import_module("torchvision")
+
+
+class _Placeholder(types.ModuleType):
+    """Placeholder that has the one function; any other use imports the real module and removes the placeholder."""
+
+    def is_compile_supported(self, device_type: str) -> Any:
+        return self.__getattr__("is_compile_supported")(device_type)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what `inspect` asks every module for
+            raise AttributeError(name)
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
 
 
 def check_architecture(name: str) -> None:

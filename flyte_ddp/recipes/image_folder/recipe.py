@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from flyte_ddp.errors import DataError
 from flyte_ddp.events import Prediction
-from flyte_ddp.recipes import shapes
 from flyte_ddp.recipes.base import Recipe
+from flyte_ddp.recipes.image_folder import shapes
 from flyte_ddp.recipes.image_folder.files import (
     Access,
     FileReader,
@@ -33,10 +33,10 @@ from flyte_ddp.recipes.image_folder.models import (
     check_architecture,
     fetch_weights,
     freeze_all_but,
+    import_torchvision,
     load_weights,
     patch_size,
 )
-from flyte_ddp.recipes.quick_torchvision import import_torchvision
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

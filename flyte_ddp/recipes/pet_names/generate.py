@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.recipes.pet_names.alphabet import ALPHABET, BLANK, END
+from flyte_ddp.recipes.pet_names import ALPHABET, BLANK, END
 from flyte_ddp.recipes.pet_names.model import NameModel, State
 
 CHUNK = 1792  # names drawn as one batch, which usually has a thousand new ones; a few rows cost as much as many

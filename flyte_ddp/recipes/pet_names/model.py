@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from flyte_ddp.recipes.pet_names.alphabet import ALPHABET, BLANK
+from flyte_ddp.recipes.pet_names import ALPHABET, BLANK
 
 WIDTH, NUM_LAYERS, DROPOUT = 128, 4, 0.1  # the tutorial's
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from flyte_ddp.errors import DataError
 from flyte_ddp.events import Prediction
 from flyte_ddp.recipes.base import Recipe
-from flyte_ddp.recipes.pet_names.alphabet import ALPHABET, BLANK, END
+from flyte_ddp.recipes.pet_names import ALPHABET, BLANK, END
 from flyte_ddp.storage import read_file
 
 if TYPE_CHECKING:
