@@ -235,13 +235,11 @@ class Trainer:
         Raises:
             NonFiniteLoss: one of them is NaN or infinite, and so is their sum.
         """
-        value, step = float(sums.loss_sum), self.progress.step + 1
+        value, step, epoch = float(sums.loss_sum), self.progress.step + 1, self.progress.epoch
         if not math.isfinite(value):
             is_exact = self.world.device.type == "cpu" or sums.num_steps == 1
             where = f"step {step}" if is_exact else f"one of the steps {step - sums.num_steps + 1} to {step}"
-            raise NonFiniteLoss(
-                f"the loss is {value} at {where} (epoch {self.progress.epoch}) on rank {self.world.rank}; {REMEDY}"
-            )
+            raise NonFiniteLoss(f"the loss is {value} at {where} (epoch {epoch}) on rank {self.world.rank}; {REMEDY}")
 
     def _update_progress(self, sums: MetricSums, earlier: Progress) -> None:
         """Set the epoch's sums over all ranks: those of `earlier` attempts plus `sums`.
