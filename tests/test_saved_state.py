@@ -256,6 +256,16 @@ def test_a_checkpoint_of_another_format_is_refused_and_stays(tmp_path, monkeypat
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_a_checkpoint_with_another_kind_of_checksum_is_refused_and_stays(tmp_path):
+    save_steps(tmp_path, 6)
+    (manifest,) = tmp_path.glob("step-*.json")
+    manifest.write_text(manifest.read_text().replace("xxh3_128", "blake3"))
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="expected xxh3_128 of its files, got another checksum; the file is whole"):
+        CheckpointStore(str(tmp_path), 5).load_latest()
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_an_older_checkpoint_that_cannot_be_read_stays_and_keeps_no_other_from_being_removed(
     tmp_path, monkeypatch, caplog
 ):

@@ -48,11 +48,16 @@ def read_manifest(storage: Storage, name: str) -> dict[str, Any]:
 
     Raises:
         Damaged: it cannot be read, or lacks something.
+        ConfigError: it is whole, but of another version of this package.
     """
     try:
         manifest = json.loads(storage.read(name))
+        if any({"file", "bytes"} <= entry.keys() and CHECKSUM not in entry for entry in manifest["files"]):
+            raise _foreign(storage, name, f"expected {CHECKSUM} of its files, got another checksum")
         files = [{key: entry[key] for key in ("file", "bytes", CHECKSUM)} for entry in manifest["files"]]
-    except (FileNotFoundError, ValueError, TypeError, KeyError) as error:
+    except ConfigError:
+        raise
+    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise Damaged(f"its manifest cannot be read: {type(error).__name__}: {error}") from error
     if not files:
         raise Damaged("its manifest names no file")

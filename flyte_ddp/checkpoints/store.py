@@ -453,7 +453,7 @@ class CheckpointStore:
         for name in filter(is_manifest, names if files else ()):
             try:
                 files -= {entry["file"] for entry in read_manifest(self._sink, name)["files"]}
-            except Damaged:  # whatever it named stays
+            except (ConfigError, Damaged):  # whatever it named stays
                 files = {file for file in files if not file.startswith(f"{name.removesuffix('.json')}-")}
         now = self._sink.modified(newest)  # by the store's clock, as the files' times
         for name in files:
