@@ -168,7 +168,7 @@ def test_a_script_of_the_launchers_runs_in_no_drivers_pod(pod, tmp_path, monkeyp
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_task_of_a_users_own_allows_what_it_names_and_what_settings_toml_does(pod):
+def test_a_task_of_a_users_own_allows_what_it_names_and_what_settings_toml_does(pod, monkeypatch):
     def call(allowed=None, file="s3://bucket/file", **cluster):
         own = task(task_config=Distributed(nnodes=2, cluster=cluster, allowed=allowed))(train)
         literals = LiteralMap({"file": Literal(Scalar(blob=Blob(BlobMetadata(BlobType("", 0)), file)))})
@@ -185,6 +185,12 @@ def test_a_task_of_a_users_own_allows_what_it_names_and_what_settings_toml_does(
         with pytest.raises(ConfigError, match=rf"^cluster\.kubernetes\.{field}: expected .*allowed"):
             call(kubernetes={field: value})
         call(kubernetes={field: value}, allowed=allowed)
+    with pytest.raises(ConfigError, match=r"^file: expected one of allowed\.urls .*, got '/etc/passwd'"):
+        call(file="/etc/passwd")
+    monkeypatch.setattr("flyte_ddp.cluster.admission.read_settings", dict)  # in a project of one's own
+    call(kubernetes={"env": {"NCCL_DEBUG": "INFO"}, "env_from_secrets": ["store"]}, file="https://example.com/file")
+    with pytest.raises(ConfigError, match=r"^cluster\.kind: expected one of allowed\.kinds \(kubernetes\) in a pod"):
+        call(**EXISTING)
     with pytest.raises(ConfigError, match=r"^file: expected one of allowed\.urls .*, got '/etc/passwd'"):
         call(file="/etc/passwd")
     with pytest.raises(ConfigError, match=r"^allowed: expected one of the fields images, .*, got 'image'"):

@@ -19,6 +19,8 @@ from flyte_ddp.config.source_code import read_settings
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage import redact_url
 
+URLS = ("s3://*", "gs://*", "gcs://*", "abfs://*", "abfss://*", "az://*")
+OF_PODS = ("images", "service_accounts", "secrets", "namespaces", "pod_template", "env", "labels", "annotations")
 IMAGE_VARIABLE = "FLYTE_INTERNAL_IMAGE"  # the image of this task, as registered
 
 
@@ -41,21 +43,26 @@ class Allowed:
     annotations: tuple[str, ...] = field((), help="names of annotations of pods")
     kinds: tuple[str, ...] = field(("kubernetes",), help="of clusters, in a pod")
     addresses: tuple[str, ...] = field((), help="of existing Dask schedulers, in a pod")
-    urls: tuple[str, ...] = field(
-        ("s3://*", "gs://*", "gcs://*", "abfs://*", "abfss://*", "az://*"), help="of inputs, in a task of Flyte"
-    )
+    urls: tuple[str, ...] = field(URLS, help="of inputs, in a task of Flyte")
 
     def __post_init__(self) -> None:
         validate(self)
 
 
 def load_allowed(given: Mapping[str, Any] | None = None) -> Allowed:
-    """Return `given` over the table of the settings.toml beside this package; the defaults where there is none.
+    """Return `given` over the table of the settings.toml beside this package.
+
+    Where there is none, this is a library in somebody's own project: the pods that a task names are its author's code,
+    and only what its launch could choose is limited, the kind and address of a cluster and the files among the inputs.
 
     Raises:
         ConfigError: an unknown field, or a value that is not a list of strings.
     """
-    allowed: Allowed = check("allowed", {**read_settings().get("allowed", {}), **(given or {})}, Allowed)
+    settings = read_settings()
+    table = (
+        settings.get("allowed", {}) if settings else {**dict.fromkeys(OF_PODS, ("*",)), "urls": (*URLS, "https://*")}
+    )
+    allowed: Allowed = check("allowed", {**table, **(given or {})}, Allowed)
     return allowed
 
 

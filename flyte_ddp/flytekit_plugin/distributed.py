@@ -84,7 +84,8 @@ class Distributed:
             first `session.report` on.
         allowed: what the task's cluster and its input files may be, such as {"kinds": ["existing"], "addresses":
             ["tcp://dask:8786"], "env": ["NCCL_*"]}. A field that it does not name is that of the table `allowed` in the
-            settings.toml beside this package, and without that file the default of `Allowed`.
+            settings.toml beside this package. Without that file: the kind "kubernetes" with whatever pods, and files in
+            object stores or at https.
 
     Raises:
         ConfigError: a value has the wrong type or range.
