@@ -154,14 +154,6 @@ def test_a_gpu_out_of_memory_restarts_with_smaller_micro_batches_without_using_u
     assert [event.config["gradient_accumulation"] for event in events_of(run, events.RunStarted)] == [1, 2]
 
 
-def test_used_up_restarts_end_the_run_and_leave_no_rank(client, tmp_path, fault):
-    fault("kill 1 3")
-    with pytest.raises(RankFailure, match=r"(?s)node 1 .*rank 1 was killed by SIGKILL.*killed on purpose") as caught:
-        train(new_run(tmp_path), client, dataclasses.replace(LOCAL, max_restarts=0))
-    assert caught.value.kind == "signal"
-    assert not [rank for pid in client.run(os.getpid).values() for rank in ranks_below(pid)]
-
-
 def test_nodes_have_the_drivers_storage_keys_and_a_restart_waits_for_the_store(
     client, tmp_path, monkeypatch, caplog, finished_run
 ):

@@ -78,22 +78,21 @@ class Cell:
         """The steps from which attempts went on."""
         return [event.step for event in events_of(self.seen, events.CheckpointLoaded) if event.step]
 
-    def order_at(self, step, *faults):
-        return [(step, lambda: self.order(*faults))]
 
+def cells(*slow):
+    """A test of all four cells; `make test` leaves out those that are `slow`, where the others show the same code."""
 
-@pytest.fixture(params=["recipe", "function"])
-def program(request):
-    return request.param
+    def param(program, place):
+        marks = [pytest.mark.slow] if f"{program}-{place}" in slow else []
+        return pytest.param((program, place), id=f"{program}-{place}", marks=marks)
 
-
-@pytest.fixture(params=["local", "dask"])
-def place(request):
-    return request.param
+    both = [param(program, place) for place in ("local", "dask") for program in ("recipe", "function")]
+    return pytest.mark.parametrize("cell", both, indirect=True)
 
 
 @pytest.fixture
-def cell(program, place, tmp_path, request, monkeypatch):
+def cell(tmp_path, request, monkeypatch):
+    program, place = request.param
     if place == "local":  # ranks of functions too are forked, which is faster
         monkeypatch.setattr(FunctionProgram, "slow_imports", ("torch",))
     client = request.getfixturevalue("client") if place == "dask" else None
@@ -102,7 +101,7 @@ def cell(program, place, tmp_path, request, monkeypatch):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """undisturbed(program): what its run on this machine ends in."""
+    """undisturbed(cell.program): what its run on this machine ends in."""
     found = {}
 
     def get(program):
@@ -113,37 +112,45 @@ def undisturbed(tmp_path_factory):
     return get
 
 
-def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(cell, program, undisturbed):
-    result = cell.run(at_steps=cell.order_at(5, "1-kill"))
-    torch.testing.assert_close(result, undisturbed(program), rtol=0, atol=0)
+@cells()
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(cell, undisturbed):
+    cell.order("1-kill-9")
+    result = cell.run()
+    torch.testing.assert_close(result, undisturbed(cell.program), rtol=0, atol=0)
     assert cell.num_attempts == 2
     assert cell.resumed_steps[-1] >= 2
 
 
-def test_an_unexplained_exception_is_answered_by_a_restart(cell, program, undisturbed):
-    result = cell.run(at_steps=cell.order_at(5, "1-error"))
-    torch.testing.assert_close(result, undisturbed(program), rtol=0, atol=0)
+@cells("function-dask")
+def test_an_unexplained_exception_is_answered_by_a_restart(cell, undisturbed):
+    cell.order("1-error-9")
+    result = cell.run()
+    torch.testing.assert_close(result, undisturbed(cell.program), rtol=0, atol=0)
     assert cell.num_attempts == 2
 
 
-def test_a_bug_ends_a_recipe_at_once_and_a_function_as_under_torchrun(cell, program):
+@cells("function-dask")
+def test_a_bug_ends_a_recipe_at_once_and_a_function_as_under_torchrun(cell):
     """The cells differ: `max_restarts` of a function means what torchrun means by it."""
-    cell.order("1-bug-always")
+    cell.order("1-bug-1-always")
     with pytest.raises(RankFailure, match=r"rank 1 failed: TypeError: a bug that repeats\nTraceback") as caught:
         cell.run(max_restarts=1)
     assert (caught.value.rank, caught.value.kind) == (1, "exception")
-    assert cell.num_attempts == {"recipe": 1, "function": 2}[program]
+    assert cell.num_attempts == {"recipe": 1, "function": 2}[cell.program]
 
 
-def test_a_rank_that_hangs_is_found_with_all_stacks(cell, program, undisturbed, caplog):
-    result = cell.run(at_steps=cell.order_at(5, "1-hang"))
-    torch.testing.assert_close(result, undisturbed(program), rtol=0, atol=0)
+@cells("recipe-dask", "function-dask")
+def test_a_rank_that_hangs_is_found_with_all_stacks(cell, undisturbed):
+    cell.order("1-hang-9")
+    result = cell.run()
+    torch.testing.assert_close(result, undisturbed(cell.program), rtol=0, atol=0)
     (ended,) = events_of(cell.seen, events.AttemptEnded)
     assert "no rank made progress for" in ended.reason
     assert any("in meet_fault" in line for line in cell.seen.lines)
 
 
-def test_a_stop_keeps_every_step_and_the_same_place_resumes(cell, program, undisturbed):
+@cells()
+def test_a_stop_keeps_every_step_and_the_same_place_resumes(cell, undisturbed):
     stop = StopRequest()
     with pytest.raises(
         TrainingStopped, match=r"^SIGTERM: the run was stopped at step (\d+)\. Its checkpoints are in"
@@ -152,31 +159,38 @@ def test_a_stop_keeps_every_step_and_the_same_place_resumes(cell, program, undis
     assert caught.value.reason == "SIGTERM"
     last = max(event.step for event in events_of(cell.seen, events.Reported))
     result = cell.run()
-    torch.testing.assert_close(result, undisturbed(program), rtol=0, atol=0)
+    torch.testing.assert_close(result, undisturbed(cell.program), rtol=0, atol=0)
     assert cell.resumed_steps == [last]  # no step is done again
     assert 5 <= last < NUM_STEPS
 
 
-def test_a_store_that_was_away_uses_up_no_restart(cell, program, undisturbed):
-    result = cell.run(max_restarts=0, at_steps=cell.order_at(5, "1-away"))
-    torch.testing.assert_close(result, undisturbed(program), rtol=0, atol=0)
+@cells("function-dask")
+def test_a_store_that_was_away_uses_up_no_restart(cell, undisturbed):
+    cell.order("1-away-9")
+    result = cell.run(max_restarts=0)
+    torch.testing.assert_close(result, undisturbed(cell.program), rtol=0, atol=0)
     assert cell.num_attempts == 2
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_is_used(cell, program, undisturbed):
+@cells("function-dask")
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_is_used(cell, undisturbed):
     def damage():
-        cell.order("1-kill")
         newest = max((cell.directory / "checkpoints").glob("step-*.pt"))
         newest.write_bytes(newest.read_bytes()[:-9] + b"different")
+        cell.order("1-kill-1")
+        slow.unlink()
 
+    slow = cell.directory / "faults" / "9-kill-1"  # of no rank: the run takes its time until then
+    slow.touch()
     result = cell.run(at_steps=[(9, damage)])
-    torch.testing.assert_close(result, undisturbed(program), rtol=0, atol=0)
+    torch.testing.assert_close(result, undisturbed(cell.program), rtol=0, atol=0)
     assert cell.num_attempts == 2
     assert 2 <= cell.resumed_steps[-1] < NUM_STEPS
 
 
+@cells("function-dask")
 def test_what_only_the_user_can_mend_ends_the_run_in_one_line(cell):
-    cell.order("1-denied-always")
+    cell.order("1-denied-1-always")
     with pytest.raises(RankFailure, match="StorageDenied: checkpoints: expected keys, got none") as caught:
         cell.run()
     assert caught.value.is_user_error
@@ -184,8 +198,9 @@ def test_what_only_the_user_can_mend_ends_the_run_in_one_line(cell):
     assert cell.num_attempts == 1
 
 
+@cells("function-dask")
 def test_restarts_that_are_used_up_end_the_run_with_the_ranks_failure(cell):
-    cell.order("1-kill-always")
+    cell.order("1-kill-1-always")
     with pytest.raises(RankFailure, match=r"has used up its restarts \(max_restarts: 1\).*rank 1 was killed") as caught:
         cell.run(max_restarts=1)
     assert (caught.value.rank, caught.value.kind) == (1, "signal")

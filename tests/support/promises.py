@@ -1,7 +1,8 @@
 """The same small training as a recipe and as a function, whose ranks meet the faults that a test has ordered.
 
-A fault is a file in a directory that all ranks see, named by the rank and the kind, such as `1-kill`. It comes at the
-next step of that rank; one whose name ends in `-always` comes again after each restart.
+A fault is a file in a directory that all ranks see, named by the rank, the kind and a number of steps, such as
+`1-kill-5`: it comes when that rank has taken so many in its process, once, or with `-always` after each restart again.
+While any is there, steps take a moment, so that checkpoints are written meanwhile.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from flyte_ddp.errors import StorageDenied, StorageUnavailable
 from tests.support.recipes import Tiny
 
 NUM_STEPS = 27  # of `Steady`, in three epochs
-PACE = 0.05  # seconds of a step, for a test to meet a run on its way
+PACE = 0.05  # seconds of a step while a fault is to come
 
 
 class TheirOwnError(Exception):
@@ -37,14 +38,17 @@ FAULTS = {
 }
 
 
-def meet_fault(directory: str, rank: int) -> None:
-    """Do what the test has ordered of this rank."""
-    time.sleep(PACE)
-    for order in sorted(Path(directory).glob(f"{rank}-*")):
-        kind = order.name.split("-")[1]
-        if not order.name.endswith("-always"):
-            order.unlink()
-        FAULTS[kind]()
+def meet_fault(directory: str, rank: int, num_steps: int) -> None:
+    """Do what the test has ordered of this rank, which takes its step `num_steps` in this process."""
+    orders = [order for order in Path(directory).iterdir() if order.is_file()]
+    if orders:
+        time.sleep(PACE)
+    for order in orders:
+        who, kind, when, *always = order.name.split("-")
+        if int(who) == rank and num_steps >= int(when):
+            if not always:
+                order.unlink()
+            FAULTS[kind]()
 
 
 @dataclass
@@ -57,7 +61,7 @@ class Steady(Tiny):
         import torch.distributed as dist
 
         if outputs.requires_grad and self.faults:
-            meet_fault(self.faults, dist.get_rank())
+            meet_fault(self.faults, dist.get_rank(), self._num_steps + 1)
         return super().losses(outputs, targets)
 
 
@@ -74,7 +78,7 @@ def count(faults: str) -> float:
     weight = state["weight"]
     for step in range(state["step"] + 1, NUM_STEPS + 1):
         if faults:
-            meet_fault(faults, rank)
+            meet_fault(faults, rank, step - state["step"])
         gradient = torch.tensor([step * (1.0 + rank)], dtype=torch.float64)
         dist.all_reduce(gradient)
         weight = weight + gradient / step**0.5
