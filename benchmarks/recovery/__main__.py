@@ -64,7 +64,7 @@ class Suite:
         directory = self.directory / f"{kind.__name__}-{name}"
         directory.mkdir()
         url = f"{BUCKET}/{kind.__name__}" if fault.needs_store else ""
-        with running(kind, Task(self.data, directory, fault.epochs, url)) as system:
+        with running(kind, Task(self.data, directory, fault.epochs, url), fault.on_one_node) as system:
             results = measure(system, fault, self.store)
             code = system.exit_code()
             equal = self._weights_are_right(system) if code == 0 else None

@@ -17,12 +17,13 @@ PLACEMENT_TIMEOUT = 5.0  # seconds for Ray to find places for the workers, befor
 
 
 def run_ours(address: str, data: Path, directory: Path, epochs: int, store: str) -> None:
-    """Train on the Dask cluster at `address`."""
+    """Train on the Dask cluster at `address`; on this machine where that is ""."""
     from flyte_ddp.cluster.config import ClusterConfig
     from flyte_ddp.cluster.connect import open_cluster
     from flyte_ddp.config import resolve
     from flyte_ddp.launch import driver
     from flyte_ddp.launch.dask.place import DaskPlace
+    from flyte_ddp.launch.local import LocalPlace
     from flyte_ddp.launch.process.job import Job
     from flyte_ddp.launch.process.programs import RecipeProgram
 
@@ -38,6 +39,9 @@ def run_ours(address: str, data: Path, directory: Path, epochs: int, store: str)
     )
     config = resolve(LoggedCounting.defaults, {"epochs": epochs, "stall_timeout": COLLECTIVE_TIMEOUT})
     job = Job(RecipeProgram(RECIPE, config), store or str(directory), time.time())
+    if not address:
+        driver.run(job, LocalPlace(2, MAX_RESTARTS), lambda: str(data))
+        return
     with open_cluster(cluster, "recovery") as client:
         driver.run(job, DaskPlace(client, cluster), lambda: str(data))
 

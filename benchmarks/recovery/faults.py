@@ -108,10 +108,12 @@ class Fault:
     make: Callable[[System, Store], list[Moment]]
     epochs: int = 3
     needs_store: bool = False
+    on_one_node: bool = False  # both ranks on one node, without a cluster
 
 
 FAULTS = {
     "kill": Fault(("rank killed",), kill_rank),
+    "kill-on-one-node": Fault(("one node, rank killed",), kill_rank, on_one_node=True),
     "stop": Fault(("rank stopped",), stop_rank),
     "node": Fault(("node lost", "node back"), lose_node, epochs=12),
     "silent": Fault(("node silent",), silence_node),

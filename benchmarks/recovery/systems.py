@@ -67,6 +67,10 @@ class System:
         self.add_node()
         self.start_driver()
 
+    def launch_on_one_node(self) -> None:
+        """Start both ranks on one node, which is this machine."""
+        raise NotImplementedError
+
     def start(self) -> None:
         """Start what the nodes need."""
 
@@ -138,6 +142,10 @@ class Ours(System):
     def add_node(self) -> None:
         self.nodes.append(self.dask.workers[self.dask.add()])
 
+    def launch_on_one_node(self) -> None:
+        command = (sys.executable, "-m", "benchmarks.recovery.drivers", "ours", "--address", "")
+        self.others.append(self.popen(*command, *self.task.options()))
+
     def start_driver(self) -> None:
         store = ("--store", self.task.store) if self.task.store else ()
         command = (sys.executable, "-m", "benchmarks.recovery.drivers", "ours", "--address", self.dask.address)
@@ -162,6 +170,11 @@ class Torchrun(System):
         self.port = free_port()
         # Otherwise an agent that joins later waits for an address that the others published in an earlier round.
         self.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+
+    def launch_on_one_node(self) -> None:
+        launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+        command = (*launcher, f"--max-restarts={MAX_RESTARTS}", "-m", "benchmarks.recovery.script")
+        self.nodes.append(self.popen(*command, *self.task.options()))
 
     def add_node(self) -> None:
         launcher = (
@@ -229,11 +242,11 @@ SYSTEMS: dict[str, type[System]] = {"ours": Ours, "torchrun": Torchrun, "ray": R
 
 
 @contextlib.contextmanager
-def running(kind: type[System], task: Task) -> Iterator[System]:
+def running(kind: type[System], task: Task, on_one_node: bool) -> Iterator[System]:
     """Run a system for the length of the block; nothing of it is left after that."""
     system = kind(task)
     try:
-        system.launch()
+        (system.launch_on_one_node if on_one_node else system.launch)()
         yield system
     finally:
         system.close()
