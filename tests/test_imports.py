@@ -124,6 +124,19 @@ def test_imports_go_from_upper_layers_to_lower_ones_only():
     assert _broken(rule) == []
 
 
+def test_no_files_import_each_other_in_a_circle():
+    """Neither at the top, nor inside functions, nor for type checkers alone."""
+    arrows = {module: {found for _, found, _ in _imports(file) if found in MODULES} for module, file in MODULES.items()}
+    while leaves := {module for module, found in arrows.items() if not found & arrows.keys()}:
+        arrows = {module: found for module, found in arrows.items() if module not in leaves}
+    tops = True
+    while tops:  # what only leads to a circle is no part of it
+        imported = set().union(*arrows.values()) if arrows else set()
+        tops = arrows.keys() - imported
+        arrows = {module: found for module, found in arrows.items() if module not in tops}
+    assert {module: sorted(found & arrows.keys()) for module, found in arrows.items()} == {}
+
+
 def test_libraries_are_imported_only_where_they_belong():
     def rule(module, imported, in_function):
         homes = HOMES.get(imported.split(".")[0])

@@ -7,8 +7,9 @@ import threading
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.launch.process.entry import SupervisorLink, environment
-from flyte_ddp.launch.process.job import Job, NodeRanks
+from flyte_ddp.launch.process.job import Job
 from flyte_ddp.launch.process.programs import RecipeProgram
+from flyte_ddp.launch.process.ranks import NodeRanks
 
 NAMES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG")
 

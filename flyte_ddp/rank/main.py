@@ -17,9 +17,10 @@ from flyte_ddp.checkpoints import MODEL_STATE
 from flyte_ddp.checkpoints.files import portable
 from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.launch.process.entry import RankProcess, SupervisorLink
-from flyte_ddp.launch.process.job import Job, NodeRanks
+from flyte_ddp.launch.process.job import Job
 from flyte_ddp.launch.process.malloc import return_freed_memory
 from flyte_ddp.launch.process.programs import RecipeProgram, check_compiler
+from flyte_ddp.launch.process.ranks import NodeRanks
 from flyte_ddp.rank.data import open_samples, take_sample
 from flyte_ddp.rank.fast_start import avoid_importing_dynamo
 from flyte_ddp.rank.inspection import layers_of, predictions_of, sample_inputs, shown

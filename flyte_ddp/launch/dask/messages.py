@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flyte_ddp.launch.process import programs
-from flyte_ddp.launch.process.job import Job, NodeRanks
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.ranks import NodeRanks
 
 BEAT_INTERVAL = 1.0  # seconds between two heartbeats, in either direction
 PREPARE = "prepare"  # the worker's command: start the server of ranks, before the first attempt; its modules follow

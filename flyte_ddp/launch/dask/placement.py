@@ -12,7 +12,7 @@ from flyte_ddp.launch.attempt import Node
 from flyte_ddp.launch.dask.messages import Inbox
 from flyte_ddp.launch.devices import MISSING_GPUS_HINT
 from flyte_ddp.launch.failures import natural_key
-from flyte_ddp.launch.process.job import NodeRanks
+from flyte_ddp.launch.process.ranks import NodeRanks
 
 
 @dataclass(frozen=True)

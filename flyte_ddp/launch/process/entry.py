@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import faulthandler
+import importlib
 import io
 import multiprocessing
 import os
@@ -33,10 +34,11 @@ from typing import TYPE_CHECKING, Any
 from flyte_ddp import errors, events
 from flyte_ddp.errors import StopRequested, StorageUnavailable
 from flyte_ddp.launch.process.end import release_program, run_exit_handlers
-from flyte_ddp.launch.process.job import Job, NodeRanks, semaphore_prefix
+from flyte_ddp.launch.process.job import Job
 from flyte_ddp.launch.process.malloc import keep_freed_memory
 from flyte_ddp.launch.process.output import rank_stacks
 from flyte_ddp.launch.process.programs import CUDA_OUT_OF_MEMORY
+from flyte_ddp.launch.process.ranks import NodeRanks, semaphore_prefix
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -207,7 +209,8 @@ def run_rank(
     try:
         keep_freed_memory()
         os.environ.update(environment(job, node, local_rank))
-        job.program.run(RankProcess(job, node, local_rank, listener, link))
+        module, _, name = job.program.entry.partition(":")
+        getattr(importlib.import_module(module), name)(job.program, RankProcess(job, node, local_rank, listener, link))
     except BaseException as error:
         if isinstance(error, StopRequested):
             outcome: tuple[Any, ...] = ("stopped",)

@@ -11,7 +11,7 @@ from string import Template
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flyte_ddp.launch.process.job import NodeRanks
+    from flyte_ddp.launch.process.ranks import NodeRanks
 
 PREFIX = "[rank ${rank}] "
 STREAMS = {1: "stdout", 2: "stderr"}  # by file descriptor, which is torchrun's bit for the stream as well

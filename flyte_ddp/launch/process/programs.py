@@ -1,7 +1,7 @@
 """The programs that a rank can run: a recipe's training, or a function of the user's. Imports no torch.
 
 The launchers start either kind in the same way. They ask a program for its limits and its source files, and have it
-checked; the rank's process calls `run`.
+checked; the rank's process calls its `entry`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,13 @@ import shutil
 import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.source_code import files_below, packages_of, source_files
 from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.launch.process.output import Output
 from flyte_ddp.recipes import BUILTIN, get_recipe
-
-if TYPE_CHECKING:
-    from flyte_ddp.launch.process.entry import RankProcess
 
 COMPILERS = ("g++", "gcc", "clang")  # torch.compile takes g++ or CXX for CPUs, gcc, clang or CC for GPUs
 CUDA_OUT_OF_MEMORY = "OutOfMemoryError"  # class name of torch.cuda.OutOfMemoryError
@@ -34,6 +31,7 @@ SCRIPT_DIRECTORY = "flyte_ddp_script"  # among the source files on a node: the d
 class RecipeProgram:
     """The training of a recipe by `flyte_ddp.rank.main`."""
 
+    entry: ClassVar[str] = "flyte_ddp.rank.main:main"  # what a rank's process calls with the program and itself
     recipe: str
     config: TrainingConfig
     initial_state: str = ""  # fsspec URL of the state dict that a new run starts from; "" for fresh weights
@@ -110,17 +108,12 @@ class RecipeProgram:
         """Return the files that the ranks import, by their names relative to an entry of sys.path."""
         return source_files(packages_of(BUILTIN.get(self.recipe, self.recipe).replace(":", ".")))
 
-    def run(self, process: RankProcess) -> None:
-        """Train, in the process of a rank."""
-        from flyte_ddp.rank.main import main
-
-        main(self, process)
-
 
 @dataclass(frozen=True)
 class FunctionProgram:
     """A call of a function of the user's, in the environment that torchrun would give it."""
 
+    entry: ClassVar[str] = "flyte_ddp.launch.process.function:call_function"
     name: str  # of the function or the script, for people
     call: bytes = dataclasses.field(repr=False)  # a callable without arguments that returns bytes, by cloudpickle
     packages: tuple[str, ...] = ()  # top-level packages and modules that it imports from
@@ -165,12 +158,6 @@ class FunctionProgram:
         if self.directory:
             files |= {f"{SCRIPT_DIRECTORY}/{name}": file for name, file in files_below(Path(self.directory)).items()}
         return files
-
-    def run(self, process: RankProcess) -> None:
-        """Call the function, in the process of a rank."""
-        from flyte_ddp.launch.process.function import call_function
-
-        call_function(self, process)
 
 
 Program = RecipeProgram | FunctionProgram

@@ -1,0 +1,34 @@
+"""The ranks of one node, as each file of this room needs them. Imports nothing of ours."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class NodeRanks:
+    """The ranks of one node, and where they meet the ranks of the other nodes."""
+
+    first_rank: int
+    num_ranks: int  # on this node
+    world_size: int
+    host: str  # of the rendezvous, as this node reaches it
+    port: int
+    interface: str  # network interface for the collectives
+    use_gpus: bool
+    num_threads: int  # CPU threads of each rank
+    node_rank: int = 0  # in the order of the ranks
+    num_nodes: int = 1
+    run_id: str = ""  # names the run, the same on all nodes and in all attempts
+    num_restarts: int = 0  # of the gang before this attempt
+    max_restarts: int = 0
+
+
+def semaphore_prefix(directory: str) -> str:
+    """Return the start of the names of semaphores that ranks and their children make.
+
+    Args:
+        directory: of the ranks' files, which names the attempt.
+    """
+    return f"mp-{os.path.basename(directory)}"
