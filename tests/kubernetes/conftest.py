@@ -230,6 +230,9 @@ def namespace(has_policies: bool) -> Iterator[Namespace]:
     )
     kubectl("create", "-f", "-", stdin=code)
     namespace = Namespace(name)
+    # A new cluster refuses what a quota counts until it has looked for the kinds that the operator has just brought.
+    used = ("get", "resourcequota", "--output", "jsonpath={.items[*].status.used}")
+    eventually(lambda: "count/daskclusters" in kubectl("--namespace", name, *used), 120, "a quota of Dask clusters")
     yield namespace
     eventually(lambda: not namespace.left_of_clusters(), 300, "an end to everything of all Dask clusters")
     kubectl("delete", "namespace", name, "--timeout=300s")  # waits: nothing in it may keep it

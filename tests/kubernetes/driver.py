@@ -32,7 +32,7 @@ _speaks = threading.Lock()  # the launcher's log and the listeners' events come 
 
 def say(**values: Any) -> None:
     with _speaks:
-        print(json.dumps({"at": time.time(), **values}), flush=True)
+        print(json.dumps({"at": time.time(), **values}, default=repr), flush=True)  # a value of a function is bytes
 
 
 class Listener:
