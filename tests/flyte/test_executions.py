@@ -173,7 +173,7 @@ def test_a_retry_that_finds_all_nodes_tainted_is_repeated_until_they_are_not(
     checkout: Checkout, unique: str, aborted: list[Execution], mended_nodes: None
 ) -> None:
     """The operator's "no node could ever run a worker pod" ends a first attempt for good, and a retry recoverably."""
-    config = json.dumps({"epochs": 150, "seed": int(unique, 16), "checkpoint_interval": 20})
+    config = json.dumps({"epochs": 40, "seed": int(unique, 16), "checkpoint_interval": 20})
     execution = checkout.train_on_cluster("--recipe", "digits", "--config", config)
     aborted.append(execution)
     first = execution.pod_of("train-on-cluster")
@@ -194,7 +194,7 @@ def test_a_retry_that_finds_all_nodes_tainted_is_repeated_until_they_are_not(
     eventually(lambda: any(pod.endswith("-2") for pod in execution.pods()), 300, "a third attempt")
     kubectl("taint", "node", "--all", "upkeep-")
     outputs = execution.outputs()
-    assert len(outputs["epoch_accuracies"]) == 150
+    assert len(outputs["epoch_accuracies"]) == 40
     loaded = [event for event in execution.history(outputs) if event["event"] == "CheckpointLoaded"][-1]
     assert loaded["step"] > 0
 
