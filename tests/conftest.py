@@ -27,7 +27,7 @@ LONGEST = (
         "test_dask",
         "test_elastic",
         "test_dask_node",
-        "test_spawn",
+        "test_local",
         "test_run",
         "test_single_node",
         "test_docs",

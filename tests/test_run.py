@@ -636,3 +636,13 @@ def test_a_plain_script_runs_its_own_functions_and_tasks_on_several_nodes(tmp_pa
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "__main__ (8, '2') True (10, '2')\n"
+
+
+def test_an_exception_that_names_a_connection_is_the_ranks_own_where_no_node_can_be_lost(monkeypatch):
+    monkeypatch.setattr(FunctionProgram, "slow_imports", ("torch",))
+
+    def read_from_a_server():
+        raise ConnectionResetError("Connection reset by peer")
+
+    with pytest.raises(RankFailure, match=r"rank \d failed: ConnectionResetError: .*\nTraceback"):
+        flyte_ddp.run(read_from_a_server)

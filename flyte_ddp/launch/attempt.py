@@ -197,8 +197,11 @@ class Attempt:
             node.stopped = TrainingStopped(end["message"], end["reason"])
         elif node.outcome == "failed":
             values = end["failure"]
-            prefix = f"{node}: " if node.label else ""
-            failure = RankFailure(**{**values, "message": f"{prefix}{values['message']}"})
+            if node.label:
+                values["message"] = f"{node}: {values['message']}"
+            # Where no other node could be lost, a connection that the error names is the program's own.
+            values["is_consequence"] &= len(self.nodes.nodes) > 1
+            failure = RankFailure(**values)
             # When one node's ranks stand still, the others' do too, and all their stacks are worth reading.
             is_echo = failure.is_consequence or failure.kind == "stall"
             self.failures.append(Failure(failure, is_echo, time.monotonic()))

@@ -122,14 +122,17 @@ class LocalNodes:
 
     def send(self, command: str) -> None:
         self._link.obey(command)
+        if not self._thread:
+            self.nodes[0].outcome = "killed"  # before its start
 
     def messages(self) -> Sequence[tuple[Node, dict[str, Any]]]:
-        found = []
+        found: list[dict[str, Any]] = []
         with contextlib.suppress(queue.Empty):
             found.append(self._arrivals.get(timeout=MESSAGE_INTERVAL))
             while True:
                 found.append(self._arrivals.get_nowait())
-        return [(self.nodes[0], message) for message in found]
+        beat = {"kind": "beat", **self._link.beat}
+        return [(self.nodes[0], message) for message in (beat, *found)]
 
     def explain(self, failure: Exception) -> Exception:
         return failure

@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -18,6 +19,7 @@ import torch
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, DataError, OutOfMemory, RankFailure
+from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch import driver, local, rank_start, supervisor
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.job import Job
@@ -480,3 +482,23 @@ def test_bad_data_end_the_run_with_the_recipes_message(tmp_path, survivors):
         new_run(tmp_path).train(data=refuse)
 
     assert survivors() == []
+
+
+def test_the_step_of_a_lost_gang_is_known_between_two_reports(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAULT", "kill 1 15")
+    monkeypatch.setenv("STEP_SECONDS", "0.05")
+    run = new_run(tmp_path)
+    with pytest.raises(RankFailure, match="rank 1 was killed by SIGKILL"):
+        run.train(2, log_interval=100, epochs=3)
+    (ended,) = [event for event in run.events if isinstance(event, AttemptEnded)]
+    assert 10 <= ended.step <= 15
+
+
+def test_a_port_that_is_taken_is_refused_at_once(tmp_path, no_processes):
+    job = Job(RecipeProgram("digits", TrainingConfig()), str(tmp_path), time.time())
+    begun = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"master_port: expected a port that is free, or 0, got {port}"):
+            driver.run(job, LocalPlace(2, port=port))
+    assert time.monotonic() - begun < 3
