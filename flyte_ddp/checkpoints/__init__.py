@@ -1,6 +1,6 @@
-"""What a run keeps, and where: checkpoints, their writing, reading, resharding and owner.
+"""Checkpoints: writing, reading and resharding them, and which run owns the place where they are.
 
-What supervisors need of it is here and in ownership.py, and imports no torch.
+Supervisors use this file and ownership.py, which import no torch.
 """
 
 import re

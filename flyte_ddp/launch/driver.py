@@ -1,4 +1,4 @@
-"""The one loop of attempts: start the ranks of a program, watch them, and do what policy.py says when they end.
+"""The one loop of attempts: start the ranks of a program, watch them, and restart them or give up, as policy.py decides.
 
 A place gives the nodes: this machine (local.py), or the workers of a Dask cluster (dask/place.py). What fails fails as
 a whole: the gang is ended on every node and starts again from its last checkpoint.
@@ -85,7 +85,7 @@ class Run:
 
 
 class Place(Protocol):
-    """Where the ranks of a run are.
+    """The machines of a run: this one, or a cluster.
 
     Attributes:
         max_restarts: of the gang, that count.
@@ -223,7 +223,7 @@ class _Driver:
         return -1
 
     def _follow(self, ended: Ended, attempt: Attempt) -> None:
-        """Log what follows on the end of an attempt, or raise if nothing does."""
+        """Prepare the next attempt and log why there is one, or raise if there is none."""
         run, failure, place = self.run, ended.failure, self.place
         smaller = None
         if isinstance(failure, RankFailure):

@@ -1,7 +1,6 @@
-"""What follows on the end of an attempt: one pure function, without a clock, a socket or a store.
+"""The rules for restarts: whether a run goes on after an attempt has failed, and how.
 
-`decide` looks at how the attempt ended and at what was before, and says what the driver does next. Its table of cases
-is tests/test_policy.py.
+`decide` is a pure function, without a clock, a socket or a store. tests/test_policy.py has its table of cases.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ BUGS = ("NotImplementedError", "RecursionError")  # RuntimeErrors that only code
 
 
 class Next(enum.Enum):
-    """What the driver does next."""
+    """How the run goes on after an attempt."""
 
     RESTART = "restart"  # all ranks, from the last checkpoint; counts as one of `max_restarts`
     WAIT = "wait"  # for the store, and then restart; not counted
@@ -29,7 +28,7 @@ class Next(enum.Enum):
 
 @dataclass(frozen=True)
 class Ended:
-    """How an attempt ended without finishing the run.
+    """The end of an attempt that did not finish the run.
 
     Attributes:
         failure: the one that explains all others; None for a gang that saved its state to start again larger.
@@ -53,7 +52,7 @@ class Ended:
 
     @property
     def position(self) -> str:
-        """Where it ended, as messages have it."""
+        """The part of a message that says at which step it ended."""
         return f"at step {self.step}" if self.step else "before its first step"
 
     def got_further_than(self, previous: Ended) -> bool:
@@ -64,7 +63,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Before:
-    """What was before the end of an attempt.
+    """The run up to the attempt that has just ended.
 
     Attributes:
         previous: the end of the attempt before it, in the same process.
@@ -94,7 +93,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do next.
+    """An answer of `decide`.
 
     Attributes:
         error: the class of the error to raise; None for the failure itself.
@@ -105,7 +104,7 @@ class Decision:
 
 
 def decide(ended: Ended, before: Before, rules: Rules) -> Decision:
-    """Return what follows on the end of an attempt."""
+    """Return how the run goes on after an attempt has ended."""
     failure, previous = ended.failure, before.previous
     if failure is None:
         return Decision(Next.GROW)
