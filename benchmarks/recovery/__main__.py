@@ -61,6 +61,8 @@ class Suite:
         """Return the outcomes of a fault for a system, by the fault's titles."""
         if fault.needs_store and not kind.has_store:
             return {title: Outcome(None, 0, None, "- (it has no store)") for title in fault.titles}
+        if fault.on_one_node and not kind.has_one_node:
+            return {title: Outcome(None, 0, None, "- (it always starts a cluster)") for title in fault.titles}
         directory = self.directory / f"{kind.__name__}-{name}"
         directory.mkdir()
         url = f"{BUCKET}/{kind.__name__}" if fault.needs_store else ""

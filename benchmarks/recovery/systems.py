@@ -44,6 +44,7 @@ class System:
     name = ""
     needs = ""  # a module without which it cannot run
     has_store = True
+    has_one_node = True  # it can run on one machine without a cluster
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -68,7 +69,7 @@ class System:
         self.start_driver()
 
     def launch_on_one_node(self) -> None:
-        """Start both ranks on one node, which is this machine."""
+        """Start both ranks on one node, which is this machine. For a system that has `has_one_node`."""
         raise NotImplementedError
 
     def start(self) -> None:
@@ -196,6 +197,7 @@ class RayTrain(System):
 
     name = "Ray Train"
     needs = "ray"
+    has_one_node = False
     num_started = 0  # nodes, the head among them
 
     def launch(self) -> None:
