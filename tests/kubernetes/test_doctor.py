@@ -1,11 +1,14 @@
 """The doctor as a test of a run: where it says ok a run starts, where it fails none does, and its remedies mend it."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
+import sys
 import uuid
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,13 +133,10 @@ def starts(values: dict[str, Any], start_timeout: float) -> str:
 def test_no_run_starts_where_the_doctor_fails_and_one_does_where_it_is_mended(
     name: str,
     namespace: Namespace,
-    has_policies: bool,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     situation = SITUATIONS[name]
-    if "policy" in name and not has_policies:
-        pytest.skip("this Kubernetes is older than 1.30")
     monkeypatch.setattr(lifecycle, "OPERATOR_TIMEOUT", 8.0)
 
     def doctor(values: dict[str, Any]) -> tuple[int, str]:
@@ -164,6 +164,43 @@ def test_no_run_starts_where_the_doctor_fails_and_one_does_where_it_is_mended(
     assert f"a run of 1 nodes could start in namespace {namespace.name}" in told
     if situation.mend:  # the configuration that is right is the same for all others
         assert starts(right, start_timeout=120) == "", told
+
+
+def test_rights_that_are_missing_are_given_by_the_doctors_command(
+    namespace: Namespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = small_cluster(**{"namespace": namespace.name, **ONE_WORKER})
+    command = ["doctor", "--cluster", json.dumps(values)]
+    # The runs have the rights of the tasks' service account, and what a driver outside the cluster needs besides.
+    access = json.loads(kubectl("config", "view", "--raw", "--minify", "--flatten", "--output", "json"))
+    token = namespace.kubectl("create", "token", "flyte-ddp").strip()
+    access["users"] = [{"name": each["name"], "user": {"token": token}} for each in access["users"]]
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.write_text(json.dumps(access))
+    rights = ("--verb=get,create", "--resource=services,pods/portforward")
+    namespace.kubectl("create", "role", "outside", *rights)
+    bound = ("--role=outside", f"--serviceaccount={namespace.name}:flyte-ddp")
+    namespace.kubectl("create", "rolebinding", "outside", *bound)
+
+    def starts_as_account() -> str:
+        program = f"from tests.kubernetes.test_doctor import starts; print(starts({values!r}, 120))"
+        environment = {**os.environ, "KUBECONFIG": str(kubeconfig)}
+        run = (sys.executable, "-c", program)
+        return subprocess.run(run, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+    namespace.kubectl("delete", "rolebinding", "flyte-ddp")
+    try:
+        assert main(command) == 1
+        told = capsys.readouterr().out
+        missing = "may not create daskclusters.kubernetes.dask.org, get daskclusters.kubernetes.dask.org, .*"
+        assert re.search(f"^FAILED .*service account flyte-ddp {missing}create secrets", told, re.MULTILINE), told
+        assert re.search(f"PreflightError: .*the kubeconfig's user {missing}", starts_as_account())
+        (remedy,) = re.findall(r"^FAILED .*?: (sed .*)$", told, re.MULTILINE)
+        shell(remedy, namespace)
+        assert main(command) == 0, capsys.readouterr().out
+        assert starts_as_account() == "\n"
+    finally:
+        kubectl("apply", "-f", "-", stdin=manifest("rbac.yaml", namespace.name))
 
 
 def test_a_restricted_namespace_needs_flytes_setting(namespace: Namespace, capsys: pytest.CaptureFixture[str]) -> None:

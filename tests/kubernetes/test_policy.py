@@ -16,12 +16,6 @@ from tests.test_admission import REFUSED, run
 POLICIES = ("flyte-ddp", "flyte-ddp-operator", "flyte-ddp-secrets")
 
 
-@pytest.fixture(autouse=True)
-def enforced(has_policies: bool) -> None:
-    if not has_policies:
-        pytest.skip("this Kubernetes is older than 1.30")
-
-
 def refusal(namespace: Namespace, manifest: dict[str, Any]) -> str:
     """Return the API server's message about a manifest that the tasks' service account creates; "" if it admits it."""
     # The tests' own image is the one that their policy allows.
