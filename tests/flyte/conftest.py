@@ -117,22 +117,22 @@ class Execution:
         pods = sorted(items("pods", f"execution-id={self.name}"), key=lambda pod: pod["metadata"]["creationTimestamp"])
         return [pod["metadata"]["name"] for pod in pods]
 
-    def pod_of(self, task: str, attempt: int = 0, timeout: float = 600) -> str:
-        """Return the running pod of an attempt of a task, such as train-on-one-node, once there is one."""
+    def pod_of(self, task: str, attempt: int = 0, timeout: float = 600, running: bool = True) -> str:
+        """Return the pod of an attempt of a task, such as train-on-one-node, once it runs, or only has a node."""
 
-        def running() -> str:
+        def find() -> str:
             for pod in items("pods", f"execution-id={self.name}"):
                 name, labels = pod["metadata"]["name"], pod["metadata"]["labels"]
                 if (
                     labels.get("task-name", "").endswith(task)
                     and name.endswith(f"-{attempt}")
-                    and pod["status"].get("phase") == "Running"
+                    and (pod["status"].get("phase") == "Running" if running else pod["spec"].get("nodeName"))
                 ):
                     return str(name)
             assert not self.is_over, f"{self.name} ended: {self.sync().error}"
             return ""
 
-        return str(eventually(running, timeout, f"attempt {attempt} of {task} in {self.name}"))
+        return str(eventually(find, timeout, f"attempt {attempt} of {task} in {self.name}"))
 
     def log(self, pod: str) -> str:
         return kubectl("logs", pod, check=False)

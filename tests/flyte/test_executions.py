@@ -179,16 +179,7 @@ def test_a_retry_that_finds_all_nodes_tainted_is_repeated_until_they_are_not(
     first = execution.pod_of("train-on-cluster")
     eventually(lambda: "epoch 3/" in execution.log(first), 600, f"epoch 3 in the log of {first}")
     kubectl("delete", "pod", first, "--wait=false")
-
-    def placed(number: int) -> str:
-        """Return the name of the pod of an attempt that has a node; "" before."""
-        for pod in items("pods", f"execution-id={execution.name}"):
-            name, task = pod["metadata"]["name"], pod["metadata"]["labels"].get("task-name", "")
-            if task.endswith("train-on-cluster") and name.endswith(f"-{number}") and pod["spec"].get("nodeName"):
-                return str(name)
-        return ""
-
-    second = eventually(lambda: placed(1), 300, "a node for the second attempt")
+    second = execution.pod_of("train-on-cluster", attempt=1, timeout=300, running=False)
     kubectl("taint", "node", "--all", "upkeep=:NoSchedule")
     eventually(lambda: "with the taint upkeep" in execution.log(second), 120, f"the taint in the log of {second}")
     eventually(lambda: any(pod.endswith("-2") for pod in execution.pods()), 300, "a third attempt")
