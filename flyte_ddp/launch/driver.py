@@ -1,4 +1,4 @@
-"""The one loop of attempts: start the ranks of a program, watch them, and restart them or give up, as policy.py decides.
+"""The loop of attempts: start the ranks of a program, watch them, and restart them or give up, as policy.py decides.
 
 A place gives the nodes: this machine (local.py), or the workers of a Dask cluster (dask/place.py). What fails fails as
 a whole: the gang is ended on every node and starts again from its last checkpoint.
