@@ -12,11 +12,10 @@ from flytekit.types.structured import StructuredDataset
 
 from flyte_ddp.events import CheckpointLoaded, EpochFinished, Event, Listener
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
-from flyte_ddp.observers.reports.drawing import percent
+from flyte_ddp.observers.reports.drawing import counted, percent
 from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.recipes import config_of
 from flyte_ddp.storage import Storage
-from flyte_ddp.studies.plots import ranks
 from flyte_ddp.studies.results import FINISHED, OUTCOME, STOPPED_EARLY, TrialRun, build_table, find_best
 from flyte_ddp.studies.scaling import build_scaling_table
 from flyte_ddp.studies.search import EarlyStopping, build_trials, expand_grid, expand_world_sizes
@@ -254,7 +253,7 @@ class _Observer:
                 history.write(Storage(run.url).read(OUTCOME))
         for values, rows in study.series.items():
             for row in rows:
-                name = ", ".join([ranks(row.world_size), *([study.describe(values)] if values else [])])
+                name = ", ".join([counted(row.world_size, "rank"), *([study.describe(values)] if values else [])])
                 self.frame.say(
                     f"{name}: {row.samples_per_second:,.0f} samples/s, "
                     f"speed-up {row.speed_up:.2f}, efficiency {100 * row.efficiency:.0f} %"

@@ -14,13 +14,23 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import RunFinished, RunState, read_history
-from flyte_ddp.observers.reports.drawing import FAINT, PALETTE, Panel, log_scale, save_panels, style, thinned
+from flyte_ddp.observers.reports.drawing import (
+    FAINT,
+    MAX_TITLE,
+    PALETTE,
+    Panel,
+    counted,
+    format_tick,
+    label_x,
+    log_scale,
+    plot,
+    save_panels,
+)
 from flyte_ddp.studies.results import FAILED, FINISHED, STOPPED_EARLY, TrialRun, find_best, read_table
 from flyte_ddp.studies.scaling import Row, Study
 from flyte_ddp.studies.search import BATCH_SIZE_PER_RANK, WORLD_SIZE, Trial, format_value
@@ -33,16 +43,11 @@ NUM_COLORED = 5  # of the best models, if all models share one facet
 MAX_FAINT = 100  # models beside those; more lines would become one grey area
 MAX_POINTS = 60  # of one line, because there are many lines
 MAX_NAMED = 4  # colors for which the legend has room for the hyperparameter's name
-MAX_LEGEND = 36  # characters of a legend or title for which a panel has room
 SEED = "seed"  # models that differ only in this are one experiment, with one color
 
 
-@dataclass(frozen=True)
-class Facet:
-    """The models of one panel."""
-
-    title: str
-    lines: Sequence[tuple[TrialRun, str, str]]  # run, color, label in the legend; "" for none
+# Of one panel: each model with its color and its label in the legend, "" for none.
+Lines = list[tuple[TrialRun, str, str]]
 
 
 def loss_panels(runs: Sequence[TrialRun]) -> tuple[str, list[Panel], list[Panel]]:
@@ -58,31 +63,24 @@ def loss_panels(runs: Sequence[TrialRun]) -> tuple[str, list[Panel], list[Panel]
     best = find_best(runs)
     slowest = max(run.elapsed[-1] for run in drawn)
     unit, seconds = ("h", 3600) if slowest > 2 * 3600 else ("min", 60) if slowest > 120 else ("s", 1)
-    over_epochs: list[Panel] = []
-    over_time: list[Panel] = []
-    for index, facet in enumerate(facets):
-        ends = [f"{run.trial} {run.epochs[-1].test_loss:.4g}" for run, _, _ in facet.lines[: len(PALETTE)]]
-        summary = f"{facet.title}: the last values are {', '.join(ends)}"
-        by_epoch = {id(run): [float(epoch.epoch) for epoch in run.epochs] for run in drawn}
-        by_time = {id(run): [elapsed / seconds for elapsed in run.elapsed] for run in drawn}
-        for panels, name, xs, label in (
-            (over_epochs, "epochs", by_epoch, "epoch"),
-            (over_time, "time", by_time, f"time ({unit})"),
-        ):
-            panels.append(
-                Panel(
-                    f"loss-over-{name}-{index}",
-                    facet.title,
-                    f"Test loss over {name}, {summary}",
-                    # Default arguments, because the loop's variables change before anything is drawn.
-                    lambda axes, facet=facet, xs=xs, label=label: _draw(axes, facet, xs, label, losses, best),  # type: ignore[misc]
-                )
+    by_epoch = {id(run): [float(epoch.epoch) for epoch in run.epochs] for run in drawn}
+    by_time = {id(run): [elapsed / seconds for elapsed in run.elapsed] for run in drawn}
+
+    def panels(name: str, xs: Mapping[int, Sequence[float]], label: str) -> list[Panel]:
+        def panel(index: int, title: str, lines: Lines) -> Panel:
+            ends = [f"{run.trial} {run.epochs[-1].test_loss:.4g}" for run, _, _ in lines[: len(PALETTE)]]
+            summary = f"Test loss over {name}, {title}: the last values are {', '.join(ends)}"
+            return Panel(
+                f"loss-over-{name}-{index}", title, summary, lambda axes: _draw(axes, lines, xs, label, losses, best)
             )
-    return meaning, over_epochs, over_time
+
+        return [panel(index, title, lines) for index, (title, lines) in enumerate(facets.items())]
+
+    return meaning, panels("epochs", by_epoch, "epoch"), panels("time", by_time, f"time ({unit})")
 
 
-def _facets(runs: Sequence[TrialRun]) -> tuple[str, list[Facet]]:
-    """Return a description of the colors, and the facets."""
+def _facets(runs: Sequence[TrialRun]) -> tuple[str, dict[str, Lines]]:
+    """Return a description of the colors, and the lines of each facet by its title."""
     values: dict[str, dict[str, None]] = {}  # the distinct values of each hyperparameter, in order
     for run in runs:
         for name, value in run.trial.values.items():
@@ -97,23 +95,21 @@ def _facets(runs: Sequence[TrialRun]) -> tuple[str, list[Facet]]:
         colors = {value: PALETTE[index % len(PALETTE)] for index, value in enumerate(values[swept_name])}
         is_compared = len(by_facet) < len(runs)  # not in a list of models that differ in several hyperparameters
         if is_compared and len(colors) <= len(PALETTE) and len(by_facet) <= MAX_FACETS:
-            facets = [
-                Facet(title or f"By {swept_name}", _colored(members, swept_name, colors))
-                for title, members in by_facet.items()
-            ]
-            return f"colored by {swept_name}", facets
+            return f"colored by {swept_name}", {
+                title or f"By {swept_name}": _color(members, swept_name, colors) for title, members in by_facet.items()
+            }
     ranked = sorted(runs, key=lambda run: (run.last_loss, run.trial.number))
     lines = [
         (run, PALETTE[place] if place < NUM_COLORED else "", f"{run.trial.number}" if place < NUM_COLORED else "")
         for place, run in enumerate(ranked[: NUM_COLORED + MAX_FAINT])
     ]
     title = "All models" if len(lines) == len(runs) else f"The best {len(lines)} of {len(runs)} models so far"
-    return "the best models so far have colors and numbers", [Facet(title, lines)]
+    return "the best models so far have colors and numbers", {title: lines}
 
 
-def _colored(runs: Sequence[TrialRun], name: str, colors: Mapping[str, str]) -> list[tuple[TrialRun, str, str]]:
+def _color(runs: Sequence[TrialRun], name: str, colors: Mapping[str, str]) -> Lines:
     """Return the lines with their colors. The first label names the hyperparameter if there is room."""
-    lines: list[tuple[TrialRun, str, str]] = []
+    lines: Lines = []
     labelled: set[str] = set()
     for run in runs:
         value = json.dumps(run.trial.values[name])
@@ -127,7 +123,7 @@ def _colored(runs: Sequence[TrialRun], name: str, colors: Mapping[str, str]) -> 
 
 def _draw(
     axes: Axes,
-    facet: Facet,
+    lines: Lines,
     xs: Mapping[int, Sequence[float]],
     label: str,
     losses: Sequence[float],
@@ -136,29 +132,27 @@ def _draw(
     from matplotlib.ticker import MaxNLocator
 
     ink = axes.title.get_color()
-    for index, (run, color, name) in enumerate(facet.lines):
-        points = [(x, epoch.test_loss) for x, epoch in zip(xs[id(run)], run.epochs, strict=True)]
-        points = thinned(points, MAX_POINTS)
-        if not points:
-            continue
-        axes.plot(
-            *zip(*points, strict=True),
+    for index, (run, color, name) in enumerate(lines):
+        points = plot(
+            axes,
+            [(x, epoch.test_loss) for x, epoch in zip(xs[id(run)], run.epochs, strict=True)],
+            MAX_POINTS,
             color=color or ink,
             alpha=1 if color else FAINT / 3,
             zorder=3 if color else 2,
             # Equal lines, such as of several world sizes: the earlier ones are thicker, so that they stay visible.
             linewidth=max(1.4, 2.6 - 0.4 * index) if color else 0.8,
-            marker="o" if len(points) <= 15 else "",
+            marker="o" if len(run.epochs) <= 15 else "",
             markersize=3.5 if color else 2,
             label=name or None,
         )
-        if color and run.status in (FAILED, STOPPED_EARLY):
+        if points and color and run.status in (FAILED, STOPPED_EARLY):
             axes.plot(*points[-1], "x", color=color, markersize=8, markeredgewidth=2)
-        if run is best:
+        if points and run is best:
             axes.plot(*points[-1], "*", color=color, zorder=4, markersize=13, markeredgecolor=ink, markeredgewidth=0.6)
     axes.set_xlim(0, 1.04 * max(max(each) for each in xs.values()))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=label == "epoch"))
-    _label(axes, label)
+    label_x(axes, label)
     axes.set_ylabel("test loss", loc="top", alpha=0.7, fontsize=9.5, labelpad=2)
     log_scale(axes, losses)
     low, high = min(losses), max(losses)
@@ -166,7 +160,6 @@ def _draw(
         axes.set_ylim(low / 1.25, high * 1.25)
     else:
         axes.set_ylim(low - 0.06 * (high - low or 1), high + 0.06 * (high - low or 1))
-    style(axes, facet.title if len(facet.title) <= MAX_LEGEND else facet.title.replace(", ", ",\n"))
 
 
 # --- Scaling ------------------------------------------------------------------------------------------------------
@@ -177,34 +170,51 @@ def scaling_panels(study: Study) -> tuple[str, list[Panel]]:
 
     There are none before the first trial has finished.
     """
-    panels = []
+    if not study.rows:
+        return "", []
     meaning, labels = _label_series(study)
+    sizes = sorted({row.world_size for row in study.rows})
     ideal = {row.world_size: row.world_size / rows[0].world_size for rows in study.series.values() for row in rows}
-    for name, title, value, ideals, note in (
-        ("speed-up", "Speed-up", lambda row: row.speed_up, ideal, ""),
-        ("efficiency", "Efficiency (%)", lambda row: 100 * row.efficiency, dict.fromkeys(ideal, 100.0), ""),
-        ("throughput", "Samples per second", lambda row: row.samples_per_second, {}, ""),
-        (
-            "target",
-            f"Seconds to test loss {study.target_loss:.4g}",
-            lambda row: row.seconds_to_target,
-            {},
-            "of training, without evaluation",
-        ),
-    ):
-        if any(value(row) is not None for row in study.rows):
-            panels.append(_by_size(name, title, study, labels, value, ideals, note))
-    first = next(iter(study.series.values()), [])  # all series communicate alike
-    if any(row.wait_share for row in first):
-        shares = ", ".join(f"{ranks(row.world_size)} {100 * row.wait_share:.0f} %" for row in first)
+
+    def by_size(
+        name: str, title: str, value: Callable[[Row], float | None], ideals: Mapping[int, float], note: str = ""
+    ) -> Panel:
+        """Return a panel with a line per series over world sizes."""
+        lines = [
+            [(row.world_size, y) for row in rows if (y := value(row)) is not None] for rows in study.series.values()
+        ]
+        values = ", ".join(f"{counted(size, 'rank')} {y:,.4g}" for points in lines for size, y in points)
+
+        def draw(axes: Axes) -> None:
+            from matplotlib.ticker import NullLocator
+
+            for index, (points, label) in enumerate(zip(lines, labels, strict=True)):
+                plot(axes, points, color=PALETTE[index % len(PALETTE)], marker="o", markersize=6, label=label)
+            dots = {"color": axes.title.get_color(), "alpha": FAINT, "linewidth": 1, "linestyle": (0, (1, 2))}
+            plot(axes, sorted(ideals.items()), **dots, label="ideal")
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sizes, [str(size) for size in sizes])
+            axes.xaxis.set_minor_locator(NullLocator())
+            label_x(axes, "ranks")
+            if name == "speed-up":  # with two equal axes the ideal is a straight line, and small sizes stay visible
+                axes.set_yscale("log", base=2)
+            axes.yaxis.set_major_formatter(format_tick)
+
+        return Panel(name, title, f"{title} by world size: {values}", draw, note, from_zero=True)
+
+    panels = [
+        by_size("speed-up", "Speed-up", lambda row: row.speed_up, ideal),
+        by_size("efficiency", "Efficiency (%)", lambda row: 100 * row.efficiency, dict.fromkeys(ideal, 100.0)),
+        by_size("throughput", "Samples per second", lambda row: row.samples_per_second, {}),
+    ]
+    if any(row.seconds_to_target is not None for row in study.rows):
+        title = f"Seconds to test loss {study.target_loss:.4g}"
         panels.append(
-            Panel(
-                "communication",
-                "Communication (% of a step)",
-                f"Share of a step spent waiting for gradients: {shares}",
-                lambda axes: _draw_communication(axes, first),
-            )
+            by_size("target", title, lambda row: row.seconds_to_target, {}, "of training, without evaluation")
         )
+    first = next(iter(study.series.values()))  # all series communicate alike
+    if any(row.wait_share for row in first):
+        panels.append(_communication_panel(first))
     return meaning, panels
 
 
@@ -214,7 +224,7 @@ def _label_series(study: Study) -> tuple[str, list[str]]:
     if len(study.names) == 1:
         labels[0] = f"{study.names[0]} {labels[0]}"
     meaning = f"labelled by {' / '.join(study.names)}" if len(study.names) > 1 else ""
-    if sum(len(label) + 4 for label in labels) > MAX_LEGEND:
+    if sum(len(label) + 4 for label in labels) > MAX_TITLE:
         labels = [str(number) for number in range(1, len(labels) + 1)]
         meaning = "; ".join(
             f"{number}: {study.describe(values)}" for number, values in zip(labels, study.series, strict=True)
@@ -222,61 +232,20 @@ def _label_series(study: Study) -> tuple[str, list[str]]:
     return meaning, labels if study.names else ["measured"]
 
 
-def _by_size(
-    name: str,
-    title: str,
-    study: Study,
-    labels: Sequence[str],
-    value: Callable[[Row], float | None],
-    ideals: Mapping[int, float],
-    note: str,
-) -> Panel:
-    """Return a panel with a line per series over world sizes."""
-    lines = [[(row.world_size, y) for row in rows if (y := value(row)) is not None] for rows in study.series.values()]
-    values = ", ".join(f"{ranks(size)} {y:,.4g}" for points in lines for size, y in points)
+def _communication_panel(rows: Sequence[Row]) -> Panel:
+    """Return a panel with a bar per world size: the waiting time, and on top of it what the backward pass hides."""
+    places, wait = range(len(rows)), [100 * row.wait_share for row in rows]
+    hidden = [100 * row.overlap_share for row in rows]
 
     def draw(axes: Axes) -> None:
-        from matplotlib.ticker import FuncFormatter, NullLocator
+        axes.bar(places, wait, 0.6, color=PALETTE[1], label="waiting")
+        axes.bar(places, hidden, 0.6, wait, color=PALETTE[0], alpha=FAINT, linewidth=0, label="hidden by backward")
+        axes.set_xticks(places, [str(row.world_size) for row in rows])
+        label_x(axes, "ranks")
 
-        for index, (points, label) in enumerate(zip(lines, labels, strict=True)):
-            if points:
-                color = PALETTE[index % len(PALETTE)]
-                axes.plot(*zip(*points, strict=True), "-o", color=color, markersize=6, label=label)
-        if ideals:
-            line = {"color": axes.title.get_color(), "alpha": FAINT, "linewidth": 1, "linestyle": (0, (1, 2))}
-            axes.plot(*zip(*sorted(ideals.items()), strict=True), **line, label="ideal")
-        sizes = sorted({row.world_size for row in study.rows})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [str(size) for size in sizes])
-        axes.xaxis.set_minor_locator(NullLocator())
-        _label(axes, "ranks")
-        if name == "speed-up":  # with two equal axes the ideal is a straight line, and small sizes stay visible
-            axes.set_yscale("log", base=2)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 10 else f"{y:g}"))
-        style(axes, title, note, from_zero=name != "speed-up")
-
-    return Panel(name, title, f"{title} by world size: {values}", draw)
-
-
-def _draw_communication(axes: Axes, rows: Sequence[Row]) -> None:
-    """Draw a bar per world size: the waiting time, and on top of it what the backward pass hides."""
-    places = range(len(rows))
-    wait = [100 * row.wait_share for row in rows]
-    hidden = [100 * row.overlap_share for row in rows]
-    axes.bar(places, wait, 0.6, color=PALETTE[1], label="waiting")
-    axes.bar(places, hidden, 0.6, wait, color=PALETTE[0], alpha=FAINT, linewidth=0, label="hidden by backward")
-    axes.set_xticks(places, [str(row.world_size) for row in rows])
-    _label(axes, "ranks")
-    style(axes, "Communication (% of a step)", from_zero=True)
-
-
-def ranks(world_size: int) -> str:
-    """Format a number of ranks."""
-    return "1 rank" if world_size == 1 else f"{world_size} ranks"
-
-
-def _label(axes: Axes, text: str) -> None:
-    axes.set_xlabel(text, loc="right", alpha=0.7, fontsize=9.5, labelpad=1)
+    shares = ", ".join(f"{counted(row.world_size, 'rank')} {100 * row.wait_share:.0f} %" for row in rows)
+    summary = f"Share of a step spent waiting for gradients: {shares}"
+    return Panel("communication", "Communication (% of a step)", summary, draw, from_zero=True)
 
 
 # --- The command line ---------------------------------------------------------------------------------------------
@@ -284,12 +253,12 @@ def _label(axes: Axes, text: str) -> None:
 
 def read_study(history_file: str) -> list[TrialRun]:
     """Return the finished trials in the history of a scaling study."""
-    states, state = [], RunState(keep_reports=False)
+    states = [RunState(keep_reports=False)]
     for event in read_history(history_file):
-        state.handle(event)
+        states[-1].handle(event)
         if isinstance(event, RunFinished):
-            states.append(state)
-            state = RunState(keep_reports=False)
+            states.append(RunState(keep_reports=False))
+    states = [state for state in states if state.finished]
     starts = [state.started for state in states if state.started]
     has_one_batch_size = len({started.config["global_batch_size"] for started in starts}) == 1
     runs = []

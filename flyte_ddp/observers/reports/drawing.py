@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 PALETTE = ("#3b82f6", "#ea580c", "#0d9488", "#a855f7", "#db2777", "#65810d", "#0e8fb8", "#b7791f")
 
 MAX_POINTS = 500  # of one line; more cannot be distinguished at the width of a page
+MAX_TITLE = 36  # characters of a title or legend for which a panel has room in one line
 
 INK = "#010203"  # replaced with the page's own text color when the SVG is written
 WIDTH, HEIGHT = 4.2, 2.6  # inches of a panel with text of 10 points, which is about 10 pixels on a phone
@@ -36,15 +37,50 @@ _LIGHT = {"ink": "#1f2328", "page": "#ffffff"}
 _DARK = {"ink": "#e6edf3", "page": "#0d1117"}
 _drawing = threading.Lock()  # matplotlib's settings belong to the whole process
 
+Points = Sequence[tuple[float, float]]  # x, y
+
 
 @dataclass(frozen=True)
 class Panel:
-    """One small picture with a title of its own."""
+    """One small picture with a title of its own. Its legend, or else its `subtitle`, is below the title."""
 
     name: str  # of letters and hyphens, unique on a page
     title: str
     summary: str  # a description for people who cannot see it
-    draw: Callable[[Axes], None]
+    draw: Callable[[Axes], None]  # draws the lines and sets up the axes
+    subtitle: str = ""
+    from_zero: bool = False  # where a linear y axis starts
+
+    def draw_on(self, axes: Axes) -> None:
+        """Draw the panel in the look that all panels share: no frame, faint horizontal rules."""
+        self.draw(axes)
+        title = self.title if len(self.title) <= MAX_TITLE else self.title.replace(", ", ",\n")
+        axes.set_title(title.replace("$", r"\$"), loc="left", fontsize=11.5, fontweight="bold", pad=24)  # no formula
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        axes.spines["bottom"].set_alpha(0.4)
+        axes.tick_params(which="both", length=0, pad=5)
+        axes.grid(axis="y", alpha=0.16, linewidth=0.8)
+        axes.set_axisbelow(True)
+        if self.from_zero and axes.get_yscale() == "linear":
+            top = axes.dataLim.y1  # minus infinity if nothing is drawn
+            axes.set_ylim(0, 1.08 * top if 0 < top < math.inf else 1)
+        if (num_labels := len(axes.get_legend_handles_labels()[1])) > 1:
+            axes.legend(
+                loc="lower left",
+                bbox_to_anchor=(-0.01, 1.01),
+                ncols=num_labels,
+                frameon=False,
+                fontsize=9.5,
+                handlelength=1.1,
+                handletextpad=0.5,
+                columnspacing=1.2,
+                borderaxespad=0.1,
+                borderpad=0.2,
+            )
+        else:
+            place: dict[str, Any] = {"xycoords": "axes fraction", "xytext": (0, 8), "textcoords": "offset points"}
+            axes.annotate(self.subtitle, (0, 1), **place, fontsize=9.5, alpha=0.7)
 
 
 def to_svg(panel: Panel) -> str:
@@ -56,7 +92,7 @@ def to_svg(panel: Panel) -> str:
 
     with _settings(INK, salt=panel.name):
         figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
-        panel.draw(figure.add_subplot())
+        panel.draw_on(figure.add_subplot())
         root = _tree(figure)
     root.set("class", "panel")
     root.set("role", "img")
@@ -84,7 +120,7 @@ def save_panels(panels: Sequence[Panel], path: str | Path, columns: int = 2) -> 
         spacing = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)  # inches
         figure = Figure(figsize=(WIDTH * min(columns, len(panels)), HEIGHT * rows), layout=spacing)
         for index, panel in enumerate(panels):
-            panel.draw(figure.add_subplot(rows, min(columns, len(panels)), index + 1))
+            panel.draw_on(figure.add_subplot(rows, min(columns, len(panels)), index + 1))
         if not is_svg:
             figure.savefig(path, dpi=160, facecolor=_LIGHT["page"])
             return
@@ -100,66 +136,43 @@ def save_panels(panels: Sequence[Panel], path: str | Path, columns: int = 2) -> 
     path.write_text(_serialized(root))
 
 
-def style(axes: Axes, title: str, subtitle: str = "", from_zero: bool = False) -> None:
-    """Apply the common look to `axes` after its lines were drawn: no frame, faint horizontal rules.
+def plot(axes: Axes, points: Points, max_points: int = MAX_POINTS, **look: Any) -> list[tuple[float, float]]:
+    """Draw a line through the finite `points`, if there are any, and return those that are drawn."""
+    drawn = thinned(points, max_points)
+    if drawn:
+        axes.plot(*zip(*drawn, strict=True), **look)
+    return drawn
 
-    Below the title is the legend if more than one line has a label, and `subtitle` otherwise.
-    """
-    axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold", pad=24)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_alpha(0.4)
-    axes.tick_params(which="both", length=0, pad=5)
-    axes.grid(axis="y", alpha=0.16, linewidth=0.8)
-    axes.set_axisbelow(True)
-    if from_zero:
-        top = axes.dataLim.y1  # minus infinity if nothing is drawn
-        axes.set_ylim(0, 1.08 * top if 0 < top < math.inf else 1)
-    num_labels = len(axes.get_legend_handles_labels()[1])
-    if num_labels > 1:
-        axes.legend(
-            loc="lower left",
-            bbox_to_anchor=(-0.01, 1.01),
-            ncols=num_labels,
-            frameon=False,
-            fontsize=9.5,
-            handlelength=1.1,
-            handletextpad=0.5,
-            columnspacing=1.2,
-            borderaxespad=0.1,
-            borderpad=0.2,
-        )
-    else:
-        axes.annotate(
-            subtitle,
-            (0, 1),
-            xycoords="axes fraction",
-            xytext=(0, 8),
-            textcoords="offset points",
-            fontsize=9.5,
-            alpha=0.7,
-        )
+
+def label_x(axes: Axes, text: str) -> None:
+    """Label the x axis at its right end."""
+    axes.set_xlabel(text, loc="right", alpha=0.7, fontsize=9.5, labelpad=1)
+
+
+def format_tick(value: float, position: object) -> str:
+    """Format a number at an axis: whole, but for small ones. A formatter of matplotlib's."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:g}"
 
 
 def log_scale(axes: Axes, values: Sequence[float], ratio: float = 20.0) -> None:
     """Use a logarithmic y axis with plain numbers if `values` are positive and their range exceeds `ratio`."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     if not values or min(values) <= 0 or max(values) / min(values) < ratio:
         return
     axes.set_yscale("log")
     decades = math.log10(max(values) / min(values))
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 1.6 else (1, 3) if decades < 3 else (1,)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def thinned(points: Sequence[tuple[float, float | None]], max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
+def thinned(points: Points, max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
     """Return at most `max_points` of the finite `points`, ordered by x, that look the same.
 
     Of each stretch of the line its lowest and its highest point are kept.
     """
-    drawn = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
+    drawn = [(x, y) for x, y in points if math.isfinite(y)]
     if len(drawn) <= max_points:
         return drawn
     stretches = max_points // 2
@@ -171,19 +184,14 @@ def thinned(points: Sequence[tuple[float, float | None]], max_points: int = MAX_
     return kept
 
 
-def finite(values: Sequence[float | None]) -> list[float]:
-    """Return the values that are neither None nor NaN nor infinite."""
-    return [value for value in values if value is not None and math.isfinite(value)]
-
-
-def number(value: float | None, form: str) -> str:
-    """Format `value` as f"{value:form}", and None as "-"."""
-    return "-" if value is None else format(value, form)
-
-
-def percent(share: float | None) -> str:
+def percent(share: float) -> str:
     """Format a share in [0, 1], with enough decimals to distinguish 99.95 % from 100 %."""
-    return "-" if share is None else f"{100 * share:.2f} %"
+    return f"{100 * share:.2f} %"
+
+
+def counted(count: int, noun: str) -> str:
+    """Format a count with its noun, such as "1 thread" and "2 threads"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 @contextmanager

@@ -136,9 +136,9 @@ def utc(timestamp: float) -> str:
     return f"{datetime.datetime.fromtimestamp(timestamp, datetime.timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
 
 
-def duration(seconds: float | None) -> str:
+def duration(seconds: float) -> str:
     """Format seconds with the two largest units that matter."""
-    if seconds is None or not math.isfinite(seconds):
+    if not math.isfinite(seconds):
         return NOTHING
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
@@ -153,8 +153,3 @@ def shortened(text: str, max_length: int = 200) -> str:
     if len(text) <= max_length:
         return text
     return f"{text[: max_length // 2]} […] {text[-max_length // 2 :]}"
-
-
-def counted(count: int, noun: str) -> str:
-    """Format a count with its noun, such as "1 thread" and "2 threads"."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

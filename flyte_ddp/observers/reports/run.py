@@ -18,8 +18,8 @@ from flyte_ddp.events import (
     RunState,
     TimeSpent,
 )
-from flyte_ddp.observers.reports.drawing import number, percent
-from flyte_ddp.observers.reports.page import Page, counted, draw, duration, row, section, shortened, tile
+from flyte_ddp.observers.reports.drawing import counted, percent
+from flyte_ddp.observers.reports.page import NOTHING, Page, draw, duration, row, section, shortened, tile
 from flyte_ddp.observers.reports.plots import run_panels
 
 # These keep the page below 2 MB for any run. The rest of it is 150 kB at most.
@@ -195,7 +195,7 @@ class Report(Page):
         if not state.epochs:
             values = {name: value for name, value in latest.items() if name != "samples_per_second"}
             shown = list(values.items())[:MAX_TILES]
-            tiles += [tile(name.replace("_", " "), number(value, ".4g"), "last reported") for name, value in shown]
+            tiles += [tile(name.replace("_", " "), f"{value:.4g}", "last reported") for name, value in shown]
         return tiles
 
     def _epochs_table(self) -> dict[str, Any]:
@@ -207,10 +207,10 @@ class Report(Page):
                 "kind": "best" if epoch is best else "",
                 "cells": [
                     str(epoch.epoch),
-                    number(epoch.train_loss, ".4g"),
-                    number(epoch.test_loss, ".4g"),
+                    f"{epoch.train_loss:.4g}",
+                    f"{epoch.test_loss:.4g}",
                     percent(epoch.accuracy),
-                    number(epoch.learning_rate, ".3g"),
+                    f"{epoch.learning_rate:.3g}",
                     duration(epoch.seconds),
                     duration(epoch.evaluation_seconds),
                     _rounded(epoch.samples_per_second),
@@ -356,12 +356,14 @@ def _plain(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _rounded(value: float | None) -> str:
-    return number(value, ",.0f" if value is not None and value >= 10 else ".3g")
+def _rounded(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
 
 
 def _metric(value: float | None) -> str:
-    return number(value, ",.0f" if value is not None and abs(value) >= 1000 else ".4g")
+    if value is None:
+        return NOTHING
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _shape(output_shape: list[int] | None) -> str:
