@@ -11,6 +11,7 @@ every retry starts another run, while `Wandb` continues the existing one.
 from __future__ import annotations
 
 import html
+import io
 import logging
 import math
 import os
@@ -22,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,24 +45,13 @@ FINISH_TIMEOUT = 60.0  # for uploading what is left at the end
 WRITE_TIMEOUT = 10.0  # for the rest of an offline run's log, after `finish`
 CLOSE_TIMEOUT = INIT_TIMEOUT + FINISH_TIMEOUT + WRITE_TIMEOUT  # until this process continues without W&B
 
-# Fields of RunStarted that are shown beside the configuration, where they are known.
-SHOWN_IN_CONFIG = (
-    "data",
-    "world_size",
-    "num_nodes",
-    "device",
-    "backend",
-    "num_threads",
-    "num_parameters",
-    "num_train_samples",
-    "num_test_samples",
-    "num_steps",
-    "versions",
-)
+# Fields of RunStarted that are not shown beside the configuration, or under another name.
+NOT_IN_CONFIG = ("at", "name", "num_restarts", "config", "layers")
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Wandb:
     """Shows a run in Weights & Biases. A failure of W&B never affects the training.
 
@@ -85,41 +76,31 @@ class Wandb:
         offline_url: of a directory to which an offline run is copied at the end, as one archive. Set it if `directory`
             is lost with the process, as in a pod; "" leaves the run in `directory`.
         say: prints a line for people; by default as a warning of this module's logger.
+
+    Attributes:
+        url: of the run's page; "" until W&B answers, and offline.
     """
 
-    def __init__(
-        self,
-        project: str,
-        run_id: str,
-        directory: str | Path,
-        *,
-        entity: str | None = None,
-        name: str | None = None,
-        group: str | None = None,
-        notes: str | None = None,
-        api_key: str | None = None,
-        model_artifact: str = "",
-        config: Mapping[str, Any] | None = None,
-        offline_url: str = "",
-        say: Callable[[str], None] = logger.warning,
-    ) -> None:
-        self._identity: dict[str, Any] = {
-            "project": project,
-            "id": run_id,
-            "entity": entity,
-            "name": name,
-            "group": group,
-            "notes": notes,
-        }
-        self._directory = Path(directory).absolute()
-        self._api_key = api_key
-        self._model_artifact = model_artifact
-        self._config = dict(config or {})
-        self._offline_url = offline_url
-        self._is_offline = False
-        self._say = say
-        self._url = ""
+    project: str
+    run_id: str
+    directory: str | Path
+    _: KW_ONLY
+    entity: str | None = None
+    name: str | None = None
+    group: str | None = None
+    notes: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    model_artifact: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    offline_url: str = ""
+    say: Callable[[str], None] = logger.warning
+
+    def __post_init__(self) -> None:
+        self.url = ""
+        self._directory = Path(self.directory).absolute()
+        self._wandb: Any = None  # the module
         self._run: Any = None  # W&B's
+        self._is_offline = False
         self._last_step = 0  # what the W&B run has
         self._last_epoch = 0.0  # likewise
         self._repeated_step = 0  # of ranks that have started again: up to here their reports are known
@@ -128,11 +109,6 @@ class Wandb:
         self._is_off = False
         self._queue: queue.SimpleQueue[Event | int] = queue.SimpleQueue()  # an int is the exit code, the last item
         self._thread = threading.Thread(target=self._work, name="wandb-listener", daemon=True)
-
-    @property
-    def url(self) -> str:
-        """The URL of the run's page; "" until W&B answers, and offline."""
-        return self._url
 
     def handle(self, event: Event) -> None:
         """Queue the event for W&B's thread."""
@@ -162,7 +138,7 @@ class Wandb:
         if self._run is not None:
             try:
                 self._run.finish(exit_code=exit_code)
-                if self._is_offline and self._offline_url:
+                if self._is_offline and self.offline_url:
                     self._keep_offline_run()
             except Exception as error:
                 self._give_up(error)
@@ -173,28 +149,28 @@ class Wandb:
         deadline = time.monotonic() + WRITE_TIMEOUT
         while not all(is_complete(log) for log in files.glob("*.wandb")):
             if time.monotonic() > deadline:
-                self._say(f"W&B: {files.name} had no end after {WRITE_TIMEOUT:.0f} s, so the last of it may be lost")
+                self.say(f"W&B: {files.name} had no end after {WRITE_TIMEOUT:.0f} s, so the last of it may be lost")
                 break
             time.sleep(0.1)
         with tempfile.TemporaryDirectory() as directory:
             archive = shutil.make_archive(f"{directory}/{files.name}", "zip", files.parent, files.name)
-            url = f"{self._offline_url.rstrip('/')}/{files.name}.zip"
+            url = f"{self.offline_url.rstrip('/')}/{files.name}.zip"
             write_file(url, Path(archive).read_bytes(), timeout=FINISH_TIMEOUT)
         command = f"wandb sync {files.name}"
-        self._say(f"W&B: the offline run is kept at {redact_url(url)}; to upload it, download, unzip, then: {command}")
+        self.say(f"W&B: the offline run is kept at {redact_url(url)}; to upload it, download, unzip, then: {command}")
 
     def _give_up(self, error: Exception) -> None:
         if self._is_off:
             return
         self._is_off = True
         message = redact_url(f"{type(error).__name__}: {error}")
-        for key in (self._api_key, os.environ.get("WANDB_API_KEY")):
+        for key in (self.api_key, os.environ.get("WANDB_API_KEY")):
             if key:
                 message = message.replace(key, "***")
         kept = ""
-        if self._run is not None and not self._offline_url:
+        if self._run is not None and not self.offline_url:
             kept = f". What it recorded is in {self._run.settings.sync_dir}"
-        self._say(f"W&B failed and records no more of this run; the training continues: {message}{kept}")
+        self.say(f"W&B failed and records no more of this run; the training continues: {message}{kept}")
 
     def _report(self, event: Event) -> None:
         if isinstance(event, RunStarted):
@@ -220,11 +196,11 @@ class Wandb:
         self._repeated_step = self._last_step
         if self._run is None:
             return
-        values = {name: value for name in SHOWN_IN_CONFIG if (value := getattr(event, name))}
+        values = {name: value for name, value in vars(event).items() if value and name not in NOT_IN_CONFIG}
         values = {"program": event.name, **values, "data": redact_url(event.data)}
-        self._run.config.update({**self._config, **event.config, **values}, allow_val_change=True)
+        self._run.config.update({**self.config, **event.config, **values}, allow_val_change=True)
         if event.layers and "graph_0" not in self._run.summary.keys():  # noqa: SIM118 - no mapping, though it looks like one
-            self._run.summary["graph_0"] = _graph(event.layers)
+            self._run.summary["graph_0"] = self._graph(event.layers)
 
     def _report_figures(self, event: Event) -> None:
         """Log the figures of the event on their x axis, or as part of the run's summary."""
@@ -239,8 +215,9 @@ class Wandb:
             if self._epoch_is_new:
                 self._last_epoch = figures.epoch
                 values = {f"epoch/{name}": value for name, value in figures.values.items()}
-                sample = getattr(event, "sample", "")
-                self._run.log({"epoch": figures.epoch, **values, **({"epoch/sample": _text(sample)} if sample else {})})
+                if sample := getattr(event, "sample", ""):  # W&B shows it as it is, line breaks included
+                    values["epoch/sample"] = self._wandb.Html(f"<pre>{html.escape(sample)}</pre>", inject=False)
+                self._run.log({"epoch": figures.epoch, **values})
         elif not figures.axis and figures.values:
             self._run.summary.update(figures.values)
 
@@ -253,23 +230,29 @@ class Wandb:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
+        self._wandb = wandb
         session = wandb.setup(wandb.Settings(silent=True))  # its own output would damage the progress bar
         mode: Any = os.environ.get("WANDB_MODE") or session.settings.mode
         if mode == "disabled":
             return
         reason = f"WANDB_MODE is {mode}" if mode in ("offline", "dryrun") else ""
-        if not reason and not self._api_key and not wandb.login(prompt=False, verify=False):
+        if not reason and not self.api_key and not wandb.login(prompt=False, verify=False):
             reason = "no API key was found"
         self._directory.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
-            **self._identity,
+            project=self.project,
+            id=self.run_id,
+            entity=self.entity,
+            name=self.name,
+            group=self.group,
+            notes=self.notes,
             dir=str(self._directory),
             mode="offline" if reason else mode,
             resume="allow",
             reinit="create_new",  # does not touch a run of the user's own, and allows several of ours
             save_code=False,
             settings=wandb.Settings(
-                api_key=self._api_key,
+                api_key=self.api_key,
                 console="off",  # does not capture this process's output
                 silent=True,
                 init_timeout=INIT_TIMEOUT,
@@ -288,33 +271,28 @@ class Wandb:
         self._last_epoch = float(self._run.summary.get("epoch") or 0)
         files = Path(self._run.settings.sync_dir)
         self._has_epochs = bool(reason) and len(list(files.parent.glob(f"offline-run-*-{self._run.id}"))) > 1
-        self._url = self._run.url or ""
+        self.url = self._run.url or ""
         self._is_offline = bool(reason)
         if not reason:
-            self._say(f"W&B: {self._url}")
-        elif self._offline_url:
-            self._say(f"W&B: {reason}, so the run is recorded offline; its files are kept when it ends")
+            self.say(f"W&B: {self.url}")
+        elif self.offline_url:
+            self.say(f"W&B: {reason}, so the run is recorded offline; its files are kept when it ends")
         else:
             command = f"wandb sync {shlex.quote(str(files))}"
-            self._say(f"W&B: {reason}, so the run is recorded offline; to upload it: {command}")
+            self.say(f"W&B: {reason}, so the run is recorded offline; to upload it: {command}")
 
     def _report_histograms(self, event: HistogramsTaken) -> None:
-        import wandb
-
         row: dict[str, Any] = {"step": event.step}
         for kind, histograms in (("parameters", event.parameters), ("gradients", event.gradients)):
             for name, histogram in histograms.items():
                 if not histogram.counts or not all(map(math.isfinite, histogram.edges)):
                     continue  # NaN or infinite values have no histogram, and W&B would raise
-                row[f"{kind}/{name}"] = wandb.Histogram(np_histogram=(histogram.counts, histogram.edges))
+                row[f"{kind}/{name}"] = self._wandb.Histogram(np_histogram=(histogram.counts, histogram.edges))
         self._run.log(row)
 
     def _report_predictions(self, event: PredictionsMade) -> None:
         if int(self._run.summary.get("predictions/epoch") or 0) >= event.epoch:
             return
-        import io
-
-        import wandb
         from PIL import Image
 
         classes = list(dict.fromkeys(name for prediction in event.predictions for name in prediction.scores))
@@ -324,45 +302,34 @@ class Wandb:
         for prediction in event.predictions:
             sample: Any = prediction.text
             if has_images:
-                sample = wandb.Image(Image.open(io.BytesIO(prediction.image))) if prediction.image else None
+                sample = self._wandb.Image(Image.open(io.BytesIO(prediction.image))) if prediction.image else None
             scores = [prediction.scores.get(name) for name in classes]
             rows.append([sample, prediction.guess, prediction.truth, *scores])
-        table = wandb.Table(columns=columns, data=rows)
+        table = self._wandb.Table(columns=columns, data=rows)
         self._run.log({"epoch": event.epoch, "predictions/epoch": event.epoch, "predictions/test": table})
 
     def _report_model(self, event: RunFinished) -> None:
         self._run.summary["model_state_url"] = redact_url(event.model_state_url)
-        if not self._model_artifact:
+        if not self.model_artifact:
             return
-        import wandb
-
         # Beside W&B's own files of the run, because an offline run is uploaded long after this.
         local = Path(self._run.settings.sync_dir) / "model.pt"
         fetch_file(event.model_state_url, local, timeout=FINISH_TIMEOUT)
         metadata = {"step": event.step, "best_epoch": event.best_epoch, "best_accuracy": event.best_accuracy}
-        artifact = wandb.Artifact(re.sub(r"[^\w.-]", "-", self._model_artifact), type="model", metadata=metadata)
+        name = re.sub(r"[^\w.-]", "-", self.model_artifact)
+        artifact = self._wandb.Artifact(name, type="model", metadata=metadata)
         artifact.add_file(str(local), policy="immutable")  # does not copy it again
         self._run.log_artifact(artifact)
 
-
-def _text(text: str) -> Any:
-    """Return `text` in the form that W&B shows as it is, line breaks included."""
-    import wandb
-
-    return wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
-
-
-def _graph(layers: Sequence[LayerDescribed]) -> Any:
-    """Return the model's layers in the form that `wandb.watch(log_graph=True)` records: nodes without edges."""
-    import wandb
-
-    graph = wandb.Graph("torch")
-    for index, layer in enumerate(layers):
-        graph.add_node(
-            id=index,
-            name=layer.name,
-            class_name=layer.kind,
-            output_shape=layer.output_shape,
-            num_parameters=[layer.num_parameters],
-        )
-    return graph
+    def _graph(self, layers: Sequence[LayerDescribed]) -> Any:
+        """Return the model's layers in the form that `wandb.watch(log_graph=True)` records: nodes without edges."""
+        graph = self._wandb.Graph("torch")
+        for index, layer in enumerate(layers):
+            graph.add_node(
+                id=index,
+                name=layer.name,
+                class_name=layer.kind,
+                output_shape=layer.output_shape,
+                num_parameters=[layer.num_parameters],
+            )
+        return graph
