@@ -10,14 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from flyte_ddp.events.kinds import (
-    AttemptEnded,
-    AttemptStarted,
     CheckpointLoaded,
-    CheckpointSaved,
     CheckpointWritten,
     EpochFinished,
     Event,
-    HistogramsTaken,
     PredictionsMade,
     Reported,
     RunFinished,
@@ -58,8 +54,7 @@ class RunState:
 
     def handle(self, event: Event) -> None:
         """Update the state with the next event of the run."""
-        if event.at:
-            self._book(event)
+        self._time.handle(event)
         if isinstance(event, RunStarted):
             self.num_starts += 1
             self.started, self.loaded = event, None
@@ -110,29 +105,6 @@ class RunState:
         if self.started is None:
             return 0.0
         return step * int(self.started.config.get("epochs", 0)) / max(1, self.started.num_steps)
-
-    def _book(self, event: Event) -> None:
-        """Book the time since the last event."""
-        if isinstance(event, AttemptStarted):
-            return self._time.start_attempt(event)
-        if isinstance(event, (HistogramsTaken, PredictionsMade)):
-            return None  # so that a history, which has them not, gives the same account
-        if isinstance(event, CheckpointWritten):
-            return None  # from beside the training: it divides none of its time
-        self._time.advance(event.at)
-        if isinstance(event, AttemptEnded):
-            self._time.end_attempt(event.idle_seconds)
-        elif isinstance(event, RunStarted):
-            self._time.start_run()
-        elif isinstance(event, CheckpointLoaded):
-            self._time.resume(event.step)
-        elif isinstance(event, EpochFinished):
-            self._time.evaluate(event.evaluation_seconds)
-        elif isinstance(event, CheckpointSaved):
-            self._time.save(event.step, event.seconds)
-        elif isinstance(event, RunFinished):
-            self._time.finish()
-        return None
 
     def _add_epoch(self, event: EpochFinished) -> None:
         # A history file repeats the epochs of earlier attempts that `CheckpointLoaded` has brought already.

@@ -1,11 +1,27 @@
-"""Account for the wall time of a run. Knows attempts only; `RunState` translates the other events."""
+"""Account for the wall time of a run."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
 
-from flyte_ddp.events.kinds import AttemptStarted
+from flyte_ddp.events.kinds import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointLoaded,
+    CheckpointSaved,
+    CheckpointWritten,
+    EpochFinished,
+    Event,
+    HistogramsTaken,
+    PredictionsMade,
+    RunFinished,
+    RunStarted,
+)
+
+# A history has neither histograms nor predictions, and is to give the same account. A checkpoint is written beside the
+# training, and divides none of its time.
+NOT_BOOKED = (HistogramsTaken, PredictionsMade, CheckpointWritten)
 
 
 @dataclass(frozen=True)
@@ -41,58 +57,37 @@ class WallTime:
         self.seconds = TimeSpent().parts()
         self.phase = "restarting"  # what the time since the last event goes to
         self.last = 0.0  # event, seconds since the epoch
-        self.elapsed = 0.0  # seconds between the last two events
         self.saved: list[tuple[int, dict[str, float]]] = []  # steps of this attempt's checkpoints, and the seconds then
 
-    def advance(self, at: float) -> None:
-        """Book the time since the last event on what the run was doing."""
-        self.elapsed = max(0.0, at - self.last) if self.last else 0.0
-        self.last = max(self.last, at)
-        self.seconds[self.phase] += self.elapsed
-
-    def start_attempt(self, event: AttemptStarted) -> None:
-        """Book the time until the nodes were there."""
-        if event.launched_at > self.last:
+    def handle(self, event: Event) -> None:
+        """Book the time since the last event. Events without a time are ignored."""
+        if not event.at or isinstance(event, NOT_BOOKED):
+            return
+        if isinstance(event, AttemptStarted) and event.launched_at > self.last:
             self.last, self.phase = event.launched_at, "restarting"  # another process: nobody waited in between
-        self.advance(event.at)
-        self._move(min(event.waited_seconds, self.elapsed), self.phase, "waiting_for_nodes")
-        self.phase = "restarting"
-
-    def end_attempt(self, idle_seconds: float) -> None:
-        """Book the time in which the attempt was dead already."""
-        self._move(min(idle_seconds, self.elapsed), self.phase, "restarting")
-        self.phase = "restarting"
-
-    def start_training(self, resumed_step: int) -> None:
-        """Book what the last attempt did after the checkpoint of `resumed_step` as work that is done again."""
-        kept = [seconds for step, seconds in self.saved if step <= resumed_step]
-        if kept:
-            for name in ("stepping", "evaluating", "checkpoint_stalls"):
-                self._move(self.seconds[name] - kept[-1][name], name, "redone_steps")
-        self.saved = [(resumed_step, dict(self.seconds))]
-        self.phase = "stepping"
-
-    def start_run(self) -> None:
-        """As `start_training`, from the start if nothing was saved; else the program says what it resumes from."""
-        if not any(step for step, _ in self.saved):
-            self.start_training(0)
-        self.phase = "stepping"
-
-    def resume(self, step: int) -> None:
-        """As `start_training`, and book the time of the loading."""
-        self._move(self.elapsed, "stepping", "restarting")
-        self.start_training(step)
-
-    def evaluate(self, seconds: float) -> None:
-        self._move(seconds, "stepping", "evaluating")
-
-    def save(self, step: int, seconds: float) -> None:
-        self._move(min(seconds, self.elapsed), "stepping", "checkpoint_stalls")
-        self.saved.append((step, dict(self.seconds)))
-
-    def finish(self) -> None:
-        """Book the time since the last event on the uploads."""
-        self._move(self.elapsed, "stepping", "checkpoint_stalls")
+        elapsed = max(0.0, event.at - self.last) if self.last else 0.0
+        self.last = max(self.last, event.at)
+        self.seconds[self.phase] += elapsed
+        if isinstance(event, AttemptStarted):
+            self._move(min(event.waited_seconds, elapsed), self.phase, "waiting_for_nodes")
+            self.phase = "restarting"
+        elif isinstance(event, AttemptEnded):
+            self._move(min(event.idle_seconds, elapsed), self.phase, "restarting")
+            self.phase = "restarting"
+        elif isinstance(event, RunStarted):
+            if not any(step for step, _ in self.saved):  # else the program says what it resumes from
+                self._start_training(0)
+            self.phase = "stepping"
+        elif isinstance(event, CheckpointLoaded):
+            self._move(elapsed, "stepping", "restarting")
+            self._start_training(event.step)
+        elif isinstance(event, EpochFinished):
+            self._move(event.evaluation_seconds, "stepping", "evaluating")
+        elif isinstance(event, CheckpointSaved):
+            self._move(min(event.seconds, elapsed), "stepping", "checkpoint_stalls")
+            self.saved.append((event.step, dict(self.seconds)))
+        elif isinstance(event, RunFinished):  # after the last uploads
+            self._move(elapsed, "stepping", "checkpoint_stalls")
 
     def spent(self, until: float) -> TimeSpent:
         """Return the account up to the last event, or `until` if it is later."""
@@ -100,6 +95,15 @@ class WallTime:
         if self.last:
             seconds[self.phase] += max(0.0, until - self.last)
         return TimeSpent(**seconds)
+
+    def _start_training(self, resumed_step: int) -> None:
+        """Book what the last attempt did after the checkpoint of `resumed_step` as work that is done again."""
+        kept = [seconds for step, seconds in self.saved if step <= resumed_step]
+        if kept:
+            for name in ("stepping", "evaluating", "checkpoint_stalls"):
+                self._move(self.seconds[name] - kept[-1][name], name, "redone_steps")
+        self.saved = [(resumed_step, dict(self.seconds))]
+        self.phase = "stepping"
 
     def _move(self, seconds: float, source: str, target: str) -> None:
         seconds = min(max(0.0, seconds), self.seconds[source])
