@@ -156,6 +156,11 @@ class Execution:
         assert found is not None, f"{self.name} ran no {task}"
         return found
 
+    def errors(self, task: str) -> dict[int, str]:
+        """Return the error of each attempt of `task` that has failed, also where a retry has deleted its pod."""
+        attempts = self.node(task).task_executions
+        return {each.id.retry_attempt: each.closure.error.message for each in attempts if each.closure.error}
+
     def read(self, url: str) -> str:
         """Return the text of an object in the store of Flyte's outputs."""
         signed = self.remote.client.get_download_signed_url(url).signed_url

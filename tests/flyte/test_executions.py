@@ -179,9 +179,10 @@ def test_a_retry_that_finds_all_nodes_tainted_is_repeated_until_they_are_not(
     first = execution.pod_of("train-on-cluster")
     eventually(lambda: "epoch 3/" in execution.log(first), 600, f"epoch 3 in the log of {first}")
     kubectl("delete", "pod", first, "--wait=false")
-    second = execution.pod_of("train-on-cluster", attempt=1, timeout=300, running=False)
+    execution.pod_of("train-on-cluster", attempt=1, timeout=300, running=False)
     kubectl("taint", "node", "--all", "upkeep=:NoSchedule")
-    eventually(lambda: "with the taint upkeep" in execution.log(second), 120, f"the taint in the log of {second}")
+    error = eventually(lambda: execution.errors("train_on_cluster").get(1), 120, "the end of the second attempt")
+    assert "with the taint upkeep" in error, error
     eventually(lambda: any(pod.endswith("-2") for pod in execution.pods()), 300, "a third attempt")
     kubectl("taint", "node", "--all", "upkeep-")
     outputs = execution.outputs()
