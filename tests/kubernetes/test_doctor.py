@@ -17,6 +17,7 @@ from flyte_ddp.__main__ import main
 from flyte_ddp.cluster.config import cluster_config
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.cluster.kubernetes import lifecycle
+from flyte_ddp.cluster.kubernetes.checks import NEEDED_OUTSIDE
 from flyte_ddp.errors import ClusterError, ConfigError
 from tests.kubernetes.conftest import ROOT, Namespace, kubectl, manifest, small_cluster
 
@@ -177,10 +178,13 @@ def test_rights_that_are_missing_are_given_by_the_doctors_command(
     access["users"] = [{"name": each["name"], "user": {"token": token}} for each in access["users"]]
     kubeconfig = tmp_path / "kubeconfig"
     kubeconfig.write_text(json.dumps(access))
-    rights = ("--verb=get,create", "--resource=services,pods/portforward")
-    namespace.kubectl("create", "role", "outside", *rights)
-    bound = ("--role=outside", f"--serviceaccount={namespace.name}:flyte-ddp")
-    namespace.kubectl("create", "rolebinding", "outside", *bound)
+    for number, (verb, _, resource, subresource) in enumerate(NEEDED_OUTSIDE):
+        name = f"outside-{number}"
+        what = f"--resource={resource}/{subresource}".rstrip("/")
+        namespace.kubectl("create", "role", name, f"--verb={verb}", what)
+        namespace.kubectl(
+            "create", "rolebinding", name, f"--role={name}", f"--serviceaccount={namespace.name}:flyte-ddp"
+        )
 
     def starts_as_account() -> str:
         program = f"from tests.kubernetes.test_doctor import starts; print(starts({values!r}, 120))"
@@ -194,7 +198,7 @@ def test_rights_that_are_missing_are_given_by_the_doctors_command(
         told = capsys.readouterr().out
         missing = "may not create daskclusters.kubernetes.dask.org, get daskclusters.kubernetes.dask.org, .*"
         assert re.search(f"^FAILED .*service account flyte-ddp {missing}create secrets", told, re.MULTILINE), told
-        assert re.search(f"PreflightError: .*the kubeconfig's user {missing}", starts_as_account())
+        assert re.search(f"PreflightError: .*\n- the kubeconfig's user {missing}", starts_as_account())
         (remedy,) = re.findall(r"^FAILED .*?: (sed .*)$", told, re.MULTILINE)
         shell(remedy, namespace)
         assert main(command) == 0, capsys.readouterr().out

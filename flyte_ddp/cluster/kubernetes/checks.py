@@ -33,7 +33,11 @@ NEEDED_EVERYWHERE = [
     ("create", POLICY_GROUP, POLICY_PLURAL, ""),
     ("create", "", "secrets", ""),
 ]
-NEEDED_OUTSIDE = [("get", "", "services", ""), ("create", "", "pods", "portforward")]
+NEEDED_OUTSIDE = [
+    ("list", "", "services", ""),
+    ("get", "", "pods", "portforward"),  # by a WebSocket before Kubernetes 1.35
+    ("create", "", "pods", "portforward"),
+]
 NEEDED_KINDS = {PLURAL, "daskworkergroups"}
 KINDS = {*NEEDED_KINDS, "daskjobs", "daskautoscalers"}  # that the operator watches
 
