@@ -83,11 +83,11 @@ def train() -> dict[str, float]:
     from flyte_ddp.launch import driver
     from flyte_ddp.launch.local import LocalPlace
     from flyte_ddp.launch.process.job import Job
-    from flyte_ddp.launch.process.programs import RecipeProgram
+    from flyte_ddp.launch.process.programs import recipe_program
     from flyte_ddp.recipes.prepare import prepare_data
 
     config = {"global_batch_size": BATCH_SIZE, "epochs": 1, "log_interval": 1, "checkpoint_interval": SAVE_INTERVAL}
-    program = RecipeProgram("benchmarks.checkpoints.Wide", resolve(Wide.defaults, config))
+    program = recipe_program("benchmarks.checkpoints.Wide", resolve(Wide.defaults, config))
     steps = Steps()
     num_steps = (1 + NUM_SAVES_IN_TRAINING) * SAVE_INTERVAL
     with tempfile.TemporaryDirectory() as directory:

@@ -37,7 +37,7 @@ from flyte_ddp.launch.dask.nodes import DaskNodes
 from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.devices import num_cores
 from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import FunctionProgram
+from flyte_ddp.launch.process.programs import Program
 from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.launch.supervisor import POLL_INTERVAL
 
@@ -150,7 +150,7 @@ def _measure(num_nodes: int, url: str, scheduler_pid: int, victim_pid: int) -> C
     )
     messages = CountedMessages()
     watch, stop = Watch(), StopRequest()
-    program = FunctionProgram("no ranks", b"", packages=("benchmarks",))
+    program = Program("no ranks", b"", packages=("benchmarks",))
 
     def run() -> None:
         with open_cluster(cluster, "many-nodes") as client:

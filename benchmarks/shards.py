@@ -46,7 +46,7 @@ def train(parallel: str, directory: str, num_layers: int = NUM_LAYERS) -> dict[s
     from flyte_ddp.launch import driver
     from flyte_ddp.launch.local import LocalPlace
     from flyte_ddp.launch.process.job import Job
-    from flyte_ddp.launch.process.programs import RecipeProgram
+    from flyte_ddp.launch.process.programs import recipe_program
     from flyte_ddp.recipes.prepare import prepare_data
 
     data = Path(directory, "data")
@@ -54,7 +54,7 @@ def train(parallel: str, directory: str, num_layers: int = NUM_LAYERS) -> dict[s
     prepare_data(MnistLike(), str(NUM_STEPS * BATCH_SIZE), data)
     options = {"layers": num_layers}
     config = {"epochs": 1, "global_batch_size": BATCH_SIZE, "parallel": parallel, "recipe_options": options}
-    program = RecipeProgram("benchmarks.shards.Deep", resolve(MnistLike.defaults, config))
+    program = recipe_program("benchmarks.shards.Deep", resolve(MnistLike.defaults, config))
     started = time.time()
     result = driver.run(Job(program, f"{directory}/checkpoints", started), LocalPlace(NUM_RANKS), lambda: str(data))
     finished = result.finished

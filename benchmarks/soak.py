@@ -33,7 +33,7 @@ from flyte_ddp.launch import driver
 from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import RecipeProgram
+from flyte_ddp.launch.process.programs import recipe_program
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.recipes.arrays import load_images, save_images
 from flyte_ddp.recipes.prepare import prepare_data
@@ -237,7 +237,7 @@ def _train(config: TrainingConfig, nodes: Nodes, faults: Faults, directory: Path
 
 
 def _job(config: TrainingConfig, place: Path) -> Job:
-    return Job(RecipeProgram(NAME, config), str(place), time.time())
+    return Job(recipe_program(NAME, config), str(place), time.time())
 
 
 def _report(arguments: argparse.Namespace, epochs: int, faults: Faults, directory: Path) -> int:

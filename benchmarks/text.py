@@ -25,7 +25,7 @@ from flyte_ddp.launch import driver
 from flyte_ddp.launch.devices import num_cores
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import RecipeProgram
+from flyte_ddp.launch.process.programs import recipe_program
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 
@@ -151,7 +151,7 @@ def _train(num_ranks: int, config: Mapping[str, Any], source: str = "", listener
         data = Path(directory, "data")
         data.mkdir()
         prepare_data(get_recipe("text", resolved.recipe_options), source, data)
-        job = Job(RecipeProgram("text", resolved), f"{directory}/checkpoints", time.time())
+        job = Job(recipe_program("text", resolved), f"{directory}/checkpoints", time.time())
         return driver.run(job, LocalPlace(num_ranks), lambda: str(data), listeners)
 
 

@@ -31,7 +31,7 @@ def ours(names: str, num_epochs: int, started: float) -> None:
     from flyte_ddp.launch.devices import num_cores
     from flyte_ddp.launch.local import LocalPlace
     from flyte_ddp.launch.process.job import Job
-    from flyte_ddp.launch.process.programs import RecipeProgram
+    from flyte_ddp.launch.process.programs import recipe_program
     from flyte_ddp.recipes import get_recipe
     from flyte_ddp.recipes.prepare import prepare_data
 
@@ -55,7 +55,7 @@ def ours(names: str, num_epochs: int, started: float) -> None:
             return str(data)
 
         config = resolve(recipe.defaults, {**OUR_CONFIG, "epochs": num_epochs or OUR_CONFIG["epochs"]})
-        job = Job(RecipeProgram("pet_names", config), f"{directory}/checkpoints", time.time())
+        job = Job(recipe_program("pet_names", config), f"{directory}/checkpoints", time.time())
         result = driver.run(job, LocalPlace(num_cores()), prepared, [Clock()])
     finished, last = result.finished, result.epochs[-1]
     report(

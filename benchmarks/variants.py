@@ -38,7 +38,7 @@ def ours(data: Path, precision: str, num_ranks: int) -> None:
     from flyte_ddp.launch import driver
     from flyte_ddp.launch.local import LocalPlace
     from flyte_ddp.launch.process.job import Job
-    from flyte_ddp.launch.process.programs import RecipeProgram
+    from flyte_ddp.launch.process.programs import recipe_program
     from flyte_ddp.recipes import get_recipe
 
     name = "benchmarks.mnist_like.MnistLike"
@@ -47,7 +47,7 @@ def ours(data: Path, precision: str, num_ranks: int) -> None:
         {"epochs": NUM_EPOCHS, "global_batch_size": BATCH_SIZE, "precision": precision, "log_interval": LOG_INTERVAL},
     )
     with tempfile.TemporaryDirectory() as checkpoints:
-        job = Job(RecipeProgram(name, config), checkpoints, time.time())
+        job = Job(recipe_program(name, config), checkpoints, time.time())
         result = driver.run(job, LocalPlace(num_ranks), lambda: str(data / PREPARED))
     finished = result.finished
     report(
@@ -110,7 +110,7 @@ def _on_dask(
     from flyte_ddp.launch import driver
     from flyte_ddp.launch.dask.place import DaskPlace
     from flyte_ddp.launch.process.job import Job
-    from flyte_ddp.launch.process.programs import RecipeProgram
+    from flyte_ddp.launch.process.programs import recipe_program
     from flyte_ddp.recipes import get_recipe
 
     class Clock:
@@ -127,7 +127,7 @@ def _on_dask(
 
     name = f"benchmarks.mnist_like.{recipe}"
     config = {"epochs": NUM_EPOCHS, "global_batch_size": BATCH_SIZE, "log_interval": LOG_INTERVAL, **config}
-    job = Job(RecipeProgram(name, resolve(get_recipe(name).defaults, config)), checkpoints, time.time())
+    job = Job(recipe_program(name, resolve(get_recipe(name).defaults, config)), checkpoints, time.time())
     clock = Clock()
     result = driver.run(job, DaskPlace(client, cluster), lambda: str(data / PREPARED), [clock])
     return result.finished, result.epochs, clock.first_step_at

@@ -27,6 +27,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import events
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
     from flyte_ddp.checkpoints.peers import Peers
     from flyte_ddp.checkpoints.store import CheckpointStore
-    from flyte_ddp.launch.process.entry import RankProcess
+    from flyte_ddp.launch.process.link import RankProcess
 
 NUM_KEPT = 2  # newest checkpoints that stay
 
@@ -95,22 +96,29 @@ def report(step: int | None = None, epoch: float | None = None, **values: float)
 
 
 class Session:
-    """The session of one rank's function. The module's functions and names are those of the current one."""
+    """The session of one rank's call. The module's functions and names are those of the current one.
+
+    Attributes:
+        process: of the rank.
+        results: figures of the whole run by their names in `events.RunFinished`, on rank 0.
+        can_resume: there is a checkpoint, or will be one whenever the run is asked to stop.
+    """
 
     def __init__(self, process: RankProcess, open_store: Callable[[], Store]) -> None:
+        self.process = process
         self.checkpoints = process.job.checkpoints
+        self.results: dict[str, Any] = {}
         self.has_stopped = False  # the function was told to stop
         self.was_terminated = False  # it was sent a signal instead
         self.step = 0  # the last one that was reported
-        self._process = process
         self._link = process.link
-        self._open_store = open_store
+        self.open_store = open_store
         self._store: CheckpointStore | None = None
         self._has_warned = False
         self._num_loads = 0
         self._num_polls = 0
         self._link.on_stop = self._terminate
-        self.can_resume = False  # there is a checkpoint, or will be one whenever the run is asked to stop
+        self.can_resume = process.job.program.can_resume
         self._is_stoppable = False  # the supervisors know, or another rank tells them
         self._num_refused = -1  # calls of `stop_requested` that may have been False; -1 before the stop
         self._stop_at = 0  # number of the call of `stop_requested` from which it is true, once that is agreed
@@ -141,9 +149,9 @@ class Session:
             self._has_warned = True
             return
         store = self.open_checkpoints()
-        if self._process.rank == 0:
+        if self.process.rank == 0:
             started = time.perf_counter()
-            if store.keeps_resumed and self._num_readers() == self._process.node.world_size - 1:
+            if store.keeps_resumed and self._num_readers() == self.process.node.world_size - 1:
                 store.keeps_resumed = False
             url = store.save({"step": step, "state": state}, step, best=False)
             self.can_resume = True
@@ -155,18 +163,18 @@ class Session:
         checkpoints = self.open_checkpoints()
         self._num_loads += 1
         key = f"flyte_ddp/load-{self._num_loads}"
-        is_alone = self._process.node.world_size == 1
+        is_alone = self.process.node.world_size == 1
         # Rank 0 chooses: another rank that failed to read the newest would quietly go on from older weights.
-        if self._process.rank == 0:
+        if self.process.rank == 0:
             found, url, skipped = checkpoints.load_latest()
             if not is_alone:
                 checkpoints.keeps_resumed = found is not None
-                self._open_store().set(key, str(found["step"] if found else -1))
+                self.open_store().set(key, str(found["step"] if found else -1))
             self._link.emit(events.CheckpointLoaded(found["step"] if found else 0, url, skipped=skipped))
         else:
-            step = int(self._open_store().get(key))
+            step = int(self.open_store().get(key))
             found = checkpoints.load(step) if step >= 0 else None
-            self._open_store().add(f"{key}/num_readers", 1)
+            self.open_store().add(f"{key}/num_readers", 1)
         if found is None:
             return None
         self.step, self.can_resume = found["step"], True
@@ -176,7 +184,7 @@ class Session:
     def report(self, step: int | None, epoch: float | None, values: Mapping[str, float]) -> None:
         self.step = self.step + 1 if step is None else step
         self._link.beat(self.step)
-        if self._process.rank > 0:
+        if self.process.rank > 0:
             return
         metrics = {}
         for name, value in values.items():
@@ -192,8 +200,19 @@ class Session:
         self._link.beat(step)
 
     def emit(self, event: events.Event) -> None:
-        """Send `event` to the listeners of the run. For rank 0."""
-        self._link.emit(event)
+        """Send `event` to the listeners of the run, from rank 0."""
+        if self.process.rank == 0:
+            self._link.emit(event)
+
+    def emit_start(self, **known: Any) -> None:
+        """Emit that the run has started, with what is known of it by its name in `events.RunStarted`."""
+        node = self.process.node
+        name = self.process.job.program.name
+        self.emit(events.RunStarted(name, node.world_size, node.num_nodes, node.num_restarts, **known))
+
+    def wait_for_data(self) -> Path:
+        """Return the directory of the prepared data, as soon as this node has it."""
+        return self._link.wait_for_data()
 
     def open_checkpoints(self, num_kept: int = NUM_KEPT, peers: Peers | None = None) -> CheckpointStore:
         """Return the store of the run's checkpoints; the first call says how they are kept.
@@ -205,7 +224,7 @@ class Session:
         from flyte_ddp.checkpoints.store import CheckpointStore
 
         if self._store is None:
-            job, is_first = self._process.job, self._process.rank == 0
+            job, is_first = self.process.job, self.process.rank == 0
             self._store = CheckpointStore(
                 self.checkpoints,
                 num_kept,
@@ -222,12 +241,12 @@ class Session:
         """Wait until the checkpoints are written. Raises as `save`."""
         if self._store is not None:
             self._store.wait(self._beat)
-        if self._num_polls and self._process.node.world_size > 1:
+        if self._num_polls and self.process.node.world_size > 1:
             # A rank that has ended refuses all its calls, so that no other rank waits for it, nor stops alone.
             with self._agreeing:
                 if self._num_refused < 0:
                     self._num_refused = self._num_polls
-            self._publish(self._open_store())
+            self._publish(self.open_store())
 
     @contextlib.contextmanager
     def finish_on_error(self) -> Iterator[None]:
@@ -242,7 +261,7 @@ class Session:
 
     def _num_readers(self) -> int:
         """Return how many ranks have read the checkpoint that rank 0 has chosen last."""
-        return int(self._open_store().add(f"flyte_ddp/load-{self._num_loads}/num_readers", 0))
+        return int(self.open_store().add(f"flyte_ddp/load-{self._num_loads}/num_readers", 0))
 
     def _terminate(self) -> None:
         """Pass a stop on as the signal that asked for it, as torchrun does, to a function that does not ask."""
@@ -261,10 +280,10 @@ class Session:
         For that it can resume, and every rank reads `stop_requested`. One that does not would be sent a
         SIGTERM. Returns True when this rank has no more to say.
         """
-        others = self._process.node.world_size - 1
-        if self._process.rank > 0:
-            self._open_store().add("flyte_ddp/num_polling", 1)
-        elif not self.can_resume or (others and self._open_store().add("flyte_ddp/num_polling", 0) < others):
+        others = self.process.node.world_size - 1
+        if self.process.rank > 0:
+            self.open_store().add("flyte_ddp/num_polling", 1)
+        elif not self.can_resume or (others and self.open_store().add("flyte_ddp/num_polling", 0) < others):
             return False
         else:
             self._link.set_stoppable()
@@ -286,17 +305,17 @@ class Session:
         next call while this one waits for it in a collective. So that call waits only for threads like this one.
         """
         with contextlib.suppress(RuntimeError):  # rank 0 has died, and with it the store: its supervisor ends the run
-            world_size = self._process.node.world_size
+            world_size = self.process.node.world_size
             refused = [str(self._num_refused)]
             if world_size > 1:
-                store = self._open_store().clone()  # the function's own waits for a key would keep it
+                store = self.open_store().clone()  # the function's own waits for a key would keep it
                 self._publish(store)
                 refused = [store.get(f"flyte_ddp/stop-{rank}").decode() for rank in range(world_size)]
             self._stop_at = 1 + max(map(int, refused))
             self._is_agreed.set()
 
     def _publish(self, store: Store) -> None:
-        store.set(f"flyte_ddp/stop-{self._process.rank}", str(self._num_refused))
+        store.set(f"flyte_ddp/stop-{self.process.rank}", str(self._num_refused))
 
 
 _current: Session | None = None
@@ -310,6 +329,12 @@ def open_session(process: RankProcess, open_store: Callable[[], Store]) -> Sessi
     """
     global _current
     _current = Session(process, open_store)
+    return _current
+
+
+def current() -> Session:
+    """Return the session of this process, which is one of a rank."""
+    assert _current is not None
     return _current
 
 

@@ -11,7 +11,7 @@ from flyte_ddp.events import Listener
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import RecipeProgram
+from flyte_ddp.launch.process.programs import recipe_program
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.reports.run import Report
 from tasks.cluster import check_urls, open_task_cluster
@@ -95,7 +95,7 @@ class _Run:
         self.frame = frame
         check_urls(initial_state=initial_state)
         frame.limit_time(config.max_hours)
-        program = RecipeProgram(recipe, config, initial_state)
+        program = recipe_program(recipe, config, initial_state)
         self.job = Job(program, frame.storage.url, frame.opened_at, run=frame.execution.run_id)
         wandb = frame.wandb(frame.wandb_run_id(), model_artifact=model_artifact)
         self.listeners: list[Listener] = [

@@ -17,7 +17,7 @@ import torch
 
 from flyte_ddp.config import resolve
 from flyte_ddp.launch import rank_start
-from flyte_ddp.launch.process.programs import RecipeProgram
+from flyte_ddp.launch.process.programs import recipe_program
 from tests.support import browser
 from tests.support.runs import new_run
 
@@ -131,7 +131,7 @@ def start_worker():
 @pytest.fixture(scope="module")
 def server_with_compiler():
     """Ranks that have imported torch's compiler, as those of a process whose first run splits its model."""
-    start_server_anew(RecipeProgram("digits", resolve({}, {"parallel": "fsdp"})).slow_imports)
+    start_server_anew(recipe_program("digits", resolve({}, {"parallel": "fsdp"})).slow_imports)
     yield
     start_server_anew(["torch"])
 

@@ -94,17 +94,17 @@ def test_a_wrong_default_of_a_recipe_is_refused_like_the_users_values():
 
 
 def test_the_batch_per_rank_is_the_share_of_ranks_and_micro_batches():
-    assert TrainingConfig(global_batch_size=64).batch_size_per_rank(4) == 16
-    assert TrainingConfig(global_batch_size=64, gradient_accumulation=2).batch_size_per_rank(4) == 8
+    assert TrainingConfig(global_batch_size=64).batch.size_per_rank(4) == 16
+    assert TrainingConfig(global_batch_size=64, gradient_accumulation=2).batch.size_per_rank(4) == 8
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_does():
     expected = r"^global_batch_size: expected a multiple of 3, got 64 \(3 ranks; the nearest is 63\)$"
     with pytest.raises(ConfigError, match=expected):
-        TrainingConfig(global_batch_size=64).batch_size_per_rank(3)
+        TrainingConfig(global_batch_size=64).batch.size_per_rank(3)
     expected = r"got 4 \(2 ranks x 5 micro-batches \(gradient_accumulation\); the nearest is 10"
     with pytest.raises(ConfigError, match=expected):
-        TrainingConfig(global_batch_size=4, gradient_accumulation=5).batch_size_per_rank(2)
+        TrainingConfig(global_batch_size=4, gradient_accumulation=5).batch.size_per_rank(2)
 
 
 @pytest.mark.parametrize(

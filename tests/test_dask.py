@@ -27,7 +27,7 @@ from flyte_ddp.launch.dask import nodes
 from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.dask.placement import assign_nodes
 from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import RecipeProgram
+from flyte_ddp.launch.process.programs import recipe_program
 from tests.support.dask_runs import (
     LOCAL,
     dask_config,
@@ -244,7 +244,7 @@ def test_ranks_are_ordered_by_host_and_name():
 
 
 def test_bad_input_is_refused_before_any_cluster_is_asked(tmp_path):
-    job = Job(RecipeProgram("digits", dask_config(global_batch_size=32)), str(tmp_path), 0.0)
+    job = Job(recipe_program("digits", dask_config(global_batch_size=32)), str(tmp_path), 0.0)
     with pytest.raises(ConfigError, match="global_batch_size: expected a multiple of 3, got 32"):
         driver.run(job, DaskPlace(None, ClusterConfig(num_nodes=3)), str)
     message = (
@@ -252,6 +252,6 @@ def test_bad_input_is_refused_before_any_cluster_is_asked(tmp_path):
     )
     with pytest.raises(ConfigError, match=message):
         driver.run(job, DaskPlace(None, ClusterConfig(num_nodes=4, min_nodes=3)), str)
-    nccl = dataclasses.replace(job, program=RecipeProgram("digits", dask_config(backend="nccl")))
+    nccl = dataclasses.replace(job, program=recipe_program("digits", dask_config(backend="nccl")))
     with pytest.raises(ConfigError, match="backend: expected auto or gloo for ranks without GPUs"):
         driver.run(nccl, DaskPlace(None, ClusterConfig(num_nodes=2)), str)

@@ -15,7 +15,7 @@ from flyte_ddp.launch import devices
 from flyte_ddp.launch.dask.placement import Worker, assign_nodes
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import RecipeProgram
+from flyte_ddp.launch.process.programs import recipe_program
 
 SLICES = ("MIG-1a", "MIG-2b")
 
@@ -126,7 +126,7 @@ def test_wsl_has_a_gpu_without_nvidias_device_files(machine):
 
 
 def test_a_task_without_its_requested_gpus_fails_with_what_to_check(machine, monkeypatch, tmp_path):
-    job = Job(RecipeProgram("digits", TrainingConfig()), str(tmp_path), 0.0)
+    job = Job(recipe_program("digits", TrainingConfig()), str(tmp_path), 0.0)
     monkeypatch.setenv(devices.REQUESTED_VARIABLE, "2")
     machine(POD)  # the device is there, the driver's library is not
     with pytest.raises(ConfigError, match="^GPUs: expected 2, .* got 0 .*device plugin.*LD_LIBRARY_PATH") as caught:
@@ -138,8 +138,8 @@ def test_a_task_without_its_requested_gpus_fails_with_what_to_check(machine, mon
 def test_mig_slices_cannot_be_connected_by_nccl(machine, tmp_path):
     machine(["/dev/nvidiactl"], cuda=1, nvidia_ml=FakeNvml([SLICES]))
     with pytest.raises(ConfigError, match="^backend: expected gloo between MIG slices of a GPU, got nccl"):
-        LocalPlace(2).check(Job(RecipeProgram("digits", TrainingConfig()), str(tmp_path), 0.0))
-    LocalPlace(2).check(Job(RecipeProgram("digits", TrainingConfig(backend="gloo")), str(tmp_path), 0.0))
+        LocalPlace(2).check(Job(recipe_program("digits", TrainingConfig()), str(tmp_path), 0.0))
+    LocalPlace(2).check(Job(recipe_program("digits", TrainingConfig(backend="gloo")), str(tmp_path), 0.0))
 
 
 def worker(name, host, gpus=(), **values):

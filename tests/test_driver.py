@@ -14,7 +14,7 @@ from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.attempt import Failure, Node, find_cause
 from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import FunctionProgram, RecipeProgram
+from flyte_ddp.launch.process.programs import Program, recipe_program
 from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.storage import Storage
 from tests.test_policy import AWAY, DENIED, ECHO, KILLED, LOST, OOM_POD, SHAPES, STALLED, THEIRS
@@ -76,7 +76,7 @@ class OwnPlace:
 
 
 def train(place, directory, program=None, **options):
-    job = Job(program or FunctionProgram("minimum", b""), str(directory), 0.0)
+    job = Job(program or Program("minimum", b""), str(directory), 0.0)
     return driver.run(job, place, **options)
 
 
@@ -172,7 +172,7 @@ def test_failures_that_end_a_run_and_failures_that_restart_it(
 ):
     script = scripted(endings)
     with pytest.raises(error) as caught:
-        train(own_place(max_restarts), tmp_path, RecipeProgram("digits", TrainingConfig()))
+        train(own_place(max_restarts), tmp_path, recipe_program("digits", TrainingConfig()))
     assert script.num_attempts == num_attempts
     if error is OutOfMemory:
         assert str(caught.value).startswith("memory: expected more, or a smaller evaluation_batch_size")
@@ -201,7 +201,7 @@ def test_a_second_kill_for_lack_of_memory_ends_the_run_also_in_another_process(t
 def test_a_run_that_keeps_nothing_never_gets_further(tmp_path, scripted):
     script = scripted([(OOM_POD, 7, 0), (OOM_POD, 9, 0)])
     with pytest.raises(OutOfMemory):
-        driver.run(Job(FunctionProgram("minimum", b""), "", 0.0), own_place(16))
+        driver.run(Job(Program("minimum", b""), "", 0.0), own_place(16))
     assert script.num_attempts == 2
 
 
@@ -220,7 +220,7 @@ def test_a_store_that_stays_away_ends_the_run_recoverably(tmp_path, scripted, mo
     scripted([(KILLED, 5, 0)])
     monkeypatch.setattr(driver.Storage, "names", names)
     with pytest.raises(StorageUnavailable, match="could not be reached for 7 s"):
-        train(own_place(16), tmp_path, FunctionProgram("minimum", b"", store_timeout=7))
+        train(own_place(16), tmp_path, Program("minimum", b"", store_timeout=7))
 
 
 def test_a_lost_node_explains_the_exception_that_a_program_raised_because_of_it():

@@ -30,9 +30,9 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin import Distributed
 from flyte_ddp.flytekit_plugin.distributed import DistributedTask, _check_places
 from flyte_ddp.flytekit_plugin.failures import TaskFailed
-from flyte_ddp.launch.process.programs import FunctionProgram
 from tests.support import distributed_tasks as tasks
 from tests.support import kubernetes_task
+from tests.support.runs import fork_functions
 
 SETTINGS = SerializationSettings(ImageConfig(Image("default", "image", "tag")), "project", "domain", "version")
 
@@ -80,7 +80,7 @@ def test_inputs_outputs_decks_and_environment_pass_through_ranks_that_restart(tm
 
 
 def test_a_bug_is_reported_with_its_rank_and_the_users_frames_alone_and_not_retried(monkeypatch):
-    monkeypatch.setattr(FunctionProgram, "slow_imports", ("torch",))  # ranks of functions too are forked: faster
+    fork_functions(monkeypatch)
     with pytest.raises(TaskFailed) as caught:
         tasks.fail(kind="bug")
 
@@ -95,7 +95,7 @@ def test_a_bug_is_reported_with_its_rank_and_the_users_frames_alone_and_not_retr
 
 
 def test_flytes_recoverable_exception_and_its_subclasses_stay_recoverable(monkeypatch):
-    monkeypatch.setattr(FunctionProgram, "slow_imports", ("torch",))  # ranks of functions too are forked: faster
+    fork_functions(monkeypatch)
     with pytest.raises(
         FlyteRecoverableException, match="rank 1 failed: .*NotReady: the data is not there yet"
     ) as found:
@@ -106,7 +106,7 @@ def test_flytes_recoverable_exception_and_its_subclasses_stay_recoverable(monkey
 @pytest.mark.parametrize(("start_method", "name"), [("spawn", ""), ("fork", "local")])
 def test_a_rank_has_the_execution_and_the_artifacts_that_elastics_would_have(start_method, name, monkeypatch):
     monkeypatch.delenv("FLYTE_INTERNAL_EXECUTION_ID", raising=False)
-    monkeypatch.setattr(FunctionProgram, "slow_imports", ("torch",))
+    fork_functions(monkeypatch)
     words = Artifact(name="words")
 
     class Card:

@@ -81,7 +81,7 @@ def test_a_state_is_evaluated_on_the_gpu_with_the_results_of_its_training(gpu, t
     from flyte_ddp.recipes import get_recipe
 
     run = new_run(tmp_path, DIGITS).train(num_processes=1, epochs=1)
-    loss, accuracy = evaluate_state(get_recipe(DIGITS), run.job.program.config, run.state(), run.data())
+    loss, accuracy = evaluate_state(get_recipe(DIGITS), run.config, run.state(), run.data())
     assert accuracy == pytest.approx(run.result.epochs[-1].accuracy)
     assert loss == pytest.approx(run.result.epochs[-1].test_loss, rel=1e-3)
 

@@ -15,9 +15,8 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import RecipeProgram
+from flyte_ddp.launch.process.programs import recipe_program
 from flyte_ddp.rank.batch_norm import keep_frozen_statistics
-from flyte_ddp.rank.main import main
 from flyte_ddp.recipes.image_folder.recipe import ImageFolder
 from tests.support.image_store import image_tree, prepare, running_store
 from tests.support.runs import new_run
@@ -136,14 +135,14 @@ def test_the_statistics_of_a_frozen_batch_norm_stay_and_those_of_a_trained_one_m
 
 
 def test_synchronized_batch_norm_is_refused_on_cpus_before_any_rank_starts(tmp_path):
-    job = Job(RecipeProgram("image_folder", TrainingConfig(sync_batch_norm=True)), str(tmp_path), 0.0)
+    job = Job(recipe_program("image_folder", TrainingConfig(sync_batch_norm=True)), str(tmp_path), 0.0)
     LocalPlace(1).check(job)
     with pytest.raises(ConfigError, match="^sync_batch_norm: expected false for ranks without GPUs, got true"):
         LocalPlace(2).check(job)
 
 
 def test_a_model_is_not_compiled_where_no_compiler_is(tmp_path, monkeypatch):
-    program = RecipeProgram("image_folder", TrainingConfig(compile=True))
+    program = recipe_program("image_folder", TrainingConfig(compile=True))
     monkeypatch.setenv("CXX", sys.executable)
     LocalPlace(1).check(Job(program, str(tmp_path), 0.0))
     monkeypatch.delenv("CXX")
@@ -152,7 +151,7 @@ def test_a_model_is_not_compiled_where_no_compiler_is(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"^compile: expected false, or a C\+\+ compiler .*COMPILER=1.*, got true"):
         LocalPlace(1).check(Job(program, str(tmp_path), 0.0))
     with pytest.raises(ConfigError, match="^compile: expected"):
-        main(program, None)  # a rank on another machine, before it uses anything of its process
+        program.check_compiler()  # as a rank on another machine does
 
 
 def test_predictions_travel_with_small_images_and_the_likeliest_classes():

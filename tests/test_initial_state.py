@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 import time
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import RecipeProgram
+from flyte_ddp.launch.process.programs import recipe_program
 from flyte_ddp.rank.initial_state import load_initial_state
 from flyte_ddp.recipes import config_of, get_recipe
 from tests.support.runs import new_run
@@ -30,7 +30,7 @@ def test_every_rank_starts_from_the_given_weights(tmp_path):
     torch.save(given, url)
     run = new_run(tmp_path)
     config = config_of(run.recipe, {"epochs": 1, "learning_rate": 1e-12, "momentum": 0.0})  # the weights stay
-    job = Job(RecipeProgram(run.recipe, config, url), str(run.checkpoints), time.time())
+    job = Job(recipe_program(run.recipe, config, url), str(run.checkpoints), time.time())
     run.result = driver.run(job, LocalPlace(2), lambda: str(run.data()), [run], run.relay)
 
     assert all(torch.allclose(value, given[name], atol=1e-6) for name, value in run.state().items())
@@ -99,4 +99,4 @@ def test_a_state_of_another_model_is_refused_with_its_wrong_keys(tmp_path, write
 
 
 def test_a_recipe_has_fresh_weights_by_default():
-    assert {field.name: field.default for field in dataclasses.fields(RecipeProgram)}["initial_state"] == ""
+    assert inspect.signature(recipe_program).parameters["initial_state"].default == ""

@@ -40,7 +40,7 @@ from flyte_ddp.errors import ClusterError, ConfigError, OutOfMemory, PreflightEr
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import RecipeProgram
+from flyte_ddp.launch.process.programs import recipe_program
 from tasks.train import pod_failure
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
@@ -925,7 +925,7 @@ def test_a_task_whose_pod_was_killed_for_its_memory_twice_at_the_same_step_ends(
         return 200, {**found, "status": {"phase": "Failed", "containerStatuses": [{**status, "state": state}]}}
 
     api_server.reply = reply  # type: ignore[method-assign]
-    job = Job(RecipeProgram("digits", TrainingConfig()), str(tmp_path), 0.0)
+    job = Job(recipe_program("digits", TrainingConfig()), str(tmp_path), 0.0)
     monkeypatch.setattr(driver._Driver, "drive", lambda self: None)
 
     def begin(pod: str) -> None:

@@ -23,7 +23,7 @@ from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch import driver, local, rank_start, supervisor
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import RecipeProgram
+from flyte_ddp.launch.process.programs import recipe_program
 from tests.support.runs import how_it_ended, new_run, start_parent, wait_for_step
 
 SLOW_STEP = "0.1"  # seconds, for runs that a signal has to meet on their way
@@ -218,7 +218,7 @@ def shorten_stall_timeout(run):
     def relay(line):
         # In this process, and only now, because how long ranks take to start depends on the machine.
         if line == "[rank 1] this rank hangs on purpose":
-            object.__setattr__(run.job.program.config, "stall_timeout", 0.5)
+            object.__setattr__(run.job.program, "stall_timeout", 0.5)
 
     return relay
 
@@ -435,7 +435,7 @@ def no_processes(monkeypatch):
 
 
 def test_an_unknown_recipe_is_refused_before_any_process_starts(tmp_path, no_processes):
-    job = Job(RecipeProgram("mnits", TrainingConfig()), str(tmp_path), time.time())
+    job = Job(recipe_program("mnits", TrainingConfig()), str(tmp_path), time.time())
 
     with pytest.raises(ConfigError, match="recipe: expected digits, .*, got 'mnits'"):
         driver.run(job, LocalPlace(2), lambda: pytest.fail("data were prepared"))
@@ -495,7 +495,7 @@ def test_the_step_of_a_lost_gang_is_known_between_two_reports(tmp_path, monkeypa
 
 
 def test_a_port_that_is_taken_is_refused_at_once(tmp_path, no_processes):
-    job = Job(RecipeProgram("digits", TrainingConfig()), str(tmp_path), time.time())
+    job = Job(recipe_program("digits", TrainingConfig()), str(tmp_path), time.time())
     begun = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

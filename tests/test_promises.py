@@ -17,13 +17,13 @@ from flyte_ddp.launch import driver
 from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import FunctionProgram, RecipeProgram
+from flyte_ddp.launch.process.programs import Program, recipe_program
 from flyte_ddp.launch.run import _Call
 from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.recipes import get_recipe
 from tests.support.dask_runs import LOCAL, At, events_of
 from tests.support.promises import NUM_STEPS, count
-from tests.support.runs import new_run
+from tests.support.runs import fork_functions, new_run
 
 RECIPE = "tests.support.promises.Steady"
 STALL_TIMEOUT = 6.0  # seconds
@@ -50,14 +50,14 @@ class Cell:
         directory = str(self.directory / "faults") if faults else ""
         if self.is_function:
             call = cloudpickle.dumps(_Call(count, (directory,)))
-            program = FunctionProgram("count", call, ("tests",), stall_timeout=STALL_TIMEOUT)
+            program = Program("count", call, ("tests",), stall_timeout=STALL_TIMEOUT)
         else:
             options = {
                 "recipe_options": {"faults": directory},
                 "checkpoint_interval": 2,
                 "stall_timeout": STALL_TIMEOUT,
             }
-            program = RecipeProgram(RECIPE, resolve(get_recipe(RECIPE, {}).defaults, options))
+            program = recipe_program(RECIPE, resolve(get_recipe(RECIPE, {}).defaults, options))
         place = LocalPlace(2, max_restarts)
         if self.place == "dask":
             place = DaskPlace(self.client, dataclasses.replace(LOCAL, max_restarts=max_restarts))
@@ -94,7 +94,7 @@ def cells(*slow):
 def cell(tmp_path, request, monkeypatch):
     program, place = request.param
     if place == "local":  # ranks of functions too are forked, which is faster
-        monkeypatch.setattr(FunctionProgram, "slow_imports", ("torch",))
+        fork_functions(monkeypatch)
     client = request.getfixturevalue("client") if place == "dask" else None
     return Cell(program, place, client, tmp_path)
 

@@ -6,9 +6,10 @@ import multiprocessing
 import threading
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.launch.process.entry import SupervisorLink, environment
+from flyte_ddp.launch.process.entry import environment
 from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import RecipeProgram
+from flyte_ddp.launch.process.link import SupervisorLink
+from flyte_ddp.launch.process.programs import recipe_program
 from flyte_ddp.launch.process.ranks import NodeRanks
 
 NAMES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG")
@@ -19,7 +20,7 @@ def environment_of(monkeypatch, given=(), **config):
         monkeypatch.delenv(name, raising=False)
     for name, value in given:
         monkeypatch.setenv(name, value)
-    job = Job(RecipeProgram("digits", TrainingConfig(**config)), "checkpoints", 0.0)
+    job = Job(recipe_program("digits", TrainingConfig(**config)), "checkpoints", 0.0)
     node = NodeRanks(
         *(6, 2, 8, "10.0.0.1", 1234, "eth0"),
         use_gpus=False,
@@ -56,6 +57,8 @@ def test_a_rank_has_the_environment_of_torchrun(monkeypatch):
         "OMP_NUM_THREADS": "3",
         "GLOO_SOCKET_IFNAME": "eth0",
         "NCCL_SOCKET_IFNAME": "eth0",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     }
 
 

@@ -15,13 +15,13 @@ import pytest
 from flyte_ddp.config import resolve
 from flyte_ddp.errors import RankFailure
 from flyte_ddp.launch import rank_start, supervisor
-from flyte_ddp.launch.process.programs import FunctionProgram, RecipeProgram
+from flyte_ddp.launch.process.programs import Program, recipe_program
 from flyte_ddp.launch.rank_start import start_rank
 from tests.support.dask_runs import At
 from tests.support.runs import REPOSITORY, new_run
 
-RECIPE = RecipeProgram("digits", resolve({}, {}))
-FUNCTION = FunctionProgram("function", b"")
+RECIPE = recipe_program("digits", resolve({}, {}))
+FUNCTION = Program("function", b"")
 
 
 def _describe(pipe):
@@ -104,15 +104,15 @@ def _description_in_a_process_without_server(code, directory):
 
 def test_ranks_are_fresh_where_the_server_cannot_load_torch(tmp_path):
     (tmp_path / "broken.py").write_text("import os\nos._exit(3)\n")
-    code = "test.RecipeProgram.slow_imports = ['broken']"
+    code = "import dataclasses; test.RECIPE = dataclasses.replace(test.RECIPE, slow_imports=['broken'])"
     assert "'has torch': False" in _description_in_a_process_without_server(code, tmp_path)
 
 
 def test_a_rank_that_needs_torchs_compiler_has_it_from_the_server(tmp_path):
-    compiled = RecipeProgram("digits", resolve({}, {"compile": True}))
-    code = "test.RECIPE = test.RecipeProgram('digits', test.resolve({}, {'parallel': 'fsdp'}))"
+    compiled = recipe_program("digits", resolve({}, {"compile": True}))
+    code = "test.RECIPE = test.recipe_program('digits', test.resolve({}, {'parallel': 'fsdp'}))"
     assert "'has compiler': True" in _description_in_a_process_without_server(code, tmp_path)
-    assert compiled.slow_imports == RecipeProgram("digits", resolve({}, {"parallel": "fsdp"})).slow_imports
+    assert compiled.slow_imports == recipe_program("digits", resolve({}, {"parallel": "fsdp"})).slow_imports
 
 
 def test_a_killed_server_ends_the_run_with_all_its_processes_and_the_next_run_has_another(

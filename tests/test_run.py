@@ -23,9 +23,8 @@ from flyte_ddp.cluster import connect
 from flyte_ddp.config.source_code import packages_beside
 from flyte_ddp.errors import ConfigError, OutOfMemory, RankFailure
 from flyte_ddp.launch import supervisor
-from flyte_ddp.launch.process.programs import FunctionProgram
 from flyte_ddp.launch.run import Gang, run_program, script_program
-from tests.support.runs import hear_hangups
+from tests.support.runs import fork_functions, hear_hangups
 
 REPOSITORY = Path(__file__).parents[1]
 SCRIPTS = REPOSITORY / "tests/support/scripts"
@@ -144,7 +143,7 @@ def test_a_session_without_a_run_does_nothing(both, monkeypatch):
 def test_a_function_resumes_after_a_kill_from_the_newest_sound_checkpoint_and_rank_0_returns(
     tmp_path, caplog, monkeypatch
 ):
-    monkeypatch.setattr(FunctionProgram, "slow_imports", ("torch",))  # ranks of functions too are forked: faster
+    fork_functions(monkeypatch)
 
     def manifest(step):
         return tmp_path / f"checkpoints/step-{step:010d}.json"
@@ -190,7 +189,7 @@ def test_a_function_resumes_after_a_kill_from_the_newest_sound_checkpoint_and_ra
 def test_a_function_that_runs_out_of_memory_goes_on_while_its_checkpoints_advance(tmp_path, monkeypatch):
     counts = itertools.count()
     monkeypatch.setattr(supervisor, "count_oom_kills", lambda: next(counts))
-    monkeypatch.setattr(FunctionProgram, "slow_imports", ("torch",))
+    fork_functions(monkeypatch)
 
     def function(directory):
         step = min((session.load() or {"step": 0})["step"] + 1, 3)
@@ -639,7 +638,7 @@ def test_a_plain_script_runs_its_own_functions_and_tasks_on_several_nodes(tmp_pa
 
 
 def test_an_exception_that_names_a_connection_is_the_ranks_own_where_no_node_can_be_lost(monkeypatch):
-    monkeypatch.setattr(FunctionProgram, "slow_imports", ("torch",))
+    fork_functions(monkeypatch)
 
     def read_from_a_server():
         raise ConnectionResetError("Connection reset by peer")

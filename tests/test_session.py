@@ -13,7 +13,7 @@ import pytest
 from flyte_ddp import events
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import FunctionProgram
+from flyte_ddp.launch.process.programs import Program
 from flyte_ddp.session import Session
 
 
@@ -72,7 +72,7 @@ class Store:
 
 def session_of(rank=0, world_size=1, store=None, checkpoints=""):
     process = SimpleNamespace(
-        job=Job(FunctionProgram("train", b""), checkpoints, 0.0),
+        job=Job(Program("train", b""), checkpoints, 0.0),
         node=SimpleNamespace(world_size=world_size),
         rank=rank,
         link=Link(),

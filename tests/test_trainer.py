@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import math
 import shutil
@@ -26,7 +25,7 @@ from flyte_ddp.events import (
     RunStarted,
     RunState,
 )
-from flyte_ddp.launch.process.programs import RecipeProgram
+from flyte_ddp.launch.process.programs import recipe_program
 from flyte_ddp.rank.data import epoch_order
 from flyte_ddp.rank.optim import learning_rate_factor
 from flyte_ddp.rank.parallel import place_model
@@ -358,15 +357,14 @@ def test_ranks_whose_gpu_runs_out_of_memory_restart_with_smaller_micro_batches_w
 
 
 def test_other_errors_and_batches_that_cannot_be_split_further_are_not_restarted():
-    program = RecipeProgram("digits", TrainingConfig(grow_accumulation_on_oom=True, global_batch_size=12))
+    program = recipe_program("digits", TrainingConfig(grow_accumulation_on_oom=True, global_batch_size=12))
     oom = RankFailure("rank 0 failed", 0, "exception", "OutOfMemoryError: CUDA out of memory")
 
     assert type(torch.cuda.OutOfMemoryError("")).__name__ == oom.error_name
-    assert program.with_smaller_batches(oom, 2).config.gradient_accumulation == 2
+    assert program.with_smaller_batches(oom, 2).batch.num_parts == 2
     assert program.with_smaller_batches(oom, 4) is None
     assert program.with_smaller_batches(RankFailure("", 0, "signal", "SIGKILL"), 2) is None
-    config = dataclasses.replace(program.config, grow_accumulation_on_oom=False)
-    assert RecipeProgram("digits", config).with_smaller_batches(oom, 2) is None
+    assert recipe_program("digits", TrainingConfig(global_batch_size=12)).with_smaller_batches(oom, 2) is None
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])

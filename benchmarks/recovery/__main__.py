@@ -30,7 +30,7 @@ from flyte_ddp.launch import driver
 from flyte_ddp.launch.devices import num_cores
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import RecipeProgram
+from flyte_ddp.launch.process.programs import recipe_program
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage import open_filesystem
 
@@ -97,7 +97,7 @@ class Suite:
         directory.mkdir()
         if is_ours:
             config = resolve(LoggedCounting.defaults, {"epochs": epochs})
-            job = Job(RecipeProgram(RECIPE, config), str(directory), time.time())
+            job = Job(recipe_program(RECIPE, config), str(directory), time.time())
             driver.run(job, LocalPlace(2), lambda: str(self.data))
         else:
             launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")

@@ -25,7 +25,7 @@ def run_ours(address: str, data: Path, directory: Path, epochs: int, store: str)
     from flyte_ddp.launch.dask.place import DaskPlace
     from flyte_ddp.launch.local import LocalPlace
     from flyte_ddp.launch.process.job import Job
-    from flyte_ddp.launch.process.programs import RecipeProgram
+    from flyte_ddp.launch.process.programs import recipe_program
 
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
     cluster = ClusterConfig(
@@ -38,7 +38,7 @@ def run_ours(address: str, data: Path, directory: Path, epochs: int, store: str)
         grow_interval=0.0,
     )
     config = resolve(LoggedCounting.defaults, {"epochs": epochs, "stall_timeout": COLLECTIVE_TIMEOUT})
-    job = Job(RecipeProgram(RECIPE, config), store or str(directory), time.time())
+    job = Job(recipe_program(RECIPE, config), store or str(directory), time.time())
     if not address:
         driver.run(job, LocalPlace(2, MAX_RESTARTS), lambda: str(data))
         return

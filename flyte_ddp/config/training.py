@@ -15,6 +15,36 @@ from flyte_ddp.errors import ConfigError
 
 
 @dataclass(frozen=True)
+class Batch:
+    """The samples of an optimizer step, over all ranks.
+
+    Attributes:
+        num_parts: micro-batches that every rank divides its share into.
+        may_split: into twice as many parts, if a GPU runs out of memory.
+    """
+
+    size: int
+    num_parts: int = 1
+    may_split: bool = False
+
+    def size_per_rank(self, world_size: int) -> int:
+        """Return the samples of one rank in one forward pass, at `world_size` ranks.
+
+        Raises:
+            ConfigError: they do not divide evenly over ranks and micro-batches.
+        """
+        parts = world_size * self.num_parts
+        if self.size % parts:
+            split = f"{world_size} ranks"
+            if self.num_parts > 1:
+                split += f" x {self.num_parts} micro-batches (gradient_accumulation)"
+            nearest = max(1, round(self.size / parts)) * parts
+            expected = f"expected a multiple of {parts}, got {self.size}"
+            raise ConfigError(f"global_batch_size: {expected} ({split}; the nearest is {nearest})")
+        return self.size // parts
+
+
+@dataclass(frozen=True)
 class TrainingConfig:
     """Everything about a run that is a number or a choice.
 
@@ -96,23 +126,9 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         validate(self)
 
-    def batch_size_per_rank(self, world_size: int) -> int:
-        """Return the samples of one rank in one forward pass, at `world_size` ranks.
-
-        Raises:
-            ConfigError: the global batch does not divide evenly over ranks and micro-batches.
-        """
-        parts = world_size * self.gradient_accumulation
-        if self.global_batch_size % parts:
-            split = f"{world_size} ranks"
-            if self.gradient_accumulation > 1:
-                split += f" x {self.gradient_accumulation} micro-batches (gradient_accumulation)"
-            nearest = max(1, round(self.global_batch_size / parts)) * parts
-            raise ConfigError(
-                f"global_batch_size: expected a multiple of {parts}, got {self.global_batch_size} "
-                f"({split}; the nearest is {nearest})"
-            )
-        return self.global_batch_size // parts
+    @property
+    def batch(self) -> Batch:
+        return Batch(self.global_batch_size, self.gradient_accumulation, self.grow_accumulation_on_oom)
 
 
 def resolve(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> TrainingConfig:

@@ -49,7 +49,7 @@ from flyte_ddp.flytekit_plugin.pods import (
 from flyte_ddp.flytekit_plugin.rank_call import TaskCall, unpack
 from flyte_ddp.flytekit_plugin.shipping import ship_all_files
 from flyte_ddp.launch.devices import num_gpus
-from flyte_ddp.launch.process.programs import FunctionProgram
+from flyte_ddp.launch.process.programs import Program
 from flyte_ddp.launch.run import Gang, run_program
 from flyte_ddp.observers.launcher_log import launcher_log
 from flyte_ddp.observers.progress_bar import ProgressBar
@@ -100,7 +100,7 @@ class Distributed:
     increase_shared_mem: bool = True
     run_policy: Any = None
     cluster: Mapping[str, Any] | None = None
-    stall_timeout: float = FunctionProgram.stall_timeout
+    stall_timeout: float = Program.stall_timeout
     allowed: Mapping[str, Sequence[str]] | None = None
 
     def __post_init__(self) -> None:
@@ -276,7 +276,7 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             for name, url in _list_urls(inputs):
                 check_urls({name: url}, allowed)
 
-    def _program(self, inputs: LiteralMap, raw_output_prefix: str, parameters: Any) -> FunctionProgram:
+    def _program(self, inputs: LiteralMap, raw_output_prefix: str, parameters: Any) -> Program:
         _, module, attribute, _ = extract_task_module(self)
         is_found = getattr(sys.modules.get(module), attribute, None) is self
         checkpoints: tuple[str | None, str | None] = (None, None)
@@ -296,7 +296,7 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         if self.task_config.start_method == "fork":  # Elastic's forked ranks have the execution of their parent
             for name, attribute in {"ID": "name", "PROJECT": "project", "DOMAIN": "domain"}.items():
                 own.setdefault(f"FLYTE_INTERNAL_EXECUTION_{name}", getattr(parameters.execution_id, attribute))
-        return FunctionProgram(
+        return Program(
             name=attribute,
             call=cloudpickle.dumps(call),
             packages=packages_beside(self.task_function.__module__),

@@ -244,10 +244,9 @@ class _Driver:
             self._raise(ended, failure, decision.error)
         if decision.next is Next.SHRINK and smaller is not None:
             run.job = dataclasses.replace(run.job, program=smaller)
-            accumulation = smaller.config.gradient_accumulation
             logger.warning(
                 "a GPU ran out of memory: the ranks restart from the last checkpoint with gradient_accumulation %d",
-                accumulation,
+                smaller.batch.num_parts if smaller.batch else 1,
             )
             return
         what, previous = first_line(failure), self.previous

@@ -22,7 +22,6 @@ from flyte_ddp.launch.devices import (
 )
 from flyte_ddp.launch.node import Link, run_ranks
 from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import check_compiler
 from flyte_ddp.launch.process.ranks import NodeRanks
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class LocalPlace:
         if gpus and num_processes > gpus:
             raise ConfigError(f"num_processes: expected at most {gpus}, one per GPU, got {num_processes}")
         job.program.check(num_processes, gpus > 0)
-        check_compiler(job.program)
+        job.program.check_compiler()
         if gpus and num_processes > 1 and job.program.uses_nccl and has_mig_slices():
             raise ConfigError("backend: expected gloo between MIG slices of a GPU, got nccl")
 

@@ -36,7 +36,7 @@ from flyte_ddp.launch.devices import default_num_processes, num_cores, num_gpus
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.outputs import outputs_directory
 from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import SCRIPT_DIRECTORY, FunctionProgram
+from flyte_ddp.launch.process.programs import SCRIPT_DIRECTORY, Program
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -68,7 +68,7 @@ class Gang:
     nproc_per_node: int | str = 1
     max_restarts: int = 0
     cluster: ClusterConfig | Mapping[str, Any] | None = None
-    stall_timeout: float = FunctionProgram.stall_timeout
+    stall_timeout: float = Program.stall_timeout
     master_port: int = 0
 
     def __post_init__(self) -> None:
@@ -141,7 +141,7 @@ def run(
     cluster: ClusterConfig | Mapping[str, Any] | None = None,
     client: Client | None = None,
     checkpoints: str = "",
-    stall_timeout: float = FunctionProgram.stall_timeout,
+    stall_timeout: float = Program.stall_timeout,
     listeners: Sequence[events.Listener] = (),
 ) -> T:
     """Call `function(*arguments)` in every rank, in torchrun's environment, and return rank 0's value.
@@ -165,7 +165,7 @@ def run(
     name = getattr(function, "__qualname__", repr(function))
     call = cloudpickle.dumps(_Call(function, arguments))
     module = getattr(function, "__module__", None) or "__main__"
-    program = FunctionProgram(name, call, packages_beside(module), stall_timeout=stall_timeout)
+    program = Program(name, call, packages_beside(module), stall_timeout=stall_timeout)
     value = run_program(program, gang, checkpoints, listeners, client=client)
     try:
         return cloudpickle.loads(value)  # type: ignore[no-any-return]
@@ -174,7 +174,7 @@ def run(
 
 
 def run_program(
-    program: FunctionProgram,
+    program: Program,
     gang: Gang,
     checkpoints: str = "",
     listeners: Sequence[events.Listener] = (),
@@ -216,9 +216,9 @@ def script_program(
     script: str,
     arguments: Sequence[str],
     is_module: bool = False,
-    stall_timeout: float = FunctionProgram.stall_timeout,
+    stall_timeout: float = Program.stall_timeout,
     outputs: str = "",
-) -> FunctionProgram:
+) -> Program:
     """Return the program that runs a script, or a module as `python -m` does, with `arguments`.
 
     The script's directory is shipped to every node.
@@ -242,10 +242,10 @@ def script_program(
             raise ConfigError(f"script: expected a file, got {script!r}")
         directory = str(path.parent)
     call = _Script(script, directory, tuple(arguments), os.getcwd(), outputs)
-    return FunctionProgram(Path(script).name, cloudpickle.dumps(call), packages, directory, stall_timeout)
+    return Program(Path(script).name, cloudpickle.dumps(call), packages, directory, stall_timeout)
 
 
-def command_program(command: Sequence[str], stall_timeout: float = FunctionProgram.stall_timeout) -> FunctionProgram:
+def command_program(command: Sequence[str], stall_timeout: float = Program.stall_timeout) -> Program:
     """Return the program that runs another program, with its arguments, in a process of every rank.
 
     Raises:
@@ -254,7 +254,7 @@ def command_program(command: Sequence[str], stall_timeout: float = FunctionProgr
     if shutil.which(command[0]) is None:
         raise ConfigError(f"script: expected a program that can be executed, got {command[0]!r}")
     call = cloudpickle.dumps(_Command(tuple(command), os.getcwd()))
-    return FunctionProgram(Path(command[0]).name, call, stall_timeout=stall_timeout, is_command=True)
+    return Program(Path(command[0]).name, call, stall_timeout=stall_timeout, is_command=True)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 from flyte_ddp.config.fields import read_object
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.process.output import PREFIX, Output
-from flyte_ddp.launch.process.programs import STOP_GRACE, STOP_SIGNALS, FunctionProgram
+from flyte_ddp.launch.process.programs import STOP_GRACE, STOP_SIGNALS, Program
 from flyte_ddp.launch.run import Gang, command_program, script_program
 
 # By these the agents that torchrun needs on every machine find each other. Here one command starts all machines.
@@ -47,7 +47,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     def add_switch(*flags: str, help: str) -> None:
         add(*flags, action="store_true", default=False, help=help).type = _read_switch
 
-    stall_timeout = FunctionProgram.stall_timeout
+    stall_timeout = Program.stall_timeout
     add("--nnodes", default="1", help="machines, or a range such as 1:4 (default 1)")
     add("--nproc-per-node", default="1", help="ranks on each: a number, gpu, cpu or auto (default 1)")
     add("--max-restarts", type=int, default=0, help="restarts of all ranks after a loss (default 0)")
@@ -118,7 +118,7 @@ def read_gang(options: argparse.Namespace) -> Gang:
     return gang
 
 
-def read_program(options: argparse.Namespace) -> FunctionProgram:
+def read_program(options: argparse.Namespace) -> Program:
     """Return the program that the options name.
 
     Raises:
@@ -175,7 +175,7 @@ class _NoCompletion(argparse.Action):
         parser.exit(2, "--print-completion: expected no such flag: no completion script is made here\n")
 
 
-def _read_script(options: argparse.Namespace) -> FunctionProgram:
+def _read_script(options: argparse.Namespace) -> Program:
     if options.run_path:
         return script_program(options.script, options.arguments, False, options.stall_timeout)
     if options.no_python and options.module:

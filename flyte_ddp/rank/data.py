@@ -242,7 +242,7 @@ def epoch_shards(
     because layers such as SyncBatchNorm's communicate in each.
     """
     order = epoch_order(len(samples), config.seed, epoch).to(samples.index_device)
-    size = config.batch_size_per_rank(world.world_size)
+    size = config.batch.size_per_rank(world.world_size)
     shards = []
     for batch in order.split(config.global_batch_size)[first_batch:]:
         parts = batch.tensor_split(world.world_size)

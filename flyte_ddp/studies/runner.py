@@ -40,7 +40,7 @@ from flyte_ddp.launch.dask.place import DaskPlace, check
 from flyte_ddp.launch.dask.pool import Pool
 from flyte_ddp.launch.driver import POLL_INTERVAL
 from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import RecipeProgram
+from flyte_ddp.launch.process.programs import recipe_program
 from flyte_ddp.launch.signals import StopRequest, stop_on_signals
 from flyte_ddp.launch.supervisor import print_line
 from flyte_ddp.recipes.prepare import describe_data
@@ -60,7 +60,7 @@ def check_trials(recipe: str, trials: Sequence[Trial], cluster: ClusterConfig) -
         ConfigError: as `resize_cluster`, and as `place.check` for the ranks of each trial.
     """
     for trial in trials:
-        check(Job(RecipeProgram(recipe, trial.config), "", 0.0), resize_cluster(cluster, trial.world_size))
+        check(Job(recipe_program(recipe, trial.config), "", 0.0), resize_cluster(cluster, trial.world_size))
 
 
 def resize_cluster(cluster: ClusterConfig, world_size: int = 0) -> ClusterConfig:
@@ -257,7 +257,7 @@ class TrialRunner:
         with self._own_client() as client:
             try:
                 driver.run(
-                    Job(RecipeProgram(self.recipe, run.trial.config), run.url, time.time(), run=self.run),
+                    Job(recipe_program(self.recipe, run.trial.config), run.url, time.time(), run=self.run),
                     DaskPlace(client, cluster, self.run_name, self.pool),
                     lambda: self.data,
                     [run, _Handler(lambda event: self._handle(run, event, stop)), *self.make_listeners(run)],

@@ -23,7 +23,7 @@ from flyte_ddp.config import resolve
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import RecipeProgram
+from flyte_ddp.launch.process.programs import recipe_program
 from flyte_ddp.recipes import get_recipe
 from tests.support.runs import new_run
 
@@ -66,7 +66,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, open_cluster(cluster, run_name) as client:
         for each in arguments["runs"]:
             config = resolve(get_recipe(each["recipe"]).defaults, each["config"])
-            job = Job(RecipeProgram(each["recipe"], config), each["checkpoints"], time.time())
+            job = Job(recipe_program(each["recipe"], config), each["checkpoints"], time.time())
             driver.run(
                 job,
                 DaskPlace(client, cluster, run_name),

@@ -27,7 +27,7 @@ from flyte_ddp.launch import driver
 from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.dask.placement import Worker
 from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import RecipeProgram
+from flyte_ddp.launch.process.programs import recipe_program
 from flyte_ddp.recipes import get_recipe
 from tests.support.runs import REPOSITORY, Run, _Printer, new_run, print_json
 
@@ -44,7 +44,7 @@ def train(run: Run, client, cluster: ClusterConfig, at_steps=(), stop=None, **co
         stop: the request that ends the run.
     """
     job = Job(
-        RecipeProgram(run.recipe, resolve(get_recipe(run.recipe).defaults, config)),
+        recipe_program(run.recipe, resolve(get_recipe(run.recipe).defaults, config)),
         run.url or str(run.checkpoints),
         time.time(),
     )

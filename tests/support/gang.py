@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import io
 import multiprocessing
+import time
 import traceback
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.distributed import PrefixStore, TCPStore
 from flyte_ddp import events
 from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import RecipeProgram
+from flyte_ddp.launch.process.programs import recipe_program
 from flyte_ddp.launch.process.ranks import NodeRanks
 from flyte_ddp.launch.rank_start import ForkedProcess, start_server
 from flyte_ddp.rank.main import train
@@ -102,8 +103,8 @@ def train_recipe(world, store, recipe, config, data, checkpoints):
     """Work of a gang: train a recipe as its ranks do, and return the events as dicts."""
     link = Link(data)
     node = NodeRanks(0, world.world_size, world.world_size, "127.0.0.1", 0, "lo", False, 1)
-    job = Job(RecipeProgram(recipe, config), checkpoints, 0.0)
+    job = Job(recipe_program(recipe, config), checkpoints, time.time())
     peers = Peers(world, store) if config.parallel == "fsdp" and world.world_size > 1 else None
     process = SimpleNamespace(job=job, node=node, rank=world.rank, link=link)
-    train(job.program, job, world, node, link, Session(process, lambda: store), peers)
+    train(recipe, config, "", world, Session(process, lambda: store), peers)
     return link.events

@@ -6,6 +6,7 @@ signals to it: it prints every event as a line of JSON, and last how the run end
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -16,10 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flyte_ddp import events
-from flyte_ddp.launch import driver
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.launch import driver, supervisor
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import RecipeProgram
+from flyte_ddp.launch.process.programs import recipe_program
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 
@@ -37,6 +39,7 @@ class Run:
     error: BaseException | None = None  # as the listeners get it
     result: events.RunState | None = None
     job: Job | None = None
+    config: TrainingConfig | None = None
     url: str = ""  # of the checkpoints, where they are not below `directory`
 
     @property
@@ -60,7 +63,7 @@ class Run:
         directory = self.directory / f"data{source}"
         if not directory.exists():
             directory.mkdir(parents=True)
-            options = self.job.program.config.recipe_options if self.job else {}
+            options = self.config.recipe_options if self.config else {}
             prepare_data(get_recipe(self.recipe, options), source, directory)
         return directory
 
@@ -75,11 +78,9 @@ class Run:
 
     def train(self, num_processes=2, source="", checkpoints="", data=None, max_restarts=0, **config):
         """Train to the end, or to the error, which is raised; `config` are fields that differ from the recipe's."""
-        self.job = Job(
-            RecipeProgram(self.recipe, config_of(self.recipe, config)),
-            checkpoints or str(self.checkpoints),
-            time.time(),
-        )
+        self.config = config_of(self.recipe, config)
+        program = recipe_program(self.recipe, self.config)
+        self.job = Job(program, checkpoints or str(self.checkpoints), time.time())
         place = LocalPlace(num_processes, max_restarts)
         self.result = driver.run(self.job, place, data or (lambda: str(self.data(source))), [self], self.relay)
         return self
@@ -156,3 +157,13 @@ def _main():
 
 if __name__ == "__main__":
     _main()
+
+
+def fork_functions(monkeypatch):
+    """Fork ranks of functions too from a process that has torch, which is faster."""
+    start_rank = supervisor.start_rank
+
+    def start(program, *arguments):
+        return start_rank(dataclasses.replace(program, slow_imports=("torch",)), *arguments)
+
+    monkeypatch.setattr(supervisor, "start_rank", start)

@@ -11,7 +11,7 @@ import zipfile
 
 from flyte_ddp.config.source_code import MAX_SIZE
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.launch.process.programs import FunctionProgram, Program
+from flyte_ddp.launch.process.programs import Program
 
 
 def packed_code(program: Program) -> bytes:
@@ -23,7 +23,7 @@ def packed_code(program: Program) -> bytes:
     files = program.source_files()
     if sum(file.stat().st_size for file in files.values()) > MAX_SIZE:
         folders = sorted({name.split("/")[0] for name in files})
-        if isinstance(program, FunctionProgram) and program.directory:
+        if program.directory:
             folders = [program.directory]
         raise ConfigError(
             f"{program.name}: expected code without data, got more than {MAX_SIZE >> 20} MiB in {', '.join(folders)}, "

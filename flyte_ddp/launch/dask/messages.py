@@ -12,8 +12,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from flyte_ddp.launch.process import programs
 from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import Program
 from flyte_ddp.launch.process.ranks import NodeRanks
 
 BEAT_INTERVAL = 1.0  # seconds between two heartbeats, in either direction
@@ -38,14 +38,13 @@ class NodeJob:
     prints_lines: bool  # print the ranks' output into the worker's own log as well
 
     def to_json(self) -> str:
-        job = {**dataclasses.asdict(self.job), "program": programs.to_dict(self.job.program)}
-        return encode({**dataclasses.asdict(self), "job": job})
+        return encode(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> NodeJob:
         values = decode(text)
         job = values.pop("job")
-        job["program"] = programs.from_dict(job["program"])
+        job["program"] = Program.from_dict(job["program"])
         return cls(job=Job(**job), ranks=NodeRanks(**values.pop("ranks")), **values)
 
 

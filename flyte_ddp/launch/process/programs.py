@@ -1,21 +1,22 @@
-"""The programs that a rank can run: a recipe's training, or a function of the user's. Imports no torch.
+"""The program of a run: a call that every rank makes, and what its launcher must know of it. Imports no torch.
 
-The launchers start either kind in the same way. They ask a program for its limits and its source files, and have it
-checked; the rank's process calls its `entry`.
+A recipe's training is such a call, as a user's function or script is. What makes them differ are fields.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
+import pickle
 import shutil
-import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.source_code import files_below, packages_of, source_files
+from flyte_ddp.config.training import Batch
 from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.launch.process.output import Output
 from flyte_ddp.recipes import BUILTIN, get_recipe
@@ -25,132 +26,105 @@ CUDA_OUT_OF_MEMORY = "OutOfMemoryError"  # class name of torch.cuda.OutOfMemoryE
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # that end a run early, as torchrun's
 STOP_GRACE = 20.0  # seconds to write a last checkpoint in; Kubernetes kills a pod 30 s after SIGTERM
 SCRIPT_DIRECTORY = "flyte_ddp_script"  # among the source files on a node: the directory of a script
+TRAINING = ("flyte_ddp.rank.main", "main")  # by name, because its module imports torch
 
 
 @dataclass(frozen=True)
-class RecipeProgram:
-    """The training of a recipe by `flyte_ddp.rank.main`."""
+class Program:
+    """What every rank runs, in the environment that torchrun would give it.
 
-    entry: ClassVar[str] = "flyte_ddp.rank.main:main"  # what a rank's process calls with the program and itself
-    recipe: str
-    config: TrainingConfig
-    initial_state: str = ""  # fsspec URL of the state dict that a new run starts from; "" for fresh weights
-    may_exit: typing.ClassVar[bool] = False  # a rank that ends its process itself, with code 0, has succeeded
-    repeats_bugs: typing.ClassVar[bool] = False  # an exception that would repeat is answered by a restart too
+    Attributes:
+        name: of the recipe, the function or the script, for people.
+        call: a callable without arguments that returns bytes, by cloudpickle.
+        packages: top-level packages and modules that it imports from, besides this one.
+        directory: of a script, which needs the files beside it.
+        stall_timeout: seconds without a report of any rank, counted from the first one, until the run is ended.
+        store_timeout: seconds without the checkpoints' store until the attempt ends recoverably.
+        variables: of the environment of every rank.
+        is_command: it runs another program, so torch is not imported in the rank's own process.
+        signals: that end the run early, and are passed on to a function that does not ask for a stop.
+        stop_grace: seconds from the request to stop until the ranks are killed.
+        virtual_local_rank: each rank sees its own GPU alone, and has LOCAL_RANK 0.
+        slow_imports: modules of others that every rank imports, in seconds: its ranks are forked from a process that
+            has them. Without any, each rank is a fresh process, whose program may set variables before it imports
+            torch.
+        may_exit: a rank that ends its process itself, with code 0, has succeeded.
+        repeats_bugs: an exception that would repeat is answered by a restart too, as by torchrun's `max_restarts`.
+        describes_itself: the call emits the event that the run has started, with what it knows of the run.
+        can_resume: its ranks save their state whenever they are asked to stop.
+        batch: that its ranks share; None where only the call knows it.
+        needs_compiler: it compiles its model.
+        needs_gpus: the error for several ranks without GPUs; "" where they need none.
+        uses_nccl: its ranks with GPUs talk by NCCL, as far as is known.
+    """
 
-    signals: ClassVar[tuple[str, ...]] = STOP_SIGNALS
-    stop_grace: ClassVar[float] = STOP_GRACE
-    output: ClassVar[Output] = Output()
-    virtual_local_rank: ClassVar[bool] = False
-
-    @property
-    def name(self) -> str:
-        return self.recipe
-
-    @property
-    def stall_timeout(self) -> float:
-        return self.config.stall_timeout
-
-    @property
-    def store_timeout(self) -> float:
-        return self.config.store_timeout
-
-    @property
-    def slow_imports(self) -> tuple[str, ...]:
-        """Modules of others that every rank imports, in seconds; its ranks are forked from a process that has them."""
-        # With fsdp torch imports its compiler too, to leave the gathering of weights out of graphs.
-        needs_compiler = self.config.compile or self.config.parallel == "fsdp"
-        return ("torch", "torch._dynamo") if needs_compiler else ("torch",)
-
-    @property
-    def uses_nccl(self) -> bool:
-        """True if ranks with GPUs talk by NCCL."""
-        return self.config.backend != "gloo"
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Variables that torch's libraries read when they are imported."""
-        return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if self.config.deterministic else {}
-
-    def check(self, world_size: int, has_gpus: bool) -> None:
-        """Check the program before anything is started for it.
-
-        Raises:
-            ConfigError: an unknown recipe or option of it, a batch that cannot be split evenly, missing GPUs.
-        """
-        config = self.config
-        get_recipe(self.recipe, config.recipe_options)
-        self.check_world_size(world_size)
-        if config.backend == "nccl" and not has_gpus:
-            raise ConfigError("backend: expected auto or gloo for ranks without GPUs, got 'nccl'")
-        if config.sync_batch_norm and world_size > 1 and not has_gpus:
-            raise ConfigError("sync_batch_norm: expected false for ranks without GPUs, got true")
-
-    def check_world_size(self, world_size: int) -> None:
-        """Raise ConfigError if the global batch cannot be split evenly over `world_size` ranks."""
-        self.config.batch_size_per_rank(world_size)
-
-    def with_smaller_batches(self, failure: RankFailure, world_size: int) -> RecipeProgram | None:
-        """Return the program with twice the micro-batches per step, if a GPU ran out of memory and the user allows it.
-
-        Returns:
-            None if `failure` is another one, or the global batch cannot be split further over `world_size` ranks.
-        """
-        config = self.config
-        if not config.grow_accumulation_on_oom or failure.error_name != CUDA_OUT_OF_MEMORY:
-            return None
-        accumulation = 2 * config.gradient_accumulation
-        if config.global_batch_size % (world_size * accumulation):
-            return None
-        return dataclasses.replace(self, config=dataclasses.replace(config, gradient_accumulation=accumulation))
-
-    def source_files(self) -> dict[str, Path]:
-        """Return the files that the ranks import, by their names relative to an entry of sys.path."""
-        return source_files(packages_of(BUILTIN.get(self.recipe, self.recipe).replace(":", ".")))
-
-
-@dataclass(frozen=True)
-class FunctionProgram:
-    """A call of a function of the user's, in the environment that torchrun would give it."""
-
-    entry: ClassVar[str] = "flyte_ddp.launch.process.function:call_function"
-    name: str  # of the function or the script, for people
-    call: bytes = dataclasses.field(repr=False)  # a callable without arguments that returns bytes, by cloudpickle
-    packages: tuple[str, ...] = ()  # top-level packages and modules that it imports from
-    directory: str = ""  # of a script, which needs the files beside it
-    stall_timeout: float = 1800.0  # seconds; it counts from the first `session.report` on
-    store_timeout: float = 600.0  # seconds without the checkpoints' store until the attempt ends recoverably
-    may_exit: typing.ClassVar[bool] = True
-    repeats_bugs: typing.ClassVar[bool] = True  # as torchrun's max_restarts
-    variables: dict[str, str] = dataclasses.field(default_factory=dict)  # of the environment of every rank
-    is_command: bool = False  # it runs another program, so torch is not imported in the rank's own process
-    signals: tuple[str, ...] = STOP_SIGNALS  # that end the run early, and are passed on to the function
-    stop_grace: float = STOP_GRACE  # seconds from the request to stop until the ranks are killed
-    output: Output = dataclasses.field(default_factory=Output)
-    uses_nccl: typing.ClassVar[bool] = False  # as far as is known: only the function knows its backend
-    virtual_local_rank: bool = False  # each rank sees its own GPU alone, and has LOCAL_RANK 0
-
-    @property
-    def slow_imports(self) -> tuple[str, ...]:
-        """Nothing: each rank is a fresh process, because the function may set variables before it imports torch."""
-        return ()
+    name: str
+    call: bytes = field(repr=False)
+    packages: tuple[str, ...] = ()
+    directory: str = ""
+    stall_timeout: float = 1800.0
+    store_timeout: float = 600.0
+    variables: dict[str, str] = field(default_factory=dict)
+    is_command: bool = False
+    signals: tuple[str, ...] = STOP_SIGNALS
+    stop_grace: float = STOP_GRACE
+    output: Output = field(default_factory=Output)
+    virtual_local_rank: bool = False
+    slow_imports: tuple[str, ...] = ()
+    may_exit: bool = True
+    repeats_bugs: bool = True
+    describes_itself: bool = False
+    can_resume: bool = False
+    batch: Batch | None = None
+    needs_compiler: bool = False
+    needs_gpus: str = ""
+    uses_nccl: bool = False
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of the user's, and those that torchrun sets as well."""
+        """Variables of the program's own, and those that torchrun sets besides RANK and the like."""
         name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
         signals = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(self.signals)}
         local_rank = {"LOCAL_RANK": "0"} if self.virtual_local_rank else {}
         return {name: os.environ.get(name, "1"), **signals, **local_rank, **self.variables}
 
     def check(self, world_size: int, has_gpus: bool) -> None:
-        """Do nothing: any function may run on any number of ranks."""
+        """Check the program before anything is started for it.
+
+        Raises:
+            ConfigError: a batch that cannot be split evenly, missing GPUs.
+        """
+        self.check_world_size(world_size)
+        if self.needs_gpus and world_size > 1 and not has_gpus:
+            raise ConfigError(self.needs_gpus)
 
     def check_world_size(self, world_size: int) -> None:
-        """Do nothing, as `check`."""
+        """Raise ConfigError if the batch cannot be split evenly over `world_size` ranks."""
+        if self.batch:
+            self.batch.size_per_rank(world_size)
 
-    def with_smaller_batches(self, failure: RankFailure, world_size: int) -> None:
-        """Return None: only the function knows its batches."""
+    def check_compiler(self) -> None:
+        """Raise ConfigError if this machine lacks the C++ compiler that the program needs."""
+        named = {os.environ.get(variable, "") for variable in ("CXX", "CC")}
+        if self.needs_compiler and not any(shutil.which(name) for name in (*named, *COMPILERS) if name):
+            raise ConfigError(
+                "compile: expected false, or a C++ compiler (an image built with --build-arg COMPILER=1), got true and "
+                "no compiler"
+            )
+
+    def with_smaller_batches(self, failure: RankFailure, world_size: int) -> Program | None:
+        """Return the program with twice the micro-batches per step, if a GPU ran out of memory and the user allows it.
+
+        Returns:
+            None if `failure` is another one, or the batch cannot be split further over `world_size` ranks.
+        """
+        batch = self.batch
+        if batch is None or not batch.may_split or failure.error_name != CUDA_OUT_OF_MEMORY:
+            return None
+        num_parts = 2 * batch.num_parts
+        if batch.size % (world_size * num_parts):
+            return None
+        return dataclasses.replace(self, batch=dataclasses.replace(batch, num_parts=num_parts))
 
     def source_files(self) -> dict[str, Path]:
         """Return the files that the ranks import or read, by their names relative to an entry of sys.path."""
@@ -159,42 +133,62 @@ class FunctionProgram:
             files |= {f"{SCRIPT_DIRECTORY}/{name}": file for name, file in files_below(Path(self.directory)).items()}
         return files
 
-
-Program = RecipeProgram | FunctionProgram
-
-
-def check_compiler(program: Program) -> None:
-    """Check that a program that compiles its model can do so on this machine.
-
-    Raises:
-        ConfigError: `compile` is set, and there is no C++ compiler.
-    """
-    if not isinstance(program, RecipeProgram) or not program.config.compile:
-        return
-    named = {os.environ.get(variable, "") for variable in ("CXX", "CC")}
-    if not any(shutil.which(name) for name in (*named, *COMPILERS) if name):
-        raise ConfigError(
-            "compile: expected false, or a C++ compiler (an image built with --build-arg COMPILER=1), got true and no "
-            "compiler"
-        )
-
-
-def to_dict(program: Program) -> dict[str, Any]:
-    """Return `program` as plain values and bytes, with its kind under "kind"."""
-    return {"kind": type(program).__name__, **dataclasses.asdict(program)}
-
-
-def from_dict(values: dict[str, Any]) -> Program:
-    """Return the program that `to_dict` made `values` from."""
-    values = dict(values)
-    kind: Any = {kind.__name__: kind for kind in typing.get_args(Program)}[values.pop("kind")]
-    if kind is RecipeProgram:
-        values |= {"config": TrainingConfig(**values["config"])}
-    else:
-        values |= {"output": Output(**_with_tuples(values["output"]))}
-    program: Program = kind(**_with_tuples(values))
-    return program
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Program:
+        """Return the program that `dataclasses.asdict` made `values` from."""
+        output, batch = Output(**_with_tuples(values["output"])), values["batch"]
+        return cls(**{**_with_tuples(values), "output": output, "batch": Batch(**batch) if batch else None})
 
 
 def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def recipe_program(recipe: str, config: TrainingConfig, initial_state: str = "") -> Program:
+    """Return the program that trains a recipe.
+
+    Args:
+        initial_state: fsspec URL of the state dict that a new run starts from; "" for fresh weights.
+
+    Raises:
+        ConfigError: an unknown recipe or option of it.
+    """
+    get_recipe(recipe, config.recipe_options)
+    # With fsdp torch imports its compiler too, to leave the gathering of weights out of graphs.
+    needs_dynamo = config.compile or config.parallel == "fsdp"
+    needs_gpus = ""
+    if config.backend == "nccl":
+        needs_gpus = "backend: expected auto or gloo for ranks without GPUs, got 'nccl'"
+    elif config.sync_batch_norm:
+        needs_gpus = "sync_batch_norm: expected false for ranks without GPUs, got true"
+    return Program(
+        name=recipe,
+        call=pickle.dumps(_Training(recipe, config, initial_state)),
+        packages=tuple(packages_of(BUILTIN.get(recipe, recipe).replace(":", "."))),
+        stall_timeout=config.stall_timeout,
+        store_timeout=config.store_timeout,
+        variables={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if config.deterministic else {},
+        slow_imports=("torch", "torch._dynamo") if needs_dynamo else ("torch",),
+        may_exit=False,
+        repeats_bugs=False,
+        describes_itself=True,
+        can_resume=True,
+        batch=config.batch,
+        needs_compiler=config.compile,
+        needs_gpus=needs_gpus,
+        uses_nccl=config.backend != "gloo",
+    )
+
+
+@dataclass(frozen=True)
+class _Training:
+    """The training of a recipe."""
+
+    recipe: str
+    config: TrainingConfig
+    initial_state: str
+
+    def __call__(self) -> bytes:
+        module, name = TRAINING
+        getattr(importlib.import_module(module), name)(self.recipe, self.config, self.initial_state)
+        return b""

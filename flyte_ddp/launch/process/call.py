@@ -1,6 +1,6 @@
-"""Call a function of the user's in a rank, with a session, and send what it returned. Imports no torch at the top.
+"""Call the program in a rank, with a session, and send what it returned. Imports no torch at the top.
 
-The function's first line must not wait for torch: who measures a start measures that. Nor may torch be imported before
+A function's first line must not wait for torch: who measures a start measures that. Nor may torch be imported before
 the function does it: a variable that the function sets for torch would come too late. So the store where the ranks meet
 is served from a thread that waits for the function's own import.
 """
@@ -24,28 +24,26 @@ from flyte_ddp.launch.process.end import end_forked_processes, run_exit_handlers
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from flyte_ddp.launch.process.entry import RankProcess
-    from flyte_ddp.launch.process.programs import FunctionProgram
+    from flyte_ddp.launch.process.link import RankProcess
 
 STORE_TIMEOUT = 600.0  # seconds that a rank waits for the store to be served
 MAX_RETURNED_BYTES = 64 << 20
-ENDED = "flyte_ddp/num_ended"  # the store's counter of functions that have returned
+ENDED = "flyte_ddp/num_ended"  # the store's counter of calls that have returned
 POLL_INTERVAL = 0.05  # seconds
 
 
-def call_function(program: FunctionProgram, process: RankProcess) -> None:
-    """Call the function of `program`, and send rank 0's value once every rank's function has returned.
+def call_program(process: RankProcess) -> None:
+    """Call the program, and send rank 0's value once every rank's call has returned.
 
     Raises:
-        StopRequested: the function has read `session.stop_requested` as true and returned.
+        StopRequested: the call has read `session.stop_requested` as true and returned.
         ValueError: the value is too large to be sent.
     """
+    program = process.job.program
     store = _Store(process, program.is_command)
-    link = process.link
     current = session.open_session(process, store.open)
-    if process.rank == 0:
-        node = process.node
-        link.emit(events.RunStarted(program.name, node.world_size, node.num_nodes, node.num_restarts))
+    if not program.describes_itself:
+        current.emit_start()
     _be_a_main_process()
     with current.finish_on_error(), end_forked_processes():
         value: bytes = cloudpickle.loads(program.call)()
@@ -60,8 +58,8 @@ def call_function(program: FunctionProgram, process: RankProcess) -> None:
     store.wait_until_all_ended()
     if current.has_stopped or current.was_terminated:
         raise StopRequested
-    if process.rank == 0:
-        link.emit(events.RunFinished(current.step, time.time() - process.job.launched_at, value))
+    seconds = time.time() - process.job.launched_at
+    current.emit(events.RunFinished(current.step, seconds, value, **current.results))
 
 
 def _be_a_main_process() -> None:

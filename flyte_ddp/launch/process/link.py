@@ -1,0 +1,133 @@
+"""A rank's process as its program and its session see it, and its link to the supervisor. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from socket import socket
+from typing import TYPE_CHECKING, Any
+
+from flyte_ddp import events
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.ranks import NodeRanks
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+
+class SupervisorLink:
+    """The rank's ends of the two pipes to its supervisor, and its slot in the memory that they share.
+
+    A thread receives the supervisor's messages. If the pipe ends, the supervisor is dead: the thread then kills this
+    process and everything it started, because no other process can.
+    """
+
+    def __init__(self, up: Connection, down: Connection, beats: Any, local_rank: int) -> None:
+        self._up = up
+        self._sending = threading.Lock()  # the thread that writes checkpoints sends as well
+        self._down = down
+        self._beats = beats
+        self._num_ranks = len(beats) // 3  # of this node
+        self._local_rank = local_rank
+        self._stop = threading.Event()
+        self.stop_signal = int(signal.SIGTERM)  # by which a function that does not ask learns of a stop
+        self.on_stop: Callable[[], None] = lambda: None  # called when this rank is asked to end the run
+        self._has_data = threading.Event()
+        self._data = ""
+        threading.Thread(target=self._listen, name="supervisor-link", daemon=True).start()
+
+    @property
+    def stop_requested(self) -> bool:
+        """True once this rank was asked to end the run. The other ranks may not have been asked yet."""
+        return self._stop.is_set()
+
+    def beat(self, step: int) -> None:
+        """Report progress; `step` counts optimizer steps from the start of the run."""
+        self._beats[2 * self._local_rank] = time.monotonic()  # one clock for all processes of a machine
+        self._beats[2 * self._local_rank + 1] = step
+
+    def set_writing(self, is_writing: bool) -> None:
+        """Report, on rank 0, whether it writes a checkpoint: the supervisor waits for that if another rank fails."""
+        self._beats[-1] = float(is_writing)
+
+    def set_stoppable(self) -> None:
+        """Report, on rank 0, that all ranks save their state and end when they are asked to, so the gang may grow."""
+        self._beats[-2] = 1.0
+
+    def set_ended(self) -> None:
+        """Report to the other ranks of this node that this one's function has ended."""
+        self._beats[2 * self._num_ranks + self._local_rank] = 1.0
+
+    @property
+    def all_ended(self) -> bool:
+        """True once the function of each rank of this node has ended."""
+        return all(self._beats[2 * self._num_ranks : 3 * self._num_ranks])
+
+    def emit(self, event: events.Event) -> None:
+        """Send `event` to the listeners of the run."""
+        self.send("event", events.to_dict(event))
+
+    def send(self, kind: str, *values: Any) -> None:
+        with self._sending:
+            self._up.send((kind, *values))
+
+    def wait_for_data(self) -> Path:
+        """Return the directory of the prepared data, as soon as the supervisor has it."""
+        self._has_data.wait()
+        return Path(self._data)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                kind, *values = self._down.recv()
+            except (EOFError, OSError):
+                os.killpg(0, signal.SIGKILL)
+            if kind == "data":
+                self._data = values[0]
+                self._has_data.set()
+            elif kind == "stop":
+                (self.stop_signal,) = values
+                self._stop.set()
+                self.on_stop()
+
+
+@dataclass
+class RankProcess:
+    """The process of one rank, as its program sees it."""
+
+    job: Job
+    node: NodeRanks
+    local_rank: int
+    listener: socket | None  # the listening socket of the rendezvous, on rank 0; None elsewhere
+    link: SupervisorLink
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank among all nodes' ranks."""
+        return self.node.first_rank + self.local_rank
+
+    def open_store(self, timeout: float) -> TCPStore:
+        """Return the store where the ranks meet, which rank 0's process serves. Call it once on rank 0.
+
+        Args:
+            timeout: seconds that an operation waits for the other ranks.
+        """
+        # torch.distributed's own, which it does not export for type checkers
+        from torch._C._distributed_c10d import TCPStore
+
+        return TCPStore(
+            self.node.host,
+            self.node.port,
+            self.node.world_size,
+            is_master=self.listener is not None,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            master_listen_fd=None if self.listener is None else self.listener.detach(),
+        )
