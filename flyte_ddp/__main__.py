@@ -13,6 +13,7 @@ import dataclasses
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ from flyte_ddp.config.source_code import SETTINGS
 from flyte_ddp.errors import ClusterError, ConfigError, GangLost, RankFailure, StorageUnavailable, TrainingStopped
 from flyte_ddp.launch.run import run_program
 from flyte_ddp.launch.run_options import add_run_options, note_without_effect, read_gang, read_program
+from flyte_ddp.launch.time_limit import TimeLimit
+from flyte_ddp.observers.command_line import add_observer_options, make_observers
 from flyte_ddp.observers.progress_bar import ProgressBar
 
 
@@ -43,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _add_run(commands: Any) -> None:
     text = "run a script in every rank, on this machine or on a Dask cluster"
     parser = commands.add_parser("run", help=text, description=text)
+    add_observer_options(parser)
     add_run_options(parser)
     parser.set_defaults(main=_run)
 
@@ -89,23 +93,35 @@ def _list_fields(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     bar = ProgressBar(lines=sys.stdout)  # what the ranks print is this command's output, as torchrun's
+    limit = None
     try:
         gang, program = read_gang(options), read_program(options)
+        listeners, relay = make_observers(options, program.name, bar)
+        limit = TimeLimit(options.max_hours, time.time())
         # In a pod, beside a settings.toml, this is the code of a registered version.
         if gang.needs_cluster and os.environ.get("KUBERNETES_SERVICE_HOST") and SETTINGS.is_file():
             check_allowed(gang.cluster_config(), load_allowed(), own_namespace())
         if note := note_without_effect(options):
             sys.stderr.write(f"{note}\n")
-        run_program(program, gang, options.checkpoints, [bar], bar.write)
+        run_program(program, gang, options.checkpoints, listeners, relay)
     except TrainingStopped as stopped:
+        if limit and isinstance(error := limit.explain(stopped), ConfigError):
+            sys.stderr.write(f"error: {error}\n")
+            return 2
         sys.stderr.write(f"{stopped}\n")
         return 128 + signal.Signals[str(stopped).partition(":")[0]]  # as a shell has it
     except KeyboardInterrupt:
         sys.stderr.write("SIGINT: the run was stopped while no rank was running\n")
         return 130
+    except OSError as error:  # of an observer's file
+        sys.stderr.write(f"error: {error.filename}: {error.strerror}\n")
+        return 2
     except (ConfigError, ClusterError, GangLost, RankFailure, StorageUnavailable) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1
+    finally:
+        if limit:
+            limit.cancel()
     return 0
 
 

@@ -13,7 +13,7 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import describe_data, prepare_data
-from tasks.cluster import check_cluster, check_urls
+from tasks.frame import check_cluster, check_urls
 from tasks.inputs import (
     ClusterInput,
     OptionalCluster,

@@ -11,10 +11,11 @@ from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
 
-from flytekit import Cache, PodTemplate, Resources, Secret
+from flytekit import Cache, PodTemplate, Resources
 from flytekit.extras.accelerators import GPUAccelerator
 
 from flyte_ddp.config.source_code import digest_of, recipe_packages
+from flyte_ddp.flytekit_plugin.frame import WANDB_SECRET
 from flyte_ddp.flytekit_plugin.pods import declare_port
 from flyte_ddp.launch.devices import REQUESTED_VARIABLE
 from flyte_ddp.observers.metrics import PORT_NAME, PORT_VARIABLE
@@ -58,7 +59,6 @@ WANDB_ENVIRONMENT = {
     **({"WANDB_ENTITY": SETTINGS.wandb_entity} if SETTINGS.wandb_entity else {}),
     **({"WANDB_BASE_URL": SETTINGS.wandb_base_url} if SETTINGS.wandb_base_url else {}),
 }
-WANDB_SECRET = Secret(group="wandb", key="api_key")
 SECRETS = [WANDB_SECRET] if WANDB_MODE == "online" else []
 
 _CODE = {CODE_VARIABLE: shipped_code()}

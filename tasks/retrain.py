@@ -28,7 +28,7 @@ from flyte_ddp.promotion.policy import (
     plan,
 )
 from flyte_ddp.storage import redact_url
-from tasks.cluster import check_urls
+from tasks.frame import check_urls
 from tasks.outputs import RetrainingOutputs
 from tasks.prepare import PreparedData
 from tasks.resources import EVALUATION_TASK, SMALL_TASK, code_version

@@ -23,14 +23,12 @@ from flytekit.types.file import FlyteFile
 from flyte_ddp.config.source_code import MAX_SIZE, files_below
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin.failures import InputError
-from flyte_ddp.launch.run import Gang, run_program, script_program
-from flyte_ddp.observers.history import HistoryFile
+from flyte_ddp.flytekit_plugin.frame import HISTORY, Frame
+from flyte_ddp.launch.run import Gang, script_program
 from flyte_ddp.observers.reports.run import Report
-from tasks.cluster import check_urls, open_task_cluster
-from tasks.frame import FRAMED, Frame, open_frame
+from tasks.frame import FRAMED, check_cluster, check_urls, open_task_frame, wandb_link
 from tasks.inputs import ClusterInput, OptionalCluster, OptionalTransformer, location
 from tasks.resources import DRIVER_TASK
-from tasks.wandb_link import ReportLink, wandb_link
 
 ScriptSource = typing.Union[FlyteFile, FlyteDirectory]  # noqa: UP007 - a script, or a directory or archive with one
 
@@ -59,40 +57,24 @@ def run_script(
     """
     name = Path(entry_point or location(script)).stem
     report = Report(name)
-    with open_frame(report, name, checkpoints) as frame:
+    with open_task_frame(report, name, checkpoints) as frame:
         config = cluster or ClusterInput()
         check_urls(script=location(script))
         file = unpack_script(script, entry_point, frame.directory / "script")
         outputs = _place_of_outputs(frame)
         program = script_program(str(file), arguments, outputs=outputs)
-        wandb = frame.wandb(frame.wandb_run_id())
-        with _Log(frame, report) as log, open_task_cluster(config, frame.name) as client:
-            run_program(
-                program,
-                Gang(config.num_nodes, cluster=config),
-                frame.storage.url,
-                [
-                    frame.bar,
-                    HistoryFile(frame.directory / "history.jsonl"),
-                    wandb,
-                    report,
-                    ReportLink(wandb, report),
-                    *frame.figures(script=name),
-                    frame.publisher,
-                ],
-                relay=log.add,
-                run_name=frame.name,
-                run_id=frame.execution.run_id,
-                client=client,
-            )
+        check_cluster(config)
+        gang = Gang(config.num_nodes, cluster=config)
+        with _Log(frame, report) as log, gang.open_place(program, frame.name) as place:
+            frame.run(report, program, place, labels={"script": name}, relay=log.add)
         report.outputs["outputs"] = outputs
-        files = {name: frame.output(name) for name in ("log.txt", "history.jsonl")}
-        frame.say_outputs(log=files["log.txt"], history=files["history.jsonl"])
+        files = {name: frame.output(name) for name in ("log.txt", HISTORY)}
+        frame.say_outputs(log=files["log.txt"], history=files[HISTORY])
         frame.say(f"{'outputs':<20}{outputs}")
         return ScriptOutputs(
             outputs=FlyteDirectory(outputs, remote_directory=False),
             log=files["log.txt"],
-            history=files["history.jsonl"],
+            history=files[HISTORY],
             report=frame.saved_report(),
         )
 

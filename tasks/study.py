@@ -12,6 +12,7 @@ from flytekit.types.structured import StructuredDataset
 
 from flyte_ddp.events import CheckpointLoaded, EpochFinished, Event, Listener
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
+from flyte_ddp.flytekit_plugin.frame import Frame
 from flyte_ddp.observers.reports.drawing import counted, percent
 from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.recipes import config_of
@@ -19,8 +20,7 @@ from flyte_ddp.storage import Storage
 from flyte_ddp.studies.results import FINISHED, OUTCOME, STOPPED_EARLY, TrialRun, build_table, find_best
 from flyte_ddp.studies.scaling import build_scaling_table
 from flyte_ddp.studies.search import EarlyStopping, build_trials, expand_grid, expand_world_sizes
-from tasks.cluster import open_task_cluster
-from tasks.frame import FRAMED, Frame, open_frame
+from tasks.frame import FRAMED, open_task_cluster, open_task_frame
 from tasks.inputs import ClusterInput, Grid, OptionalCluster, OptionalOverrides, TrainingOverrides, given
 from tasks.prepare import PreparedData
 from tasks.resources import DRIVER_TASK, SMALL_TASK, TRAINING_CACHE
@@ -158,7 +158,8 @@ def _train(
     from flyte_ddp.studies.runner import TrialRunner, resize_cluster
 
     recipe = report.recipe
-    with open_frame(report, recipe, checkpoints, "scaling" if report.is_scaling else "sweep") as frame:
+    purpose = "scaling" if report.is_scaling else "sweep"
+    with open_task_frame(report, f"{recipe.rpartition('.')[2]}-{purpose}", checkpoints) as frame:
         trials = build_trials(recipe, given(config), choices)
         frame.limit_time(config_of(recipe, given(config)).max_hours)
         data.download()

@@ -7,20 +7,17 @@ from flytekit import task
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import OUT_OF_MEMORY, RankFailure
-from flyte_ddp.events import Listener
+from flyte_ddp.flytekit_plugin.frame import HISTORY, Frame
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import recipe_program
-from flyte_ddp.observers.history import HistoryFile
+from flyte_ddp.launch.process.programs import Program, recipe_program
+from flyte_ddp.launch.run import Gang
 from flyte_ddp.observers.reports.run import Report
-from tasks.cluster import check_urls, open_task_cluster
-from tasks.frame import FRAMED, Frame, open_frame
+from tasks.frame import FRAMED, check_cluster, check_urls, open_task_frame, wandb_link
 from tasks.inputs import ClusterInput
 from tasks.outputs import TrainingOutputs
 from tasks.prepare import PreparedData
 from tasks.resources import DRIVER_TASK, TRAINING_CACHE, TRAINING_TASK
-from tasks.wandb_link import ReportLink, wandb_link
 
 
 @task(cache=TRAINING_CACHE, **TRAINING_TASK, **FRAMED)
@@ -38,10 +35,11 @@ def train_on_one_node(
 
     `initial_state` is the URL of a state dict to start from; by default the weights are fresh.
     """
-    with open_frame(Report(), recipe, checkpoints) as frame:
-        run = _Run(frame, recipe, config, initial_state, model_artifact)
+    report = Report()
+    with open_task_frame(report, recipe, checkpoints) as frame:
+        program = _make_program(frame, recipe, config, initial_state)
         place = LocalPlace(num_processes, ClusterConfig.max_restarts)
-        return run.train(place, data, pod_failure(frame.execution.previous_pod))
+        return _train(frame, report, program, place, data, model_artifact, pod_failure(frame.execution.previous_pod))
 
 
 @task(cache=TRAINING_CACHE, **DRIVER_TASK, **FRAMED)
@@ -60,13 +58,12 @@ def train_on_cluster(
     This task is the driver: it requests no GPU, and the ranks run in the cluster's worker pods. `initial_state` is the
     URL of a state dict to start from, which every rank reads; by default the weights are fresh.
     """
-    from flyte_ddp.launch.dask.place import DaskPlace, check
-
-    with open_frame(Report(), recipe, checkpoints) as frame:
-        run = _Run(frame, recipe, config, initial_state, model_artifact)
-        check(run.job, cluster)  # before pods are started for it
-        with open_task_cluster(cluster, frame.name) as client:
-            return run.train(DaskPlace(client, cluster, frame.name), data)
+    report = Report()
+    with open_task_frame(report, recipe, checkpoints) as frame:
+        program = _make_program(frame, recipe, config, initial_state)
+        check_cluster(cluster)
+        with Gang(cluster.num_nodes, cluster=cluster).open_place(program, frame.name) as place:
+            return _train(frame, report, program, place, data, model_artifact)
 
 
 def pod_failure(pod: str) -> RankFailure | None:
@@ -86,48 +83,40 @@ def pod_failure(pod: str) -> RankFailure | None:
     return RankFailure(f"The pod of the attempt before, {pod}, ended with {OUT_OF_MEMORY}", -1, "signal", OUT_OF_MEMORY)
 
 
-class _Run:
-    """The one run of a training task: its job, its listeners and its outputs."""
+def _make_program(frame: Frame, recipe: str, config: TrainingConfig, initial_state: str) -> Program:
+    """Check a task's inputs, and return its program."""
+    check_urls(initial_state=initial_state)
+    frame.limit_time(config.max_hours)
+    return recipe_program(recipe, config, initial_state)
 
-    def __init__(
-        self, frame: Frame, recipe: str, config: TrainingConfig, initial_state: str, model_artifact: str
-    ) -> None:
-        self.frame = frame
-        check_urls(initial_state=initial_state)
-        frame.limit_time(config.max_hours)
-        program = recipe_program(recipe, config, initial_state)
-        self.job = Job(program, frame.storage.url, frame.opened_at, run=frame.execution.run_id)
-        wandb = frame.wandb(frame.wandb_run_id(), model_artifact=model_artifact)
-        self.listeners: list[Listener] = [
-            frame.bar,
-            HistoryFile(frame.directory / "history.jsonl"),
-            wandb,
-            frame.report,
-            ReportLink(wandb, frame.report),
-            frame.publisher,
-            *frame.figures(recipe=recipe),
-        ]
 
-    def train(
-        self, place: driver.Place, data: PreparedData, earlier_failure: RankFailure | None = None
-    ) -> TrainingOutputs:
-        """Train at `place`; return the task's outputs, and print where they are."""
-        result = driver.run(
-            self.job,
-            place,
-            lambda: data.download() or data.path,
-            self.listeners,
-            self.frame.say,
-            earlier_failure=earlier_failure,
-        )
-        assert result.finished is not None  # else it has raised
-        accuracies = [epoch.accuracy for epoch in result.epochs]
-        outputs = TrainingOutputs(
-            epoch_accuracies=accuracies,
-            model_state=self.frame.model_state("model_state.pt", result.finished.model_state_url),
-            report=self.frame.saved_report(),
-            history=self.frame.output("history.jsonl"),
-        )
-        self.frame.say("accuracy per epoch  " + "  ".join(f"{100 * accuracy:.2f} %" for accuracy in accuracies))
-        self.frame.say_outputs(model_state=outputs.model_state, report=outputs.report, history=outputs.history)
-        return outputs
+def _train(
+    frame: Frame,
+    report: Report,
+    program: Program,
+    place: driver.Place,
+    data: PreparedData,
+    model_artifact: str,
+    earlier_failure: RankFailure | None = None,
+) -> TrainingOutputs:
+    """Train at `place`; return the task's outputs, and print where they are."""
+    result = frame.run(
+        report,
+        program,
+        place,
+        lambda: data.download() or data.path,
+        labels={"recipe": program.name},
+        earlier_failure=earlier_failure,
+        model_artifact=model_artifact,
+    )
+    assert result.finished is not None  # else it has raised
+    accuracies = [epoch.accuracy for epoch in result.epochs]
+    outputs = TrainingOutputs(
+        epoch_accuracies=accuracies,
+        model_state=frame.model_state("model_state.pt", result.finished.model_state_url),
+        report=frame.saved_report(),
+        history=frame.output(HISTORY),
+    )
+    frame.say("accuracy per epoch  " + "  ".join(f"{100 * accuracy:.2f} %" for accuracy in accuracies))
+    frame.say_outputs(model_state=outputs.model_state, report=outputs.report, history=outputs.history)
+    return outputs

@@ -22,8 +22,7 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin import Distributed
 from flyte_ddp.flytekit_plugin.failures import UserError
 from flyte_ddp.observers.reports.run import Report
-from tasks.cluster import check_cluster, check_urls, open_task_cluster
-from tasks.frame import open_frame
+from tasks.frame import check_cluster, check_urls, open_task_cluster, open_task_frame
 from tasks.inputs import ClusterInput
 from tasks.prepare import prepare
 from tasks.retrain import keep_champion
@@ -237,7 +236,7 @@ def test_a_launch_names_no_file_of_the_pod_and_no_server_of_its_own(pod, url, mo
     source = FlyteDirectory(url)
     calls = {
         "data": lambda: prepare.task_function(recipe="text", source=source),
-        "checkpoints": lambda: open_frame(Report(), "digits", url).__enter__(),
+        "checkpoints": lambda: open_task_frame(Report(), "digits", url).__enter__(),
         "script": lambda: run_script.task_function(source),
         "champion": lambda: keep_champion.task_function(url, "digits", "not_better", ""),
     }

@@ -308,11 +308,11 @@ def test_a_gang_of_full_size_and_a_trial_of_a_sweep_look_for_no_worker(monkeypat
     monkeypatch.setattr(growth.threading.Thread, "start", None)  # not even called
     gang = [worker("w-1", "10.0.0.1")]
     config = resize_cluster(ClusterConfig(num_nodes=4, min_nodes=1))
-    sizes = place.usable_sizes(Job(recipe_program("digits", dask_config()), "", 0.0), config)
+    sizes = place.usable_sizes(recipe_program("digits", dask_config()), config)
     assert growth.GrowthWatch(gang, sizes, config, None, None, None, 0.0, 60).members == frozenset()
 
 
 def test_a_smaller_gang_still_shares_the_global_batch_evenly(tmp_path):
     job = Job(recipe_program("digits", dask_config(global_batch_size=24)), str(tmp_path), 0.0)
-    assert place.usable_sizes(job, ClusterConfig(num_nodes=6, min_nodes=2)) == [6, 4, 3, 2]
-    assert place.usable_sizes(job, ClusterConfig(num_nodes=6)) == [6]
+    assert place.usable_sizes(job.program, ClusterConfig(num_nodes=6, min_nodes=2)) == [6, 4, 3, 2]
+    assert place.usable_sizes(job.program, ClusterConfig(num_nodes=6)) == [6]

@@ -18,11 +18,11 @@ from flyte_ddp import errors
 from flyte_ddp.cluster import connect
 from flyte_ddp.flytekit_plugin.deck import DeckPublisher
 from flyte_ddp.flytekit_plugin.failures import TaskFailed, UserError, flyte_errors
+from flyte_ddp.flytekit_plugin.frame import open_frame
 from flyte_ddp.launch.failures import MAX_LINES
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
-from tasks.frame import open_frame
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides
 from tasks.study import train_at_world_sizes, train_sweep
 from tasks.train import train_on_cluster
@@ -141,7 +141,7 @@ def test_a_report_ends_as_failed_if_the_cluster_does_not_start(name, data, tmp_p
             super().__init__(report)
             self._publish = lambda: shown.append(report.render())
 
-    monkeypatch.setattr("tasks.frame.DeckPublisher", Publisher)
+    monkeypatch.setattr("flyte_ddp.flytekit_plugin.frame.DeckPublisher", Publisher)
     monkeypatch.setenv("WANDB_MODE", "disabled")
 
     def fail(*arguments):

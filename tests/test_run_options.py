@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
 import json
 import os
-import random
 import re
 import resource
 import socket
@@ -28,6 +26,7 @@ from flyte_ddp.launch.process.entry import environment
 from flyte_ddp.launch.process.job import Job
 from flyte_ddp.launch.process.ranks import NodeRanks
 from flyte_ddp.observers.progress_bar import ProgressBar
+from tests.support.ports import free_port
 
 REPOSITORY = Path(__file__).parents[1]
 GUIDE = (REPOSITORY / "docs/your-own-function.md").read_text()
@@ -70,14 +69,6 @@ def parse(*arguments):
 
 def flags_of_torchrun():
     return [action for action in get_args_parser()._actions if action.option_strings and action.dest != "help"]
-
-
-def free_port():
-    """A port below those that the kernel gives to whoever asks for any: it stays free until it is needed."""
-    for port in random.sample(range(20_000, 32_000), 100):
-        with contextlib.suppress(OSError), socket.create_server(("localhost", port)):
-            return port
-    raise AssertionError("no port is free")
 
 
 def test_every_flag_and_variable_of_torchrun_is_known_here_and_stands_in_the_guide():

@@ -17,6 +17,7 @@ from flyte_ddp import storage
 from flyte_ddp.errors import ConfigError, StorageDenied, StorageUnavailable
 from flyte_ddp.storage import Storage, directory, filesystem, open_filesystem, redact_url, storage_environment
 from tests.support.image_store import running_store
+from tests.support.ports import free_port
 
 REPOSITORY = Path(__file__).parents[1]
 AWS_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
@@ -46,12 +47,6 @@ def fast(monkeypatch):
     monkeypatch.setattr(directory, "FIRST_PAUSE", 0.05)
     monkeypatch.setattr(directory, "MAX_PAUSE", 0.2)
     monkeypatch.setattr(directory, "_reached", set())
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def no_keys(monkeypatch, tmp_path):

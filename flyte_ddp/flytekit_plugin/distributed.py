@@ -31,14 +31,8 @@ from flyte_ddp.cluster.kubernetes.api import own_namespace
 from flyte_ddp.config.fields import check
 from flyte_ddp.config.source_code import packages_beside, root_of
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.flytekit_plugin.deck import DeckPublisher
-from flyte_ddp.flytekit_plugin.failures import flyte_errors
-from flyte_ddp.flytekit_plugin.flyte_context import (
-    Execution,
-    current_execution,
-    is_flyte_task,
-    share_storage_credentials,
-)
+from flyte_ddp.flytekit_plugin.flyte_context import is_flyte_task
+from flyte_ddp.flytekit_plugin.frame import open_frame
 from flyte_ddp.flytekit_plugin.pods import (
     add_shared_memory,
     describe_elastic,
@@ -50,9 +44,7 @@ from flyte_ddp.flytekit_plugin.rank_call import TaskCall, unpack
 from flyte_ddp.flytekit_plugin.shipping import ship_all_files
 from flyte_ddp.launch.devices import num_gpus
 from flyte_ddp.launch.process.programs import Program
-from flyte_ddp.launch.run import Gang, run_program
-from flyte_ddp.observers.launcher_log import launcher_log
-from flyte_ddp.observers.progress_bar import ProgressBar
+from flyte_ddp.launch.run import Gang, returned_value
 from flyte_ddp.observers.reports.run import Report
 
 FLYTE_VARIABLES = ("FLYTE_INTERNAL_", "_F_")  # beginnings of the names that tell a process its execution; no secrets
@@ -82,6 +74,10 @@ class Distributed:
             follows from the task's `requests` and `limits`: they are those of each machine's pod.
         stall_timeout: seconds without a report of any rank until the run is ended with all stacks; it counts from the
             first `session.report` on.
+        max_hours: of the task, all attempts together, until its ranks are asked for a last checkpoint and it ends for
+            good; 0 is no limit.
+        wandb: the project of W&B that records the run, by the key of the task's secret `wandb/api_key` or of
+            WANDB_API_KEY; "" for none, as for a function that calls W&B itself.
         allowed: what the task's cluster and its input files may be, such as {"kinds": ["existing"], "addresses":
             ["tcp://dask:8786"], "env": ["NCCL_*"]}. A field that it does not name is that of the table `allowed` in the
             settings.toml beside this package. Without that file: the kind "kubernetes" with whatever pods, and files in
@@ -101,10 +97,14 @@ class Distributed:
     run_policy: Any = None
     cluster: Mapping[str, Any] | None = None
     stall_timeout: float = Program.stall_timeout
+    max_hours: float = 0.0
+    wandb: str = ""
     allowed: Mapping[str, Sequence[str]] | None = None
 
     def __post_init__(self) -> None:
         check("allowed", self.allowed or {}, Allowed)
+        if not isinstance(self.max_hours, (int, float)) or self.max_hours < 0:
+            raise ConfigError(f"max_hours: expected hours of at least 0, got {self.max_hours!r}")
         if self.start_method not in ("spawn", "fork"):
             raise ConfigError(f"start_method: expected spawn or fork, got {self.start_method!r}")
         if self.gang().needs_cluster:
@@ -229,38 +229,38 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
 
     def _run(self, inputs: LiteralMap) -> LiteralMap:
         context = FlyteContextManager.current_context()
-        parameters = context.user_space_params
+        parameters, config = context.user_space_params, self.task_config
         is_local = context.execution_state.is_local_execution()
-        bar = ProgressBar()
-        report = Report(self.name.split(".")[-1])
-
-        def say(line: str) -> None:
-            bar.write(line)
-            report.add_line(line)
-
-        with flyte_errors(), launcher_log(say), _importable(self.task_function.__module__):
-            gang = self.task_config.gang(self._pods)
+        name = self.name.split(".")[-1]
+        report = Report(name)
+        with open_frame(report, name, wandb_project=config.wandb, hides_key=False) as frame:
+            frame.receivers.append(report.add_line)
+            gang = config.gang(self._pods)
             self.check_allowed(gang, inputs)
-            self._say_what_is_ignored(say)
-            _check_places(gang, inputs, self.interface.outputs, context.file_access.raw_output_prefix)
-            execution = Execution("", "", "", "")
-            if not is_local:
-                share_storage_credentials()
-                execution = current_execution(parameters)
-            value = run_program(
-                self._program(inputs, context.file_access.raw_output_prefix, parameters),
-                gang,
-                checkpoints=execution.checkpoints,
-                listeners=[bar, report, DeckPublisher(report)],
-                relay=say,
-                run_name=execution.attempt_id,
-                run_id=execution.run_id,
-            )
-        outputs, decks = unpack(value)
-        for name, html in decks:
-            Deck(name, html)
+            self._say_what_is_ignored(frame.say)
+            prefix = context.file_access.raw_output_prefix
+            _check_places(gang, inputs, self.interface.outputs, prefix)
+            frame.limit_time(config.max_hours)
+            program = self._program(inputs, prefix, parameters)
+            # A run from this machine on pods has no place that they would reach.
+            checkpoints = "" if is_local and not gang.is_on_this_machine else None
+            with _importable(self.task_function.__module__), gang.open_place(program, frame.name) as place:
+                try:
+                    state = frame.run(
+                        report,
+                        program,
+                        place,
+                        labels={"task": name},
+                        checkpoints=checkpoints,
+                        is_kept=not is_local,
+                    )
+                finally:
+                    frame.keep_history(report)
+        outputs, decks = unpack(returned_value(state))
+        for title, html in decks:
+            Deck(title, html)
         if is_local and self.enable_deck:  # in a pod, flytekit does it
-            _output_deck(self.name.split(".")[-1], parameters)
+            _output_deck(name, parameters)
         return outputs
 
     def check_allowed(self, gang: Gang, inputs: LiteralMap) -> None:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -131,6 +131,35 @@ class Gang:
                 )
         return cluster_config({**given, **values})
 
+    @contextlib.contextmanager
+    def open_place(self, program: Program, name: str = "", client: Client | None = None) -> Iterator[driver.Place]:
+        """Yield the place of the gang's ranks, with a cluster for the length of the block if they need one.
+
+        Args:
+            name: of the run, unique in a namespace; names a cluster that is made on Kubernetes.
+            client: of a cluster that is there already.
+
+        Raises:
+            ConfigError: before anything is started, what `program` cannot do at this size; a cluster that cannot be.
+            ClusterError: the cluster did not start.
+        """
+        if client is None and not self.needs_cluster:
+            yield LocalPlace(self.num_processes(), self.max_restarts, self.master_port)
+            return
+        from flyte_ddp.cluster import connect
+        from flyte_ddp.launch.dask.place import DaskPlace, check
+
+        config = self.cluster_config()
+        check(program, config)
+        name = name or f"run-{os.urandom(4).hex()}"
+        with contextlib.ExitStack() as stack:
+            yield DaskPlace(client or stack.enter_context(connect.open_cluster(config, name)), config, name)
+
+    @property
+    def is_on_this_machine(self) -> bool:
+        """True if the gang starts no ranks on others."""
+        return not self.needs_cluster or self.cluster_config().resolved_kind == "local"
+
 
 def run(
     function: Callable[..., T],
@@ -166,9 +195,9 @@ def run(
     call = cloudpickle.dumps(_Call(function, arguments))
     module = getattr(function, "__module__", None) or "__main__"
     program = Program(name, call, packages_beside(module), stall_timeout=stall_timeout)
-    value = run_program(program, gang, checkpoints, listeners, client=client)
+    state = run_program(program, gang, checkpoints, listeners, client=client)
     try:
-        return cloudpickle.loads(value)  # type: ignore[no-any-return]
+        return cloudpickle.loads(returned_value(state))  # type: ignore[no-any-return]
     except Exception as error:
         raise ConfigError(f"{name}: expected a value that can be unpickled here, got {error!r}") from error
 
@@ -179,37 +208,19 @@ def run_program(
     checkpoints: str = "",
     listeners: Sequence[events.Listener] = (),
     relay: Callable[[str], None] | None = None,
-    run_name: str = "",
-    run_id: str = "",
     client: Client | None = None,
-) -> bytes:
-    """Run `program` in the ranks of `gang`, start to end, and return what rank 0's call returned. Raises as `run`.
-
-    Args:
-        relay: called with every line that a rank prints; standard error by default.
-        run_name: unique in a namespace; names a cluster that is made on Kubernetes.
-        run_id: the same for all attempts of the run; "" for a local run.
-    """
-    config = None if client is None and not gang.needs_cluster else gang.cluster_config()
-    with contextlib.ExitStack() as stack:
-        is_local = config is None or (client is None and config.resolved_kind == "local")
+) -> events.RunState:
+    """Run `program` in the ranks of `gang`, start to end. Arguments and errors as of `run` and `driver.run`."""
+    with gang.open_place(program, client=client) as place, contextlib.ExitStack() as stack:
         is_kept = bool(checkpoints)
-        if not checkpoints and is_local:  # for restarts within the run
+        if not checkpoints and client is None and gang.is_on_this_machine:  # for restarts within the run
             checkpoints = stack.enter_context(tempfile.TemporaryDirectory(prefix="checkpoints-"))
-        job = Job(program, checkpoints, time.time(), run=run_id, is_kept=is_kept)
-        if config is None:
-            place: driver.Place = LocalPlace(gang.num_processes(), gang.max_restarts, gang.master_port)
-        else:
-            from flyte_ddp.cluster.connect import open_cluster
-            from flyte_ddp.launch.dask.place import DaskPlace, check
+        return driver.run(Job(program, checkpoints, time.time(), is_kept=is_kept), place, None, listeners, relay)
 
-            check(job, config)
-            name = run_name or f"run-{os.urandom(4).hex()}"
-            if client is None:
-                client = stack.enter_context(open_cluster(config, name))
-            place = DaskPlace(client, config, name)
-        state = driver.run(job, place, None, listeners, relay)
-    return state.finished.value if state.finished else cloudpickle.dumps(None)  # rank 0 ended by os._exit(0)
+
+def returned_value(state: events.RunState) -> bytes:
+    """Return what rank 0's call returned, pickled: None if rank 0 ended by `os._exit(0)`."""
+    return state.finished.value if state.finished else bytes(cloudpickle.dumps(None))
 
 
 def script_program(

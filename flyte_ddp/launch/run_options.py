@@ -55,6 +55,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoints", default="", help="directory or URL for session.save, for all machines")
     text = f"seconds without a session.report until the run is ended (default {stall_timeout:g})"
     parser.add_argument("--stall-timeout", "--stall_timeout", type=float, default=stall_timeout, help=text)
+    text = "until the run is ended, after a last checkpoint (default: no limit)"
+    parser.add_argument("--max-hours", "--max_hours", type=float, default=0, help=text)
     add_switch("-m", "--module", help="SCRIPT is a module, as for python -m")
     add_switch("--no-python", help="SCRIPT is a program of any kind")
     add_switch("--run-path", help="SCRIPT is one of Python's, whatever --no-python says")

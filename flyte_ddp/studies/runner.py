@@ -60,7 +60,7 @@ def check_trials(recipe: str, trials: Sequence[Trial], cluster: ClusterConfig) -
         ConfigError: as `resize_cluster`, and as `place.check` for the ranks of each trial.
     """
     for trial in trials:
-        check(Job(recipe_program(recipe, trial.config), "", 0.0), resize_cluster(cluster, trial.world_size))
+        check(recipe_program(recipe, trial.config), resize_cluster(cluster, trial.world_size))
 
 
 def resize_cluster(cluster: ClusterConfig, world_size: int = 0) -> ClusterConfig:

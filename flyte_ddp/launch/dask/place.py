@@ -26,6 +26,7 @@ from flyte_ddp.launch.dask.placement import DaskNode, Worker, assign_nodes
 from flyte_ddp.launch.dask.pool import Pool
 from flyte_ddp.launch.dask.roll_call import RollCall
 from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import Program
 from flyte_ddp.storage import Storage, storage_environment
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class DaskPlace:
 
     def check(self, job: Job) -> None:
         """Check the run before anything is asked of its cluster; see `check`."""
-        check(job, self.config)
+        check(job.program, self.config)
 
     def gather(self, run: Run, previous: Ended | None) -> DaskNodes:
         """Return the nodes of the next attempt: all workers, or after a while as many as a smaller size needs.
@@ -77,7 +78,7 @@ class DaskPlace:
             self._code = packed_code(run.job.program)
             if run.prepared and run.storage:
                 self._data = SharedData(self.client, run.storage, self.pool)
-        sizes = usable_sizes(run.job, self.config)
+        sizes = usable_sizes(run.job.program, self.config)
         expected, patience = self._look_back(previous)
         workers = self._wait_for_workers(run, previous, sizes, expected, patience)
         self._roll_call.is_strict = False
@@ -211,15 +212,15 @@ class DaskPlace:
         ]
 
 
-def check(job: Job, config: ClusterConfig) -> None:
-    """Check the run before anything is asked of its cluster.
+def check(program: Program, config: ClusterConfig) -> None:
+    """Check the program before anything is asked of its cluster.
 
     Raises:
         ConfigError: what the program cannot do, such as an unknown recipe, or a batch that cannot be split evenly at
             `num_nodes`, or at none of the smaller sizes that `min_nodes` allows.
     """
-    job.program.check(config.num_nodes * config.ranks_per_node, config.gpus_per_node > 0)
-    if config.enough_nodes < config.num_nodes and usable_sizes(job, config) == [config.num_nodes]:
+    program.check(config.num_nodes * config.ranks_per_node, config.gpus_per_node > 0)
+    if config.enough_nodes < config.num_nodes and usable_sizes(program, config) == [config.num_nodes]:
         raise ConfigError(
             f"min_nodes: expected a smaller number of nodes, because the global batch splits evenly at none from "
             f"{config.min_nodes} to {config.num_nodes - 1} ({config.ranks_per_node} ranks each), or 0 for a run that "
@@ -227,11 +228,11 @@ def check(job: Job, config: ClusterConfig) -> None:
         )
 
 
-def usable_sizes(job: Job, config: ClusterConfig) -> list[int]:
+def usable_sizes(program: Program, config: ClusterConfig) -> list[int]:
     """Return the numbers of nodes at which the run may go on, largest first: those that split the batch evenly."""
     sizes = []
     for num_nodes in range(config.num_nodes, config.enough_nodes - 1, -1):
         with contextlib.suppress(ConfigError):
-            job.program.check_world_size(num_nodes * config.ranks_per_node)
+            program.check_world_size(num_nodes * config.ranks_per_node)
             sizes.append(num_nodes)
     return sizes

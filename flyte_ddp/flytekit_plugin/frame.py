@@ -1,0 +1,284 @@
+"""The frame of every task that trains: its execution, its observers, W&B's key, and its errors.
+
+A task opens a frame with its report, trains inside it, and returns its outputs from it. Whatever happens inside, the
+report ends as finished, failed or interrupted, and an error leaves in the form that Flyte expects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import flytekit
+from flytekit import Secret
+from flytekit.types.file import FlyteFile, PythonPickledFile
+
+from flyte_ddp.errors import RankFailure, StorageDenied, StorageUnavailable
+from flyte_ddp.events import Event, Listener, RunState
+from flyte_ddp.flytekit_plugin.deck import DeckPublisher
+from flyte_ddp.flytekit_plugin.failures import flyte_errors
+from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution, share_storage_credentials
+from flyte_ddp.launch import driver
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import Program
+from flyte_ddp.launch.time_limit import TimeLimit
+from flyte_ddp.observers.history import HistoryFile
+from flyte_ddp.observers.launcher_log import launcher_log
+from flyte_ddp.observers.metrics import MetricsServer, RunFigures, requested_port
+from flyte_ddp.observers.progress_bar import ProgressBar
+from flyte_ddp.observers.reports.page import Page
+from flyte_ddp.observers.reports.run import Report
+from flyte_ddp.observers.weights_and_biases import Wandb
+from flyte_ddp.storage import Storage, fetch_file, redact_url, write_file
+
+HISTORY = "history.jsonl"
+RUN_ID = "wandb-run-id"  # a file beside the checkpoints, so that every attempt continues the same W&B run
+FIRST_START = "first-start.json"  # likewise, so that `max_hours` counts all attempts
+WANDB_SECRET = Secret(group="wandb", key="api_key")
+# In a local run, and in a pod in which Flyte passes secrets as variables.
+KEY_VARIABLES = ("WANDB_API_KEY", "_FSEC_WANDB_API_KEY")
+
+
+@dataclass
+class Frame:
+    """An open frame."""
+
+    report: Page
+    execution: Execution
+    directory: Path  # of the task's own files, in the pod
+    storage: Storage  # of the checkpoints
+    name: str  # of this attempt
+    wandb_key: str | None
+    wandb_project: str  # "" for runs that W&B does not record
+    opened_at: float  # seconds since the epoch
+    bar: ProgressBar = field(default_factory=ProgressBar)
+
+    def __post_init__(self) -> None:
+        self.publisher = DeckPublisher(self.report)
+        self.receivers: list[Callable[[str], None]] = [self.bar.write]  # of lines for people
+        self._metrics = MetricsServer(port) if (port := requested_port()) else None
+        self._time_limit = TimeLimit(0, self.opened_at)
+
+    @property
+    def is_local(self) -> bool:
+        """True if the task runs in the user's own process and not in a pod of Flyte."""
+        return not self.execution.run_id
+
+    def say(self, line: str) -> None:
+        """Print a line for people, above the progress bar if there is one. Any thread may call this."""
+        for receive in self.receivers:
+            receive(line)
+
+    def limit_time(self, max_hours: float) -> None:
+        """End the task `max_hours` after the start of its first attempt as SIGTERM does; 0 is no limit.
+
+        Raises:
+            ConfigError: earlier attempts have taken that long.
+        """
+        if max_hours:
+            hint = f". Its checkpoints are in {redact_url(self.storage.url)}"
+            self._time_limit = TimeLimit(max_hours, self._first_start(), hint)
+
+    def _first_start(self) -> float:
+        """Return when the first attempt of this execution started, in seconds since the epoch."""
+        if self.is_local:
+            return self.opened_at
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+            noted = json.loads(self.storage.read(FIRST_START))
+            if noted["run"] == self.execution.run_id:
+                return float(noted["time"])
+        note = {"run": self.execution.run_id, "time": self.opened_at}
+        self.storage.write(FIRST_START, json.dumps(note).encode())
+        return self.opened_at
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return `error`, or what caused it if that was the time limit."""
+        return self._time_limit.explain(error)
+
+    def run(
+        self,
+        report: Report,
+        program: Program,
+        place: driver.Place,
+        data: Callable[[], str] | None = None,
+        relay: Callable[[str], None] | None = None,
+        labels: Mapping[str, str] = MappingProxyType({}),
+        earlier_failure: RankFailure | None = None,
+        model_artifact: str = "",
+        checkpoints: str | None = None,
+        is_kept: bool = True,
+    ) -> RunState:
+        """Run the one program of this task, shown by all observers. Arguments and errors as of `driver.run`.
+
+        Args:
+            report: of the frame.
+            labels: of the figures for Prometheus.
+            model_artifact: see `Wandb`.
+            checkpoints: their URL; "" keeps none; by default the frame's.
+            is_kept: see `Job`.
+        """
+        listeners: list[Listener] = [self.bar, HistoryFile(self.directory / HISTORY)]
+        if self.wandb_project:
+            wandb = self.wandb(self.wandb_run_id(), model_artifact=model_artifact)
+            listeners += [wandb, _ReportLink(wandb, report)]
+        listeners += [report, self.publisher, *self.figures(**labels)]
+        url = self.storage.url if checkpoints is None else checkpoints
+        job = Job(program, url, self.opened_at, run=self.execution.run_id, is_kept=is_kept)
+        return driver.run(job, place, data, listeners, relay or self.say, earlier_failure=earlier_failure)
+
+    def wandb_run_id(self) -> str:
+        """Return the id of the W&B run: the one that an earlier attempt wrote beside its checkpoints, or a new one."""
+        try:
+            return self.storage.read(RUN_ID).decode()
+        except FileNotFoundError:
+            run_id = self.execution.run_id or f"run-{os.urandom(4).hex()}"
+            self.storage.write(RUN_ID, run_id.encode())
+            return run_id
+
+    def wandb(self, run_id: str, kind: Callable[..., Wandb] = Wandb, **options: Any) -> Wandb:
+        """Return a W&B observer with the settings that all runs of this task share."""
+        settings = {
+            "project": os.environ.get("WANDB_PROJECT", self.wandb_project),
+            "entity": os.environ.get("WANDB_ENTITY"),
+            "run_id": run_id,
+            "notes": self.execution.url,
+            "directory": str(self.directory),
+            "api_key": self.wandb_key,
+            # A pod's directory is lost with the pod. A local run's stays where it is.
+            "offline_url": "" if self.is_local else self.storage.join("wandb"),
+            "say": self.say,
+        }
+        return kind(**{**settings, **options})
+
+    def figures(self, **labels: str) -> list[RunFigures]:
+        """Return the listener that serves one more run of this task to Prometheus; none if no port was asked for."""
+        if self._metrics is None:
+            return []
+        return [self._metrics.follow(self.execution.attempt, **labels, run=self.execution.run_id)]
+
+    def output(self, name: str) -> FlyteFile:
+        """Return file `name` in the task's directory as an output, in a pod with a URL that is known already."""
+        return FlyteFile(str(self.directory / name), remote_path=self._output_url(name))
+
+    def model_state(self, name: str, url: str) -> PythonPickledFile:
+        """Return the state dict at `url`, as `output`."""
+        fetch_file(url, self.directory / name)
+        return PythonPickledFile(str(self.directory / name), remote_path=self._output_url(name))
+
+    def saved_report(self) -> FlyteFile:
+        """Write the report to a file and return it, as `output`."""
+        (self.directory / "report.html").write_text(self.report.render(), encoding="utf-8")
+        return self.output("report.html")
+
+    def keep_history(self, report: Report) -> None:
+        """Put the history where the task's outputs are, and name it in the report: for a task that does not return it.
+
+        Does not raise: the run has ended, and the task's own outputs are what counts.
+        """
+        file = self.directory / HISTORY
+        url = self._output_url(HISTORY) or str(file)
+        if not file.is_file():
+            return
+        if not self.is_local:
+            try:
+                write_file(url, file.read_bytes())
+            except (StorageUnavailable, StorageDenied) as error:
+                self.say(f"the history of the run could not be kept: {error}")
+                return
+        report.outputs["history"] = url
+
+    def say_outputs(self, **outputs: FlyteFile) -> None:
+        """Print where the outputs are: their URLs in a pod, their paths in a local run."""
+        for name, file in outputs.items():
+            self.say(f"{name.replace('_', ' '):<20}{file.remote_path or file.path}")
+        if not self.is_local:
+            page = self.execution.url or "Flyte's console"
+            self.say(f'the report is also in {page}: click this task, then "Flyte Deck"')
+
+    def close(self, error: BaseException | None) -> None:
+        """Complete the report. Only the first call, and the first with an error, changes it."""
+        self._time_limit.cancel()
+        if self._metrics is not None:
+            self._metrics.close()
+        if not self.report.closed_at or (error is not None and self.report.error is None):
+            self.report.close(error)
+            self.publisher.close(error)
+
+    def _output_url(self, name: str) -> str | None:
+        if self.is_local:
+            return None
+        return f"{flytekit.current_context().raw_output_prefix.rstrip('/')}/{name}"
+
+
+class _ReportLink:
+    """A listener that adds the W&B run's URL to the report when W&B has answered."""
+
+    def __init__(self, wandb: Wandb, report: Page) -> None:
+        self.wandb = wandb
+        self.report = report
+
+    def handle(self, event: Event) -> None:
+        if self.wandb.url:
+            self.report.links["W&B run"] = self.wandb.url
+
+    def close(self, error: BaseException | None) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def open_frame(
+    report: Page, name: str, checkpoints: str = "", wandb_project: str = "", hides_key: bool = True
+) -> Iterator[Frame]:
+    """Open the frame of the current task.
+
+    Args:
+        name: of the attempt in a local run, where Flyte gives none.
+        checkpoints: URL that the user gave; "" for the execution's own.
+        wandb_project: "" for a task whose runs W&B does not record.
+        hides_key: keep W&B's key out of the environment, which the ranks inherit.
+
+    Raises:
+        UserError, RecoverableError, TaskFailed, KeyboardInterrupt: see `flyte_errors`.
+    """
+    opened_at = time.time()
+    context = flytekit.current_context()
+    share_storage_credentials()
+    execution = current_execution(context)
+    directory = Path(context.working_directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    attempt = execution.attempt_id or f"{name.rpartition('.')[2]}-{os.urandom(4).hex()}"
+    with flyte_errors(), _wandb_key(hides_key) as key:
+        storage = Storage(checkpoints or execution.checkpoints)
+        frame = Frame(report, execution, directory, storage, attempt, key, wandb_project, opened_at)
+        try:
+            storage.check_access("checkpoints")  # the W&B run's id is the first file there
+            with launcher_log(frame.say):
+                yield frame
+        except BaseException as error:
+            reason = frame.explain(error)
+            frame.close(reason)
+            if reason is not error:
+                raise reason from None  # it has the text of `error`
+            raise
+        frame.close(None)
+
+
+@contextlib.contextmanager
+def _wandb_key(hides: bool) -> Iterator[str | None]:
+    """Give W&B's key, and keep it out of the environment for the block if it is to be hidden."""
+    try:
+        key = flytekit.current_context().secrets.get(WANDB_SECRET.group, WANDB_SECRET.key)
+    except ValueError:
+        key = os.environ.get("WANDB_API_KEY")
+    removed = {name: os.environ.pop(name) for name in KEY_VARIABLES if hides and name in os.environ}
+    try:
+        yield key
+    finally:
+        os.environ.update(removed)

@@ -1,0 +1,81 @@
+"""The observers of `python -m flyte_ddp run`, by its options. Each is imported when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flyte_ddp.events import Event, Listener
+from flyte_ddp.observers.progress_bar import ProgressBar
+
+if TYPE_CHECKING:
+    from flyte_ddp.observers.reports.run import Report
+
+
+def add_observer_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `make_observers` reads."""
+    parser.add_argument("--history", default="", metavar="FILE", help="for the events of the run, as JSON lines")
+    parser.add_argument("--report", default="", metavar="FILE", help="for the run's HTML page")
+    parser.add_argument("--wandb", default="", metavar="PROJECT", help="of Weights & Biases, which records the run")
+
+
+def make_observers(
+    options: argparse.Namespace, name: str, bar: ProgressBar
+) -> tuple[list[Listener], Callable[[str], None]]:
+    """Return the listeners of a run, and what receives the lines that its ranks print.
+
+    Args:
+        name: of the script.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    from flyte_ddp.observers.metrics import MetricsServer, requested_port
+
+    listeners: list[Listener] = [bar]
+    receivers = [bar.write]
+    if options.history:
+        from flyte_ddp.observers.history import HistoryFile
+
+        listeners.append(HistoryFile(options.history))
+    if options.report:
+        from flyte_ddp.observers.reports.run import Report
+
+        report = Report(name)
+        listeners.append(_ReportFile(report, Path(options.report)))
+        receivers.append(report.add_line)
+    if options.wandb:
+        from flyte_ddp.observers.weights_and_biases import Wandb
+
+        run_id = f"{Path(name).stem}-{os.urandom(4).hex()}"
+        directory = os.environ.get("WANDB_DIR", ".")
+        listeners.append(Wandb(options.wandb, run_id, directory, say=lambda line: print(line, file=sys.stderr)))  # noqa: T201
+    if port := requested_port():
+        listeners.append(MetricsServer(port).follow(0, script=name))
+
+    def relay(line: str) -> None:
+        for receive in receivers:
+            receive(line)
+
+    return listeners, relay
+
+
+class _ReportFile:
+    """Writes the report of a run to a file when the run has ended."""
+
+    def __init__(self, report: Report, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        self._report = report
+        self._file = file
+
+    def handle(self, event: Event) -> None:
+        self._report.handle(event)
+
+    def close(self, error: BaseException | None) -> None:
+        self._report.close(error)
+        self._file.write_text(self._report.render(), encoding="utf-8")
