@@ -109,7 +109,7 @@ def _run(options: argparse.Namespace) -> int:
             sys.stderr.write(f"error: {error}\n")
             return 2
         sys.stderr.write(f"{stopped}\n")
-        return 128 + signal.Signals[str(stopped).partition(":")[0]]  # as a shell has it
+        return 128 + signal.Signals[stopped.reason]  # as a shell has it
     except KeyboardInterrupt:
         sys.stderr.write("SIGINT: the run was stopped while no rank was running\n")
         return 130

@@ -150,12 +150,26 @@ class Session:
             return
         store = self.open_checkpoints()
         if self.process.rank == 0:
-            started = time.perf_counter()
             if store.keeps_resumed and self._num_readers() == self.process.node.world_size - 1:
                 store.keeps_resumed = False
-            url = store.save({"step": step, "state": state}, step, best=False)
-            self.can_resume = True
-            self._link.emit(events.CheckpointSaved(step, url, False, time.perf_counter() - started))
+            self.write({"step": step, "state": state}, step)
+
+    def write(self, state: Mapping[str, Any], step: int, best: bool = False, started: float | None = None) -> None:
+        """Keep a checkpoint of this format, on rank 0 or, of a split state, on every rank. Raises as `save`.
+
+        Args:
+            best: it stays until another one is.
+            started: when the training was interrupted for it, by `time.perf_counter`; by default now.
+        """
+        started = time.perf_counter() if started is None else started
+        url = self.open_checkpoints().save(state, step, best)
+        self.can_resume = True
+        self.emit(events.CheckpointSaved(step, url, best, time.perf_counter() - started))
+
+    def wait(self) -> None:
+        """Return when what was saved is in place. Raises as `save`."""
+        if self._store is not None:
+            self._store.wait(self._beat)
 
     def load(self) -> dict[str, Any] | None:
         if not self.checkpoints:
@@ -239,8 +253,7 @@ class Session:
 
     def close(self) -> None:
         """Wait until the checkpoints are written. Raises as `save`."""
-        if self._store is not None:
-            self._store.wait(self._beat)
+        self.wait()
         if self._num_polls and self.process.node.world_size > 1:
             # A rank that has ended refuses all its calls, so that no other rank waits for it, nor stops alone.
             with self._agreeing:

@@ -81,7 +81,7 @@ def test_an_error_in_inspection_is_logged_and_the_run_continues(tmp_path, monkey
     with caplog.at_level(logging.WARNING):
         trainer.fit()
 
-    kinds = [type(event) for event in trainer.session.events]
+    kinds = [type(event) for event in trainer.session.process.link.events]
     assert EpochFinished in kinds
     assert HistogramsTaken not in kinds
     assert [record.getMessage() for record in caplog.records] == [

@@ -34,7 +34,7 @@ from flyte_ddp.recipes import get_recipe
 from flyte_ddp.world import World
 from tests.support import recipes
 from tests.support.runs import new_run
-from tests.support.trainers import CPU, Recorder, new_trainer
+from tests.support.trainers import CPU, new_trainer
 
 CLIP = 0.5  # small enough to clip some steps of the run that uses it
 ADAM = {"optimizer": "adam", "precision": "bf16", "learning_rate": 0.01, "weight_decay": 0.01}
@@ -209,7 +209,7 @@ def test_a_stop_during_an_evaluation_keeps_the_epoch_and_the_resumed_run_ends_in
     run, num_steps = new_run(tmp_path), 9
     run.data()
     # In the first epoch's evaluation:
-    stopped = new_trainer(run, session=Recorder(stop_after=num_steps + 2), epochs=2)
+    stopped = new_trainer(run, stop_after=num_steps + 2, epochs=2)
     with pytest.raises(StopRequested):
         stopped.fit()
     assert (stopped.progress.step, stopped.progress.epochs) == (num_steps, [])
@@ -233,7 +233,7 @@ def test_a_stop_during_an_evaluation_keeps_the_epoch_and_the_resumed_run_ends_in
 
 def test_a_run_on_a_sample_resumes_in_the_middle_of_an_epoch_and_on_that_sample_alone(tmp_path):
     run, sampled = new_run(tmp_path), {"epochs": 2, "sample_size": 50}
-    stopped = new_trainer(run, session=Recorder(stop_after=2), **sampled)
+    stopped = new_trainer(run, stop_after=2, **sampled)
     with pytest.raises(StopRequested):
         stopped.fit()
     with pytest.raises(ConfigError, match="^sample_size: expected 50, with which .* was written, got 40"):
@@ -253,7 +253,7 @@ def test_a_long_evaluation_saves_what_was_trained_before_it(tmp_path, monkeypatc
     trainer = new_trainer(new_run(tmp_path), epochs=1)
     trainer.fit()
 
-    saved = [event for event in trainer.session.events if isinstance(event, CheckpointSaved)]
+    saved = [event for event in trainer.session.process.link.events if isinstance(event, CheckpointSaved)]
     assert [(event.step, event.best) for event in saved] == [(9, False), (9, True)]
 
 
@@ -284,7 +284,7 @@ def test_a_resumed_run_with_more_epochs_takes_its_first_step_at_the_new_schedule
 @pytest.mark.parametrize(("stop_after", "where"), [(9 + 5 + 3, "in epoch 2"), (2 * (9 + 5) + 1, "in epoch 3")])
 def test_fewer_epochs_than_a_checkpoint_has_are_refused(tmp_path, stop_after, where):
     run = new_run(tmp_path)
-    stopped = new_trainer(run, session=Recorder(stop_after=stop_after), epochs=3)
+    stopped = new_trainer(run, stop_after=stop_after, epochs=3)
     with pytest.raises(StopRequested):
         stopped.fit()
 

@@ -92,7 +92,7 @@ def train(
     # Where to start: at the newest checkpoint, if there is one
     store = current.open_checkpoints(config.checkpoints_to_keep, peers)
     fingerprint = data["fingerprint"]
-    trainer = Trainer(recipe, config, world, model, train, test, store, current, fingerprint, initial_state)
+    trainer = Trainer(recipe, config, world, model, train, test, current, fingerprint, initial_state)
     if config.compile:
         beat_while_compiling(trainer.beat)
     with keep_beating(trainer.beat):  # a large checkpoint takes its time

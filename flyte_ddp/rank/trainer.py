@@ -13,10 +13,9 @@ import time
 import torch
 from torch import nn
 
-from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import NonFiniteLoss, StopRequested
-from flyte_ddp.events import CheckpointSaved, EpochFinished, Event, HistogramsTaken, Reported
+from flyte_ddp.events import EpochFinished, HistogramsTaken, Reported
 from flyte_ddp.rank import inspection
 from flyte_ddp.rank.batch_norm import keep_frozen_statistics
 from flyte_ddp.rank.data import Samples, epoch_shards, num_batches
@@ -41,7 +40,7 @@ class Trainer:
     Args:
         model: from `build_model`, with the same weights on every rank.
         train, test: samples that the ranks share.
-        store: the checkpoints; the same place for every rank; the ranks of a split model are its `peers`.
+        session: of the rank, whose checkpoints are open; the ranks of a split model are their `peers`.
         data_fingerprint: noted in checkpoints, so that none is continued on other data.
         initial_state: URL of the state dict from which the run starts if there is no checkpoint yet; noted in
             checkpoints likewise. "" leaves the model's own weights.
@@ -55,7 +54,6 @@ class Trainer:
         model: nn.Module,
         train: Samples,
         test: Samples,
-        store: CheckpointStore,
         session: Session,
         data_fingerprint: str = "",
         initial_state: str = "",
@@ -66,8 +64,8 @@ class Trainer:
         self.model = model
         self.train = train
         self.test = test
-        self.store = store
         self.session = session
+        self.store = session.open_checkpoints()
         self.data_fingerprint = data_fingerprint
         self.initial_state = initial_state
         self.num_steps = config.epochs * num_batches(train, config)
@@ -93,7 +91,7 @@ class Trainer:
             evaluation = self.evaluate()
             finished = self._finish_epoch(sums, own_seconds, evaluation)
             self.save_checkpoint(best=finished is self.progress.best)
-        self.store.wait(self.beat)
+        self.session.wait()
         return self.progress
 
     def train_epoch(self) -> tuple[MetricSums, float]:
@@ -141,7 +139,7 @@ class Trainer:
                 self._update_progress(epoch_sums, earlier)
                 self.save_checkpoint(best=False)
             if stops:
-                self.store.wait(self.beat)
+                self.session.wait()
                 raise StopRequested
         self._update_progress(epoch_sums, earlier)
         return epoch_sums, own_seconds / max(1, epoch_sums.num_steps)
@@ -165,7 +163,7 @@ class Trainer:
                 self.save_checkpoint(best=False)
                 is_saved = True
             if stops:
-                self.store.wait(self.beat)
+                self.session.wait()
                 raise StopRequested
 
         result = evaluate(self.evaluated_model, self.recipe, self.test, self.config, self.world, on_batch)
@@ -191,8 +189,7 @@ class Trainer:
         }
         if self.is_sharded:
             state = split_state(state, self.world.is_first)
-        url = self.store.save(state, self.progress.step, best)
-        self._emit(CheckpointSaved(self.progress.step, url, best, time.perf_counter() - started))
+        self.session.write(state, self.progress.step, best, started)
 
     def resume(self) -> tuple[str, list[str]]:
         """Go on from the newest checkpoint in the store, or start from the initial state, if one is given.
@@ -221,10 +218,6 @@ class Trainer:
     def beat(self) -> None:
         """Report that this rank makes progress."""
         self.session.beat(self.progress.step)
-
-    def _emit(self, event: Event) -> None:
-        if self.world.is_first:
-            self.session.emit(event)
 
     def _new_sums(self) -> MetricSums:
         return MetricSums(torch.zeros((), dtype=torch.float64, device=self.world.device))
@@ -261,7 +254,7 @@ class Trainer:
         return learning_rate(self.config, self.progress.step - 1, self.num_steps)
 
     def _report_step(self, sums: MetricSums, gradient_norm: float) -> None:
-        self._emit(
+        self.session.emit(
             Reported(
                 step=self.progress.step,
                 epoch=self.progress.step * self.config.epochs / self.num_steps,
@@ -300,8 +293,10 @@ class Trainer:
         if world.is_first or self.is_sharded:
             with inspection.shown("sample"):
                 finished = dataclasses.replace(finished, sample=self.recipe.generate_sample(self.model))
-            self._emit(finished)
+            self.session.emit(finished)
             with inspection.shown("histograms"):
-                self._emit(HistogramsTaken(progress.step, *inspection.histograms_of(self.model, self.world.is_first)))
+                self.session.emit(
+                    HistogramsTaken(progress.step, *inspection.histograms_of(self.model, self.world.is_first))
+                )
         progress.finish_epoch(finished)
         return finished

@@ -95,6 +95,9 @@ class Link:
     def set_writing(self, is_writing):
         pass
 
+    def set_stoppable(self):
+        pass
+
     def emit(self, event):
         self.events.append(events.to_dict(event))  # now, because the loop goes on to change what is in it
 
@@ -106,5 +109,7 @@ def train_recipe(world, store, recipe, config, data, checkpoints):
     job = Job(recipe_program(recipe, config), checkpoints, time.time())
     peers = Peers(world, store) if config.parallel == "fsdp" and world.world_size > 1 else None
     process = SimpleNamespace(job=job, node=node, rank=world.rank, link=link)
-    train(recipe, config, "", world, Session(process, lambda: store), peers)
+    session = Session(process, lambda: store)
+    train(recipe, config, "", world, session, peers)
+    session.emit(events.RunFinished(session.step, time.time() - job.launched_at, **session.results))
     return link.events

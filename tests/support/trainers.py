@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+
 import torch
 
-from flyte_ddp.checkpoints.store import CheckpointStore
+from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import Program
 from flyte_ddp.rank.data import open_samples, take_sample
 from flyte_ddp.rank.parallel import build_model
 from flyte_ddp.rank.trainer import Trainer
 from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.session import Session
 from flyte_ddp.world import World
 
 CPU = torch.device("cpu")
 
 
-class Recorder:
-    """A session that keeps the events and asks to stop after `stop_after` beats; 0 never does."""
+class Link:
+    """A rank's link that keeps the events and asks to stop after `stop_after` beats; 0 never does."""
 
-    def __init__(self, stop_after=0):
+    def __init__(self, stop_after):
         self.stop_after = stop_after
         self.num_beats = 0
         self.events = []
@@ -32,8 +37,22 @@ class Recorder:
     def emit(self, event):
         self.events.append(event)
 
+    def set_writing(self, is_writing):
+        pass
 
-def new_trainer(run, initial_state="", session=None, source="", **config):
+    def set_stoppable(self):
+        pass
+
+
+def new_session(checkpoints, stop_after=0):
+    """The session of the only rank of a recipe's run."""
+    program = Program("test", b"", can_resume=True)
+    node = SimpleNamespace(world_size=1, num_nodes=1, num_restarts=0)
+    job = Job(program, str(checkpoints), time.time())
+    return Session(SimpleNamespace(job=job, node=node, rank=0, link=Link(stop_after)), lambda: None)
+
+
+def new_trainer(run, initial_state="", stop_after=0, source="", **config):
     """A trainer of the recipe of `run`, with its data and its checkpoints."""
     config = config_of(run.recipe, config)
     recipe, world = get_recipe(run.recipe, config.recipe_options), World(0, 0, 1, CPU)
@@ -41,5 +60,6 @@ def new_trainer(run, initial_state="", session=None, source="", **config):
     train, test = open_samples([take_sample(train_data, config), test_data], recipe, config, world)
     torch.manual_seed(config.seed)
     model = build_model(recipe, config, world)
-    store = CheckpointStore(str(run.checkpoints), config.checkpoints_to_keep)
-    return Trainer(recipe, config, world, model, train, test, store, session or Recorder(), initial_state=initial_state)
+    session = new_session(run.checkpoints, stop_after)
+    session.open_checkpoints(config.checkpoints_to_keep)
+    return Trainer(recipe, config, world, model, train, test, session, initial_state=initial_state)
