@@ -34,7 +34,7 @@ from flyte_ddp.launch.dask.calls import call_workers
 from flyte_ddp.launch.dask.code import packed_code
 from flyte_ddp.launch.dask.messages import Inbox, NodeJob, decode, encode
 from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import recipe_program
+from flyte_ddp.launch.process.programs import Program, recipe_program
 from flyte_ddp.launch.process.ranks import NodeRanks
 from flyte_ddp.launch.run import Gang, run_program, script_program
 from flyte_ddp.observers.reports.run import Report
@@ -126,7 +126,7 @@ def test_a_supervisor_that_nobody_needs_ends(end):
 def test_a_nodes_job_crosses_as_json_and_shows_no_secret():
     ranks = NodeRanks(0, 1, 2, "10.0.0.1", 1234, "", False, 1)
     job = Job(
-        recipe_program("digits", dask_config(recipe_options={"width": 3}), "s3://bucket/initial.pt"),
+        recipe_program("mnist", dask_config(gradient_accumulation=2), "s3://bucket/initial.pt"),
         "s3://bucket/run",
         1.5,
     )
@@ -218,15 +218,15 @@ def test_packed_code_does_not_depend_on_its_path(tmp_path, monkeypatch):
         (package / "__init__.py").write_text("x = 1")
         (package / "names.txt").write_text("rose")
         time.sleep(0.01)
-    packed = []
+    flowers, packed = Program("flowers", b"", packages=("flowers",)), []
     for name in ("here", "there"):
         monkeypatch.syspath_prepend(tmp_path / name)
-        packed.append(packed_code(recipe_program("flowers.Flowers", dask_config())))
+        packed.append(packed_code(flowers))
         importlib.invalidate_caches()
     assert packed[0] == packed[1] != packed_code(recipe_program("digits", dask_config()))
     (tmp_path / "there" / "flowers" / "data.bin").write_bytes(bytes(33 << 20))
-    with pytest.raises(ConfigError, match=r"flowers.Flowers: expected code without data, got more than 32 MiB"):
-        packed_code(recipe_program("flowers.Flowers", dask_config()))
+    with pytest.raises(ConfigError, match="flowers: expected code without data, got more than 32 MiB"):
+        packed_code(flowers)
 
 
 def test_the_drivers_code_is_what_ranks_run(client, tmp_path):

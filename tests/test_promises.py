@@ -151,6 +151,7 @@ def test_a_rank_that_hangs_is_found_with_all_stacks(cell, undisturbed):
 
 @cells()
 def test_a_stop_keeps_every_step_and_the_same_place_resumes(cell, undisturbed):
+    cell.order("0-kill-1000")  # never met: steps take their time until then
     stop = StopRequest()
     with pytest.raises(
         TrainingStopped, match=r"^SIGTERM: the run was stopped at step (\d+)\. Its checkpoints are in"
