@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flyte_ddp.observers.reports.drawing import percent
@@ -22,7 +22,7 @@ from flyte_ddp.studies.results import (
     TrialRun,
     find_best,
 )
-from flyte_ddp.studies.scaling import Row, Study, started_of
+from flyte_ddp.studies.scaling import Study, started_of
 from flyte_ddp.studies.search import BATCH_SIZE_PER_RANK, format_value
 
 MAX_ERROR = 300  # characters of a trial's error in the table
@@ -155,7 +155,7 @@ class StudyReport(Page):
             "best_config": best and json.dumps(best.trial.overrides),
             "charts": _charts(runs, study),
             "table": _table(runs, best, study) if runs else {},
-            "measured_how": [row(name, value) for name, value in _facts(runs, study)],
+            "measured_how": _facts(runs, study),
             "failures": failures[:MAX_FAILURES],
         }
 
@@ -197,23 +197,23 @@ def _scaling_tiles(study: Study) -> list[dict[str, str]]:
     ]
 
 
-def _facts(runs: Sequence[TrialRun], study: Study) -> list[tuple[str, str]]:
+def _facts(runs: Sequence[TrialRun], study: Study) -> list[dict[str, Any]]:
     """Return how a scaling study was measured; nothing without finished trials."""
     started = [started_of(run) for run in runs if study.rows and run.state.started]
     if not started:
         return []
     return [
-        ("Device of each rank", started[0].device),
-        ("CPU threads of each rank, the same in every trial", f"{started[0].num_threads}"),
-        ("Backend", next((each.backend for each in started if each.world_size > 1), started[0].backend)),
-        (f"{study.device_unit}-hours", f"{study.device_unit}s times hours of training, without evaluation"),
-        ("Step time", "the median of the epochs' durations, divided by the steps of an epoch"),
-        (
+        row("Device of each rank", started[0].device),
+        row("CPU threads of each rank, the same in every trial", f"{started[0].num_threads}"),
+        row("Backend", next((each.backend for each in started if each.world_size > 1), started[0].backend)),
+        row(f"{study.device_unit}-hours", f"{study.device_unit}s times hours of training, without evaluation"),
+        row("Step time", "the median of the epochs' durations, divided by the steps of an epoch"),
+        row(
             "Waiting",
             "time that a rank waits for gradients after its own backward pass, including the wait for slower ranks;"
             " the mean of all ranks, from DDP's own timers",
         ),
-        ("Hidden", "all-reduce during the backward pass, which takes no extra time"),
+        row("Hidden", "all-reduce during the backward pass, which takes no extra time"),
     ]
 
 
@@ -231,34 +231,28 @@ def _charts(runs: Sequence[TrialRun], study: Study) -> list[tuple[str, str, list
 def _table(runs: Sequence[TrialRun], best: TrialRun | None, study: Study) -> dict[str, Any]:
     """Return the table of trials. Each cell has a text and a key to sort by."""
     measured = {each.trial: each for each in study.rows}
-    names = list(runs[0].trial.values)
     rows = []
     for run in runs:
-        last = run.epochs[-1] if run.epochs else None
+        last, elapsed = (run.epochs[-1], run.elapsed[-1]) if run.epochs else (None, None)
         cells = {
             "trial": _cell(run.trial.number),
             "status": {"text": run.status, "key": run.status, "class": run.status.replace(" ", "-")},
-            **{name: _cell(run.trial.values[name]) for name in names},
-            "epochs": _cell(len(run.epochs), f"{len(run.epochs)} / {run.trial.config.epochs}"),
+            **{name: _cell(value) for name, value in run.trial.values.items()},
+            "epochs": _cell(len(run.epochs), f"{{}} / {run.trial.config.epochs}".format),
             "train loss": _cell(last and last.train_loss),
             "test loss": _cell(last and last.test_loss),
-            "accuracy": _cell(last and last.accuracy, percent(last.accuracy) if last else ""),
-            "time": _cell(run.elapsed[-1] if last else None, duration(run.elapsed[-1]) if last else ""),
-            **_scaling_cells(measured.get(run.trial.number), study),
+            "accuracy": _cell(last and last.accuracy, percent),
+            "time": _cell(elapsed, duration),
         }
+        for head, name, form in SCALING_COLUMNS if study.rows else ():
+            value = getattr(measured.get(run.trial.number), name, None)
+            cells[head.format_map(vars(study))] = _cell(value, form.format)
         rows.append({"best": run is best, "cells": list(cells.values()), "note": shortened(run.error, MAX_ERROR)})
     return {"heads": list(cells), "rows": rows, "has_notes": any(row["note"] for row in rows)}
 
 
-def _scaling_cells(found: Row | None, study: Study) -> dict[str, dict[str, Any]]:
-    cells = {}
-    for head, name, form in SCALING_COLUMNS if study.rows else ():
-        value = getattr(found, name, None)
-        cells[head.format_map(vars(study))] = _cell(value, None if value is None else form.format(value))
-    return cells
-
-
-def _cell(value: Any, text: str | None = None) -> dict[str, Any]:
+def _cell(value: Any, form: Callable[[Any], str] = format_value) -> dict[str, Any]:
+    """Return a cell for a value; an empty one for None."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return {"text": "" if value is None else str(value), "key": "", "class": ""}
-    return {"text": format_value(value) if text is None else text, "key": value, "class": ""}
+    return {"text": form(value), "key": value, "class": ""}

@@ -116,14 +116,13 @@ def build_table(runs: Sequence[TrialRun]) -> pandas.DataFrame:
     numbers = ("train_loss", "test_loss", "accuracy", "last_learning_rate", "seconds", "elapsed_seconds")
     rows: list[dict[str, Any]] = []
     for run in runs:
-        known = {"model": run.trial.number, "status": run.status, "epoch": None, **run.trial.values}
-        found = {"error": run.error or None}
-        for epoch, elapsed in zip(run.epochs, run.elapsed, strict=True):
-            losses = epoch.train_loss, epoch.test_loss, epoch.accuracy
-            values = zip(numbers, (*losses, epoch.learning_rate, epoch.seconds, elapsed), strict=True)
-            rows.append({**known, "epoch": epoch.epoch, **dict(values), **found})
-        if not run.epochs:
-            rows.append({**known, **dict.fromkeys(numbers), **found})
+        found: list[tuple[Any, ...]] = [
+            (each.epoch, each.train_loss, each.test_loss, each.accuracy, each.learning_rate, each.seconds, elapsed)
+            for each, elapsed in zip(run.epochs, run.elapsed, strict=True)
+        ]
+        for epoch, *values in found or [(None,) * 7]:
+            known = {"model": run.trial.number, "status": run.status, "epoch": epoch, **run.trial.values}
+            rows.append({**known, **dict(zip(numbers, values, strict=True)), "error": run.error or None})
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     for name in runs[0].trial.values:
         # A column has one type. Mixed values, such as an option that is a number or a list, become text.

@@ -7,6 +7,7 @@ is, so that an epoch has fewer steps. Knows neither clusters nor Flyte. Imports 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Row:
     epochs: int
     final_test_loss: float
     best_accuracy: float
-    step_seconds: float  # of the median epoch: robust against the first epoch's one-time costs and against noise
+    step_seconds: float  # of the median epoch
     samples_per_second: float
     speed_up: float  # of samples per second, relative to the smallest world size
     efficiency: float  # speed_up / ideal speed_up
@@ -54,7 +55,8 @@ class Study:
 
     def __init__(self, runs: Iterable[TrialRun], target_loss: float = 0.0) -> None:
         finished = [run for run in runs if run.state.finished and run.epochs]
-        self.target_loss = target_loss or max((_best_loss(run) for run in finished), default=0.0)
+        best_losses = [min(epoch.test_loss for epoch in run.epochs) for run in finished]
+        self.target_loss = target_loss or max(best_losses, default=0.0)
         self.device_unit = "core" if not finished or started_of(finished[0]).device == "cpu" else "GPU"
         self.names = [
             name
@@ -76,10 +78,13 @@ class Study:
         return [row for rows in self.series.values() for row in rows]
 
     def _row(self, run: TrialRun, baseline: TrialRun) -> Row:
-        started, step_seconds = started_of(run), _step_seconds(run)
-        assert run.state.finished is not None  # or it would not be here
-        seconds = sum(epoch.seconds for epoch in run.epochs)
-        speed_up = _samples_per_second(run) / _samples_per_second(baseline)
+        started, finished, last = started_of(run), run.state.finished, run.epochs[-1]
+        assert finished is not None  # or it would not be here
+        step_seconds = _epoch_seconds(run) / (started.num_steps / int(started.config["epochs"]))
+        samples_per_second = started.num_train_samples / _epoch_seconds(run)
+        first = started_of(baseline)
+        speed_up = samples_per_second / (first.num_train_samples / _epoch_seconds(baseline))
+        device_seconds = started.world_size * sum(epoch.seconds for epoch in run.epochs)
         return Row(
             trial=run.trial.number,
             world_size=started.world_size,
@@ -87,26 +92,23 @@ class Study:
             batch_size_per_rank=int(started.config["global_batch_size"]) // started.world_size,
             num_train_samples=started.num_train_samples,
             epochs=len(run.epochs),
-            final_test_loss=run.epochs[-1].test_loss,
-            best_accuracy=run.state.finished.best_accuracy,
+            final_test_loss=last.test_loss,
+            best_accuracy=finished.best_accuracy,
             step_seconds=step_seconds,
-            samples_per_second=_samples_per_second(run),
+            samples_per_second=samples_per_second,
             speed_up=speed_up,
-            efficiency=speed_up * started_of(baseline).world_size / started.world_size,
+            efficiency=speed_up * first.world_size / started.world_size,
             seconds_to_target=self._seconds_to_target(run),
-            wait_share=_mean(run.epochs[-1].rank_wait_seconds) / step_seconds,
-            overlap_share=_mean(run.epochs[-1].rank_overlap_seconds) / step_seconds,
-            device_hours=started.world_size * (started.num_threads if started.device == "cpu" else 1) * seconds / 3600,
+            wait_share=_mean(last.rank_wait_seconds) / step_seconds,
+            overlap_share=_mean(last.rank_overlap_seconds) / step_seconds,
+            device_hours=device_seconds * (started.num_threads if started.device == "cpu" else 1) / 3600,
         )
 
     def _seconds_to_target(self, run: TrialRun) -> float | None:
         """Return the seconds of training until the held-out loss was at most the target, without evaluation."""
-        seconds = 0.0
-        for epoch in run.epochs:
-            seconds += epoch.seconds
-            if epoch.test_loss <= self.target_loss:
-                return seconds
-        return None
+        elapsed = itertools.accumulate(epoch.seconds for epoch in run.epochs)
+        reached = (epoch.test_loss <= self.target_loss for epoch in run.epochs)
+        return next(itertools.compress(elapsed, reached), None)
 
 
 def build_scaling_table(study: Study) -> pandas.DataFrame:
@@ -122,17 +124,9 @@ def started_of(run: TrialRun) -> RunStarted:
     return run.state.started
 
 
-def _best_loss(run: TrialRun) -> float:
-    return min(epoch.test_loss for epoch in run.epochs)
-
-
-def _step_seconds(run: TrialRun) -> float:
-    steps_per_epoch = started_of(run).num_steps / int(started_of(run).config["epochs"])
-    return statistics.median(epoch.seconds for epoch in run.epochs) / steps_per_epoch
-
-
-def _samples_per_second(run: TrialRun) -> float:
-    return started_of(run).num_train_samples / statistics.median(epoch.seconds for epoch in run.epochs)
+def _epoch_seconds(run: TrialRun) -> float:
+    """Return the time of the median epoch: robust against the first epoch's one-time costs and against noise."""
+    return statistics.median(epoch.seconds for epoch in run.epochs)
 
 
 def _mean(values: Sequence[float]) -> float:
