@@ -26,26 +26,11 @@ METRICS = {
     "flyte_ddp_test_loss": ("test_loss", "held-out loss after the last epoch"),
     "flyte_ddp_accuracy_ratio": ("accuracy", "held-out accuracy after the last epoch, in [0, 1]"),
     "flyte_ddp_samples_per_second": ("samples_per_second", "training samples per second, over all ranks"),
-    "flyte_ddp_checkpoint_step": (
-        "checkpoint_step",
-        "step of the newest checkpoint that the store has whole; 0 for none",
-    ),
-    "flyte_ddp_checkpoint_copied_step": (
-        "checkpoint_copied_step",
-        "step of the newest state that was copied to become a checkpoint; 0 for none",
-    ),
-    "flyte_ddp_restarts_total": (
-        "restarts_total",
-        "times that the ranks were started again in this attempt of the task",
-    ),
-    "flyte_ddp_attempt": (
-        "attempt",
-        "number of this attempt of the task, from 0: times that Flyte has started the task again",
-    ),
-    "flyte_ddp_last_event_timestamp_seconds": (
-        "last_event_timestamp_seconds",
-        "when rank 0 last reported anything, in seconds since the epoch",
-    ),
+    "flyte_ddp_checkpoint_step": ("checkpoint_step", "step of the newest checkpoint that the store has; 0 for none"),
+    "flyte_ddp_checkpoint_copied_step": ("checkpoint_copied_step", "step of the newest state copied for a checkpoint"),
+    "flyte_ddp_restarts_total": ("restarts_total", "restarts of the ranks in this attempt of the task"),
+    "flyte_ddp_attempt": ("attempt", "number of this attempt of the task, from 0"),
+    "flyte_ddp_last_event_timestamp_seconds": ("last_event_timestamp_seconds", "when rank 0 last reported anything"),
     "flyte_ddp_finished": ("finished", "1 when the run has ended well"),
 }
 
@@ -71,8 +56,8 @@ class RunFigures:
         """Keep the figures of the event."""
         figures = event.figures()
         found = {"last_event_timestamp_seconds": time.time(), **figures.values}
-        found |= {"step": figures.step} if figures.step is not None else {}
-        found |= {"epoch": figures.epoch} if figures.epoch is not None else {}
+        position = {"step": figures.step, "epoch": figures.epoch}
+        found |= {name: value for name, value in position.items() if value is not None}
         with self._lock:
             if isinstance(event, RunStarted):
                 self._num_restarts = max(self._num_restarts + 1, event.num_restarts)

@@ -12,12 +12,7 @@ from typing import Any
 from markupsafe import Markup
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.events import (
-    Event,
-    Prediction,
-    RunState,
-    TimeSpent,
-)
+from flyte_ddp.events import Event, Prediction, RunFinished, RunState, TimeSpent
 from flyte_ddp.observers.reports.drawing import counted, percent
 from flyte_ddp.observers.reports.page import NOTHING, Page, draw, duration, row, section, shortened, tile
 from flyte_ddp.observers.reports.plots import run_panels
@@ -155,10 +150,8 @@ class Report(Page):
         loaded = self._state.loaded
         if loaded is None:
             return []
-        notices = list(loaded.skipped[-MAX_CHECKPOINTS:])
-        if loaded.url:
-            notices.append(f"Resumed at step {loaded.step:,} from {loaded.url}")
-        return notices
+        resumed = f"Resumed at step {loaded.step:,} from {loaded.url}"
+        return [*loaded.skipped[-MAX_CHECKPOINTS:], *([resumed] if loaded.url else [])]
 
     def _tiles(self) -> list[dict[str, str]]:
         started, state = self._state.started, self._state
@@ -240,46 +233,44 @@ class Report(Page):
         if self._state.predictions is None or not self._state.predictions.predictions:
             return None
         every = self._state.predictions.predictions
-        wrong = [prediction for prediction in every if prediction.truth != prediction.guess]
-        right = [prediction for prediction in every if prediction.truth == prediction.guess]
+        samples = sorted(map(_sample, every), key=lambda sample: sample["right"])
+        num_right = sum(sample["right"] for sample in samples)
         shown, size = [], 0
-        for prediction in wrong + right:
-            sample = _sample(prediction)
+        for sample in samples:
             size += sum(6 * len(value) for name, value in sample.items() if name not in ("image", "right"))  # escaped
             size += len(sample["image"]) + 250
             if size > MAX_PREDICTION_BYTES:
                 break
             shown.append(sample)
-        note = f"{len(right)} of {len(every)} right, {len(wrong)} wrong"
+        note = f"{num_right} of {len(every)} right, {len(every) - num_right} wrong"
         if len(shown) < len(every):
             note += f"; {len(every) - len(shown)} left out, because they would make this page too large"
         return {"note": note, "first": shown[:OPEN_PREDICTIONS], "rest": shown[OPEN_PREDICTIONS:]}
 
     def _sections(self) -> list[dict[str, Any]]:
-        started, finished = self._state.started, self._state.finished
+        state, started, spent = self._state, self._state.started, self._time_spent()
         if started is None:
             return []
+        finished = state.finished or RunFinished(step=0, seconds=0.0)
+        first_step = finished.first_step_seconds
+        peaks = finished.rank_peak_memory_bytes or [finished.peak_memory_bytes]
+        environment = [
+            row("Ranks", f"{started.world_size}"),
+            row("Nodes", f"{started.num_nodes}"),
+            row("Device of each", started.device),
+            row("Backend", started.backend),
+            row("CPU threads per rank", f"{started.num_threads or ''}"),
+            *(row(name, version) for name, version in started.versions.items()),
+            row("Peak memory per rank", ", ".join(f"{each / 2**20:,.0f} MiB" for each in peaks if each)),
+            row("Parameters per rank", ", ".join(f"{each:,}" for each in finished.rank_num_parameters)),
+            row("Launch to first step", duration(first_step) if first_step else ""),
+            row("Restarts of the gang", f"{state.num_starts - 1 or ''}", "in this attempt"),
+        ]
         data = [
             row("Data", started.data),
             row("Training samples", f"{started.num_train_samples:,}"),
             row("Held-out samples", f"{started.num_test_samples:,}"),
         ]
-        environment = [row("Ranks", f"{started.world_size}"), row("Nodes", f"{started.num_nodes}")]
-        if started.device:
-            environment += [
-                row("Device of each", started.device),
-                row("Backend", started.backend),
-                row("CPU threads per rank", f"{started.num_threads}"),
-            ]
-        environment += [row(name, version) for name, version in started.versions.items()]
-        if finished and (peaks := finished.rank_peak_memory_bytes or [finished.peak_memory_bytes]) != [0]:
-            environment.append(row("Peak memory per rank", ", ".join(f"{each / 2**20:,.0f} MiB" for each in peaks)))
-        if finished and (held := finished.rank_num_parameters):
-            environment.append(row("Parameters per rank", ", ".join(f"{each:,}" for each in held)))
-        if finished and finished.first_step_seconds:
-            environment.append(row("Launch to first step", duration(finished.first_step_seconds)))
-        if self._state.num_starts > 1:
-            environment.append(row("Restarts of the gang", f"{self._state.num_starts - 1}", "in this attempt"))
         layers = [
             row(
                 layer.name or layer.kind,
@@ -290,35 +281,29 @@ class Report(Page):
         ]
         if len(started.layers) > MAX_ROWS:
             layers.append(row("…", f"{len(started.layers) - MAX_ROWS} more"))
-        size = f"{started.num_parameters:,} parameters"
-        kept = f"{self._state.num_checkpoints:,} written, the newest and the best are kept"
-        sections = [
-            section("Outputs", [row(name, url) for name, url in self.outputs.items()], has_long_values=True),
-            section("Time", self._time_rows(), "their sum is the wall time"),
-            section("Configuration", _configuration(started.config), "bold: not the package's default"),
-            section("Environment", environment),
-            section("Data", data if started.data else [], has_long_values=True),
-            section("Model", layers, size, has_long_values=True),
-            section("Checkpoints", self._checkpoint_rows(), kept, has_long_values=True),
-        ]
-        return [each for each in sections if each["rows"]]
-
-    def _time_rows(self) -> list[dict[str, Any]]:
-        spent = self._time_spent()
-        return [
+        time_rows = [
             row(name.replace("_", " ").capitalize(), duration(seconds), percent(seconds / spent.wall))
             for name, seconds in spent.parts().items()
             if spent.wall
         ]
-
-    def _checkpoint_rows(self) -> list[dict[str, Any]]:
-        """Return the model state and the checkpoints that still exist, the newest first."""
-        finished = self._state.finished
-        rows = [row("Model state", finished.model_state_url)] if finished and finished.model_state_url else []
-        return rows + [
+        checkpoints = [  # that still exist, the newest first
             row(f"Step {saved.step:,}", saved.url, "best so far" if saved.best else "")
-            for saved in reversed(self._state.checkpoints[-MAX_CHECKPOINTS:])
+            for saved in reversed(state.checkpoints[-MAX_CHECKPOINTS:])
         ]
+        if finished.model_state_url:
+            checkpoints.insert(0, row("Model state", finished.model_state_url))
+        size = f"{started.num_parameters:,} parameters"
+        kept = f"{state.num_checkpoints:,} written, the newest and the best are kept"
+        sections = [
+            section("Outputs", [row(name, url) for name, url in self.outputs.items()], has_long_values=True),
+            section("Time", time_rows, "their sum is the wall time"),
+            section("Configuration", _configuration(started.config), "bold: not the package's default"),
+            section("Environment", [each for each in environment if each["value"]]),
+            section("Data", data if started.data else [], has_long_values=True),
+            section("Model", layers, size, has_long_values=True),
+            section("Checkpoints", checkpoints, kept, has_long_values=True),
+        ]
+        return [each for each in sections if each["rows"]]
 
 
 def _sample(prediction: Prediction) -> dict[str, Any]:
