@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from flytekit import task
 from flytekit.types.file import FlyteFile, PythonPickledFile
@@ -25,8 +26,6 @@ from tasks.inputs import ClusterInput, Grid, OptionalCluster, OptionalOverrides,
 from tasks.prepare import PreparedData
 from tasks.resources import DRIVER_TASK, SMALL_TASK, TRAINING_CACHE
 from tasks.study_report import StudyReport
-
-Outputs = TypeVar("Outputs")
 
 
 class CheckedStudy(NamedTuple):
@@ -120,8 +119,8 @@ def train_sweep(
     A retry of this task skips the trials that are done and continues the others from their checkpoints.
     """
     report = StudyReport(recipe)
-    options = {"stop_early": stop_early}
-    return _train(report, config, trials, data, cluster, checkpoints, options, _Observer.sweep_outputs)
+    with _train(report, config, trials, data, cluster, checkpoints, stop_early=stop_early) as study:
+        return study.sweep_outputs()
 
 
 # Not cached: the measurements are true only for the machines and the network of that day.
@@ -140,10 +139,11 @@ def train_at_world_sizes(
     A retry of this task continues the interrupted trial; finished trials are not repeated.
     """
     report = StudyReport(recipe, target_loss=target_loss)
-    options = {"one_at_a_time": True}
-    return _train(report, config, trials, data, cluster, checkpoints, options, _Observer.scaling_outputs)
+    with _train(report, config, trials, data, cluster, checkpoints, one_at_a_time=True) as study:
+        return study.scaling_outputs()
 
 
+@contextlib.contextmanager
 def _train(
     report: StudyReport,
     config: TrainingOverrides,
@@ -151,10 +151,13 @@ def _train(
     data: PreparedData,
     cluster: ClusterInput,
     checkpoints: str,
-    options: Mapping[str, Any],
-    make_outputs: Callable[[_Observer], Outputs],
-) -> Outputs:
-    """Train the trials in the frame of the current task; `options` are arguments of `TrialRunner`."""
+    **options: Any,
+) -> Iterator[_Observer]:
+    """Train the trials, for the outputs that the block makes in the frame of the current task.
+
+    Args:
+        options: of `TrialRunner`.
+    """
     from flyte_ddp.studies.runner import TrialRunner, resize_cluster
 
     recipe = report.recipe
@@ -163,11 +166,11 @@ def _train(
         trials = build_trials(recipe, given(config), choices)
         frame.limit_time(config_of(recipe, given(config)).max_hours)
         data.download()
-        observer = _Observer(frame, report, len(trials))
+        observer = _Observer(frame, report)
         if report.is_scaling:
             cluster = resize_cluster(cluster, max(trial.world_size for trial in trials))
         with open_task_cluster(cluster, frame.name) as client:
-            runner = TrialRunner(
+            TrialRunner(
                 recipe,
                 frame.storage.url,
                 data.path,
@@ -178,20 +181,19 @@ def _train(
                 relay=frame.say,
                 run_name=frame.name,
                 run=frame.execution.run_id,
+                runs=report.runs,
                 **options,
-            )
-            runner.train(trials)
+            ).train(trials)
         frame.close(None)
-        return make_outputs(observer)
+        yield observer
 
 
 class _Observer:
     """Shows a study: a line for each start and end of a trial, the report, and one group in W&B."""
 
-    def __init__(self, frame: Frame, report: StudyReport, num_trials: int) -> None:
+    def __init__(self, frame: Frame, report: StudyReport) -> None:
         self.frame = frame
         self.report = report
-        self.num_trials = num_trials
         self.group = frame.wandb_run_id()
         self.started: set[int] = set()
         self._wandb_lines: set[str] = set()  # kinds that were printed
@@ -200,8 +202,6 @@ class _Observer:
     def observe(self, run: TrialRun, event: Event | None) -> None:
         """Take note of what happened to a trial; see `flyte_ddp.studies.runner.TrialRunner`."""
         number = run.trial.number
-        if len(self.report.runs) < self.num_trials:  # a study names all its trials before it starts the first
-            self.report.runs.append(run)
         if isinstance(event, CheckpointLoaded):
             again = f" again, after epoch {len(run.epochs)}" if number in self.started or run.epochs else ""
             self.started.add(number)
@@ -268,8 +268,8 @@ class _Observer:
         return StructuredDataset(dataframe=table), self.frame.output("results.csv")
 
     def _say(self, run: TrialRun, text: str) -> None:
-        trial = str(run.trial).replace(f"trial {run.trial.number}", f"trial {run.trial.number}/{self.num_trials}", 1)
-        self.frame.say(f"{trial} {text}")
+        number = f"trial {run.trial.number}"
+        self.frame.say(f"{str(run.trial).replace(number, f'{number}/{len(self.report.runs)}', 1)} {text}")
 
     def _say_end(self, run: TrialRun) -> None:
         earlier = "" if run.trial.number in self.started else " in an earlier attempt"

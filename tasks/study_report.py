@@ -13,15 +13,7 @@ from typing import Any
 from flyte_ddp.observers.reports.drawing import percent
 from flyte_ddp.observers.reports.page import NOTHING, Page, draw, duration, row, shortened, tile
 from flyte_ddp.studies.plots import loss_panels, scaling_panels
-from flyte_ddp.studies.results import (
-    DONE,
-    FAILED,
-    RUNNING,
-    STOPPED_EARLY,
-    WAITING,
-    TrialRun,
-    find_best,
-)
+from flyte_ddp.studies.results import DONE, FAILED, RUNNING, STOPPED_EARLY, WAITING, TrialRun, find_best
 from flyte_ddp.studies.scaling import Study, started_of
 from flyte_ddp.studies.search import BATCH_SIZE_PER_RANK, format_value
 

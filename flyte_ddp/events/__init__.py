@@ -6,8 +6,6 @@ kinds.py has the vocabulary, state.py what a run has come to, history.py the cod
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from flyte_ddp.events.history import NOT_IN_HISTORY as NOT_IN_HISTORY
 from flyte_ddp.events.history import from_dict as from_dict
 from flyte_ddp.events.history import len_of_whole_lines as len_of_whole_lines
@@ -26,6 +24,7 @@ from flyte_ddp.events.kinds import Figures as Figures
 from flyte_ddp.events.kinds import Histogram as Histogram
 from flyte_ddp.events.kinds import HistogramsTaken as HistogramsTaken
 from flyte_ddp.events.kinds import LayerDescribed as LayerDescribed
+from flyte_ddp.events.kinds import Listener as Listener
 from flyte_ddp.events.kinds import Prediction as Prediction
 from flyte_ddp.events.kinds import PredictionsMade as PredictionsMade
 from flyte_ddp.events.kinds import Reported as Reported
@@ -33,11 +32,3 @@ from flyte_ddp.events.kinds import RunFinished as RunFinished
 from flyte_ddp.events.kinds import RunStarted as RunStarted
 from flyte_ddp.events.state import RunState as RunState
 from flyte_ddp.events.wall_time import TimeSpent as TimeSpent
-
-
-class Listener(Protocol):
-    """An observer of a run. `close` is called at the end, with the error if the run failed."""
-
-    def handle(self, event: Event) -> None: ...
-
-    def close(self, error: BaseException | None) -> None: ...

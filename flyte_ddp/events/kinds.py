@@ -8,7 +8,7 @@ show: the progress bar, W&B, Prometheus and the report take them from there, so 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,3 +256,13 @@ Event = (
     | CheckpointWritten
     | RunFinished
 )
+
+
+class Listener(Protocol):
+    """An observer of a run."""
+
+    def handle(self, event: Event) -> None: ...
+
+    def close(self, error: BaseException | None) -> None:
+        """Take note of the end, with the error if the run failed."""
+        return  # a listener without resources has nothing to do

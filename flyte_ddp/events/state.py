@@ -14,6 +14,7 @@ from flyte_ddp.events.kinds import (
     CheckpointWritten,
     EpochFinished,
     Event,
+    Listener,
     PredictionsMade,
     Reported,
     RunFinished,
@@ -23,7 +24,7 @@ from flyte_ddp.events.wall_time import TimeSpent, WallTime
 
 
 @dataclass
-class RunState:
+class RunState(Listener):
     """The state of a run, folded from its events. A listener: give it each event in order.
 
     When the program resumes from a checkpoint, the reports and epochs after that checkpoint are removed.
@@ -73,9 +74,6 @@ class RunState:
             self.predictions = event
         elif isinstance(event, RunFinished):
             self.finished = event
-
-    def close(self, error: BaseException | None) -> None:
-        """Do nothing: the state holds no resources."""
 
     @property
     def best(self) -> EpochFinished | None:

@@ -8,14 +8,7 @@ import threading
 import time
 from typing import Any, TextIO
 
-from flyte_ddp.events import (
-    AttemptEnded,
-    CheckpointLoaded,
-    Event,
-    Figures,
-    RunFinished,
-    RunStarted,
-)
+from flyte_ddp.events import AttemptEnded, CheckpointLoaded, Event, Figures, RunFinished, RunStarted
 from flyte_ddp.storage import redact_url
 
 FLUSH_INTERVAL = 0.1  # seconds for which lines of ranks may stay in this process, so that many at a time are written

@@ -13,7 +13,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.events import NOT_IN_HISTORY, EpochFinished, Event, RunStarted, RunState, parse_history, to_line
+from flyte_ddp.events import (
+    NOT_IN_HISTORY,
+    EpochFinished,
+    Event,
+    Listener,
+    RunStarted,
+    RunState,
+    parse_history,
+    to_line,
+)
 from flyte_ddp.storage import Storage
 from flyte_ddp.studies.search import Trial, format_value
 
@@ -30,7 +39,7 @@ DONE = (FINISHED, STOPPED_EARLY, FAILED)
 
 
 @dataclass
-class TrialRun:
+class TrialRun(Listener):
     """The state of one trial, updated by its events."""
 
     trial: Trial
@@ -61,9 +70,6 @@ class TrialRun:
             self.status = RUNNING
         if not isinstance(event, NOT_IN_HISTORY):
             self._history.append(to_line(event))
-
-    def close(self, error: BaseException | None) -> None:
-        pass
 
     @property
     def key(self) -> str:

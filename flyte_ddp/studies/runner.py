@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from distributed import Client
 
@@ -102,6 +102,7 @@ class TrialRunner:
             trial, in order) and when a trial has ended. One call at a time, in any thread.
         make_listeners: returns the listeners of one trial's run.
         relay: called with every line a rank prints, prefixed with its trial.
+        runs: receives all trials, in order, before the first one starts.
         run_name: as given to `open_cluster`.
         run: the same for all attempts of the study, see `Job`.
     """
@@ -118,12 +119,12 @@ class TrialRunner:
     relay: Callable[[str], None] = print_line
     run_name: str = ""
     run: str = ""
+    runs: list[TrialRun] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.storage = Storage(self.checkpoints)
         self.pool = None if self.one_at_a_time else Pool(self.storage.url)  # of the workers that trials share
         self.early_stopping = EarlyStopping(self.stop_early)
-        self.runs: list[TrialRun] = []
         self.stop = StopRequest()
         self.stops: dict[int, StopRequest] = {}  # of running trials, by number
         self.failures: list[Exception] = []
@@ -177,7 +178,7 @@ class TrialRunner:
                 self.early_stopping.should_stop(run.trial.number, epoch.epoch, epoch.test_loss)
             if run.status == FINISHED:
                 self.early_stopping.finish(run.trial.number, run.last_loss)
-            self._notify(run, None)
+            self.notify(run, None)
         waiting = [run for run in self.runs if run.status == WAITING]
         num_slots = self.cluster.num_nodes if self.pool else 1
         with stop_on_signals() as signals, ThreadPoolExecutor(num_slots) as executor:
@@ -194,7 +195,8 @@ class TrialRunner:
                     self._stop_all(f"the study ended: {error}")
                 raise
 
-    def _notify(self, run: TrialRun, event: Event | None) -> None:
+    def notify(self, run: TrialRun, event: Event | None) -> None:
+        """Call the observer, whose errors end no trial."""
         with self.notifying:
             try:
                 self.observe(run, event)
@@ -245,7 +247,7 @@ class TrialRunner:
         finally:
             with self.starting:
                 del self.stops[number]
-            self._notify(run, None)
+            self.notify(run, None)
 
     def _train(self, run: TrialRun, stop: StopRequest) -> None:
         """Train one trial. Any error is raised."""
@@ -260,7 +262,7 @@ class TrialRunner:
                     Job(recipe_program(self.recipe, run.trial.config), run.url, time.time(), run=self.run),
                     DaskPlace(client, cluster, self.run_name, self.pool),
                     lambda: self.data,
-                    [run, _Handler(lambda event: self._handle(run, event, stop)), *self.make_listeners(run)],
+                    [run, _TrialListener(self, run, stop), *self.make_listeners(run)],
                     relay=lambda line: self.relay(f"[trial {run.trial.number}] {line.removeprefix(prefix)}"),
                     stop=stop,
                 )
@@ -269,17 +271,6 @@ class TrialRunner:
                     run.store()
                 raise
         run.store()
-
-    def _handle(self, run: TrialRun, event: Event, stop: StopRequest) -> None:
-        """Set `stop` where the early stopping wants it, and notify the observer."""
-        trial = run.trial
-        for epoch in event.epochs if isinstance(event, CheckpointLoaded) else [event]:
-            if isinstance(epoch, EpochFinished):
-                should_stop = self.early_stopping.should_stop(trial.number, epoch.epoch, epoch.test_loss)
-                if should_stop and epoch.epoch < trial.config.epochs and not stop.is_set():
-                    run.status = STOPPED_EARLY
-                    stop.set("other trials are better")
-        self._notify(run, event)
 
     @contextlib.contextmanager
     def _own_client(self) -> Iterator[Client]:
@@ -301,13 +292,22 @@ class TrialRunner:
 
 
 @dataclass
-class _Handler:
-    """A listener that calls a function."""
+class _TrialListener(Listener):
+    """Stops a trial where the early stopping wants it, and notifies the observer of the study."""
 
-    handle: Callable[[Event], None]
+    runner: TrialRunner
+    run: TrialRun
+    stop: StopRequest
 
-    def close(self, error: BaseException | None) -> None:
-        pass
+    def handle(self, event: Event) -> None:
+        trial = self.run.trial
+        for epoch in event.epochs if isinstance(event, CheckpointLoaded) else [event]:
+            if isinstance(epoch, EpochFinished):
+                should_stop = self.runner.early_stopping.should_stop(trial.number, epoch.epoch, epoch.test_loss)
+                if should_stop and epoch.epoch < trial.config.epochs and not self.stop.is_set():
+                    self.run.status = STOPPED_EARLY
+                    self.stop.set("other trials are better")
+        self.runner.notify(self.run, event)
 
 
 def _name_directory(recipe: str, trial: Trial, data_version: Sequence[str]) -> str:
