@@ -15,7 +15,6 @@ from flyte_ddp.events import CheckpointLoaded, EpochFinished, Event, Listener
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.frame import Frame
 from flyte_ddp.observers.reports.drawing import counted, percent
-from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.recipes import config_of
 from flyte_ddp.storage import Storage
 from flyte_ddp.studies.results import FINISHED, OUTCOME, STOPPED_EARLY, TrialRun, build_table, find_best
@@ -218,12 +217,11 @@ class _Observer:
             *self.frame.figures(recipe=self.report.recipe, trial=str(run.trial.number)),
             self.frame.wandb(
                 f"{self.group}-{run.key}",
-                _TrialWandb,
-                trial_run=run,
                 name=str(run.trial),
                 group=self.group,
                 config={"sweep": dict(run.trial.values)},
                 say=self._say_of_wandb,
+                is_failure=lambda error: run.status != STOPPED_EARLY,
             ),
         ]
 
@@ -288,17 +286,6 @@ class _Observer:
                 self._wandb_lines.add(kind)
                 self.frame.say(f"{line} (likewise for all trials of group {self.group})")
                 self.report.notes.append(f"W&B group {self.group}. Its first run: {line}")
-
-
-class _TrialWandb(Wandb):
-    """Shows one trial in W&B. A trial that is stopped early has not failed."""
-
-    def __init__(self, trial_run: TrialRun, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._trial_run = trial_run
-
-    def close(self, error: BaseException | None) -> None:
-        super().close(None if self._trial_run.status == STOPPED_EARLY else error)
 
 
 def _result(run: TrialRun) -> str:

@@ -142,7 +142,7 @@ class Frame:
             self.storage.write(RUN_ID, run_id.encode())
             return run_id
 
-    def wandb(self, run_id: str, kind: Callable[..., Wandb] = Wandb, **options: Any) -> Wandb:
+    def wandb(self, run_id: str, **options: Any) -> Wandb:
         """Return a W&B observer with the settings that all runs of this task share."""
         settings = {
             "project": os.environ.get("WANDB_PROJECT", self.wandb_project),
@@ -155,7 +155,7 @@ class Frame:
             "offline_url": "" if self.is_local else self.storage.join("wandb"),
             "say": self.say,
         }
-        return kind(**{**settings, **options})
+        return Wandb(**{**settings, **options})
 
     def figures(self, **labels: str) -> list[RunFigures]:
         """Return the listener that serves one more run of this task to Prometheus; none if no port was asked for."""
@@ -217,7 +217,7 @@ class Frame:
         return f"{flytekit.current_context().raw_output_prefix.rstrip('/')}/{name}"
 
 
-class _ReportLink:
+class _ReportLink(Listener):
     """A listener that adds the W&B run's URL to the report when W&B has answered."""
 
     def __init__(self, wandb: Wandb, report: Page) -> None:
@@ -227,9 +227,6 @@ class _ReportLink:
     def handle(self, event: Event) -> None:
         if self.wandb.url:
             self.report.links["W&B run"] = self.wandb.url
-
-    def close(self, error: BaseException | None) -> None:
-        pass
 
 
 @contextlib.contextmanager

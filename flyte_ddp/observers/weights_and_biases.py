@@ -76,6 +76,7 @@ class Wandb:
         offline_url: of a directory to which an offline run is copied at the end, as one archive. Set it if `directory`
             is lost with the process, as in a pod; "" leaves the run in `directory`.
         say: prints a line for people; by default as a warning of this module's logger.
+        is_failure: whether an error that ends the run is a failure of it; by default each is.
 
     Attributes:
         url: of the run's page; "" until W&B answers, and offline.
@@ -94,6 +95,7 @@ class Wandb:
     config: Mapping[str, Any] = field(default_factory=dict)
     offline_url: str = ""
     say: Callable[[str], None] = logger.warning
+    is_failure: Callable[[BaseException], bool] = lambda error: True
 
     def __post_init__(self) -> None:
         self.url = ""
@@ -119,10 +121,10 @@ class Wandb:
         self._queue.put(event)
 
     def close(self, error: BaseException | None) -> None:
-        """Finish the W&B run, as failed if there is an error. Wait at most CLOSE_TIMEOUT for uploads."""
+        """Finish the W&B run, as failed if there is a failure. Wait at most CLOSE_TIMEOUT for uploads."""
         if not self._thread.is_alive():
             return
-        self._queue.put(0 if error is None else 1)
+        self._queue.put(int(error is not None and self.is_failure(error)))
         self._thread.join(CLOSE_TIMEOUT)
         if self._thread.is_alive():
             self._give_up(TimeoutError(f"it did not finish within {CLOSE_TIMEOUT:.0f} s"))

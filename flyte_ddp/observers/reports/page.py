@@ -81,6 +81,7 @@ class Page(ABC):
             {"name": name, "url": url, "is_safe": url.startswith(("https://", "http://"))}
             for name, url in self.links.items()
         ]
+        ended = datetime.datetime.fromtimestamp(self.closed_at or time.time(), datetime.timezone.utc)
         return _template(text).render(
             style=Markup(STYLE + self.style),
             title=self.title,
@@ -88,19 +89,14 @@ class Page(ABC):
             progress_label=self.progress_label,
             links=links,
             notes=self.notes,
-            error=self._error_section(),
-            footer=f"{'Ended' if self.closed_at else 'As of'} {utc(self.closed_at or time.time())}",
+            error=self.error and {"title": type(self.error).__name__, "text": shortened(str(self.error), MAX_ERROR)},
+            footer=f"{'Ended' if self.closed_at else 'As of'} {ended:%Y-%m-%d %H:%M:%S} UTC",
             **self.content(),
         )
 
     def seconds(self) -> float:
         """Return the wall-clock seconds from the report's start to its end, or to now."""
         return (self.closed_at or time.time()) - self.opened_at
-
-    def _error_section(self) -> dict[str, str] | None:
-        if self.error is None:
-            return None
-        return {"title": type(self.error).__name__, "text": shortened(str(self.error), MAX_ERROR)}
 
 
 @functools.cache
@@ -129,11 +125,6 @@ def row(name: str, value: str, note: str = "", marked: bool = False) -> dict[str
 
 def section(title: str, rows: list[dict[str, Any]], note: str = "", has_long_values: bool = False) -> dict[str, Any]:
     return {"title": title, "note": note, "rows": rows, "has_long_values": has_long_values}
-
-
-def utc(timestamp: float) -> str:
-    """Format seconds since the epoch."""
-    return f"{datetime.datetime.fromtimestamp(timestamp, datetime.timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def duration(seconds: float) -> str:
