@@ -79,11 +79,6 @@ class ProgressBar:
                 self._bar.close()
                 self._bar = None
 
-    def _steps_again(self, resumed_step: int) -> str:
-        """Return how many steps that the attempt before had done are done again."""
-        num_steps = self._lost_step - resumed_step
-        return f": {num_steps:,} step{'s' * (num_steps > 1)} again" if num_steps > 0 else ""
-
     def _flush(self) -> None:
         with self._lock, contextlib.suppress(OSError, ValueError):  # a reader that has gone: the next line says so
             self._is_flush_due = False
@@ -102,7 +97,8 @@ class ProgressBar:
     def _resume(self, event: CheckpointLoaded) -> None:
         for skipped in event.skipped:
             self._print(f"warning: {skipped}")
-        again = self._steps_again(event.step)
+        num_steps = self._lost_step - event.step  # that the attempt before had done
+        again = f": {num_steps:,} step{'s' * (num_steps > 1)} again" if num_steps > 0 else ""
         if event.url:
             self._print(f"resumed at step {event.step:,}{self._total_steps()} from {event.url}{again}")
         elif again:
@@ -126,7 +122,11 @@ class ProgressBar:
 
     def _show_figures(self, figures: Figures) -> None:
         """Show every epoch's figures as a line; those of steps in the bar, or as a line from time to time."""
-        values = ", ".join(filter(None, (_word(name, value) for name, value in figures.values.items())))
+        words = (
+            FORMATS[name].format(value) if name in FORMATS else f"{name.replace('_', ' ')} {value:.5g}"
+            for name, value in figures.values.items()
+        )
+        values = ", ".join(filter(None, words))
         epoch = "" if figures.epoch is None else self._epoch_label(figures.epoch)
         if figures.axis == "epoch":
             self._print(f"{epoch}: {values}")
@@ -153,8 +153,3 @@ class ProgressBar:
             print(line, file=stream, flush=True)
         else:
             self._bar.write(line, file=stream)  # removes the bar, prints, and draws it again
-
-
-def _word(name: str, value: float) -> str:
-    """Format a figure for a line."""
-    return FORMATS[name].format(value) if name in FORMATS else f"{name.replace('_', ' ')} {value:.5g}"
