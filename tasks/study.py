@@ -14,7 +14,7 @@ from flytekit.types.structured import StructuredDataset
 from flyte_ddp.events import CheckpointLoaded, EpochFinished, Event, Listener
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.frame import Frame
-from flyte_ddp.observers.reports.drawing import counted, percent
+from flyte_ddp.observers.reports.drawing import format_count, percent
 from flyte_ddp.recipes import config_of
 from flyte_ddp.storage import Storage
 from flyte_ddp.studies.results import FINISHED, OUTCOME, STOPPED_EARLY, TrialRun, build_table, find_best
@@ -252,7 +252,7 @@ class _Observer:
                 history.write(Storage(run.url).read(OUTCOME))
         for values, rows in study.series.items():
             for row in rows:
-                name = ", ".join([counted(row.world_size, "rank"), *([study.describe(values)] if values else [])])
+                name = ", ".join([format_count(row.world_size, "rank"), *([study.describe(values)] if values else [])])
                 self.frame.say(
                     f"{name}: {row.samples_per_second:,.0f} samples/s, "
                     f"speed-up {row.speed_up:.2f}, efficiency {100 * row.efficiency:.0f} %"

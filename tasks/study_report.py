@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flyte_ddp.observers.reports.drawing import percent
-from flyte_ddp.observers.reports.page import NOTHING, Page, draw, duration, row, shortened, tile
+from flyte_ddp.observers.reports.page import NOTHING, Page, draw, duration, row, shorten, tile
 from flyte_ddp.studies.plots import loss_panels, scaling_panels
 from flyte_ddp.studies.results import DONE, FAILED, RUNNING, STOPPED_EARLY, WAITING, TrialRun, find_best
 from flyte_ddp.studies.scaling import Study, started_of
@@ -138,7 +138,7 @@ class StudyReport(Page):
         runs, study = [run.snapshot() for run in self.runs], self.study
         best = find_best(runs)
         num_done = sum(run.status in DONE for run in runs)
-        failures = [(str(run.trial), shortened(run.details, MAX_DETAILS)) for run in runs if run.details]
+        failures = [(str(run.trial), shorten(run.details, MAX_DETAILS)) for run in runs if run.details]
         return {
             "lead": self._lead(runs),
             "percent_done": 100 * num_done // max(1, len(runs)),
@@ -239,7 +239,7 @@ def _table(runs: Sequence[TrialRun], best: TrialRun | None, study: Study) -> dic
         for head, name, form in SCALING_COLUMNS if study.rows else ():
             value = getattr(measured.get(run.trial.number), name, None)
             cells[head.format_map(vars(study))] = _cell(value, form.format)
-        rows.append({"best": run is best, "cells": list(cells.values()), "note": shortened(run.error, MAX_ERROR)})
+        rows.append({"best": run is best, "cells": list(cells.values()), "note": shorten(run.error, MAX_ERROR)})
     return {"heads": list(cells), "rows": rows, "has_notes": any(row["note"] for row in rows)}
 
 

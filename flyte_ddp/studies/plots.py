@@ -24,7 +24,7 @@ from flyte_ddp.observers.reports.drawing import (
     MAX_TITLE,
     PALETTE,
     Panel,
-    counted,
+    format_count,
     format_tick,
     label_x,
     log_scale,
@@ -183,7 +183,7 @@ def scaling_panels(study: Study) -> tuple[str, list[Panel]]:
         lines = [
             [(row.world_size, y) for row in rows if (y := value(row)) is not None] for rows in study.series.values()
         ]
-        values = ", ".join(f"{counted(size, 'rank')} {y:,.4g}" for points in lines for size, y in points)
+        values = ", ".join(f"{format_count(size, 'rank')} {y:,.4g}" for points in lines for size, y in points)
 
         def draw(axes: Axes) -> None:
             from matplotlib.ticker import NullLocator
@@ -243,7 +243,7 @@ def _communication_panel(rows: Sequence[Row]) -> Panel:
         axes.set_xticks(places, [str(row.world_size) for row in rows])
         label_x(axes, "ranks")
 
-    shares = ", ".join(f"{counted(row.world_size, 'rank')} {100 * row.wait_share:.0f} %" for row in rows)
+    shares = ", ".join(f"{format_count(row.world_size, 'rank')} {100 * row.wait_share:.0f} %" for row in rows)
     summary = f"Share of a step spent waiting for gradients: {shares}"
     return Panel("communication", "Communication (% of a step)", summary, draw, from_zero=True)
 

@@ -138,7 +138,7 @@ def save_panels(panels: Sequence[Panel], path: str | Path, columns: int = 2) -> 
 
 def plot(axes: Axes, points: Points, max_points: int = MAX_POINTS, **look: Any) -> list[tuple[float, float]]:
     """Draw a line through the finite `points`, if there are any, and return those that are drawn."""
-    drawn = thinned(points, max_points)
+    drawn = thin(points, max_points)
     if drawn:
         axes.plot(*zip(*drawn, strict=True), **look)
     return drawn
@@ -167,7 +167,7 @@ def log_scale(axes: Axes, values: Sequence[float], ratio: float = 20.0) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def thinned(points: Points, max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
+def thin(points: Points, max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
     """Return at most `max_points` of the finite `points`, ordered by x, that look the same.
 
     Of each stretch of the line its lowest and its highest point are kept.
@@ -189,7 +189,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.2f} %"
 
 
-def counted(count: int, noun: str) -> str:
+def format_count(count: int, noun: str) -> str:
     """Format a count with its noun, such as "1 thread" and "2 threads"."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 

@@ -89,7 +89,7 @@ class Page(ABC):
             progress_label=self.progress_label,
             links=links,
             notes=self.notes,
-            error=self.error and {"title": type(self.error).__name__, "text": shortened(str(self.error), MAX_ERROR)},
+            error=self.error and {"title": type(self.error).__name__, "text": shorten(str(self.error), MAX_ERROR)},
             footer=f"{'Ended' if self.closed_at else 'As of'} {ended:%Y-%m-%d %H:%M:%S} UTC",
             **self.content(),
         )
@@ -139,7 +139,7 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60:,} h {minutes % 60} min"
 
 
-def shortened(text: str, max_length: int = 200) -> str:
+def shorten(text: str, max_length: int = 200) -> str:
     """Cut the middle out of a `text` that is too long. The end of a traceback matters as much as its start."""
     if len(text) <= max_length:
         return text

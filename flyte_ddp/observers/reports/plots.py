@@ -22,7 +22,7 @@ from flyte_ddp.observers.reports.drawing import (
     percent,
     plot,
     save_panels,
-    thinned,
+    thin,
 )
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class _Curves:
     def _other_panel(self, name: str, panel_name: str) -> Panel:
         title = "".join(each if each.isprintable() else " " for each in name.replace("_", " "))  # XML has no others
         points = self.reported[name]
-        marker = "o" if len(thinned(points)) == 1 else ""
+        marker = "o" if len(thin(points)) == 1 else ""
         return self._panel(
             panel_name,
             title,

@@ -13,8 +13,8 @@ from markupsafe import Markup
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import Event, Prediction, RunFinished, RunState, TimeSpent
-from flyte_ddp.observers.reports.drawing import counted, percent
-from flyte_ddp.observers.reports.page import NOTHING, Page, draw, duration, row, section, shortened, tile
+from flyte_ddp.observers.reports.drawing import format_count, percent
+from flyte_ddp.observers.reports.page import NOTHING, Page, draw, duration, row, section, shorten, tile
 from flyte_ddp.observers.reports.plots import run_panels
 
 # These keep the page below 2 MB for any run. The rest of it is 150 kB at most.
@@ -100,7 +100,7 @@ class Report(Page):
 
     def add_line(self, line: str) -> None:
         """Add a line of the log. Any thread may call this."""
-        self._lines.append(shortened(line, MAX_LINE))
+        self._lines.append(shorten(line, MAX_LINE))
 
     def handle(self, event: Event) -> None:
         self._state.handle(event)
@@ -122,7 +122,7 @@ class Report(Page):
         started = self._state.started
         lead = "Waiting for the ranks to start."
         if started:
-            ranks = f"{counted(started.world_size, 'rank')} on {counted(started.num_nodes, 'node')}"
+            ranks = f"{format_count(started.world_size, 'rank')} on {format_count(started.num_nodes, 'node')}"
             lead = f"{ranks}: {started.data}" if started.data else ranks
         return {
             "lead": lead,
@@ -180,7 +180,7 @@ class Report(Page):
             tiles.append(tile("Goodput", percent(spent.goodput), "of the wall time: stepping and evaluating"))
         if started.device:
             on_gpu = started.device != "cpu"
-            each = started.device if on_gpu else f"CPU, {counted(started.num_threads, 'thread')} each"
+            each = started.device if on_gpu else f"CPU, {format_count(started.num_threads, 'thread')} each"
             tiles.append(tile("Ranks", f"{started.world_size}", each))
             devices = started.world_size * (1 if on_gpu else started.num_threads)
             hours, name = devices * seconds / 3600, "GPU-hours" if on_gpu else "Core-hours"
@@ -226,7 +226,7 @@ class Report(Page):
     def _texts(self) -> list[dict[str, Any]]:
         """Return what the model generated after the last epochs, the newest first."""
         written = [epoch for epoch in self._state.epochs if epoch.sample][-MAX_TEXTS:]
-        return [{"epoch": epoch.epoch, "text": shortened(epoch.sample, MAX_TEXT)} for epoch in reversed(written)]
+        return [{"epoch": epoch.epoch, "text": shorten(epoch.sample, MAX_TEXT)} for epoch in reversed(written)]
 
     def _prediction_section(self) -> dict[str, Any] | None:
         """Return as many predictions as the page has room for, the wrong ones first."""
@@ -309,15 +309,15 @@ class Report(Page):
 def _sample(prediction: Prediction) -> dict[str, Any]:
     """Return the texts of a prediction for the template, and its image in base64."""
     scores = sorted(prediction.scores.items(), key=lambda item: -item[1])[:3]
-    words = f"guess {shortened(prediction.guess)}, truth {shortened(prediction.truth)}"
-    likely = ", ".join(f"{shortened(name)} {100 * score:.0f} %" for name, score in scores)
+    words = f"guess {shorten(prediction.guess)}, truth {shorten(prediction.truth)}"
+    likely = ", ".join(f"{shorten(name)} {100 * score:.0f} %" for name, score in scores)
     return {
         "right": prediction.truth == prediction.guess,
-        "truth": shortened(prediction.truth),
-        "guess": shortened(prediction.guess),
+        "truth": shorten(prediction.truth),
+        "guess": shorten(prediction.guess),
         "words": words,
         "scores": f"{words} ({likely})" if likely else words,
-        "text": shortened(prediction.text),
+        "text": shorten(prediction.text),
         "image": base64.b64encode(prediction.image).decode(),
     }
 
