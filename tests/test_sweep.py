@@ -140,7 +140,7 @@ def test_no_more_models_are_drawn_than_distinct_ones_exist():
         ([{"learning_rate": [0.1]}], 0, r"learning_rate: expected a finite number above 0, got \[0.1\]"),
         ([{"epochs": 1}], 3, "num_models: expected 0 with a list of models, got 3"),
         ([{"epochs": 1}] * 1001, 0, "grid: expected at most 1,000 models, got 1,001"),
-        ({"epochs": [1]}, -1, "num_models: expected an integer from 0 to 1000, got -1"),
+        ({"epochs": [1]}, -1, "num_models: expected a whole number of at least 0 and of at most 1000, got -1"),
         ({"learning_rate": [0.1, -1]}, 0, "learning_rate: expected a finite number above 0, got -1"),
         ({"learning_rate": [0.1, "fast"]}, 0, "learning_rate: expected a finite number above 0, got 'fast'"),
         ({"recipe_options.size": [1]}, 0, "recipe_options: expected no options for recipe 'digits', got 'size'"),

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.config import TrainingConfig
+from flyte_ddp.config.fields import Limits, check
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.recipes import config_of
 
@@ -97,7 +98,7 @@ def expand_grid(grid: Any, num_models: int = 0, seed: int = 0) -> list[dict[str,
     Raises:
         ConfigError: the grid is malformed, or names an unknown field.
     """
-    _check(grid, num_models, seed)
+    _check_grid(grid, num_models, seed)
     if not isinstance(grid, Mapping):
         return [dict(choice) for choice in grid]
     if num_models:
@@ -127,8 +128,7 @@ def expand_world_sizes(
         raise ConfigError(f"config.parallel: expected ddp in a scaling study, got {config.parallel!r}")
     if len(world_sizes) < 2:
         raise ConfigError(f"world_sizes: expected two or more, got {list(world_sizes)}")
-    if not 0 <= target_loss < math.inf:
-        raise ConfigError(f"target_loss: expected a finite number of at least 0, got {target_loss}")
+    check("target_loss", target_loss, float, Limits(minimum=0))
     grid: dict[str, Sequence[Any]] = {}
     for name, values, choice in (
         ("learning_rates", learning_rates, "learning_rate"),
@@ -164,8 +164,7 @@ class EarlyStopping:
     """
 
     def __init__(self, rule: str) -> None:
-        if rule not in STOP_EARLY:
-            raise ConfigError(f"stop_early: expected one of {', '.join(STOP_EARLY)}, got {rule!r}")
+        check("stop_early", rule, str, Limits(choices=STOP_EARLY))
         self._study: optuna.Study | None = None
         self._trials: dict[int, optuna.Trial] = {}  # by trial number
         self._last_epochs: dict[int, int] = {}
@@ -202,11 +201,9 @@ class EarlyStopping:
                 self._study.tell(self._trials.pop(number), loss)
 
 
-def _check(grid: Any, num_models: int, seed: int) -> None:
-    if not 0 <= num_models <= MAX_TRIALS:
-        raise ConfigError(f"num_models: expected an integer from 0 to {MAX_TRIALS}, got {num_models}")
-    if not 0 <= seed < 1 << 32:
-        raise ConfigError(f"seed: expected an integer from 0 to {(1 << 32) - 1}, got {seed}")
+def _check_grid(grid: Any, num_models: int, seed: int) -> None:
+    check("num_models", num_models, int, Limits(minimum=0, maximum=MAX_TRIALS))
+    check("seed", seed, int, Limits(minimum=0, maximum=(1 << 32) - 1))
     if isinstance(grid, list) and grid:
         _check_list(grid, num_models)
         return
