@@ -18,12 +18,15 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, DataError
+from flyte_ddp.rank.nested import collate, map_tensors
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.world import World
 
 MAX_GPU_MEMORY_FRACTION = 0.4  # of a GPU's free memory, for all data sets together; the others stay on the host
 
-Batch = tuple[Tensor, Tensor]  # inputs as the data set holds them, and targets; first dimensions equal
+Batch = tuple[
+    Any, Any
+]  # inputs as the data set holds them, and targets: tensors, or such nested; first dimensions equal
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,9 @@ class BatchShard:
 
     micro_batches: Sequence[Tensor]  # indices, one tensor per forward pass
     weights: Sequence[float]  # of their losses: 1, or 0 for a repeated sample where there are too few for all
-    own_targets: float | Tensor  # of this shard
-    num_targets: float | Tensor  # of the whole global batch: what the loss is a mean over
+    # What the loss is a mean over; None where only the loaded targets tell:
+    own_targets: float | Tensor | None  # of this shard
+    num_targets: float | Tensor | None  # of the whole global batch
     num_samples: int  # of the whole global batch
 
 
@@ -46,8 +50,8 @@ class Samples(Protocol):
     def index_device(self) -> torch.device:
         """The device of the indices that `batches` takes. On another one, each batch would wait for the GPU."""
 
-    def num_targets(self, indices: Tensor) -> float | Tensor:
-        """Return how many targets the samples at `indices` have together."""
+    def num_targets(self, indices: Tensor) -> float | Tensor | None:
+        """Return how many targets the samples at `indices` have together; None if that is known once they are read."""
 
     def batches(self, indices: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
         """Yield a batch on the rank's device for each tensor in `indices`, in order."""
@@ -78,7 +82,7 @@ def open_samples(
                 budget -= in_memory.nbytes
             samples.append(in_memory)
         else:
-            samples.append(LoadedSamples(dataset, config, world))
+            samples.append(LoadedSamples(dataset, recipe, config, world))
     return samples
 
 
@@ -161,8 +165,9 @@ class LoadedSamples:
 
     index_device = torch.device("cpu")
 
-    def __init__(self, dataset: Dataset[Any], config: TrainingConfig, world: World) -> None:
+    def __init__(self, dataset: Dataset[Any], recipe: Recipe, config: TrainingConfig, world: World) -> None:
         self.device = world.device
+        self.has_own_counts = type(recipe).num_targets is not Recipe.num_targets
         self.size = len(dataset)  # type: ignore[arg-type]
         # The samples of the next pass over the loader. One loader serves all passes, so that its processes start once:
         # each imports torch for seconds.
@@ -172,6 +177,7 @@ class LoadedSamples:
         self._loader: DataLoader[Any] = DataLoader(
             _SeededDataset(dataset, config.seed),
             batch_sampler=self._plan,
+            collate_fn=collate,
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=self.device.type == "cuda",
@@ -182,8 +188,8 @@ class LoadedSamples:
     def __len__(self) -> int:
         return self.size
 
-    def num_targets(self, indices: Tensor) -> float:
-        return float(len(indices))
+    def num_targets(self, indices: Tensor) -> float | None:
+        return None if self.has_own_counts else float(len(indices))
 
     @property
     def num_replaced(self) -> int:
@@ -192,8 +198,13 @@ class LoadedSamples:
     def batches(self, indices: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
         self._plan[:] = [[(epoch, sample) for sample in index.tolist()] for index in indices]
         try:
-            for inputs, targets in self._loader:
-                yield inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+            for batch in self._loader:
+                if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+                    got = (
+                        f"a tuple of {len(batch)}" if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"
+                    )
+                    raise DataError(f"datasets: expected (input, target) pairs as samples, got {got}")
+                yield map_tensors(lambda each: each.to(self.device, non_blocking=True), tuple(batch))
         except DataError as error:
             # From a loader process it comes with a traceback for its message, whose last line is its own.
             message = str(error)

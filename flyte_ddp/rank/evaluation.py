@@ -21,7 +21,7 @@ from flyte_ddp.events import EpochFinished
 from flyte_ddp.rank.data import Samples, evaluation_shard, num_common_batches, open_samples
 from flyte_ddp.rank.initial_state import mismatch
 from flyte_ddp.rank.parallel import place_model
-from flyte_ddp.rank.passes import autocast, evaluating, model_inputs
+from flyte_ddp.rank.passes import autocast, count_targets, evaluating, model_inputs
 from flyte_ddp.rank.sharding import is_sharded
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.world import World, single_process_world
@@ -71,7 +71,8 @@ def evaluate(
                 outputs = model(model_inputs(recipe, config, inputs))
             loss_sum += recipe.losses(outputs, targets).sum()
             num_correct += recipe.num_correct(outputs, targets).sum()
-            num_targets += samples.num_targets(index)
+            counted = samples.num_targets(index)
+            num_targets += count_targets(recipe, targets).to(world.device) if counted is None else counted
             if number < num_common:
                 on_batch()
         if splits and len(shard) < max(world.all_gather(len(shard))):  # the others need this rank's part of the weights

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import Histogram, LayerDescribed, Prediction
 from flyte_ddp.rank.data import Samples
+from flyte_ddp.rank.nested import map_tensors, tensors_in
 from flyte_ddp.rank.passes import evaluating, model_inputs
 from flyte_ddp.rank.sharding import reshard, whole
 from flyte_ddp.recipes import Recipe
@@ -33,7 +34,7 @@ def shown(what: str) -> Iterator[None]:
         logger.warning("the %s cannot be shown: %s: %s", what, type(error).__name__, error)
 
 
-def layers_of(model: nn.Module, sample: Tensor) -> list[LayerDescribed]:
+def layers_of(model: nn.Module, sample: Any) -> list[LayerDescribed]:
     """Return the leaf modules that a forward pass visits, in this order.
 
     Args:
@@ -44,7 +45,7 @@ def layers_of(model: nn.Module, sample: Tensor) -> list[LayerDescribed]:
 
     def record(name: str, module: nn.Module) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            tensor = _first_tensor(output)
+            tensor = next(tensors_in(output), None)
             shape = [] if tensor is None else list(tensor.shape)
             parameters = sum(parameter.numel() for parameter in module.parameters())
             layers.append(LayerDescribed(name, type(module).__name__, shape, parameters))
@@ -63,7 +64,7 @@ def layers_of(model: nn.Module, sample: Tensor) -> list[LayerDescribed]:
     return layers
 
 
-def sample_inputs(recipe: Recipe, samples: Samples, config: TrainingConfig) -> Tensor:
+def sample_inputs(recipe: Recipe, samples: Samples, config: TrainingConfig) -> Any:
     """Return the first of `samples` as a batch that the model takes."""
     first = torch.zeros(1, dtype=torch.int64, device=samples.index_device)
     batch, _ = next(iter(samples.batches([first], epoch=0)))
@@ -96,8 +97,13 @@ def predictions_of(model: nn.Module, recipe: Recipe, samples: Samples, config: T
     with evaluating(model):
         for batch, targets in samples.batches(indices, epoch=0):
             outputs = model(model_inputs(recipe, config, batch))
-            predictions += recipe.predictions(batch.cpu(), outputs.float().cpu(), targets.cpu())
+            shown = (map_tensors(Tensor.cpu, batch), map_tensors(_on_cpu, outputs), map_tensors(Tensor.cpu, targets))
+            predictions += recipe.predictions(*shown)
     return predictions
+
+
+def _on_cpu(output: Tensor) -> Tensor:
+    return output.float().cpu() if output.is_floating_point() else output.cpu()
 
 
 def _histogram(values: Tensor) -> Histogram | None:
@@ -123,14 +129,3 @@ def _histogram(values: Tensor) -> Histogram | None:
         counts += torch.bincount(bins, minlength=NUM_BINS)
     edges = torch.linspace(low, high, NUM_BINS + 1)
     return Histogram(counts.tolist(), edges.tolist())
-
-
-def _first_tensor(output: Any) -> Tensor | None:
-    """Return the first tensor in what a module returned, however nested; None if there is none."""
-    if isinstance(output, Tensor):
-        return output
-    if isinstance(output, Mapping):
-        output = output.values()
-    elif not isinstance(output, (list, tuple)):
-        return None
-    return next((tensor for part in output if (tensor := _first_tensor(part)) is not None), None)

@@ -20,6 +20,7 @@ from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.launch.process.link import RankProcess
 from flyte_ddp.launch.process.malloc import return_freed_memory
+from flyte_ddp.rank.contract import check_contract, check_datasets
 from flyte_ddp.rank.data import open_samples, take_sample
 from flyte_ddp.rank.fast_start import avoid_importing_dynamo
 from flyte_ddp.rank.inspection import layers_of, predictions_of, sample_inputs, shown
@@ -83,7 +84,7 @@ def train(
     recipe = get_recipe(name, config.recipe_options)
     directory = current.wait_for_data()
     data = describe_data(directory)
-    train_data, test_data = recipe.datasets(directory)
+    train_data, test_data = check_datasets(recipe, recipe.datasets(directory))
     train, test = open_samples([take_sample(train_data, config), test_data], recipe, config, world)
     current.beat(0)
     torch.manual_seed(config.seed)
@@ -97,6 +98,8 @@ def train(
         beat_while_compiling(trainer.beat)
     with keep_beating(trainer.beat):  # a large checkpoint takes its time
         url, skipped = trainer.resume()
+    if trainer.progress.step == 0:
+        check_contract(recipe, model, train, config, world)
     if world.is_first or trainer.is_sharded:
         current.emit_start(data=data["description"], **_describe(trainer, current.process))
         current.emit(events.CheckpointLoaded(trainer.progress.step, url, trainer.progress.epochs, skipped))

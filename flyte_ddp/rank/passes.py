@@ -12,17 +12,26 @@ from torch import Tensor, nn
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.rank.data import Batch, BatchShard, derived_seed
+from flyte_ddp.rank.nested import tensors_in
 from flyte_ddp.rank.sharding import is_sharded, set_gradient_sync, whole
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.world import World
 
 
-def model_inputs(recipe: Recipe, config: TrainingConfig, batch: Tensor) -> Tensor:
+def model_inputs(recipe: Recipe, config: TrainingConfig, batch: Any) -> Any:
     """Return what the model takes, made from a batch as the data set holds it."""
     inputs = recipe.inputs(batch)
-    if config.channels_last and inputs.dim() == 4:
+    if config.channels_last and isinstance(inputs, Tensor) and inputs.dim() == 4:
         inputs = inputs.contiguous(memory_format=torch.channels_last)
     return inputs
+
+
+def count_targets(recipe: Recipe, targets: Any) -> Tensor:
+    """Return the number of targets that these samples have together."""
+    counts = recipe.num_targets(targets)
+    if counts is None:
+        return torch.tensor(float(len(next(tensors_in(targets)))), dtype=torch.float64)
+    return counts.sum(dtype=torch.float64)
 
 
 def autocast(config: TrainingConfig, device: torch.device) -> AbstractContextManager[object]:
@@ -63,7 +72,7 @@ def compute_gradients(
     shard: BatchShard,
     batches: Iterator[Batch],
     step: int,
-) -> tuple[Tensor, float]:
+) -> tuple[Tensor, float | Tensor, float | Tensor, float]:
     """Add the gradient of the global batch's mean loss to the parameters of `replica`, one micro-batch after another.
 
     Args:
@@ -71,10 +80,13 @@ def compute_gradients(
         step: optimizer steps done so far; seeds the forward passes.
 
     Returns:
-        The sum of this rank's losses, and the seconds spent on loading and the forward passes.
+        The sum of this rank's losses, the targets of this rank and of all, and the seconds spent on loading and the
+        forward passes.
     """
     total = torch.zeros((), device=world.device)
     seconds = 0.0
+    own_targets, num_targets = shard.own_targets, shard.num_targets
+    counted = torch.zeros((), dtype=torch.float64)
     for micro_batch, weight in enumerate(shard.weights):
         started = time.perf_counter()
         inputs, targets = next(batches)
@@ -91,9 +103,16 @@ def compute_gradients(
             seconds += time.perf_counter() - started
             # DDP averages over the ranks. Times their number that is the sum, and over the targets of the whole global
             # batch the mean, however the batch was shared: the uneven last one included.
-            (loss_sum * (world.world_size / shard.num_targets)).backward()
+            (loss_sum * (world.world_size / (1.0 if num_targets is None else num_targets))).backward()
+        if num_targets is None:
+            counted += count_targets(recipe, targets).cpu() * weight
         total += loss_sum.detach()
-    return total, seconds
+    if own_targets is None or num_targets is None:
+        own_targets, num_targets = float(counted), world.all_reduce(counted)[0]
+        for parameter in replica.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(num_targets)
+    return total, own_targets, num_targets, seconds
 
 
 def clip_gradients(model: nn.Module, max_norm: float, needed: bool) -> float:

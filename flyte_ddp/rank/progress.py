@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from flyte_ddp.events import EpochFinished
-from flyte_ddp.rank.data import BatchShard
 
 
 @dataclass
@@ -58,12 +57,12 @@ class MetricSums:
     num_steps: int = 0
     started: float = field(default_factory=time.perf_counter)
 
-    def add(self, loss_sum: Tensor, shard: BatchShard) -> None:
+    def add(self, loss_sum: Tensor, own_targets: float | Tensor, num_targets: float | Tensor, num_samples: int) -> None:
         """Add one optimizer step."""
         self.loss_sum += loss_sum
-        self.own_targets += shard.own_targets
-        self.num_targets += shard.num_targets
-        self.num_samples += shard.num_samples
+        self.own_targets += own_targets
+        self.num_targets += num_targets
+        self.num_samples += num_samples
         self.num_steps += 1
 
     @property

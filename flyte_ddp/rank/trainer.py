@@ -112,11 +112,11 @@ class Trainer:
 
         for shard in shards:
             self.optimizer.zero_grad()
-            loss_sum, seconds = compute_gradients(
+            loss_sum, own_targets, num_targets, seconds = compute_gradients(
                 self.replica, self.recipe, config, self.world, shard, batches, progress.step
             )
-            epoch_sums.add(loss_sum, shard)
-            log_sums.add(loss_sum, shard)
+            for sums in (epoch_sums, log_sums):
+                sums.add(loss_sum, own_targets, num_targets, shard.num_samples)
             is_logged = (progress.step + 1) % config.log_interval == 0 or progress.step == 0
             if is_logged or self.world.device.type == "cpu":  # a GPU would wait for each loss that is read
                 self._check_loss(log_sums)

@@ -53,6 +53,9 @@ class Recipe:
     def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
         """Return the training and the held-out data; each sample is an (input, target) pair.
 
+        Input and target are tensors or numbers, or tuples, lists, dicts or dataclasses of them, nested. A batch has the
+        same shape, of tensors whose first dimension is the batch.
+
         A `TensorDataset` is moved to the device as a whole if it fits, and batched there by index. Any other data set
         with `__len__` and `__getitem__` is read through a DataLoader. It may also have `prefetch(indices)`, which is
         called with the samples of a batch before they are read one by one, and `num_replaced`, the number of samples so
@@ -83,7 +86,7 @@ class Recipe:
         """
         import torch
 
-        if batch.dtype != torch.uint8:
+        if not isinstance(batch, torch.Tensor) or batch.dtype != torch.uint8:
             return batch
         if batch.dim() == 3:
             batch = batch.unsqueeze(1)
@@ -105,7 +108,7 @@ class Recipe:
     def num_targets(self, targets: Tensor) -> Tensor | None:
         """Return the number of targets of each of the N samples, (N,); None for one each. Losses are means over these.
 
-        Called once with all targets of a `TensorDataset`; not used for data read through a DataLoader.
+        Called once with all targets of a `TensorDataset`, and with those of each batch that a DataLoader reads.
         """
         return None
 

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from flyte_ddp.config.source_code import digest_of, packages_of
-from flyte_ddp.errors import DataError
+from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.storage import redact_url
 
@@ -23,12 +23,18 @@ def prepare_data(recipe: Recipe, source: str, directory: Path) -> None:
     """Run `recipe.prepare` into the empty `directory` and write the note that `describe_data` reads.
 
     Raises:
+        ConfigError: the recipe did not describe its data.
         DataError: from the recipe.
         StorageDenied: the data may not be read with the credentials of this process.
         StorageUnavailable: the data's store could not be reached.
     """
     try:
-        description = redact_url(recipe.prepare(source, directory))
+        found: object = recipe.prepare(source, directory)
+        if not isinstance(found, str):
+            raise ConfigError(
+                f"{type(recipe).__name__}.prepare: expected a line that describes the data, got {found!r}: return one"
+            )
+        description = redact_url(found)
     except DataError as error:
         raise DataError(redact_url(str(error))) from error.__cause__
     digest = hashlib.sha256()

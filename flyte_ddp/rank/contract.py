@@ -1,0 +1,221 @@
+"""What a recipe's methods have to return, checked once, on the first batch of a new run, before its first step.
+
+A method that breaks its contract need not fail: a loss that is averaged already, or outputs that broadcast against
+targets, train something else in silence. Every error here is one line with the recipe's file and line.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+from collections.abc import Sized
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.events import EpochFinished
+from flyte_ddp.rank.data import Samples
+from flyte_ddp.rank.evaluation import metrics_of
+from flyte_ddp.rank.nested import tensors_in
+from flyte_ddp.rank.passes import autocast, model_inputs
+from flyte_ddp.rank.sharding import is_sharded
+from flyte_ddp.recipes import Recipe
+from flyte_ddp.world import World
+
+MAX_SAMPLES = 8  # of the batch, so that the check takes milliseconds
+DEFAULT = "the default is for classes (B,) and their logits (B, C)"
+MAX_NAMES = 3  # of parameters in an error
+
+
+def check_datasets(recipe: Recipe, found: Any) -> tuple[Dataset[Any], Dataset[Any]]:
+    """Return the training and the held-out data that `recipe.datasets` has returned.
+
+    Raises:
+        ConfigError: they are no pair of data sets with `__len__` and `__getitem__`.
+    """
+    expected = f"{locate(recipe, 'datasets')}: expected a pair of data sets, for training and held out,"
+    if not isinstance(found, (tuple, list)) or len(found) != 2:
+        what = f"{len(found)} of them" if isinstance(found, (tuple, list)) else f"a {type(found).__name__}"
+        raise ConfigError(f"{expected} got {what}")
+    for dataset in found:
+        if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+            raise ConfigError(
+                f"{expected} each with __len__ and __getitem__, got a {type(dataset).__name__} without them"
+            )
+    return found[0], found[1]
+
+
+def check_contract(recipe: Recipe, model: nn.Module, train: Samples, config: TrainingConfig, world: World) -> None:
+    """Check what the recipe's methods return for a first micro-batch. Every rank calls it, at a new run's start.
+
+    It changes neither weights and buffers, nor gradients, nor what is drawn at random later.
+
+    Raises:
+        ConfigError: a method broke its contract; one line.
+    """
+    size = len(train)
+    if config.global_batch_size > size:
+        expected = f"expected at most {size}, the number of training samples"
+        raise ConfigError(f"global_batch_size: {expected}, got {config.global_batch_size}")
+    devices = [world.device] if world.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), _unchanged_buffers(model):
+        num_samples = min(config.batch.size_per_rank(world.world_size), MAX_SAMPLES)
+        first = torch.arange(num_samples, device=train.index_device)
+        inputs, targets = next(iter(train.batches([first], epoch=1)))
+        was_training = model.training
+        model.train()
+        with autocast(config, world.device) if not is_sharded(model) else torch.enable_grad():
+            outputs = model(model_inputs(recipe, config, inputs))
+        losses = _check_results(recipe, outputs, targets, num_samples)
+        (losses.sum() * 0.0).backward()
+        without = [name for name, each in model.named_parameters() if each.requires_grad and each.grad is None]
+        model.zero_grad(set_to_none=True)
+        model.train(was_training)
+    if without:
+        names = ", ".join(without[:MAX_NAMES])
+        if len(without) > MAX_NAMES:
+            names += f" and {len(without) - MAX_NAMES} more"
+        raise ConfigError(
+            f"{locate(recipe, 'model')}: expected a gradient for every parameter, got none for {names}: use them in "
+            "the forward pass, or freeze them by requires_grad_(False)"
+        )
+    _check_metrics(recipe)
+
+
+class _unchanged_buffers:
+    """Restores the model's buffers, such as BatchNorm's running statistics, after the block."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __enter__(self) -> None:
+        self.values = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
+
+    def __exit__(self, *error: object) -> None:
+        with torch.no_grad():
+            for buffer, value in self.values:
+                buffer.copy_(value)
+
+
+def _check_results(recipe: Recipe, outputs: Any, targets: Any, num_samples: int) -> Any:
+    """Check `losses`, `num_correct` and `num_targets`; return the losses."""
+    _check_broadcast(recipe, outputs, targets)
+    losses: Any = _call(recipe, "losses", outputs, targets)
+    _check_shape(recipe, "losses", "one loss for each sample", losses, num_samples, outputs, targets)
+    if not losses.is_floating_point():
+        raise ConfigError(f"{locate(recipe, 'losses')}: expected floating-point losses, got {losses.dtype}")
+    if isinstance(outputs, Tensor) and isinstance(targets, Tensor) and num_samples > 1:
+        # A dimension may have the length of the batch by chance.
+        fewer = _call(recipe, "losses", outputs[:-1], targets[:-1])
+        _check_shape(recipe, "losses", "one loss for each sample", fewer, num_samples - 1, outputs[:-1], targets[:-1])
+    with torch.no_grad():
+        counts = _call(recipe, "num_targets", targets)
+        if counts is not None:
+            _check_shape(
+                recipe, "num_targets", "the number of each sample's targets", counts, num_samples, None, targets
+            )
+        most = torch.ones(num_samples, device=losses.device) if counts is None else counts
+        correct = _call(recipe, "num_correct", outputs, targets)
+        what = "the number of each sample's targets that are predicted right"
+        _check_shape(recipe, "num_correct", what, correct, num_samples, outputs, targets)
+        if bool(((correct < 0) | (correct > most.to(correct.device))).any()):
+            raise ConfigError(
+                f"{locate(recipe, 'num_correct')}: expected at most {_number(most.max())} for a sample, the number of "
+                f"its targets, got {_number(correct.max())}; a sample with several targets needs num_targets"
+            )
+    return losses
+
+
+def _check_broadcast(recipe: Recipe, outputs: Any, targets: Any) -> None:
+    """Refuse outputs and targets of a regression that grow when they meet: (B, 1) and (B,) make (B, B)."""
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.shape == targets.shape:
+        return
+    if not outputs.is_floating_point() or not targets.is_floating_point():
+        return
+    try:
+        together = torch.broadcast_shapes(outputs.shape, targets.shape)
+    except RuntimeError:
+        return
+    if torch.Size(together).numel() > max(outputs.numel(), targets.numel()):
+        raise ConfigError(
+            f"{locate(recipe, 'model')}: expected outputs of the targets' shape {tuple(targets.shape)}, got "
+            f"{tuple(outputs.shape)}, which broadcast to {tuple(together)}: squeeze or unsqueeze one of them"
+        )
+
+
+def _check_shape(
+    recipe: Recipe, method: str, what: str, value: Any, num_samples: int, outputs: Any, targets: Any
+) -> None:
+    expected = f"{locate(recipe, method)}: expected {what}, shape ({num_samples},),"
+    if not isinstance(value, Tensor):
+        raise ConfigError(f"{expected} got a {type(value).__name__}")
+    if value.shape == (num_samples,):
+        return
+    hint = ""
+    if _is_default(recipe, method):
+        hint = f": {DEFAULT}, so the recipe needs a method of its own"
+    elif value.dim() == 0:
+        hint = ": use reduction='none'" if method == "losses" else ": do not sum over the samples"
+    elif value.dim() > 1 and len(value) == num_samples:
+        hint = ": sum over a sample's targets, as by .flatten(1).sum(1)"
+        if method == "losses":
+            hint += ", and return their number by num_targets"
+    shapes = f" (outputs {_shapes(outputs)}, targets {_shapes(targets)})" if outputs is not None else ""
+    raise ConfigError(f"{expected} got shape {tuple(value.shape)}{hint}{shapes}")
+
+
+def _call(recipe: Recipe, method: str, *arguments: Any) -> Any:
+    """Call a method; of one that the recipe did not define, explain an error by what it is made for."""
+    try:
+        return getattr(copy.copy(recipe), method)(*arguments)  # a copy: what a recipe counts in itself stays
+    except Exception as error:
+        if not _is_default(recipe, method):
+            raise  # the user's own frames say more
+        shapes = ", ".join(
+            f"{name} {_shapes(each)}" for name, each in zip(("outputs", "targets"), arguments, strict=False)
+        )
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"{locate(recipe, method)}: expected a method of the recipe's own, because {DEFAULT}, got {shapes}: "
+            f"{reason}"
+        ) from error
+
+
+def _is_default(recipe: Recipe, method: str) -> bool:
+    return getattr(type(recipe), method) is getattr(Recipe, method)
+
+
+def _check_metrics(recipe: Recipe) -> None:
+    epoch = EpochFinished(1, 1, 0.5, 0.5, 0.5, 0.1, 1.0, 1.0, 1.0)
+    try:
+        metrics_of(recipe, epoch)
+    except ConfigError as error:
+        raise ConfigError(f"{locate(recipe, 'metrics')}: {str(error).partition(': ')[2]}") from None
+    except Exception:  # these figures are not a real epoch's
+        return
+
+
+def locate(recipe: Recipe, method: str) -> str:
+    """Return the place of a recipe's method: file, line and name; of its class where it has the default."""
+    own = getattr(type(recipe), method)
+    code: Any = type(recipe) if _is_default(recipe, method) else inspect.unwrap(own)
+    try:
+        file, line = inspect.getsourcefile(code), inspect.getsourcelines(code)[1]
+    except (OSError, TypeError):  # made in an interpreter
+        return f"{type(recipe).__name__}.{method}"
+    shown = os.path.relpath(file) if file and not os.path.relpath(file).startswith("..") else file
+    return f"{shown}:{line}: {type(recipe).__name__}.{method}"
+
+
+def _shapes(value: Any) -> str:
+    shapes = [str(tuple(each.shape)) for each in tensors_in(value)]
+    return ", ".join(shapes) or type(value).__name__
+
+
+def _number(value: Tensor) -> str:
+    return f"{float(value):g}"

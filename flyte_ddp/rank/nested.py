@@ -1,0 +1,51 @@
+"""Tensors in tuples, lists, dicts and dataclasses, nested: what a sample, a batch or a model's output may be."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import default_collate
+
+
+def map_parts(function: Callable[[Sequence[Any]], Any], values: Sequence[Any]) -> Any:
+    """Return a value of the shape that all `values` have, with `function` of their parts at each place.
+
+    Args:
+        values: alike: with the same keys, fields and lengths.
+    """
+    first = values[0]
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in dataclasses.fields(first)]
+        parts = {name: map_parts(function, [getattr(value, name) for value in values]) for name in names}
+        return dataclasses.replace(first, **parts)
+    if isinstance(first, Mapping):
+        return {key: map_parts(function, [value[key] for value in values]) for key in first}
+    if isinstance(first, (tuple, list)):
+        found = [map_parts(function, parts) for parts in zip(*values, strict=True)]
+        return type(first)(*found) if hasattr(first, "_fields") else type(first)(found)
+    return function(values)
+
+
+def collate(samples: Sequence[Any]) -> Any:
+    """Return a batch of `samples`, as a DataLoader's own function does, and of dataclasses as well."""
+    return map_parts(lambda parts: default_collate(list(parts)), samples)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return `value` with `function` of each tensor in it; everything else stays."""
+    return map_parts(lambda parts: function(parts[0]) if isinstance(parts[0], Tensor) else parts[0], [value])
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in `value`, in their order."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
+    yield from found

@@ -1,0 +1,122 @@
+"""A recipe that breaks its contract is refused with one line before the first step, and samples may have any shape."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from flyte_ddp.errors import ConfigError, DataError, RankFailure
+from flyte_ddp.events import Reported
+from flyte_ddp.rank.contract import check_contract
+from flyte_ddp.rank.data import open_samples
+from flyte_ddp.recipes import config_of
+from flyte_ddp.world import ALONE
+from tests.support import mistakes
+from tests.support.runs import new_run
+
+PLACE = r"tests/support/mistakes\.py:\d+: "
+
+# By the class in tests/support/mistakes.py: the message, after its place in the recipe's file.
+MISTAKES = {
+    "Averaged": r"losses: expected one loss for each sample, shape \(4,\), got shape \(\): use reduction='none'",
+    "Broadcast": r"model: expected outputs of the targets' shape \(4,\), got \(4, 1\), which broadcast to \(4, 4\)",
+    "BroadcastAndAveraged": r"model: expected outputs of the targets' shape \(4,\), got \(4, 1\)",
+    "PlainNumber": r"losses: expected one loss for each sample, shape \(4,\), got a float",
+    "NotDifferentiable": r"losses: expected floating-point losses, got torch\.int64",
+    "DefaultLosses": r"losses: expected one loss .*, got shape \(\): the default is for classes \(B,\)",
+    "DefaultNumCorrect": r"num_correct: expected a method of the recipe's own, because .*, got outputs \(4,\), targets",
+    "CountsAll": r"num_correct: expected at most 1 for a sample, .*, got 13\.64; .* needs num_targets",
+    "SumsNumCorrect": r"num_correct: expected .*, shape \(4,\), got shape \(\): do not sum over the samples",
+    "WrongNumTargets": r"num_targets: expected the number of each sample's targets, shape \(4,\), got shape \(\)",
+    "Unused": r"model: expected a gradient for every parameter, got none for forgotten: use them in the forward pass",
+    "MetricsOfText": r"metrics: verdict: expected a number, got 'good'",
+    "OneDataset": r"datasets: expected a pair of data sets, for training and held out, got a TensorDataset",
+    "ThreeDatasets": r"datasets: expected a pair of data sets, for training and held out, got 3 of them",
+    "Streamed": r"datasets: expected .* each with __len__ and __getitem__, got a Stream without them",
+    "Segmentation": r"losses: expected one loss for each sample, shape \(4,\), got shape \(4, 6, 6\): the default is",
+    "SegmentationWithoutSums": r"losses: .*: sum over a sample's targets, .* and return their number by num_targets",
+    "SegmentationWithoutCounts": r"num_correct: expected at most 1 for a sample, the number of its targets",
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_broken_contract_is_one_line_before_the_first_step(name, tmp_path):
+    run = new_run(tmp_path, f"tests.support.mistakes.{name}")
+    with pytest.raises(RankFailure) as caught:
+        run.train()
+    assert caught.value.is_user_error
+    message = caught.value.cause.partition(": ")[2]
+    assert re.match(rf"{PLACE}{name}\.{MISTAKES[name]}", message), message
+    assert "\n" not in message
+    assert not [event for event in run.events if isinstance(event, Reported)]
+
+
+def test_samples_that_are_no_pairs_are_one_line(tmp_path):
+    for name, got in (("DictSamples", "a dict"), ("Triples", "a tuple of 3")):
+        with pytest.raises(RankFailure) as caught:
+            new_run(tmp_path / name, f"tests.support.mistakes.{name}").train()
+        expected = rf"DataError: datasets: expected \(input, target\) pairs as samples, got {got}"
+        assert re.match(expected, caught.value.cause), caught.value.cause
+
+
+def test_data_that_cannot_be_are_refused(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"PrepareWithoutReturn\.prepare: expected a line that describes the data, got None"
+    ):
+        new_run(tmp_path / "none", "tests.support.mistakes.PrepareWithoutReturn").train()
+    with pytest.raises(RankFailure) as caught:
+        new_run(tmp_path / "empty", "tests.support.mistakes.Empty").train()
+    assert caught.value.cause == f"{DataError.__name__}: data: expected at least one sample, got an empty data set"
+    with pytest.raises(RankFailure) as caught:
+        new_run(tmp_path / "large", "tests.support.mistakes.Line").train(global_batch_size=64)
+    assert caught.value.cause.endswith("global_batch_size: expected at most 40, the number of training samples, got 64")
+
+
+def test_the_check_changes_nothing():
+    recipe, config = mistakes.Line(), config_of("tests.support.mistakes.Line", {})
+    (train,) = open_samples([recipe.datasets(None)[0]], recipe, config, ALONE)
+    model = nn.Sequential(nn.BatchNorm1d(1), nn.Dropout(0.5), recipe.model())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    drawn = torch.random.get_rng_state()
+    model.eval()
+    check_contract(recipe, model, train, config, ALONE)
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [each.grad for each in model.parameters()] == [None] * 4
+    assert not model.training
+
+
+def plain_loss(recipe, state):
+    """The mean loss over all targets, by one process that has all samples at once."""
+    images, masks = recipe.samples()
+    model = recipe.model()
+    model.load_state_dict(state)
+    model.eval()
+    with torch.no_grad():
+        return float(recipe.losses(model(images), masks).sum() / (masks != -100).sum())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_targets_of_loaded_samples_count_as_those_in_memory(world_size, tmp_path):
+    config = {"epochs": 3, "optimizer": "sgd", "learning_rate": 0.5, "global_batch_size": 12}
+    whole = new_run(tmp_path / "whole", "tests.support.mistakes.Masks").train(1, **config)
+    loaded = new_run(tmp_path / "loaded", "tests.support.mistakes.LoadedMasks").train(world_size, **config)
+    for name, value in whole.state().items():
+        torch.testing.assert_close(loaded.state()[name], value)
+    for one, other in zip(whole.result.epochs, loaded.result.epochs, strict=True):
+        assert other.train_loss == pytest.approx(one.train_loss, rel=1e-5)
+        assert other.test_loss == pytest.approx(one.test_loss, rel=1e-5)
+        assert other.accuracy == one.accuracy
+    assert loaded.result.epochs[-1].test_loss == pytest.approx(plain_loss(mistakes.Masks(), loaded.state()), rel=1e-5)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_may_be_dataclasses_and_targets_dicts(workers, tmp_path):
+    one = new_run(tmp_path / "one", "tests.support.mistakes.TwoInputs").train(1, data_workers=workers)
+    two = new_run(tmp_path / "two", "tests.support.mistakes.TwoInputs").train(2)
+    assert one.result.epochs[-1].accuracy > 0.9
+    for name, value in one.state().items():
+        torch.testing.assert_close(two.state()[name], value, rtol=1e-3, atol=1e-5)
