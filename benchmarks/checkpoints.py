@@ -82,8 +82,7 @@ def train() -> dict[str, float]:
     from flyte_ddp.config import resolve
     from flyte_ddp.launch import driver
     from flyte_ddp.launch.local import LocalPlace
-    from flyte_ddp.launch.process.job import Job
-    from flyte_ddp.launch.process.programs import recipe_program
+    from flyte_ddp.launch.process.programs import Job, recipe_program
     from flyte_ddp.recipes.prepare import prepare_data
 
     config = {"global_batch_size": BATCH_SIZE, "epochs": 1, "log_interval": 1, "checkpoint_interval": SAVE_INTERVAL}

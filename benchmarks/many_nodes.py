@@ -36,8 +36,7 @@ from flyte_ddp.launch.dask.node import DriverLink
 from flyte_ddp.launch.dask.nodes import DaskNodes
 from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.devices import num_cores
-from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import Program
+from flyte_ddp.launch.process.programs import Job, Program
 from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.launch.supervisor import POLL_INTERVAL
 

@@ -45,8 +45,7 @@ def train(parallel: str, directory: str, num_layers: int = NUM_LAYERS) -> dict[s
     from flyte_ddp.config import resolve
     from flyte_ddp.launch import driver
     from flyte_ddp.launch.local import LocalPlace
-    from flyte_ddp.launch.process.job import Job
-    from flyte_ddp.launch.process.programs import recipe_program
+    from flyte_ddp.launch.process.programs import Job, recipe_program
     from flyte_ddp.recipes.prepare import prepare_data
 
     data = Path(directory, "data")

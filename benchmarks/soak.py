@@ -32,8 +32,7 @@ from flyte_ddp.events import Event, RunStarted, RunState
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import recipe_program
+from flyte_ddp.launch.process.programs import Job, recipe_program
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.recipes.arrays import load_images, save_images
 from flyte_ddp.recipes.prepare import prepare_data

@@ -37,8 +37,7 @@ def ours(data: Path, precision: str, num_ranks: int) -> None:
     from flyte_ddp.config import resolve
     from flyte_ddp.launch import driver
     from flyte_ddp.launch.local import LocalPlace
-    from flyte_ddp.launch.process.job import Job
-    from flyte_ddp.launch.process.programs import recipe_program
+    from flyte_ddp.launch.process.programs import Job, recipe_program
     from flyte_ddp.recipes import get_recipe
 
     name = "benchmarks.mnist_like.MnistLike"
@@ -109,8 +108,7 @@ def _on_dask(
     from flyte_ddp.config import resolve
     from flyte_ddp.launch import driver
     from flyte_ddp.launch.dask.place import DaskPlace
-    from flyte_ddp.launch.process.job import Job
-    from flyte_ddp.launch.process.programs import recipe_program
+    from flyte_ddp.launch.process.programs import Job, recipe_program
     from flyte_ddp.recipes import get_recipe
 
     class Clock:

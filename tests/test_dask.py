@@ -26,8 +26,7 @@ from flyte_ddp.launch import driver
 from flyte_ddp.launch.dask import nodes
 from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.dask.placement import assign_nodes
-from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import recipe_program
+from flyte_ddp.launch.process.programs import Job, recipe_program
 from tests.support.dask_runs import (
     LOCAL,
     dask_config,

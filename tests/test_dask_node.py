@@ -33,8 +33,7 @@ from flyte_ddp.launch.dask.archive import delete_archive, packed_directory
 from flyte_ddp.launch.dask.calls import call_workers
 from flyte_ddp.launch.dask.code import packed_code
 from flyte_ddp.launch.dask.messages import Inbox, NodeJob, decode, encode
-from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import Program, recipe_program
+from flyte_ddp.launch.process.programs import Job, Program, recipe_program
 from flyte_ddp.launch.process.ranks import NodeRanks
 from flyte_ddp.launch.run import Gang, run_program, script_program
 from flyte_ddp.observers.reports.run import Report

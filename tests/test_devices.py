@@ -14,8 +14,7 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch import devices
 from flyte_ddp.launch.dask.placement import Worker, assign_nodes
 from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import recipe_program
+from flyte_ddp.launch.process.programs import Job, recipe_program
 
 SLICES = ("MIG-1a", "MIG-2b")
 

@@ -13,8 +13,7 @@ from flyte_ddp.errors import GangLost, NodeLost, OutOfMemory, RankFailure, Stora
 from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.attempt import Failure, Node, find_cause
-from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import Program, recipe_program
+from flyte_ddp.launch.process.programs import Job, Program, recipe_program
 from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.storage import Storage
 from tests.test_policy import AWAY, DENIED, ECHO, KILLED, LOST, OOM_POD, SHAPES, STALLED, THEIRS

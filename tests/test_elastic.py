@@ -22,8 +22,7 @@ from flyte_ddp.errors import (
 from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch.dask import calls, growth, nodes, place, roll_call
 from flyte_ddp.launch.dask.node import DriverLink
-from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import recipe_program
+from flyte_ddp.launch.process.programs import Job, recipe_program
 from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.studies.runner import resize_cluster
 from tests.support.dask_runs import (

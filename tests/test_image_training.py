@@ -14,8 +14,7 @@ from PIL import Image
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import recipe_program
+from flyte_ddp.launch.process.programs import Job, recipe_program
 from flyte_ddp.rank.batch_norm import keep_frozen_statistics
 from flyte_ddp.recipes.image_folder.recipe import ImageFolder
 from tests.support.image_store import image_tree, prepare, running_store

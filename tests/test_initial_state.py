@@ -12,8 +12,7 @@ import torch
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import recipe_program
+from flyte_ddp.launch.process.programs import Job, recipe_program
 from flyte_ddp.rank.initial_state import load_initial_state
 from flyte_ddp.recipes import config_of, get_recipe
 from tests.support.runs import new_run

@@ -39,8 +39,7 @@ from flyte_ddp.config.fields import parse_duration
 from flyte_ddp.errors import ClusterError, ConfigError, OutOfMemory, PreflightError
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import recipe_program
+from flyte_ddp.launch.process.programs import Job, recipe_program
 from tasks.train import pod_failure
 
 DEPLOY = Path(__file__).parents[1] / "deploy"

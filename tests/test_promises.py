@@ -16,8 +16,7 @@ from flyte_ddp.errors import RankFailure, TrainingStopped
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import Program, recipe_program
+from flyte_ddp.launch.process.programs import Job, Program, recipe_program
 from flyte_ddp.launch.run import _Call
 from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.recipes import get_recipe

@@ -7,9 +7,8 @@ import threading
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.launch.process.entry import environment
-from flyte_ddp.launch.process.job import Job
 from flyte_ddp.launch.process.link import SupervisorLink
-from flyte_ddp.launch.process.programs import recipe_program
+from flyte_ddp.launch.process.programs import Job, recipe_program
 from flyte_ddp.launch.process.ranks import NodeRanks
 
 NAMES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG")

@@ -23,7 +23,7 @@ from flyte_ddp.launch import run_options
 from flyte_ddp.launch.dask.messages import NodeJob
 from flyte_ddp.launch.log_tail import LogTail
 from flyte_ddp.launch.process.entry import environment
-from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NodeRanks
 from flyte_ddp.observers.progress_bar import ProgressBar
 from tests.support.ports import free_port

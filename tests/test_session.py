@@ -12,8 +12,7 @@ import pytest
 
 from flyte_ddp import events
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import Program
+from flyte_ddp.launch.process.programs import Job, Program
 from flyte_ddp.session import Session
 
 

@@ -29,8 +29,7 @@ from flyte_ddp.config import resolve
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.devices import num_cores
 from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import recipe_program
+from flyte_ddp.launch.process.programs import Job, recipe_program
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage import open_filesystem
 

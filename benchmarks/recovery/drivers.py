@@ -24,8 +24,7 @@ def run_ours(address: str, data: Path, directory: Path, epochs: int, store: str)
     from flyte_ddp.launch import driver
     from flyte_ddp.launch.dask.place import DaskPlace
     from flyte_ddp.launch.local import LocalPlace
-    from flyte_ddp.launch.process.job import Job
-    from flyte_ddp.launch.process.programs import recipe_program
+    from flyte_ddp.launch.process.programs import Job, recipe_program
 
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
     cluster = ClusterConfig(

@@ -26,8 +26,7 @@ from flyte_ddp.flytekit_plugin.deck import DeckPublisher
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution, share_storage_credentials
 from flyte_ddp.launch import driver
-from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import Program
+from flyte_ddp.launch.process.programs import Job, Program
 from flyte_ddp.launch.time_limit import TimeLimit
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.launcher_log import launcher_log

@@ -15,7 +15,7 @@ from flyte_ddp.checkpoints import WRITE_GRACE
 from flyte_ddp.errors import NodeLost, RankFailure, TrainingStopped
 from flyte_ddp.launch.failures import MAX_LINES, natural_key
 from flyte_ddp.launch.node import GO, KILL, KILL_GRACE, STOP
-from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.signals import StopRequest
 
 ECHO_GRACE = 3.0  # seconds in which the cause of a failure that looks like another's consequence may be reported

@@ -35,8 +35,8 @@ from flyte_ddp.launch.attempt import Attempt, Nodes
 from flyte_ddp.launch.dispatch import Dispatcher
 from flyte_ddp.launch.failures import first_line
 from flyte_ddp.launch.policy import Before, Ended, Next, Rules, decide
-from flyte_ddp.launch.process.job import Job
 from flyte_ddp.launch.process.output import PREFIX
+from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.signals import StopRequest, stop_on_signals
 from flyte_ddp.launch.supervisor import print_line
 from flyte_ddp.storage import Storage, redact_url

@@ -21,7 +21,7 @@ from flyte_ddp.launch.devices import (
     num_gpus,
 )
 from flyte_ddp.launch.node import Link, run_ranks
-from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NodeRanks
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from typing import Any
 from flyte_ddp import events
 from flyte_ddp.errors import ConfigError, DataError, RankFailure, TrainingStopped
 from flyte_ddp.launch.failures import shorten_traceback
-from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NodeRanks
 from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.launch.supervisor import supervise

@@ -35,8 +35,7 @@ from flyte_ddp.launch import driver
 from flyte_ddp.launch.devices import default_num_processes, num_cores, num_gpus
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.outputs import outputs_directory
-from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import SCRIPT_DIRECTORY, Program
+from flyte_ddp.launch.process.programs import SCRIPT_DIRECTORY, Job, Program
 
 if TYPE_CHECKING:
     from distributed import Client

@@ -33,8 +33,8 @@ from flyte_ddp.launch.devices import visible_gpus
 from flyte_ddp.launch.failures import first_line, shorten, shorten_traceback
 from flyte_ddp.launch.log_tail import LogTail, logs_directory
 from flyte_ddp.launch.process.entry import run_rank
-from flyte_ddp.launch.process.job import Job
 from flyte_ddp.launch.process.output import RankStream, rank_stacks, read_error
+from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NodeRanks, semaphore_prefix
 from flyte_ddp.launch.rank_start import ForkedProcess, kill_server, start_rank
 from flyte_ddp.launch.signals import StopRequest

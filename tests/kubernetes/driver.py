@@ -22,8 +22,7 @@ from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.config import resolve
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.dask.place import DaskPlace
-from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import recipe_program
+from flyte_ddp.launch.process.programs import Job, recipe_program
 from flyte_ddp.recipes import get_recipe
 from tests.support.runs import new_run
 

@@ -19,8 +19,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from flyte_ddp import events
 from flyte_ddp.checkpoints.peers import Peers
-from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import recipe_program
+from flyte_ddp.launch.process.programs import Job, recipe_program
 from flyte_ddp.launch.process.ranks import NodeRanks
 from flyte_ddp.launch.rank_start import ForkedProcess, start_server
 from flyte_ddp.rank.main import train

@@ -20,8 +20,7 @@ from flyte_ddp import events
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.launch import driver, supervisor
 from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import recipe_program
+from flyte_ddp.launch.process.programs import Job, recipe_program
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 

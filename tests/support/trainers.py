@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import Program
+from flyte_ddp.launch.process.programs import Job, Program
 from flyte_ddp.rank.data import open_samples, take_sample
 from flyte_ddp.rank.parallel import build_model
 from flyte_ddp.rank.trainer import Trainer

@@ -12,8 +12,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import Program
+from flyte_ddp.launch.process.programs import Job, Program
 from flyte_ddp.launch.process.ranks import NodeRanks
 
 BEAT_INTERVAL = 1.0  # seconds between two heartbeats, in either direction

@@ -39,7 +39,7 @@ from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, NodeJob, decode
 from flyte_ddp.launch.dask.placement import DaskNode
 from flyte_ddp.launch.failures import shorten
 from flyte_ddp.launch.node import GO
-from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import Job
 
 MESSAGE_INTERVAL = 0.1  # seconds that the driver waits for a message before it looks at anything else
 TRANSFER_TIMEOUT = 60.0  # seconds for the code to reach a worker

@@ -25,8 +25,7 @@ from flyte_ddp.launch.dask.nodes import DaskNodes
 from flyte_ddp.launch.dask.placement import DaskNode, Worker, assign_nodes
 from flyte_ddp.launch.dask.pool import Pool
 from flyte_ddp.launch.dask.roll_call import RollCall
-from flyte_ddp.launch.process.job import Job
-from flyte_ddp.launch.process.programs import Program
+from flyte_ddp.launch.process.programs import Job, Program
 from flyte_ddp.storage import Storage, storage_environment
 
 if TYPE_CHECKING:

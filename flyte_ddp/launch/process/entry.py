@@ -28,11 +28,10 @@ from flyte_ddp import errors
 from flyte_ddp.errors import StopRequested, StorageUnavailable
 from flyte_ddp.launch.process.call import call_program
 from flyte_ddp.launch.process.end import release_program, run_exit_handlers
-from flyte_ddp.launch.process.job import Job
 from flyte_ddp.launch.process.link import RankProcess, SupervisorLink
 from flyte_ddp.launch.process.malloc import keep_freed_memory
 from flyte_ddp.launch.process.output import rank_stacks
-from flyte_ddp.launch.process.programs import CUDA_OUT_OF_MEMORY
+from flyte_ddp.launch.process.programs import CUDA_OUT_OF_MEMORY, Job
 from flyte_ddp.launch.process.ranks import NodeRanks, semaphore_prefix
 
 # Errors of gloo, NCCL and the store on a rank whose peer has died: a consequence, never the cause.

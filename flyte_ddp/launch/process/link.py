@@ -15,7 +15,7 @@ from socket import socket
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import events
-from flyte_ddp.launch.process.job import Job
+from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NodeRanks
 
 if TYPE_CHECKING:

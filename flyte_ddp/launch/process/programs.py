@@ -1,4 +1,4 @@
-"""The program of a run: a call that every rank makes, and what its launcher must know of it. Imports no torch.
+"""A run and its program: a call that every rank makes, and what its launcher must know of it. Imports no torch.
 
 A recipe's training is such a call, as a user's function or script is. What makes them differ are fields.
 """
@@ -142,6 +142,18 @@ class Program:
 
 def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: the same for all of its ranks."""
+
+    program: Program  # that each rank runs
+    checkpoints: str  # fsspec URL of a directory, for `MODEL_STATE` too; "" for a function that keeps none
+    launched_at: float  # seconds since the epoch
+    run: str = ""  # the same for all attempts of a run, such as Flyte's execution and node; "" for a local run
+    owner: str = ""  # token of the attempt that owns the checkpoints; see flyte_ddp/checkpoints/ownership.py
+    is_kept: bool = True  # the checkpoints outlive the run
 
 
 def recipe_program(recipe: str, config: TrainingConfig, initial_state: str = "") -> Program:
