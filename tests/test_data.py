@@ -89,7 +89,7 @@ def test_evaluation_counts_each_held_out_sample_once(finished_run, num_processes
 @pytest.mark.parametrize("size", [1, 5, 13, 24, 25, 97, 103])
 def test_shares_of_any_size_cover_an_epoch_once_in_batches_of_the_global_size(size, world_size):
     config = TrainingConfig(global_batch_size=24, gradient_accumulation=2)
-    samples = LoadedSamples(TensorDataset(torch.arange(size), torch.arange(size)), config, _world(0, 1))
+    samples = LoadedSamples(TensorDataset(torch.arange(size), torch.arange(size)), Tiny(), config, _world(0, 1))
     ranks = [epoch_shards(samples, config, _world(rank, world_size), epoch=1) for rank in range(world_size)]
 
     seen = []
@@ -115,7 +115,7 @@ def test_shares_of_any_size_cover_an_epoch_once_in_batches_of_the_global_size(si
 
 def test_an_epoch_resumed_in_the_middle_has_the_remaining_batches():
     config = TrainingConfig(global_batch_size=24)
-    samples = LoadedSamples(TensorDataset(torch.arange(97), torch.arange(97)), config, _world(0, 1))
+    samples = LoadedSamples(TensorDataset(torch.arange(97), torch.arange(97)), Tiny(), config, _world(0, 1))
     whole = epoch_shards(samples, config, _world(1, 2), epoch=2)
 
     rest = epoch_shards(samples, config, _world(1, 2), epoch=2, first_batch=3)
@@ -154,7 +154,9 @@ def _counted_in_batch(ranks, number):
 @given(_changing_sizes())
 def test_a_run_that_shrinks_and_grows_sees_each_sample_once_in_the_batches_of_an_undisturbed_one(run):
     config, num_samples, epoch, stretches = run
-    samples = LoadedSamples(TensorDataset(torch.arange(num_samples), torch.arange(num_samples)), config, _world(0, 1))
+    samples = LoadedSamples(
+        TensorDataset(torch.arange(num_samples), torch.arange(num_samples)), Tiny(), config, _world(0, 1)
+    )
 
     def shards_from(first_batch, world_size):
         return [
@@ -180,7 +182,7 @@ def test_another_seed_gives_another_order():
 @pytest.mark.parametrize("size", [1, 4, 17])
 def test_evaluation_shares_have_no_repeats(size, world_size):
     config = TrainingConfig(evaluation_batch_size=2)
-    samples = LoadedSamples(TensorDataset(torch.arange(size), torch.arange(size)), config, _world(0, 1))
+    samples = LoadedSamples(TensorDataset(torch.arange(size), torch.arange(size)), Tiny(), config, _world(0, 1))
     seen = []
     for rank in range(world_size):
         seen += [
@@ -229,7 +231,7 @@ def test_a_sample_of_the_data_is_drawn_by_the_seed_and_part_of_every_larger_one(
 
 def test_a_sample_of_loaded_data_reads_ahead_and_counts_what_was_replaced():
     loaded, config = Loaded(97), TrainingConfig(sample_size=10)
-    samples = LoadedSamples(take_sample(loaded, config), config, _world(0, 1))
+    samples = LoadedSamples(take_sample(loaded, config), Tiny(), config, _world(0, 1))
     (batch,) = samples.batches([torch.tensor([3, 7])], epoch=1)
 
     assert len(samples) == 10
@@ -337,7 +339,7 @@ def test_augmentation_and_dropout_do_not_depend_on_how_many_workers_load_the_dat
 def test_augmentation_differs_between_epochs_and_repeats_between_runs(tmp_path):
     run = new_run(tmp_path, "Augmented")
     train, _ = Augmented().datasets(run.data())
-    samples = LoadedSamples(train, TrainingConfig(), _world(0, 1))
+    samples = LoadedSamples(train, Tiny(), TrainingConfig(), _world(0, 1))
 
     def inputs(epoch):
         return torch.cat([inputs for inputs, _ in samples.batches(torch.arange(10).split(5), epoch)])

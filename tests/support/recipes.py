@@ -371,5 +371,8 @@ def _rank():
 
 def _record(split, samples, gradients=()):
     if directory := os.environ.get("RECORD"):
-        with open(Path(directory) / f"{split}-{_rank()}.jsonl", "a") as file:
+        path = Path(directory) / f"{split}-{_rank()}.jsonl"
+        if gradients and not any(gradients) and not path.exists():
+            return  # the check of the recipe before the first step
+        with open(path, "a") as file:
             file.write(json.dumps([samples, list(gradients)]) + "\n")
