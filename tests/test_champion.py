@@ -562,8 +562,14 @@ def test_the_command_lists_shows_and_rolls_back(tmp_path, capsys):
     assert shown["champion"]["version"] == second.version
     assert shown["last_challenge"] == {"outcome": "not_better"}
     main(["rollback", store.url])
-    assert capsys.readouterr().out == f"{first.version} is in use again\n"
+    assert capsys.readouterr().out == f"{first.version} is in use again, until `release`\n"
     assert number_in(load_champion(store.url)) == 1
+    store.record_run("held", "", False)
+    main(["status", store.url, "--max-age", "1h"])
+    assert re.search(rf"held; .*; {first.version} is in use, held by a rollback since 20.*Z\n", capsys.readouterr().out)
+    for told in ("retrainings promote again", "no rollback holds a version"):
+        main(["release", store.url])
+        assert capsys.readouterr().out == f"{told}\n"
     with pytest.raises(SystemExit) as ended:
         main(["rollback", store.url, "nope"])
     assert ended.value.code == 1

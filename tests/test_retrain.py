@@ -7,6 +7,7 @@ import datetime
 import io
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -300,13 +301,36 @@ def test_a_lost_challenge_is_not_repeated_until_something_changes(store, make):
     assert plan(store, make("5"), PromotionCriteria(allow="promoted_over_missing")).train
 
 
-def test_a_rolled_back_promotion_is_not_repeated_the_next_night(store, make):
+def test_a_rollback_holds_until_it_is_released(store, make):
     judge(store, make(), PromotionCriteria(), model_state(6))
     judge(store, make("5"), PromotionCriteria(), model_state(3))
-    store.rollback()
-    planned = plan(store, make("5"), PromotionCriteria())
-    assert (planned.train, planned.outcome) == (False, Outcome.UNCHANGED)
+    first = store.rollback().version
+    for source in ("5", "6"):  # the same data, and those of another night
+        planned = plan(store, make(source), PromotionCriteria())
+        assert (planned.train, planned.outcome) == (False, Outcome.HELD)
+        assert re.match(r"a rollback at 20.*Z keeps its version in use; release it with python -m", planned.reason)
+        # A training that had begun before, or the retry of the one that was rolled back.
+        assert judge(store, make(source), PromotionCriteria(), model_state(3)).outcome == Outcome.HELD
+    assert store.version_in_use() == first
+    assert store.release()
+    assert not store.release()
     assert plan(store, make("6"), PromotionCriteria()).train
+
+
+def test_a_rollback_while_a_challenger_is_measured_wins(store, make, monkeypatch):
+    judge(store, make(), PromotionCriteria(), model_state(6))
+    first = store.version_in_use()
+    judge(store, make("5"), PromotionCriteria(), model_state(3))
+    point_to = store._point_to
+
+    def roll_back_first(*arguments):
+        monkeypatch.setattr(store, "_point_to", point_to)
+        store.rollback()
+        point_to(*arguments)
+
+    monkeypatch.setattr(store, "_point_to", roll_back_first)
+    assert judge(store, make("6"), PromotionCriteria(), model_state(1)).outcome == Outcome.HELD
+    assert store.version_in_use() == first
 
 
 def test_a_champion_with_a_loss_that_is_not_finite_loses(store, make):

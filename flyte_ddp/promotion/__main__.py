@@ -16,7 +16,8 @@ from flyte_ddp.promotion.policy import NEEDS_ATTENTION
 COMMANDS = {
     "show": "print the manifest of the version in use, and how the last challenge ended",
     "list": "print all versions, oldest first; * marks the one in use",
-    "rollback": "put the version before the one in use, or VERSION, in use again",
+    "rollback": "put the version before the one in use, or VERSION, in use again, and keep it until `release`",
+    "release": "let retrainings promote again after a rollback",
     "status": "print when the last retraining ended; exit with 1 if that is too long ago or the champion is unusable",
     "prune": "delete all versions but the newest --keep, the one in use and its parent",
 }
@@ -56,8 +57,10 @@ def main(arguments: list[str] | None = None) -> int:
         elif options.command == "prune":
             deleted = store.prune(options.keep)
             text = "\n".join([*deleted, f"{len(deleted)} versions deleted"])
+        elif options.command == "release":
+            text = "retrainings promote again" if store.release() else "no rollback holds a version"
         else:
-            text = f"{store.rollback(options.version).version} is in use again"
+            text = f"{store.rollback(options.version).version} is in use again, until `release`"
     except (ChampionError, ChampionChanged, ConfigError, StorageUnavailable) as error:
         parser.exit(1, f"error: {error}\n")
     sys.stdout.write(f"{text}\n")
@@ -100,7 +103,8 @@ def describe_status(store: ChampionStore, max_age: float) -> tuple[str, bool]:
         return f"{line}; expected one within {limit}: look at the executions of the launch plan", False
     if run.get("outcome") in NEEDS_ATTENTION:
         return f"{line}. It will end the same way until data, recipe or config are corrected", False
-    return f"{line}; {store.manifest().version} is in use", True
+    held = f", held by a rollback since {since}" if (since := store.held()) else ""
+    return f"{line}; {store.manifest().version} is in use{held}", True
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ MANIFEST = "manifest.json"
 MODEL_STATE = "model_state.pt"
 LAST_CHALLENGE = "last_challenge.json"
 LAST_RUN = "last_run.json"
+HOLD = "hold.json"  # while it is there, nothing is promoted
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,8 @@ class ChampionStore:
     def rollback(self, version: str = "") -> Manifest:
         """Put `version` in use again, by default the parent of the one in use, and return its manifest.
 
+        It stays in use until `release`: nobody rolls back to have the next schedule promote the same model again.
+
         Raises:
             ConfigError: there is no such version.
             ChampionError: its files are missing or damaged.
@@ -197,8 +200,35 @@ class ChampionStore:
         contents = self._read(wanted, MANIFEST)
         manifest = _manifest(contents)
         self._state(manifest)
-        self._point_to(manifest, contents, pointer)
+        was_held = self.held() is not None
+        self.storage.write(HOLD, _json({"version": manifest.version, "since": _utc_now()}))  # first: see `held`
+        try:
+            self._point_to(manifest, contents, pointer)
+        except ChampionChanged:
+            if not was_held:
+                self.release()
+            raise
         return manifest
+
+    def held(self) -> str | None:
+        """Return since when a rollback keeps its version in use; None if it does not.
+
+        Whoever promotes looks here after it has read the pointer, and so notices a rollback by the one or the other.
+        """
+        try:
+            contents = self.storage.read(HOLD)
+        except FileNotFoundError:
+            return None
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            return str(json.loads(contents)["since"])
+        return "a time that is not known"
+
+    def release(self) -> bool:
+        """Let retrainings promote again. Returns False if nothing was held."""
+        was_held = self.held() is not None
+        if was_held:
+            self.storage.delete(HOLD)
+        return was_held
 
     def parse(self, pointer: bytes) -> Pointer:
         """Parse the contents of `champion.json`.

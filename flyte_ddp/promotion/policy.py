@@ -36,6 +36,7 @@ class Outcome(str, Enum):
     PROMOTED_OVER_MISSING = "promoted_over_missing"  # files of the champion are missing, so it cannot be used
     PROMOTED_OVER_CORRUPT = "promoted_over_corrupt"  # its checksum is wrong, so it cannot be used
     NOT_BETTER = "not_better"
+    HELD = "held"  # a rollback keeps its version in use until someone releases it
     NOT_FINITE = "not_finite"  # the challenger's weights or its loss are NaN or infinite
     UNCHANGED = "unchanged"  # nothing to train: the same data, code, config and champion as the last time
     TOO_LITTLE_DATA = "too_little_data"  # nothing is trained, because something is wrong with the data
@@ -123,6 +124,8 @@ def plan(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria
         DataError: the recipe cannot read its data.
         ConfigError: the champion cannot be used, and `criteria.allow` does not name what would replace it.
     """
+    if since := store.held():
+        return _skip(Outcome.HELD, _describe_hold(since))
     num_train, num_test = _num_samples(challenge)
     if min(num_train, num_test) < criteria.min_samples:
         return _skip(
@@ -179,6 +182,8 @@ def judge(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteri
             current = CurrentModel(manifest.parent, None, None, outcome, "")
         else:
             result = _compare(challenge, criteria, challenger, measured, current)
+            if result.outcome in PROMOTIONS and (since := store.held()):
+                result = dataclasses.replace(result, outcome=Outcome.HELD, reason=_describe_hold(since))
             if result.outcome in PROMOTIONS:
                 try:
                     store.promote(state, _manifest(challenge, result), pointer)
@@ -240,6 +245,10 @@ def _plan_training(
     if current.state is None or criteria.start_from == FROM_SCRATCH:
         return Plan(True, "", current.reason if current.state is None else "from fresh weights")
     return Plan(True, "", f"from the weights of {current.version}", store.state_url(current.version))
+
+
+def _describe_hold(since: str) -> str:
+    return f"a rollback at {since} keeps its version in use; release it with python -m flyte_ddp.promotion release"
 
 
 def _skip(outcome: Outcome, reason: str) -> Plan:
