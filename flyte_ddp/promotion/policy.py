@@ -233,10 +233,10 @@ def _compare(
 def _plan_training(
     store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria, current: CurrentModel
 ) -> Plan:
-    """Plan a training, unless the same challenge was judged before: it would end the same way."""
+    """Plan a training, unless the same challenge was judged before and was not held: it would end the same way."""
     last = store.last_challenge()
     identity = _identity(challenge, criteria, current)
-    if {name: last.get(name) for name in identity} == identity:
+    if last.get("outcome") != Outcome.HELD and {name: last.get(name) for name in identity} == identity:
         return _skip(
             Outcome.UNCHANGED,
             f"data, recipe, config, code and champion are those of the last challenge, which ended at "
