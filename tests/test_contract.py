@@ -10,9 +10,9 @@ from torch import nn
 
 from flyte_ddp.errors import ConfigError, DataError, RankFailure
 from flyte_ddp.events import Reported
-from flyte_ddp.rank.contract import check_contract
+from flyte_ddp.rank.contract import check_contract, check_datasets
 from flyte_ddp.rank.data import open_samples
-from flyte_ddp.recipes import config_of
+from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.world import ALONE
 from tests.support import mistakes
 from tests.support.runs import new_run
@@ -21,36 +21,52 @@ PLACE = r"tests/support/mistakes\.py:\d+: "
 
 # By the class in tests/support/mistakes.py: the message, after its place in the recipe's file.
 MISTAKES = {
-    "Averaged": r"losses: expected one loss for each sample, shape \(4,\), got shape \(\): use reduction='none'",
-    "Broadcast": r"model: expected outputs of the targets' shape \(4,\), got \(4, 1\), which broadcast to \(4, 4\)",
-    "BroadcastAndAveraged": r"model: expected outputs of the targets' shape \(4,\), got \(4, 1\)",
-    "PlainNumber": r"losses: expected one loss for each sample, shape \(4,\), got a float",
+    "Averaged": r"losses: expected one loss for each sample, shape \(8,\), got shape \(\): use reduction='none'",
+    "Broadcast": r"model: expected outputs of the targets' shape \(8,\), got \(8, 1\), which broadcast to \(8, 8\)",
+    "BroadcastAndAveraged": r"model: expected outputs of the targets' shape \(8,\), got \(8, 1\)",
+    "PlainNumber": r"losses: expected one loss for each sample, shape \(8,\), got a float",
     "NotDifferentiable": r"losses: expected floating-point losses, got torch\.int64",
+    "Detached": r"losses: expected losses with a gradient, got some without: do not detach",
     "DefaultLosses": r"losses: expected one loss .*, got shape \(\): the default is for classes \(B,\)",
-    "DefaultNumCorrect": r"num_correct: expected a method of the recipe's own, because .*, got outputs \(4,\), targets",
+    "DefaultNumCorrect": r"num_correct: expected a method of the recipe's own, because .*, got outputs \(8,\), targets",
     "CountsAll": r"num_correct: expected at most 1 for a sample, .*, got 13\.64; .* needs num_targets",
-    "SumsNumCorrect": r"num_correct: expected .*, shape \(4,\), got shape \(\): do not sum over the samples",
-    "WrongNumTargets": r"num_targets: expected the number of each sample's targets, shape \(4,\), got shape \(\)",
+    "SumsNumCorrect": r"num_correct: expected .*, shape \(8,\), got shape \(\): do not sum over the samples",
+    "WrongNumTargets": r"num_targets: expected the number of each sample's targets, shape \(8,\), got shape \(\)",
     "Unused": r"model: expected a gradient for every parameter, got none for forgotten: use them in the forward pass",
     "MetricsOfText": r"metrics: verdict: expected a number, got 'good'",
     "OneDataset": r"datasets: expected a pair of data sets, for training and held out, got a TensorDataset",
     "ThreeDatasets": r"datasets: expected a pair of data sets, for training and held out, got 3 of them",
     "Streamed": r"datasets: expected .* each with __len__ and __getitem__, got a Stream without them",
-    "Segmentation": r"losses: expected one loss for each sample, shape \(4,\), got shape \(4, 6, 6\): the default is",
+    "Segmentation": r"losses: expected one loss for each sample, shape \(8,\), got shape \(8, 6, 6\): the default is",
     "SegmentationWithoutSums": r"losses: .*: sum over a sample's targets, .* and return their number by num_targets",
     "SegmentationWithoutCounts": r"num_correct: expected at most 1 for a sample, the number of its targets",
 }
 
 
+def check(name):
+    """Check the recipe as a rank that is alone does."""
+    recipe, config = get_recipe(name), config_of(name, {})
+    train, _ = check_datasets(recipe, recipe.datasets(None))
+    (samples,) = open_samples([train], recipe, config, ALONE)
+    check_contract(recipe, recipe.model(), samples, config, ALONE)
+
+
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_broken_contract_is_one_line_before_the_first_step(name, tmp_path):
-    run = new_run(tmp_path, f"tests.support.mistakes.{name}")
-    with pytest.raises(RankFailure) as caught:
-        run.train()
-    assert caught.value.is_user_error
-    message = caught.value.cause.partition(": ")[2]
+def test_a_broken_contract_is_one_line(name):
+    with pytest.raises(ConfigError) as caught:
+        check(f"tests.support.mistakes.{name}")
+    message = str(caught.value)
     assert re.match(rf"{PLACE}{name}\.{MISTAKES[name]}", message), message
     assert "\n" not in message
+
+
+def test_every_rank_checks_before_the_first_step(tmp_path):
+    run = new_run(tmp_path, "tests.support.mistakes.Averaged")
+    with pytest.raises(
+        RankFailure, match=rf"ConfigError: {PLACE}Averaged\.losses: expected one loss for each"
+    ) as caught:
+        run.train()
+    assert caught.value.is_user_error
     assert not [event for event in run.events if isinstance(event, Reported)]
 
 

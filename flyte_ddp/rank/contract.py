@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Sized
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -87,18 +88,15 @@ def check_contract(recipe: Recipe, model: nn.Module, train: Samples, config: Tra
     _check_metrics(recipe)
 
 
-class _unchanged_buffers:
-    """Restores the model's buffers, such as BatchNorm's running statistics, after the block."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def __enter__(self) -> None:
-        self.values = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
-
-    def __exit__(self, *error: object) -> None:
+@contextmanager
+def _unchanged_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the model's buffers, such as BatchNorm's running statistics, after the block."""
+    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
         with torch.no_grad():
-            for buffer, value in self.values:
+            for buffer, value in values:
                 buffer.copy_(value)
 
 
@@ -109,6 +107,10 @@ def _check_results(recipe: Recipe, outputs: Any, targets: Any, num_samples: int)
     _check_shape(recipe, "losses", "one loss for each sample", losses, num_samples, outputs, targets)
     if not losses.is_floating_point():
         raise ConfigError(f"{locate(recipe, 'losses')}: expected floating-point losses, got {losses.dtype}")
+    if not losses.requires_grad:
+        raise ConfigError(
+            f"{locate(recipe, 'losses')}: expected losses with a gradient, got some without: do not detach"
+        )
     if isinstance(outputs, Tensor) and isinstance(targets, Tensor) and num_samples > 1:
         # A dimension may have the length of the batch by chance.
         fewer = _call(recipe, "losses", outputs[:-1], targets[:-1])
