@@ -113,9 +113,6 @@ def _run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("SIGINT: the run was stopped while no rank was running\n")
         return 130
-    except OSError as error:  # of an observer's file
-        sys.stderr.write(f"error: {error.filename}: {error.strerror}\n")
-        return 2
     except (ConfigError, ClusterError, GangLost, RankFailure, StorageUnavailable) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1

@@ -1,4 +1,4 @@
-"""What shows a recipe's run shows a function's and a script's too: history, W&B, Prometheus, report, `max_hours`."""
+"""History, W&B, Prometheus, report and `max_hours` work for functions and scripts as they do for recipes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ print("trained")
 
 @pytest.fixture
 def environment(tmp_path, monkeypatch):
-    """Where nothing is known of W&B's key, and a free port is asked for."""
+    """An environment without a key of W&B, and with a free port for Prometheus."""
     for name in ("WANDB_API_KEY", "WANDB_PROJECT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -76,7 +76,10 @@ def test_max_hours_ends_a_script_after_a_checkpoint_and_is_an_error_that_says_so
 def test_a_file_that_cannot_be_written_is_refused_before_any_rank_starts(environment, capsys):
     (environment / "file").touch()
     assert main(["run", "--history", str(environment / "file" / "history"), str(environment / "train.py")]) == 2
-    assert re.search(r"error: .*file: ", capsys.readouterr().err)
+    expected = r"error: --history, --report: expected files that can be written, got .*/file"
+    assert re.search(expected, capsys.readouterr().err)
+    assert main(["run", "--max-hours", "-1", str(environment / "train.py")]) == 2
+    assert capsys.readouterr().err == "error: max_hours: expected hours of at least 0, got -1\n"
 
 
 def count() -> str:

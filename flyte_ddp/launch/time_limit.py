@@ -19,13 +19,15 @@ class TimeLimit:
         hint: added to the error if they are over already.
 
     Raises:
-        ConfigError: they are over already.
+        ConfigError: they are less than 0, or over already.
     """
 
     def __init__(self, hours: float, begun_at: float, hint: str = "") -> None:
         self._message = f"max_hours: the run has taken {hours:g} h, all attempts together, which is its limit"
         self._is_up = False
         self._timer: threading.Timer | None = None
+        if hours < 0:
+            raise ConfigError(f"max_hours: expected hours of at least 0, got {hours:g}")
         if not hours:
             return
         remaining = begun_at + 3600 * hours - time.time()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import Event, Listener
 from flyte_ddp.observers.progress_bar import ProgressBar
 
@@ -32,8 +33,17 @@ def make_observers(
         name: of the script.
 
     Raises:
-        OSError: a file cannot be written.
+        ConfigError: a file cannot be written.
     """
+    try:
+        return _make(options, name, bar)
+    except OSError as error:
+        raise ConfigError(
+            f"--history, --report: expected files that can be written, got {error.filename}: {error.strerror}"
+        ) from None
+
+
+def _make(options: argparse.Namespace, name: str, bar: ProgressBar) -> tuple[list[Listener], Callable[[str], None]]:
     from flyte_ddp.observers.metrics import MetricsServer, requested_port
 
     listeners: list[Listener] = [bar]

@@ -1,7 +1,7 @@
-"""What a recipe's methods have to return, checked once, on the first batch of a new run, before its first step.
+"""Checks of a recipe's methods, on the first batch of a new run and before its first step.
 
-A method that breaks its contract need not fail: a loss that is averaged already, or outputs that broadcast against
-targets, train something else in silence. Every error here is one line with the recipe's file and line.
+A wrong method need not fail by itself: a loss that is averaged already, or outputs that broadcast against targets,
+train the wrong thing without an error. Each error here is one line with the recipe's file and line.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ TRAINING = ("flyte_ddp.rank.main", "main")  # by name, because its module import
 
 @dataclass(frozen=True)
 class Program:
-    """What every rank runs, in the environment that torchrun would give it.
+    """A program that every rank runs, with the environment variables that torchrun sets.
 
     Attributes:
         name: of the recipe, the function or the script, for people.
