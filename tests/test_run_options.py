@@ -58,6 +58,7 @@ total = torch.ones(1)
 dist.all_reduce(total)
 with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
     json.dump([total.item(), dist.is_torchelastic_launched()], file)
+dist.destroy_process_group()
 """
 
 
@@ -199,7 +200,7 @@ def test_command_lines_do_what_they_do_under_torchrun(tmp_path, monkeypatch, cap
     for (name, (status, output)), (their_status, their_output) in zip(
         found.items(), json.loads((tmp_path / "results").read_text()), strict=True
     ):
-        assert (status == 0) == (their_status == "success"), (name, status, their_status)
+        assert (status == 0) == (their_status == "success"), (name, output, their_status, their_output, errors)
         assert files_of("ours", name) == files_of("theirs", name), name
         if "lines" in name:
             ours, theirs = (text.replace(f"{side}/", "") for text, side in ((output, "ours"), (their_output, "theirs")))
