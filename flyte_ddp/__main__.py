@@ -27,7 +27,7 @@ from flyte_ddp.errors import ClusterError, ConfigError, GangLost, RankFailure, S
 from flyte_ddp.launch.run import run_program
 from flyte_ddp.launch.run_options import add_run_options, note_without_effect, read_gang, read_program
 from flyte_ddp.launch.time_limit import TimeLimit
-from flyte_ddp.observers.command_line import add_observer_options, make_observers
+from flyte_ddp.observers.command_line import add_observer_options, make_observers, resume_command
 from flyte_ddp.observers.progress_bar import ProgressBar
 
 
@@ -109,6 +109,8 @@ def _run(options: argparse.Namespace) -> int:
             sys.stderr.write(f"error: {error}\n")
             return 2
         sys.stderr.write(f"{stopped}\n")
+        if options.checkpoints:
+            sys.stderr.write(f"to resume: {resume_command()}\n")
         return 128 + signal.Signals[stopped.reason]  # as a shell has it
     except KeyboardInterrupt:
         sys.stderr.write("SIGINT: the run was stopped while no rank was running\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,6 +12,7 @@ from flytekit.core.utils import ClassDecorator
 
 from flyte_ddp.cluster import admission
 from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.flyte_context import is_flyte_task
 from flyte_ddp.flytekit_plugin.frame import Frame, open_frame
@@ -26,11 +28,15 @@ FRAMED: dict[str, Any] = {
 
 
 @contextlib.contextmanager
-def open_task_frame(report: Page, name: str, checkpoints: str) -> Iterator[Frame]:
+def open_task_frame(report: Page, name: str, checkpoints: str, output: str = "") -> Iterator[Frame]:
     """Check the URL of the checkpoints, and open the frame of the current task as `open_frame` does."""
     with flyte_errors():
         check_urls(checkpoints=checkpoints)
-    with open_frame(report, name, checkpoints, WANDB_ENVIRONMENT["WANDB_PROJECT"]) as frame:
+        if output and is_flyte_task():
+            raise ConfigError(
+                f"output: expected none in a run on Flyte, which keeps the outputs itself, got {output!r}"
+            )
+    with open_frame(report, name, checkpoints, WANDB_ENVIRONMENT["WANDB_PROJECT"], output=output) as frame:
         yield frame
 
 
@@ -62,6 +68,12 @@ def check_urls(**urls: str) -> None:
     """
     if is_flyte_task():
         admission.check_urls(urls, SETTINGS.allowed)
+
+
+def check_initial_state(url: str) -> str:
+    """Check where a run's first weights are as `check_urls`, and return it, a local path as an absolute one."""
+    check_urls(initial_model_state=url)
+    return os.path.abspath(url) if url and "://" not in url else url
 
 
 class wandb_link(ClassDecorator):

@@ -13,7 +13,7 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import describe_data, prepare_data
-from tasks.frame import check_cluster, check_urls
+from tasks.frame import check_cluster, check_initial_state, check_urls
 from tasks.inputs import (
     ClusterInput,
     OptionalCluster,
@@ -49,13 +49,20 @@ def prepare(
     config: OptionalOverrides = None,
     source: OptionalSource = None,
     cluster: OptionalCluster = None,
+    initial_model_state: str = "",
 ) -> Prepared:
-    """Check and resolve the inputs, and prepare the data of `recipe`, from `source` or the recipe's own."""
+    """Check and resolve the inputs, and prepare the data of `recipe`, from `source` or the recipe's own.
+
+    `initial_model_state` is what the training starts from: a text is read by the tokenizer of its model.
+    """
     with flyte_errors():
         resolved = config_of(recipe, given(config))
         check_cluster(cluster)
         check_urls(data=location(source))
         directory = Path(flytekit.current_context().working_directory, "data")
         directory.mkdir(parents=True)
-        prepare_data(get_recipe(recipe, resolved.recipe_options), location(source), directory)
+        prepared = get_recipe(recipe, resolved.recipe_options)
+        if url := check_initial_state(initial_model_state):
+            prepared = prepared.adapt_to(url)
+        prepare_data(prepared, location(source), directory)
     return Prepared(FlyteDirectory(str(directory)), resolved, cluster or ClusterInput())

@@ -46,7 +46,7 @@ class RetrainingPlan(NamedTuple):
     outcome: str  # "" if there is something to train
     reason: str
     champion: str  # URL of the champion and its predecessors
-    initial_state: str  # URL of the state dict that the challenger starts from; "" for fresh weights
+    initial_model_state: str  # URL of the state dict that the challenger starts from; "" for fresh weights
     criteria: PromotionCriteria
 
 
@@ -64,12 +64,16 @@ def plan_retraining(
     min_samples: int,
     min_share: float,
     allow: str,
+    initial_model_state: str = "",
 ) -> RetrainingPlan:
-    """Decide, before a GPU is requested, if there is a challenger to train, and from which weights."""
+    """Decide, before a GPU is requested, if there is a challenger to train, and from which weights.
+
+    Where it does not start from a champion, it starts from `initial_model_state`, or with fresh weights.
+    """
     with flyte_errors():
         if train_on not in (ONE_NODE, CLUSTER):
             raise ConfigError(f"train_on: expected one of {ONE_NODE}, {CLUSTER}, got {train_on!r}")
-        check_urls(champion=champion)
+        check_urls(champion=champion, initial_model_state=initial_model_state)
         execution = _execution()
         criteria = PromotionCriteria(start_from, margin, min_samples, min_share, allow)
         store = ChampionStore(champion or _default_champion(execution, recipe))
@@ -80,7 +84,7 @@ def plan_retraining(
         outcome=planned.outcome,
         reason=planned.reason,
         champion=store.url,
-        initial_state=planned.initial_state,
+        initial_model_state=planned.initial_state or initial_model_state,
         criteria=criteria,
     )
 

@@ -20,7 +20,7 @@ from flyte_ddp.storage import Storage
 from flyte_ddp.studies.results import FINISHED, OUTCOME, STOPPED_EARLY, TrialRun, build_table, find_best
 from flyte_ddp.studies.scaling import build_scaling_table
 from flyte_ddp.studies.search import EarlyStopping, build_trials, expand_grid, expand_world_sizes
-from tasks.frame import FRAMED, open_task_cluster, open_task_frame
+from tasks.frame import FRAMED, check_initial_state, open_task_cluster, open_task_frame
 from tasks.inputs import ClusterInput, Grid, OptionalCluster, OptionalOverrides, TrainingOverrides, given
 from tasks.prepare import PreparedData
 from tasks.resources import DRIVER_TASK, SMALL_TASK, TRAINING_CACHE
@@ -112,13 +112,17 @@ def train_sweep(
     cluster: ClusterInput,
     stop_early: str = "none",
     checkpoints: str = "",
+    initial_model_state: str = "",
+    output: str = "",
 ) -> SweepOutputs:
     """Train one model, a trial, for each configuration, each on a worker of a Dask cluster, and compare them.
 
     A retry of this task skips the trials that are done and continues the others from their checkpoints.
     """
     report = StudyReport(recipe)
-    with _train(report, config, trials, data, cluster, checkpoints, stop_early=stop_early) as study:
+    with _train(
+        report, config, trials, data, cluster, checkpoints, initial_model_state, output, stop_early=stop_early
+    ) as study:
         return study.sweep_outputs()
 
 
@@ -132,13 +136,17 @@ def train_at_world_sizes(
     cluster: ClusterInput,
     target_loss: float = 0.0,
     checkpoints: str = "",
+    initial_model_state: str = "",
+    output: str = "",
 ) -> ScalingOutputs:
     """Train a trial at every world size with every combination of the other choices, one at a time, and compare them.
 
     A retry of this task continues the interrupted trial; finished trials are not repeated.
     """
     report = StudyReport(recipe, target_loss=target_loss)
-    with _train(report, config, trials, data, cluster, checkpoints, one_at_a_time=True) as study:
+    with _train(
+        report, config, trials, data, cluster, checkpoints, initial_model_state, output, one_at_a_time=True
+    ) as study:
         return study.scaling_outputs()
 
 
@@ -150,6 +158,8 @@ def _train(
     data: PreparedData,
     cluster: ClusterInput,
     checkpoints: str,
+    initial_model_state: str,
+    output: str,
     **options: Any,
 ) -> Iterator[_Observer]:
     """Train the trials, for the outputs that the block makes in the frame of the current task.
@@ -161,7 +171,7 @@ def _train(
 
     recipe = report.recipe
     purpose = "scaling" if report.is_scaling else "sweep"
-    with open_task_frame(report, f"{recipe.rpartition('.')[2]}-{purpose}", checkpoints) as frame:
+    with open_task_frame(report, f"{recipe.rpartition('.')[2]}-{purpose}", checkpoints, output) as frame:
         trials = build_trials(recipe, given(config), choices)
         frame.limit_time(config_of(recipe, given(config)).max_hours)
         data.download()
@@ -180,6 +190,7 @@ def _train(
                 relay=frame.say,
                 run_name=frame.name,
                 run=frame.execution.run_id,
+                initial_state=check_initial_state(initial_model_state),
                 runs=report.runs,
                 **options,
             ).train(trials)
@@ -239,6 +250,7 @@ class _Observer:
             best_model_state=self.frame.model_state("best_model_state.pt", best.state.finished.model_state_url),
             report=self.frame.saved_report(),
         )
+        self.frame.keep_values(best_config=dict(best.trial.overrides), best_accuracies=outputs.best_accuracies)
         self.frame.say(f"the best is {best.trial}: {_result(best)}")
         self.frame.say_outputs(best_model_state=outputs.best_model_state, results=csv, report=outputs.report)
         return outputs

@@ -13,7 +13,7 @@ from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.programs import Program, recipe_program
 from flyte_ddp.launch.run import Gang
 from flyte_ddp.observers.reports.run import Report
-from tasks.frame import FRAMED, check_cluster, check_urls, open_task_frame, wandb_link
+from tasks.frame import FRAMED, check_cluster, check_initial_state, open_task_frame, wandb_link
 from tasks.inputs import ClusterInput
 from tasks.outputs import TrainingOutputs
 from tasks.prepare import PreparedData
@@ -29,15 +29,17 @@ def train_on_one_node(
     num_processes: int = 0,
     checkpoints: str = "",
     model_artifact: str = "",
-    initial_state: str = "",
+    initial_model_state: str = "",
+    output: str = "",
 ) -> TrainingOutputs:
     """Train `recipe` with one DistributedDataParallel process per GPU, or `num_processes` on a machine without.
 
-    `initial_state` is the URL of a state dict to start from; by default the weights are fresh.
+    `initial_model_state` is the URL of a state dict to start from; by default the weights are fresh. `output` is the
+    directory of a local run's outputs.
     """
     report = Report()
-    with open_task_frame(report, recipe, checkpoints) as frame:
-        program = _make_program(frame, recipe, config, initial_state)
+    with open_task_frame(report, recipe, checkpoints, output) as frame:
+        program = _make_program(frame, recipe, config, initial_model_state)
         place = LocalPlace(num_processes, ClusterConfig.max_restarts)
         return _train(frame, report, program, place, data, model_artifact, pod_failure(frame.execution.previous_pod))
 
@@ -51,16 +53,17 @@ def train_on_cluster(
     cluster: ClusterInput,
     checkpoints: str = "",
     model_artifact: str = "",
-    initial_state: str = "",
+    initial_model_state: str = "",
+    output: str = "",
 ) -> TrainingOutputs:
     """Train `recipe` across the nodes of a Dask cluster that is started for it and taken down afterwards.
 
-    This task is the driver: it requests no GPU, and the ranks run in the cluster's worker pods. `initial_state` is the
-    URL of a state dict to start from, which every rank reads; by default the weights are fresh.
+    This task is the driver: it requests no GPU, and the ranks run in the cluster's worker pods. `initial_model_state`,
+    which every rank reads, and `output` are as of `train_on_one_node`.
     """
     report = Report()
-    with open_task_frame(report, recipe, checkpoints) as frame:
-        program = _make_program(frame, recipe, config, initial_state)
+    with open_task_frame(report, recipe, checkpoints, output) as frame:
+        program = _make_program(frame, recipe, config, initial_model_state)
         check_cluster(cluster)
         with Gang(cluster.num_nodes, cluster=cluster).open_place(program, frame.name) as place:
             return _train(frame, report, program, place, data, model_artifact)
@@ -83,11 +86,10 @@ def pod_failure(pod: str) -> RankFailure | None:
     return RankFailure(f"The pod of the attempt before, {pod}, ended with {OUT_OF_MEMORY}", -1, "signal", OUT_OF_MEMORY)
 
 
-def _make_program(frame: Frame, recipe: str, config: TrainingConfig, initial_state: str) -> Program:
+def _make_program(frame: Frame, recipe: str, config: TrainingConfig, initial_model_state: str) -> Program:
     """Check a task's inputs, and return its program."""
-    check_urls(initial_state=initial_state)
     frame.limit_time(config.max_hours)
-    return recipe_program(recipe, config, initial_state)
+    return recipe_program(recipe, config, check_initial_state(initial_model_state))
 
 
 def _train(
@@ -117,6 +119,7 @@ def _train(
         report=frame.saved_report(),
         history=frame.output(HISTORY),
     )
+    frame.keep_values(epoch_accuracies=accuracies)
     frame.say("accuracy per epoch  " + "  ".join(f"{100 * accuracy:.2f} %" for accuracy in accuracies))
     frame.say_outputs(model_state=outputs.model_state, report=outputs.report, history=outputs.history)
     return outputs

@@ -82,7 +82,10 @@ def test_overrides_win_over_recipe_defaults_and_those_over_class_defaults():
 
 
 def test_an_unknown_field_is_refused_naming_it_and_the_known_ones():
-    with pytest.raises(ConfigError, match=r"^config: expected one of the fields epochs, .*stall_.*, got 'epoch'$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^config: expected one of the fields epochs, .*stall_.*, got 'epoch' \(did you mean epochs\?\)$",
+    ):
         resolve({}, {"epoch": 3})
 
 

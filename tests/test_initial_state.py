@@ -13,8 +13,9 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.programs import Job, recipe_program
-from flyte_ddp.rank.initial_state import load_initial_state
+from flyte_ddp.rank.initial_state import freeze_layers, load_initial_state
 from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.recipes.prepare import describe_data
 from tests.support.runs import new_run
 from tests.support.trainers import new_trainer
 
@@ -56,7 +57,9 @@ def test_a_checkpoint_overrides_the_initial_state(tmp_path):
     assert second.progress.step == 5
     assert weights_equal(second, state_of(8))
     for other in ("", str(tmp_path / "other.pt")):
-        with pytest.raises(ConfigError, match="^initial_state: expected .*; another one needs another place") as caught:
+        with pytest.raises(
+            ConfigError, match="^initial_model_state: expected .*; another one needs another place"
+        ) as caught:
             new_trainer(run, other).resume()
         assert f"started, got {other!r};" in str(caught.value)
         assert f"expected {url!r}, from which" in str(caught.value)
@@ -90,11 +93,86 @@ def test_a_state_of_another_model_is_refused_with_its_wrong_keys(tmp_path, write
         load_initial_state(model, url)
     message = str(caught.value)
     assert message.startswith(
-        f"initial_state: expected a state dict with exactly the model's keys and shapes, got {url!r}, which "
+        f"initial_model_state: expected a state dict with exactly the model's keys and shapes, got {url!r}, which "
     )
     assert expected in message
     assert "\n" not in message
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+HEADED = "tests.support.heads.Headed"
+
+
+def headed_state(num_classes=3):
+    torch.manual_seed(7)
+    return get_recipe(HEADED, {"num_classes": num_classes}).model().state_dict()
+
+
+def test_another_head_is_trained_on_a_frozen_body(tmp_path):
+    url, given = str(tmp_path / "given.pt"), headed_state()
+    torch.save(given, url)
+    run = new_run(tmp_path, HEADED)
+    options = {"recipe_options": {"num_classes": 5}, "fresh_layers": ["head"], "frozen_layers": ["body"]}
+    config = config_of(run.recipe, {"epochs": 1, **options})
+    job = Job(recipe_program(run.recipe, config, url), str(run.checkpoints), time.time())
+    run.result = driver.run(job, LocalPlace(2), lambda: str(run.data()), [run], run.relay)
+    trained = run.state()
+    assert trained["head.weight"].shape == (5, 16)
+    for name, value in given.items():
+        if name.startswith("body."):  # also the statistics of its BatchNorm
+            assert torch.equal(trained[name], value), name
+
+    Path(url).unlink()
+    options["recipe_options"]["note"] = "which changes nothing that is trained"
+    trainer = new_trainer(run, url, **options)
+    trainer.data_fingerprint = describe_data(run.data())["fingerprint"]
+    checkpoint, _ = trainer.resume()
+    assert checkpoint
+    # All that is trained is in the optimizer, and nothing else.
+    assert [len(group["params"]) for group in trainer.optimizer.param_groups] == [2]
+    for field, changes in {
+        "recipe_options.num_classes: expected 5": {"recipe_options": {"num_classes": 4}},
+        r"frozen_layers: expected \['body'\]": {"frozen_layers": []},
+    }.items():
+        with pytest.raises(ConfigError, match=f"^{field}, with which .*; another value needs another place"):
+            new_trainer(run, url, **{**options, **changes}).resume()
+
+
+@pytest.mark.parametrize(
+    ("fresh", "expected"),
+    [
+        ([], "other shapes at head.weight (4, 16) instead of (3, 16), head.bias (4,) instead of (3,); layers that may"),
+        (["body.1"], "except in the fresh_layers body.1, got "),
+        (
+            ["heads"],
+            "fresh_layers: expected beginnings of names of the model's layers, such as body, head, got 'heads' "
+            "(did you mean head?)",
+        ),
+    ],
+    ids=["none", "others", "unknown"],
+)
+def test_only_fresh_layers_may_have_other_shapes(tmp_path, fresh, expected):
+    url = str(tmp_path / "given.pt")
+    torch.save(headed_state(4), url)
+    model = get_recipe(HEADED).model()
+    with pytest.raises(ConfigError) as caught:
+        load_initial_state(model, url, fresh_layers=fresh)
+    assert expected in str(caught.value)
+    load_initial_state(model, url, fresh_layers=["head."])
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        (["bod"], "such as body, head, got 'bod' (did you mean body?)"),
+        (["body.0.weights"], "got 'body.0.weights' (did you mean body.0.weight?)"),
+        (["body", "head"], "frozen_layers: expected a layer that is left to train, got all of them: body, head"),
+    ],
+)
+def test_frozen_layers_are_layers_of_the_model_and_not_all(layers, expected):
+    with pytest.raises(ConfigError) as caught:
+        freeze_layers(get_recipe(HEADED).model(), layers)
+    assert expected in str(caught.value)
 
 
 def test_a_recipe_has_fresh_weights_by_default():

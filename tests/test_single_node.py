@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from flyte_ddp.events import EpochFinished
+from flyte_ddp.flytekit_plugin.frame import Frame
 from tests.support.commands import run_command
 
 REPOSITORY = Path(__file__).parents[1]
@@ -40,7 +43,8 @@ def temporary(tmp_path_factory):
 def local_run(temporary):
     """Two epochs of digits on two ranks, through `pyflyte run`."""
     run = subprocess.run(
-        [BIN / "pyflyte", "run", *WORKFLOW, "--config", json.dumps(SMALL), "--num_processes", "2"],
+        [BIN / "pyflyte", "run", *WORKFLOW, "--config", json.dumps(SMALL), "--num_processes", "2"]
+        + ["--output", temporary / "flyte-output"],
         cwd=REPOSITORY,
         env={**os.environ, "WANDB_MODE": "disabled", "COLUMNS": "200", "TMPDIR": str(temporary)},
         capture_output=True,
@@ -71,6 +75,44 @@ def test_a_local_run_ends_with_accuracies_and_the_paths_of_its_outputs(local_run
     assert kinds.count("EpochFinished") == 2
     assert kinds[-1] == "TimeSpent"
     assert "RunFinished" in kinds[-3:]
+
+
+def test_a_local_run_leaves_its_outputs_in_the_directory_that_the_user_gave(local_run, temporary):
+    names = ["history.jsonl", "model_state.pt", "outputs.json", "report.html"]
+    assert sorted(path.name for path in (temporary / "flyte-output").iterdir()) == names
+    accuracies = json.loads((temporary / "flyte-output" / "outputs.json").read_text())["epoch_accuracies"]
+    assert len(accuracies) == 2
+    assert str(accuracies[1]) in local_run.stdout
+    assert f"model state         {temporary}/flyte-output/model_state.pt" in local_run.stdout + local_run.stderr
+
+
+class InterruptAfterEpoch:
+    """A listener that presses Ctrl-C after the first epoch."""
+
+    def handle(self, event):
+        if isinstance(event, EpochFinished) and event.epoch == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def close(self, error):
+        pass
+
+
+def test_ctrl_c_ends_with_the_step_and_the_command_that_resumes(tmp_path, monkeypatch):
+    monkeypatch.setenv("STEP_SECONDS", "0.05")
+    flags = ["--recipe", "tests.support.recipes.Tiny", "--num_processes", "1", "--output", str(tmp_path / "out put")]
+    with monkeypatch.context() as patch:
+        patch.setattr(Frame, "figures", lambda self, **labels: [InterruptAfterEpoch()])
+        code, output = pyflyte_run(*flags)
+    assert code == 1
+    step = int(re.search(r"SIGINT: the run was stopped at step (\d+)", output)[1])
+    assert 9 <= step < 27
+    assert "SIGINT: the run was stopped" in (tmp_path / "out put" / "report.html").read_text()
+    command = shlex.split(re.search(r"to resume: (.+?/checkpoints-\w+)", output)[1])
+    assert command[:2] == ["pyflyte", "run"]
+    assert command[4:-2] == flags
+    code, output = pyflyte_run(*command[4:])
+    assert code == 0
+    assert f"resumed at step {step} of 27" in output
 
 
 def test_a_local_run_leaves_only_flytekits_directory_with_its_outputs(local_run, temporary):
@@ -116,6 +158,10 @@ def test_the_help_explains_every_flag():
             "config: expected a JSON object or the name of a JSON or YAML file with one, got",
         ),
         (["--data", "/nowhere"], "data: expected a directory, a file or a URL, got '/nowhere', which does not exist"),
+        (
+            ["--output", "Makefile"],
+            "output: expected a directory that this process may write, got 'Makefile': File exists",
+        ),
         (["--data", "tests"], "recipe digits uses scikit-learn's own"),
         (["--recipe", "mnist", "--data", "tests"], "tests, which holds no train-images-idx3-ubyte"),
     ],

@@ -21,6 +21,8 @@ def multi_node_training_wf(
     data: OptionalSource = None,
     checkpoints: str = "",
     model_artifact: str = "",
+    initial_model_state: str = "",
+    output: str = "",
 ) -> TrainingOutputs:
     """Train a model with DistributedDataParallel across machines: start a Dask cluster, train on it, take it down.
 
@@ -38,8 +40,12 @@ def multi_node_training_wf(
         checkpoints: directory or URL for checkpoints that all nodes reach; an unfinished run found there resumes; by
             default a place of the execution's own, which its retries share
         model_artifact: name of the W&B artifact to keep the model state as; none by default
+        initial_model_state: path or URL of the weights to start from, such as the model_state.pt of an earlier run
+        output: directory in which a local run leaves its outputs; by default a temporary one
     """
-    prepared = prepare(recipe=recipe, config=config, source=data, cluster=cluster)
+    prepared = prepare(
+        recipe=recipe, config=config, source=data, cluster=cluster, initial_model_state=initial_model_state
+    )
     return train_on_cluster(
         recipe=recipe,
         config=prepared.config,
@@ -47,4 +53,6 @@ def multi_node_training_wf(
         cluster=prepared.cluster,
         checkpoints=checkpoints,
         model_artifact=model_artifact,
+        initial_model_state=initial_model_state,
+        output=output,
     )

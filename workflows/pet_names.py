@@ -57,6 +57,9 @@ def train_and_generate_names_wf(
     config: OptionalOverrides = None,
     num_processes: int = 0,
     data: OptionalSource = None,
+    checkpoints: str = "",
+    initial_model_state: str = "",
+    output: str = "",
     count: int = 20,
     temperature: float = 1.0,
     seed: int = 0,
@@ -71,14 +74,26 @@ def train_and_generate_names_wf(
             '{"epochs": 3}'; flyte_ddp/config/training.py lists all fields with units
         num_processes: DDP processes; 0 is one per GPU, or two on a machine without GPUs
         data: CSV, JSON or text file, or its URL, with names; by default the recipe's own
+        checkpoints: directory or URL for checkpoints; an unfinished run found there resumes; by default a place of the
+            execution's own, which its retries share
+        initial_model_state: path or URL of the weights to start from, such as the model_state.pt of an earlier run
+        output: directory in which a local run leaves its outputs; by default a temporary one
         count: names to generate
         temperature: above 0; below 1 the names are more common than the training list, above 1 more unusual
         seed: of the random draws of letters, 0 or more
         prefix: first letters of every name
         max_length: characters, at most 30; longer names are dropped, not cut
     """
-    prepared = prepare(recipe=recipe, config=config, source=data)
-    trained = train_on_one_node(recipe=recipe, config=prepared.config, data=prepared.data, num_processes=num_processes)
+    prepared = prepare(recipe=recipe, config=config, source=data, initial_model_state=initial_model_state)
+    trained = train_on_one_node(
+        recipe=recipe,
+        config=prepared.config,
+        data=prepared.data,
+        num_processes=num_processes,
+        checkpoints=checkpoints,
+        initial_model_state=initial_model_state,
+        output=output,
+    )
     return generate(
         model_state=trained.model_state,
         data=prepared.data,

@@ -38,6 +38,7 @@ def retrain_wf(
     allow: str = "",
     checkpoints: str = "",
     model_artifact: str = "",
+    initial_model_state: str = "",
 ) -> RetrainingOutputs:
     """Train a challenger on the newest data, and make it the champion if it is better on held-out data.
 
@@ -63,8 +64,12 @@ def retrain_wf(
             by a model that was not compared with it; by default that fails
         checkpoints: directory or URL for the challenger's checkpoints; by default a place of the execution's own
         model_artifact: name of the W&B artifact to keep the challenger as; none by default
+        initial_model_state: path or URL of a model state that a challenger starts from which does not start from a
+            champion; by default its weights are fresh
     """
-    prepared = prepare(recipe=recipe, config=config, source=data, cluster=cluster)
+    prepared = prepare(
+        recipe=recipe, config=config, source=data, cluster=cluster, initial_model_state=initial_model_state
+    )
     planned = plan_retraining(
         kickoff_time=kickoff_time,
         champion=champion,
@@ -77,6 +82,7 @@ def retrain_wf(
         min_samples=min_samples,
         min_share=min_share,
         allow=allow,
+        initial_model_state=initial_model_state,
     )
     # A branch starts as soon as its condition can be evaluated, even if other inputs are missing (flyteorg/flyte#3512).
     # This condition is an output of the last node, so all of them are there.
@@ -91,7 +97,7 @@ def retrain_wf(
                 config=prepared.config,
                 data=prepared.data,
                 num_processes=num_processes,
-                initial_state=planned.initial_state,
+                initial_model_state=planned.initial_model_state,
                 criteria=planned.criteria,
                 checkpoints=checkpoints,
                 model_artifact=model_artifact,
@@ -106,7 +112,7 @@ def retrain_wf(
                 config=prepared.config,
                 data=prepared.data,
                 cluster=prepared.cluster,
-                initial_state=planned.initial_state,
+                initial_model_state=planned.initial_model_state,
                 criteria=planned.criteria,
                 checkpoints=checkpoints,
                 model_artifact=model_artifact,
@@ -130,7 +136,7 @@ def challenge_on_one_node(
     config: TrainingConfig,
     data: PreparedData,
     num_processes: int,
-    initial_state: str,
+    initial_model_state: str,
     criteria: PromotionCriteria,
     checkpoints: str,
     model_artifact: str,
@@ -143,7 +149,7 @@ def challenge_on_one_node(
         num_processes=num_processes,
         checkpoints=checkpoints,
         model_artifact=model_artifact,
-        initial_state=initial_state,
+        initial_model_state=initial_model_state,
     )
     return judge_challenger(
         kickoff_time=kickoff_time,
@@ -164,7 +170,7 @@ def challenge_on_cluster(
     config: TrainingConfig,
     data: PreparedData,
     cluster: ClusterInput,
-    initial_state: str,
+    initial_model_state: str,
     criteria: PromotionCriteria,
     checkpoints: str,
     model_artifact: str,
@@ -177,7 +183,7 @@ def challenge_on_cluster(
         cluster=cluster,
         checkpoints=checkpoints,
         model_artifact=model_artifact,
-        initial_state=initial_state,
+        initial_model_state=initial_model_state,
     )
     return judge_challenger(
         kickoff_time=kickoff_time,

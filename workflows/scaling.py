@@ -24,6 +24,8 @@ def scaling_wf(
     cluster: OptionalCluster = None,
     data: OptionalSource = None,
     checkpoints: str = "",
+    initial_model_state: str = "",
+    output: str = "",
 ) -> ScalingOutputs:
     """Measure how a training scales: train at several world sizes, one after the other on one cluster.
 
@@ -47,6 +49,8 @@ def scaling_wf(
         data: directory, file or URL of the data, for recipes that read data of yours; the recipe's own by default
         checkpoints: directory or URL for checkpoints that all nodes reach; trials that an earlier study has finished
             there are not repeated; by default a place of the execution's own, which its retries share
+        initial_model_state: path or URL of the weights to start from, such as the model_state.pt of an earlier run
+        output: directory in which a local run leaves its outputs; by default a temporary one
     """
     checked = check_scaling(
         recipe=recipe,
@@ -58,7 +62,9 @@ def scaling_wf(
         target_loss=target_loss,
         cluster=cluster,
     )
-    prepared = prepare(recipe=recipe, config=checked.config, source=data, cluster=cluster)
+    prepared = prepare(
+        recipe=recipe, config=checked.config, source=data, cluster=cluster, initial_model_state=initial_model_state
+    )
     return train_at_world_sizes(
         recipe=recipe,
         config=checked.config,
@@ -67,4 +73,6 @@ def scaling_wf(
         target_loss=target_loss,
         cluster=prepared.cluster,
         checkpoints=checkpoints,
+        initial_model_state=initial_model_state,
+        output=output,
     )

@@ -23,6 +23,8 @@ def sweep_wf(
     cluster: OptionalCluster = None,
     data: OptionalSource = None,
     checkpoints: str = "",
+    initial_model_state: str = "",
+    output: str = "",
 ) -> SweepOutputs:
     """Train a model for every combination in a grid, or for random ones, side by side on a Dask cluster, and compare.
 
@@ -48,6 +50,8 @@ def sweep_wf(
         data: directory, file or URL of the data, for recipes that read data of yours; the recipe's own by default
         checkpoints: directory or URL for checkpoints that all workers reach; models that an earlier sweep has trained
             there are not trained again; by default a place of the execution's own, which its retries share
+        initial_model_state: path or URL of the weights to start from, such as the model_state.pt of an earlier run
+        output: directory in which a local run leaves its outputs; by default a temporary one
     """
     checked = check_sweep(
         recipe=recipe,
@@ -58,7 +62,9 @@ def sweep_wf(
         stop_early=stop_early,
         cluster=cluster,
     )
-    prepared = prepare(recipe=recipe, config=checked.config, source=data, cluster=cluster)
+    prepared = prepare(
+        recipe=recipe, config=checked.config, source=data, cluster=cluster, initial_model_state=initial_model_state
+    )
     return train_sweep(
         recipe=recipe,
         config=checked.config,
@@ -67,4 +73,6 @@ def sweep_wf(
         cluster=prepared.cluster,
         stop_early=stop_early,
         checkpoints=checkpoints,
+        initial_model_state=initial_model_state,
+        output=output,
     )

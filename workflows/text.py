@@ -50,6 +50,9 @@ def train_and_generate_text_wf(
     config: OptionalOverrides = None,
     num_processes: int = 0,
     data: OptionalSource = None,
+    checkpoints: str = "",
+    initial_model_state: str = "",
+    output: str = "",
     prompt: str = "",
     max_tokens: int = 500,
     temperature: float = 0.8,
@@ -64,14 +67,26 @@ def train_and_generate_text_wf(
             '{"epochs": 3, "recipe_options": {"layers": 6}}'; flyte_ddp/config/training.py lists all fields with units
         num_processes: DDP processes; 0 is one per GPU, or two on a machine without GPUs
         data: file, directory or URL of text or Parquet; by default the topics that come with Python
+        checkpoints: directory or URL for checkpoints; an unfinished run found there resumes; by default a place of the
+            execution's own, which its retries share
+        initial_model_state: path or URL of the weights to start from, such as the model_state.pt of an earlier run
+        output: directory in which a local run leaves its outputs; by default a temporary one
         prompt: beginning of the text; "" lets the model begin
         max_tokens: after which the text ends, if the model does not end it before
         temperature: 0 or more; 0 takes the likeliest token each time, 1 draws them as the training text has them
         top_p: above 0, at most 1; draws only from the likeliest tokens that together have this probability
         seed: of the random draws, 0 or more
     """
-    prepared = prepare(recipe=recipe, config=config, source=data)
-    trained = train_on_one_node(recipe=recipe, config=prepared.config, data=prepared.data, num_processes=num_processes)
+    prepared = prepare(recipe=recipe, config=config, source=data, initial_model_state=initial_model_state)
+    trained = train_on_one_node(
+        recipe=recipe,
+        config=prepared.config,
+        data=prepared.data,
+        num_processes=num_processes,
+        checkpoints=checkpoints,
+        initial_model_state=initial_model_state,
+        output=output,
+    )
     return generate_text(
         model_state=trained.model_state,
         prompt=prompt,

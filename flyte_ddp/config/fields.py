@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import json
 import math
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,12 @@ def check(name: str, value: object, kind: Any, limits: Limits = ANY) -> Any:
     return converted
 
 
+def suggest(name: object, known: Iterable[str]) -> str:
+    """Return the end of an error about an unknown name: the nearest of the names that are known, if one is near."""
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
 def check_names(config_class: Any, values: Mapping[str, Any], name: str) -> None:
     """Compare the keys of `values` with the fields of `config_class`, whose `replaced` has the place of former fields.
 
@@ -164,7 +171,9 @@ def check_names(config_class: Any, values: Mapping[str, Any], name: str) -> None
         if key in getattr(config_class, "replaced", ()):
             raise ConfigError(f"{name}.{key}: expected in the form {config_class.replaced[key]}")
         if key not in known:
-            raise ConfigError(f"{name}: expected one of the fields {', '.join(known)}, got {key!r}")
+            raise ConfigError(
+                f"{name}: expected one of the fields {', '.join(known)}, got {key!r}{suggest(key, known)}"
+            )
     for key, each in known.items():
         if key not in values and each.default is each.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{name}: expected the field {key}, got none")

@@ -115,6 +115,14 @@ class TrainingConfig:
     store_timeout: float = field(
         600.0, above=0, unit="seconds", help="without the checkpoints' store until the attempt ends recoverably"
     )
+    fresh_layers: list[str] = field(
+        factory=list,
+        help="layers by the beginnings of their names, such as a head for other classes: with an initial model state "
+        "they alone start with fresh weights, and may differ from it",
+    )
+    frozen_layers: list[str] = field(
+        factory=list, help="layers by the beginnings of their names, such as encoder.stem, that are not trained"
+    )
     max_hours: float = field(
         0.0,
         minimum=0,

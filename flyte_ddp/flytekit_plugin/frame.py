@@ -9,6 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
+import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,11 +19,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import click
 import flytekit
 from flytekit import Secret
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
-from flyte_ddp.errors import RankFailure, StorageDenied, StorageUnavailable
+from flyte_ddp.errors import ConfigError, RankFailure, StorageDenied, StorageUnavailable, TrainingStopped
 from flyte_ddp.events import Event, Listener, RunState
 from flyte_ddp.flytekit_plugin.deck import DeckPublisher
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
@@ -28,6 +32,7 @@ from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.process.programs import Job, Program
 from flyte_ddp.launch.time_limit import TimeLimit
+from flyte_ddp.observers.command_line import resume_command
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.launcher_log import launcher_log
 from flyte_ddp.observers.metrics import MetricsServer, RunFigures, requested_port
@@ -38,6 +43,7 @@ from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.storage import Storage, fetch_file, redact_url, write_file
 
 HISTORY = "history.jsonl"
+OUTPUTS = "outputs.json"  # the outputs that are no files, in the directory that the user gave
 RUN_ID = "wandb-run-id"  # a file beside the checkpoints, so that every attempt continues the same W&B run
 FIRST_START = "first-start.json"  # likewise, so that `max_hours` counts all attempts
 WANDB_SECRET = Secret(group="wandb", key="api_key")
@@ -57,6 +63,7 @@ class Frame:
     wandb_key: str | None
     wandb_project: str  # "" for runs that W&B does not record
     opened_at: float  # seconds since the epoch
+    output_directory: Path | None = None  # of a local run's outputs, if the user gave one
     bar: ProgressBar = field(default_factory=ProgressBar)
 
     def __post_init__(self) -> None:
@@ -163,18 +170,26 @@ class Frame:
         return [self._metrics.follow(self.execution.attempt, **labels, run=self.execution.run_id)]
 
     def output(self, name: str) -> FlyteFile:
-        """Return file `name` in the task's directory as an output, in a pod with a URL that is known already."""
+        """Return file `name` of the task's directory as an output, in a pod with a URL that is known already."""
+        if self.output_directory:
+            return FlyteFile(shutil.copy(self.directory / name, self.output_directory / name))
         return FlyteFile(str(self.directory / name), remote_path=self._output_url(name))
 
     def model_state(self, name: str, url: str) -> PythonPickledFile:
         """Return the state dict at `url`, as `output`."""
-        fetch_file(url, self.directory / name)
-        return PythonPickledFile(str(self.directory / name), remote_path=self._output_url(name))
+        file = (self.output_directory or self.directory) / name
+        fetch_file(url, file)
+        return PythonPickledFile(str(file), remote_path=self._output_url(name))
 
     def saved_report(self) -> FlyteFile:
         """Write the report to a file and return it, as `output`."""
         (self.directory / "report.html").write_text(self.report.render(), encoding="utf-8")
         return self.output("report.html")
+
+    def keep_values(self, **outputs: Any) -> None:
+        """Write the outputs that are no files to the user's directory, if there is one."""
+        if self.output_directory:
+            (self.output_directory / OUTPUTS).write_text(json.dumps(outputs, indent=1) + "\n")
 
     def keep_history(self, report: Report) -> None:
         """Put the history where the task's outputs are, and name it in the report: for a task that does not return it.
@@ -201,6 +216,14 @@ class Frame:
             page = self.execution.url or "Flyte's console"
             self.say(f'the report is also in {page}: click this task, then "Flyte Deck"')
 
+    def say_how_to_resume(self, stopped: TrainingStopped) -> None:
+        """Print how a local run has stopped, and the command of `pyflyte run` that resumes it."""
+        command = click.get_current_context(silent=True)
+        if stopped.reason == signal.SIGINT.name:  # of which click prints nothing but "Aborted"
+            self.say(str(stopped))
+        if command is not None and "checkpoints" in command.params:
+            self.say(f"to resume: {resume_command('' if command.params['checkpoints'] else self.storage.url)}")
+
     def close(self, error: BaseException | None) -> None:
         """Complete the report. Only the first call, and the first with an error, changes it."""
         self._time_limit.cancel()
@@ -209,6 +232,8 @@ class Frame:
         if not self.report.closed_at or (error is not None and self.report.error is None):
             self.report.close(error)
             self.publisher.close(error)
+        if error is not None and self.output_directory:  # else the task saves it with its outputs
+            (self.output_directory / "report.html").write_text(self.report.render(), encoding="utf-8")
 
     def _output_url(self, name: str) -> str | None:
         if self.is_local:
@@ -230,7 +255,12 @@ class _ReportLink(Listener):
 
 @contextlib.contextmanager
 def open_frame(
-    report: Page, name: str, checkpoints: str = "", wandb_project: str = "", hides_key: bool = True
+    report: Page,
+    name: str,
+    checkpoints: str = "",
+    wandb_project: str = "",
+    hides_key: bool = True,
+    output: str = "",
 ) -> Iterator[Frame]:
     """Open the frame of the current task.
 
@@ -239,6 +269,7 @@ def open_frame(
         checkpoints: URL that the user gave; "" for the execution's own.
         wandb_project: "" for a task whose runs W&B does not record.
         hides_key: keep W&B's key out of the environment, which the ranks inherit.
+        output: directory for the outputs of a local run; "" leaves them in the task's own.
 
     Raises:
         UserError, RecoverableError, TaskFailed, KeyboardInterrupt: see `flyte_errors`.
@@ -252,7 +283,8 @@ def open_frame(
     attempt = execution.attempt_id or f"{name.rpartition('.')[2]}-{os.urandom(4).hex()}"
     with flyte_errors(), _wandb_key(hides_key) as key:
         storage = Storage(checkpoints or execution.checkpoints)
-        frame = Frame(report, execution, directory, storage, attempt, key, wandb_project, opened_at)
+        kept_in = _make_directory(output) if output else None
+        frame = Frame(report, execution, directory, storage, attempt, key, wandb_project, opened_at, kept_in)
         try:
             storage.check_access("checkpoints")  # the W&B run's id is the first file there
             with launcher_log(frame.say):
@@ -260,10 +292,25 @@ def open_frame(
         except BaseException as error:
             reason = frame.explain(error)
             frame.close(reason)
+            if isinstance(reason, TrainingStopped) and frame.is_local:
+                frame.say_how_to_resume(reason)
             if reason is not error:
                 raise reason from None  # it has the text of `error`
             raise
         frame.close(None)
+
+
+def _make_directory(output: str) -> Path:
+    try:
+        directory = Path(output).expanduser().resolve()
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return directory
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"output: expected a directory that this process may write, got {output!r}: {reason}"
+        ) from None
 
 
 @contextlib.contextmanager

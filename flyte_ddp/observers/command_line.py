@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,17 @@ def add_observer_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--history", default="", metavar="FILE", help="for the events of the run, as JSON lines")
     parser.add_argument("--report", default="", metavar="FILE", help="for the run's HTML page")
     parser.add_argument("--wandb", default="", metavar="PROJECT", help="of Weights & Biases, which records the run")
+
+
+def resume_command(checkpoints: str = "") -> str:
+    """Return the command that started this process, for a shell, which resumes an interrupted run.
+
+    Args:
+        checkpoints: where the run's are, if the command did not say it.
+    """
+    name = os.path.basename(sys.argv[0])
+    start = ["python", "-m", "flyte_ddp"] if name == "__main__.py" else [name]
+    return shlex.join([*start, *sys.argv[1:], *(["--checkpoints", checkpoints] if checkpoints else [])])
 
 
 def make_observers(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from flyte_ddp.checkpoints.files import load_state
 from flyte_ddp.config import TrainingConfig
+from flyte_ddp.config.fields import suggest
 from flyte_ddp.errors import ConfigError, StorageUnavailable
 from flyte_ddp.rank.sharding import load_model
 from flyte_ddp.storage import STORE_TIMEOUT
@@ -29,14 +30,23 @@ FIXED_BY_CHECKPOINT = (
     "gradient_clip_norm",
     "precision",
     "sync_batch_norm",
-    "recipe_options",
+    "fresh_layers",
+    "frozen_layers",
 )
 
 
 def check_same_run(
-    checkpoint: Mapping[str, Any], url: str, config: TrainingConfig, data_fingerprint: str, initial_state: str
+    checkpoint: Mapping[str, Any],
+    url: str,
+    config: TrainingConfig,
+    data_fingerprint: str,
+    initial_state: str,
+    changeable_options: Collection[str] = (),
 ) -> None:
     """Check that a run of these hyperparameters, data and initial state may resume from `checkpoint`, read at `url`.
+
+    Args:
+        changeable_options: of the recipe's options, those that may differ.
 
     Raises:
         ConfigError: it belongs to another run; names the field.
@@ -49,11 +59,18 @@ def check_same_run(
             "fewer epochs need another place for the checkpoints"
         )
     ours = dataclasses.asdict(config)
-    for name in FIXED_BY_CHECKPOINT:
-        theirs = checkpoint["config"].get(name)
-        if theirs != ours[name]:
+    defaults = dataclasses.asdict(TrainingConfig())  # of fields that are newer than the checkpoint
+    fixed = [(name, checkpoint["config"].get(name, defaults[name]), ours[name]) for name in FIXED_BY_CHECKPOINT]
+    options = checkpoint["config"]["recipe_options"]
+    fixed += [
+        (f"recipe_options.{name}", options.get(name), config.recipe_options.get(name))
+        for name in {**options, **config.recipe_options}
+        if name not in changeable_options
+    ]
+    for name, theirs, our_value in fixed:
+        if theirs != our_value:
             raise ConfigError(
-                f"{name}: expected {theirs!r}, with which {url} was written, got {ours[name]!r}; "
+                f"{name}: expected {theirs!r}, with which {url} was written, got {our_value!r}; "
                 "another value needs another place for the checkpoints"
             )
     if checkpoint["data_fingerprint"] != data_fingerprint:
@@ -64,22 +81,28 @@ def check_same_run(
     started_from = checkpoint["initial_state"]
     if started_from != initial_state:
         raise ConfigError(
-            f"initial_state: expected {started_from!r}, from which the run of {url} started, got {initial_state!r}; "
-            "another one needs another place for the checkpoints"
+            f"initial_model_state: expected {started_from!r}, from which the run of {url} started, got "
+            f"{initial_state!r}; another one needs another place for the checkpoints"
         )
 
 
-def load_initial_state(model: nn.Module, url: str, timeout: float = STORE_TIMEOUT) -> None:
+def load_initial_state(
+    model: nn.Module, url: str, timeout: float = STORE_TIMEOUT, fresh_layers: Sequence[str] = ()
+) -> None:
     """Load the weights and buffers of the state dict at `url` into `model`, all of them or none.
 
     Args:
         timeout: seconds to wait for a store that cannot be reached.
+        fresh_layers: layers of either model, by the beginnings of their names, that are left as they are.
 
     Raises:
         StorageUnavailable: the store could not be reached.
-        ConfigError: there is no state dict, or not one of this very model; names the keys that do not fit.
+        ConfigError: there is no state dict, or not one of this very model, apart from its fresh layers; names the keys
+            that do not fit.
     """
-    expected = "initial_state: expected a state dict with exactly the model's keys and shapes"
+    expected = "initial_model_state: expected a state dict with exactly the model's keys and shapes"
+    if fresh_layers:
+        expected += f" except in the fresh_layers {', '.join(fresh_layers)}"
     try:
         state = load_state(url, timeout)
     except StorageUnavailable:
@@ -87,9 +110,48 @@ def load_initial_state(model: nn.Module, url: str, timeout: float = STORE_TIMEOU
     except (FileNotFoundError, pickle.UnpicklingError, RuntimeError, EOFError) as error:  # the middle two are torch's
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"{expected}, got {url!r}, which cannot be read: {type(error).__name__}: {reason}") from error
-    if problem := mismatch(model.state_dict(), state):
-        raise ConfigError(f"{expected}, got {url!r}, which does not fit the model: {problem}")
-    load_model(model, state)
+    own = model.state_dict()
+    for layer in fresh_layers:
+        _check_layer("fresh_layers", layer, own)
+    if fresh_layers and isinstance(state, Mapping):
+        own, state = ({key: each[key] for key in each if not is_in(key, fresh_layers)} for each in (own, state))
+    if problem := mismatch(own, state):
+        remedy = "; layers that may differ are named by config.fresh_layers" if isinstance(state, Mapping) else ""
+        raise ConfigError(f"{expected}, got {url!r}, which does not fit the model: {problem}{remedy}")
+    load_model(model, state, is_whole=not fresh_layers)
+
+
+def freeze_layers(model: nn.Module, layers: Sequence[str]) -> None:
+    """Exclude the parameters of these layers, given by the beginnings of their names, from training.
+
+    Raises:
+        ConfigError: there is no such layer, or all are frozen.
+    """
+    parameters = dict(model.named_parameters())
+    for layer in layers:
+        _check_layer("frozen_layers", layer, parameters)
+    for name, parameter in parameters.items():
+        if is_in(name, layers):
+            parameter.requires_grad_(False)
+    if layers and not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ConfigError(
+            f"frozen_layers: expected a layer that is left to train, got all of them: {', '.join(layers)}"
+        )
+
+
+def is_in(name: str, layers: Sequence[str]) -> bool:
+    """Return whether a parameter or buffer belongs to one of `layers`: encoder.1 has encoder.1.bias, not encoder.10."""
+    return any(f"{name}.".startswith(f"{layer.rstrip('.')}.") for layer in layers)
+
+
+def _check_layer(field: str, layer: str, names: Iterable[str]) -> None:
+    if not any(is_in(name, [layer]) for name in names):
+        known = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 2)}
+        top = sorted({name.partition(".")[0] for name in names})
+        raise ConfigError(
+            f"{field}: expected beginnings of names of the model's layers, such as {_abbreviated(top)}, got {layer!r}"
+            f"{suggest(layer, known)}"
+        )
 
 
 def mismatch(expected: Mapping[str, Any], state: Any) -> str:

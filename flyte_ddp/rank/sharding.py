@@ -159,10 +159,14 @@ def own_rows(model: nn.Module, optimizer: Optimizer) -> RowsOf:
     return rows_of
 
 
-def load_model(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load a state dict of whole tensors, or of this rank's rows, into `model`. Raises as `load_state_dict`."""
+def load_model(model: nn.Module, state: Mapping[str, Any], is_whole: bool = True) -> None:
+    """Load a state dict of whole tensors, or of this rank's rows, into `model`. Raises as `load_state_dict`.
+
+    Args:
+        is_whole: it has all of the model's keys.
+    """
     own = model.state_dict()
-    model.load_state_dict({name: _part_like(value, own.get(name)) for name, value in state.items()})
+    model.load_state_dict({name: _part_like(value, own.get(name)) for name, value in state.items()}, strict=is_whole)
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -188,8 +192,8 @@ def check_memory(model: nn.Module, config: TrainingConfig, num_shards: int, devi
     Raises:
         ConfigError: they do not; names what would make them fit.
     """
-    tensors = 2 + OPTIMIZER_STATES[config.optimizer]
-    needed = count_parameters(model) * FP32_BYTES * tensors
+    num_trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    needed = FP32_BYTES * (count_parameters(model) + num_trained * (1 + OPTIMIZER_STATES[config.optimizer]))
     allowed = MEMORY_SHARE * device_bytes
     if needed / num_shards <= allowed:
         return

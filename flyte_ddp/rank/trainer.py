@@ -206,13 +206,20 @@ class Trainer:
         """
         state, url, skipped = self.store.load_latest(self.world, own_rows(self.model, self.optimizer))
         if state is not None:
-            check_same_run(state, url, self.config, self.data_fingerprint, self.initial_state)
+            check_same_run(
+                state,
+                url,
+                self.config,
+                self.data_fingerprint,
+                self.initial_state,
+                self.recipe.changeable_options,
+            )
             load_model(self.model, state["model"])
             load_optimizer(self.optimizer, state["optimizer"])
             self.progress = Progress.from_dict(state["progress"])
         elif self.initial_state:
-            timeout = self.config.store_timeout
-            run_together(lambda: load_initial_state(self.model, self.initial_state, timeout), self.world)
+            timeout, fresh = self.config.store_timeout, self.config.fresh_layers
+            run_together(lambda: load_initial_state(self.model, self.initial_state, timeout, fresh), self.world)
         return url, skipped
 
     def beat(self) -> None:

@@ -31,6 +31,9 @@ class Recipe:
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Defaults of this recipe for fields of `TrainingConfig`."""
 
+    changeable_options: ClassVar[Sequence[str]] = ()
+    """Options that change neither the model nor its training on the same data: a run resumes with other values."""
+
     class_names: Sequence[str] = ()
     """Names of the classes in the order of the model's outputs; "0", "1", ... where empty."""
 
@@ -49,6 +52,10 @@ class Recipe:
             DataError: the data is missing, damaged or not of the right kind.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define prepare")
+
+    def adapt_to(self, initial_state: str) -> Recipe:
+        """Return the recipe that prepares data for a model with the state dict at this URL; by default itself."""
+        return self
 
     def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
         """Return the training and the held-out data; each sample is an (input, target) pair.

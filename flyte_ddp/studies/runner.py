@@ -104,6 +104,7 @@ class TrialRunner:
         runs: receives all trials, in order, before the first one starts.
         run_name: as given to `open_cluster`.
         run: the same for all attempts of the study, see `Job`.
+        initial_state: URL of the state dict that every trial starts from; "" for fresh weights.
     """
 
     recipe: str
@@ -118,6 +119,7 @@ class TrialRunner:
     relay: Callable[[str], None] = print_line
     run_name: str = ""
     run: str = ""
+    initial_state: str = ""
     runs: list[TrialRun] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -147,7 +149,7 @@ class TrialRunner:
         check_trials(self.recipe, trials, self.cluster)
         self.storage.check_access("checkpoints")
         note = describe_data(self.data)
-        data_version = [note["fingerprint"], note["recipe_version"]]
+        data_version = [note["fingerprint"], note["recipe_version"], *filter(None, [self.initial_state])]
         for trial in trials:
             url = self.storage.join(_name_directory(self.recipe, trial, data_version))
             self.runs.append(TrialRun.load(trial, url))
@@ -254,11 +256,12 @@ class TrialRunner:
         largest = self.runs[0].state.started
         if self.pool is None and not cluster.threads_per_rank and largest:
             cluster = dataclasses.replace(cluster, threads_per_rank=largest.num_threads)
+        program = recipe_program(self.recipe, run.trial.config, self.initial_state)
         prefix = "[node 0] " if cluster.num_nodes == 1 else ""
         with self._own_client() as client:
             try:
                 driver.run(
-                    Job(recipe_program(self.recipe, run.trial.config), run.url, time.time(), run=self.run),
+                    Job(program, run.url, time.time(), run=self.run),
                     DaskPlace(client, cluster, self.run_name, self.pool),
                     lambda: self.data,
                     [run, _TrialListener(self, run, stop), *self.make_listeners(run)],

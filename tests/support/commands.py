@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -20,6 +21,7 @@ def run_command(name, *arguments, cwd, **environment):
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(cwd)
+            patch.setattr(sys, "argv", [name, *map(str, arguments)])
             patch.setattr(faulthandler, "register", lambda number: None)  # needs the real standard error
             done = CliRunner(env={"COLUMNS": "200", **environment}).invoke(
                 COMMANDS[name], list(map(str, arguments)), prog_name=name, catch_exceptions=False

@@ -75,6 +75,15 @@ class ImageFolder(Recipe):
     concurrent_reads: int = 8  # images that each loader process reads at once, >= 1
     cache: str = ""  # local directory in which each node keeps the images it has read; "" for none
 
+    changeable_options = (
+        "min_images",
+        "endpoint_url",
+        "anonymous",
+        "timeout",
+        "store_timeout",
+        "concurrent_reads",
+        "cache",
+    )
     defaults = {
         "epochs": 5,
         "global_batch_size": 32,

@@ -5,6 +5,7 @@ The losses of a run are in nats per token. Beside them stand nats per byte, whic
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,7 @@ class Text(Recipe):
     column: str = field("text")  # of Parquet files
     prompt: str = field("")  # beginning of the text shown after each epoch
 
+    changeable_options = ("prompt", "vocabulary_of")  # the tokenizer is part of the data
     defaults = {
         "epochs": 3,
         "global_batch_size": 16,
@@ -95,6 +97,12 @@ class Text(Recipe):
         else:
             tokenizer = train_bpe(sample_texts(corpus, self.held_out), self.vocabulary)
         return prepare_shards(corpus, directory, tokenizer, self.held_out, self.context)
+
+    def adapt_to(self, initial_state: str) -> Text:
+        """Return the recipe with the vocabulary of the model with this state, unless one is named."""
+        if self.tokens != "bpe" or self.vocabulary_of:
+            return self
+        return dataclasses.replace(self, vocabulary_of=initial_state)
 
     def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
         import warnings
