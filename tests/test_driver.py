@@ -68,7 +68,7 @@ class OwnPlace:
             return (yield node, {"kind": "end", "outcome": "failed", "failure": failure.to_dict()})
         self.step, self.weight = self.step + 1, self.weight - 0.2 * 2 * (self.weight - 3)
         self.storage.write(f"step-{self.step:010d}.json", json.dumps([self.step, self.weight]).encode())
-        yield node, {"kind": "beat", "step": self.step, "is_writing": False, "is_stoppable": True}
+        yield node, {"kind": "beat", "step": self.step, "is_writing": False, "is_stoppable": True, "leaves_in": None}
         if self.step == NUM_STEPS:
             self.weights.append(self.weight)
             yield node, {"kind": "end", "outcome": "done"}
@@ -107,7 +107,7 @@ def test_a_run_is_stopped_with_the_place_to_resume(tmp_path):
 class Scripted:
     """An attempt that ends as the test says: (error, step, step of the newest checkpoint that it leaves)."""
 
-    larger = 0
+    larger, leaving = 0, ()
 
     def __init__(self, endings):
         self.endings, self.num_attempts = list(endings), 0
@@ -159,10 +159,12 @@ ENOUGH = (TrainingStopped("enough"), 99, 9)
         (0, [(AWAY, 5, 0), (AWAY, 5, 0)], StorageUnavailable, 2),
         (16, [(DENIED, 5, 0)], RankFailure, 1),
         (0, [(SHAPES, 0, 0)], RankFailure, 1),
-        (1, [(OOM_POD, 7, 6), (THEIRS, 9, 7)], RankFailure, 2),
+        (1, [(OOM_POD, 7, 6), (THEIRS, 9, 0)], RankFailure, 2),
         (0, [(ECHO, 5, 0)], GangLost, 1),
         (0, [(KILLED, 5, 0)], RankFailure, 1),
-        (1, [(KILLED, 5, 0), (KILLED, 7, 5)], RankFailure, 2),
+        (1, [(KILLED, 5, 0), (KILLED, 7, 0)], RankFailure, 2),
+        (1, [(KILLED, 5, 3), (KILLED, 7, 5), (KILLED, 9, 8), (KILLED, 9, 0)], RankFailure, 4),
+        (0, [(KILLED, 5, 3)], RankFailure, 1),
         (0, [(OOM_POD, 5, 0)], GangLost, 1),
     ],
 )

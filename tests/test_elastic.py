@@ -69,7 +69,7 @@ def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
     assert [event.world_size for event in (whole, shrunk, grown)] == [2, 1, 2]
     torch.testing.assert_close(run.state(), finished_run().state())
     # The growth lost no step and used up no restart: the gang took a checkpoint before it ended.
-    assert [event.reason for event in events_of(run, AttemptEnded)][1:] == ["it grows to 2 nodes"]
+    assert [event.reason for event in events_of(run, AttemptEnded)][1:] == ["the gang grows from 1 to 2 nodes"]
     assert prepared  # the newcomer's supervisor was there before
     steps = [event.step for event in run.events[run.events.index(shrunk) :] if isinstance(event, events.Reported)]
     assert steps == list(range(resumed.step + 1, 28))

@@ -25,7 +25,9 @@ THEIRS = raised("TheirOwnError")
 ECHO = raised("RuntimeError", is_consequence=True)
 GPU_FULL = raised("OutOfMemoryError")
 
-RESTART, WAIT, SHRINK, GROW = (Decision(each) for each in (Next.RESTART, Next.WAIT, Next.SHRINK, Next.GROW))
+RESTART, WAIT, SHRINK, GROW, LEAVE = (
+    Decision(each) for each in (Next.RESTART, Next.WAIT, Next.SHRINK, Next.GROW, Next.LEAVE)
+)
 ITSELF, FINAL_OOM, STORE, GANG = (
     Decision(Next.RAISE, error) for error in (None, OutOfMemory, StorageUnavailable, GangLost)
 )
@@ -35,12 +37,33 @@ def after(failure, step=5, resumed=0):
     return Ended(failure, step, resumed)
 
 
+def left(failure, step=5, resumed=0):
+    return Ended(failure, step, resumed, is_announced=True)
+
+
 @pytest.mark.parametrize(
     ("ended", "before", "rules", "expected"),
     [
         # A gang that saved its state to grow
         (after(None), {}, {}, GROW),
         (after(None), {"num_restarts": 3}, {"max_restarts": 3}, GROW),
+        # A gang that one of its nodes leaves, as announced: whenever that is, and whatever fails because of it
+        (left(None), {}, {}, LEAVE),
+        (left(None), {"num_restarts": 3}, {"max_restarts": 3}, LEAVE),
+        (left(None, 0), {}, {}, LEAVE),  # before the first step
+        (left(None), {"previous": left(None)}, {}, LEAVE),  # another notice
+        (left(None, 7), {"previous": left(None, 7)}, {}, LEAVE),  # at the same step
+        (left(LOST), {}, {}, LEAVE),  # it was gone before its time
+        (left(KILLED), {}, {}, LEAVE),
+        (left(ECHO), {}, {}, LEAVE),
+        (left(STALLED), {}, {}, LEAVE),
+        (left(SHAPES), {}, {}, LEAVE),
+        (left(raised("TypeError")), {}, {}, ITSELF),
+        (left(DENIED), {}, {}, ITSELF),
+        (left(AWAY), {}, {}, WAIT),
+        (left(AWAY, 5, 5), {"previous": after(AWAY, 5, 5)}, {}, STORE),
+        (left(OOM_POD, 8, 5), {"previous": after(OOM, 7, 5)}, {}, FINAL_OOM),
+        (left(GPU_FULL), {}, {"can_shrink": True}, SHRINK),
         # Restarts while there are any
         (after(KILLED), {}, {"max_restarts": 1}, RESTART),
         (after(EXITED), {}, {"max_restarts": 1}, RESTART),
@@ -127,3 +150,10 @@ def test_a_killed_rank_is_no_bug():
 @pytest.mark.parametrize(("step", "expected"), [(0, "before its first step"), (7, "at step 7")])
 def test_a_message_says_whether_a_lost_gang_had_made_a_step(step, expected):
     assert after(KILLED, step).position == expected
+
+
+@pytest.mark.parametrize(
+    ("found", "left_behind", "expected"), [(0, 4, True), (4, 4, False), (-1, 4, False), (4, -1, False)]
+)
+def test_an_attempt_that_left_a_newer_checkpoint_than_it_found_has_saved(found, left_behind, expected):
+    assert Ended(KILLED, 5, found, left_behind).has_saved is expected

@@ -54,6 +54,7 @@ class AttemptEnded(Timed):
     step: int  # optimizer steps since the start of the run, as far as is known; those after a checkpoint are lost
     reason: str
     idle_seconds: float  # since the last sign of progress: until the failure was noticed and all ranks had ended
+    num_leaving: int = 0  # nodes that had announced that they go away: then it is an announced loss, not a failure
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,8 @@ class Distributed:
         start_method: "spawn" or "fork": ranks are always fresh processes. In a local run, those of "fork" have the
             name of the parent's execution, as forked ones would.
         monitor_interval: changes nothing: the end of a rank is noticed at once.
-        max_restarts: how often all ranks start again, within one attempt of Flyte's, after one was killed, hung or
-            lost, or failed in a way that another attempt may not repeat.
+        max_restarts: how often all ranks start again, within one attempt of Flyte's and without a new checkpoint in
+            between, after one was killed, hung or lost, or failed in a way that another attempt may not repeat.
         rdzv_configs: "join_timeout" is the number of seconds that a cluster of several nodes may take to start; the
             rest has no meaning here.
         increase_shared_mem: give a pod with ranks as much shared memory as it has memory, if neither the task's

@@ -19,6 +19,7 @@ from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.signals import StopRequest
 
 ECHO_GRACE = 3.0  # seconds in which the cause of a failure that looks like another's consequence may be reported
+LEAVE_RESERVE = 1.0  # seconds before a node is gone in which its ranks, if they have not ended, are killed
 KILL_TIMEOUT = KILL_GRACE + 2.0  # seconds for the nodes to confirm that their ranks are gone
 
 
@@ -30,11 +31,17 @@ class Node:
     label: str = ""  # for people; "" for this machine, which nobody needs to be told
     worker: str = ""  # name of its Dask worker
     is_writing: bool = False  # rank 0 writes a checkpoint
+    leaves_at: float = float("inf")  # monotonic: when it is gone, if it was told to go
     outcome: str = ""  # done, stopped, failed, killed, broken or lost; "" while it runs
     stopped: TrainingStopped | None = None  # how it was stopped
 
     def __str__(self) -> str:
         return self.label or "this machine"
+
+    @property
+    def is_leaving(self) -> bool:
+        """It has announced that it goes away."""
+        return self.leaves_at < float("inf")
 
 
 class Nodes(Protocol):
@@ -117,14 +124,15 @@ class Attempt:
         """Run the gang to its end. When this returns or raises, no rank runs on a node that can be reached.
 
         Returns:
-            True if the run is finished; False if the gang has ended, after a checkpoint, to start again larger.
+            True if the run is finished; False if the gang has ended, after a checkpoint, to start again larger, or
+            without the nodes that leave.
 
         Raises:
             RankFailure: a rank failed; as far as can be known it is the cause, not a consequence.
             NodeLost: a node is gone, or could not run its ranks.
             TrainingStopped: the run was stopped.
         """
-        stop, deadline, is_stopping = self.stop, float("inf"), False
+        stop, deadline, is_stopping, num_leaving = self.stop, float("inf"), False, 0
         try:
             self.nodes.start(job, num_restarts)
             self.nodes.send(GO)
@@ -133,11 +141,14 @@ class Attempt:
                 if stop.is_set() and not is_stopping:  # also while it grows
                     is_stopping = True
                     deadline = self._stop_nodes(stop.reason, stop.grace)
-                elif not self.larger and self.is_stoppable and not is_stopping:
+                elif len(self.leaving) > num_leaving and not is_stopping:  # also while it grows, or another one leaves
+                    num_leaving = len(self.leaving)
+                    grace = min(node.leaves_at for node in self.leaving) - LEAVE_RESERVE - time.monotonic()
+                    deadline = min(deadline, self._stop_nodes(self.reason, max(0.0, grace)))
+                elif not self.larger and not num_leaving and self.is_stoppable and not is_stopping:
                     self.larger = self.nodes.larger
                     if self.larger:
-                        reason = f"the gang grows from {len(self.nodes.nodes)} to {self.larger} nodes"
-                        deadline = self._stop_nodes(reason, self.nodes.grace)
+                        deadline = self._stop_nodes(self.reason, self.nodes.grace)
                 if stop.is_urgent or time.monotonic() > deadline:
                     break
         finally:
@@ -147,20 +158,34 @@ class Attempt:
             return True
         if stop.is_set():
             raise self._stopped()
-        if self.larger and outcomes == {"stopped"}:
+        if (self.larger or num_leaving) and outcomes == {"stopped"}:
             return False
         if not self.failures:
-            raise NodeLost(f"nodes did not end within {self.nodes.grace:g} s, to start again larger", "")
-        raise self.nodes.explain(find_cause(self.failures))
+            raise NodeLost(f"nodes did not end in time after they were asked to, because {self.reason}", "")
+        cause = find_cause(self.failures)
+        raise cause if self.leaving else self.nodes.explain(cause)
 
     @property
     def has_ended(self) -> bool:
         """Return whether the ranks have ended on every node."""
         return all(node.outcome for node in self.nodes.nodes)
 
+    @property
+    def leaving(self) -> list[Node]:
+        """The nodes that have announced that they go away."""
+        return [node for node in self.nodes.nodes if node.is_leaving]
+
+    @property
+    def reason(self) -> str:
+        """Why a gang that nothing has failed in ends."""
+        if leaving := self.leaving:
+            return f"{leaving[0]} leaves" if len(leaving) == 1 else f"{len(leaving)} nodes leave"
+        return f"the gang grows from {len(self.nodes.nodes)} to {self.larger} nodes"
+
     def ended(self, reason: str) -> events.AttemptEnded:
         """Return the event of the end of this attempt, now."""
-        return events.AttemptEnded(self.step, reason, idle_seconds=time.monotonic() - self.progress_at)
+        idle = time.monotonic() - self.progress_at
+        return events.AttemptEnded(self.step, reason, idle_seconds=idle, num_leaving=len(self.leaving))
 
     def _stop_nodes(self, reason: str, grace: float) -> float:
         """Order a last checkpoint and the end; return when the nodes must have ended."""
@@ -174,6 +199,8 @@ class Attempt:
                 self._note_step(message["step"])
                 node.is_writing = message["is_writing"]
                 self.is_stoppable |= message["is_stoppable"]
+                if message["leaves_in"] is not None:
+                    node.leaves_at = min(node.leaves_at, time.monotonic() + message["leaves_in"])
             elif kind == "event":
                 self._note_step(getattr(message["event"], "step", 0))
                 self.emit(message["event"])

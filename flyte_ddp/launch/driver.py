@@ -174,7 +174,7 @@ class _Driver:
         self.place = place
         self.ownership = ownership
         self.num_attempts = 0
-        self.num_restarts = 0  # those that count
+        self.num_restarts = 0  # those that count, since the last attempt that has left a new checkpoint
         self.previous: Ended | None = None  # the last attempt that failed
 
     def look_back(self, failure: RankFailure) -> None:
@@ -203,13 +203,16 @@ class _Driver:
                 job = dataclasses.replace(run.job, launched_at=time.time(), owner=owner)
                 if attempt.train(job, self.num_attempts - 1):
                     return
-                latest = Ended(None, attempt.step, resumed_step.result())
-                run.emit(attempt.ended(f"it grows to {attempt.larger} nodes"))
+                failure = None
+                run.emit(attempt.ended(attempt.reason))
             except (RankFailure, NodeLost) as error:
+                failure = error
                 run.emit(attempt.ended(first_line(error)))
                 if run.prepared and run.prepared.done() and (failed := run.prepared.exception()):
                     raise failed from None  # the caller's own, which the node could only report
-                latest = Ended(error, attempt.step, resumed_step.result())
+            is_announced = bool(attempt.leaving)
+            kept_step = run.wait_for(run_in_background(self._newest_step))
+            latest = Ended(failure, attempt.step, resumed_step.result(), kept_step, is_announced)
             self._follow(latest, attempt)
             if run.storage:
                 run.wait_for(run_in_background(run.storage.names))  # raises StorageUnavailable
@@ -225,6 +228,8 @@ class _Driver:
     def _follow(self, ended: Ended, attempt: Attempt) -> None:
         """Prepare the next attempt and log why there is one, or raise if there is none."""
         run, failure, place = self.run, ended.failure, self.place
+        if ended.has_saved:
+            self.num_restarts = 0
         smaller = None
         if isinstance(failure, RankFailure):
             smaller = run.job.program.with_smaller_batches(failure, attempt.nodes.world_size)
@@ -237,7 +242,15 @@ class _Driver:
                 *(ended.position, len(attempt.nodes.nodes), attempt.larger),
             )
             return
-        assert failure is not None  # only a gang that grows has none
+        if decision.next is Next.LEAVE:
+            is_late = 0 <= ended.kept_step < ended.step
+            logger.warning(
+                "%s: the gang ended %s and restarts from %s",
+                *(attempt.reason, ended.position),
+                f"step {ended.kept_step}, because no later one was saved in time" if is_late else "there",
+            )
+            return
+        assert failure is not None  # only a gang that grows, or is left by a node, has none
         if ended.is_out_of_memory:
             self._note_oom(ended.resumed_step, is_over=decision.error is OutOfMemory)
         if decision.next is Next.RAISE:

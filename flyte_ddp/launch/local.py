@@ -36,8 +36,8 @@ class LocalPlace:
 
     Args:
         num_processes: ranks; 0 is one per GPU, or two on a machine without.
-        max_restarts: how often all ranks start again after one was killed, hung, or failed in a way that another
-            attempt may not repeat.
+        max_restarts: how often all ranks start again, without a new checkpoint in between, after one was killed,
+            hung, or failed in a way that another attempt may not repeat.
         port: where the ranks meet; 0 for any free one.
     """
 
@@ -130,7 +130,7 @@ class LocalNodes:
             found.append(self._arrivals.get(timeout=MESSAGE_INTERVAL))
             while True:
                 found.append(self._arrivals.get_nowait())
-        beat = {"kind": "beat", **self._link.beat}
+        beat = {"kind": "beat", **self._link.beat, "leaves_in": None}
         return [(self.nodes[0], message) for message in (beat, *found)]
 
     def explain(self, failure: Exception) -> Exception:

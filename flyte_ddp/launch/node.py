@@ -5,7 +5,8 @@ They differ in the `Link`, which carries commands in and messages out.
 
 Messages, by kind:
     beat     step that the node's ranks have reached; is_writing: rank 0 writes a checkpoint; is_stoppable: the ranks
-             save their state when they are asked to stop
+             save their state when they are asked to stop; leaves_in: seconds that the machine is still there, None for
+             one that was not told to go
     event    event of the run, on the node of rank 0
     lines    that the ranks have printed
     end      outcome: done, stopped, failed, killed or broken; last
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +31,7 @@ from flyte_ddp.launch.supervisor import supervise
 
 KILL_GRACE = 5.0  # seconds in which the ranks must be gone after a command to kill them
 GO, STOP, KILL = "go", "stop", "kill"  # the driver's commands; seconds of grace and the reason follow STOP
+LEAVE = "leave"  # the worker's command: the machine goes away in as many seconds as follow
 
 
 class Link:
@@ -42,6 +45,7 @@ class Link:
         self.stop = StopRequest()
         self.is_killed = False  # ordered to end at once, or left alone
         self.beat = {"step": 0, "is_writing": False, "is_stoppable": False}
+        self.leaves_at = float("inf")  # monotonic: when this machine is gone
         self._put = put
         self._previous = ""  # command
         self._lines: list[str] = []
@@ -56,6 +60,9 @@ class Link:
         elif command == STOP and text != self._previous:  # commands are repeated
             grace, _, reason = rest.partition(" ")
             self.stop.revise(reason, float(grace))
+        elif command == LEAVE:
+            self.leaves_at = time.monotonic() + float(rest)
+            self.send_beat()
         self._previous = text
 
     def kill_ranks(self, reason: str) -> None:
@@ -84,7 +91,8 @@ class Link:
             self.send_beat()
 
     def send_beat(self) -> None:
-        self.send("beat", **self.beat)
+        leaves_in = self.leaves_at - time.monotonic() if self.leaves_at < float("inf") else None
+        self.send("beat", **self.beat, leaves_in=leaves_in)
 
     def relay(self, line: str) -> None:
         self._lines.append(line)

@@ -23,6 +23,7 @@ class Next(enum.Enum):
     WAIT = "wait"  # for the store, and then restart; not counted
     SHRINK = "shrink"  # restart with twice as many micro-batches of half the size; not counted
     GROW = "grow"  # restart on more nodes; not counted
+    LEAVE = "leave"  # restart without the nodes that have announced that they go away; not counted
     RAISE = "raise"
 
 
@@ -31,14 +32,19 @@ class Ended:
     """The end of an attempt that did not finish the run.
 
     Attributes:
-        failure: the one that explains all others; None for a gang that saved its state to start again larger.
+        failure: the one that explains all others; None for a gang that saved its state to start again larger, or
+            without the nodes that leave.
         step: that it had reached; 0 if that is not known.
         resumed_step: of the newest checkpoint when it started; -1 if that is not known.
+        kept_step: of the newest checkpoint when it had ended; -1 if that is not known.
+        is_announced: a node of it had announced that it goes away.
     """
 
     failure: RankFailure | NodeLost | None
     step: int
     resumed_step: int
+    kept_step: int = -1
+    is_announced: bool = False
 
     @property
     def is_out_of_memory(self) -> bool:
@@ -55,6 +61,11 @@ class Ended:
         """The part of a message that says at which step it ended."""
         return f"at step {self.step}" if self.step else "before its first step"
 
+    @property
+    def has_saved(self) -> bool:
+        """It left a newer checkpoint than it found."""
+        return self.kept_step > self.resumed_step >= 0
+
     def got_further_than(self, previous: Ended) -> bool:
         """Return whether it started from a newer checkpoint than the one before it, and died at another step."""
         died_at_same_step = 0 < previous.step >= self.step  # a function may report none
@@ -67,7 +78,7 @@ class Before:
 
     Attributes:
         previous: the end of the attempt before it, in the same process.
-        num_restarts: that were counted.
+        num_restarts: that were counted since the last attempt that has left a new checkpoint.
         oom_step: from which the last attempt had started that ran out of memory, in whatever process; None if none has.
     """
 
@@ -81,7 +92,7 @@ class Rules:
     """What the run allows.
 
     Attributes:
-        max_restarts: counted restarts.
+        max_restarts: counted restarts without a new checkpoint in between.
         repeats_bugs: an exception that would repeat is answered by a restart too, as torchrun does.
         can_shrink: the batches may be made smaller when a GPU has run out of memory.
     """
@@ -107,7 +118,7 @@ def decide(ended: Ended, before: Before, rules: Rules) -> Decision:
     """Return how the run goes on after an attempt has ended."""
     failure, previous = ended.failure, before.previous
     if failure is None:
-        return Decision(Next.GROW)
+        return Decision(Next.LEAVE if ended.is_announced else Next.GROW)
     if rules.can_shrink:
         return Decision(Next.SHRINK)
     if ended.is_store_outage:
@@ -117,6 +128,8 @@ def decide(ended: Ended, before: Before, rules: Rules) -> Decision:
         return Decision(Next.RAISE)
     if ended.is_out_of_memory and _repeats_lack_of_memory(ended, before):
         return Decision(Next.RAISE, OutOfMemory)
+    if ended.is_announced:  # what fails while a node leaves fails because of that
+        return Decision(Next.LEAVE)
     if before.num_restarts < rules.max_restarts:
         return Decision(Next.RESTART)
     # What a rank did by itself is its failure. What it suffers from a lost peer is no such thing, and is retried.

@@ -53,7 +53,8 @@ class Gang:
         nnodes: machines; "1:4" for at least 1 and at most 4. One needs no cluster.
         nproc_per_node: ranks on each; "gpu" for one per GPU, "cpu" for one per core, "auto" for one per GPU, or two
             where there are none.
-        max_restarts: how often all ranks start again after one raised, was killed, hung or was lost.
+        max_restarts: how often all ranks start again after one raised, was killed, hung or was lost, without a new
+            checkpoint in between.
         cluster: the machines, with the fields of `ClusterConfig`, where `nnodes` is not 1.
         stall_timeout: seconds without a report of any rank until the run is ended with all stacks; it counts from the
             first `session.report` on.

@@ -12,12 +12,12 @@ import cloudpickle  # type: ignore[import-untyped]
 from distributed import Client
 
 from flyte_ddp.launch import devices
-from flyte_ddp.launch.dask import worker
+from flyte_ddp.launch.dask import leaving, worker
 
 ANSWER_TIMEOUT = 5.0  # seconds for a worker to answer before it counts as absent
 
 # Pickle code for the workers by value: they may have no such module, or an older one.
-for module in (worker, devices):
+for module in (worker, leaving, devices):
     cloudpickle.register_pickle_by_value(module)
 
 

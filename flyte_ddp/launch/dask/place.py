@@ -108,11 +108,13 @@ class DaskPlace:
         patience = self.config.return_timeout if self.config.min_nodes else self.config.start_timeout
         if self._latest is None or self._roll_call is None or previous is None:
             return frozenset(), patience
-        if previous.failure is None:
+        if previous.failure is None and not previous.is_announced:
             self._grown_at = time.monotonic()
             return self._latest.growth.members, REUNION_TIMEOUT
         if self.pool:
             self.pool.release(self._latest.plugin)
+        if previous.is_announced:
+            return frozenset(node.address for node in self._latest.nodes if not node.is_leaving), patience
         self._roll_call.silent |= {node.address for node in self._latest.nodes if node.is_silent}
         # Without the loss of a node the same ones go on: for a larger gang the watch waits.
         return frozenset(node.address for node in self._latest.nodes), patience
@@ -138,7 +140,7 @@ class DaskPlace:
                 if not workers and self.pool.is_in_use():
                     begun = time.monotonic()  # it waits for its turn: no worker is missing
             chosen = [each for each in workers if each.address in expected]
-            if chosen and len(chosen) == len(expected):
+            if len(chosen) >= sizes[-1] and len(chosen) == len(expected):
                 return chosen
             waited = time.monotonic() - begun
             if len(workers) >= sizes[0] or (len(workers) >= sizes[-1] and waited >= patience):

@@ -35,7 +35,7 @@ class RollCall:
         self.unfit: dict[str, str] = {}  # why a worker cannot take part, by its address
 
     def present_workers(self, leave_out: Collection[str] = ()) -> list[Worker]:
-        """Return the workers that answer and are not known to be unfit, but for the addresses in `leave_out`.
+        """Return the workers that answer, stay and are not known to be unfit, but for the addresses in `leave_out`.
 
         Raises:
             ConfigError: one of them runs other versions than this process; only while this `is_strict`.
@@ -49,6 +49,7 @@ class RollCall:
         )
         present = {address: facts for address, facts in answers.items() if not isinstance(facts, Exception)}
         self.silent -= present.keys()
+        present = {address: facts for address, facts in present.items() if not facts["is_leaving"]}
         hosts = [facts["host"] for facts in present.values()]
         return [
             Worker(

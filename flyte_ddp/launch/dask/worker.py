@@ -1,7 +1,7 @@
 """The driver's presence in a Dask worker: a plugin that runs the node's supervisor and passes messages up and down.
 
 It travels by value, code and all, because the worker may have another version of this package, or none. So it imports
-nothing from here but `visible_gpus`, which travels alike, and a variable's name. All that knows of training runs in a
+nothing from here but what travels alike, and a variable's name. All that knows of training runs in a
 process of its own (node.py) from the code that the plugin brings along. That process runs one attempt after another. It
 dies with the worker's: it reads its commands from a pipe, and the pipe ends.
 """
@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from dask.system import CPU_COUNT
 from distributed import Worker, WorkerPlugin, get_worker
 from distributed.comm import get_address_host
 
+from flyte_ddp.launch.dask.leaving import announce_departures, is_leaving
 from flyte_ddp.launch.devices import visible_gpus
 from flyte_ddp.launch.outputs import OUTPUTS_VARIABLE
 
@@ -97,6 +99,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         self.supervisors: dict[str, Supervisor] = {}
         self.idle: Supervisor | None = None  # ready for the next attempt
         self.is_over = False
+        self.leaves_at = float("inf")  # monotonic: when this worker closes
         self.lock = threading.Lock()  # of the two above
 
     def setup(self, worker: Worker) -> None:
@@ -166,6 +169,8 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         self.supervisors[attempt] = supervisor  # now, because the job is the first line that it reads
         if attempt != self.attempt:  # another one was admitted in the meantime
             supervisor.process.kill()
+        if self.leaves_at < float("inf"):
+            self.announce_departure(self.leaves_at)
         is_ready = False  # for another attempt
         try:
             for line in supervisor.messages:
@@ -184,6 +189,17 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         if code is None:
             return "has ended the attempt"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    @property
+    def is_at_work(self) -> bool:
+        """An attempt runs here, or is about to."""
+        return bool(self.supervisors or self.admitted)
+
+    def announce_departure(self, leaves_at: float) -> None:
+        """Tell the driver that this worker closes at `leaves_at` (monotonic), or as soon as its ranks have ended."""
+        self.leaves_at = leaves_at
+        for attempt in list(self.supervisors):
+            self.send_command(attempt, f"leave {leaves_at - time.monotonic():g}")
 
     def send_command(self, attempt: str, command: str) -> None:
         """Pass a command on to the supervisor, if it is there."""
@@ -263,6 +279,7 @@ def introduce(plugin: str, dask_worker: Worker) -> dict[str, Any]:
         "gpus": list(visible_gpus()),
         "has_plugin": plugin in dask_worker.plugins,
         "is_busy": dask_worker.state.executing_count >= dask_worker.state.nthreads,
+        "is_leaving": is_leaving(dask_worker),
     }
 
 
@@ -276,6 +293,7 @@ async def install(name: str, code: bytes, dask_worker: Worker) -> None:
     except BaseException:
         dask_worker.plugins.pop(name, None)  # Dask keeps one that could not be set up
         raise
+    await announce_departures(dask_worker)
 
 
 async def uninstall(name: str, dask_worker: Worker) -> None:

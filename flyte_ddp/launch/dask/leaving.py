@@ -1,0 +1,86 @@
+"""The notice that a Dask worker has to go: SIGTERM, as a pod gets it that is deleted, drained or preempted.
+
+The worker then announces it to the drivers of its ranks, and closes when these have ended, or shortly before its time
+is up. A second SIGTERM closes it at once. Travels by value, as worker.py does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+import types
+from collections.abc import Callable
+
+import cloudpickle  # type: ignore[import-untyped]
+from distributed import Nanny, Worker
+
+GRACE_VARIABLE = "FLYTE_DDP_TERMINATION_GRACE"  # of a worker: seconds from SIGTERM to SIGKILL
+DEFAULT_GRACE = 30.0  # seconds, as Kubernetes has it
+CLOSE_RESERVE = 5.0  # seconds of the grace that the worker and its nanny need to close
+POLL_INTERVAL = 0.05  # seconds between two looks whether the ranks have ended
+
+
+async def announce_departures(dask_worker: Worker) -> None:
+    """Have this worker announce its departure when it, or its nanny, receives SIGTERM."""
+    if hasattr(dask_worker, "leaves_at"):
+        return
+    dask_worker.leaves_at = float("inf")  # monotonic
+    loop = asyncio.get_running_loop()
+    _on_first_sigterm(lambda: loop.call_soon_threadsafe(_leave, dask_worker))
+    if dask_worker.nanny:
+        async with dask_worker.rpc(dask_worker.nanny) as nanny:
+            await nanny.run(function=cloudpickle.dumps(_forward_sigterm))
+
+
+def is_leaving(dask_worker: Worker) -> bool:
+    """Return whether this worker has received SIGTERM, or is being retired by its scheduler."""
+    return getattr(dask_worker, "leaves_at", float("inf")) < float("inf") or dask_worker.status.name != "running"
+
+
+def _on_first_sigterm(act: Callable[[], object]) -> None:
+    """Call `act` at the first SIGTERM; at the second one, what was called before.
+
+    Only the main thread may install a handler. In another one, such as that of a LocalCluster's nannies, this changes
+    nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    previous = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+
+    def handle(number: int, frame: types.FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, previous)
+        act()
+
+    signal.signal(signal.SIGTERM, handle)
+
+
+def _leave(dask_worker: Worker) -> None:
+    grace = float(os.environ.get(GRACE_VARIABLE, DEFAULT_GRACE))
+    dask_worker.leaves_at = time.monotonic() + max(1.0, grace - CLOSE_RESERVE)
+    dask_worker.departure = asyncio.create_task(_close_after_ranks(dask_worker))  # a task that nobody holds may vanish
+
+
+async def _close_after_ranks(dask_worker: Worker) -> None:
+    plugins = [each for each in dask_worker.plugins.values() if hasattr(each, "announce_departure")]
+    for each in plugins:
+        each.announce_departure(dask_worker.leaves_at)
+    while time.monotonic() < dask_worker.leaves_at and any(each.is_at_work for each in plugins):
+        await asyncio.sleep(POLL_INTERVAL)
+    await dask_worker.close(nanny=False, reason="SIGTERM")  # a nanny that was not told starts another worker
+
+
+def _forward_sigterm(dask_worker: Nanny) -> None:
+    """Have a nanny pass its first SIGTERM on to its worker, and end after that. Runs in the nanny's process."""
+    nanny, loop = dask_worker, asyncio.get_running_loop()
+    if hasattr(nanny, "forwards_sigterm"):
+        return
+    nanny.forwards_sigterm = True
+
+    def forward() -> None:
+        nanny.close_gracefully(reason="SIGTERM")  # it ends with its worker, in whose place it starts no other
+        os.kill(nanny.pid or os.getpid(), signal.SIGTERM)
+
+    _on_first_sigterm(lambda: loop.call_soon_threadsafe(forward))

@@ -1,0 +1,107 @@
+"""Workers that are told to go: the run loses no step, and counts no restart."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+
+import cloudpickle
+import pytest
+import torch
+
+from flyte_ddp import events
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.cluster.connect import open_cluster
+from flyte_ddp.config import resolve
+from flyte_ddp.launch import driver
+from flyte_ddp.launch.dask.place import DaskPlace
+from flyte_ddp.launch.local import LocalPlace
+from flyte_ddp.launch.process.programs import Job, Program, recipe_program
+from flyte_ddp.launch.run import _Call
+from flyte_ddp.recipes import get_recipe
+from tests.support.dask_runs import At, events_of
+from tests.support.promises import NUM_STEPS, count
+from tests.support.runs import fork_functions, new_run
+
+RECIPE = "tests.support.promises.Steady"
+STEADY = {"checkpoint_interval": 1000, "recipe_options": {"faults": ""}}
+
+
+@pytest.fixture
+def pair(start_worker, scheduler):
+    """Two nodes, as (config, nannies): a run goes on with one of them."""
+    nannies = [start_worker(scheduler, f"node-{index}") for index in range(2)]
+    config = ClusterConfig(
+        kind="existing",
+        scheduler_address=scheduler,
+        processes_per_node=2,
+        min_nodes=1,
+        max_restarts=0,
+        node_timeout=30,
+        grow_delay=300,
+    )
+    return config, nannies
+
+
+def program_of(kind, faults=""):
+    if kind == "function":
+        return Program("count", cloudpickle.dumps(_Call(count, (faults,))), ("tests",))
+    config = {**STEADY, "parallel": kind, "recipe_options": {"faults": faults}}
+    return recipe_program(RECIPE, resolve(get_recipe(RECIPE, {}).defaults, config))
+
+
+def train(directory, program, config=None, at_steps=()):
+    """Train on the cluster of `config`, or on this machine."""
+    run = new_run(directory, RECIPE)
+    data = (lambda: str(run.data())) if program.describes_itself else None
+    with open_cluster(config, "test") if config else contextlib.nullcontext() as client:
+        place = DaskPlace(client, config) if config else LocalPlace(2)
+        job = Job(program, str(directory / "checkpoints"), time.time())
+        run.result = driver.run(job, place, data, [run, *(At(*each) for each in at_steps)], run.relay)
+    return run
+
+
+def result_of(run):
+    return run.state() if run.result.finished.model_state_url else cloudpickle.loads(run.result.finished.value)
+
+
+def check_no_step_was_lost(run):
+    steps = [event.step for event in events_of(run, events.Reported)]
+    assert steps == sorted(set(steps)), "a step was done again"
+    assert steps[-1] == NUM_STEPS
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "function"])
+def test_a_worker_that_is_told_to_go_costs_no_step_and_no_restart(pair, tmp_path, kind, monkeypatch, caplog):
+    config, nannies = pair
+    fork_functions(monkeypatch)
+    told = []
+    slow = tmp_path / "faults"
+    slow.mkdir()
+    (slow / "9-kill-1000").touch()  # of no rank: steps take their time until the notice
+
+    def tell():
+        told.append(time.time())
+        nannies[1].send_signal(signal.SIGTERM)
+        (slow / "9-kill-1000").unlink()
+
+    run = train(tmp_path, program_of(kind, str(slow)), config, at_steps=[(9, tell)])
+    check_no_step_was_lost(run)
+    first, second = events_of(run, events.RunStarted)
+    assert (first.num_nodes, second.num_nodes) == (2, 1)
+    (ended,) = events_of(run, events.AttemptEnded)
+    assert ended.num_leaving == 1
+    assert ended.reason.startswith("node 1 (node-1 at ")
+    assert "restarts from there" in caplog.text
+    resumed = events_of(run, events.CheckpointLoaded)[-1].step
+    assert resumed == ended.step >= 9
+    next_step = next(event for event in events_of(run, events.Reported) if event.step > resumed)
+    print(f"{kind}: {next_step.at - told[0]:.2f} s from the notice to the next step")
+    if kind == "function":  # its result depends on the number of ranks at each step
+        sizes = [sum(range(1, 5))] * resumed + [sum(range(1, 3))] * (NUM_STEPS - resumed)
+        assert result_of(run) == pytest.approx(sum(size * step**0.5 for step, size in enumerate(sizes, 1)))
+    else:
+        torch.testing.assert_close(result_of(run), train(tmp_path / "undisturbed", program_of(kind)).state())
+    assert nannies[1].wait(30) == 0
+    assert nannies[0].poll() is None
