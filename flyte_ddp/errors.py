@@ -19,7 +19,18 @@ class StorageDenied(ConfigError):
 
 
 class StorageUnavailable(RuntimeError):
-    """The store cannot be reached for now. The same work may succeed later."""
+    """The store cannot be reached for now. The same work may succeed later.
+
+    Attributes:
+        is_full: it is a disk without space.
+    """
+
+    def __init__(self, message: str = "", is_full: bool = False) -> None:
+        super().__init__(message)
+        self.is_full = is_full
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.is_full)
 
 
 class FileChanged(RuntimeError):

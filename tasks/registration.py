@@ -14,7 +14,7 @@ from flytekit.models.concurrency import ConcurrencyPolicy
 from flytekit.models.core.execution import WorkflowExecutionPhase
 from flytekit.types.directory import FlyteDirectory
 
-from flyte_ddp.config.fields import check
+from flyte_ddp.config.fields import check, suggest
 from flyte_ddp.errors import ConfigError
 from tasks.inputs import ClusterInput, TrainingOverrides
 from tasks.resources import SETTINGS
@@ -56,7 +56,7 @@ def _inputs(workflow: PythonFunctionWorkflow, given: Mapping[str, Any]) -> dict[
     kinds = {name: kind for name, kind in workflow.python_interface.inputs.items() if name != KICKOFF_TIME}
     for name in given:
         if name not in kinds:
-            raise SettingsError(f"retrain_inputs: expected {', '.join(kinds)}, got {name!r}")
+            raise SettingsError(f"retrain_inputs: expected {', '.join(kinds)}, got {name!r}{suggest(name, kinds)}")
     return {name: _converted(name, value, kinds[name]) for name, value in given.items()}
 
 

@@ -23,6 +23,7 @@ from flyte_ddp.checkpoints.state_file import is_whole, save_state
 from flyte_ddp.checkpoints.store import WRITER_NICENESS, CheckpointStore
 from flyte_ddp.errors import CheckpointError, ConfigError, RankFailure, StorageUnavailable
 from flyte_ddp.events import Reported
+from flyte_ddp.recipes import get_recipe
 from flyte_ddp.storage import Storage, filesystem
 from tests.kubernetes.store import Store
 from tests.support.image_store import running_store
@@ -752,3 +753,25 @@ def test_a_run_survives_outages_in_mid_run_and_at_resume(server, bucket, tmp_pat
     state = load_state(run.result.finished.model_state_url)
     whole = finished_run("Tiny", 2).state()
     assert all(torch.equal(value, whole[name]) for name, value in state.items())
+
+
+@pytest.fixture(params=[3, 1])
+def small_disk(request, tmp_path):
+    """A file system with space for some checkpoints of `Tiny`, of 58 KB each."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={40 + 60 * request.param}k", "tmpfs", str(place)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def test_a_full_disk_is_named_at_once_and_does_not_fail_a_training_that_has_finished(tmp_path, small_disk):
+    run, url = new_run(tmp_path), small_disk / "run"
+    run.train(1, checkpoints=str(url), epochs=2, checkpoint_interval=4, checkpoints_to_keep=50, store_timeout=5.0)
+    assert run.result.finished.step == 18
+    assert run.state().keys() == get_recipe(run.recipe).model().state_dict().keys()
+    assert len(list(url.glob("step-*.json"))) == 1  # the others made room
+    named = f"the disk of {url} is full: OSError: [Errno 28] No space left on device; waiting for space there"
+    assert f"[rank 0] {named}" in run.lines

@@ -25,7 +25,7 @@ def double_in_a_child(number: int) -> int:
         return int(pool.apply(abs, (-2 * number,)))
 
 
-def test_a_local_cluster_has_one_thread_per_node_and_workers_that_may_have_children() -> None:
+def test_a_local_cluster_has_one_thread_per_node_and_workers_that_may_have_children_and_survive_ctrl_c() -> None:
     nannies = logging.getLogger("distributed.nanny")
     level = nannies.getEffectiveLevel()
     with open_cluster(ClusterConfig(kind="local", num_nodes=2), "run") as client:
@@ -34,6 +34,7 @@ def test_a_local_cluster_has_one_thread_per_node_and_workers_that_may_have_child
         assert [(each["nthreads"], each["memory_limit"]) for each in workers.values()] == [(1, 0), (1, 0)]
         assert client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.allowed_failures) == 0
         assert client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.worker_ttl) == 20
+        assert os.getpgrp() not in client.run(os.getpgrp).values()  # to which a terminal sends SIGINT
         futures = [client.submit(double_in_a_child, 3, workers=[address], pure=False) for address in workers]
         assert client.gather(futures) == [6, 6]
         address = client.scheduler.address

@@ -67,7 +67,10 @@ def test_an_exception_ends_the_run_with_that_ranks_number_and_traceback(tmp_path
     assert (caught.value.rank, caught.value.kind) == (rank, "exception")
     assert caught.value.cause == "ValueError: broken on purpose"
     message = str(caught.value)
-    assert message.startswith(f"rank {rank} failed: ValueError: broken on purpose\nTraceback")
+    lines = message.splitlines()
+    assert lines[:2] == [f"rank {rank} failed: ValueError: broken on purpose", "Traceback (most recent call last):"]
+    assert re.match(r'  File ".*/tests/support/recipes.py", line \d+, in losses', lines[2])  # not the training loop
+    assert not [line for line in run.lines if "gloo" in line]
     assert 'raise ValueError("broken on purpose")' in message
     assert "gloo" not in message  # of the other rank, which only lost its peer
     assert run.error is caught.value  # the listeners get it

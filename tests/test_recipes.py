@@ -55,9 +55,11 @@ def test_an_unknown_name_is_refused_with_the_known_ones(name):
     [
         ("no_such_module.Recipe", "there is no module 'no_such_module'"),
         ("tests.no_such_module.Recipe", "there is no module 'tests.no_such_module'"),
+        ("tests.support.recipe.Tiny", r"no module 'tests.support.recipe' \(did you mean recipes\?\)"),
         ("tests.support.recipes.Missing", "which is no Recipe in module tests.support.recipes"),
         ("tests.support.recipes.not_a_recipe", "which is no Recipe"),
         ("tests.support.recipes.NUM_CLASSES", "which is no Recipe"),
+        ("tests.support.recipes.tiny", r"\(did you mean Tiny\?\)"),
     ],
 )
 def test_a_dotted_name_that_leads_nowhere_is_refused_with_the_reason(name, reason):
@@ -70,7 +72,11 @@ def test_a_dotted_name_that_leads_nowhere_is_refused_with_the_reason(name, reaso
 
 @pytest.mark.parametrize(
     ("source", "reason"),
-    [("import no_such_dependency", "no_such_dependency"), ("1 / 0", "division by zero"), ("def", "invalid syntax")],
+    [
+        ("import no_such_dependency", "no_such_dependency"),
+        ("\n1 / 0", r"broken_\w+\.py:2: ZeroDivisionError: division by zero"),
+        ("def", "invalid syntax"),
+    ],
 )
 def test_a_module_that_fails_on_import_is_refused_with_its_error_as_the_cause(tmp_path, monkeypatch, source, reason):
     module = f"broken_{hashlib.md5(source.encode(), usedforsecurity=False).hexdigest()}"
@@ -102,7 +108,11 @@ def test_options_are_attributes_of_the_recipe():
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
-        (OPTIONAL, {"wdith": 3}, "expected one of width, slope, activation, biased, sizes for recipe .*, got 'wdith'"),
+        (
+            OPTIONAL,
+            {"wdith": 3},
+            r"expected one of width, slope, .*, sizes for recipe .*, got 'wdith' \(did you mean width\?\)",
+        ),
         (OPTIONAL, {"width": "wide"}, "^recipe_options.width: expected a whole number, got 'wide'$"),
         (OPTIONAL, {"width": 1.5}, "^recipe_options.width: expected a whole number, got 1.5$"),
         (OPTIONAL, {"biased": 1}, "^recipe_options.biased: expected true or false, got 1$"),

@@ -107,6 +107,7 @@ class CheckpointStore:
         self.num_kept = num_kept
         self.timeout = timeout
         self.owner = owner
+        self.has_finished = False  # nothing resumes any more: on a full disk the model counts more than checkpoints
         self.keeps_resumed = False  # what `load_latest` returned stays, because other ranks may still read it
         self._on_busy = on_busy or (lambda is_busy: None)
         self._on_written = on_written or (lambda step, url, best: None)
@@ -343,6 +344,8 @@ class CheckpointStore:
                 with self._changed:
                     waiting = [write, *self._queue] if write else self._queue
                     self._queue, self._current = self._choose(waiting), None
+                if error.is_full and self.has_finished and self._peers is None and self._make_space():
+                    continue
                 time.sleep(pause)
                 pause = min(2 * pause, MAX_PAUSE)
             except Exception as error:
@@ -411,6 +414,28 @@ class CheckpointStore:
             self._prune(name)
         except Exception as error:  # the checkpoint is in place: what could not be deleted now goes the next time
             logger.warning("checkpoints: old ones could not be removed: %s: %s", type(error).__name__, error)
+
+    def _make_space(self) -> bool:
+        """Delete, on a full disk, all checkpoints but the newest; if that is the only one, give up those in the queue.
+
+        Returns:
+            True if another try may succeed.
+        """
+        self.num_kept, self.keeps_resumed = 1, False
+        if len(self._own) > 1:
+            for manifest in self._own.values():
+                manifest["best"] = False
+            self._prune(max(self._own))
+            return True
+        with self._changed:
+            checkpoints = [write for write in self._queue if write.has_manifest]
+            self._drop(checkpoints)
+            self._queue = [write for write in self._queue if not write.has_manifest]
+            self._stuck_since = 0.0
+            self._changed.notify_all()
+        if checkpoints:
+            logger.warning("the last checkpoint is not written: the disk is full, and the training has finished")
+        return bool(checkpoints)
 
     def _wait_for_peers(self, peers: Peers, number: int) -> list[Entry]:
         """Return the other ranks' entries once their files are in place. `check` ends the run if none comes."""

@@ -25,6 +25,9 @@ if typing.TYPE_CHECKING:
     from distributed import Client, Security
 
 CLIENT_CLOSE_TIMEOUT = 3.0  # seconds; of the 30 that Kubernetes gives a pod to end, most belong to a last checkpoint
+# Run by each local worker. A terminal sends Ctrl-C to its foreground process group, which must be the driver alone: it
+# asks the ranks for a last checkpoint.
+LEAVE_PROCESS_GROUP = "import os\nos.setpgrp()\n"
 FOREIGN_SERVER_TIMEOUT = 30.0  # seconds in which a server other than Dask may still answer at a scheduler's address
 
 logger = logging.getLogger(__name__)
@@ -105,6 +108,7 @@ def _existing_address(config: ClusterConfig) -> str:
 
 @contextlib.contextmanager
 def _local_cluster(config: ClusterConfig) -> Iterator[str]:
+    import dask
     from distributed import LocalCluster
 
     with hide_main_module():
@@ -115,6 +119,7 @@ def _local_cluster(config: ClusterConfig) -> Iterator[str]:
             memory_limit=0,  # a worker supervises ranks; Dask must not pause or kill it for the memory that they use
             dashboard_address=None,
             silence_logs=logging.WARNING,
+            preload=[*dask.config.get("distributed.worker.preload", []), LEAVE_PROCESS_GROUP],
         )
     with cluster:
         yield cluster.scheduler_address

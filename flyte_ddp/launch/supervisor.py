@@ -250,7 +250,8 @@ class _Ranks:
                 self._note_death(rank)  # else it has become another program, whose exit code tells how it ended
 
     def _note_error(self, rank: _Rank, name: str, message: str, text: str, is_consequence: bool) -> None:
-        what, cause = f"rank {rank.number} failed: {name}: {shorten(message, MAX_MESSAGE)}", f"{name}: {message}"
+        cause = f"{name}: {message}"
+        what = f"rank {rank.number} failed: {name}" + (f": {shorten(message, MAX_MESSAGE)}" if message else "")
         failure = RankFailure(what, rank.number, "exception", cause, is_consequence)
         recorded = _recorded(rank, message)
         if (text or recorded) and not failure.is_user_error:  # one line explains those

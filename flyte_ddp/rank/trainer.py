@@ -91,6 +91,7 @@ class Trainer:
             evaluation = self.evaluate()
             finished = self._finish_epoch(sums, own_seconds, evaluation)
             self.save_checkpoint(best=finished is self.progress.best)
+        self.store.has_finished = True
         self.session.wait()
         return self.progress
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import pkgutil
 import re
+import sys
+import traceback
 import typing
 from collections.abc import Mapping
 from typing import Any
 
 from flyte_ddp.config import TrainingConfig, resolve
-from flyte_ddp.config.fields import check
+from flyte_ddp.config.fields import check, suggest
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.recipes.base import Recipe
 
@@ -58,7 +61,9 @@ def _with_options(recipe: Recipe | type[Recipe], name: str, options: Mapping[str
     for option, value in given.items():
         if option not in types:
             expected = f"one of {', '.join(types)}" if types else "no options"
-            raise ConfigError(f"recipe_options: expected {expected} for recipe {name!r}, got {option!r}")
+            raise ConfigError(
+                f"recipe_options: expected {expected} for recipe {name!r}, got {option!r}{suggest(option, types)}"
+            )
         if types[option] in (int, float, bool, str):  # values of other types are checked by the recipe
             given[option] = check(f"recipe_options.{option}", value, types[option])
     try:
@@ -84,19 +89,33 @@ def _find(name: str) -> Recipe | type[Recipe]:
     module_name, _, attribute = path.rpartition(".")
     expected = f"expected {', '.join(sorted(BUILTIN))}, or the dotted name of a Recipe, such as my_module.MyRecipe"
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path):
-        raise ConfigError(f"recipe: {expected}, got {name!r}")
+        raise ConfigError(f"recipe: {expected}, got {name!r}{suggest(name, BUILTIN)}")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         # A missing dependency of the user's module is another error than an unknown recipe.
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise ConfigError(f"recipe: {expected}, got {name!r}: there is no module {error.name!r}") from None
+            raise ConfigError(
+                f"recipe: {expected}, got {name!r}: there is no module {error.name!r}{_suggest_module(error.name)}"
+            ) from None
         raise ConfigError(f"recipe: {name!r} cannot be imported: {error}; install what its module needs") from error
     except Exception as error:  # of any kind: the module is the user's
+        frame = traceback.extract_tb(error.__traceback__)[-1]  # of a SyntaxError, whose text has it, it is Python's
+        place = "" if isinstance(error, SyntaxError) else f"{frame.filename}:{frame.lineno}: "
         raise ConfigError(
-            f"recipe: {name!r} cannot be imported: {type(error).__name__}: {error}; correct its module"
+            f"recipe: {name!r} cannot be imported: {place}{type(error).__name__}: {error}; correct its module"
         ) from error
     found = getattr(module, attribute, None)
     if not isinstance(found, Recipe) and not (isinstance(found, type) and issubclass(found, Recipe)):
-        raise ConfigError(f"recipe: {expected}, got {name!r}, which is no Recipe in module {module_name}")
+        known = [name for name, each in vars(module).items() if isinstance(each, type) and issubclass(each, Recipe)]
+        raise ConfigError(
+            f"recipe: {expected}, got {name!r}, which is no Recipe in module {module_name}{suggest(attribute, known)}"
+        )
     return found
+
+
+def _suggest_module(missing: str) -> str:
+    """Return the end of an error about a module that is missing: the nearest of those beside it."""
+    package, _, name = missing.rpartition(".")
+    directories = getattr(sys.modules.get(package), "__path__", [""])  # the working directory
+    return suggest(name, [module.name for module in pkgutil.iter_modules(directories)])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
 from flyte_ddp.errors import FileChanged, StorageDenied, StorageUnavailable
-from flyte_ddp.storage.failures import Meaning, answer, describe, meaning_of, remedy_for
+from flyte_ddp.storage.failures import Meaning, answer, describe, is_full, meaning_of, remedy_for
 from flyte_ddp.storage.filesystem import open_filesystem
 from flyte_ddp.storage.uncached_file import UncachedFile
 from flyte_ddp.storage.urls import redact_url
@@ -255,9 +255,10 @@ class Storage:
                 left = deadline - time.monotonic()
                 # A part by chance, so that ranks which failed together do not come back together.
                 if left <= 0 or self.stop.wait(min(left, pause * _jitter.uniform(0.5, 1.0))):
+                    what = "is full" if is_full(error) else f"could not be reached for {self.timeout:g} s"
                     raise StorageUnavailable(
-                        f"{self.field}: {redact_url(self.url)} could not be reached for {self.timeout:g} s: "
-                        f"{describe(error)}"
+                        f"{self.field}: {redact_url(self.url)} {what}: {describe(error)}",
+                        is_full(error),
                     ) from None
                 pause = min(2 * pause, MAX_PAUSE)
             else:
@@ -326,7 +327,9 @@ def _note_outage(store: str, error: BaseException) -> None:
     with _lock:
         is_new = store not in _outages
         _outages.setdefault(store, time.monotonic())
-    if is_new:
+    if is_new and is_full(error):
+        logger.warning("the disk of %s is full: %s; waiting for space there", store, describe(error))
+    elif is_new:
         logger.warning("%s cannot be reached: %s; waiting for it", store, describe(error))
 
 

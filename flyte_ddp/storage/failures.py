@@ -94,6 +94,11 @@ def meaning_of(error: Exception, has_answered: bool) -> Meaning:
     return Meaning.AWAY
 
 
+def is_full(error: BaseException) -> bool:
+    """Return whether `error` says that a disk, or what its user may take of it, is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def remedy_for(error: Exception, is_local: bool) -> str:
     """Return what a user can do about `error`, which means DENIED.
 

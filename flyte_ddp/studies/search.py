@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.config.fields import Limits, check
+from flyte_ddp.config.fields import Limits, check, suggest
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.recipes import config_of
 
@@ -239,8 +239,11 @@ def _check_list(choices: list[Any], num_models: int) -> None:
 
 def _check_name(where: str, name: str) -> None:
     if not _is_field(name):
-        known = ", ".join(field.name for field in dataclasses.fields(TrainingConfig))
-        raise ConfigError(f"{where}: expected one of {known}, or {OPTION_PREFIX}NAME for a recipe option, got {name!r}")
+        known = [field.name for field in dataclasses.fields(TrainingConfig)]
+        raise ConfigError(
+            f"{where}: expected one of {', '.join(known)}, or {OPTION_PREFIX}NAME for a recipe option, "
+            f"got {name!r}{suggest(name, known)}"
+        )
 
 
 def _is_field(name: str) -> bool:

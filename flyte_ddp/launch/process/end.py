@@ -19,7 +19,8 @@ import time
 import traceback
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 LIBRARIES = (sysconfig.get_path("stdlib"), "site-packages", "dist-packages")  # in the paths of others' modules
 THREADS_GRACE = 1.0  # seconds for the threads of a program that has failed: they may wait for dead peers
@@ -61,7 +62,11 @@ def release_program() -> None:
     """Drop the program's modules, which calls `__del__` of what only they hold, and write what open files hold back."""
     threading.excepthook = lambda details: None  # daemon threads that run on find modules without contents
     _flush_files(is_last=False)  # the collection may finalize a file before the buffer that writes to it
-    names = [name for name, module in sys.modules.items() if _is_of_program(module)]
+    names = [
+        name
+        for name, module in sys.modules.items()
+        if isinstance(module, types.ModuleType) and is_of_program(vars(module))
+    ]
     modules = [weakref.ref(sys.modules.pop(name)) for name in names]
     gc.collect()  # `__del__` still finds the names of its module
     for module in modules:
@@ -87,11 +92,9 @@ def _flush_files(is_last: bool) -> None:
                 file.close()
 
 
-def _is_of_program(module: object) -> bool:
-    """Return whether `module` is the main one, or lies neither in Python's directories nor in this package."""
-    if not isinstance(module, types.ModuleType):
-        return False
-    name, file = vars(module).get("__name__"), vars(module).get("__file__")
+def is_of_program(module: Mapping[str, Any]) -> bool:
+    """Return whether a module with this dictionary is the main one, or neither of this package nor installed."""
+    name, file = module.get("__name__"), module.get("__file__")
     if name == "__main__":
         return True
     is_ours = isinstance(name, str) and name.partition(".")[0] == __name__.partition(".")[0]
