@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable
 from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
@@ -110,13 +111,14 @@ DRIVER_TASK: dict[str, Any] = {
 }
 
 
-def code_version() -> str:
-    """Return a hash of the code that decides what training does: the library, the user's recipes and torch's version.
+def code_version(packages: Iterable[str] = ()) -> str:
+    """Return a hash of the code that decides what training does: the library, `packages` and torch's version.
 
-    A recipe from elsewhere is not in it: the hash of its package travels with the prepared data.
+    A hash of the recipe's own files travels with the prepared data.
     """
-    code = digest_of(["flyte_ddp", *recipe_packages()])
+    code = digest_of(["flyte_ddp", *packages])
     return hashlib.sha256((version("torch") + code).encode()).hexdigest()[:16]
 
 
-TRAINING_CACHE = Cache(version=code_version(), ignored_inputs=("checkpoints",))
+# All recipes, because one may import others by computed names: a miss costs less than a wrong hit.
+TRAINING_CACHE = Cache(version=code_version(recipe_packages()), ignored_inputs=("checkpoints",))

@@ -168,12 +168,13 @@ def test_the_key_of_wandb_goes_to_tasks_that_use_it_and_nowhere_when_offline(pac
 
 
 def test_retries_preemption_caches_and_decks_fit_each_task(package):
+    from flyte_ddp.config.source_code import recipe_packages
     from tasks.resources import code_version
 
     for name, task in package.tasks.items():
         metadata = task.metadata
         # A change of the training code makes every cached result stale, and nothing else does.
-        assert metadata.discovery_version == (code_version() if metadata.discoverable else ""), name
+        assert metadata.discovery_version == (code_version(recipe_packages()) if metadata.discoverable else ""), name
         assert not (metadata.interruptible and not metadata.retries.retries), f"{name}: preempted for good"
         if name in KNOWN:
             expected = KNOWN[name]

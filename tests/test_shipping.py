@@ -281,25 +281,34 @@ def test_a_process_with_other_code_than_registered_fails(checkout):
     assert f"code: expected the version {registered[:8]}, which was registered, got " in done.stderr
 
 
-def test_a_change_anywhere_in_a_recipes_package_is_another_version_of_the_data(tmp_path, monkeypatch):
+def test_a_change_of_what_a_recipe_imports_is_another_version_of_the_data(tmp_path, monkeypatch):
     """So it is for the cache of a training and for "unchanged": both compare what the prepared data note."""
     from flyte_ddp.recipes import get_recipe
-    from flyte_ddp.recipes.prepare import describe_data, prepare_data
+    from flyte_ddp.recipes.prepare import describe_data, prepare_data, recipe_version
 
     package = tmp_path / "orchard"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "net.py").write_text("WIDTH = 3\n")
+    (package / "nets").mkdir(parents=True)
+    for file in ("__init__.py", "nets/__init__.py", "neighbour.py", "nets/neighbour.py"):
+        (package / file).touch()
+    (package / "nets" / "wide.py").write_text("from . import sizes\n")
+    (package / "nets" / "sizes.py").write_text("WIDTH = 3\n")
+    (package / "words.txt").write_text("apple")
     (package / "recipe.py").write_text(
-        "from flyte_ddp.recipes import Recipe\nfrom orchard.net import WIDTH\n\n\nclass Apples(Recipe):\n"
-        "    def prepare(self, source, directory):\n        return 'apples'\n"
+        "from flyte_ddp.recipes import Recipe\n\n\nclass Apples(Recipe):\n"
+        "    def prepare(self, source, directory):\n"
+        "        from orchard.nets.wide import sizes\n\n        return 'apples'\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    versions = set()
-    for name in ("one", "same", "other"):
-        if name == "other":
-            (package / "net.py").write_text("WIDTH = 4\n")
-        (tmp_path / name).mkdir()
-        prepare_data(get_recipe("orchard.recipe.Apples"), "", tmp_path / name)
-        versions.add(describe_data(tmp_path / name)["recipe_version"])
-    assert len(versions) == 2
+    versions = []
+    for number, changed in enumerate(["", "neighbour.py", "nets/neighbour.py"]):
+        if changed:
+            (package / changed).write_text("raise SystemExit\n")
+        (tmp_path / str(number)).mkdir()
+        prepare_data(get_recipe("orchard.recipe.Apples"), "", tmp_path / str(number))
+        versions.append(describe_data(tmp_path / str(number))["recipe_version"])
+    assert len(set(versions)) == 1
+    for changed in ("recipe.py", "__init__.py", "nets/__init__.py", "nets/wide.py", "nets/sizes.py", "words.txt"):
+        with open(package / changed, "a") as file:
+            file.write("\n# changed\n")
+        versions.append(recipe_version("orchard.recipe"))
+    assert len(set(versions)) == 7

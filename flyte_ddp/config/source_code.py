@@ -6,12 +6,13 @@ together. Imports no torch.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.util
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,38 @@ def source_files(packages: Iterable[str]) -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
+def imported_files(module: str, packages: Iterable[str]) -> dict[str, Path]:
+    """Return those of `source_files(packages)` that decide what `module` does, sorted by name.
+
+    These are its own file, those that it imports anywhere in it, directly or not, and every file that is no Python: it
+    may read one. A module that is imported by a name computed at run time is not found.
+    """
+    files = source_files(packages)
+    reached: set[str] = set()
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        path = name.replace(".", "/")
+        for file in {f"{path}.py", f"{path}/__init__.py"} & files.keys() - reached:
+            reached.add(file)
+            package = name if file.endswith("__init__.py") else name.rpartition(".")[0]
+            waiting += _imported_names(files[file], package)
+        if "." in name:
+            waiting.append(name.rpartition(".")[0])
+    return {name: file for name, file in files.items() if name in reached or file.suffix != ".py"}
+
+
+def _imported_names(file: Path, package: str) -> Iterator[str]:
+    """Yield the dotted names of all that a file of `package` imports; some may be names in a module."""
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            origin = ".".join([*above, *filter(None, [node.module])])
+            yield from (f"{origin}.{alias.name}" for alias in node.names)
+
+
 def files_below(directory: Path) -> dict[str, Path]:
     """Return the files in `directory` and below by their names relative to it, without hidden and compiled ones."""
     found: dict[str, Path] = {}
@@ -105,11 +138,12 @@ def files_below(directory: Path) -> dict[str, Path]:
 
 
 def digest_of(packages: Iterable[str], extra_files: Iterable[Path] = ()) -> str:
-    """Return a SHA-256 of the files of `packages` and their names.
+    """Return a SHA-256 of the files of `packages` and their names, as `digest_of_files`."""
+    return digest_of_files({**source_files(packages), **{file.name: file for file in extra_files}})
 
-    A package that is too large to be code alone counts by its Python files.
-    """
-    files = {**source_files(packages), **{file.name: file for file in extra_files}}
+
+def digest_of_files(files: Mapping[str, Path]) -> str:
+    """Return a SHA-256 of files and their names. What is too large to be code alone counts by its Python files."""
     if sum(file.stat().st_size for file in files.values()) > MAX_SIZE:
         files = {name: file for name, file in files.items() if file.suffix == ".py"}
     digest = hashlib.sha256()

@@ -11,7 +11,7 @@ import json
 import os
 from pathlib import Path
 
-from flyte_ddp.config.source_code import digest_of, packages_of
+from flyte_ddp.config.source_code import digest_of_files, imported_files, packages_of, source_files
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.storage import redact_url
@@ -46,9 +46,15 @@ def prepare_data(recipe: Recipe, source: str, directory: Path) -> None:
     note = {
         "description": description,
         "fingerprint": digest.hexdigest(),
-        "recipe_version": digest_of(packages_of(type(recipe).__module__)),
+        "recipe_version": recipe_version(type(recipe).__module__),
     }
     (directory / NOTE).write_text(json.dumps(note))
+
+
+def recipe_version(module: str) -> str:
+    """Return a SHA-256 of the library and of the files that decide what a recipe defined in `module` does."""
+    packages = set(packages_of(module)) - {"flyte_ddp"}
+    return digest_of_files({**source_files(["flyte_ddp"]), **imported_files(module, packages)})
 
 
 def describe_data(directory: str | os.PathLike[str]) -> dict[str, str]:
@@ -56,8 +62,8 @@ def describe_data(directory: str | os.PathLike[str]) -> dict[str, str]:
 
     Returns:
         "description": the data, in words; "fingerprint": a SHA-256 of all prepared files;
-        "recipe_version": a SHA-256 of all code that a run of the recipe ships: the library, the recipe's whole package
-        and the packages of recipes in settings.toml.
+        "recipe_version": a SHA-256 of the code that decides what the recipe does: the library, and what the recipe
+        imports of its own package and of the packages of recipes in settings.toml.
     """
     note: dict[str, str] = json.loads((Path(directory) / NOTE).read_text())
     return note
