@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ from flyte_ddp.storage import Storage
 from tests.test_policy import AWAY, DENIED, ECHO, KILLED, LOST, OOM_POD, SHAPES, STALLED, THEIRS
 
 NUM_STEPS = 20
+LEAVES = "leaves"  # what a node of `OwnPlace` announces in place of a fault
 
 
 class OwnPlace:
@@ -28,7 +30,7 @@ class OwnPlace:
     grace, larger, world_size = 5.0, 0, 1
 
     def __init__(self, *faults):
-        self.faults, self.weights, self.nodes = list(faults), [], [Node()]
+        self.faults, self.weights, self.nodes, self.commands = list(faults), [], [Node()], []
 
     def check(self, job):
         pass
@@ -46,6 +48,10 @@ class OwnPlace:
 
     def send(self, command):
         self.command = command
+        self.commands.append(command)
+
+    def can_do_without_leaving(self):
+        return True
 
     def explain(self, failure):
         return failure
@@ -58,11 +64,14 @@ class OwnPlace:
         (node,) = self.nodes
         if self.command.startswith(("stop", "kill")):
             message = {"kind": "end", "outcome": "stopped", "message": f"TERM at {self.step}", "reason": "TERM"}
-            return [(node, message)]
+            return (yield node, message)
         if self.step == self.resumed_step:
             yield node, {"kind": "event", "event": events.CheckpointLoaded(self.step, "")}
         if self.faults and self.faults[0][0] == self.step:
             _, failure = self.faults.pop(0)
+            if failure is LEAVES:
+                beat = {"step": self.step, "is_writing": False, "is_stoppable": False, "leaves_in": 30.0}
+                return (yield node, {"kind": "beat", **beat})
             if isinstance(failure, NodeLost):
                 return (yield node, {"kind": "lost", "why": str(failure), "cause": failure.cause})
             return (yield node, {"kind": "end", "outcome": "failed", "failure": failure.to_dict()})
@@ -87,6 +96,57 @@ def test_a_kind_of_node_of_ones_own_trains_and_resumes_to_the_same_weight(tmp_pa
     assert disturbed.weights == undisturbed.weights
     assert disturbed.faults == []
     assert undisturbed.weights[0] == pytest.approx(3, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "steps", [(0,), (0, 0), (7,), (7, 7), (7, 8, 9), (NUM_STEPS - 1,)], ids=lambda steps: "-".join(map(str, steps))
+)
+def test_a_node_that_announces_that_it_leaves_costs_no_step_and_no_restart(tmp_path, steps, caplog):
+    """Before the first step, on its way, again without progress, at each step, before the last one."""
+    undisturbed = OwnPlace()
+    train(undisturbed, tmp_path / "undisturbed")
+    place, seen = OwnPlace(*((step, LEAVES) for step in steps)), []
+    place.max_restarts = 0
+    train(place, tmp_path / "left", listeners=[SimpleNamespace(handle=seen.append, close=lambda error: None)])
+    assert place.weights == undisturbed.weights
+    ends = [(event.step, event.num_leaving, event.reason) for event in seen if isinstance(event, AttemptEnded)]
+    assert ends == [(step, 1, "this machine leaves") for step in steps]
+    starts = [f"step {step}" if step else "its first step" for step in steps]
+    assert all(each in caplog.text for each in starts)
+    assert "was lost" not in caplog.text
+
+
+def test_a_node_that_leaves_while_the_gang_ends_to_grow_leaves_its_ranks_less_time(tmp_path, caplog):
+    class Growing(OwnPlace):
+        larger = 2
+
+        def messages(self):
+            if self.command.startswith("stop") and self.faults:  # the ranks are about to end
+                self.faults.clear()
+                beat = {"step": self.step, "is_writing": True, "is_stoppable": True, "leaves_in": 30.0}
+                return [(self.nodes[0], {"kind": "beat", **beat})]
+            self.larger = 2 if self.faults else 0
+            return super().messages()
+
+    place = Growing((99, LEAVES))
+    place.grace = 600.0
+    train(place, tmp_path)
+    grow, leave = [command for command in place.commands if command.startswith("stop")]
+    assert grow == "stop 600 the gang grows from 1 to 2 nodes"
+    assert 28 < float(leave.split()[1]) < 29.1
+    assert leave.endswith(" this machine leaves")
+    assert "this machine leaves: the gang ended at step 1 and restarts from there" in caplog.text
+
+
+def test_a_save_that_the_store_does_not_take_in_time_leaves_the_checkpoint_before(tmp_path, scripted, caplog):
+    script = scripted([(None, 9, 7), ENOUGH])
+    script.leaving, script.reason = [Node()], "node 1 leaves"
+    with pytest.raises(TrainingStopped):
+        train(own_place(0), tmp_path)
+    assert (
+        "node 1 leaves: the gang ended at step 9 and restarts from step 7, because no later one was saved in time"
+        in caplog.text
+    )
 
 
 def test_a_run_is_stopped_with_the_place_to_resume(tmp_path):
@@ -121,7 +181,9 @@ class Scripted:
         error, self.step, kept = self.endings.pop(0)
         if kept:
             Storage(job.checkpoints).write(f"step-{kept:010d}.json", b"{}")
-        raise error
+        if error:
+            raise error
+        return False
 
     def ended(self, reason):
         return AttemptEnded(self.step, reason, 0.0)

@@ -199,6 +199,7 @@ def watch(monkeypatch):
             seen.pause = made._pause()
             return size
 
+        seen.watch = made
         return seen
 
     return make
@@ -315,3 +316,18 @@ def test_a_smaller_gang_still_shares_the_global_batch_evenly(tmp_path):
     job = Job(recipe_program("digits", dask_config(global_batch_size=24)), str(tmp_path), 0.0)
     assert place.usable_sizes(job.program, ClusterConfig(num_nodes=6, min_nodes=2)) == [6, 4, 3, 2]
     assert place.usable_sizes(job.program, ClusterConfig(num_nodes=6)) == [6]
+
+
+def test_a_gang_finds_replacements_for_workers_that_leave_it(watch, monkeypatch):
+    present = Present(("w-1",))
+    seen = watch(present, ["w-1", "w-2"], [2], not_before=1e9)
+    address = {name: worker(name, "10.0.0.1").address for name in ("w-1", "w-2", "w-3")}
+    assert seen(100) == 0  # a gang of full size needs nobody
+    seen.watch.replace(frozenset({address["w-2"]}))
+    present.names = ("w-1", "w-2", "w-3")
+    assert [seen(110), seen(110 + growth.REPLACEMENT_DELAY - 0.1)] == [0, 0]
+    assert present.prepared == [address["w-3"]]  # while the gang still trains
+    assert seen(110 + growth.REPLACEMENT_DELAY) == 2
+    assert seen.members == {address["w-1"], address["w-3"]}
+    seen.watch.replace(frozenset({address["w-1"], address["w-2"]}))  # another one leaves
+    assert seen(130) == 0

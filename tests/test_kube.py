@@ -202,6 +202,7 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
                                 *GANG_SETTINGS,
                                 *TLS_SETTINGS,
                                 {"name": "DASK_SCHEDULER_ADDRESS", "value": "tls://ddp-x-00000000-0-scheduler:8786"},
+                                {"name": "FLYTE_DDP_TERMINATION_GRACE", "value": "60"},
                                 {"name": "NCCL_DEBUG", "value": "INFO"},
                             ],
                             "envFrom": [{"secretRef": {"name": "storage"}}],
@@ -219,6 +220,7 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
                         TEMPORARY_VOLUME,
                         CERTIFICATE_VOLUME,
                     ],
+                    "terminationGracePeriodSeconds": 60,
                     "topologySpreadConstraints": [
                         {
                             "maxSkew": 1,
@@ -370,6 +372,7 @@ def test_a_pod_template_is_merged_by_name() -> None:
         tls=False,
         pod_template={
             "topologySpreadConstraints": None,
+            "terminationGracePeriodSeconds": 45,
             "securityContext": {"fsGroup": 1000},
             "containers": [
                 {
@@ -387,7 +390,8 @@ def test_a_pod_template_is_merged_by_name() -> None:
     assert "topologySpreadConstraints" not in pod
     assert pod["securityContext"] == {**POD_SECURITY, "fsGroup": 1000}
     assert [each["value"] for each in worker["env"] if each["name"] == "DASK_DISTRIBUTED__WORKER__DAEMON"] == ["True"]
-    assert len(worker["env"]) == len(GANG_SETTINGS)
+    assert pod["terminationGracePeriodSeconds"] == 45
+    assert worker["env"][len(GANG_SETTINGS) :] == [{"name": "FLYTE_DDP_TERMINATION_GRACE", "value": "45"}]
     assert worker["args"][:2] == ["dask", "worker"]
     assert [mount["mountPath"] for mount in worker["volumeMounts"]] == ["/dev/shm", "/tmp", "/scratch"]
     assert sidecar == {"name": "sidecar", "image": "sidecar"}
@@ -443,6 +447,7 @@ def test_an_invalid_value_is_refused_with_the_expected_one(field: str, value: ob
         ("worker_cpus", 0, "a finite number above 0 (cores), got 0"),
         ("worker_cpus", float("nan"), "a finite number above 0 (cores), got nan"),
         ("idle_timeout", 5, "a finite number of at least 60 (seconds), got 5"),
+        ("termination_grace", 5, "a finite number of at least 10 (seconds), got 5"),
         ("image_pull_policy", "Sometimes", "one of IfNotPresent, Always, Never, got 'Sometimes'"),
         ("gpu_resource", "", "a resource name such as nvidia.com/gpu, got ''"),
         ("labels", ["gpu"], "an object with strings as keys, got ['gpu']"),

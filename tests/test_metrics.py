@@ -33,7 +33,12 @@ def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
     server = MetricsServer(0)
     run = server.follow(2, recipe="digits", run='f1-"n1"')
     try:
-        assert scrape(server)[1] == {"flyte_ddp_attempt": 2, "flyte_ddp_restarts_total": 0, "flyte_ddp_finished": 0}
+        assert scrape(server)[1] == {
+            "flyte_ddp_attempt": 2,
+            "flyte_ddp_restarts_total": 0,
+            "flyte_ddp_announced_losses_total": 0,
+            "flyte_ddp_finished": 0,
+        }
         for event in whole_run():
             run.handle(event)
         run.handle(CheckpointSaved(13, "file:///c/13.json", False, 0.1))  # the store does not have it
@@ -66,7 +71,10 @@ def test_promtool_accepts_names_help_and_values_of_all_figures():
         for event in (*whole_run(), dataclasses.replace(reported(12), values={"loss": float("nan")})):
             run.handle(event)
         text = scrape(server)[0]
-        assert set(re.findall("^# TYPE (.*) counter$", text, re.M)) == {"flyte_ddp_restarts_total"}
+        assert set(re.findall("^# TYPE (.*) counter$", text, re.M)) == {
+            "flyte_ddp_restarts_total",
+            "flyte_ddp_announced_losses_total",
+        }
         promtool("check", "metrics", stdin=text)
     finally:
         server.close()

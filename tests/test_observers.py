@@ -37,6 +37,7 @@ from flyte_ddp.events import (
 from flyte_ddp.events.kinds import Timed
 from flyte_ddp.launch.dispatch import Dispatcher
 from flyte_ddp.observers.history import HistoryFile
+from flyte_ddp.observers.metrics import RunFigures
 from flyte_ddp.observers.progress_bar import ProgressBar
 from tests.support.short_run import (
     epoch_finished,
@@ -244,6 +245,27 @@ def test_the_wall_time_is_what_it_went_to(tmp_path: Path) -> None:
     last = json.loads((tmp_path / "history.jsonl").read_text().splitlines()[-1])
     assert (last.pop("event"), TimeSpent(**{name: last[name] for name in spent.parts()})) == ("TimeSpent", spent)
     assert RunState.of(read_history(tmp_path / "history.jsonl")).time_spent() == spent
+
+
+def test_the_time_and_number_of_announced_losses_are_counted_apart_from_restarts() -> None:
+    """A node leaves after step 2, and 6 s later its replacement is there; then a rank is killed."""
+    told = [
+        *(AttemptStarted(2, 1000.0, 0.0), started(), loaded(), reported(2), CheckpointSaved(2, "/c/2.pt", False, 0.0)),
+        *(AttemptEnded(2, "node 1 leaves", idle_seconds=1.0, num_leaving=1), AttemptStarted(2, 1000.0, 6.0)),
+        *(started(), loaded(2), reported(3), AttemptEnded(3, "a rank was killed", 0.0), AttemptStarted(2, 1000.0, 0.0)),
+        *(started(), loaded(2), reported(3)),
+    ]
+    times = [1000, 1000, 1000, 1002, 1002, 1003, 1009, 1011, 1011, 1012, 1012, 1013, 1014, 1014, 1016]
+    state = RunState.of(_stamped(told, times))
+    assert (state.num_starts, state.num_announced_losses) == (3, 1)
+    assert state.time_spent() == TimeSpent(
+        stepping=2.0 + 2.0, announced_losses=1.0 + 2.0, waiting_for_nodes=6.0, restarting=1.0 + 1.0, redone_steps=1.0
+    )
+    figures = RunFigures({})
+    for event in told:
+        figures.handle(event)
+    counted = figures.values()
+    assert (counted["flyte_ddp_restarts_total"], counted["flyte_ddp_announced_losses_total"]) == (1, 1)
 
 
 def test_time_between_two_processes_of_a_run_is_no_wait() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from flyte_ddp.config.fields import check_names, field, validate
 from flyte_ddp.errors import ConfigError
 
+GRACE_VARIABLE = "FLYTE_DDP_TERMINATION_GRACE"  # of a worker: seconds from SIGTERM until it is killed
 ADDRESS_VARIABLE = "DASK_SCHEDULER_ADDRESS"  # set by Dask's own tools, and in a task by Flyte's Dask plugin
 
 # Dask settings that a gang needs, for every kind of cluster; for dask.config.set and for the environment.
@@ -84,6 +85,12 @@ class KubernetesConfig:
         minimum=60,
         unit="seconds",
         help="from the driver's last heartbeat until the operator deletes the cluster",
+    )
+    termination_grace: float = field(
+        60.0,
+        minimum=10,
+        unit="seconds",
+        help="from SIGTERM, as at a drain, until a worker is killed: for a last checkpoint and its upload",
     )
     autoscaled_nodes: bool = field(
         False, help="nodes are made on demand, so the preflight does not ask for one that fits"

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from flyte_ddp.events.kinds import (
+    AttemptEnded,
     CheckpointLoaded,
     CheckpointWritten,
     EpochFinished,
@@ -42,6 +43,7 @@ class RunState(Listener):
     predictions: PredictionsMade | None = None
     finished: RunFinished | None = None
     num_starts: int = 0
+    num_announced_losses: int = 0  # ends of a gang because nodes left, as they had announced
     num_checkpoints: int = 0  # written by this attempt, removed ones included
     _time: WallTime = field(default_factory=WallTime, init=False, repr=False, compare=False)
 
@@ -56,7 +58,9 @@ class RunState(Listener):
     def handle(self, event: Event) -> None:
         """Update the state with the next event of the run."""
         self._time.handle(event)
-        if isinstance(event, RunStarted):
+        if isinstance(event, AttemptEnded):
+            self.num_announced_losses += event.num_leaving > 0
+        elif isinstance(event, RunStarted):
             self.num_starts += 1
             self.started, self.loaded = event, None
         elif isinstance(event, CheckpointLoaded):

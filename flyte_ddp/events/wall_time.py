@@ -33,6 +33,7 @@ class TimeSpent:
     checkpoint_stalls: float = 0.0  # the training waited for a copy of its state; at the end for the last uploads
     waiting_for_nodes: float = 0.0
     restarting: float = 0.0  # from the launch, or from the last sign of progress before a failure, to the first step
+    announced_losses: float = 0.0  # from the last sign of progress before nodes left, as announced, to the next step
     redone_steps: float = 0.0  # all work that was lost with an attempt, because no checkpoint had it
 
     @property
@@ -55,6 +56,7 @@ class WallTime:
 
     def __init__(self) -> None:
         self.seconds = TimeSpent().parts()
+        self.pause = "restarting"  # what the time without steps goes to
         self.phase = "restarting"  # what the time since the last event goes to
         self.last = 0.0  # event, seconds since the epoch
         self.saved: list[tuple[int, dict[str, float]]] = []  # steps of this attempt's checkpoints, and the seconds then
@@ -64,22 +66,24 @@ class WallTime:
         if not event.at or isinstance(event, NOT_BOOKED):
             return
         if isinstance(event, AttemptStarted) and event.launched_at > self.last:
-            self.last, self.phase = event.launched_at, "restarting"  # another process: nobody waited in between
+            self.last, self.pause = event.launched_at, "restarting"  # another process: nobody waited in between
+            self.phase = self.pause
         elapsed = max(0.0, event.at - self.last) if self.last else 0.0
         self.last = max(self.last, event.at)
         self.seconds[self.phase] += elapsed
         if isinstance(event, AttemptStarted):
             self._move(min(event.waited_seconds, elapsed), self.phase, "waiting_for_nodes")
-            self.phase = "restarting"
+            self.phase = self.pause
         elif isinstance(event, AttemptEnded):
-            self._move(min(event.idle_seconds, elapsed), self.phase, "restarting")
-            self.phase = "restarting"
+            self.pause = "announced_losses" if event.num_leaving else "restarting"
+            self._move(min(event.idle_seconds, elapsed), self.phase, self.pause)
+            self.phase = self.pause
         elif isinstance(event, RunStarted):
             if not any(step for step, _ in self.saved):  # else the program says what it resumes from
                 self._start_training(0)
             self.phase = "stepping"
         elif isinstance(event, CheckpointLoaded):
-            self._move(elapsed, "stepping", "restarting")
+            self._move(elapsed, "stepping", self.pause)
             self._start_training(event.step)
         elif isinstance(event, EpochFinished):
             self._move(event.evaluation_seconds, "stepping", "evaluating")

@@ -19,6 +19,9 @@ from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.signals import StopRequest
 
 ECHO_GRACE = 3.0  # seconds in which the cause of a failure that looks like another's consequence may be reported
+TRAINING_SHARE = (
+    0.5  # of a leaving node's time, in which it trains until its replacement is there; the rest is for the save
+)
 LEAVE_RESERVE = 1.0  # seconds before a node is gone in which its ranks, if they have not ended, are killed
 KILL_TIMEOUT = KILL_GRACE + 2.0  # seconds for the nodes to confirm that their ranks are gone
 
@@ -32,6 +35,7 @@ class Node:
     worker: str = ""  # name of its Dask worker
     is_writing: bool = False  # rank 0 writes a checkpoint
     leaves_at: float = float("inf")  # monotonic: when it is gone, if it was told to go
+    trains_until: float = float("inf")  # monotonic: so long it may train on while the gang waits for its replacement
     outcome: str = ""  # done, stopped, failed, killed, broken or lost; "" while it runs
     stopped: TrainingStopped | None = None  # how it was stopped
 
@@ -64,6 +68,9 @@ class Nodes(Protocol):
     @property
     def larger(self) -> int:
         """The number of nodes of a larger gang that is possible now; 0 for none."""
+
+    def can_do_without_leaving(self) -> bool:
+        """Return whether the next attempt can start now without the nodes that leave: there are enough others."""
 
     def start(self, job: Job, num_restarts: int) -> None:
         """Start the ranks. Raises NodeLost if a node does not answer."""
@@ -141,11 +148,11 @@ class Attempt:
                 if stop.is_set() and not is_stopping:  # also while it grows
                     is_stopping = True
                     deadline = self._stop_nodes(stop.reason, stop.grace)
-                elif len(self.leaving) > num_leaving and not is_stopping:  # also while it grows, or another one leaves
+                elif not is_stopping and self._must_leave(num_leaving):
                     num_leaving = len(self.leaving)
                     grace = min(node.leaves_at for node in self.leaving) - LEAVE_RESERVE - time.monotonic()
                     deadline = min(deadline, self._stop_nodes(self.reason, max(0.0, grace)))
-                elif not self.larger and not num_leaving and self.is_stoppable and not is_stopping:
+                elif not self.larger and not self.leaving and self.is_stoppable and not is_stopping:
                     self.larger = self.nodes.larger
                     if self.larger:
                         deadline = self._stop_nodes(self.reason, self.nodes.grace)
@@ -164,6 +171,19 @@ class Attempt:
             raise NodeLost(f"nodes did not end in time after they were asked to, because {self.reason}", "")
         cause = find_cause(self.failures)
         raise cause if self.leaving else self.nodes.explain(cause)
+
+    def _must_leave(self, num_ordered: int) -> bool:
+        """Return whether the ranks have to end now, or sooner than they were told to, because of nodes that leave.
+
+        Args:
+            num_ordered: nodes because of which they were told to end already.
+        """
+        leaving = self.leaving
+        if len(leaving) <= num_ordered:
+            return False
+        is_ending = bool(num_ordered or self.larger)
+        is_time = time.monotonic() > min(node.trains_until for node in leaving)
+        return is_ending or is_time or self.nodes.can_do_without_leaving()
 
     @property
     def has_ended(self) -> bool:
@@ -199,8 +219,9 @@ class Attempt:
                 self._note_step(message["step"])
                 node.is_writing = message["is_writing"]
                 self.is_stoppable |= message["is_stoppable"]
-                if message["leaves_in"] is not None:
-                    node.leaves_at = min(node.leaves_at, time.monotonic() + message["leaves_in"])
+                if (seconds := message["leaves_in"]) is not None and not node.is_leaving:
+                    node.leaves_at = time.monotonic() + seconds
+                    node.trains_until = node.leaves_at - (1 - TRAINING_SHARE) * seconds
             elif kind == "event":
                 self._note_step(getattr(message["event"], "step", 0))
                 self.emit(message["event"])

@@ -92,6 +92,9 @@ class LocalNodes:
         self._stack = contextlib.ExitStack()
         self._thread: threading.Thread | None = None
 
+    def can_do_without_leaving(self) -> bool:
+        return False  # this machine never announces that it leaves: its driver is stopped
+
     def start(self, job: Job, num_restarts: int) -> None:
         """Start the ranks.
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Metric, start_http_server
 from prometheus_client.registry import Collector
 
-from flyte_ddp.events import Event, RunStarted
+from flyte_ddp.events import AttemptEnded, Event, RunStarted
 
 PORT_VARIABLE = "FLYTE_DDP_METRICS_PORT"  # set by registration; nothing is served without it
 PORT_NAME = "metrics"  # of that port in the task's pod, by which deploy/alerts.yaml finds it
@@ -29,6 +29,7 @@ METRICS = {
     "flyte_ddp_checkpoint_step": ("checkpoint_step", "step of the newest checkpoint that the store has; 0 for none"),
     "flyte_ddp_checkpoint_copied_step": ("checkpoint_copied_step", "step of the newest state copied for a checkpoint"),
     "flyte_ddp_restarts_total": ("restarts_total", "restarts of the ranks in this attempt of the task"),
+    "flyte_ddp_announced_losses_total": ("announced_losses_total", "ends of a gang because nodes left, as announced"),
     "flyte_ddp_attempt": ("attempt", "number of this attempt of the task, from 0"),
     "flyte_ddp_last_event_timestamp_seconds": ("last_event_timestamp_seconds", "when rank 0 last reported anything"),
     "flyte_ddp_finished": ("finished", "1 when the run has ended well"),
@@ -49,7 +50,8 @@ class RunFigures:
         self.labels = labels
         self.is_open = True
         self._values: dict[str, float] = {"attempt": attempt, "finished": 0}
-        self._num_restarts = -1
+        self._num_restarts = -1  # those after an announced loss included
+        self._num_announced = 0
         self._lock = threading.Lock()
 
     def handle(self, event: Event) -> None:
@@ -59,7 +61,9 @@ class RunFigures:
         position = {"step": figures.step, "epoch": figures.epoch}
         found |= {name: value for name, value in position.items() if value is not None}
         with self._lock:
-            if isinstance(event, RunStarted):
+            if isinstance(event, AttemptEnded):
+                self._num_announced += event.num_leaving > 0
+            elif isinstance(event, RunStarted):
                 self._num_restarts = max(self._num_restarts + 1, event.num_restarts)
                 found["checkpoint_step"] = self._values.get("checkpoint_step", 0)
                 found["checkpoint_copied_step"] = found["checkpoint_step"]  # the ranks that wrote another are gone
@@ -68,7 +72,8 @@ class RunFigures:
     def values(self) -> dict[str, float]:
         """Return all metrics that are known, by name."""
         with self._lock:
-            known = {**self._values, "restarts_total": max(0, self._num_restarts)}
+            num_restarts = max(0, self._num_restarts - self._num_announced)
+            known = {**self._values, "restarts_total": num_restarts, "announced_losses_total": self._num_announced}
         return {name: known[figure] for name, (figure, _) in METRICS.items() if figure in known}
 
     def close(self, error: BaseException | None) -> None:

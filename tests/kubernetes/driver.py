@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import socket
 import sys
 import tempfile
@@ -16,15 +17,20 @@ import threading
 import time
 from typing import Any
 
+import cloudpickle  # type: ignore[import-untyped]
+
 from flyte_ddp import events
 from flyte_ddp.cluster.config import cluster_config
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.config import resolve
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.dask.place import DaskPlace
-from flyte_ddp.launch.process.programs import Job, recipe_program
+from flyte_ddp.launch.process.programs import Job, Program, recipe_program
+from flyte_ddp.launch.run import _Call
 from flyte_ddp.recipes import get_recipe
 from tests.support.runs import new_run
+
+FUNCTION = "count_steps"
 
 _speaks = threading.Lock()  # the launcher's log and the listeners' events come from different threads
 
@@ -55,21 +61,47 @@ def prepared(directory: str, recipe: str) -> str:
     return str(new_run(directory, recipe).data())
 
 
+def count_steps(num_steps: int) -> int:
+    """A function that saves nothing until it is asked to stop."""
+    import torch
+    import torch.distributed as dist
+
+    from flyte_ddp import session
+
+    dist.init_process_group("gloo")
+    done = (session.load() or {"done": 0})["done"]
+    while done < num_steps and not session.stop_requested:
+        time.sleep(float(os.environ["STEP_SECONDS"]))
+        one = torch.ones(1) / dist.get_world_size()
+        dist.all_reduce(one)
+        done += round(one.item())
+        session.report(step=done)
+    if done < num_steps:
+        session.save({"done": done}, done)
+    return done
+
+
+def program_of(run: dict[str, Any]) -> Program:
+    if run["recipe"] == FUNCTION:
+        call = cloudpickle.dumps(_Call(count_steps, (run["config"]["num_steps"],)))
+        return Program(FUNCTION, call, ("tests",))
+    return recipe_program(run["recipe"], resolve(get_recipe(run["recipe"]).defaults, run["config"]))
+
+
 def main() -> None:
     """Train as the argument describes: `cluster` (fields of ClusterConfig), and `runs`, each with its `name`, `recipe`,
-    `checkpoints` (URL) and `config` (fields of TrainingConfig)."""
+    `checkpoints` (URL) and `config` (fields of TrainingConfig). The recipe `FUNCTION` is `count_steps`."""
     logging.getLogger("flyte_ddp").addHandler(LogHandler())
     logging.getLogger("flyte_ddp").setLevel(logging.INFO)
     arguments = json.loads(sys.argv[1])
     cluster, run_name = cluster_config(arguments["cluster"]), socket.gethostname()
     with tempfile.TemporaryDirectory() as directory, open_cluster(cluster, run_name) as client:
         for each in arguments["runs"]:
-            config = resolve(get_recipe(each["recipe"]).defaults, each["config"])
-            job = Job(recipe_program(each["recipe"], config), each["checkpoints"], time.time())
+            data = functools.partial(prepared, f"{directory}/{each['name']}", each["recipe"])
             driver.run(
-                job,
+                Job(program_of(each), each["checkpoints"], time.time()),
                 DaskPlace(client, cluster, run_name),
-                data=functools.partial(prepared, f"{directory}/{each['name']}", each["recipe"]),
+                data=None if each["recipe"] == FUNCTION else data,
                 listeners=[Listener(each["name"])],
                 relay=lambda line: say(line=line),
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -18,13 +19,20 @@ import pytest
 import torch
 
 from tests.kubernetes.conftest import IMAGE, ROOT, Namespace, apply, eventually, kubectl, small_cluster
+from tests.kubernetes.driver import FUNCTION
 from tests.kubernetes.store import Store
 
 RECIPE = "tests.support.recipes.Dropping"
 WITHOUT_DROPOUT = "tests.support.recipes.Tiny"  # dropout's draws depend on the number of ranks
 STEPS_PER_EPOCH = 25
 CONFIG = {"epochs": 2, "global_batch_size": 4, "checkpoint_interval": 2}
-SPLIT = {"bereaved"}  # the runs that split their state among the ranks; the others train with DDP
+# What differs in a run. One that loses a worker that is told to go has no checkpoint before that.
+SEES_NO_CHECKPOINT = {"checkpoint_interval": 1000}
+CONFIGS = {
+    "bereaved": {"parallel": "fsdp", **SEES_NO_CHECKPOINT},
+    "drained": SEES_NO_CHECKPOINT,
+    "counted": {"num_steps": 60},
+}
 STEP_SECONDS = "0.4"  # an epoch is long enough to be met in the middle
 ALONE_SECONDS = "4"  # of a step on one node: a mended node is there before the run is finished
 # Files for the driver that the image does not have: the tests' own code, and this checkout's version of the package.
@@ -42,6 +50,7 @@ ONE_WORKER_TO_A_NODE = {
         }
     }
 }
+KILL_UNANNOUNCED = "kill -KILL $(cat /proc/1/task/1/children)"  # in a container
 DEATH_NOTICED = 20  # seconds
 STORE_OUTAGE = 60  # seconds
 PATIENT = 90  # seconds of silence that a busy machine may cause, where silence is not what a test is about
@@ -79,6 +88,21 @@ class Driver:
         self.wait_for_step(run, 3)
         eventually(lambda: store.checkpoint_steps(run), 180, f"a checkpoint of {run}")
 
+    def departures(self) -> list[dict[str, Any]]:
+        """Its log lines about workers that were told to go."""
+        return [each for each in self.records() if "leaves: the gang ended" in each.get("log", "")]
+
+    def steps(self, run: str) -> list[int]:
+        return [each["step"] for each in self.records(run=run, event="Reported")]
+
+    def print_pause(self, run: str, told_at: float) -> None:
+        """Print, as -rP shows it, how long a run that was told of a departure made no step."""
+        times = [each["at"] for each in self.records(run=run, event="Reported")]
+        before, after = max(each for each in times if each < told_at), min(each for each in times if each > told_at + 2)
+        gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+        print(f"{run}: from the notice to the next start's step {after - told_at:.1f} s, longest gap {max(gaps):.1f} s")
+        assert before < after
+
     def losses_of_gang(self) -> list[dict[str, Any]]:
         """Its log lines about gangs that were lost."""
         return [each for each in self.records() if "the gang was lost" in each.get("log", "")]
@@ -111,12 +135,12 @@ def code(namespace: Namespace) -> None:
 def start(namespace: Namespace, store: Store, code: None) -> Callable[..., Driver]:
     """start(pod, *runs, **cluster): a driver that trains `runs` in turn; each is stored under its name."""
 
-    def start(pod: str, *runs: str, recipe: str = RECIPE, **cluster: Any) -> Driver:
-        configs = {run: CONFIG | ({"parallel": "fsdp"} if run in SPLIT else {}) for run in runs}
+    def start(pod: str, *runs: str, recipe: str = RECIPE, alone_seconds: str = ALONE_SECONDS, **cluster: Any) -> Driver:
+        configs = {run: CONFIGS.get(run, {}) if recipe == FUNCTION else CONFIG | CONFIGS.get(run, {}) for run in runs}
         orders = {
             "cluster": small_cluster(
                 image="",  # as of the driver's own pod
-                env={"STEP_SECONDS": STEP_SECONDS, "ALONE_SECONDS": ALONE_SECONDS},
+                env={"STEP_SECONDS": STEP_SECONDS, "ALONE_SECONDS": alone_seconds},
                 **cluster,
             ),
             "runs": [
@@ -165,11 +189,11 @@ class Bereaved:
 
 @pytest.fixture(scope="module")
 def bereaved(start: Callable[..., Driver], namespace: Namespace, store: Store) -> Bereaved:
-    apart = {"pod_template": ONE_WORKER_TO_A_NODE, "worker_cpus": 0.9}
-    driver = start("bereaved", "undisturbed", "bereaved", **apart, node_timeout=PATIENT)
+    # Nothing keeps its replacement from the other node, so it comes while the deleted one still trains.
+    driver = start("bereaved", "undisturbed", "bereaved", node_timeout=PATIENT)
     driver.wait_for_step("undisturbed", 3)
     pods = driver.pods("worker")
-    driver.wait_for_checkpoint("bereaved", store)
+    driver.wait_for_step("bereaved", 5)
     deleted_at = time.time()
     namespace.kubectl("delete", "pod", pods[0]["metadata"]["name"], "--wait=false")
     driver.succeeded()
@@ -188,15 +212,17 @@ def test_two_pods_on_two_nodes_give_the_weights_of_two_local_processes(
     assert store.keys["AWS_SECRET_ACCESS_KEY"] not in bereaved.driver.namespace.log(bereaved.driver.pod)
 
 
-def test_a_deleted_worker_pod_of_a_split_model_costs_only_time(bereaved: Bereaved, store: Store) -> None:
-    (lost,) = bereaved.driver.losses_of_gang()
-    assert lost["at"] - bereaved.deleted_at < DEATH_NOTICED
-    assert [each["world_size"] for each in bereaved.driver.records(run="bereaved", event="RunStarted")] == [2, 2]
-    first, second = bereaved.driver.records(run="bereaved", event="CheckpointLoaded")
+def test_a_deleted_worker_pod_of_a_split_model_costs_no_step(bereaved: Bereaved, store: Store) -> None:
+    driver = bereaved.driver
+    (left,) = driver.departures()
+    assert left["at"] - bereaved.deleted_at < 2 * DEATH_NOTICED
+    assert driver.losses_of_gang() == []
+    assert [each["world_size"] for each in driver.records(run="bereaved", event="RunStarted")] == [2, 2]
+    first, second = driver.records(run="bereaved", event="CheckpointLoaded")
     assert first["step"] == 0
-    assert 0 < second["step"] < STEPS_PER_EPOCH, "it was not met in mid-epoch"
-    next_step = bereaved.driver.records(run="bereaved", event="Reported", step=second["step"] + 1)[-1]
-    print(f"from the deletion of the pod to the next step: {next_step['at'] - bereaved.deleted_at:.1f} s")  # by -rP
+    assert 5 < second["step"] < 2 * STEPS_PER_EPOCH
+    assert driver.steps("bereaved") == list(range(1, 2 * STEPS_PER_EPOCH + 1)), "a step was done again"
+    driver.print_pause("bereaved", bereaved.deleted_at)
     torch.testing.assert_close(store.state("bereaved"), store.state("undisturbed"))
 
 
@@ -211,7 +237,7 @@ def test_store_outages_in_mid_training_and_at_a_restart_cost_only_time(
             gone_at = time.time()
             step = driver.records(run=run, event="Reported")[-1]["step"]
             driver.wait_for(run=run, event="Reported", step=step + 4)  # the training does not wait for the store
-            namespace.kubectl("delete", "pod", pod, "--wait=false")
+            namespace.kubectl("exec", pod, "--", "bash", "-c", KILL_UNANNOUNCED)
             time.sleep(max(0.0, gone_at + STORE_OUTAGE - time.time()))
             assert namespace.phase(driver.pod) == "Running", namespace.log(driver.pod)
         driver.wait_for(run=run, event="RunFinished")
@@ -235,6 +261,40 @@ def reserved_for_workers(node: str) -> Iterator[dict[str, Any]]:
         yield {"pod_template": {**ONE_WORKER_TO_A_NODE, "tolerations": tolerations}}
     finally:
         kubectl("taint", "node", node, f"{taint}-")
+
+
+def test_a_drained_node_costs_a_recipe_and_a_function_no_step_and_they_grow_back(
+    start: Callable[..., Driver], namespace: Namespace, store: Store, finished_run: Callable[..., Any]
+) -> None:
+    node = kubectl("get", "nodes", "--output", "jsonpath={.items[*].metadata.name}").split()[-1]
+    elastic = {"min_nodes": 1, "grow_delay": 5, "grow_interval": 0, "alone_seconds": "1", "node_timeout": PATIENT}
+    with reserved_for_workers(node) as placement:
+        driver = start("drained", "drained", recipe=WITHOUT_DROPOUT, **elastic, **placement)
+        driver.wait_for_step("drained", 5)
+    told_at = time.time()
+    ours = f"--pod-selector=dask.org/cluster-name={namespace.clusters()[0]},dask.org/component=worker"
+    try:
+        kubectl("drain", node, ours, "--delete-emptydir-data", "--timeout=120s")
+        print(f"the node was empty after {time.time() - told_at:.1f} s")
+    finally:
+        kubectl("uncordon", node)
+    driver.succeeded()
+    driver.print_pause("drained", told_at)
+    assert len(driver.departures()) == 1
+    assert driver.losses_of_gang() == []
+    assert [each["world_size"] for each in driver.records(run="drained", event="RunStarted")] == [2, 1, 2]
+    assert driver.steps("drained") == list(range(1, 2 * STEPS_PER_EPOCH + 1)), "a step was lost or done again"
+    torch.testing.assert_close(store.state("drained"), finished_run("Tiny", 2, **CONFIG).state())
+
+    driver = start("counted", "counted", recipe=FUNCTION, **elastic)
+    driver.wait_for_step("counted", 5)
+    told_at = time.time()
+    namespace.kubectl("delete", "pod", driver.pods("worker")[0]["metadata"]["name"], "--wait=false")
+    driver.succeeded()
+    driver.print_pause("counted", told_at)
+    assert len(driver.departures()) == 1
+    assert [each["world_size"] for each in driver.records(run="counted", event="RunStarted")] == [2, 1, 2]
+    assert driver.steps("counted") == list(range(1, CONFIGS["counted"]["num_steps"] + 1))
 
 
 def test_a_run_shrinks_without_a_silent_node_and_grows_back_when_it_is_mended(
@@ -301,7 +361,7 @@ def test_a_deleted_driver_pod_leaves_a_checkpoint_to_resume_from_and_no_cluster(
     loaded = driver.wait_for(run="stopped", event="CheckpointLoaded")
     assert loaded["step"] == last > 0
     # Not by a deletion without grace: that, too, begins with a SIGTERM, on which the driver deletes the cluster itself.
-    namespace.kubectl("exec", "second", "--", "bash", "-c", "kill -KILL $(cat /proc/1/task/1/children)")
+    namespace.kubectl("exec", "second", "--", "bash", "-c", KILL_UNANNOUNCED)
     namespace.wait_for_end("second")
     assert len(namespace.clusters()) == 1
     namespace.kubectl("delete", "pod", "second")

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from flyte_ddp.cluster.config import ClusterConfig, dask_config
+from flyte_ddp.cluster.config import GRACE_VARIABLE, ClusterConfig, dask_config
 
 GROUP, VERSION, PLURAL = "kubernetes.dask.org", "v1", "daskclusters"
 POLICY_GROUP, POLICY_PLURAL = "networking.k8s.io", "networkpolicies"
 CERTIFICATE_MOUNT = "/etc/flyte-ddp-tls"  # in scheduler and workers
 MANAGED_BY = {"app.kubernetes.io/managed-by": "flyte-ddp"}
-# A worker that is moved costs the steps since the last checkpoint, and a scheduler the whole attempt.
+# A worker that is moved costs the start of a gang, a scheduler its own besides: an autoscaler is not to pack them.
 KEEP_IN_PLACE = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
 KUEUE = "kueue.x-k8s.io"
 SCHEDULER_PORT, DASHBOARD_PORT = 8786, 8787
@@ -202,7 +202,11 @@ def _worker_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
     address = {"DASK_SCHEDULER_ADDRESS": f"tls://{scheduler_name(name)}:{SCHEDULER_PORT}"} if pods.tls else {}
     # No memory limit of Dask's: Dask would pause or kill a supervisor for the memory of its ranks.
     arguments = ["dask", "worker", "--name", "$(DASK_WORKER_NAME)", "--nthreads", "1", "--memory-limit", "0"]
-    pod = _pod(config, name, "worker", arguments, {}, {**address, **pods.env}, resources)
+    # The worker has to know how long it has for a last checkpoint.
+    grace = round(pods.pod_template.get("terminationGracePeriodSeconds") or pods.termination_grace)
+    variables = {**address, GRACE_VARIABLE: str(grace), **pods.env}
+    pod = _pod(config, name, "worker", arguments, {}, variables, resources)
+    pod["terminationGracePeriodSeconds"] = grace
     (container,) = pod["containers"]
     if pods.env_from_secrets:
         container["envFrom"] = [{"secretRef": {"name": secret}} for secret in pods.env_from_secrets]

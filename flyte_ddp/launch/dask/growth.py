@@ -1,4 +1,6 @@
-"""Watch for workers with which a gang could be larger, while it trains. Starts and ends nothing.
+"""Watch for workers with which a gang could be larger, or that replace those that leave it, while it trains.
+
+Starts and ends nothing.
 
 The watch asks only workers outside the gang, so it takes no time from the ranks.
 """
@@ -6,6 +8,7 @@ The watch asks only workers outside the gang, so it takes no time from the ranks
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +20,7 @@ from flyte_ddp.launch.dask.roll_call import RollCall
 from flyte_ddp.launch.failures import natural_key
 
 WATCH_INTERVAL = 0.5  # seconds between two looks at the workers outside the gang
+REPLACEMENT_DELAY = 5.0  # seconds for a replacement to import what its ranks need, while the gang still trains
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +57,8 @@ class GrowthWatch:
         self.check_nodes = check_nodes
         self.not_before = not_before
         self.grace = grace
-        self.members: frozenset[str] = frozenset()  # addresses of the workers of a larger gang, once it is possible
+        self.members: frozenset[str] = frozenset()  # addresses of the workers of the next gang, once it is possible
+        self.leaving: frozenset[str] = frozenset()  # addresses of workers of the gang that the next one goes without
         self._first_seen: dict[str, float] = {}  # when each idle worker was first seen, of those seen ever since
         self._prepared: set[str] = set()  # addresses of idle workers
         self._problem = ""  # the latest, to log each once
@@ -61,6 +66,14 @@ class GrowthWatch:
         self._thread = threading.Thread(target=self._run, name="growth", daemon=True)
         if len(gang) < sizes[0]:
             self._thread.start()
+
+    def replace(self, leaving: frozenset[str]) -> None:
+        """Look for workers in place of those of the gang that leave it, as soon as there are any."""
+        if leaving != self.leaving:
+            self.leaving, self.members = leaving, frozenset()
+            if not self._thread.is_alive() and not self._is_over.is_set():
+                self._thread = threading.Thread(target=self._run, name="growth", daemon=True)
+                self._thread.start()
 
     def close(self) -> None:
         """End the watch without waiting for what it just does; `members` stays."""
@@ -85,28 +98,41 @@ class GrowthWatch:
     def _pause(self) -> float:
         """Return the seconds until the next look: no later than a worker has been there for long enough."""
         now = time.monotonic()
-        due = [max(self.not_before, seen + self.config.grow_delay) for seen in self._first_seen.values()]
+        due = [max(self._not_before, seen + self._delay) for seen in self._first_seen.values()]
         return min([WATCH_INTERVAL, *(moment - now for moment in due if moment > now)])
+
+    @property
+    def _delay(self) -> float:
+        """For how many seconds a worker has been there before the gang takes it."""
+        return REPLACEMENT_DELAY if self.leaving else self.config.grow_delay
+
+    @property
+    def _not_before(self) -> float:
+        return -math.inf if self.leaving else self.not_before
+
+    @property
+    def _staying(self) -> list[Worker]:
+        return [each for each in self.gang if each.address not in self.leaving]
 
     def _find_members(self) -> frozenset[str]:
         """Return the addresses of the workers of the largest gang that is possible now; none if it is this one."""
-        own = {each.address for each in self.gang}
+        own, staying = {each.address for each in self.gang}, self._staying
         idle = [each for each in self.roll_call.present_workers(leave_out=own) if self._is_fit(each)]
         now = time.monotonic()
         self._first_seen = {each.address: self._first_seen.get(each.address, now) for each in idle}
         # The ones that came first, so that those that are prepared are those that join.
         idle.sort(key=lambda each: (self._first_seen[each.address], natural_key(each.name)))
         self._prepared &= {each.address for each in idle}
-        if now >= self.not_before - self.config.grow_delay:  # earlier, what is prepared would end before it is needed
+        if now >= self._not_before - self._delay:  # earlier, what is prepared would end before it is needed
             for each in self._newcomers(idle):
                 if each.address not in self._prepared and not self._is_over.is_set():
                     self._prepared.add(each.address)
                     self.prepare(each.address)
-        settled = [each for each in idle if now - self._first_seen[each.address] >= self.config.grow_delay]
+        settled = [each for each in idle if now - self._first_seen[each.address] >= self._delay]
         newcomers = self._newcomers(settled)
-        if not newcomers or now < self.not_before or self._is_over.is_set():
+        if not newcomers or now < self._not_before or self._is_over.is_set():
             return frozenset()
-        nodes = assign_nodes([*self.gang, *newcomers], len(own) + len(newcomers), self.config)
+        nodes = assign_nodes([*staying, *newcomers], len(staying) + len(newcomers), self.config)
         for node in nodes:
             if node.address not in own:
                 try:
@@ -118,8 +144,9 @@ class GrowthWatch:
 
     def _newcomers(self, workers: Sequence[Worker]) -> Sequence[Worker]:
         """Return those of `workers` with which the gang has the largest size that is possible with them."""
-        size = next((size for size in self.sizes if size <= len(self.gang) + len(workers)), 0)
-        return workers[: max(0, size - len(self.gang))]
+        num_staying = len(self._staying)
+        size = next((size for size in self.sizes if size <= num_staying + len(workers)), 0)
+        return workers[: max(0, size - num_staying)]
 
     def _is_fit(self, each: Worker) -> bool:
         if len(each.gpus) < self.config.gpus_per_node:

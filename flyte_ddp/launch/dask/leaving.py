@@ -17,7 +17,8 @@ from collections.abc import Callable
 import cloudpickle  # type: ignore[import-untyped]
 from distributed import Nanny, Worker
 
-GRACE_VARIABLE = "FLYTE_DDP_TERMINATION_GRACE"  # of a worker: seconds from SIGTERM to SIGKILL
+from flyte_ddp.cluster.config import GRACE_VARIABLE
+
 DEFAULT_GRACE = 30.0  # seconds, as Kubernetes has it
 CLOSE_RESERVE = 5.0  # seconds of the grace that the worker and its nanny need to close
 POLL_INTERVAL = 0.05  # seconds between two looks whether the ranks have ended

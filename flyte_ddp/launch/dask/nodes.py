@@ -89,6 +89,11 @@ class DaskNodes:
     def larger(self) -> int:
         return len(self.growth.members)
 
+    def can_do_without_leaving(self) -> bool:
+        leaving = frozenset(node.address for node in self.nodes if node.is_leaving)
+        self.growth.replace(leaving)
+        return len(self.nodes) - len(leaving) >= self.growth.sizes[-1] or bool(self.growth.members)
+
     def start(self, job: Job, num_restarts: int) -> None:
         """Put the code on the nodes, agree on where they meet, and start their supervisors."""
         self._name = f"{self.plugin}-{num_restarts}"

@@ -114,7 +114,9 @@ class DaskPlace:
         if self.pool:
             self.pool.release(self._latest.plugin)
         if previous.is_announced:
-            return frozenset(node.address for node in self._latest.nodes if not node.is_leaving), patience
+            leaving = {node.address for node in self._latest.nodes if node.is_leaving}
+            own = frozenset(node.address for node in self._latest.nodes)
+            return (self._latest.growth.members or own) - leaving, patience
         self._roll_call.silent |= {node.address for node in self._latest.nodes if node.is_silent}
         # Without the loss of a node the same ones go on: for a larger gang the watch waits.
         return frozenset(node.address for node in self._latest.nodes), patience

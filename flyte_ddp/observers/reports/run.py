@@ -264,7 +264,10 @@ class Report(Page):
             row("Peak memory per rank", ", ".join(f"{each / 2**20:,.0f} MiB" for each in peaks if each)),
             row("Parameters per rank", ", ".join(f"{each:,}" for each in finished.rank_num_parameters)),
             row("Launch to first step", duration(first_step) if first_step else ""),
-            row("Restarts of the gang", f"{state.num_starts - 1 or ''}", "in this attempt"),
+            row(
+                "Restarts of the gang", f"{state.num_starts - 1 - state.num_announced_losses or ''}", "in this attempt"
+            ),
+            row("Announced losses", f"{state.num_announced_losses or ''}", "of nodes, in this attempt"),
         ]
         data = [
             row("Data", started.data),
