@@ -18,7 +18,7 @@ from flyte_ddp.observers.reports.drawing import format_count, percent
 from flyte_ddp.recipes import config_of
 from flyte_ddp.storage import Storage
 from flyte_ddp.studies.results import FINISHED, OUTCOME, STOPPED_EARLY, TrialRun, build_table, find_best
-from flyte_ddp.studies.scaling import build_scaling_table
+from flyte_ddp.studies.scaling import build_scaling_table, by_world_size, estimate
 from flyte_ddp.studies.search import EarlyStopping, build_trials, expand_grid, expand_world_sizes
 from tasks.frame import FRAMED, check_initial_state, open_task_cluster, open_task_frame
 from tasks.inputs import ClusterInput, Grid, OptionalCluster, OptionalOverrides, TrainingOverrides, given
@@ -79,6 +79,7 @@ def check_scaling(
     batch_sizes_per_rank: list[int],
     sample_sizes: list[int],
     target_loss: float,
+    repeats: int,
     cluster: OptionalCluster,
 ) -> CheckedStudy:
     """Check every trial of the study before anything is prepared or started for the first."""
@@ -90,6 +91,7 @@ def check_scaling(
             batch_sizes_per_rank,
             sample_sizes,
             target_loss,
+            repeats,
         )
         return _check(recipe, config, choices, cluster)
 
@@ -263,11 +265,12 @@ class _Observer:
             for run in self.report.runs:
                 history.write(Storage(run.url).read(OUTCOME))
         for values, rows in study.series.items():
-            for row in rows:
-                name = ", ".join([format_count(row.world_size, "rank"), *([study.describe(values)] if values else [])])
+            for world_size, repeats in by_world_size(rows).items():
+                name = ", ".join([format_count(world_size, "rank"), *([study.describe(values)] if values else [])])
                 self.frame.say(
-                    f"{name}: {row.samples_per_second:,.0f} samples/s, "
-                    f"speed-up {row.speed_up:.2f}, efficiency {100 * row.efficiency:.0f} %"
+                    f"{name}: {estimate([row.samples_per_second for row in repeats]):,.0f} samples/s, "
+                    f"speed-up {estimate([row.speed_up for row in repeats]):.2f}, "
+                    f"efficiency {estimate([100 * row.efficiency for row in repeats]):.0f} %"
                 )
         outputs = ScalingOutputs(table, csv, self.frame.output("history.jsonl"), self.frame.saved_report())
         self.frame.say_outputs(results=csv, history=outputs.history, report=outputs.report)

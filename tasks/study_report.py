@@ -12,9 +12,9 @@ from typing import Any
 
 from flyte_ddp.observers.reports.drawing import percent
 from flyte_ddp.observers.reports.page import NOTHING, Page, draw, duration, row, shorten, tile
-from flyte_ddp.studies.plots import loss_panels, scaling_panels
+from flyte_ddp.studies.plots import loss_panels, parameter_panels, scaling_panels
 from flyte_ddp.studies.results import DONE, FAILED, RUNNING, STOPPED_EARLY, WAITING, TrialRun, find_best
-from flyte_ddp.studies.scaling import Study, started_of
+from flyte_ddp.studies.scaling import Estimate, Study, by_world_size, estimate, started_of
 from flyte_ddp.studies.search import BATCH_SIZE_PER_RANK, format_value
 
 MAX_ERROR = 300  # characters of a trial's error in the table
@@ -180,12 +180,17 @@ class StudyReport(Page):
 def _scaling_tiles(study: Study) -> list[dict[str, str]]:
     if not study.rows:
         return []
-    largest = max(study.rows, key=lambda each: each.world_size)
-    ranks = f"{largest.world_size} ranks"
+    sizes = by_world_size(next(iter(study.series.values())))
+    smallest, largest = min(sizes), max(sizes)
+    ranks = f"{largest} ranks"
+
+    def mean(name: str) -> Estimate:
+        return estimate([getattr(each, name) for each in sizes[largest]])
+
     return [
-        tile("Speed-up", f"{largest.speed_up:.2f} x", f"{ranks} over {min(each.world_size for each in study.rows)}"),
-        tile("Efficiency", f"{largest.efficiency:.0%}", f"of the ideal, {ranks}"),
-        tile("Waiting for gradients", f"{largest.wait_share:.0%}", f"of a step, {ranks}"),
+        tile("Speed-up", f"{mean('speed_up'):.2f} x", f"{ranks} over {smallest}"),
+        tile("Efficiency", f"{mean('efficiency'):.0%}", f"of the ideal, {ranks}"),
+        tile("Waiting for gradients", f"{mean('wait_share'):.0%}", f"of a step, {ranks}"),
     ]
 
 
@@ -194,9 +199,11 @@ def _facts(runs: Sequence[TrialRun], study: Study) -> list[dict[str, Any]]:
     started = [started_of(run) for run in runs if study.rows and run.state.started]
     if not started:
         return []
+    repeats = any(len(each) > 1 for rows in study.series.values() for each in by_world_size(rows).values())
     return [
         row("Device of each rank", started[0].device),
         row("CPU threads of each rank, the same in every trial", f"{started[0].num_threads}"),
+        *([row("Repeats", "means with their 95 % confidence intervals, by Student's t")] if repeats else []),
         row("Backend", next((each.backend for each in started if each.world_size > 1), started[0].backend)),
         row(f"{study.device_unit}-hours", f"{study.device_unit}s times hours of training, without evaluation"),
         row("Step time", "the median of the epochs' durations, divided by the steps of an epoch"),
@@ -216,6 +223,9 @@ def _charts(runs: Sequence[TrialRun], study: Study) -> list[tuple[str, str, list
     charts = [("Test loss over epochs", meaning, over_epochs), ("Test loss over elapsed time", meaning, over_time)]
     if len(over_epochs) == 1:
         charts = [("Test loss over epochs and over elapsed time", meaning, over_epochs + over_time)]
+    if not study.rows:
+        note = "of each trial, after its last epoch so far; the best have colors"
+        charts.append(("Test loss by hyperparameter", note, parameter_panels(runs)))
     charts.append(("Scaling", *scaling_panels(study)))
     return [(heading, note, draw(panels)) for heading, note, panels in charts if panels]
 

@@ -103,7 +103,9 @@ def test_a_killed_rank_costs_only_time_and_the_next_is_forked_from_the_same_serv
     assert [event.num_nodes for event in events_of(run, AttemptStarted)] == [2, 2]
     spent = events.RunState.of(run.events).time_spent()
     assert spent.wall == pytest.approx(run.events[-1].at - run.events[0].launched_at)
-    assert spent.restarting > lost.idle_seconds > 0  # the ranks' two starts, and until the first one's end was noticed
+    assert (
+        spent.restarting > lost.idle_seconds > 0
+    )  # the ranks' second start, and until the first one's end was noticed
     assert spent.stepping > 0.05 * 27 * 0.9
     before = [event.step for event in run.events[: run.events.index(second)] if isinstance(event, events.Reported)]
     assert (spent.redone_steps > 0) == (max(before) > second.step)  # a checkpoint may have come in time

@@ -227,7 +227,8 @@ def test_the_wall_time_is_what_it_went_to(tmp_path: Path) -> None:
         evaluating=0.5,
         checkpoint_stalls=0.5 + 4.0,
         waiting_for_nodes=7.0 + 30.0,
-        restarting=3.0 + 4.0 + 20.0 + 2.0 + 3.0,
+        starting=3.0 + 4.0,
+        restarting=20.0 + 2.0 + 3.0,
         redone_steps=1.0 + 2.0,
     )
     assert spent.wall == 89.0
@@ -271,7 +272,9 @@ def test_the_time_and_number_of_announced_losses_are_counted_apart_from_restarts
 def test_time_between_two_processes_of_a_run_is_no_wait() -> None:
     first = _stamped([AttemptStarted(1, 1000.0, 0.0), started(), loaded(), reported(4)], [1001, 1002, 1002, 1004])
     again = _stamped([AttemptStarted(1, 5000.0, 0.0), started(), loaded(), reported(1)], [5001, 5003, 5003, 5004])
-    assert RunState.of(first + again).time_spent() == TimeSpent(stepping=1.0, restarting=2.0 + 3.0, redone_steps=2.0)
+    assert RunState.of(first + again).time_spent() == TimeSpent(
+        stepping=1.0, starting=2.0, restarting=3.0, redone_steps=2.0
+    )
 
 
 def test_the_best_of_equally_accurate_epochs_has_the_lowest_test_loss() -> None:

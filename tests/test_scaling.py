@@ -20,7 +20,7 @@ from flyte_ddp.studies import plots, runner
 from flyte_ddp.studies.plots import loss_panels, scaling_panels
 from flyte_ddp.studies.results import FINISHED, RUNNING, WAITING, TrialRun
 from flyte_ddp.studies.runner import check_trials, resize_cluster
-from flyte_ddp.studies.scaling import Study, build_scaling_table
+from flyte_ddp.studies.scaling import Study, build_scaling_table, by_world_size, estimate
 from flyte_ddp.studies.search import Trial, build_trials, expand_world_sizes
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides
 from tasks.study_report import StudyReport
@@ -64,6 +64,33 @@ def test_speed_up_and_efficiency_are_over_the_smallest_world_size():
     two, four = Study([run_of(4, 0.05), run_of(2, 0.08)]).rows
     assert (two.speed_up, two.efficiency) == (1, 1)
     assert (four.speed_up, four.efficiency) == pytest.approx((1.6, 0.8))
+
+
+def test_repeats_are_one_point_with_the_interval_of_students_t():
+    runs = [run_of(size, seconds) for size, seconds in ((1, 0.1), (1, 0.1), (2, 0.05), (2, 0.0625))]
+    for number, run in enumerate(runs):
+        run.trial.values["seed"] = number % 2
+    study = Study(runs)
+    assert list(study.series) == [()]  # the seed is none of what is compared
+    assert [row.speed_up for row in study.rows] == pytest.approx([1, 1, 2, 1.6])
+    points = by_world_size(study.rows)
+    assert [len(rows) for rows in points.values()] == [2, 2]
+    speed_up = estimate([row.speed_up for row in points[2]])
+    # scipy.stats.t.interval(0.95, 1, numpy.mean([2, 1.6]), scipy.stats.sem([2, 1.6])) is 1.8 -+ 2.5412
+    assert (speed_up.mean, speed_up.half_width) == pytest.approx((1.8, 2.5412), rel=1e-3)
+    assert f"{speed_up:.2f}" == "1.80 ± 2.54"
+    assert f"{estimate([1.8]):.2f}" == "1.80"
+    _, panels = scaling_panels(study)
+    assert "2 ranks 1.8 ± 2.542" in panels[0].summary
+    assert all("<svg" in to_svg(panel) for panel in panels)
+
+
+def test_repeats_are_seeds_of_every_combination_and_far_from_each_other():
+    choices = expand_world_sizes(TrainingConfig(seed=3), [1, 2], repeats=2)
+    assert [(choice["seed"], choice["world_size"]) for choice in choices] == [(3, 2), (3, 1), (4, 2), (4, 1)]
+    assert expand_world_sizes(TrainingConfig(), [1, 2]) == [{"world_size": 2}, {"world_size": 1}]
+    with pytest.raises(ConfigError, match="^repeats: expected a whole number of at least 1, got 0$"):
+        expand_world_sizes(TrainingConfig(), [1, 2], repeats=0)
 
 
 def test_learning_rates_are_compared_among_themselves():

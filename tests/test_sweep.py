@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
+from matplotlib.figure import Figure
 
 from flyte_ddp import events
 from flyte_ddp.errors import ConfigError, TrainingStopped
@@ -14,7 +16,7 @@ from flyte_ddp.launch.dask.placement import Worker
 from flyte_ddp.launch.dask.pool import Pool
 from flyte_ddp.observers.reports import drawing
 from flyte_ddp.studies import plots
-from flyte_ddp.studies.plots import loss_panels
+from flyte_ddp.studies.plots import loss_panels, parameter_panels
 from flyte_ddp.studies.results import (
     FAILED,
     FINISHED,
@@ -285,11 +287,25 @@ def test_models_that_differ_in_their_seed_alone_have_one_colour():
 
 def test_a_random_search_is_drawn_in_one_facet_with_the_best_in_colour():
     meaning, panels, _ = loss_panels(made_up_runs({"learning_rate": RANGE, "global_batch_size": [32, 64]}, 30))
-    assert (meaning, [panel.title for panel in panels]) == (
-        "the best models so far have colors and numbers",
-        ["All models"],
-    )
+    assert [panel.title for panel in panels] == ["All models"]
+    named = re.findall(r"trial (\d+) \(learning_rate [\d.e-]+, global_batch_size \d+\)", meaning)
+    assert named == ["30", "29", "28", "27", "26"]  # the best, in the order of their colors
     assert loss_panels(made_up_runs({"epochs": [8]}, m1=FAILED))[1:] == ([], [])
+
+
+def test_the_last_loss_of_every_trial_is_drawn_against_each_hyperparameter_that_differs():
+    grid = {"learning_rate": RANGE, "optimizer": ["sgd", "adam"], "global_batch_size": [32]}
+    panels = parameter_panels(made_up_runs(grid, 30))
+    assert [panel.title for panel in panels] == ["By learning_rate", "By optimizer"]
+    figure = Figure()
+    for panel, scale in zip(panels, ("log", "linear"), strict=True):
+        axes = figure.add_subplot()
+        panel.draw_on(axes)
+        assert axes.get_xscale() == scale
+        assert len(axes.lines) == 30
+        assert len([line for line in axes.lines if not line.get_label().startswith("_")]) == 5
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["adam", "sgd"]
+    assert parameter_panels([]) == parameter_panels(made_up_runs({"epochs": [8]})) == []
 
 
 @pytest.mark.parametrize("grid", [GRID, {"optimizer": ["sgd", "adam"], "weight_decay": [0, 0.1]}])

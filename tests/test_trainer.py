@@ -152,7 +152,7 @@ def test_a_run_emits_its_events_in_order(finished_run):
     assert run.started.num_parameters == sum(value.numel() for value in run.state().values())
     spent = RunState.of(run.events).time_spent()
     assert spent.wall == pytest.approx(run.events[-1].at - run.job.launched_at)
-    assert min(spent.stepping, spent.evaluating, spent.restarting) > 0
+    assert min(spent.stepping, spent.evaluating, spent.starting) > 0 == spent.restarting
     assert spent.redone_steps == spent.waiting_for_nodes == 0
     best = max(epochs, key=lambda epoch: epoch.accuracy)
     assert (run.events[-1].best_epoch, run.events[-1].best_accuracy) == (best.epoch, best.accuracy)

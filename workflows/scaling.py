@@ -21,6 +21,7 @@ def scaling_wf(
     batch_sizes_per_rank: list[int] = [],  # noqa: B006
     sample_sizes: list[int] = [],  # noqa: B006
     target_loss: float = 0.0,
+    repeats: int = 1,
     cluster: OptionalCluster = None,
     data: OptionalSource = None,
     checkpoints: str = "",
@@ -43,6 +44,7 @@ def scaling_wf(
             global batch: it grows with the world size
         sample_sizes: numbers of training samples to train with at each of them; by default the config's own
         target_loss: held-out loss to which the time is measured; 0 is the worst of the trials' best, which all reach
+        repeats: trainings of every trial, each with another seed; from two on, figures have 95 % confidence intervals
         cluster: the machines, as JSON or the name of a JSON or YAML file; their number follows from the largest
             world size and the ranks of each, for example '{"kind": "kubernetes", "gpus_per_node": 4}'; by
             default workers of one rank each, on this machine in a local run and on Kubernetes in a remote one
@@ -60,6 +62,7 @@ def scaling_wf(
         batch_sizes_per_rank=batch_sizes_per_rank,
         sample_sizes=sample_sizes,
         target_loss=target_loss,
+        repeats=repeats,
         cluster=cluster,
     )
     prepared = prepare(

@@ -32,7 +32,8 @@ class TimeSpent:
     evaluating: float = 0.0
     checkpoint_stalls: float = 0.0  # the training waited for a copy of its state; at the end for the last uploads
     waiting_for_nodes: float = 0.0
-    restarting: float = 0.0  # from the launch, or from the last sign of progress before a failure, to the first step
+    starting: float = 0.0  # from the launch to the first step
+    restarting: float = 0.0  # from the last sign of progress before a failure to the next step
     announced_losses: float = 0.0  # from the last sign of progress before nodes left, as announced, to the next step
     redone_steps: float = 0.0  # all work that was lost with an attempt, because no checkpoint had it
 
@@ -56,8 +57,8 @@ class WallTime:
 
     def __init__(self) -> None:
         self.seconds = TimeSpent().parts()
-        self.pause = "restarting"  # what the time without steps goes to
-        self.phase = "restarting"  # what the time since the last event goes to
+        self.pause = "starting"  # what the time without steps goes to
+        self.phase = "starting"  # what the time since the last event goes to
         self.last = 0.0  # event, seconds since the epoch
         self.saved: list[tuple[int, dict[str, float]]] = []  # steps of this attempt's checkpoints, and the seconds then
 
@@ -66,8 +67,8 @@ class WallTime:
         if not event.at or isinstance(event, NOT_BOOKED):
             return
         if isinstance(event, AttemptStarted) and event.launched_at > self.last:
-            self.last, self.pause = event.launched_at, "restarting"  # another process: nobody waited in between
-            self.phase = self.pause
+            self.pause = self.phase = "restarting" if self.last else "starting"
+            self.last = event.launched_at  # another process: nobody waited in between
         elapsed = max(0.0, event.at - self.last) if self.last else 0.0
         self.last = max(self.last, event.at)
         self.seconds[self.phase] += elapsed

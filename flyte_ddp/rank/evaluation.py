@@ -153,6 +153,8 @@ class FlopsUtilization:
         if not self.peak_flops:
             return {}
         used = self.flops_per_sample * epoch.samples_per_second
+        # The peak was measured for a tenth of a second, and is more if the training has done more.
+        self.peak_flops = max(self.peak_flops, used)
         return {"model_flops_utilization": used / self.peak_flops}
 
 

@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import RunFinished, RunState, read_history
@@ -32,8 +32,8 @@ from flyte_ddp.observers.reports.drawing import (
     save_panels,
 )
 from flyte_ddp.studies.results import FAILED, FINISHED, STOPPED_EARLY, TrialRun, find_best, read_table
-from flyte_ddp.studies.scaling import Row, Study
-from flyte_ddp.studies.search import BATCH_SIZE_PER_RANK, WORLD_SIZE, Trial, format_value
+from flyte_ddp.studies.scaling import Row, Study, by_world_size, estimate
+from flyte_ddp.studies.search import BATCH_SIZE_PER_RANK, SEED, WORLD_SIZE, Trial, format_value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 MAX_FACETS = 6
 NUM_COLORED = 5  # of the best models, if all models share one facet
 MAX_FAINT = 100  # models beside those; more lines would become one grey area
+MIN_LOG_RATIO = 20  # of a hyperparameter's largest value to its smallest, from which on its axis is logarithmic
 MAX_POINTS = 60  # of one line, because there are many lines
 MAX_NAMED = 4  # colors for which the legend has room for the hyperparameter's name
-SEED = "seed"  # models that differ only in this are one experiment, with one color
 
 
 # Of one panel: each model with its color and its label in the legend, "" for none.
@@ -98,13 +98,58 @@ def _facets(runs: Sequence[TrialRun]) -> tuple[str, dict[str, Lines]]:
             return f"colored by {swept_name}", {
                 title or f"By {swept_name}": _color(members, swept_name, colors) for title, members in by_facet.items()
             }
+    lines = _rank(runs)
+    title = "All models" if len(lines) == len(runs) else f"The best {len(lines)} of {len(runs)} models so far"
+    return f"colored: the best so far, {'; '.join(str(run.trial) for run, color, _ in lines if color)}", {title: lines}
+
+
+def _rank(runs: Sequence[TrialRun]) -> Lines:
+    """Return the models from the best on; the first have colors, and are labelled by their numbers."""
     ranked = sorted(runs, key=lambda run: (run.last_loss, run.trial.number))
-    lines = [
+    return [
         (run, PALETTE[place] if place < NUM_COLORED else "", f"{run.trial.number}" if place < NUM_COLORED else "")
         for place, run in enumerate(ranked[: NUM_COLORED + MAX_FAINT])
     ]
-    title = "All models" if len(lines) == len(runs) else f"The best {len(lines)} of {len(runs)} models so far"
-    return "the best models so far have colors and numbers", {title: lines}
+
+
+def parameter_panels(runs: Sequence[TrialRun]) -> list[Panel]:
+    """Return a panel for each hyperparameter that differs: the last held-out loss of each trial against its value."""
+    lines = [line for line in _rank([run for run in runs if run.epochs]) if math.isfinite(line[0].last_loss)]
+    names = dict.fromkeys(name for run, _, _ in lines for name in run.trial.values)
+    swept = [name for name in names if len({json.dumps(run.trial.values[name]) for run, _, _ in lines}) > 1]
+    return [_parameter_panel(name, lines) for name in swept]
+
+
+def _parameter_panel(name: str, lines: Lines) -> Panel:
+    values = [run.trial.values[name] for run, _, _ in lines]
+    losses = [run.last_loss for run, _, _ in lines]
+    are_numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+    choices = list(dict.fromkeys(sorted(map(format_value, values))))
+    xs = values if are_numbers else [choices.index(format_value(value)) for value in values]
+
+    def draw(axes: Axes) -> None:
+        ink = axes.title.get_color()
+        for (_, color, label), x, loss in zip(lines, xs, losses, strict=True):
+            look: dict[str, Any] = {
+                "color": color or ink,
+                "alpha": 1 if color else FAINT,
+                "markersize": 6 if color else 3.5,
+            }
+            axes.plot([x], [loss], "o", label=label or None, zorder=3 if color else 2, **look)
+        if not are_numbers:
+            axes.set_xticks(range(len(choices)), [choice[:14] for choice in choices])
+            axes.set_xlim(-0.5, len(choices) - 0.5)
+        elif min(xs) > 0 and max(xs) / min(xs) >= MIN_LOG_RATIO:
+            axes.set_xscale("log")
+        if are_numbers and len(set(xs)) <= MAX_FACETS:
+            axes.set_xticks(sorted(set(xs)), [format_value(x) for x in sorted(set(xs))], minor=False)
+        label_x(axes, name)
+        axes.set_ylabel("last test loss", loc="top", alpha=0.7, fontsize=9.5, labelpad=2)
+        log_scale(axes, losses)
+
+    summary = f"Last test loss by {name}: the best, {losses[0]:.4g}, at {format_value(values[0])}"
+    slug = "".join(letter if letter.isalpha() else "-" for letter in name)
+    return Panel(f"loss-by-{slug}", f"By {name}", summary, draw)
 
 
 def _color(runs: Sequence[TrialRun], name: str, colors: Mapping[str, str]) -> Lines:
@@ -179,9 +224,18 @@ def scaling_panels(study: Study) -> tuple[str, list[Panel]]:
     def by_size(
         name: str, title: str, value: Callable[[Row], float | None], ideals: Mapping[int, float], note: str = ""
     ) -> Panel:
-        """Return a panel with a line per series over world sizes."""
+        """Return a panel with a line per series over world sizes, and the interval of repeats."""
+
+        def known(repeats: Sequence[Row]) -> list[float]:
+            return [y for row in repeats if (y := value(row)) is not None]
+
         lines = [
-            [(row.world_size, y) for row in rows if (y := value(row)) is not None] for rows in study.series.values()
+            [
+                (size, estimate(measured))
+                for size, repeats in by_world_size(rows).items()
+                if (measured := known(repeats))
+            ]
+            for rows in study.series.values()
         ]
         values = ", ".join(f"{format_count(size, 'rank')} {y:,.4g}" for points in lines for size, y in points)
 
@@ -189,7 +243,11 @@ def scaling_panels(study: Study) -> tuple[str, list[Panel]]:
             from matplotlib.ticker import NullLocator
 
             for index, (points, label) in enumerate(zip(lines, labels, strict=True)):
-                plot(axes, points, color=PALETTE[index % len(PALETTE)], marker="o", markersize=6, label=label)
+                color = PALETTE[index % len(PALETTE)]
+                plot(axes, [(size, y.mean) for size, y in points], color=color, marker="o", markersize=6, label=label)
+                for size, y in points:
+                    if y.half_width:
+                        axes.errorbar(size, y.mean, y.half_width, color=color, capsize=4)
             dots = {"color": axes.title.get_color(), "alpha": FAINT, "linewidth": 1, "linestyle": (0, (1, 2))}
             plot(axes, sorted(ideals.items()), **dots, label="ideal")
             axes.set_xscale("log", base=2)
@@ -212,7 +270,7 @@ def scaling_panels(study: Study) -> tuple[str, list[Panel]]:
         panels.append(
             by_size("target", title, lambda row: row.seconds_to_target, {}, "of training, without evaluation")
         )
-    first = next(iter(study.series.values()))  # all series communicate alike
+    first = [repeats[0] for repeats in by_world_size(next(iter(study.series.values()))).values()]  # all do it alike
     if any(row.wait_share for row in first):
         panels.append(_communication_panel(first))
     return meaning, panels

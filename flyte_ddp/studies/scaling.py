@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from flyte_ddp.events import RunStarted
 from flyte_ddp.studies.results import TrialRun
-from flyte_ddp.studies.search import WORLD_SIZE
+from flyte_ddp.studies.search import SEED, WORLD_SIZE
 
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]
@@ -35,12 +35,44 @@ class Row:
     best_accuracy: float
     step_seconds: float  # of the median epoch
     samples_per_second: float
-    speed_up: float  # of samples per second, relative to the smallest world size
+    speed_up: float  # of samples per second, relative to the smallest world size (the mean of its repeats)
     efficiency: float  # speed_up / ideal speed_up
     seconds_to_target: float | None  # of training; None if the target was not reached
     wait_share: float  # share of a step that ranks wait for gradients after their own backward pass, mean over ranks
     overlap_share: float  # share of a step with communication during the backward pass, mean over ranks
     device_hours: float  # GPU-hours of training, or core-hours on CPUs
+
+
+# 97.5 % quantiles of Student's t distribution with 1, 2, ... degrees of freedom; beyond them the normal one's
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+NORMAL = 1.96
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The mean of repeated measurements, and half the width of its 95 % confidence interval: 0 for a single one."""
+
+    mean: float
+    half_width: float
+
+    def __format__(self, form: str) -> str:
+        return f"{self.mean:{form}}" + (f" ± {self.half_width:{form}}" if self.half_width else "")
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Return the mean of one or more measurements with its confidence interval."""
+    if len(values) == 1:
+        return Estimate(values[0], 0.0)
+    quantile = STUDENT[len(values) - 2] if len(values) - 2 < len(STUDENT) else NORMAL
+    return Estimate(statistics.mean(values), quantile * statistics.stdev(values) / len(values) ** 0.5)
+
+
+def by_world_size(rows: Iterable[Row]) -> dict[int, list[Row]]:
+    """Return the rows of a series in the order of their world size, those of the repeats of a trial as one list."""
+    repeats: dict[int, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row.world_size):
+        repeats.setdefault(row.world_size, []).append(row)
+    return repeats
 
 
 class Study:
@@ -61,12 +93,12 @@ class Study:
         self.names = [
             name
             for name in (finished[0].trial.values if finished else ())
-            if name != WORLD_SIZE and len({run.trial.values[name] for run in finished}) > 1
+            if name not in (WORLD_SIZE, SEED) and len({run.trial.values[name] for run in finished}) > 1
         ]
         series: dict[tuple[float, ...], list[TrialRun]] = {}
         for run in sorted(finished, key=lambda run: started_of(run).world_size):
             series.setdefault(tuple(run.trial.values[name] for name in self.names), []).append(run)
-        self.series = {values: [self._row(run, runs[0]) for run in runs] for values, runs in sorted(series.items())}
+        self.series = {values: [self._row(run, runs) for run in runs] for values, runs in sorted(series.items())}
 
     def describe(self, values: tuple[float, ...]) -> str:
         """Return the values of a series with their names, such as "learning_rate 0.1"."""
@@ -77,13 +109,18 @@ class Study:
         """The rows of all series, each by world size."""
         return [row for rows in self.series.values() for row in rows]
 
-    def _row(self, run: TrialRun, baseline: TrialRun) -> Row:
+    def _row(self, run: TrialRun, series: Sequence[TrialRun]) -> Row:
         started, finished, last = started_of(run), run.state.finished, run.epochs[-1]
         assert finished is not None  # or it would not be here
         step_seconds = _epoch_seconds(run) / (started.num_steps / int(started.config["epochs"]))
         samples_per_second = started.num_train_samples / _epoch_seconds(run)
-        first = started_of(baseline)
-        speed_up = samples_per_second / (first.num_train_samples / _epoch_seconds(baseline))
+        first = started_of(series[0])  # of the smallest world size
+        baseline = [
+            started_of(each).num_train_samples / _epoch_seconds(each)
+            for each in series
+            if started_of(each).world_size == first.world_size
+        ]
+        speed_up = samples_per_second / statistics.mean(baseline)
         device_seconds = started.world_size * sum(epoch.seconds for epoch in run.epochs)
         return Row(
             trial=run.trial.number,

@@ -31,6 +31,7 @@ OPTION_PREFIX = "recipe_options."  # begins the name of a recipe's option in a g
 
 # Names in a scaling study's choices that are no fields of a config.
 WORLD_SIZE = "world_size"
+SEED = "seed"  # trials that differ only in this are one experiment
 BATCH_SIZE_PER_RANK = "batch_size_per_rank"  # samples per rank and optimizer step
 
 # The median of fewer finished trials, or of a first epoch, is mostly noise.
@@ -113,6 +114,7 @@ def expand_world_sizes(
     batch_sizes_per_rank: Sequence[int] = (),
     sample_sizes: Sequence[int] = (),
     target_loss: float = 0.0,
+    repeats: int = 1,
 ) -> list[dict[str, Any]]:
     """Return the choices of a scaling study: every world size, the largest first, with every combination of the others.
 
@@ -120,6 +122,7 @@ def expand_world_sizes(
         config: that the trials share but for their choices.
         learning_rates, batch_sizes_per_rank, sample_sizes: those that are empty are not varied.
         target_loss: held-out loss to which the time is measured.
+        repeats: of every combination, each with another seed: the config's, and those after it.
 
     Raises:
         ConfigError: names the input, the expected values and the value given.
@@ -129,7 +132,9 @@ def expand_world_sizes(
     if len(world_sizes) < 2:
         raise ConfigError(f"world_sizes: expected two or more, got {list(world_sizes)}")
     check("target_loss", target_loss, float, Limits(minimum=0))
-    grid: dict[str, Sequence[Any]] = {}
+    check("repeats", repeats, int, Limits(minimum=1))
+    # First, so that the repeats of a trial are far from each other in time.
+    grid: dict[str, Sequence[Any]] = {SEED: range(config.seed, config.seed + repeats)} if repeats > 1 else {}
     for name, values, choice in (
         ("learning_rates", learning_rates, "learning_rate"),
         ("batch_sizes_per_rank", batch_sizes_per_rank, BATCH_SIZE_PER_RANK),

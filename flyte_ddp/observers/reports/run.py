@@ -289,8 +289,9 @@ class Report(Page):
             for name, seconds in spent.parts().items()
             if spent.wall
         ]
+        best = next((saved for saved in reversed(state.checkpoints) if saved.best), None)
         checkpoints = [  # that still exist, the newest first
-            row(f"Step {saved.step:,}", saved.url, "best so far" if saved.best else "")
+            row(f"Step {saved.step:,}", saved.url, "best so far" if saved is best else "")
             for saved in reversed(state.checkpoints[-MAX_CHECKPOINTS:])
         ]
         if finished.model_state_url:
