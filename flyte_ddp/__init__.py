@@ -3,9 +3,9 @@
 It does not know Flyte. Start reading at `flyte_ddp.rank.trainer`, the training loop. `flyte_ddp.launch.driver` is
 the loop of attempts around it; `flyte_ddp.recipes` has models with their data.
 
-`Recipe` and `DataError` are for your own recipes, `load_champion` is for serving, `run` calls a function of yours in
-every rank, and `session` is what that function may ask of its run. Each is imported at its first use, so
-`import flyte_ddp` costs nothing.
+`Recipe`, its kinds `Regression`, `MultiLabel` and `Segmentation`, and `DataError` are for your own recipes,
+`load_champion` is for serving, `run` calls a function of yours in every rank, and `session` is what that function may
+ask of its run. Each is imported at its first use, so `import flyte_ddp` costs nothing.
 """
 
 from __future__ import annotations
@@ -19,15 +19,28 @@ if TYPE_CHECKING:
     from flyte_ddp.launch.run import run
     from flyte_ddp.promotion.champion import load_champion
     from flyte_ddp.recipes.base import Recipe
+    from flyte_ddp.recipes.tasks import MultiLabel, Regression, Segmentation
 
 _HOMES = {
     "DataError": "flyte_ddp.errors",
+    "MultiLabel": "flyte_ddp.recipes.tasks",
     "Recipe": "flyte_ddp.recipes.base",
+    "Regression": "flyte_ddp.recipes.tasks",
+    "Segmentation": "flyte_ddp.recipes.tasks",
     "load_champion": "flyte_ddp.promotion.champion",
     "run": "flyte_ddp.launch.run",
 }
 
-__all__ = ["DataError", "Recipe", "load_champion", "run", "session"]
+__all__ = [
+    "DataError",
+    "MultiLabel",
+    "Recipe",
+    "Regression",
+    "Segmentation",
+    "load_champion",
+    "run",
+    "session",
+]
 
 
 def __getattr__(name: str) -> Any:

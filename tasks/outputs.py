@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from flytekit.types.file import FlyteFile, PythonPickledFile
+
+from flyte_ddp.events import EpochFinished
 
 
 class TrainingOutputs(NamedTuple):
@@ -13,10 +17,21 @@ class TrainingOutputs(NamedTuple):
     Load the model on any machine with `recipe.model().load_state_dict(torch.load(path, weights_only=True))`.
     """
 
-    epoch_accuracies: list[float]  # share of held-out targets predicted correctly, in [0, 1], after each epoch
-    model_state: PythonPickledFile  # the state dict after the last epoch, on the CPU
+    epoch_accuracies: list[float]  # share of held-out targets predicted correctly, in [0, 1]; none without an accuracy
+    epoch_metrics: dict[str, list[float]]  # the held-out loss and every metric of the recipe after each epoch, by name
+    model_state: PythonPickledFile  # the state dict after the best epoch, or the last (config.model_state); on the CPU
     report: FlyteFile  # the HTML page that the Deck shows too
     history: FlyteFile  # every event of the run, as JSON lines
+
+
+def list_accuracies(epochs: Sequence[EpochFinished]) -> list[float]:
+    return [epoch.metrics["accuracy"] for epoch in epochs if "accuracy" in epoch.metrics]
+
+
+def list_metrics(epochs: Sequence[EpochFinished]) -> dict[str, list[float]]:
+    names = dict.fromkeys(name for epoch in epochs for name in epoch.metrics)
+    lists = {name: [epoch.metrics.get(name, math.nan) for epoch in epochs] for name in names}
+    return {"test_loss": [epoch.test_loss for epoch in epochs], **lists}
 
 
 class RetrainingOutputs(NamedTuple):
@@ -25,5 +40,7 @@ class RetrainingOutputs(NamedTuple):
     outcome: str  # one of flyte_ddp.promotion.policy.Outcome
     reason: str  # for the outcome, one line for people
     champion: str  # the version in use now; "" for none
-    metrics: dict[str, float]  # test_loss and accuracy of the challenger and of the champion before it, if measured
+    metrics: dict[
+        str, float
+    ]  # test_loss and the recipe's metrics of the challenger and of the champion before it, if measured
     report: FlyteFile  # the HTML page that the Deck shows too

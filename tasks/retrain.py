@@ -16,6 +16,7 @@ from flyte_ddp.errors import ChampionError, ConfigError
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution, share_storage_credentials
 from flyte_ddp.launch.devices import check_requested_gpus
+from flyte_ddp.observers.reports.drawing import format_figure
 from flyte_ddp.observers.reports.page import Page, row, section, tile
 from flyte_ddp.promotion.champion import ChampionStore
 from flyte_ddp.promotion.policy import (
@@ -186,7 +187,8 @@ def _outputs(store: ChampionStore, recipe: str, result: PromotionResult, executi
             f"{who}_{name}": value
             for who, values in (("challenger", result.challenger), ("champion", result.champion))
             for name, value in values.items()
-        },
+        }
+        | dict(zip(("advantage_low", "advantage_high"), result.advantage, strict=False)),
         report=FlyteFile(str(report)),
     )
 
@@ -243,7 +245,7 @@ class _Report(Page):
 
 
 def _measured(name: str, value: float) -> str:
-    return f"accuracy {100 * value:.2f} %" if name == "accuracy" else f"loss {value:.4g}"
+    return f"{name.removeprefix('test_').replace('_', ' ')} {format_figure(name, value)}"
 
 
 def _plain(value: Any) -> str:

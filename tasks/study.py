@@ -14,7 +14,7 @@ from flytekit.types.structured import StructuredDataset
 from flyte_ddp.events import CheckpointLoaded, EpochFinished, Event, Listener
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.frame import Frame
-from flyte_ddp.observers.reports.drawing import format_count, percent
+from flyte_ddp.observers.reports.drawing import format_count, format_figure
 from flyte_ddp.recipes import config_of
 from flyte_ddp.storage import Storage
 from flyte_ddp.studies.results import FINISHED, OUTCOME, STOPPED_EARLY, TrialRun, build_table, find_best
@@ -22,6 +22,7 @@ from flyte_ddp.studies.scaling import build_scaling_table, by_world_size, estima
 from flyte_ddp.studies.search import EarlyStopping, build_trials, expand_grid, expand_world_sizes
 from tasks.frame import FRAMED, check_initial_state, open_task_cluster, open_task_frame
 from tasks.inputs import ClusterInput, Grid, OptionalCluster, OptionalOverrides, TrainingOverrides, given
+from tasks.outputs import list_accuracies, list_metrics
 from tasks.prepare import PreparedData
 from tasks.resources import DRIVER_TASK, SMALL_TASK, TRAINING_CACHE
 from tasks.study_report import StudyReport
@@ -35,13 +36,14 @@ class CheckedStudy(NamedTuple):
 
 
 class SweepOutputs(NamedTuple):
-    """The outputs of a sweep. The best trial has the lowest loss on the held-out data after its last epoch."""
+    """The outputs of a sweep. The best trial is that by `config.monitor`, after the epoch whose weights it keeps."""
 
     results: StructuredDataset  # a row for every epoch of every trial, see `flyte_ddp.studies.results.build_table`
     csv: FlyteFile  # the same as a CSV file
     best_config: TrainingOverrides  # of the best trial, in the form of --config
-    best_accuracies: list[float]  # of the best trial after each epoch, in [0, 1]
-    best_model_state: PythonPickledFile  # its state dict after the last epoch, on the CPU
+    best_accuracies: list[float]  # of the best trial after each epoch, in [0, 1]; none if the recipe has no accuracy
+    best_metrics: dict[str, list[float]]  # of the best trial, by name, after each epoch
+    best_model_state: PythonPickledFile  # its state dict, on the CPU
     report: FlyteFile  # the HTML page that the Deck shows too
 
 
@@ -248,11 +250,16 @@ class _Observer:
             results=results,
             csv=csv,
             best_config=TrainingOverrides(**best.trial.overrides),
-            best_accuracies=[epoch.accuracy for epoch in best.epochs],
+            best_accuracies=list_accuracies(best.epochs),
+            best_metrics=list_metrics(best.epochs),
             best_model_state=self.frame.model_state("best_model_state.pt", best.state.finished.model_state_url),
             report=self.frame.saved_report(),
         )
-        self.frame.keep_values(best_config=dict(best.trial.overrides), best_accuracies=outputs.best_accuracies)
+        self.frame.keep_values(
+            best_config=dict(best.trial.overrides),
+            best_accuracies=outputs.best_accuracies,
+            best_metrics=outputs.best_metrics,
+        )
         self.frame.say(f"the best is {best.trial}: {_result(best)}")
         self.frame.say_outputs(best_model_state=outputs.best_model_state, results=csv, report=outputs.report)
         return outputs
@@ -304,5 +311,8 @@ class _Observer:
 
 
 def _result(run: TrialRun) -> str:
-    last = run.epochs[-1]
-    return f"test loss {last.test_loss:.4f}, accuracy {percent(last.accuracy)}, {run.elapsed[-1]:.1f} s"
+    kept = run.kept
+    assert kept is not None  # it has epochs
+    values = {"test_loss": kept.test_loss, **kept.metrics}
+    shown = [f"{name.replace('_', ' ')} {format_figure(name, value)}" for name, value in list(values.items())[:4]]
+    return ", ".join([*shown, f"{run.elapsed[-1]:.1f} s"])

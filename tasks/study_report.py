@@ -5,18 +5,20 @@ A script of a few lines sorts its table. On pages that forbid scripts the table 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flyte_ddp.observers.reports.drawing import percent
+from flyte_ddp.observers.reports.drawing import format_figure
 from flyte_ddp.observers.reports.page import NOTHING, Page, draw, duration, row, shorten, tile
-from flyte_ddp.studies.plots import loss_panels, parameter_panels, scaling_panels
+from flyte_ddp.studies.plots import metric_panels, name_metric, parameter_panels, scaling_panels
 from flyte_ddp.studies.results import DONE, FAILED, RUNNING, STOPPED_EARLY, WAITING, TrialRun, find_best
 from flyte_ddp.studies.scaling import Estimate, Study, by_world_size, estimate, started_of
 from flyte_ddp.studies.search import BATCH_SIZE_PER_RANK, format_value
 
+MAX_METRICS = 4  # of a trial, in the table and in tiles
 MAX_ERROR = 300  # characters of a trial's error in the table
 MAX_DETAILS = 6_000  # characters of a trial's traceback
 MAX_FAILURES = 20  # trials whose tracebacks are shown
@@ -53,8 +55,8 @@ STYLE = """
 TEMPLATE = """
 {%- block body %}
 {%- if best %}
-<div class="grid"><section class="card"><h2>The best: {{ best }} <small>lowest test loss after the last epoch among the
-trials that finished; use it as --config</small></h2>
+<div class="grid"><section class="card"><h2>The best: {{ best }} <small>by {{ metric }} after the epoch whose weights
+are kept, among the trials that finished; use it as --config</small></h2>
 <pre>{{ best_config }}</pre></section></div>
 {%- endif %}
 {%- for heading, meaning, drawn in charts %}
@@ -144,6 +146,7 @@ class StudyReport(Page):
             "percent_done": 100 * num_done // max(1, len(runs)),
             "tiles": [*_scaling_tiles(study), *self._tiles(runs, best, num_done)],
             "best": best and str(best.trial),
+            "metric": best and best.metric.replace("_", " "),
             "best_config": best and json.dumps(best.trial.overrides),
             "charts": _charts(runs, study),
             "table": _table(runs, best, study) if runs else {},
@@ -166,12 +169,18 @@ class StudyReport(Page):
         }
         others = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
         spent = sum(run.elapsed[-1] for run in runs if run.epochs)
-        loss, trial = (f"{best.last_loss:.4g}", f"trial {best.trial.number}") if best else (NOTHING, "")
-        accuracy = percent(best.epochs[-1].accuracy) if best else NOTHING
+        shown = [tile("Best trial", NOTHING, "")]
+        if best and best.kept:
+            note = f"trial {best.trial.number}, epoch {best.kept.epoch}"
+            values = best.kept.figures().values
+            names = [best.metric, *(name for name in best.kept.metrics if name != best.metric)][:MAX_METRICS]
+            shown = [tile(f"Best {name_metric(names[0]).lower()}", format_figure(names[0], values[names[0]]), note)]
+            shown += [
+                tile(f"Its {name.replace('_', ' ')}", format_figure(name, values[name]), "") for name in names[1:]
+            ]
         return [
             tile("Trials done", f"{num_done} / {len(runs)}", others or "all finished"),
-            tile("Lowest test loss", loss, trial),
-            tile("Its accuracy", accuracy, "after its last epoch"),
+            *shown,
             tile("Wall time", duration(self.seconds()), "so far" if self.status == "running" else "of this attempt"),
             tile("Time of the trials", duration(spent), "training and evaluation, sum of all trials"),
         ]
@@ -218,14 +227,15 @@ def _facts(runs: Sequence[TrialRun], study: Study) -> list[dict[str, Any]]:
 
 def _charts(runs: Sequence[TrialRun], study: Study) -> list[tuple[str, str, list[Any]]]:
     """Return (heading, note, pictures) of each chart."""
-    meaning, over_epochs, over_time = loss_panels(runs)
+    meaning, over_epochs, over_time = metric_panels(runs)
+    metric = name_metric(runs[0].metric) if runs else ""
     meaning += "; a star marks the best trial, a cross one that failed or was stopped early"
-    charts = [("Test loss over epochs", meaning, over_epochs), ("Test loss over elapsed time", meaning, over_time)]
+    charts = [(f"{metric} over epochs", meaning, over_epochs), (f"{metric} over elapsed time", meaning, over_time)]
     if len(over_epochs) == 1:
-        charts = [("Test loss over epochs and over elapsed time", meaning, over_epochs + over_time)]
+        charts = [(f"{metric} over epochs and over elapsed time", meaning, over_epochs + over_time)]
     if not study.rows:
-        note = "of each trial, after its last epoch so far; the best have colors"
-        charts.append(("Test loss by hyperparameter", note, parameter_panels(runs)))
+        note = "of each trial, after the epoch whose weights are kept; the best have colors"
+        charts.append((f"{metric} by hyperparameter", note, parameter_panels(runs)))
     charts.append(("Scaling", *scaling_panels(study)))
     return [(heading, note, draw(panels)) for heading, note, panels in charts if panels]
 
@@ -233,7 +243,7 @@ def _charts(runs: Sequence[TrialRun], study: Study) -> list[tuple[str, str, list
 def _table(runs: Sequence[TrialRun], best: TrialRun | None, study: Study) -> dict[str, Any]:
     """Return the table of trials. Each cell has a text and a key to sort by."""
     measured = {each.trial: each for each in study.rows}
-    rows = []
+    rows, metrics = [], dict.fromkeys(name for run in runs for epoch in run.epochs for name in epoch.metrics)
     for run in runs:
         last, elapsed = (run.epochs[-1], run.elapsed[-1]) if run.epochs else (None, None)
         cells = {
@@ -243,7 +253,10 @@ def _table(runs: Sequence[TrialRun], best: TrialRun | None, study: Study) -> dic
             "epochs": _cell(len(run.epochs), f"{{}} / {run.trial.config.epochs}".format),
             "train loss": _cell(last and last.train_loss),
             "test loss": _cell(last and last.test_loss),
-            "accuracy": _cell(last and last.accuracy, percent),
+            **{
+                name.replace("_", " "): _cell(last and last.metrics.get(name), functools.partial(format_figure, name))
+                for name in list(metrics)[:MAX_METRICS]
+            },
             "time": _cell(elapsed, duration),
         }
         for head, name, form in SCALING_COLUMNS if study.rows else ():

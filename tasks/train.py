@@ -12,10 +12,11 @@ from flyte_ddp.launch import driver
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.programs import Program, recipe_program
 from flyte_ddp.launch.run import Gang
+from flyte_ddp.observers.reports.drawing import format_figure
 from flyte_ddp.observers.reports.run import Report
 from tasks.frame import FRAMED, check_cluster, check_initial_state, open_task_frame, wandb_link
 from tasks.inputs import ClusterInput
-from tasks.outputs import TrainingOutputs
+from tasks.outputs import TrainingOutputs, list_accuracies, list_metrics
 from tasks.prepare import PreparedData
 from tasks.resources import DRIVER_TASK, TRAINING_CACHE, TRAINING_TASK
 
@@ -112,14 +113,17 @@ def _train(
         model_artifact=model_artifact,
     )
     assert result.finished is not None  # else it has raised
-    accuracies = [epoch.accuracy for epoch in result.epochs]
+    metrics = list_metrics(result.epochs)
     outputs = TrainingOutputs(
-        epoch_accuracies=accuracies,
+        epoch_accuracies=list_accuracies(result.epochs),
+        epoch_metrics=metrics,
         model_state=frame.model_state("model_state.pt", result.finished.model_state_url),
         report=frame.saved_report(),
         history=frame.output(HISTORY),
     )
-    frame.keep_values(epoch_accuracies=accuracies)
-    frame.say("accuracy per epoch  " + "  ".join(f"{100 * accuracy:.2f} %" for accuracy in accuracies))
+    frame.keep_values(epoch_accuracies=outputs.epoch_accuracies, epoch_metrics=metrics)
+    shown = list(metrics)[1] if len(metrics) > 1 else "test_loss"
+    values = "  ".join(format_figure(shown, value) for value in metrics[shown])
+    frame.say(f"{shown.replace('_', ' ')} per epoch  {values}")
     frame.say_outputs(model_state=outputs.model_state, report=outputs.report, history=outputs.history)
     return outputs

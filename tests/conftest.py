@@ -136,6 +136,14 @@ def server_with_compiler():
     start_server_anew(["torch"])
 
 
+@pytest.fixture(scope="module")
+def server_with_metrics():
+    """Ranks that have imported torchmetrics, as those of a process whose first recipe has metrics of its own."""
+    start_server_anew(recipe_program("tests.test_task_metrics.Numbers", resolve({}, {})).slow_imports)
+    yield
+    start_server_anew(["torch"])
+
+
 def start_server_anew(modules):
     forkserver._forkserver._stop()
     rank_start._variables_of_server = None

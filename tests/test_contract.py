@@ -33,7 +33,14 @@ MISTAKES = {
     "SumsNumCorrect": r"num_correct: expected .*, shape \(8,\), got shape \(\): do not sum over the samples",
     "WrongNumTargets": r"num_targets: expected the number of each sample's targets, shape \(8,\), got shape \(\)",
     "Unused": r"model: expected a gradient for every parameter, got none for forgotten: use them in the forward pass",
-    "MetricsOfText": r"metrics: verdict: expected a number, got 'good'",
+    "FiguresOfText": r"figures: verdict: expected a number, got 'good'",
+    "MetricsOfText": r"metrics: mae: expected a torchmetrics.Metric, or a function .*, got 'MeanAbsoluteError'",
+    "MetricsWithoutNames": r"metrics: expected a dict of metrics by name, got \[<bound method",
+    "MetricOverAll": r"metrics: expected mae of each sample, shape \(8,\), got shape \(\): do not sum over the samples",
+    "MetricClass": r"metrics: mae: expected a torchmetrics.Metric, or a function .*, got <class",
+    "MetricOfOtherShapes": r"metrics: f1: \w+: .* \(outputs \(8,\), targets \(8,\)\)",
+    "MetricForEachClass": r"metrics: f1: expected one number, got shape \(2,\): take a mean, or one metric each",
+    "ReservedName": r"metrics: expected another name than those of losses and times, got 'test_loss'",
     "OneDataset": r"datasets: expected a pair of data sets, for training and held out, got a TensorDataset",
     "ThreeDatasets": r"datasets: expected a pair of data sets, for training and held out, got 3 of them",
     "Streamed": r"datasets: expected .* each with __len__ and __getitem__, got a Stream without them",
@@ -125,7 +132,7 @@ def test_targets_of_loaded_samples_count_as_those_in_memory(world_size, tmp_path
     for one, other in zip(whole.result.epochs, loaded.result.epochs, strict=True):
         assert other.train_loss == pytest.approx(one.train_loss, rel=1e-5)
         assert other.test_loss == pytest.approx(one.test_loss, rel=1e-5)
-        assert other.accuracy == one.accuracy
+        assert other.metrics["accuracy"] == one.metrics["accuracy"]
     assert loaded.result.epochs[-1].test_loss == pytest.approx(plain_loss(mistakes.Masks(), loaded.state()), rel=1e-5)
 
 
@@ -133,6 +140,6 @@ def test_targets_of_loaded_samples_count_as_those_in_memory(world_size, tmp_path
 def test_samples_may_be_dataclasses_and_targets_dicts(workers, tmp_path):
     one = new_run(tmp_path / "one", "tests.support.mistakes.TwoInputs").train(1, data_workers=workers)
     two = new_run(tmp_path / "two", "tests.support.mistakes.TwoInputs").train(2)
-    assert one.result.epochs[-1].accuracy > 0.9
+    assert one.result.epochs[-1].metrics["accuracy"] > 0.9
     for name, value in one.state().items():
         torch.testing.assert_close(two.state()[name], value, rtol=1e-3, atol=1e-5)

@@ -325,7 +325,7 @@ def test_loaded_data_and_data_in_memory_give_the_same_weights(finished_run):
 
     for name, value in tiny.state().items():
         torch.testing.assert_close(listed.state()[name], value)
-    assert listed.result.epochs[-1].accuracy == tiny.result.epochs[-1].accuracy
+    assert listed.result.epochs[-1].metrics["accuracy"] == tiny.result.epochs[-1].metrics["accuracy"]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The recipe of `examples/` in a directory of a user's own, trained by every workflow without a change here."""
+"""The recipes of `examples/`: in a user's own directory, trained by every workflow, to the figures of others' loops."""
 
 from __future__ import annotations
 
@@ -11,6 +11,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from sklearn.linear_model import LinearRegression, LogisticRegression
+from sklearn.metrics import f1_score, mean_absolute_error, r2_score
+from sklearn.multiclass import OneVsRestClassifier
+from torch.utils.data import DataLoader
+
+from flyte_ddp.rank.metrics import HeldOutMetrics
+from flyte_ddp.rank.nested import collate
+from flyte_ddp.recipes import get_recipe
+from flyte_ddp.world import ALONE
+from tests.support.runs import new_run
 
 REPOSITORY = Path(__file__).parents[1]
 EXAMPLE = REPOSITORY / "examples" / "wine.py"
@@ -79,3 +90,69 @@ def test_every_other_workflow_trains_the_example(elsewhere, workflow, arguments)
     status, output = pyflyte_run(elsewhere, workflow, "--cluster", LOCAL, *arguments)
     assert status == 0, output
     assert accuracies(output)[-1] > 90
+
+
+def plain_loop(recipe, directory):
+    """The model after the recipe's epochs in one process, by a loop that knows nothing of the package."""
+    train, _ = recipe.datasets(directory)
+    settings = recipe.defaults
+    torch.manual_seed(0)
+    model = recipe.model()
+    optimizer = torch.optim.AdamW(model.parameters(), settings["learning_rate"], weight_decay=0)
+    loader = DataLoader(train, settings["global_batch_size"], shuffle=True, collate_fn=collate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings["epochs"] * len(loader))
+    for _ in range(settings["epochs"]):
+        for inputs, targets in loader:
+            counts = recipe.num_targets(targets)
+            loss = recipe.losses(model(inputs), targets).sum() / (len(inputs) if counts is None else counts.sum())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    return model
+
+
+def figures_of(recipe, model, directory):
+    """The metrics of a model on all held-out samples at once."""
+    _, test = recipe.datasets(directory)
+    inputs, targets = next(iter(DataLoader(test, len(test), collate_fn=collate)))
+    metrics = HeldOutMetrics(recipe, torch.device("cpu"))
+    with torch.no_grad():
+        metrics.update(model(inputs), targets)
+    counts = recipe.num_targets(targets)
+    return metrics.compute(ALONE, len(test), len(test) if counts is None else float(counts.sum()))
+
+
+@pytest.mark.parametrize(
+    ("name", "tolerances"),
+    [("blobs.Blobs", {"accuracy": 0.01, "miou": 0.02}), ("listings.Shop", {"mae": 0.05})],
+)
+def test_the_examples_reach_the_figures_of_a_plain_loop(name, tolerances, tmp_path, server_with_metrics):
+    run = new_run(tmp_path, f"examples.{name}").train(2)
+    recipe = get_recipe(f"examples.{name}")
+    plain = figures_of(recipe, plain_loop(recipe, run.data()), run.data())
+    ours = run.result.best.metrics
+    assert ours.keys() == tolerances.keys()
+    for metric, tolerance in tolerances.items():
+        assert ours[metric] == pytest.approx(plain[metric], abs=tolerance), metric
+    model = recipe.model()
+    model.load_state_dict(run.state())
+    assert figures_of(recipe, model, run.data()) == {each: pytest.approx(ours[each], rel=1e-4) for each in ours}
+
+
+def test_the_regression_reaches_the_figures_of_scikit_learn(tmp_path, server_with_metrics):
+    run = new_run(tmp_path, "examples.diabetes.Diabetes").train(2)
+    (train, targets), (test, truths) = (each.tensors for each in get_recipe(run.recipe).datasets(run.data()))
+    guesses = LinearRegression().fit(train, targets).predict(test)
+    best = run.result.best.metrics
+    assert best["r2"] == pytest.approx(r2_score(truths, guesses), abs=0.02)
+    assert best["mae"] == pytest.approx(mean_absolute_error(truths, guesses), abs=0.01)
+
+
+def test_several_labels_reach_the_figures_of_scikit_learn(tmp_path, server_with_metrics):
+    run = new_run(tmp_path, "examples.topics.Topics").train(2)
+    (train, labels), (test, truths) = (each.tensors for each in get_recipe(run.recipe).datasets(run.data()))
+    guesses = OneVsRestClassifier(LogisticRegression(C=100, max_iter=1000)).fit(train, labels).predict(test)
+    best = run.result.best.metrics
+    assert best["f1"] == pytest.approx(f1_score(truths, guesses, average="micro"), abs=0.02)
+    assert best["accuracy"] == pytest.approx((truths.numpy() == guesses).mean(), abs=0.01)

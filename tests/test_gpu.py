@@ -34,7 +34,7 @@ def test_one_gpu_learns_the_digits_and_its_state_loads_without_one(tmp_path, pre
     if num_gpus() < 1:
         pytest.skip("needs a GPU")
     run = new_run(tmp_path, DIGITS).train(num_processes=1, epochs=5, precision=precision)
-    assert run.result.epochs[-1].accuracy > 0.95
+    assert run.result.epochs[-1].metrics["accuracy"] > 0.95
     assert run.started.device == torch.cuda.get_device_name(0)
     assert all(value.device.type == "cpu" for value in run.state().values())
 
@@ -82,7 +82,7 @@ def test_a_state_is_evaluated_on_the_gpu_with_the_results_of_its_training(gpu, t
 
     run = new_run(tmp_path, DIGITS).train(num_processes=1, epochs=1)
     loss, accuracy = evaluate_state(get_recipe(DIGITS), run.config, run.state(), run.data())
-    assert accuracy == pytest.approx(run.result.epochs[-1].accuracy)
+    assert accuracy == pytest.approx(run.result.epochs[-1].metrics["accuracy"])
     assert loss == pytest.approx(run.result.epochs[-1].test_loss, rel=1e-3)
 
 

@@ -77,7 +77,7 @@ def test_an_error_in_inspection_is_logged_and_the_run_continues(tmp_path, monkey
 
     monkeypatch.setattr("flyte_ddp.rank.inspection.histograms_of", broken)
     trainer = new_trainer(new_run(tmp_path), epochs=1)
-    trainer.recipe.metrics = trainer.recipe.generate_sample = broken
+    trainer.recipe.figures = trainer.recipe.generate_sample = broken
     with caplog.at_level(logging.WARNING):
         trainer.fit()
 
@@ -86,7 +86,7 @@ def test_an_error_in_inspection_is_logged_and_the_run_continues(tmp_path, monkey
     assert HistogramsTaken not in kinds
     assert [record.getMessage() for record in caplog.records] == [
         f"the {figure} cannot be shown: ZeroDivisionError: broken on purpose"
-        for figure in ("metrics", "sample", "histograms")
+        for figure in ("figures", "sample", "histograms")
     ]
 
 

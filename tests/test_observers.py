@@ -87,7 +87,7 @@ def test_without_a_terminal_the_run_is_printed_in_plain_lines() -> None:
         "epoch 2/3: train loss 0.5, test loss 1, accuracy 95.00%, 1,000 samples/s"
     ]
     assert lines[-2:] == [
-        "best accuracy 96.67% after epoch 3",
+        "best test loss 0.6667 after epoch 3; the model state is that of epoch 3",
         "rank 1: a line of its own",
     ]
 
@@ -277,10 +277,11 @@ def test_time_between_two_processes_of_a_run_is_no_wait() -> None:
     )
 
 
-def test_the_best_of_equally_accurate_epochs_has_the_lowest_test_loss() -> None:
-    worse, better = epoch_finished(1), replace(epoch_finished(2), accuracy=epoch_finished(1).accuracy)
-    assert RunState.of([started(), worse, better]).best is better
-    assert RunState.of([started(), replace(worse, test_loss=0.1), better]).best != better
+def test_the_best_epoch_is_that_by_the_runs_monitor() -> None:
+    first, second = epoch_finished(1), replace(epoch_finished(2), test_loss=9.0)
+    assert RunState.of([started(), first, second]).best is first
+    monitor = {"metric": "accuracy", "mode": "max"}
+    assert RunState.of([started(config={"epochs": 3, "monitor": monitor}), first, second]).best is second
 
 
 def test_history_survives_values_that_json_does_not_know(tmp_path: Path) -> None:

@@ -245,5 +245,5 @@ def test_two_ranks_measure_what_one_rank_measures(tmp_path):
     # Untrained, it guesses: the mean over all targets is near that of 31 equal chances, whatever a batch holds.
     assert one.test_loss == pytest.approx(np.log(31), abs=0.1)
     assert two.test_loss == pytest.approx(one.test_loss, rel=1e-5)
-    assert two.accuracy == pytest.approx(one.accuracy)
+    assert two.metrics["accuracy"] == pytest.approx(one.metrics["accuracy"])
     assert two.train_loss == pytest.approx(one.train_loss, rel=1e-2)  # dropout differs

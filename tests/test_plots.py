@@ -23,7 +23,7 @@ def test_a_restart_undoes_the_steps_after_its_checkpoint():
 
 
 def test_a_run_has_a_panel_for_all_its_data():
-    everything = ["loss", "accuracy", "throughput", "learning-rate", "gradient-norm", "ranks"]
+    everything = ["loss", "metric-0", "throughput", "learning-rate", "gradient-norm", "ranks"]
     assert list(panels_of(sample_run.training())) == everything
     assert list(panels_of(sample_run.training(world_size=1))) == everything[:-1]
     assert list(panels_of([sample_run.started(), *sample_run.steps(1, 20)])) == [
@@ -61,7 +61,7 @@ UNUSUAL = {
             dataclasses.replace(step, values={**step.values, "loss": loss, "gradient_norm": loss})
             for step, loss in zip(sample_run.steps(1, 20), (0.0, 1e30, math.nan, math.inf), strict=True)
         ),
-        dataclasses.replace(sample_run.epoch(1), train_loss=0.0, test_loss=0.0, accuracy=0.0),
+        dataclasses.replace(sample_run.epoch(1), train_loss=0.0, test_loss=0.0, metrics={"accuracy": 0.0}),
     ],
     "an epoch whose test loss is not finite": [
         *sample_run.training(epochs=2),
@@ -73,7 +73,7 @@ UNUSUAL = {
         dataclasses.replace(
             sample_run.epoch(3, world_size=12),
             train_loss=math.inf,
-            accuracy=math.nan,
+            metrics={"accuracy": math.nan},
             learning_rate=math.nan,
             samples_per_second=math.inf,
             rank_step_seconds=[math.nan, math.inf] * 6,

@@ -190,7 +190,7 @@ def test_values_that_are_not_finite_are_shown_as_they_are():
     epoch = dataclasses.replace(sample_run.epoch(2), **strange, evaluation_seconds=math.inf)
     layers = [LayerDescribed("hook", "Hook", [], 0), LayerDescribed("none", "Hook", None, 0)]
     started = sample_run.started(layers=layers)
-    finished = dataclasses.replace(sample_run.finished(), first_step_seconds=math.nan, best_accuracy=math.nan)
+    finished = dataclasses.replace(sample_run.finished(), first_step_seconds=math.nan, best={"test_loss": math.nan})
     text = text_of(report_of([started, sample_run.epoch(1), epoch, finished]))
     assert "2 nan nan" in text
     assert "Hook → no tensor" in text
@@ -239,7 +239,7 @@ def test_generated_text_and_a_recipes_own_figures_are_shown_for_every_epoch():
             events[index] = dataclasses.replace(event, sample=f"the {event.epoch}. text\n", metrics=metrics)
     text = text_of(report_of(events))
     assert "nats per byte tokens per second" in text
-    assert "8,004 0.375 12,346" in text
+    assert "0.375 12,346 0.0005 7.5 s 600 ms 8,004" in text
     assert "Generated text after epoch 4 the 4. text after earlier epochs after epoch 3 the 3. text" in text
     assert "Generated text" not in text_of(report_of(sample_run.training()))
 

@@ -122,13 +122,29 @@ def test_a_challenger_must_beat_the_loss_by_the_margin(store, make):
     assert len(store.versions()) == 2
 
 
-def test_the_margin_is_a_share_of_the_champions_loss(store, make):
+def test_the_margin_is_a_share_of_the_champions_loss_and_asked_of_the_intervals_lower_end(store, make):
     judge(store, make(), PromotionCriteria(), model_state(5))
     measured = judge(store, make(), PromotionCriteria(margin=9.0), model_state(3))
-    share = 1 - measured.challenger["test_loss"] / measured.champion["test_loss"]
+    difference = measured.champion["test_loss"] - measured.challenger["test_loss"]
+    low, high = measured.advantage
+    assert low < difference < high
+    assert f"with 95 % confidence it is better by {low:.6g} to {high:.6g}" in measured.reason
+    share = low / measured.champion["test_loss"]
     assert 0 < share < 1
     assert judge(store, make(), PromotionCriteria(margin=share + 1e-6), model_state(3)).outcome == Outcome.NOT_BETTER
     assert judge(store, make(), PromotionCriteria(margin=share - 1e-6), model_state(3)).outcome == Outcome.PROMOTED
+
+
+def test_another_figure_than_the_loss_may_decide(store, make):
+    monitored = make(monitor={"metric": "accuracy", "mode": "max"})
+    judge(store, monitored, PromotionCriteria(), model_state(5))
+    result = judge(store, monitored, PromotionCriteria(margin=0), model_state(3))
+    assert result.challenger["test_loss"] < result.champion["test_loss"]
+    assert result.outcome == Outcome.NOT_BETTER
+    assert result.advantage[1] <= 0
+    assert "the challenger's accuracy is" in result.reason
+    opposite = make(monitor={"metric": "test_loss", "mode": "max"})
+    assert judge(store, opposite, PromotionCriteria(margin=0), model_state(20)).outcome == Outcome.PROMOTED
 
 
 def test_an_equal_loss_is_not_better_without_a_margin(store, make):
@@ -143,7 +159,7 @@ def test_the_evaluation_is_that_of_the_training_loop(tmp_path, make, finished_ru
     result = judge(ChampionStore(str(tmp_path / "champion")), given, PromotionCriteria(), state)
 
     last = run.result.epochs[-1]
-    assert result.challenger["accuracy"] == last.accuracy
+    assert result.challenger["accuracy"] == last.metrics["accuracy"]
     assert result.challenger["test_loss"] == pytest.approx(last.test_loss, rel=1e-6)
 
 
@@ -302,15 +318,15 @@ def test_a_lost_challenge_is_not_repeated_until_something_changes(store, make):
 
 
 def test_a_rollback_holds_until_it_is_released(store, make):
-    judge(store, make(), PromotionCriteria(), model_state(6))
-    judge(store, make("5"), PromotionCriteria(), model_state(3))
+    judge(store, make(), PromotionCriteria(), model_state(20))
+    judge(store, make("5"), PromotionCriteria(), model_state(0))
     first = store.rollback().version
     for source in ("5", "6"):  # the same data, and those of another night
         planned = plan(store, make(source), PromotionCriteria())
         assert (planned.train, planned.outcome) == (False, Outcome.HELD)
         assert re.match(r"a rollback at 20.*Z keeps its version in use; release it with python -m", planned.reason)
         # A training that had begun before, or the retry of the one that was rolled back.
-        assert judge(store, make(source), PromotionCriteria(), model_state(3)).outcome == Outcome.HELD
+        assert judge(store, make(source), PromotionCriteria(), model_state(0)).outcome == Outcome.HELD
     assert store.version_in_use() == first
     assert store.release()
     assert not store.release()
@@ -318,9 +334,9 @@ def test_a_rollback_holds_until_it_is_released(store, make):
 
 
 def test_a_rollback_while_a_challenger_is_measured_wins(store, make, monkeypatch):
-    judge(store, make(), PromotionCriteria(), model_state(6))
+    judge(store, make(), PromotionCriteria(), model_state(40))
     first = store.version_in_use()
-    judge(store, make("5"), PromotionCriteria(), model_state(3))
+    judge(store, make("5"), PromotionCriteria(), model_state(20))
     point_to = store._point_to
 
     def roll_back_first(*arguments):
@@ -329,7 +345,7 @@ def test_a_rollback_while_a_challenger_is_measured_wins(store, make, monkeypatch
         point_to(*arguments)
 
     monkeypatch.setattr(store, "_point_to", roll_back_first)
-    assert judge(store, make("6"), PromotionCriteria(), model_state(1)).outcome == Outcome.HELD
+    assert judge(store, make("6"), PromotionCriteria(), model_state(0)).outcome == Outcome.HELD
     assert store.version_in_use() == first
 
 

@@ -292,19 +292,20 @@ def save_steps(directory, step):
 
 
 @pytest.mark.parametrize("value", [np.float64(0.5), torch.tensor(0.5), torch.tensor(0.5, requires_grad=True), 0.5])
-def test_a_recipes_metrics_may_be_numbers_of_any_kind(tmp_path, value, monkeypatch):
+def test_a_recipes_figures_may_be_numbers_of_any_kind(tmp_path, value, monkeypatch):
     trainer = new_trainer(new_run(tmp_path), epochs=1)
-    monkeypatch.setattr(trainer.recipe, "metrics", lambda epoch: {"f1": value}, raising=False)
+    monkeypatch.setattr(trainer.recipe, "figures", lambda epoch: {"f1": value}, raising=False)
     progress = trainer.fit()
-    assert progress.epochs[0].metrics == {"f1": 0.5}
+    assert progress.epochs[0].metrics.keys() == {"accuracy", "f1"}
+    assert progress.epochs[0].metrics["f1"] == 0.5
     assert type(progress.epochs[0].metrics["f1"]) is float
     state, _, _ = trainer.store.load_latest()
-    assert state["progress"]["epochs"][0]["metrics"] == {"f1": 0.5}
+    assert state["progress"]["epochs"][0]["metrics"]["f1"] == 0.5
 
 
 @pytest.mark.parametrize("value", [[0.5, 0.6], "0.5", 10**400, None])
-def test_a_metric_that_is_no_number_is_named_and_left_out(tmp_path, monkeypatch, caplog, value):
+def test_a_figure_that_is_no_number_is_named_and_left_out(tmp_path, monkeypatch, caplog, value):
     trainer = new_trainer(new_run(tmp_path), epochs=1)
-    monkeypatch.setattr(trainer.recipe, "metrics", lambda epoch: {"f1": value}, raising=False)
-    assert trainer.fit().epochs[0].metrics == {}
-    assert f"Tiny.metrics: f1: expected a number, got {value!r}" in caplog.text
+    monkeypatch.setattr(trainer.recipe, "figures", lambda epoch: {"f1": value}, raising=False)
+    assert trainer.fit().epochs[0].metrics.keys() == {"accuracy"}
+    assert f"Tiny.figures: f1: expected a number, got {value!r}" in caplog.text

@@ -91,7 +91,7 @@ def test_shards_on_two_and_then_three_ranks_train_to_the_weights_of_one_process(
     torch.testing.assert_close(weights(second.state()), weights(whole_run.state()), **TOLERANCE)
     for ours, theirs in zip(second.result.epochs, whole_run.result.epochs, strict=True):
         assert ours.test_loss == pytest.approx(theirs.test_loss, rel=1e-4)
-        assert ours.accuracy == pytest.approx(theirs.accuracy, abs=0.003)
+        assert ours.metrics["accuracy"] == pytest.approx(theirs.metrics["accuracy"], abs=0.003)
 
 
 def test_states_of_shards_are_the_files_of_a_whole_model(resharded_run, whole_run, text):

@@ -61,7 +61,8 @@ def test_a_local_run_ends_with_accuracies_and_the_paths_of_its_outputs(local_run
     from flyte_ddp.recipes import get_recipe
 
     outputs = re.search(
-        r"TrainingOutputs\(epoch_accuracies=\[(.+?)\], model_state=(\S+), report=(\S+), history=(\S+)\)",
+        r"TrainingOutputs\(epoch_accuracies=\[(.+?)\], epoch_metrics=\{.*?\}, "
+        r"model_state=(\S+), report=(\S+), history=(\S+)\)",
         local_run.stdout.replace("\n", " "),
     )
     assert outputs, local_run.stdout

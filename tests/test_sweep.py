@@ -16,7 +16,7 @@ from flyte_ddp.launch.dask.placement import Worker
 from flyte_ddp.launch.dask.pool import Pool
 from flyte_ddp.observers.reports import drawing
 from flyte_ddp.studies import plots
-from flyte_ddp.studies.plots import loss_panels, parameter_panels
+from flyte_ddp.studies.plots import metric_panels, parameter_panels
 from flyte_ddp.studies.results import (
     FAILED,
     FINISHED,
@@ -260,7 +260,8 @@ def made_up_runs(grid, num_models=0, **statuses):
         state = events.RunState(keep_reports=False)
         state.epochs = [
             events.EpochFinished(
-                epoch, 10 * epoch, 3 / epoch, (2 + 1 / model.number) / epoch, 1 - 0.2 / epoch, 0.1, 2.0, 9.0, 0.5
+                *(epoch, 10 * epoch, 3 / epoch, (2 + 1 / model.number) / epoch, 0.1, 2.0, 9.0, 0.5),
+                metrics={"accuracy": 1 - 0.2 / epoch},
             )
             for epoch in range(1, num_epochs + 1)
         ]
@@ -272,7 +273,7 @@ GRID = {"learning_rate": [0.001, 0.01], "global_batch_size": [32, 64, 128]}
 
 
 def test_a_grid_is_drawn_in_a_facet_for_each_value_of_all_hyperparameters_but_one():
-    meaning, over_epochs, over_time = loss_panels(made_up_runs(GRID))
+    meaning, over_epochs, over_time = metric_panels(made_up_runs(GRID))
     assert meaning == "colored by global_batch_size"
     for panels in (over_epochs, over_time):
         assert [panel.title for panel in panels] == ["learning_rate 0.001", "learning_rate 0.01"]
@@ -281,16 +282,16 @@ def test_a_grid_is_drawn_in_a_facet_for_each_value_of_all_hyperparameters_but_on
 
 
 def test_models_that_differ_in_their_seed_alone_have_one_colour():
-    meaning, panels, _ = loss_panels(made_up_runs({"learning_rate": [0.1, 0.01], "seed": [0, 1, 2]}))
+    meaning, panels, _ = metric_panels(made_up_runs({"learning_rate": [0.1, 0.01], "seed": [0, 1, 2]}))
     assert (meaning, [panel.title for panel in panels]) == ("colored by learning_rate", ["By learning_rate"])
 
 
 def test_a_random_search_is_drawn_in_one_facet_with_the_best_in_colour():
-    meaning, panels, _ = loss_panels(made_up_runs({"learning_rate": RANGE, "global_batch_size": [32, 64]}, 30))
+    meaning, panels, _ = metric_panels(made_up_runs({"learning_rate": RANGE, "global_batch_size": [32, 64]}, 30))
     assert [panel.title for panel in panels] == ["All models"]
     named = re.findall(r"trial (\d+) \(learning_rate [\d.e-]+, global_batch_size \d+\)", meaning)
     assert named == ["30", "29", "28", "27", "26"]  # the best, in the order of their colors
-    assert loss_panels(made_up_runs({"epochs": [8]}, m1=FAILED))[1:] == ([], [])
+    assert metric_panels(made_up_runs({"epochs": [8]}, m1=FAILED))[1:] == ([], [])
 
 
 def test_the_last_loss_of_every_trial_is_drawn_against_each_hyperparameter_that_differs():
@@ -314,7 +315,7 @@ def test_a_picture_of_the_csv_file_is_that_of_the_sweep(tmp_path, monkeypatch, g
     build_table(runs).to_csv(tmp_path / "results.csv", index=False)
     monkeypatch.setattr("sys.argv", ["", str(tmp_path / "results.csv"), str(tmp_path / "picture.svg")])
     plots.main()
-    _, over_epochs, over_time = loss_panels(runs)
+    _, over_epochs, over_time = metric_panels(runs)
     (own := tmp_path / "own").mkdir()
     drawing.save_panels([*over_epochs, *over_time], own / "picture.svg", columns=len(over_epochs))
     assert (tmp_path / "picture.svg").read_text() == (own / "picture.svg").read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import hashlib
+import math
 import re
 import subprocess
 import sys
@@ -212,8 +213,12 @@ def test_nats_per_byte_compare_between_tokenizers(tmp_path):
         epoch = sample_epoch(test_loss=1000.0 / num_targets)
         # With a context of one token all but the first token are targets, and that has one byte in both.
         first = tokenizer_of(read_facts(tmp_path / tokens / "data").tokenizer).num_bytes(test.tensors[0][0].numpy())
-        assert recipe.metrics(epoch)["nats_per_byte"] == pytest.approx(1000.0 / (num_bytes - first))
-        figures.append(recipe.metrics(epoch)["nats_per_byte"])
+        assert recipe.figures(epoch)["nats_per_byte"] == pytest.approx(1000.0 / (num_bytes - first))
+        assert recipe.figures(epoch)["perplexity"] == pytest.approx(math.exp(epoch.test_loss))
+        assert recipe.figures(epoch)["bits_per_byte"] == pytest.approx(
+            recipe.figures(epoch)["nats_per_byte"] / math.log(2)
+        )
+        figures.append(recipe.figures(epoch)["nats_per_byte"])
     assert figures[0] == pytest.approx(figures[1], rel=0.05)
 
 

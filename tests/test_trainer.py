@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flyte_ddp.checkpoints.store import CheckpointStore
-from flyte_ddp.config import TrainingConfig, resolve
+from flyte_ddp.config import Monitor, TrainingConfig, resolve
 from flyte_ddp.errors import ConfigError, RankFailure, StopRequested
 from flyte_ddp.events import (
     AttemptStarted,
@@ -24,12 +24,12 @@ from flyte_ddp.events import (
     RunFinished,
     RunStarted,
     RunState,
+    find_best,
 )
 from flyte_ddp.launch.process.programs import recipe_program
 from flyte_ddp.rank.data import epoch_order
 from flyte_ddp.rank.optim import learning_rate_factor
 from flyte_ddp.rank.parallel import place_model
-from flyte_ddp.rank.progress import Progress
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.world import World
 from tests.support import recipes
@@ -86,7 +86,7 @@ def _assert_same(run, plain):
     for epoch, (train_loss, test_loss, accuracy) in zip(run.result.epochs, plain.epochs, strict=True):
         assert epoch.train_loss == pytest.approx(train_loss, rel=1e-4)
         assert epoch.test_loss == pytest.approx(test_loss, rel=1e-4)
-        assert epoch.accuracy == pytest.approx(accuracy)
+        assert epoch.metrics["accuracy"] == pytest.approx(accuracy)
 
 
 # 97 samples in batches of 12 leave one for the last batch: fewer than there are ranks.
@@ -119,7 +119,8 @@ def test_ranks_with_batchnorm_do_not_hang_and_evaluate_the_statistics_that_are_s
     assert run.result.epochs[-1].test_loss == pytest.approx(
         float(recipe.plain_losses(outputs, targets).mean()), rel=1e-5
     )
-    assert run.result.epochs[-1].accuracy == pytest.approx(float(recipe.num_correct(outputs, targets).float().mean()))
+    accuracy = float(recipe.num_correct(outputs, targets).float().mean())
+    assert run.result.epochs[-1].metrics["accuracy"] == pytest.approx(accuracy)
 
 
 def test_the_state_dict_loads_anywhere_into_the_recipes_model(finished_run):
@@ -154,8 +155,9 @@ def test_a_run_emits_its_events_in_order(finished_run):
     assert spent.wall == pytest.approx(run.events[-1].at - run.job.launched_at)
     assert min(spent.stepping, spent.evaluating, spent.starting) > 0 == spent.restarting
     assert spent.redone_steps == spent.waiting_for_nodes == 0
-    best = max(epochs, key=lambda epoch: epoch.accuracy)
-    assert (run.events[-1].best_epoch, run.events[-1].best_accuracy) == (best.epoch, best.accuracy)
+    best = min(epochs, key=lambda epoch: epoch.test_loss)
+    assert (run.events[-1].best_epoch, run.events[-1].best) == (best.epoch, {"test_loss": best.test_loss})
+    assert run.events[-1].model_state_epoch == 3  # as the recipe wants it
 
 
 def test_the_loss_of_an_epoch_is_the_mean_of_its_ranks_by_their_targets(finished_run):
@@ -224,10 +226,10 @@ def test_a_stop_during_an_evaluation_keeps_the_epoch_and_the_resumed_run_ends_in
     for name, value in undisturbed.model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[name], value), name
     for ours, theirs in zip(resumed.progress.epochs, undisturbed.progress.epochs, strict=True):
-        assert (ours.train_loss, ours.test_loss, ours.accuracy) == (
+        assert (ours.train_loss, ours.test_loss, ours.metrics["accuracy"]) == (
             theirs.train_loss,
             theirs.test_loss,
-            theirs.accuracy,
+            theirs.metrics["accuracy"],
         )
 
 
@@ -259,11 +261,17 @@ def test_a_long_evaluation_saves_what_was_trained_before_it(tmp_path, monkeypatc
 
 def test_the_best_of_equally_accurate_epochs_has_the_lowest_held_out_loss():
     def epoch(number, accuracy, loss):
-        return EpochFinished(number, number, 1.0, loss, accuracy, 0.1, 1.0, 1.0, 1.0)
+        return EpochFinished(number, number, 1.0, loss, 0.1, 1.0, 1.0, 1.0, metrics={"accuracy": accuracy})
 
     epochs = [epoch(1, 0.5, 0.1), epoch(2, 0.9, 0.4), epoch(3, 0.9, 0.2), epoch(4, 0.9, 0.2)]
 
-    assert Progress(epochs=epochs).best is epochs[2]
+    assert find_best(epochs, Monitor("accuracy", "max")) is epochs[2]
+    assert find_best(epochs, Monitor("accuracy", "min")) is epochs[0]
+    assert find_best(epochs, Monitor()) is epochs[0]
+    assert find_best([], Monitor()) is None
+    # A figure that is NaN or missing is worse than any.
+    assert find_best([epoch(1, math.nan, 0.1), epochs[1]], Monitor("accuracy", "max")) is epochs[1]
+    assert find_best([epoch(1, math.nan, 0.1), epochs[1]], Monitor("mae", "min")).epoch == 1
 
 
 def test_a_resumed_run_with_more_epochs_takes_its_first_step_at_the_new_schedules_rate(tmp_path):

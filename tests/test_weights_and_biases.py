@@ -136,7 +136,7 @@ def test_an_offline_run_holds_all_records(tmp_path: Path) -> None:
         ("conv", "Conv2d", [520]),
         ("fc", "Linear", [650]),
     ]
-    assert (summary["best_epoch"], summary["best_accuracy"]) == (3, 0.9667)
+    assert (summary["best_epoch"], summary["best_test_loss"]) == (3, 0.6667)
     (model,) = [artifact for artifact in records_of(directory, "artifact") if artifact.type == "model"]
     (entry,) = model.manifest.contents
     assert model.name == "model-digits"

@@ -286,17 +286,26 @@ class CheckpointStore:
                 skipped.append(self._set_aside(self.storage, name, damage))
         return "", {}
 
-    def load(self, step: int) -> dict[str, Any]:
-        """Return the checkpoint of optimizer step `step`, tensors on the CPU.
+    def load(self, step: int, world: World = ALONE, rows_of: RowsOf = keep_all) -> dict[str, Any]:
+        """Return the checkpoint of optimizer step `step`, tensors on the CPU. Arguments as of `load_latest`.
 
         Raises:
-            CheckpointError: it is missing or damaged.
+            CheckpointError: on every rank, if it is missing or damaged.
             StorageUnavailable, StorageDenied: it could not be read.
         """
         name = checkpoint_name(step) + ".json"
+
+        def find() -> dict[str, Any]:
+            try:
+                return read_manifest(self.storage, name) if world.is_first else {}
+            except Damaged as damage:
+                return {"damage": str(damage)}
+
         try:
-            manifest = read_manifest(self.storage, name)
-            state = assemble(manifest["files"], lambda entry: read_file(self.storage, entry), ALONE)
+            manifest = world.broadcast_object(run_together(find, world))
+            if "damage" in manifest:
+                raise Damaged(manifest["damage"])
+            state = assemble(manifest["files"], lambda entry: read_file(self.storage, entry), world, rows_of)
         except Damaged as damage:
             raise CheckpointError(f"{self.storage.join(name)} cannot be used: {damage}") from damage
         self._note_whole(name, manifest)

@@ -6,6 +6,7 @@ differ from the recipe's defaults; `resolve` puts the two together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,22 @@ class Batch:
             expected = f"expected a multiple of {parts}, got {self.size}"
             raise ConfigError(f"global_batch_size: {expected} ({split}; the nearest is {nearest})")
         return self.size // parts
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """The figure of an epoch that decides which model is the best, of a run, a study and a promotion."""
+
+    metric: str = field("test_loss", help="test_loss, or one of the recipe's metrics by its name")
+    mode: str = field("min", choices=("min", "max"), help="whether a lower or a higher one is better")
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    def score(self, values: Mapping[str, float]) -> float:
+        """Return the figure so that less is better; infinite where it is NaN or not among `values`."""
+        value = values.get(self.metric, math.nan)
+        return math.inf if math.isnan(value) else value if self.mode == "min" else -value
 
 
 @dataclass(frozen=True)
@@ -95,6 +112,13 @@ class TrainingConfig:
     )
     seed: int = field(0, minimum=0, help="of initial weights, shuffling, dropout and augmentation")
     deterministic: bool = field(False, help="only deterministic algorithms: same bits on same hardware, slower on GPUs")
+    monitor: Monitor = field(factory=Monitor, help="the figure of an epoch that decides which model is the best")
+    patience: int = field(
+        0, minimum=0, help="epochs without a better one, by `monitor`, until the training ends; 0: it never ends early"
+    )
+    model_state: str = field(
+        "best", choices=("best", "last"), help="the epoch, by `monitor`, whose weights the run returns"
+    )
     backend: str = field(
         "auto", choices=("auto", "nccl", "gloo"), help="auto: nccl where the ranks have GPUs, else gloo"
     )

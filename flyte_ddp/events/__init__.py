@@ -31,4 +31,5 @@ from flyte_ddp.events.kinds import Reported as Reported
 from flyte_ddp.events.kinds import RunFinished as RunFinished
 from flyte_ddp.events.kinds import RunStarted as RunStarted
 from flyte_ddp.events.state import RunState as RunState
+from flyte_ddp.events.state import find_best as find_best
 from flyte_ddp.events.wall_time import TimeSpent as TimeSpent

@@ -103,7 +103,6 @@ class EpochFinished(Timed):
     step: int  # optimizer steps since the start of the run
     train_loss: float  # mean over every target of the epoch, as seen while training
     test_loss: float  # mean over every target of the held-out data
-    accuracy: float  # share of held-out targets predicted correctly, in [0, 1]
     learning_rate: float  # at the epoch's last step
     seconds: float  # wall-clock of the epoch's training in all attempts that contributed to it, without the evaluation
     samples_per_second: float  # training samples, over all ranks
@@ -114,18 +113,18 @@ class EpochFinished(Timed):
     # Of this attempt's steps so far, from DDP's own timers (a sample of the steps); empty for a single rank:
     rank_wait_seconds: list[float] = field(default_factory=list)  # mean wait for gradients after the backward pass
     rank_overlap_seconds: list[float] = field(default_factory=list)  # mean all-reduce time during the backward pass
-    metrics: dict[str, float] = field(default_factory=dict)  # further figures by name, which the recipe defines
+    # By name: the recipe's metrics of the held-out data, and its further figures.
+    metrics: dict[str, float] = field(default_factory=dict)
     sample: str = ""  # text that the model generated after this epoch, if the recipe's models generate any
 
     def figures(self) -> Figures:
         values = {
             "train_loss": self.train_loss,
             "test_loss": self.test_loss,
-            "accuracy": self.accuracy,
+            **self.metrics,
             "samples_per_second": self.samples_per_second,
             "seconds": self.seconds,
             **({"num_replaced": self.num_replaced} if self.num_replaced else {}),
-            **self.metrics,
         }
         return Figures(values=values, axis="epoch", step=self.step, epoch=self.epoch)
 
@@ -187,13 +186,15 @@ class Prediction:
     scores: dict[str, float]  # probability by class name
     image: bytes = b""  # a PNG if the sample is an image
     text: str = ""  # the sample if it is text
+    numbers: list[float] = field(default_factory=list)  # truth and guess, if they are numbers
+    error: float | None = None  # of the guess, larger for a worse one, where it is not just right or wrong
 
 
 @dataclass(frozen=True)
 class PredictionsMade(Timed):
-    """Predictions for some of the held-out samples after the last epoch, in the data's own order."""
+    """Predictions for some of the held-out samples, in the data's own order, by the model that the run returns."""
 
-    epoch: int
+    epoch: int  # whose weights that model has
     predictions: list[Prediction]
 
 
@@ -203,7 +204,7 @@ class CheckpointSaved(Timed):
 
     step: int
     url: str
-    best: bool  # it has the best accuracy so far
+    best: bool  # it has the weights of the best epoch so far
     seconds: float  # for which rank 0 interrupted the training
 
     def figures(self) -> Figures:
@@ -216,7 +217,7 @@ class CheckpointWritten(Timed):
 
     step: int
     url: str
-    best: bool  # it had the best accuracy when it was saved
+    best: bool  # it had the weights of the best epoch when it was saved
 
     def figures(self) -> Figures:
         return Figures(values={"checkpoint_step": self.step})
@@ -231,17 +232,19 @@ class RunFinished(Timed):
     value: bytes = b""  # what a function returned on rank 0, pickled
     # Known of a recipe:
     model_state_url: str = ""
-    best_epoch: int = 0
-    best_accuracy: float = 0.0
+    best_epoch: int = 0  # by the config's `monitor`
+    best: dict[str, float] = field(default_factory=dict)  # its monitored figure by name, and its held-out loss
+    model_state_epoch: int = 0  # whose weights the model state has
     peak_memory_bytes: int = 0  # of rank 0: its GPU's memory, or its process's without a GPU
     first_step_seconds: float = 0.0  # from the launch of the ranks to the end of the first optimizer step
     rank_peak_memory_bytes: list[int] = field(default_factory=list)  # of each rank
     rank_num_parameters: list[int] = field(default_factory=list)  # that each rank holds: of a split model its part
 
     def figures(self) -> Figures:
-        names = ("seconds", "best_epoch", "best_accuracy", "first_step_seconds", "peak_memory_bytes")
+        names = ("seconds", "best_epoch", "first_step_seconds", "peak_memory_bytes")
         known = {name: getattr(self, name) for name in names if getattr(self, name)}
-        return Figures(values={"finished": 1, **known})
+        best = {f"best_{name}": value for name, value in self.best.items()}
+        return Figures(values={"finished": 1, **known, **best})
 
 
 Event = (

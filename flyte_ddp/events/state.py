@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from flyte_ddp.config import Monitor
 from flyte_ddp.events.kinds import (
     AttemptEnded,
     CheckpointLoaded,
@@ -22,6 +23,11 @@ from flyte_ddp.events.kinds import (
     RunStarted,
 )
 from flyte_ddp.events.wall_time import TimeSpent, WallTime
+
+
+def find_best(epochs: Iterable[EpochFinished], monitor: Monitor) -> EpochFinished | None:
+    """Return the best of `epochs`: of equal ones that with the lowest held-out loss, of these the first."""
+    return min(epochs, key=lambda epoch: (monitor.score(epoch.figures().values), epoch.test_loss), default=None)
 
 
 @dataclass
@@ -80,9 +86,14 @@ class RunState(Listener):
             self.finished = event
 
     @property
+    def monitor(self) -> Monitor:
+        """The figure of an epoch that decides which is the best."""
+        return Monitor(**(self.started.config.get("monitor", {}) if self.started else {}))
+
+    @property
     def best(self) -> EpochFinished | None:
-        """The finished epoch with the best accuracy; of equal ones, the one with the lowest held-out loss."""
-        return max(self.epochs, key=lambda epoch: (epoch.accuracy, -epoch.test_loss), default=None)
+        """The best of the finished epochs."""
+        return find_best(self.epochs, self.monitor)
 
     @property
     def last_step(self) -> int:

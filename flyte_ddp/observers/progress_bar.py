@@ -6,6 +6,7 @@ import contextlib
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any, TextIO
 
 from flyte_ddp.events import AttemptEnded, CheckpointLoaded, Event, Figures, RunFinished, RunStarted
@@ -49,7 +50,8 @@ class ProgressBar:
                 self._start(event)
             elif isinstance(event, RunFinished):
                 if event.best_epoch:
-                    self._print(f"best accuracy {event.best_accuracy:.2%} after epoch {event.best_epoch}")
+                    kept = f"the model state is that of epoch {event.model_state_epoch}"
+                    self._print(f"best {self._describe(event.best)} after epoch {event.best_epoch}; {kept}")
             elif isinstance(event, CheckpointLoaded):
                 self._resume(event)
             elif isinstance(event, AttemptEnded):
@@ -122,11 +124,7 @@ class ProgressBar:
 
     def _show_figures(self, figures: Figures) -> None:
         """Show every epoch's figures as a line; those of steps in the bar, or as a line from time to time."""
-        words = (
-            FORMATS[name].format(value) if name in FORMATS else f"{name.replace('_', ' ')} {value:.5g}"
-            for name, value in figures.values.items()
-        )
-        values = ", ".join(filter(None, words))
+        values = self._describe(figures.values)
         epoch = "" if figures.epoch is None else self._epoch_label(figures.epoch)
         if figures.axis == "epoch":
             self._print(f"{epoch}: {values}")
@@ -139,6 +137,13 @@ class ProgressBar:
             self._print(", ".join(filter(None, [epoch, step])) + (f": {values}" if values else ""))
         if self._bar is not None and figures.step is not None:
             self._bar.update(figures.step - self._bar.n)
+
+    def _describe(self, values: Mapping[str, float]) -> str:
+        words = (
+            FORMATS[name].format(value) if name in FORMATS else f"{name.replace('_', ' ')} {value:.5g}"
+            for name, value in values.items()
+        )
+        return ", ".join(filter(None, words))
 
     def _epoch_label(self, epoch: float) -> str:
         epochs = self._run.config.get("epochs") if self._run else None

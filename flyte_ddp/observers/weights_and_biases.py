@@ -317,7 +317,7 @@ class Wandb:
         # Beside W&B's own files of the run, because an offline run is uploaded long after this.
         local = Path(self._run.settings.sync_dir) / "model.pt"
         fetch_file(event.model_state_url, local, timeout=FINISH_TIMEOUT)
-        metadata = {"step": event.step, "best_epoch": event.best_epoch, "best_accuracy": event.best_accuracy}
+        metadata = {"step": event.step, "epoch": event.model_state_epoch, "best": event.best}
         name = re.sub(r"[^\w.-]", "-", self.model_artifact)
         artifact = self._wandb.Artifact(name, type="model", metadata=metadata)
         artifact.add_file(str(local), policy="immutable")  # does not copy it again

@@ -60,6 +60,7 @@ class Manifest:
     num_test_samples: int
     metrics: dict[str, float]  # on the held-out data of its own training
     parent_metrics: dict[str, float]  # of its parent, on the same data; empty if it could not be measured
+    advantage: list[float]  # as of `PromotionResult`
     code_version: str  # of the code that trained it
     execution: str  # that trained it; "" for a local run
     outcome: str  # why it replaced its parent, such as promoted or promoted_over_missing

@@ -10,20 +10,24 @@ import dataclasses
 import hashlib
 import io
 import json
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import field as limited
 from flyte_ddp.config.fields import validate
-from flyte_ddp.errors import ChampionChanged, ConfigError, CorruptChampion, MissingChampion, NoChampion
+from flyte_ddp.errors import ChampionChanged, ConfigError, CorruptChampion, MissingChampion, NoChampion, NonFiniteLoss
 from flyte_ddp.promotion.champion import ChampionStore, Manifest
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.prepare import describe_data
+
+if TYPE_CHECKING:
+    from flyte_ddp.rank.comparison import Measurement
 
 FROM_CHAMPION, FROM_SCRATCH = "champion", "scratch"
 
@@ -59,7 +63,7 @@ class PromotionCriteria:
     """
 
     start_from: str = limited(FROM_CHAMPION, choices=(FROM_CHAMPION, FROM_SCRATCH))  # the challenger's first weights
-    # share of the champion's held-out loss by which the challenger's must be lower
+    # share of the champion's monitored figure by which the challenger's must be better, with 97.5 % confidence
     margin: float = limited(0.01, minimum=0)
     min_samples: int = limited(1, minimum=1)  # training samples, and held-out samples, without which nothing is trained
     min_share: float = limited(0.5, minimum=0, maximum=1)  # likewise, as a share of those of the champion
@@ -102,8 +106,10 @@ class PromotionResult:
 
     outcome: Outcome
     reason: str
-    challenger: Mapping[str, float] = field(default_factory=dict)  # test_loss and accuracy; empty if not measured
+    challenger: Mapping[str, float] = field(default_factory=dict)  # test_loss and metrics; empty if not measured
     champion: Mapping[str, float] = field(default_factory=dict)  # those of the champion before it, on the same data
+    # Between these lies, with 95 % confidence, by how much the challenger is better; empty without a comparison.
+    advantage: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -157,9 +163,10 @@ def plan(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria
 def judge(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria, state: bytes) -> PromotionResult:
     """Measure challenger and champion on the same held-out data, and promote the challenger if it is better.
 
-    Better means a loss that is lower by the margin: every recipe has a loss, and unlike an accuracy it does not jump.
-    If another version is put in use meanwhile, the challenger is compared with that one. If an earlier attempt of the
-    same task has promoted this state already, the result and the record are those of that promotion.
+    Better means by the margin, in the figure that the config monitors, by default the held-out loss. The lower end of
+    the interval of a paired comparison counts, so that chance promotes nothing. If another version is put in use
+    meanwhile, the challenger is compared with that one. If an earlier attempt of the same task has promoted this state
+    already, the result and the record are those of that promotion.
 
     Args:
         state: the challenger: the contents of a file with a state dict.
@@ -170,7 +177,8 @@ def judge(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteri
     import torch
 
     challenger = torch.load(io.BytesIO(state), map_location="cpu", weights_only=True)
-    measured = _metrics(challenge, challenger)
+    measured = _measure(challenge, challenger)
+    values = measured.values if measured else {}
     while True:
         pointer = store.pointer()
         current = _load_current(store, pointer, criteria)
@@ -178,7 +186,7 @@ def judge(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteri
             # It may have written no record, without which a champion that is lost would seem never to have been.
             outcome = Outcome(manifest.outcome)
             reason = "an earlier attempt of this task promoted it"
-            result = PromotionResult(outcome, reason, measured, manifest.parent_metrics)
+            result = PromotionResult(outcome, reason, values, manifest.parent_metrics, tuple(manifest.advantage))
             current = CurrentModel(manifest.parent, None, None, outcome, "")
         else:
             result = _compare(challenge, criteria, challenger, measured, current)
@@ -206,28 +214,34 @@ def _compare(
     challenge: Challenge,
     criteria: PromotionCriteria,
     challenger: Mapping[str, Any],
-    measured: Mapping[str, float],
+    measured: Measurement | None,
     current: CurrentModel,
 ) -> PromotionResult:
+    from flyte_ddp.rank.comparison import compare
+
     if problem := _describe_not_finite(challenge, challenger):
         return PromotionResult(Outcome.NOT_FINITE, problem)
-    if not measured:
-        return PromotionResult(Outcome.NOT_FINITE, "the challenger's loss on the held-out data is not finite")
+    metric = challenge.config.monitor.metric
+    name = metric.removeprefix("test_").replace("_", " ")
+    if measured is None or math.isinf(measured.score):
+        return PromotionResult(Outcome.NOT_FINITE, f"the challenger's {name} on the held-out data is not finite")
     if current.state is None:
-        return PromotionResult(current.outcome, current.reason, measured)
+        return PromotionResult(current.outcome, current.reason, measured.values)
     if problem := _describe_mismatch(challenge, current):
-        return PromotionResult(Outcome.INCOMPATIBLE, problem, measured)
-    champion = _metrics(challenge, current.state)
-    if not champion:
-        reason = "the champion's loss on the same held-out data is not finite"
-        return PromotionResult(Outcome.PROMOTED, reason, measured)
-    needed = champion["test_loss"] - criteria.margin * abs(champion["test_loss"])
-    is_better = measured["test_loss"] < needed
+        return PromotionResult(Outcome.INCOMPATIBLE, problem, measured.values)
+    champion = _measure(challenge, current.state)
+    if champion is None or math.isinf(champion.score):
+        reason = f"the champion's {name} on the same held-out data is not finite"
+        return PromotionResult(Outcome.PROMOTED, reason, measured.values)
+    low, high = compare(measured, champion)
+    needed = criteria.margin * abs(champion.score)
     reason = (
-        f"on the same held-out data the challenger's loss is {measured['test_loss']:.6g} and the champion's "
-        f"{champion['test_loss']:.6g}; below {needed:.6g} it is better (margin {criteria.margin:g})"
+        f"on the same held-out data the challenger's {name} is {measured.values[metric]:.6g} and the champion's "
+        f"{champion.values[metric]:.6g}, so with 95 % confidence it is better by {low:.6g} to {high:.6g}; by more than "
+        f"{needed:.6g} it would be promoted (margin {criteria.margin:g})"
     )
-    return PromotionResult(Outcome.PROMOTED if is_better else Outcome.NOT_BETTER, reason, measured, champion)
+    outcome = Outcome.PROMOTED if low > needed else Outcome.NOT_BETTER
+    return PromotionResult(outcome, reason, measured.values, champion.values, (low, high))
 
 
 def _plan_training(
@@ -302,17 +316,15 @@ def _is_promoted(challenge: Challenge, manifest: Manifest, state: bytes) -> bool
     )
 
 
-def _metrics(challenge: Challenge, state: Mapping[str, Any]) -> dict[str, float]:
-    """Measure loss and accuracy of `state` on the held-out data; empty if the loss is not finite."""
-    from flyte_ddp.errors import NonFiniteLoss
-    from flyte_ddp.rank.evaluation import evaluate_state
+def _measure(challenge: Challenge, state: Mapping[str, Any]) -> Measurement | None:
+    """Measure `state` on the held-out data; None if its loss is not finite."""
+    from flyte_ddp.rank.comparison import Measurement
 
     recipe = get_recipe(challenge.recipe, challenge.config.recipe_options)
     try:
-        loss, accuracy = evaluate_state(recipe, challenge.config, state, challenge.directory)
+        return Measurement(recipe, challenge.config, state, challenge.directory)
     except NonFiniteLoss:
-        return {}
-    return {"test_loss": loss, "accuracy": accuracy}
+        return None
 
 
 def _describe_not_finite(challenge: Challenge, state: Mapping[str, Any]) -> str:
@@ -373,6 +385,7 @@ def _manifest(challenge: Challenge, result: PromotionResult) -> Manifest:
         num_test_samples=num_test,
         metrics=dict(result.challenger),
         parent_metrics=dict(result.champion),
+        advantage=list(result.advantage),
         execution=challenge.execution,
         outcome=result.outcome.value,
     )

@@ -21,7 +21,7 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.rank.data import Samples
-from flyte_ddp.rank.evaluation import metrics_of
+from flyte_ddp.rank.metrics import HeldOutMetrics, read_figures, read_value
 from flyte_ddp.rank.nested import tensors_in
 from flyte_ddp.rank.passes import autocast, model_inputs
 from flyte_ddp.rank.sharding import is_sharded
@@ -72,7 +72,7 @@ def check_contract(recipe: Recipe, model: nn.Module, train: Samples, config: Tra
         model.train()
         with autocast(config, world.device) if not is_sharded(model) else torch.enable_grad():
             outputs = model(model_inputs(recipe, config, inputs))
-        losses = _check_results(recipe, outputs, targets, num_samples)
+        losses = _check_results(recipe, config, outputs, targets, num_samples)
         (losses.sum() * 0.0).backward()
         without = [name for name, each in model.named_parameters() if each.requires_grad and each.grad is None]
         model.zero_grad(set_to_none=True)
@@ -85,7 +85,6 @@ def check_contract(recipe: Recipe, model: nn.Module, train: Samples, config: Tra
             f"{locate(recipe, 'model')}: expected a gradient for every parameter, got none for {names}: use them in "
             "the forward pass, or freeze them by requires_grad_(False)"
         )
-    _check_metrics(recipe)
 
 
 @contextmanager
@@ -100,8 +99,8 @@ def _unchanged_buffers(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def _check_results(recipe: Recipe, outputs: Any, targets: Any, num_samples: int) -> Any:
-    """Check `losses`, `num_correct` and `num_targets`; return the losses."""
+def _check_results(recipe: Recipe, config: TrainingConfig, outputs: Any, targets: Any, num_samples: int) -> Any:
+    """Check `losses`, `num_targets` and the metrics; return the losses."""
     _check_broadcast(recipe, outputs, targets)
     losses: Any = _call(recipe, "losses", outputs, targets)
     _check_shape(recipe, "losses", "one loss for each sample", losses, num_samples, outputs, targets)
@@ -122,14 +121,7 @@ def _check_results(recipe: Recipe, outputs: Any, targets: Any, num_samples: int)
                 recipe, "num_targets", "the number of each sample's targets", counts, num_samples, None, targets
             )
         most = torch.ones(num_samples, device=losses.device) if counts is None else counts
-        correct = _call(recipe, "num_correct", outputs, targets)
-        what = "the number of each sample's targets that are predicted right"
-        _check_shape(recipe, "num_correct", what, correct, num_samples, outputs, targets)
-        if bool(((correct < 0) | (correct > most.to(correct.device))).any()):
-            raise ConfigError(
-                f"{locate(recipe, 'num_correct')}: expected at most {_number(most.max())} for a sample, the number of "
-                f"its targets, got {_number(correct.max())}; a sample with several targets needs num_targets"
-            )
+        _check_metrics(recipe, config, outputs, targets, most.to(losses.device))
     return losses
 
 
@@ -150,8 +142,19 @@ def _check_broadcast(recipe: Recipe, outputs: Any, targets: Any) -> None:
         )
 
 
+def _check_num_correct(recipe: Recipe, outputs: Any, targets: Any, counts: Tensor) -> None:
+    correct = _call(recipe, "num_correct", outputs, targets)
+    what = "the number of each sample's targets that are predicted right"
+    _check_shape(recipe, "num_correct", what, correct, len(counts), outputs, targets)
+    if bool(((correct < 0) | (correct > counts)).any()):
+        raise ConfigError(
+            f"{locate(recipe, 'num_correct')}: expected at most {_number(counts.max())} for a sample, the number of "
+            f"its targets, got {_number(correct.max())}; a sample with several targets needs num_targets"
+        )
+
+
 def _check_shape(
-    recipe: Recipe, method: str, what: str, value: Any, num_samples: int, outputs: Any, targets: Any
+    recipe: Recipe, method: str, what: str, value: Any, num_samples: int, outputs: Any = None, targets: Any = None
 ) -> None:
     expected = f"{locate(recipe, method)}: expected {what}, shape ({num_samples},),"
     if not isinstance(value, Tensor):
@@ -192,14 +195,49 @@ def _is_default(recipe: Recipe, method: str) -> bool:
     return getattr(type(recipe), method) is getattr(Recipe, method)
 
 
-def _check_metrics(recipe: Recipe) -> None:
-    epoch = EpochFinished(1, 1, 0.5, 0.5, 0.5, 0.1, 1.0, 1.0, 1.0)
+def _check_metrics(recipe: Recipe, config: TrainingConfig, outputs: Any, targets: Any, counts: Tensor) -> None:
+    """Check `metrics`, what `monitor` names of them, and `figures`."""
+    place = locate(recipe, "metrics")
     try:
-        metrics_of(recipe, epoch)
+        metrics = HeldOutMetrics(recipe, counts.device)
     except ConfigError as error:
-        raise ConfigError(f"{locate(recipe, 'metrics')}: {str(error).partition(': ')[2]}") from None
+        raise ConfigError(f"{place}: {error}") from None
+    for name, function in metrics.functions.items():
+        if function == recipe.num_correct:
+            _check_num_correct(recipe, outputs, targets, counts)
+        else:
+            _check_shape(recipe, "metrics", f"{name} of each sample", function(outputs, targets), len(counts))
+    names = ["test_loss", *metrics.functions]
+    for name, metric in metrics.objects.items():
+        metric.sync_on_compute = False
+        try:
+            metric.update(metrics.predict(outputs), targets)
+        except Exception as error:
+            shapes = f"outputs {_shapes(outputs)}, targets {_shapes(targets)}"
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(f"{place}: {name}: {type(error).__name__}: {reason} ({shapes})") from error
+        names += _read_names(name, metric, place)
+    if config.monitor.metric not in names:
+        raise ConfigError(f"monitor.metric: expected one of {', '.join(names)}, got {config.monitor.metric!r}")
+    epoch = EpochFinished(1, 1, 0.5, 0.5, 0.1, 1.0, 1.0, 1.0, metrics=dict.fromkeys(names, 0.5))
+    try:
+        read_figures(recipe, epoch)
+    except ConfigError as error:
+        raise ConfigError(f"{locate(recipe, 'figures')}: {str(error).partition(': ')[2]}") from None
     except Exception:  # these figures are not a real epoch's
         return
+
+
+def _read_names(name: str, metric: Any, place: str) -> list[str]:
+    """Return the names of a metric's values; they must be single numbers."""
+    try:
+        value = metric.compute()
+    except Exception:  # some need more samples than these
+        return [name]
+    try:
+        return list(read_value(name, value))
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from None
 
 
 def locate(recipe: Recipe, method: str) -> str:

@@ -20,6 +20,7 @@ from flyte_ddp.errors import ConfigError, NonFiniteLoss
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.rank.data import Samples, evaluation_shard, num_common_batches, open_samples
 from flyte_ddp.rank.initial_state import mismatch
+from flyte_ddp.rank.metrics import HeldOutMetrics
 from flyte_ddp.rank.parallel import place_model
 from flyte_ddp.rank.passes import autocast, count_targets, evaluating, model_inputs
 from flyte_ddp.rank.sharding import is_sharded
@@ -36,7 +37,7 @@ class Evaluation:
     """A model's results on the held-out data."""
 
     loss: float  # mean per target
-    accuracy: float  # share of targets predicted right, in [0, 1]
+    metrics: dict[str, float]  # the recipe's, by name
     seconds: float  # wall-clock
 
 
@@ -47,6 +48,7 @@ def evaluate(
     config: TrainingConfig,
     world: World,
     on_batch: Callable[[], None] = lambda: None,
+    on_outputs: Callable[[Any, Any], None] = lambda outputs, targets: None,
 ) -> Evaluation:
     """Measure `model` on `samples`, each counted once. Every rank calls it, and gets the same result.
 
@@ -56,11 +58,12 @@ def evaluate(
 
     Args:
         on_batch: called after each batch, equally often on all ranks, so that it may be a collective.
+        on_outputs: called with the outputs and the targets of each batch of this rank.
     """
     started = time.perf_counter()
     _share_buffers(model, world)
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
-    num_correct = torch.zeros((), dtype=torch.float64, device=world.device)
+    metrics = HeldOutMetrics(recipe, world.device)
     num_targets: float | Tensor = 0.0
     shard = evaluation_shard(samples, config, world)
     num_common = num_common_batches(samples, config, world)
@@ -70,7 +73,8 @@ def evaluate(
             with nullcontext() if splits else autocast(config, world.device):
                 outputs = model(model_inputs(recipe, config, inputs))
             loss_sum += recipe.losses(outputs, targets).sum()
-            num_correct += recipe.num_correct(outputs, targets).sum()
+            metrics.update(outputs, targets)
+            on_outputs(outputs, targets)
             counted = samples.num_targets(index)
             num_targets += count_targets(recipe, targets).to(world.device) if counted is None else counted
             if number < num_common:
@@ -79,19 +83,21 @@ def evaluate(
             first = torch.zeros(1, dtype=torch.int64, device=samples.index_device)
             for inputs, _ in samples.batches([first], epoch=0):
                 model(model_inputs(recipe, config, inputs))
-    total_loss, total_correct, total = world.all_reduce(loss_sum, num_correct, num_targets)
-    return Evaluation(total_loss / total, total_correct / total, time.perf_counter() - started)
+    total_loss, total = world.all_reduce(loss_sum, num_targets)
+    values = metrics.compute(world, len(samples), total)
+    return Evaluation(total_loss / total, values, time.perf_counter() - started)
 
 
 def evaluate_state(
-    recipe: Recipe, config: TrainingConfig, state: Mapping[str, Any], directory: Path
-) -> tuple[float, float]:
+    recipe: Recipe,
+    config: TrainingConfig,
+    state: Mapping[str, Any],
+    directory: Path,
+    on_outputs: Callable[[Any, Any], None],
+) -> Evaluation:
     """Measure `state` on the held-out data of `recipe` in `directory`, in this process, on its GPU if it has one.
 
-    By `evaluate`, so the figures compare with those of a run's epochs.
-
-    Returns:
-        (mean loss per target, share of targets predicted right).
+    By `evaluate`, to which `on_outputs` belongs, so the figures compare with those of a run's epochs.
 
     Raises:
         ConfigError: the state is not one of the recipe's model; names the keys that do not fit.
@@ -105,29 +111,10 @@ def evaluate_state(
     if problem := mismatch(model.state_dict(), state):
         raise ConfigError(f"state: expected one of the recipe's model, got one that does not fit: {problem}")
     model.load_state_dict(state)
-    result = evaluate(place_model(model, config, world), recipe, samples, config, world)
+    result = evaluate(place_model(model, config, world), recipe, samples, config, world, on_outputs=on_outputs)
     if not math.isfinite(result.loss):
         raise NonFiniteLoss(f"the loss on the held-out data is {result.loss}")
-    return result.loss, result.accuracy
-
-
-def metrics_of(recipe: Recipe, epoch: EpochFinished) -> dict[str, float]:
-    """Return the recipe's own figures of an epoch as Python's numbers; NumPy's and tensors with one number are fine.
-
-    Raises:
-        ConfigError: one of them is no number.
-    """
-    name = f"{type(recipe).__name__}.metrics"
-    found: Any = recipe.metrics(epoch)
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"{name}: expected a dict of numbers, got {found!r}")
-    numbers: dict[str, float] = {}
-    for key, value in found.items():
-        try:
-            numbers[str(key)] = float("" if isinstance(value, str) else value)
-        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last from a tensor with several
-            raise ConfigError(f"{name}: {key}: expected a number, got {value!r}") from None
-    return numbers
+    return result
 
 
 def _share_buffers(model: nn.Module, world: World) -> None:

@@ -105,7 +105,8 @@ def train(
         current.emit(events.CheckpointLoaded(trainer.progress.step, url, trainer.progress.epochs, skipped))
 
     # Go!
-    progress = trainer.fit()
+    trainer.fit()
+    kept, best = trainer.load_model_state(), trainer.best
 
     # Results: predictions to look at, the trained weights, and the run's figures
     store.memory.clear()  # which rank 0 may need for the whole model
@@ -114,19 +115,18 @@ def train(
     if world.is_first or trainer.is_sharded:
         with shown("predictions"):
             predictions = predictions_of(model, recipe, test, config)
-            current.emit(events.PredictionsMade(progress.epoch - 1, predictions))
+            current.emit(events.PredictionsMade(kept.epoch, predictions))
         trainer.beat()
         state = whole_state(state, keep=world.is_first)
     peak_memory = [int(each) for each in world.all_gather(_peak_memory(world))]
     if world.is_first:
-        best = progress.best
-        assert best is not None  # a config has at least one epoch
         model_state = store.save_file(MODEL_STATE, portable(state), trainer.beat)
         peak_memory[0] = _peak_memory(world)
         current.results = {
             "model_state_url": model_state,
             "best_epoch": best.epoch,
-            "best_accuracy": best.accuracy,
+            "best": {name: best.figures().values[name] for name in (config.monitor.metric, "test_loss")},
+            "model_state_epoch": kept.epoch,
             "peak_memory_bytes": peak_memory[0],
             "rank_peak_memory_bytes": peak_memory,
             "rank_num_parameters": num_parameters,

@@ -28,11 +28,6 @@ class Progress:
     seconds: float = 0.0  # likewise, wall-clock
     epochs: list[EpochFinished] = field(default_factory=list)
 
-    @property
-    def best(self) -> EpochFinished | None:
-        """The finished epoch with the best accuracy; of equal ones, the first with the lowest held-out loss."""
-        return max(self.epochs, key=lambda finished: (finished.accuracy, -finished.test_loss), default=None)
-
     def finish_epoch(self, finished: EpochFinished) -> None:
         """Note the current epoch's results and advance to the next epoch."""
         self.epochs.append(finished)

@@ -7,6 +7,7 @@ its peers are, or what becomes of the events that it emits.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import time
 
@@ -14,13 +15,14 @@ import torch
 from torch import nn
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.errors import NonFiniteLoss, StopRequested
-from flyte_ddp.events import EpochFinished, HistogramsTaken, Reported
+from flyte_ddp.errors import CheckpointError, ConfigError, NonFiniteLoss, StopRequested
+from flyte_ddp.events import EpochFinished, HistogramsTaken, Reported, find_best
 from flyte_ddp.rank import inspection
 from flyte_ddp.rank.batch_norm import keep_frozen_statistics
 from flyte_ddp.rank.data import Samples, epoch_shards, num_batches
-from flyte_ddp.rank.evaluation import Evaluation, FlopsUtilization, evaluate, metrics_of
+from flyte_ddp.rank.evaluation import Evaluation, FlopsUtilization, evaluate
 from flyte_ddp.rank.initial_state import check_same_run, load_initial_state
+from flyte_ddp.rank.metrics import read_figures
 from flyte_ddp.rank.optim import build_optimizer, learning_rate
 from flyte_ddp.rank.parallel import exchange_seconds, replicate
 from flyte_ddp.rank.passes import clip_gradients, compute_gradients, gradient_norm
@@ -32,6 +34,8 @@ from flyte_ddp.world import World, run_together
 
 REMEDY = "a lower learning_rate, warmup_steps or gradient_clip_norm may help, or the data holds such values"
 LONG_EVALUATION = 5.0  # seconds after which an evaluation saves what was trained before it
+
+logger = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -85,15 +89,45 @@ class Trainer:
             StopRequested: the run is to end; a checkpoint has the progress.
             StorageUnavailable: the store has been away for `store_timeout`.
             CheckpointError: a checkpoint could not be written.
+            ConfigError: the recipe has no metric called `monitor.metric`.
         """
-        while self.progress.epoch <= self.config.epochs:
+        while not self.is_done:
             sums, own_seconds = self.train_epoch()
             evaluation = self.evaluate()
             finished = self._finish_epoch(sums, own_seconds, evaluation)
-            self.save_checkpoint(best=finished is self.progress.best)
+            self.save_checkpoint(best=finished is self.best)
         self.store.has_finished = True
         self.session.wait()
         return self.progress
+
+    @property
+    def best(self) -> EpochFinished:
+        """The best of the finished epochs, by `config.monitor`."""
+        best = find_best(self.progress.epochs, self.config.monitor)
+        assert best is not None  # there is one
+        return best
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all epochs are trained, or `patience` of them were not better than one before."""
+        num_done, patience = self.progress.epoch - 1, self.config.patience
+        return num_done >= self.config.epochs or bool(patience and num_done and num_done - self.best.epoch >= patience)
+
+    def load_model_state(self) -> EpochFinished:
+        """Go back to the weights that the run returns, and return their epoch. Every rank calls it.
+
+        They are the last epoch's also where the checkpoint of the best one is missing or damaged, with a warning.
+        """
+        last, best = self.progress.epochs[-1], self.best
+        if self.config.model_state == "last" or best is last:
+            return last
+        try:
+            state = self.store.load(best.step, self.world, own_rows(self.model, self.optimizer))
+        except CheckpointError as error:
+            logger.warning("the model state is that of epoch %d, and not of the best: %s", last.epoch, error)
+            return last
+        load_model(self.model, state["model"])
+        return best
 
     def train_epoch(self) -> tuple[MetricSums, float]:
         """Take the optimizer steps of the current epoch that are not done yet.
@@ -173,6 +207,9 @@ class Trainer:
                 f"the loss on the held-out data is {result.loss} after step {self.progress.step} "
                 f"(epoch {self.progress.epoch}); {REMEDY}"
             )
+        known, monitored = ("test_loss", *result.metrics), self.config.monitor.metric
+        if monitored not in known:
+            raise ConfigError(f"monitor.metric: expected one of {', '.join(known)}, got {monitored!r}")
         return result
 
     def save_checkpoint(self, best: bool) -> None:
@@ -283,7 +320,6 @@ class Trainer:
             step=progress.step,
             train_loss=progress.loss_sum / progress.num_targets,
             test_loss=evaluation.loss,
-            accuracy=evaluation.accuracy,
             learning_rate=self._last_learning_rate(),
             seconds=progress.seconds,
             samples_per_second=len(self.train) / progress.seconds,
@@ -293,11 +329,12 @@ class Trainer:
             num_replaced=int(
                 world.all_reduce(self.train.num_replaced + self.test.num_replaced - self._num_replaced)[0]
             ),
+            metrics=evaluation.metrics,
             **exchange_seconds(self.replica, world),
         )
-        with inspection.shown("metrics"):
-            metrics = {**metrics_of(self.recipe, finished), **self.utilization.of(finished)}
-            finished = dataclasses.replace(finished, metrics=metrics)
+        with inspection.shown("figures"):
+            figures = {**read_figures(self.recipe, finished), **self.utilization.of(finished)}
+            finished = dataclasses.replace(finished, metrics={**finished.metrics, **figures})
         if world.is_first or self.is_sharded:
             with inspection.shown("sample"):
                 finished = dataclasses.replace(finished, sample=self.recipe.generate_sample(self.model))

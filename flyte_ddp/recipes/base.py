@@ -7,7 +7,7 @@ Your own recipes may import anything at the top of the file; their runs start a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -141,8 +141,24 @@ class Recipe:
         """
         return 0.0
 
-    def metrics(self, epoch: EpochFinished) -> dict[str, float]:
-        """Return further figures of a finished epoch by name, for report, history and W&B; none by default."""
+    def metrics(self) -> Mapping[str, nn.Module | Callable[[Any, Any], Tensor]]:
+        """Return the metrics of the held-out data by name; by default the accuracy, as `num_correct` counts it.
+
+        Each is a `torchmetrics.Metric` whose value is one number, or a function of outputs and targets that returns its
+        value for each sample, (B,): summed over the sample's targets, as `losses`, and the metric is the mean per
+        target. All of them are over all held-out samples, the same at any number of ranks. Called for each evaluation.
+        """
+        return {"accuracy": self.num_correct}
+
+    def predict(self, outputs: Any) -> Any:
+        """Convert the model's outputs to what the metrics of torchmetrics compare with the targets; by default nothing.
+
+        It is also the place for a sigmoid: torchmetrics guesses by each batch's values if they are probabilities.
+        """
+        return outputs
+
+    def figures(self, epoch: EpochFinished) -> dict[str, float]:
+        """Return further figures that follow from those of a finished epoch, by name; none by default."""
         return {}
 
     def generate_sample(self, model: nn.Module) -> str:
@@ -164,13 +180,13 @@ class Recipe:
                 truth=names[int(target)],
                 guess=names[int(score.argmax())],
                 scores=dict(zip(names, score.tolist(), strict=True)),
-                image=_png(sample),
+                image=to_png(sample),
             )
             for sample, score, target in zip(batch, scores, targets, strict=True)
         ]
 
 
-def _png(sample: Tensor) -> bytes:
+def to_png(sample: Tensor) -> bytes:
     """Return `sample` as a PNG if it is an image in bytes, (H, W) or (1 or 3, H, W); else b""."""
     import io
 

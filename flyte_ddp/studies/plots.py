@@ -1,9 +1,10 @@
 """Figures of a study.
 
-Of every study: the held-out loss of its trials over epochs and over time, grouped in facets. A facet contains the
-trials that differ in one hyperparameter only, of a scaling study in the world size; the color shows its value. In a
-random search no two trials are like that: there all share one facet, in which the best have colors and the others are
-faint. Of a scaling study also: speed-up, efficiency, throughput, time to a target loss, communication.
+Of every study: the figure that its trials are compared by, such as the held-out loss, over epochs and over time,
+grouped in facets. A facet contains the trials that differ in one hyperparameter only, of a scaling study in the world
+size; the color shows its value. In a random search no two trials are like that: there all share one facet, in which the
+best have colors and the others are faint. Of a scaling study also: speed-up, efficiency, throughput, time to a target
+loss, communication.
 
 From the command line: `python -m flyte_ddp.studies.plots results.csv picture.svg` (or .png, .pdf) for a sweep,
 `python -m flyte_ddp.studies.plots history.jsonl picture.svg` for a scaling study.
@@ -25,6 +26,7 @@ from flyte_ddp.observers.reports.drawing import (
     PALETTE,
     Panel,
     format_count,
+    format_figure,
     format_tick,
     label_x,
     log_scale,
@@ -50,17 +52,17 @@ MAX_NAMED = 4  # colors for which the legend has room for the hyperparameter's n
 Lines = list[tuple[TrialRun, str, str]]
 
 
-def loss_panels(runs: Sequence[TrialRun]) -> tuple[str, list[Panel], list[Panel]]:
-    """Return a description of the colors, the panels of the loss over epochs, and those of the loss over time.
+def metric_panels(runs: Sequence[TrialRun]) -> tuple[str, list[Panel], list[Panel]]:
+    """Return a description of the colors, the panels of the monitored figure over epochs, and those over time.
 
     All panels of a kind have the same axes. Without a finished epoch there are no panels.
     """
     drawn = [run for run in runs if run.epochs]
     meaning, facets = _facets(drawn)
-    losses = [epoch.test_loss for run in drawn for epoch in run.epochs if math.isfinite(epoch.test_loss)]
-    if not losses:
+    values = [value for run in drawn for value in _values(run) if math.isfinite(value)]
+    if not values:
         return meaning, [], []
-    best = find_best(runs)
+    best, metric = find_best(runs), drawn[0].metric
     slowest = max(run.elapsed[-1] for run in drawn)
     unit, seconds = ("h", 3600) if slowest > 2 * 3600 else ("min", 60) if slowest > 120 else ("s", 1)
     by_epoch = {id(run): [float(epoch.epoch) for epoch in run.epochs] for run in drawn}
@@ -68,15 +70,25 @@ def loss_panels(runs: Sequence[TrialRun]) -> tuple[str, list[Panel], list[Panel]
 
     def panels(name: str, xs: Mapping[int, Sequence[float]], label: str) -> list[Panel]:
         def panel(index: int, title: str, lines: Lines) -> Panel:
-            ends = [f"{run.trial} {run.epochs[-1].test_loss:.4g}" for run, _, _ in lines[: len(PALETTE)]]
-            summary = f"Test loss over {name}, {title}: the last values are {', '.join(ends)}"
+            ends = [f"{run.trial} {format_figure(metric, _values(run)[-1])}" for run, _, _ in lines[: len(PALETTE)]]
+            summary = f"{name_metric(metric)} over {name}, {title}: the last values are {', '.join(ends)}"
             return Panel(
-                f"loss-over-{name}-{index}", title, summary, lambda axes: _draw(axes, lines, xs, label, losses, best)
+                f"metric-over-{name}-{index}", title, summary, lambda axes: _draw(axes, lines, xs, label, values, best)
             )
 
         return [panel(index, title, lines) for index, (title, lines) in enumerate(facets.items())]
 
     return meaning, panels("epochs", by_epoch, "epoch"), panels("time", by_time, f"time ({unit})")
+
+
+def name_metric(metric: str) -> str:
+    """Return the heading of a figure of the held-out data, such as "Test loss" and "Test mae"."""
+    return f"Test {metric.removeprefix('test_').replace('_', ' ')}"
+
+
+def _values(run: TrialRun) -> list[float]:
+    """Return the monitored figure after each epoch; NaN where it is missing."""
+    return [epoch.figures().values.get(run.metric, math.nan) for epoch in run.epochs]
 
 
 def _facets(runs: Sequence[TrialRun]) -> tuple[str, dict[str, Lines]]:
@@ -105,7 +117,7 @@ def _facets(runs: Sequence[TrialRun]) -> tuple[str, dict[str, Lines]]:
 
 def _rank(runs: Sequence[TrialRun]) -> Lines:
     """Return the models from the best on; the first have colors, and are labelled by their numbers."""
-    ranked = sorted(runs, key=lambda run: (run.last_loss, run.trial.number))
+    ranked = sorted(runs, key=lambda run: (run.score(run.kept), run.trial.number))
     return [
         (run, PALETTE[place] if place < NUM_COLORED else "", f"{run.trial.number}" if place < NUM_COLORED else "")
         for place, run in enumerate(ranked[: NUM_COLORED + MAX_FAINT])
@@ -113,8 +125,8 @@ def _rank(runs: Sequence[TrialRun]) -> Lines:
 
 
 def parameter_panels(runs: Sequence[TrialRun]) -> list[Panel]:
-    """Return a panel for each hyperparameter that differs: the last held-out loss of each trial against its value."""
-    lines = [line for line in _rank([run for run in runs if run.epochs]) if math.isfinite(line[0].last_loss)]
+    """Return a panel for each hyperparameter that differs: the monitored figure of each trial against its value."""
+    lines = [line for line in _rank([run for run in runs if run.epochs]) if math.isfinite(line[0].score(line[0].kept))]
     names = dict.fromkeys(name for run, _, _ in lines for name in run.trial.values)
     swept = [name for name in names if len({json.dumps(run.trial.values[name]) for run, _, _ in lines}) > 1]
     return [_parameter_panel(name, lines) for name in swept]
@@ -122,20 +134,21 @@ def parameter_panels(runs: Sequence[TrialRun]) -> list[Panel]:
 
 def _parameter_panel(name: str, lines: Lines) -> Panel:
     values = [run.trial.values[name] for run, _, _ in lines]
-    losses = [run.last_loss for run, _, _ in lines]
+    metric = lines[0][0].metric
+    figures = [run.kept.figures().values[metric] for run, _, _ in lines if run.kept]
     are_numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
     choices = list(dict.fromkeys(sorted(map(format_value, values))))
     xs = values if are_numbers else [choices.index(format_value(value)) for value in values]
 
     def draw(axes: Axes) -> None:
         ink = axes.title.get_color()
-        for (_, color, label), x, loss in zip(lines, xs, losses, strict=True):
+        for (_, color, label), x, figure in zip(lines, xs, figures, strict=True):
             look: dict[str, Any] = {
                 "color": color or ink,
                 "alpha": 1 if color else FAINT,
                 "markersize": 6 if color else 3.5,
             }
-            axes.plot([x], [loss], "o", label=label or None, zorder=3 if color else 2, **look)
+            axes.plot([x], [figure], "o", label=label or None, zorder=3 if color else 2, **look)
         if not are_numbers:
             axes.set_xticks(range(len(choices)), [choice[:14] for choice in choices])
             axes.set_xlim(-0.5, len(choices) - 0.5)
@@ -144,12 +157,13 @@ def _parameter_panel(name: str, lines: Lines) -> Panel:
         if are_numbers and len(set(xs)) <= MAX_FACETS:
             axes.set_xticks(sorted(set(xs)), [format_value(x) for x in sorted(set(xs))], minor=False)
         label_x(axes, name)
-        axes.set_ylabel("last test loss", loc="top", alpha=0.7, fontsize=9.5, labelpad=2)
-        log_scale(axes, losses)
+        axes.set_ylabel(name_metric(metric).lower(), loc="top", alpha=0.7, fontsize=9.5, labelpad=2)
+        log_scale(axes, figures)
 
-    summary = f"Last test loss by {name}: the best, {losses[0]:.4g}, at {format_value(values[0])}"
+    best = format_figure(metric, figures[0])
+    summary = f"{name_metric(metric)} by {name}: the best, {best}, at {format_value(values[0])}"
     slug = "".join(letter if letter.isalpha() else "-" for letter in name)
-    return Panel(f"loss-by-{slug}", f"By {name}", summary, draw)
+    return Panel(f"metric-by-{slug}", f"By {name}", summary, draw)
 
 
 def _color(runs: Sequence[TrialRun], name: str, colors: Mapping[str, str]) -> Lines:
@@ -171,7 +185,7 @@ def _draw(
     lines: Lines,
     xs: Mapping[int, Sequence[float]],
     label: str,
-    losses: Sequence[float],
+    values: Sequence[float],
     best: TrialRun | None,
 ) -> None:
     from matplotlib.ticker import MaxNLocator
@@ -180,7 +194,7 @@ def _draw(
     for index, (run, color, name) in enumerate(lines):
         points = plot(
             axes,
-            [(x, epoch.test_loss) for x, epoch in zip(xs[id(run)], run.epochs, strict=True)],
+            list(zip(xs[id(run)], _values(run), strict=True)),
             MAX_POINTS,
             color=color or ink,
             alpha=1 if color else FAINT / 3,
@@ -198,9 +212,9 @@ def _draw(
     axes.set_xlim(0, 1.04 * max(max(each) for each in xs.values()))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=label == "epoch"))
     label_x(axes, label)
-    axes.set_ylabel("test loss", loc="top", alpha=0.7, fontsize=9.5, labelpad=2)
-    log_scale(axes, losses)
-    low, high = min(losses), max(losses)
+    axes.set_ylabel(name_metric(lines[0][0].metric).lower(), loc="top", alpha=0.7, fontsize=9.5, labelpad=2)
+    log_scale(axes, values)
+    low, high = min(values), max(values)
     if axes.get_yscale() == "log":
         axes.set_ylim(low / 1.25, high * 1.25)
     else:
@@ -328,7 +342,8 @@ def read_study(history_file: str) -> list[TrialRun]:
             **({} if has_one_batch_size else batch),  # else the global batch grows with the world size
             WORLD_SIZE: started.world_size,
         }
-        runs.append(TrialRun(Trial(number, values, {}, TrainingConfig()), "", FINISHED, state))
+        config = TrainingConfig(monitor=state.monitor, model_state=started.config["model_state"])
+        runs.append(TrialRun(Trial(number, values, {}, config), "", FINISHED, state))
     return runs
 
 
@@ -341,7 +356,7 @@ def main() -> None:
     results, picture = sys.argv[1:]
     is_scaling = Path(results).suffix == ".jsonl"
     runs = read_study(results) if is_scaling else read_table(pandas.read_csv(results))
-    _, over_epochs, over_time = loss_panels(runs)
+    _, over_epochs, over_time = metric_panels(runs)
     meaning, others = scaling_panels(Study(runs if is_scaling else []))
     if meaning:
         sys.stdout.write(f"{meaning}\n")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,9 @@ from flyte_ddp.events import (
     RunState,
     parse_history,
     to_line,
+)
+from flyte_ddp.events import (
+    find_best as find_best_epoch,
 )
 from flyte_ddp.storage import Storage
 from flyte_ddp.studies.search import Trial, format_value
@@ -89,10 +91,20 @@ class TrialRun(Listener):
         return list(itertools.accumulate(epoch.seconds + epoch.evaluation_seconds for epoch in self.epochs))
 
     @property
-    def last_loss(self) -> float:
-        """Held-out loss after the latest epoch; infinite before the first epoch or if it is NaN."""
-        loss = self.epochs[-1].test_loss if self.epochs else math.inf
-        return math.inf if math.isnan(loss) else loss
+    def metric(self) -> str:
+        """The name of the figure that the trials are compared by."""
+        return self.trial.config.monitor.metric
+
+    @property
+    def kept(self) -> EpochFinished | None:
+        """The epoch that counts, because its weights are the ones kept: the best so far, or the last."""
+        if self.trial.config.model_state == "last":
+            return self.epochs[-1] if self.epochs else None
+        return find_best_epoch(self.epochs, self.trial.config.monitor)
+
+    def score(self, epoch: EpochFinished | None) -> float:
+        """Return the figure that the trials are compared by, so that less is better; infinite without an epoch."""
+        return self.trial.config.monitor.score(epoch.figures().values if epoch else {})
 
     def snapshot(self) -> TrialRun:
         """Return a copy for use in another thread than the one that delivers events."""
@@ -102,31 +114,34 @@ class TrialRun(Listener):
 
 
 def find_best(runs: Iterable[TrialRun]) -> TrialRun | None:
-    """Return the finished trial with the lowest held-out loss after its last epoch, the first of equals.
-
-    The last epoch counts because its weights are the ones kept. None if no trial finished.
-    """
+    """Return the finished trial that is the best in its kept epoch, the first of equals; None if none finished."""
     finished = [run for run in runs if run.status == FINISHED]
-    return min(finished, key=lambda run: (run.last_loss, run.trial.number), default=None)
+    return min(finished, key=lambda run: (run.score(run.kept), run.trial.number), default=None)
 
 
 def build_table(runs: Sequence[TrialRun]) -> pandas.DataFrame:
     """Build the table with a row for every epoch of every trial; a trial without epochs has one row.
 
-    Columns: model (the trial's number), status, epoch, one per swept hyperparameter, train_loss, test_loss, accuracy,
-    last_learning_rate (at the epoch's last step), seconds (training time of the epoch), elapsed_seconds (training
-    and evaluation time up to the end of the epoch), error. Missing values are NA.
+    Columns: model (the trial's number), status, epoch, one per swept hyperparameter, train_loss, test_loss, one per
+    metric, last_learning_rate (at the epoch's last step), seconds (training time of the epoch), elapsed_seconds
+    (training and evaluation time up to the end of the epoch), error. Missing values are NA.
     """
     import pandas
 
-    numbers = ("train_loss", "test_loss", "accuracy", "last_learning_rate", "seconds", "elapsed_seconds")
+    metrics = list(dict.fromkeys(name for run in runs for epoch in run.epochs for name in epoch.metrics))
+    numbers = ("train_loss", "test_loss", *metrics, "last_learning_rate", "seconds", "elapsed_seconds")
     rows: list[dict[str, Any]] = []
     for run in runs:
         found: list[tuple[Any, ...]] = [
-            (each.epoch, each.train_loss, each.test_loss, each.accuracy, each.learning_rate, each.seconds, elapsed)
+            (
+                each.epoch,
+                *(each.train_loss, each.test_loss),
+                *(each.metrics.get(name) for name in metrics),
+                *(each.learning_rate, each.seconds, elapsed),
+            )
             for each, elapsed in zip(run.epochs, run.elapsed, strict=True)
         ]
-        for epoch, *values in found or [(None,) * 7]:
+        for epoch, *values in found or [(None,) * (1 + len(numbers))]:
             known = {"model": run.trial.number, "status": run.status, "epoch": epoch, **run.trial.values}
             rows.append({**known, **dict(zip(numbers, values, strict=True)), "error": run.error or None})
     columns = {name: [row[name] for row in rows] for name in rows[0]}
@@ -140,16 +155,28 @@ def build_table(runs: Sequence[TrialRun]) -> pandas.DataFrame:
 
 def read_table(table: pandas.DataFrame) -> list[TrialRun]:
     """Rebuild the trials from a table, such as one read from a CSV file."""
-    names = list(table.columns[3 : table.columns.get_loc("train_loss")])
+    columns = list(table.columns)
+    names = columns[3 : columns.index("train_loss")]
+    metrics = columns[columns.index("test_loss") + 1 : columns.index("last_learning_rate")]
     runs = []
     for number, rows in table.groupby("model", sort=False):
         trial = Trial(int(number), {name: rows[name].tolist()[0] for name in names}, {}, TrainingConfig())
         run = TrialRun(trial, "", str(rows["status"].iloc[0]))
         elapsed = 0.0
-        for row in rows.dropna(subset="epoch").itertuples():
-            losses = row.train_loss, row.test_loss, row.accuracy, row.last_learning_rate
-            evaluation = row.elapsed_seconds - elapsed - row.seconds
-            elapsed = row.elapsed_seconds
-            run.epochs.append(EpochFinished(int(row.epoch), 0, *losses, row.seconds, 0.0, evaluation))
+        for row in rows.dropna(subset="epoch").to_dict("records"):
+            run.epochs.append(
+                EpochFinished(
+                    epoch=int(row["epoch"]),
+                    step=0,
+                    train_loss=row["train_loss"],
+                    test_loss=row["test_loss"],
+                    learning_rate=row["last_learning_rate"],
+                    seconds=row["seconds"],
+                    samples_per_second=0.0,
+                    evaluation_seconds=row["elapsed_seconds"] - elapsed - row["seconds"],
+                    metrics={name: row[name] for name in metrics},
+                )
+            )
+            elapsed = row["elapsed_seconds"]
         runs.append(run)
     return runs

@@ -176,9 +176,9 @@ class TrialRunner:
     def _train_waiting(self) -> None:
         for run in self.runs:
             for epoch in run.epochs:
-                self.early_stopping.should_stop(run.trial.number, epoch.epoch, epoch.test_loss)
+                self.early_stopping.should_stop(run.trial.number, epoch.epoch, run.score(epoch))
             if run.status == FINISHED:
-                self.early_stopping.finish(run.trial.number, run.last_loss)
+                self.early_stopping.finish(run.trial.number, run.score(run.kept))
             self.notify(run, None)
         waiting = [run for run in self.runs if run.status == WAITING]
         num_slots = self.cluster.num_nodes if self.pool else 1
@@ -228,7 +228,7 @@ class TrialRunner:
         try:
             self._train(run, stop)
             run.status = FINISHED
-            self.early_stopping.finish(number, run.last_loss)
+            self.early_stopping.finish(number, run.score(run.kept))
         except TrainingStopped:
             if run.status != STOPPED_EARLY:
                 run.status = INTERRUPTED
@@ -305,7 +305,7 @@ class _TrialListener(Listener):
         trial = self.run.trial
         for epoch in event.epochs if isinstance(event, CheckpointLoaded) else [event]:
             if isinstance(epoch, EpochFinished):
-                should_stop = self.runner.early_stopping.should_stop(trial.number, epoch.epoch, epoch.test_loss)
+                should_stop = self.runner.early_stopping.should_stop(trial.number, epoch.epoch, self.run.score(epoch))
                 if should_stop and epoch.epoch < trial.config.epochs and not self.stop.is_set():
                     self.run.status = STOPPED_EARLY
                     self.stop.set("other trials are better")

@@ -32,7 +32,7 @@ class Row:
     num_train_samples: int
     epochs: int
     final_test_loss: float
-    best_accuracy: float
+    best: float  # the monitored figure of the best epoch
     step_seconds: float  # of the median epoch
     samples_per_second: float
     speed_up: float  # of samples per second, relative to the smallest world size (the mean of its repeats)
@@ -110,8 +110,8 @@ class Study:
         return [row for rows in self.series.values() for row in rows]
 
     def _row(self, run: TrialRun, series: Sequence[TrialRun]) -> Row:
-        started, finished, last = started_of(run), run.state.finished, run.epochs[-1]
-        assert finished is not None  # or it would not be here
+        started, best, last = started_of(run), run.state.best, run.epochs[-1]
+        assert best is not None  # it has epochs
         step_seconds = _epoch_seconds(run) / (started.num_steps / int(started.config["epochs"]))
         samples_per_second = started.num_train_samples / _epoch_seconds(run)
         first = started_of(series[0])  # of the smallest world size
@@ -130,7 +130,7 @@ class Study:
             num_train_samples=started.num_train_samples,
             epochs=len(run.epochs),
             final_test_loss=last.test_loss,
-            best_accuracy=finished.best_accuracy,
+            best=best.figures().values[run.state.monitor.metric],
             step_seconds=step_seconds,
             samples_per_second=samples_per_second,
             speed_up=speed_up,

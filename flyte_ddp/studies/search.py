@@ -81,6 +81,8 @@ def build_trials(recipe: str, base: Mapping[str, Any], choices: Sequence[Mapping
             overrides = _merge_overrides(base, {name: _read_value(config, name) for name in fields})
             values = {name: _read_value(config, name) if _is_field(name) else int(choice[name]) for name in names}
             trials.append(Trial(len(trials) + 1, values, overrides, config, world_size))
+    if len({trial.config.monitor for trial in trials}) > 1:
+        raise ConfigError("monitor: expected the same for all trials, because it compares them")
     return trials
 
 
@@ -154,9 +156,9 @@ def format_value(value: Any) -> str:
 
 
 class EarlyStopping:
-    """Stopping rule on the held-out loss after each epoch. Thread-safe.
+    """Stopping rule on the score after each epoch, which is lower for a better model. Thread-safe.
 
-    "median" stops a trial whose best loss so far is worse than the median of the finished trials at the same epoch.
+    "median" stops a trial whose best score so far is worse than the median of the finished trials at the same epoch.
     "halving" is asynchronous successive halving (Li et al., "A System for Massively Parallel
     Hyperparameter Tuning", 2020): after epochs 1, 2, 4, ... a trial continues if it is in the better half of those
     that reached the same epoch. No trial waits for another, so with several workers the outcome depends on their speed.
@@ -185,8 +187,8 @@ class EarlyStopping:
             )
             self._study = optuna.create_study(pruner=pruner)
 
-    def should_stop(self, number: int, epoch: int, loss: float) -> bool:
-        """Record the loss of trial `number` after `epoch`, once, and return True if the trial should stop."""
+    def should_stop(self, number: int, epoch: int, score: float) -> bool:
+        """Record the score of trial `number` after `epoch`, once, and return True if the trial should stop."""
         if self._study is None:
             return False
         with self._lock:
@@ -196,14 +198,14 @@ class EarlyStopping:
             if epoch <= self._last_epochs[number]:
                 return False
             self._last_epochs[number] = epoch
-            self._trials[number].report(loss, epoch)
+            self._trials[number].report(score, epoch)
             return self._trials[number].should_prune()
 
-    def finish(self, number: int, loss: float) -> None:
+    def finish(self, number: int, score: float) -> None:
         """Record that trial `number` finished, so that later trials are compared with it."""
         if self._study is not None:
             with self._lock:
-                self._study.tell(self._trials.pop(number), loss)
+                self._study.tell(self._trials.pop(number), score)
 
 
 def _check_grid(grid: Any, num_models: int, seed: int) -> None:

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torchmetrics import MeanAbsoluteError, R2Score
+from torchmetrics.classification import MulticlassF1Score
 
 from flyte_ddp.recipes import Recipe
 
@@ -99,9 +101,60 @@ class Unused(Line):
         return model
 
 
-class MetricsOfText(Line):
-    def metrics(self, epoch):
+class FiguresOfText(Line):
+    def figures(self, epoch):
         return {"verdict": "good"}
+
+
+class MetricsOfText(Line):
+    def metrics(self):
+        return {"mae": "MeanAbsoluteError"}
+
+
+class MetricsWithoutNames(Line):
+    def metrics(self):
+        return [self.num_correct]
+
+
+class MetricOverAll(Line):
+    def metrics(self):
+        return {"mae": lambda outputs, targets: (outputs - targets).abs().mean()}
+
+
+class MetricClass(Line):
+    def metrics(self):
+        return {"mae": MeanAbsoluteError}
+
+
+class MetricOfOtherShapes(Line):
+    def metrics(self):
+        return {"f1": MulticlassF1Score(3)}
+
+
+class MetricForEachClass(Line):
+    def predict(self, outputs):
+        return torch.stack([outputs, 1 - outputs], dim=1)
+
+    def samples(self):
+        return super().samples()[0], torch.arange(NUM_SAMPLES) % 2
+
+    def losses(self, outputs, targets):
+        return super().losses(outputs, targets.float())
+
+    def metrics(self):
+        return {"f1": MulticlassF1Score(2, average=None)}
+
+
+class ReservedName(Line):
+    def metrics(self):
+        return {"test_loss": self.num_correct}
+
+
+class UnknownMonitor(Line):
+    defaults = {**Line.defaults, "monitor": {"metric": "maee", "mode": "min"}}
+
+    def metrics(self):
+        return {"mae": MeanAbsoluteError(), "r2": R2Score()}
 
 
 class PrepareWithoutReturn(Line):

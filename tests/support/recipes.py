@@ -38,6 +38,7 @@ class Tiny(Recipe):
         "learning_rate": 0.1,
         "schedule": "constant",
         "log_interval": 1,
+        "model_state": "last",  # as a plain loop ends
     }
     _num_steps = 0
 

@@ -76,12 +76,12 @@ def epoch(number: int, world_size: int = 2) -> EpochFinished:
         step=number * STEPS_PER_EPOCH,
         train_loss=2.0 / number**2,
         test_loss=1.5 / number**2,
-        accuracy=1 - 0.2 / number,
         learning_rate=2e-3 / number,
         seconds=7.5,
         samples_per_second=8000.0 + number,
         evaluation_seconds=0.6,
         rank_losses=[0.5] * world_size,
+        metrics={"accuracy": 1 - 0.2 / number},
         rank_step_seconds=[0.006 + 0.0001 * rank for rank in range(world_size)],
     )
 
@@ -120,7 +120,8 @@ def finished(epochs: int = 4) -> RunFinished:
         model_state_url="s3://bucket/run/model_state.pt",
         seconds=93.0,
         best_epoch=epochs,
-        best_accuracy=1 - 0.2 / epochs,
+        best={"test_loss": 1.5 / epochs**2},
+        model_state_epoch=epochs,
         peak_memory_bytes=600 * 2**20,
         first_step_seconds=6.2,
         rank_num_parameters=[215_600, 215_480],

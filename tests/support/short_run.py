@@ -60,13 +60,13 @@ def epoch_finished(epoch: int) -> EpochFinished:
         step=epoch * STEPS_PER_EPOCH,
         train_loss=1 / epoch,
         test_loss=2 / epoch,
-        accuracy=1 - 0.1 / epoch,
         learning_rate=0.1,
         seconds=1.5,
         samples_per_second=1000.0,
         evaluation_seconds=0.5,
         rank_losses=[0.1, 0.2],
         rank_step_seconds=[0.01, 0.02],
+        metrics={"accuracy": 1 - 0.1 / epoch},
     )
 
 
@@ -92,7 +92,7 @@ def predictions_made() -> PredictionsMade:
 
 
 def run_finished(model_state_url: str = "/state/model.pt") -> RunFinished:
-    return RunFinished(12, 4.5, b"", model_state_url, 3, 0.9667, 10**8, 2.5)
+    return RunFinished(12, 4.5, b"", model_state_url, 3, {"test_loss": 0.6667}, 3, 10**8, 2.5)
 
 
 def whole_run() -> list[Event]:

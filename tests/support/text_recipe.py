@@ -36,8 +36,8 @@ class _MallocState(ctypes.Structure):
 class MallocWatchingText(Text):
     """Adds a metric: 1 if malloc maps a block of 4 MiB alone, so that the kernel gets it back once it is freed."""
 
-    def metrics(self, epoch):
-        return {**super().metrics(epoch), "maps_blocks": float(_maps_blocks(4 << 20))}
+    def figures(self, epoch):
+        return {**super().figures(epoch), "maps_blocks": float(_maps_blocks(4 << 20))}
 
 
 def _maps_blocks(size):

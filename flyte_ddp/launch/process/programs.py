@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import os
 import pickle
 import shutil
@@ -19,7 +20,7 @@ from flyte_ddp.config.source_code import files_below, packages_of, source_files
 from flyte_ddp.config.training import Batch
 from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.launch.process.output import Output
-from flyte_ddp.recipes import BUILTIN, get_recipe
+from flyte_ddp.recipes import BUILTIN, Recipe, get_recipe
 
 COMPILERS = ("g++", "gcc", "clang")  # torch.compile takes g++ or CXX for CPUs, gcc, clang or CC for GPUs
 CUDA_OUT_OF_MEMORY = "OutOfMemoryError"  # class name of torch.cuda.OutOfMemoryError
@@ -165,9 +166,14 @@ def recipe_program(recipe: str, config: TrainingConfig, initial_state: str = "")
     Raises:
         ConfigError: an unknown recipe or option of it.
     """
-    get_recipe(recipe, config.recipe_options)
-    # With fsdp torch imports its compiler too, to leave the gathering of weights out of graphs.
-    needs_dynamo = config.compile or config.parallel == "fsdp"
+    has_metrics = type(get_recipe(recipe, config.recipe_options)).metrics is not Recipe.metrics
+    slow_imports = ["torch"]
+    if (
+        config.compile or config.parallel == "fsdp"
+    ):  # torch leaves the gathering of weights out of its compiler's graphs
+        slow_imports.append("torch._dynamo")
+    if has_metrics and importlib.util.find_spec("torchmetrics"):
+        slow_imports.append("torchmetrics")
     needs_gpus = ""
     if config.backend == "nccl":
         needs_gpus = "backend: expected auto or gloo for ranks without GPUs, got 'nccl'"
@@ -180,7 +186,7 @@ def recipe_program(recipe: str, config: TrainingConfig, initial_state: str = "")
         stall_timeout=config.stall_timeout,
         store_timeout=config.store_timeout,
         variables={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if config.deterministic else {},
-        slow_imports=("torch", "torch._dynamo") if needs_dynamo else ("torch",),
+        slow_imports=tuple(slow_imports),
         may_exit=False,
         repeats_bugs=False,
         describes_itself=True,

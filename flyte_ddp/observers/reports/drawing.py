@@ -184,6 +184,15 @@ def thin(points: Points, max_points: int = MAX_POINTS) -> list[tuple[float, floa
     return kept
 
 
+def format_figure(name: str, value: float) -> str:
+    """Format a figure by its name: an accuracy in percent, others with four digits; NaN as "-"."""
+    if math.isnan(value):
+        return "-"
+    if name == "accuracy":
+        return percent(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 def percent(share: float) -> str:
     """Format a share in [0, 1], with enough decimals to distinguish 99.95 % from 100 %."""
     return f"{100 * share:.2f} %"

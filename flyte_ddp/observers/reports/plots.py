@@ -16,27 +16,29 @@ from flyte_ddp.observers.reports.drawing import (
     PALETTE,
     Panel,
     Points,
+    format_figure,
     format_tick,
     label_x,
     log_scale,
-    percent,
     plot,
     save_panels,
     thin,
 )
+from flyte_ddp.observers.reports.predictions import prediction_panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 KNOWN = ("loss", "samples_per_second", "learning_rate", "gradient_norm")  # reported values with a panel of their own
 MAX_REPORTED = 12  # other values that are drawn
+MAX_METRICS = 4  # of the held-out data
 MAX_LINES = len(PALETTE)  # of ranks, one color each; for more ranks their range is drawn
 
 
 def run_panels(state: RunState) -> list[Panel]:
     """Return the panels for which there are data so far.
 
-    In this order: loss, accuracy, throughput, learning-rate, gradient-norm, ranks, and each other reported value.
+    In this order: loss, the metrics, throughput, learning-rate, gradient-norm, ranks, and each other reported value.
     """
     return _Curves(state).panels()
 
@@ -62,9 +64,8 @@ class _Curves:
             panels.append(self._panel("loss", "Loss", losses, self._draw_loss))
         elif "loss" in self.reported:
             panels.append(self._panel("loss", "Loss", self._now("loss", ".4g"), self._draw_loss))
-        if best := self.state.best:
-            found = f"best {percent(best.accuracy)} in epoch {best.epoch}"
-            panels.append(self._panel("accuracy", "Test accuracy", found, self._draw_accuracy, found))
+        names = list(epochs[-1].metrics)[:MAX_METRICS] if epochs else []
+        panels += [self._metric_panel(name, f"metric-{index}") for index, name in enumerate(names)]
         if epochs or "samples_per_second" in self.reported:
             found = self._now("samples_per_second", ",.0f")
             title, spoken = "Throughput (samples/s)", "Training samples per second"
@@ -84,6 +85,7 @@ class _Curves:
             found = f"in the last epoch from {min(known):.3g} to {max(known):.3g} ms" if known else ""
             title = f"{spoken} (ms)"
             panels.append(self._panel("ranks", title, found, self._draw_ranks, spoken=spoken, from_zero=True))
+        panels += prediction_panels(self.state.predictions.predictions if self.state.predictions else [])
         others = [name for name in self.reported if name not in KNOWN][:MAX_REPORTED]
         return panels + [self._other_panel(name, f"reported-{index}") for index, name in enumerate(others)]
 
@@ -162,6 +164,8 @@ class _Curves:
         steps = self._plot_steps(axes, "loss", PALETTE[0])
         epochs = _plot_epochs(axes, [(each.epoch, each.train_loss) for each in self.state.epochs], 0, "training")
         tests = _plot_epochs(axes, [(each.epoch, each.test_loss) for each in self.state.epochs], 1, "test")
+        if tests and (best := self.state.best) and self.state.monitor.metric == "test_loss":
+            _circle(axes, best.epoch, best.test_loss, 1)
         log_scale(axes, [value for _, value in [*steps, *epochs, *tests]])
         if epochs and axes.get_yscale() == "log":
             # A few very low batch losses must not compress the rest of the curve.
@@ -170,16 +174,27 @@ class _Curves:
                 lowest.append(statistics.quantiles([value for _, value in steps], n=20, method="inclusive")[0])
             axes.set_ylim(bottom=min(lowest) / 1.5)
 
-    def _draw_accuracy(self, axes: Axes) -> None:
+    def _metric_panel(self, name: str, panel_name: str) -> Panel:
+        """Return the panel of a metric, with a ring around the best epoch if the metric decides it."""
         from matplotlib.ticker import MaxNLocator
 
-        best = self.state.best
-        assert best is not None  # the panel exists only with a finished epoch
-        _plot_epochs(axes, [(epoch.epoch, 100 * epoch.accuracy) for epoch in self.state.epochs], 2, "")
-        axes.plot([best.epoch], [100 * best.accuracy], "o", color=PALETTE[2], markersize=8, markerfacecolor="none")
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %" if value <= 100 else "")
-        axes.margins(y=0.1)
+        points = [(epoch.epoch, epoch.metrics[name]) for epoch in self.state.epochs if name in epoch.metrics]
+        best, is_share = self.state.best, name == "accuracy"
+        found = f"now {format_figure(name, points[-1][1])}"
+        if best is not None and name == self.state.monitor.metric:
+            found = f"best {format_figure(name, best.metrics[name])} in epoch {best.epoch}"
+
+        def draw(axes: Axes) -> None:
+            scale = 100 if is_share else 1
+            _plot_epochs(axes, [(epoch, scale * value) for epoch, value in points], 2, "")
+            if best is not None and name == self.state.monitor.metric:
+                _circle(axes, best.epoch, scale * best.metrics[name], 2)
+            axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
+            if is_share:
+                axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %" if value <= 100 else "")
+            axes.margins(y=0.1)
+
+        return self._panel(panel_name, f"Test {name.replace('_', ' ')}", found, draw, found)
 
     def _draw_throughput(self, axes: Axes) -> None:
         self._plot_steps(axes, "samples_per_second", PALETTE[6])
@@ -226,6 +241,10 @@ def _plot_epochs(axes: Axes, points: Points, color: int, label: str) -> Points:
     """
     marker = "o" if len(points) <= 30 else ""
     return plot(axes, points, color=PALETTE[color], linewidth=2, marker=marker, markersize=3.5, label=label or None)
+
+
+def _circle(axes: Axes, epoch: int, value: float, color: int) -> None:
+    axes.plot([epoch], [value], "o", color=PALETTE[color], markersize=8, markerfacecolor="none")
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import math
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -13,8 +14,8 @@ from markupsafe import Markup
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import Event, Prediction, RunFinished, RunState, TimeSpent
-from flyte_ddp.observers.reports.drawing import format_count, percent
-from flyte_ddp.observers.reports.page import NOTHING, Page, draw, duration, row, section, shorten, tile
+from flyte_ddp.observers.reports.drawing import format_count, format_figure, percent
+from flyte_ddp.observers.reports.page import Page, draw, duration, row, section, shorten, tile
 from flyte_ddp.observers.reports.plots import run_panels
 
 # These keep the page below 2 MB for any run. The rest of it is 150 kB at most.
@@ -33,11 +34,12 @@ TEMPLATE = """
 {%- macro samples(shown) %}
 <div class="samples{% if not shown[0].image %} texts{% endif %}">
 {%- for sample in shown %}
-<figure class="{{ 'right' if sample.right else 'wrong' }}" title="{{ sample.scores }}">
+<figure class="{{ sample.kind }}" title="{{ sample.scores }}">
 {%- if sample.image %}<img alt="{{ sample.words }}" src="data:image/png;base64,{{ sample.image }}">
 {%- elif sample.text %}<div class="text">{{ sample.text }}</div>{% endif -%}
 <figcaption>
-{%- if sample.right %}<span>&#10003; {{ sample.guess }}</span>
+{%- if not sample.kind %}<span>{{ sample.guess }}</span>{% if sample.truth %} (is {{ sample.truth }}){% endif %}
+{%- elif sample.kind == "right" %}<span>&#10003; {{ sample.guess }}</span>
 {%- else %}<span>&#10007; {{ sample.guess }}</span> (is {{ sample.truth }}){% endif -%}
 </figcaption></figure>
 {%- endfor %}
@@ -159,7 +161,12 @@ class Report(Page):
             return []
         tiles, latest = [], {name: value for report in state.reports for name, value in report.values.items()}
         if best := state.best:
-            tiles.append(tile("Best test accuracy", percent(best.accuracy), f"in epoch {best.epoch}"))
+            metric, values = state.monitor.metric, best.figures().values
+            others = [f"{name} {format_figure(name, value)}" for name, value in best.metrics.items() if name != metric]
+            note = ", ".join([f"in epoch {best.epoch}", *others[:1]]).replace("_", " ")
+            tiles.append(
+                tile(f"Best {metric.replace('_', ' ')}", format_figure(metric, values.get(metric, math.nan)), note)
+            )
         if epochs := started.config.get("epochs"):
             note = f"{self._percent_done()} % of {started.num_steps:,} steps"
             tiles.append(tile("Epochs", f"{len(state.epochs)} / {epochs}", note))
@@ -202,12 +209,11 @@ class Report(Page):
                     str(epoch.epoch),
                     f"{epoch.train_loss:.4g}",
                     f"{epoch.test_loss:.4g}",
-                    percent(epoch.accuracy),
+                    *(format_figure(name, epoch.metrics.get(name, math.nan)) for name in metrics),
                     f"{epoch.learning_rate:.3g}",
                     duration(epoch.seconds),
                     duration(epoch.evaluation_seconds),
                     _rounded(epoch.samples_per_second),
-                    *(_metric(epoch.metrics.get(name)) for name in metrics),
                 ],
             }
             for index, epoch in enumerate(epochs)
@@ -216,8 +222,9 @@ class Report(Page):
         left_out = len(epochs) - len(rows)
         return {
             "heads": [
-                *("epoch", "train loss", "test loss", "accuracy", "learning rate", "train", "test", "samples/s"),
+                *("epoch", "train loss", "test loss"),
                 *(name.replace("_", " ") for name in metrics),
+                *("learning rate", "train", "test", "samples/s"),
             ],
             "rows": rows,
             "note": f"The best epoch and the last {MAX_EPOCHS}; {left_out:,} are left out." if left_out else "",
@@ -229,20 +236,22 @@ class Report(Page):
         return [{"epoch": epoch.epoch, "text": shorten(epoch.sample, MAX_TEXT)} for epoch in reversed(written)]
 
     def _prediction_section(self) -> dict[str, Any] | None:
-        """Return as many predictions as the page has room for, the wrong ones first."""
+        """Return as many predictions as the page has room for, the worst first; a scatter plot has those of numbers."""
         if self._state.predictions is None or not self._state.predictions.predictions:
             return None
-        every = self._state.predictions.predictions
-        samples = sorted(map(_sample, every), key=lambda sample: sample["right"])
-        num_right = sum(sample["right"] for sample in samples)
+        every = [each for each in self._state.predictions.predictions if not each.numbers or each.image or each.text]
+        samples = [_sample(each) for each in sorted(every, key=_error, reverse=True)]
         shown, size = [], 0
         for sample in samples:
-            size += sum(6 * len(value) for name, value in sample.items() if name not in ("image", "right"))  # escaped
+            size += sum(6 * len(value) for name, value in sample.items() if name != "image")  # escaped
             size += len(sample["image"]) + 250
             if size > MAX_PREDICTION_BYTES:
                 break
             shown.append(sample)
-        note = f"{num_right} of {len(every)} right, {len(every) - num_right} wrong"
+        num_wrong = sum(sample["kind"] == "wrong" for sample in samples)
+        note = f"{len(every) - num_wrong} of {len(every)} right, {num_wrong} wrong"
+        if any(each.error is not None for each in every):
+            note = f"{len(every)} held-out samples, the largest error first"
         if len(shown) < len(every):
             note += f"; {len(every) - len(shown)} left out, because they would make this page too large"
         return {"note": note, "first": shown[:OPEN_PREDICTIONS], "rest": shown[OPEN_PREDICTIONS:]}
@@ -295,7 +304,8 @@ class Report(Page):
             for saved in reversed(state.checkpoints[-MAX_CHECKPOINTS:])
         ]
         if finished.model_state_url:
-            checkpoints.insert(0, row("Model state", finished.model_state_url))
+            kept = f"of epoch {finished.model_state_epoch}" if finished.model_state_epoch else ""
+            checkpoints.insert(0, row("Model state", finished.model_state_url, kept))
         size = f"{started.num_parameters:,} parameters"
         kept = f"{state.num_checkpoints:,} written, the newest and the best are kept"
         sections = [
@@ -310,13 +320,17 @@ class Report(Page):
         return [each for each in sections if each["rows"]]
 
 
+def _error(prediction: Prediction) -> float:
+    return float(prediction.truth != prediction.guess) if prediction.error is None else prediction.error
+
+
 def _sample(prediction: Prediction) -> dict[str, Any]:
     """Return the texts of a prediction for the template, and its image in base64."""
     scores = sorted(prediction.scores.items(), key=lambda item: -item[1])[:3]
     words = f"guess {shorten(prediction.guess)}, truth {shorten(prediction.truth)}"
     likely = ", ".join(f"{shorten(name)} {100 * score:.0f} %" for name, score in scores)
     return {
-        "right": prediction.truth == prediction.guess,
+        "kind": "" if prediction.error is not None else "wrong" if _error(prediction) else "right",
         "truth": shorten(prediction.truth),
         "guess": shorten(prediction.guess),
         "words": words,
@@ -347,12 +361,6 @@ def _plain(value: object) -> str:
 
 def _rounded(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
-
-
-def _metric(value: float | None) -> str:
-    if value is None:
-        return NOTHING
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _shape(output_shape: list[int] | None) -> str:

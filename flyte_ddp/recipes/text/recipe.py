@@ -6,6 +6,7 @@ The losses of a run are in nats per token. Beside them stand nats per byte, whic
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,11 +182,14 @@ class Text(Recipe):
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         return float(self.context * (6 * num_parameters + 12 * self.layers * self.width * self.context))
 
-    def metrics(self, epoch: EpochFinished) -> dict[str, float]:
-        """Return the losses in nats per byte, and the speed in tokens."""
+    def figures(self, epoch: EpochFinished) -> dict[str, float]:
+        """Return the perplexity per token, the losses per byte, and the speed in tokens."""
         assert self._facts is not None  # the epoch had data
+        nats_per_byte = epoch.test_loss / self._facts.held_out.bytes_per_token
         return {
-            "nats_per_byte": epoch.test_loss / self._facts.held_out.bytes_per_token,
+            "perplexity": math.exp(min(epoch.test_loss, 700.0)),
+            "bits_per_byte": nats_per_byte / math.log(2),
+            "nats_per_byte": nats_per_byte,
             "train_nats_per_byte": epoch.train_loss / self._facts.train.bytes_per_token,
             "tokens_per_second": epoch.samples_per_second * self.context,
         }

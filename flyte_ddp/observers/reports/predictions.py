@@ -1,0 +1,68 @@
+"""Pictures of a model's predictions: numbers against the true ones, and a confusion matrix."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from flyte_ddp.events import Prediction
+from flyte_ddp.observers.reports.drawing import FAINT, PALETTE, Panel, label_x
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MAX_CLASSES, MAX_CLASS_NAME = 20, 12  # of a confusion matrix; characters of each
+
+
+def prediction_panels(predictions: Sequence[Prediction]) -> list[Panel]:
+    """Return the panel of predicted against true numbers, or of a confusion matrix of few classes, if there is one."""
+    pairs = [each.numbers for each in predictions if each.numbers and all(map(math.isfinite, each.numbers))]
+    if pairs:
+        return [_scatter_panel(pairs)]
+    classes = sorted({name for each in predictions for name in (each.truth, each.guess)})
+    if not 2 <= len(classes) <= MAX_CLASSES or any(each.error is not None or each.text for each in predictions):
+        return []
+    return [_confusion_panel(classes, [(each.truth, each.guess) for each in predictions])]
+
+
+def _scatter_panel(pairs: Sequence[Sequence[float]]) -> Panel:
+    truths, guesses = zip(*pairs, strict=True)
+
+    def draw(axes: Axes) -> None:
+        ends = [min(*truths, *guesses), max(*truths, *guesses)]
+        axes.plot(ends, ends, color=axes.title.get_color(), alpha=FAINT, linewidth=1, linestyle=(0, (1, 2)))
+        axes.plot(truths, guesses, ".", color=PALETTE[0], markersize=4, alpha=0.7)
+        label_x(axes, "true")
+
+    error = statistics.fmean(abs(truth - guess) for truth, guess in pairs)
+    summary = f"Predicted over true numbers of {len(pairs)} held-out samples: mean absolute error {error:.4g}"
+    return Panel("predictions", "Predicted against true", summary, draw, f"{len(pairs)} held-out samples")
+
+
+def _confusion_panel(classes: Sequence[str], pairs: Sequence[tuple[str, str]]) -> Panel:
+    counts = Counter(pairs)
+
+    def draw(axes: Axes) -> None:
+        rows = [[counts[truth, guess] for guess in classes] for truth in classes]
+        shares = [[count / max(1, sum(row)) for count in row] for row in rows]
+        axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+        for y, row in enumerate(rows):
+            for x, count in enumerate(row):
+                if count:
+                    color = "white" if shares[y][x] > 0.6 else "#222222"
+                    axes.text(x, y, f"{count}", ha="center", va="center", fontsize=7.5, color=color)
+        names = [name[:MAX_CLASS_NAME] for name in classes]
+        axes.set_xticks(range(len(classes)), names, fontsize=7.5, rotation=0 if max(map(len, names)) < 3 else 60)
+        axes.set_yticks(range(len(classes)), names, fontsize=7.5)
+        axes.grid(False)
+        label_x(axes, "predicted")
+
+    wrong = [(count, f"{truth} for {guess}") for (truth, guess), count in counts.items() if truth != guess]
+    summary = f"Confusion matrix of {len(pairs)} held-out samples: {sum(count for count, _ in wrong)} wrong"
+    worst = f"; most often {max(wrong)[1]}, {max(wrong)[0]} times" if wrong else ""
+    return Panel(
+        "confusion", "Confusion (true over predicted)", summary + worst, draw, f"{len(pairs)} held-out samples"
+    )

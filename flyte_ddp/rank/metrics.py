@@ -1,0 +1,141 @@
+"""A recipe's metrics over the held-out samples, exact at any number of ranks.
+
+The metrics of torchmetrics merge their states over the ranks before they compute a value. They are known here by what
+they do, because importing torchmetrics takes two seconds of processor time, which only a recipe that uses it pays.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.events import EpochFinished
+from flyte_ddp.rank.nested import map_tensors
+from flyte_ddp.recipes import Recipe
+from flyte_ddp.world import World
+
+# Figures of an epoch that no metric may be called by.
+RESERVED = ("loss", "train_loss", "test_loss", "learning_rate", "samples_per_second", "seconds", "num_replaced")
+
+
+class HeldOutMetrics:
+    """The metrics of one evaluation.
+
+    Attributes:
+        functions: that return a value for each sample, by name.
+        objects: of torchmetrics, by name, on the rank's device.
+
+    Raises:
+        ConfigError: `Recipe.metrics` returns something else.
+    """
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        self.recipe = recipe
+        self.functions: dict[str, Any] = {}
+        self.objects: dict[str, Any] = {}
+        found: Any = recipe.metrics()
+        if not isinstance(found, Mapping):
+            raise ConfigError(f"expected a dict of metrics by name, got {found!r}")
+        for name, metric in found.items():
+            if not isinstance(name, str) or name in RESERVED:
+                raise ConfigError(f"expected another name than those of losses and times, got {name!r}")
+            if isinstance(metric, nn.Module) and hasattr(metric, "metric_state"):
+                self.objects[name] = metric.to(device)
+                self.objects[name].reset()
+            elif callable(metric) and not isinstance(metric, (type, nn.Module)):
+                self.functions[name] = metric
+            else:
+                what = "a torchmetrics.Metric, or a function of outputs and targets"
+                raise ConfigError(f"{name}: expected {what}, got {metric!r}")
+        self.sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in self.functions}
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Add a batch."""
+        for name, function in self.functions.items():
+            self.sums[name] += function(outputs, targets).sum()
+        if self.objects:
+            predicted = self.predict(outputs)
+            for metric in self.objects.values():
+                metric.update(predicted, targets)
+
+    def compute(self, world: World, num_samples: int, num_targets: float) -> dict[str, float]:
+        """Return the metrics over the samples of all ranks. Every rank calls it.
+
+        Args:
+            num_samples: of all ranks, of which the last ones have none if there are fewer than ranks.
+
+        Raises:
+            ConfigError: a metric is no single number.
+        """
+        totals = world.all_reduce(*self.sums.values()) if self.sums else []
+        values = {name: total / num_targets for name, total in zip(self.sums, totals, strict=True)}
+        for name, metric in self.objects.items():
+            if num_samples < world.world_size:
+                # A state without samples may have another shape or type, with which the library's own gather fails.
+                for part in metric.modules():  # a wrapper has others
+                    part.dist_sync_fn = functools.partial(_gather_of_some, is_one=world.rank < num_samples)
+            values.update(compute_value(name, metric))
+        return values
+
+    def predict(self, outputs: Any) -> Any:
+        """Return what the metrics take, in single precision at least: they sum over many samples."""
+        return map_tensors(_widen, self.recipe.predict(outputs))
+
+
+def _gather_of_some(tensor: Tensor, group: Any = None, *, is_one: bool) -> list[Tensor]:
+    """Return the tensors of the ranks that have samples, in the place of `torchmetrics.Metric.dist_sync_fn`."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, tensor.cpu() if is_one else None, group)
+    return [each.to(tensor.device) for each in found if each is not None]
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def compute_value(name: str, metric: Any) -> dict[str, float]:
+    """Return what `read_value` does of a metric, whose states may come from other ranks or batches alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The ``compute`` method of metric")
+        return read_value(name, metric.compute())
+
+
+def read_value(name: str, value: Any) -> dict[str, float]:
+    """Return the value of a metric as a number by its name, or several of them if it is a dict.
+
+    Raises:
+        ConfigError: it has other values than single numbers.
+    """
+    if isinstance(value, Mapping):
+        return {f"{name}_{key}": number for key, each in value.items() for number in read_value(key, each).values()}
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ConfigError(
+            f"{name}: expected one number, got shape {tuple(value.shape)}: take a mean, or one metric each"
+        )
+    return {name: float(value)}
+
+
+def read_figures(recipe: Recipe, epoch: EpochFinished) -> dict[str, float]:
+    """Return the recipe's own figures of an epoch as Python's numbers; NumPy's and tensors with one number are fine.
+
+    Raises:
+        ConfigError: one of them is no number.
+    """
+    name = f"{type(recipe).__name__}.figures"
+    found: Any = recipe.figures(epoch)
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{name}: expected a dict of numbers, got {found!r}")
+    numbers: dict[str, float] = {}
+    for key, value in found.items():
+        try:
+            numbers[str(key)] = float("" if isinstance(value, str) else value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last from a tensor with several
+            raise ConfigError(f"{name}: {key}: expected a number, got {value!r}") from None
+    return numbers

@@ -1,0 +1,134 @@
+"""Base classes of recipes for tasks other than classification: losses, metrics and predictions of each.
+
+Each imports torch and torchmetrics inside its methods, as base.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from flyte_ddp.events import Prediction
+from flyte_ddp.recipes.base import Recipe, to_png
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+IGNORED = -100  # the class of pixels that do not count, as in torch's cross-entropy
+
+
+class Regression(Recipe):
+    """A recipe whose targets are numbers: (B,), or several of each sample, (B, ...). The model's outputs are alike.
+
+    It minimizes the squared error, and measures the mean absolute error `mae` and the share of the targets' variance
+    that the model explains, `r2`.
+    """
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs.float() - targets).square().reshape(len(targets), -1).sum(dim=1)
+
+    def num_targets(self, targets: Tensor) -> Tensor | None:
+        return None if targets.dim() == 1 else targets.new_full((len(targets),), targets[0].numel())
+
+    def metrics(self) -> Mapping[str, nn.Module]:
+        from torchmetrics import MeanAbsoluteError, R2Score
+
+        return {"mae": MeanAbsoluteError(), "r2": R2Score()}
+
+    def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
+        """Return the true and the predicted number of each sample; of several the first."""
+        truths, guesses = (values.reshape(len(values), -1)[:, 0].tolist() for values in (targets, outputs))
+        return [
+            Prediction(f"{truth:.4g}", f"{guess:.4g}", {}, numbers=[truth, guess], error=abs(truth - guess))
+            for truth, guess in zip(truths, guesses, strict=True)
+        ]
+
+
+class MultiLabel(Recipe):
+    """A recipe whose targets are 0 or 1 for each of L labels, (B, L). The model's outputs are their logits.
+
+    It measures the share of the labels that are predicted right, `accuracy`, and `f1` over all labels of all samples.
+    """
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        from torch.nn import functional
+
+        losses = functional.binary_cross_entropy_with_logits(outputs.float(), targets.float(), reduction="none")
+        return losses.sum(dim=1)
+
+    def num_correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return ((outputs > 0) == (targets > 0)).sum(dim=1)
+
+    def num_targets(self, targets: Tensor) -> Tensor:
+        return targets.new_full((len(targets),), targets.shape[1])
+
+    def metrics(self) -> Mapping[str, Any]:
+        from torchmetrics.classification import BinaryF1Score
+
+        return {"accuracy": self.num_correct, "f1": BinaryF1Score()}
+
+    def predict(self, outputs: Tensor) -> Tensor:
+        return outputs.sigmoid()
+
+    def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
+        """Return the labels of each sample, and the score of every label."""
+        names = list(self.class_names) or [str(index) for index in range(outputs.shape[1])]
+
+        def label(marks: list[bool]) -> str:
+            return ", ".join(name for name, mark in zip(names, marks, strict=True) if mark) or "(none)"
+
+        return [
+            Prediction(
+                truth=label((target > 0).tolist()),
+                guess=label((output > 0).tolist()),
+                scores=dict(zip(names, output.sigmoid().tolist(), strict=True)),
+                image=to_png(sample),
+            )
+            for sample, output, target in zip(batch, outputs, targets, strict=True)
+        ]
+
+
+class Segmentation(Recipe):
+    """A recipe whose targets are a class for each pixel, (B, H, W); -100 does not count.
+
+    The model's outputs are logits (B, C, H, W), and `class_names` has all C. It measures the share of the pixels that
+    are predicted right, `accuracy`, and the intersection over union of each class, averaged over the classes, `miou`.
+    """
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        from torch.nn import functional
+
+        losses = functional.cross_entropy(outputs.float(), targets.long(), reduction="none", ignore_index=IGNORED)
+        return losses.flatten(1).sum(dim=1)
+
+    def num_correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs.argmax(dim=1) == targets).flatten(1).sum(dim=1)
+
+    def num_targets(self, targets: Tensor) -> Tensor:
+        return (targets != IGNORED).flatten(1).sum(dim=1)
+
+    def metrics(self) -> Mapping[str, Any]:
+        from torchmetrics.classification import MulticlassJaccardIndex
+
+        index = MulticlassJaccardIndex(len(self.class_names), ignore_index=IGNORED)
+        return {"accuracy": self.num_correct, "miou": index}
+
+    def predict(self, outputs: Tensor) -> Tensor:
+        return outputs.argmax(dim=1)
+
+    def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
+        """Return a picture of each sample: its first channel, the true and the predicted mask, side by side."""
+        import torch
+
+        scale = 255 // max(1, len(self.class_names) - 1)  # from a class to its grey
+        shown = []
+        for sample, guess, target in zip(batch.flatten(1, -3)[:, 0], outputs.argmax(dim=1), targets, strict=True):
+            low, high = sample.float().aminmax()
+            image = (sample.float() - low) * (255 / (high - low).clamp(min=1e-12))
+            masks = [mask.clamp(min=0) * scale for mask in (target, guess)]
+            parts = [part.to(torch.uint8) for part in [image, *masks] if part.shape == target.shape]
+            counts = target != IGNORED
+            error = float((guess != target)[counts].float().mean()) if counts.any() else 0.0
+            words = f"{100 * error:.0f} % of the pixels wrong"
+            shown.append(Prediction("", words, {}, to_png(torch.cat(parts, dim=1)), error=error))
+        return shown

@@ -1,0 +1,246 @@
+"""Recipes for other tasks than classification: their metrics are exact, and the best model is the one they decide."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from torchmetrics import R2Score
+from torchmetrics.classification import BinaryAUROC, BinaryF1Score, MulticlassJaccardIndex
+
+from flyte_ddp import MultiLabel, Regression, Segmentation
+from flyte_ddp.config import Monitor
+from flyte_ddp.errors import RankFailure
+from flyte_ddp.events import Prediction, PredictionsMade, Reported
+from flyte_ddp.observers.reports.predictions import prediction_panels
+from flyte_ddp.rank.comparison import Measurement, compare
+from flyte_ddp.recipes import config_of
+from tests.support.runs import new_run
+
+pytestmark = pytest.mark.usefixtures("server_with_metrics")
+
+HERE = "tests.test_task_metrics."
+NUM_TRAIN = 64
+
+
+def noise(*shape, seed=0):
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class _Made:
+    """Data that are made up: the first `NUM_TRAIN` samples train, `num_test` others are held out."""
+
+    defaults = {"epochs": 2, "global_batch_size": 12, "learning_rate": 0.05, "evaluation_batch_size": 5}
+    num_test = 23
+
+    def prepare(self, source, directory):
+        return "made up"
+
+    def datasets(self, directory):
+        inputs, targets = self.samples(NUM_TRAIN + self.num_test)
+        first = slice(NUM_TRAIN), slice(NUM_TRAIN, None)
+        return tuple(TensorDataset(inputs[part], targets[part]) for part in first)
+
+
+class Numbers(_Made, Regression):
+    def samples(self, count):
+        inputs = noise(count, 4)
+        return inputs, torch.stack([inputs.sum(1), inputs[:, 0] * inputs[:, 1]], dim=1)
+
+    def model(self):
+        return nn.Linear(4, 2)
+
+    def metrics(self):
+        return {**super().metrics(), "worst": lambda outputs, targets: (outputs - targets).abs().sum(1)}
+
+
+class FewNumbers(Numbers):
+    """Of three ranks one has no held-out sample."""
+
+    num_test = 2
+
+
+class Labels(_Made, MultiLabel):
+    class_names = ("warm", "wet", "windy")
+
+    def samples(self, count):
+        inputs = noise(count, 3)
+        return inputs, (inputs > 0.5).long()
+
+    def model(self):
+        return nn.Linear(3, 3)
+
+
+class Ranked(Labels):
+    """With a metric that keeps all samples, of which one of three ranks has none."""
+
+    num_test = 2
+
+    def samples(self, count):
+        inputs, targets = super().samples(count)
+        targets[-1], targets[-2] = torch.tensor([1, 0, 1]), torch.tensor([0, 0, 1])
+        return inputs, targets
+
+    def metrics(self):
+        return {"auroc": BinaryAUROC()}
+
+
+class Masks(_Made, Segmentation):
+    class_names = ("dark", "middle", "bright")
+
+    def samples(self, count):
+        images = noise(count, 1, 6, 6)
+        masks = (3 * images[:, 0]).long().clamp(max=2)
+        masks[::2, 0] = -100
+        return images, masks
+
+    def model(self):
+        return nn.Sequential(nn.Conv2d(1, 8, 1), nn.ReLU(), nn.Conv2d(8, 3, 1))
+
+
+def plain(recipe, state):
+    """Loss and metrics of all held-out samples at once, in this process."""
+    _, test = recipe.datasets(None)
+    inputs, targets = test.tensors
+    model = recipe.model()
+    model.load_state_dict(state)
+    model.eval()
+    with torch.no_grad():
+        outputs = model(inputs)
+    loss = torch.nn.functional
+    if isinstance(recipe, Regression):
+        r2 = R2Score()
+        r2.update(outputs, targets)
+        error = (outputs - targets).abs().mean()
+        return loss.mse_loss(outputs, targets), {"mae": error, "r2": r2.compute(), "worst": error}
+    if isinstance(recipe, Ranked):
+        auroc = BinaryAUROC()
+        auroc.update(outputs.sigmoid(), targets)
+        return loss.binary_cross_entropy_with_logits(outputs, targets.float()), {"auroc": auroc.compute()}
+    if isinstance(recipe, MultiLabel):
+        f1 = BinaryF1Score()
+        f1.update(outputs.sigmoid(), targets)
+        right = ((outputs > 0) == (targets > 0)).float().mean()
+        return loss.binary_cross_entropy_with_logits(outputs, targets.float()), {"accuracy": right, "f1": f1.compute()}
+    index = MulticlassJaccardIndex(3, ignore_index=-100)
+    index.update(outputs.argmax(1), targets)
+    counts = targets != -100
+    right = (outputs.argmax(1) == targets)[counts].float().mean()
+    return loss.cross_entropy(outputs, targets), {"accuracy": right, "miou": index.compute()}
+
+
+@pytest.mark.parametrize(("kind", "world_size"), [(Numbers, 3), (FewNumbers, 3), (Ranked, 3), (Labels, 2), (Masks, 2)])
+def test_metrics_are_those_of_one_process_at_any_number_of_ranks(kind, world_size, tmp_path):
+    run = new_run(tmp_path, HERE + kind.__name__).train(world_size, model_state="last")
+    loss, metrics = plain(kind(), run.state())
+    last = run.result.epochs[-1]
+    assert last.test_loss == pytest.approx(float(loss), rel=1e-5)
+    assert last.metrics == {name: pytest.approx(float(value), rel=1e-5) for name, value in metrics.items()}
+
+
+def best_of(epochs, monitor):
+    return min(epochs, key=lambda epoch: monitor.score(epoch.figures().values))
+
+
+@pytest.mark.parametrize(("world_size", "parallel"), [(1, "ddp"), (2, "fsdp")])
+def test_the_model_state_is_that_of_the_best_epoch_by_the_monitor(world_size, parallel, tmp_path):
+    config = {"epochs": 4, "optimizer": "sgd", "schedule": "constant", "parallel": parallel, "checkpoints_to_keep": 1}
+    monitor = {"metric": "mae", "mode": "max"}  # the wrong way round: the first epoch is the best
+    run = new_run(tmp_path, HERE + "Numbers").train(world_size, monitor=monitor, **config)
+    epochs, finished = run.result.epochs, run.result.finished
+    best = best_of(epochs, Monitor("mae", "max"))
+    assert best is not epochs[-1]
+    assert (finished.best_epoch, finished.model_state_epoch) == (best.epoch, best.epoch)
+    assert finished.best == {"mae": best.metrics["mae"], "test_loss": best.test_loss}
+    assert run.result.best == best
+    assert [event.best for event in run.result.checkpoints] == [True, False]
+    loss, metrics = plain(Numbers(), run.state())
+    assert float(loss) == pytest.approx(best.test_loss, rel=1e-5)
+    assert float(metrics["mae"]) == pytest.approx(best.metrics["mae"], rel=1e-5)
+    predictions = next(event for event in run.events if isinstance(event, PredictionsMade))
+    assert predictions.epoch == best.epoch
+
+    # The same run again, which takes no step: the state of the last epoch.
+    again = new_run(tmp_path, HERE + "Numbers").train(world_size, monitor=monitor, model_state="last", **config)
+    assert again.result.finished.model_state_epoch == 4
+    assert float(plain(Numbers(), again.state())[0]) == pytest.approx(epochs[-1].test_loss, rel=1e-5)
+
+
+def test_a_best_checkpoint_that_is_damaged_leaves_the_last_epoch_with_a_warning(tmp_path):
+    config = {"epochs": 3, "monitor": {"metric": "mae", "mode": "max"}}
+    first = new_run(tmp_path, HERE + "Numbers").train(2, **config)
+    best = next(event for event in first.result.checkpoints if event.best)
+    (tmp_path / "checkpoints" / best.url.rpartition("/")[2]).write_text("{}")
+    run = new_run(tmp_path, HERE + "Numbers").train(2, **config)
+    assert run.result.finished.model_state_epoch == 3
+    assert [line for line in run.lines if "the model state is that of epoch 3, and not of the best: " in line]
+
+
+def test_patience_ends_a_run_that_gets_no_better(tmp_path):
+    config = {"epochs": 20, "patience": 2, "monitor": {"metric": "mae", "mode": "max"}}
+    run = new_run(tmp_path, HERE + "Numbers").train(2, **config)
+    best = best_of(run.result.epochs, Monitor("mae", "max")).epoch
+    assert len(run.result.epochs) == best + 2 < 20
+    steps = [event for event in run.events if isinstance(event, Reported)]
+    again = new_run(tmp_path, HERE + "Numbers").train(2, **config)  # which has nothing more to do
+    assert steps
+    assert not [event for event in again.events if isinstance(event, Reported)]
+    assert again.result.finished.model_state_epoch == best
+
+
+def test_a_monitor_that_the_recipe_has_not_is_one_line_before_the_first_step(tmp_path):
+    run = new_run(tmp_path, HERE + "Numbers")
+    with pytest.raises(RankFailure) as caught:
+        run.train(2, monitor={"metric": "maee", "mode": "min"})
+    expected = "ConfigError: monitor.metric: expected one of test_loss, worst, mae, r2, got 'maee'"
+    assert caught.value.cause == expected
+    assert not [event for event in run.events if isinstance(event, Reported)]
+
+
+def measurement(kind, scale, monitor=None):
+    """A model whose weights are perfect but for noise of `scale`."""
+    state = {"weight": torch.tensor([[1.0] * 4, [0.0] * 4]), "bias": torch.tensor([0.0, 0.25])}
+    spoiled = {name: value + scale * noise(*value.shape) for name, value in state.items()}
+    config = config_of(HERE + kind.__name__, {"monitor": monitor} if monitor else {})
+    return Measurement(kind(), config, spoiled, None)
+
+
+class ManyNumbers(Numbers):
+    num_test = 400
+
+
+def test_the_interval_of_a_comparison_has_the_difference_and_shrinks_with_the_samples():
+    better, worse = measurement(ManyNumbers, 0.05), measurement(ManyNumbers, 0.1)
+    low, high = compare(better, worse)
+    assert 0 < low < worse.values["test_loss"] - better.values["test_loss"] < high
+    assert compare(worse, better) == (pytest.approx(-high), pytest.approx(-low))
+    assert compare(better, better) == (0, 0)
+    few_low, few_high = compare(measurement(Numbers, 0.05), measurement(Numbers, 0.1))
+    assert few_high - few_low > 2 * (high - low)
+
+
+def test_a_metric_of_torchmetrics_is_drawn_in_blocks():
+    monitor = {"metric": "r2", "mode": "max"}
+    better, worse = (measurement(ManyNumbers, scale, monitor) for scale in (0.05, 0.1))
+    assert better.num_parts == 100
+    low, high = compare(better, worse)
+    assert 0 < low < better.values["r2"] - worse.values["r2"] < high
+
+
+def test_predicted_numbers_are_drawn_against_the_true_ones():
+    made = [
+        Prediction("1", "1.5", {}, numbers=[1.0, 1.5], error=0.5),
+        Prediction("2", "2", {}, numbers=[2.0, 2.0], error=0),
+    ]
+    (panel,) = prediction_panels(made)
+    assert panel.summary == "Predicted over true numbers of 2 held-out samples: mean absolute error 0.25"
+
+
+def test_a_confusion_matrix_counts_the_predictions_of_few_classes():
+    made = [Prediction(truth, guess, {}) for truth, guess in ("aa", "aa", "ab", "bb")]
+    (panel,) = prediction_panels(made)
+    assert panel.summary == "Confusion matrix of 4 held-out samples: 1 wrong; most often a for b, 1 times"
+    assert prediction_panels([Prediction("a", "a", {})]) == []
+    assert prediction_panels([Prediction(str(index), "0", {}) for index in range(30)]) == []
+    assert prediction_panels([]) == []
