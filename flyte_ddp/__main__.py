@@ -1,6 +1,7 @@
 """`python -m flyte_ddp run` starts a script on several GPUs or machines; `doctor` checks a Kubernetes cluster.
 
-`fields` lists the fields of a run's config and cluster, with defaults and units.
+`drain` tells the workers on a Kubernetes node that they have to go. `fields` lists the fields of a run's config and
+cluster, with defaults and units.
 
 python -m flyte_ddp run --nnodes 2 --nproc-per-node 2 train.py --lr 0.1
 python -m flyte_ddp doctor --cluster '{"num_nodes": 4}' --namespace vision-development
@@ -37,6 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_run(commands)
     _add_doctor(commands)
+    text = "have all runs save their state and leave a Kubernetes node, which takes no new pods then"
+    draining = commands.add_parser("drain", help=text, description=text)
+    draining.add_argument("node", metavar="NODE", help="its name, as kubectl get nodes has it")
+    draining.set_defaults(main=_drain)
     text = "list the fields of --config and --cluster, with defaults, units and meaning"
     commands.add_parser("fields", help=text, description=text).set_defaults(main=_list_fields)
     options = parser.parse_args(arguments)
@@ -83,6 +88,19 @@ def _doctor(options: argparse.Namespace) -> int:
         return 2
     sys.stdout.write("".join(lines(findings)))
     return status
+
+
+def _drain(options: argparse.Namespace) -> int:
+    from flyte_ddp.cluster.kubernetes.drain import drain
+
+    try:
+        for line in drain(options.node):
+            sys.stdout.write(f"{line}\n")
+            sys.stdout.flush()
+    except (ConfigError, ClusterError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
 
 
 def _list_fields(options: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ LEAVES = "leaves"  # what a node of `OwnPlace` announces in place of a fault
 class OwnPlace:
     """One node, without a process, that finds the minimum of (weight - 3) ** 2. `faults` end an attempt at a step."""
 
-    max_restarts, larger_memory, is_cluster = 3, "memory: expected more", False
+    max_restarts, larger_memory, is_cluster, notice_seconds = 3, "memory: expected more", False, 20.0
     grace, larger, world_size = 5.0, 0, 1
 
     def __init__(self, *faults):

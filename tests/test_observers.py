@@ -39,6 +39,7 @@ from flyte_ddp.launch.dispatch import Dispatcher
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.metrics import RunFigures
 from flyte_ddp.observers.progress_bar import ProgressBar
+from flyte_ddp.observers.reports.run import Report
 from tests.support.short_run import (
     epoch_finished,
     epoch_of_events,
@@ -267,6 +268,19 @@ def test_the_time_and_number_of_announced_losses_are_counted_apart_from_restarts
         figures.handle(event)
     counted = figures.values()
     assert (counted["flyte_ddp_restarts_total"], counted["flyte_ddp_announced_losses_total"]) == (1, 1)
+
+
+@pytest.mark.parametrize(("grace", "is_short"), [(0.0, False), (25.0, True), (55.0, False)])
+def test_a_grace_that_is_shorter_than_the_newest_checkpoint_took_is_a_notice_of_the_report(
+    grace: float, is_short: bool
+) -> None:
+    report = Report("train")
+    told = [AttemptStarted(1, 1000.0, 0.0, grace), started(), loaded(), CheckpointSaved(2, "/c/2.pt", False, 0.5)]
+    told += [CheckpointSaved(4, "/c/4.pt", False, 0.5), CheckpointWritten(4, "/c/4.pt", True)]
+    for event in _stamped(told, [1001, 1002, 1002, 1004, 1010, 1041]):
+        report.handle(event)
+    expected = ["The store took 31 s for the newest checkpoint, and a node that is told to go has 25 s"]
+    assert [notice.partition(":")[0] for notice in report.content()["notices"]] == expected * is_short
 
 
 def test_time_between_two_processes_of_a_run_is_no_wait() -> None:

@@ -103,6 +103,11 @@ class KubernetesConfig:
         "image_pull_secrets": "pod_template: {imagePullSecrets: [{name: SECRET}]}, and scheduler_pod_template",
     }
 
+    @property
+    def worker_grace(self) -> float:
+        """Seconds from SIGTERM until a worker's pod is killed: `termination_grace`, or what `pod_template` has."""
+        return float(self.pod_template.get("terminationGracePeriodSeconds") or self.termination_grace)
+
     def __post_init__(self) -> None:
         validate(self)
         # Flyte's console turns every number of a struct into a float, and no number in a pod's specification is one.

@@ -45,6 +45,7 @@ class AttemptStarted(Timed):
     num_nodes: int
     launched_at: float  # of the run, seconds since the epoch
     waited_seconds: float  # for nodes, since the attempt before it has ended or the run was launched
+    grace_seconds: float = 0.0  # for a last checkpoint, from the notice that a node has to go; 0: not known
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from flyte_ddp.config import Monitor
 from flyte_ddp.events.kinds import (
     AttemptEnded,
+    AttemptStarted,
     CheckpointLoaded,
+    CheckpointSaved,
     CheckpointWritten,
     EpochFinished,
     Event,
@@ -51,6 +53,9 @@ class RunState(Listener):
     num_starts: int = 0
     num_announced_losses: int = 0  # ends of a gang because nodes left, as they had announced
     num_checkpoints: int = 0  # written by this attempt, removed ones included
+    grace_seconds: float = 0.0  # as `AttemptStarted` has it
+    writing_seconds: float = 0.0  # from the copy of the newest whole checkpoint until the store had it; 0: not known
+    _copied_at: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)  # by step
     _time: WallTime = field(default_factory=WallTime, init=False, repr=False, compare=False)
 
     @classmethod
@@ -64,7 +69,11 @@ class RunState(Listener):
     def handle(self, event: Event) -> None:
         """Update the state with the next event of the run."""
         self._time.handle(event)
-        if isinstance(event, AttemptEnded):
+        if isinstance(event, AttemptStarted):
+            self.grace_seconds = event.grace_seconds
+        elif isinstance(event, CheckpointSaved):
+            self._copied_at[event.step] = event.at
+        elif isinstance(event, AttemptEnded):
             self.num_announced_losses += event.num_leaving > 0
         elif isinstance(event, RunStarted):
             self.num_starts += 1
@@ -129,6 +138,9 @@ class RunState(Listener):
 
     def _add_checkpoint(self, event: CheckpointWritten) -> None:
         self.num_checkpoints += 1
+        copied_at = self._copied_at.get(event.step, 0.0)
+        self.writing_seconds = event.at - copied_at if copied_at else 0.0
+        self._copied_at = {step: at for step, at in self._copied_at.items() if step > event.step}
         known = [*self.checkpoints, event]
         newest = known[-(self.started.config.get("checkpoints_to_keep", 1) if self.started else 1) :]
         best = [checkpoint for checkpoint in known if checkpoint.best][-1:]

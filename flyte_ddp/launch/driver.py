@@ -90,11 +90,13 @@ class Place(Protocol):
     Attributes:
         max_restarts: of the gang, that count.
         larger_memory: the setting that limits the memory of the ranks, and what it should be; begins an error.
+        notice_seconds: for a last checkpoint, from the notice that a node has to go.
         is_cluster: its nodes are waited for, and a line of a rank's begins with its node.
     """
 
     max_restarts: int
     larger_memory: str
+    notice_seconds: float
     is_cluster: bool
 
     def check(self, job: Job) -> None:
@@ -193,7 +195,7 @@ class _Driver:
             begun = time.time() if self.num_attempts else run.job.launched_at  # since then the nodes were started
             nodes = self.place.gather(run, latest)
             waited = time.time() - begun if self.place.is_cluster else 0.0
-            run.emit(events.AttemptStarted(len(nodes.nodes), run.job.launched_at, waited))
+            run.emit(events.AttemptStarted(len(nodes.nodes), run.job.launched_at, waited, self.place.notice_seconds))
             # A new token for each gang: a rank of an earlier one that still lives on a silent node may not write now.
             owner = self.ownership.renew() if self.ownership else ""
             shows_nodes = self.place.is_cluster and run.job.program.output.prefix == PREFIX

@@ -21,7 +21,7 @@ from flyte_ddp.launch.devices import (
     num_gpus,
 )
 from flyte_ddp.launch.node import Link, run_ranks
-from flyte_ddp.launch.process.programs import Job
+from flyte_ddp.launch.process.programs import STOP_GRACE, Job
 from flyte_ddp.launch.process.ranks import NodeRanks
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class LocalPlace:
     """
 
     larger_memory = "memory: expected a larger limit of the task (training.memory_gib in settings.toml)"
+    notice_seconds = STOP_GRACE
     is_cluster = False
 
     def __init__(self, num_processes: int = 0, max_restarts: int = 0, port: int = 0) -> None:

@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import os
+import re
 import subprocess
 import tarfile
 import time
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from flyte_ddp.__main__ import main
 from tests.kubernetes.conftest import IMAGE, ROOT, Namespace, apply, eventually, kubectl, small_cluster
 from tests.kubernetes.driver import FUNCTION
 from tests.kubernetes.store import Store
@@ -189,8 +191,8 @@ class Bereaved:
 
 @pytest.fixture(scope="module")
 def bereaved(start: Callable[..., Driver], namespace: Namespace, store: Store) -> Bereaved:
-    # Nothing keeps its replacement from the other node, so it comes while the deleted one still trains.
-    driver = start("bereaved", "undisturbed", "bereaved", node_timeout=PATIENT)
+    # A short grace: with a longer one the deleted worker would train to the end of so short a run.
+    driver = start("bereaved", "undisturbed", "bereaved", node_timeout=PATIENT, termination_grace=20)
     driver.wait_for_step("undisturbed", 3)
     pods = driver.pods("worker")
     driver.wait_for_step("bereaved", 5)
@@ -264,7 +266,11 @@ def reserved_for_workers(node: str) -> Iterator[dict[str, Any]]:
 
 
 def test_a_drained_node_costs_a_recipe_and_a_function_no_step_and_they_grow_back(
-    start: Callable[..., Driver], namespace: Namespace, store: Store, finished_run: Callable[..., Any]
+    start: Callable[..., Driver],
+    namespace: Namespace,
+    store: Store,
+    finished_run: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     node = kubectl("get", "nodes", "--output", "jsonpath={.items[*].metadata.name}").split()[-1]
     elastic = {"min_nodes": 1, "grow_delay": 5, "grow_interval": 0, "alone_seconds": "1", "node_timeout": PATIENT}
@@ -289,9 +295,22 @@ def test_a_drained_node_costs_a_recipe_and_a_function_no_step_and_they_grow_back
     driver = start("counted", "counted", recipe=FUNCTION, **elastic)
     driver.wait_for_step("counted", 5)
     told_at = time.time()
-    namespace.kubectl("delete", "pod", driver.pods("worker")[0]["metadata"]["name"], "--wait=false")
+    pod = driver.pods("worker")[0]
+    node, name = pod["spec"]["nodeName"], f"{namespace.name}/{pod['metadata']['name']}"
+    try:
+        assert main(["drain", node]) == 0
+        told, *_ = capsys.readouterr().out.split(f"{name} has left after ")
+        assert f"{name} is told to go, and has 60 s\n" in told
+        driver.wait_for(run="counted", event="RunStarted", world_size=1)
+        assert main(["drain", node]) == 0
+        assert name not in capsys.readouterr().out
+        assert main(["drain", "node-of-nobody"]) == 2
+        assert re.fullmatch(r"error: node: expected one of .*, got 'node-of-nobody'\n", capsys.readouterr().err)
+    finally:
+        kubectl("uncordon", node)
     driver.succeeded()
-    driver.print_pause("counted", told_at)
+    with capsys.disabled():
+        driver.print_pause("counted", told_at)
     assert len(driver.departures()) == 1
     assert [each["world_size"] for each in driver.records(run="counted", event="RunStarted")] == [2, 1, 2]
     assert driver.steps("counted") == list(range(1, CONFIGS["counted"]["num_steps"] + 1))

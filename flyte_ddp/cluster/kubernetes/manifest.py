@@ -203,7 +203,7 @@ def _worker_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
     # No memory limit of Dask's: Dask would pause or kill a supervisor for the memory of its ranks.
     arguments = ["dask", "worker", "--name", "$(DASK_WORKER_NAME)", "--nthreads", "1", "--memory-limit", "0"]
     # The worker has to know how long it has for a last checkpoint.
-    grace = round(pods.pod_template.get("terminationGracePeriodSeconds") or pods.termination_grace)
+    grace = round(pods.worker_grace)
     variables = {**address, GRACE_VARIABLE: str(grace), **pods.env}
     pod = _pod(config, name, "worker", arguments, {}, variables, resources)
     pod["terminationGracePeriodSeconds"] = grace

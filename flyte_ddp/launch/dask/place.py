@@ -20,6 +20,7 @@ from flyte_ddp.launch.dask.calls import ANSWER_TIMEOUT, call_workers
 from flyte_ddp.launch.dask.code import packed_code
 from flyte_ddp.launch.dask.data import SharedData, check_same_directory
 from flyte_ddp.launch.dask.growth import GrowthWatch
+from flyte_ddp.launch.dask.leaving import CLOSE_RESERVE, DEFAULT_GRACE
 from flyte_ddp.launch.dask.messages import NodeJob
 from flyte_ddp.launch.dask.nodes import DaskNodes
 from flyte_ddp.launch.dask.placement import DaskNode, Worker, assign_nodes
@@ -53,6 +54,9 @@ class DaskPlace:
         self.pool = pool
         self.max_restarts = config.max_restarts
         self.is_cluster = True
+        is_own = config.resolved_kind == "kubernetes"
+        grace = config.kubernetes.worker_grace if is_own else DEFAULT_GRACE
+        self.notice_seconds = max(1.0, grace - CLOSE_RESERVE)
         memory = config.kubernetes.worker_memory
         self.larger_memory = f"cluster.kubernetes.worker_memory: expected more than {memory}"
         self._code = b""

@@ -149,11 +149,17 @@ class Report(Page):
         return 100 if state.finished else 0
 
     def _notices(self) -> list[str]:
-        loaded = self._state.loaded
+        state, loaded = self._state, self._state.loaded
         if loaded is None:
             return []
+        grace, seconds = state.grace_seconds, state.writing_seconds
+        is_short = 0 < grace < seconds
+        slow = (
+            f"The store took {seconds:.0f} s for the newest checkpoint, and a node that is told to go has {grace:.0f} "
+            "s: an announced loss would cost steps. A longer termination grace of the pods avoids that"
+        )
         resumed = f"Resumed at step {loaded.step:,} from {loaded.url}"
-        return [*loaded.skipped[-MAX_CHECKPOINTS:], *([resumed] if loaded.url else [])]
+        return [*loaded.skipped[-MAX_CHECKPOINTS:], *([resumed] if loaded.url else []), *([slow] if is_short else [])]
 
     def _tiles(self) -> list[dict[str, str]]:
         started, state = self._state.started, self._state
