@@ -1,8 +1,9 @@
-"""Kill ranks and evict nodes at random while a run trains: `python -m benchmarks.soak --seed 1`.
+"""Kill ranks, evict and drain nodes at random while a run trains: `python -m benchmarks.soak --seed 1`.
 
 On a Dask cluster of two worker processes on this machine, one model trains. At random moments a rank is killed, or a
-worker with its nanny, which comes back under another name some seconds later. In the end it prints what the time went
-to, the samples that were lost or trained twice, and whether the weights are those of an undisturbed run.
+worker with its nanny, or a worker is told to go; it comes back under another name some seconds later. In the end it
+prints what the time went to, the samples that were lost or trained twice, and whether the weights are those of an
+undisturbed run.
 
 The model counts samples itself: each has a parameter of its own, whose gradient is the same each time it is seen.
 """
@@ -111,6 +112,7 @@ class Nodes:
         self.environment = environment  # of all processes
         self.file = directory / "scheduler.json"
         self.workers: dict[str, subprocess.Popen[bytes]] = {}
+        self.leaving: list[subprocess.Popen[bytes]] = []
         self.num_started = 0
         options = ("--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--scheduler-file", str(self.file))
         self.scheduler = self._start("scheduler", *options)
@@ -132,6 +134,12 @@ class Nodes:
             process.kill()
         nanny.wait()
 
+    def drain(self, name: str) -> None:
+        """Tell a worker to go, as a pod is told that is drained."""
+        nanny = self.workers.pop(name)
+        nanny.terminate()
+        self.leaving.append(nanny)
+
     def ranks(self) -> list[Process]:
         return [
             process
@@ -141,7 +149,7 @@ class Nodes:
         ]
 
     def close(self) -> None:
-        for process in [*self.workers.values(), self.scheduler]:
+        for process in [*self.leaving, *self.workers.values(), self.scheduler]:
             for child in _children(process.pid, recursive=True):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid, 9)
@@ -157,13 +165,14 @@ class Nodes:
 class Faults(threading.Thread):
     """A listener of the run that also does the harm, in a thread, from the first step on."""
 
-    def __init__(self, nodes: Nodes, seed: int, num_faults: int, seconds: float) -> None:
+    def __init__(self, nodes: Nodes, seed: int, num_faults: int, seconds: float, announced: float) -> None:
         super().__init__(daemon=True)
         self.nodes = nodes
         self.random = random.Random(seed)
+        self.announced = announced  # share of the faults
         self.times = sorted(self.random.uniform(0, QUIET * seconds) for _ in range(num_faults))
         self.state = RunState(keep_reports=False)
-        self.done: dict[str, int] = {"rank killed": 0, "node evicted": 0}
+        self.done: dict[str, int] = {"rank killed": 0, "node evicted": 0, "node drained": 0}
         self.sizes: list[int] = []
         self.is_over = threading.Event()
 
@@ -182,9 +191,14 @@ class Faults(threading.Thread):
         for moment in self.times:
             if self.is_over.wait(max(0.0, begun + moment - time.monotonic())):
                 return
-            if len(self.nodes.workers) > 1 and self.random.random() < 0.5:
-                self.nodes.evict(self.random.choice(sorted(self.nodes.workers)))
-                self.done["node evicted"] += 1
+            is_announced = bool(self.announced) and self.random.random() < self.announced
+            if is_announced or (len(self.nodes.workers) > 1 and self.random.random() < 0.5):
+                while len(self.nodes.workers) < 2:  # the run needs one
+                    if self.is_over.wait(0.1):
+                        return
+                name = self.random.choice(sorted(self.nodes.workers))
+                (self.nodes.drain if is_announced else self.nodes.evict)(name)
+                self.done["node drained" if is_announced else "node evicted"] += 1
                 threading.Timer(self.random.uniform(*ABSENCE), self.nodes.add).start()
             else:
                 while not self._kill_a_rank():  # between two attempts there is none
@@ -203,7 +217,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=10.0, help="of stepping (%(default)s)")
-    parser.add_argument("--faults", type=int, default=20, help="kills and evictions (%(default)s)")
+    parser.add_argument("--faults", type=int, default=20, help="kills, evictions and drains (%(default)s)")
+    parser.add_argument("--announced", type=float, default=0.0, help="share of them that are drains (%(default)s)")
     arguments = parser.parse_args()
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
     steps_per_epoch = NUM_SAMPLES // BATCH_SIZE
@@ -213,7 +228,7 @@ def main() -> int:
         directory = Path(name)
         (directory / "data").mkdir()
         prepare_data(Counting(), "", directory / "data")
-        faults = Faults(nodes, arguments.seed, arguments.faults, 60 * arguments.minutes)
+        faults = Faults(nodes, arguments.seed, arguments.faults, 60 * arguments.minutes, arguments.announced)
         _train(config, nodes, faults, directory)
         driver.run(_job(config, directory / "undisturbed"), LocalPlace(2), lambda: str(directory / "data"))
         return _report(arguments, epochs, faults, directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -63,6 +64,32 @@ def lose_node(system: System, store: Store) -> list[Moment]:
     return [Moment(lost_at, back_at), Moment(back_at, world_size=2)]
 
 
+def drain_node(system: System, store: Store) -> list[Moment]:
+    """Tell the second rank's node to go; another one comes when the run has gone on without it."""
+    told_at = time.time()
+    system.drain_node(system.node_of(system.rank_process(1)))
+    wait_until(system, lambda: any(step.world_size == 1 for step in read_steps(system.task.directory)))
+    time.sleep(ABSENCE)
+    back_at = time.time()
+    system.add_node()
+    return [Moment(told_at, back_at)]
+
+
+def drain_all(system: System, store: Store) -> list[Moment]:
+    """Tell each node to go, the second one when another has come in place of the first."""
+    begin = time.time()
+    for node in list(system.nodes):
+        told_at = time.time()
+        system.drain_node(node)
+        system.add_node()
+        wait_until(system, functools.partial(_is_whole, system, told_at + ABSENCE), OUTAGE)
+    return [Moment(begin)]
+
+
+def _is_whole(system: System, since: float) -> bool:
+    return any(step.world_size == 2 and step.at > since for step in read_steps(system.task.directory))
+
+
 def silence_node(system: System, store: Store) -> list[Moment]:
     """Stop every process of the second rank's node, as a machine does whose network is cut."""
     node = system.node_of(system.rank_process(1))
@@ -116,6 +143,8 @@ FAULTS = {
     "kill-on-one-node": Fault(("one node, rank killed",), kill_rank, on_one_node=True),
     "stop": Fault(("rank stopped",), stop_rank),
     "node": Fault(("node lost", "node back"), lose_node, epochs=12),
+    "drain": Fault(("node drained",), drain_node, epochs=6),
+    "drain-all": Fault(("all nodes drained, one after the other",), drain_all, epochs=18),
     "silent": Fault(("node silent",), silence_node),
     "store": Fault((f"store away for {OUTAGE:.0f} s",), lose_store, epochs=36, needs_store=True),
     "damage": Fault(("rank killed, newest checkpoint damaged",), damage_checkpoint),

@@ -116,6 +116,12 @@ class System:
         send_to_all(node, signal.SIGKILL)
         node.wait()
 
+    def drain_node(self, node: subprocess.Popen[bytes]) -> None:
+        """Tell a node's first process to go, as a pod is told; it may take its time."""
+        self.nodes.remove(node)
+        self.others.insert(0, node)
+        node.send_signal(signal.SIGTERM)
+
     def stop_node(self, node: subprocess.Popen[bytes]) -> None:
         """Stop everything that runs on a node, without a word to anybody."""
         self.nodes.remove(node)

@@ -97,13 +97,11 @@ class Driver:
     def steps(self, run: str) -> list[int]:
         return [each["step"] for each in self.records(run=run, event="Reported")]
 
-    def print_pause(self, run: str, told_at: float) -> None:
-        """Print, as -rP shows it, how long a run that was told of a departure made no step."""
+    def print_pauses(self, run: str) -> None:
+        """Print, as -rP shows them, the longest times that the run made no step."""
         times = [each["at"] for each in self.records(run=run, event="Reported")]
-        before, after = max(each for each in times if each < told_at), min(each for each in times if each > told_at + 2)
-        gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-        print(f"{run}: from the notice to the next start's step {after - told_at:.1f} s, longest gap {max(gaps):.1f} s")
-        assert before < after
+        gaps = sorted(later - earlier for earlier, later in itertools.pairwise(times))
+        print(f"{run}: the longest times without a step: {gaps[-1]:.1f} s, {gaps[-2]:.1f} s, {gaps[-3]:.1f} s")
 
     def losses_of_gang(self) -> list[dict[str, Any]]:
         """Its log lines about gangs that were lost."""
@@ -224,7 +222,7 @@ def test_a_deleted_worker_pod_of_a_split_model_costs_no_step(bereaved: Bereaved,
     assert first["step"] == 0
     assert 5 < second["step"] < 2 * STEPS_PER_EPOCH
     assert driver.steps("bereaved") == list(range(1, 2 * STEPS_PER_EPOCH + 1)), "a step was done again"
-    driver.print_pause("bereaved", bereaved.deleted_at)
+    driver.print_pauses("bereaved")
     torch.testing.assert_close(store.state("bereaved"), store.state("undisturbed"))
 
 
@@ -285,7 +283,7 @@ def test_a_drained_node_costs_a_recipe_and_a_function_no_step_and_they_grow_back
     finally:
         kubectl("uncordon", node)
     driver.succeeded()
-    driver.print_pause("drained", told_at)
+    driver.print_pauses("drained")
     assert len(driver.departures()) == 1
     assert driver.losses_of_gang() == []
     assert [each["world_size"] for each in driver.records(run="drained", event="RunStarted")] == [2, 1, 2]
@@ -294,7 +292,6 @@ def test_a_drained_node_costs_a_recipe_and_a_function_no_step_and_they_grow_back
 
     driver = start("counted", "counted", recipe=FUNCTION, **elastic)
     driver.wait_for_step("counted", 5)
-    told_at = time.time()
     pod = driver.pods("worker")[0]
     node, name = pod["spec"]["nodeName"], f"{namespace.name}/{pod['metadata']['name']}"
     try:
@@ -309,8 +306,7 @@ def test_a_drained_node_costs_a_recipe_and_a_function_no_step_and_they_grow_back
     finally:
         kubectl("uncordon", node)
     driver.succeeded()
-    with capsys.disabled():
-        driver.print_pause("counted", told_at)
+    driver.print_pauses("counted")
     assert len(driver.departures()) == 1
     assert [each["world_size"] for each in driver.records(run="counted", event="RunStarted")] == [2, 1, 2]
     assert driver.steps("counted") == list(range(1, CONFIGS["counted"]["num_steps"] + 1))
