@@ -11,6 +11,9 @@ from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
+from flyte_ddp.flytekit_plugin.flyte_context import is_flyte_task
+from flyte_ddp.launch.process.programs import slow_imports
+from flyte_ddp.launch.rank_start import start_server
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import describe_data, prepare_data
 from tasks.frame import check_cluster, check_initial_state, check_urls
@@ -50,12 +53,16 @@ def prepare(
     source: OptionalSource = None,
     cluster: OptionalCluster = None,
     initial_model_state: str = "",
+    trains_here: bool = False,
 ) -> Prepared:
     """Check and resolve the inputs, and prepare the data of `recipe`, from `source` or the recipe's own.
 
-    `initial_model_state` is what the training starts from: a text is read by the tokenizer of its model.
+    `initial_model_state` is what the training starts from: a text is read by the tokenizer of its model. In a local run
+    `trains_here` says that the ranks are processes of this machine: what they import is imported meanwhile.
     """
     with flyte_errors():
+        if trains_here and not is_flyte_task():
+            start_server(slow_imports(given(config)))
         resolved = config_of(recipe, given(config))
         check_cluster(cluster)
         check_urls(data=location(source))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -12,6 +14,7 @@ from flyte_ddp.recipes import Recipe, get_recipe
 from flyte_ddp.recipes.prepare import describe_data, prepare_data
 from flyte_ddp.storage import directory
 from tests.support.image_store import running_store
+from tests.support.runs import REPOSITORY
 
 NAMES = "\n".join(f"{first}{second}o" for first in "bcdfgh" for second in "aeiou")
 
@@ -81,3 +84,16 @@ def test_an_unreachable_store_is_recoverable_and_a_refusal_is_a_user_error(store
             prepare_data(images, url, tmp_path)
     finally:
         store.fault = ""
+
+
+def test_what_ranks_of_this_machine_import_is_imported_while_the_data_are_prepared():
+    code = (
+        "from multiprocessing.forkserver import _forkserver as server\n"
+        "from tasks.prepare import prepare\n"
+        "prepare(recipe='digits')\n"
+        "assert server._forkserver_pid is None\n"
+        "prepare(recipe='digits', trains_here=True)\n"
+        "assert server._preload_modules == ['torch'] and server._forkserver_pid\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

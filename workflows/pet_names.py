@@ -84,7 +84,9 @@ def train_and_generate_names_wf(
         prefix: first letters of every name
         max_length: characters, at most 30; longer names are dropped, not cut
     """
-    prepared = prepare(recipe=recipe, config=config, source=data, initial_model_state=initial_model_state)
+    prepared = prepare(
+        recipe=recipe, config=config, source=data, initial_model_state=initial_model_state, trains_here=True
+    )
     trained = train_on_one_node(
         recipe=recipe,
         config=prepared.config,

@@ -42,7 +42,9 @@ def single_node_training_wf(
         initial_model_state: path or URL of the weights to start from, such as the model_state.pt of an earlier run
         output: directory in which a local run leaves its outputs; by default a temporary one
     """
-    prepared = prepare(recipe=recipe, config=config, source=data, initial_model_state=initial_model_state)
+    prepared = prepare(
+        recipe=recipe, config=config, source=data, initial_model_state=initial_model_state, trains_here=True
+    )
     return train_on_one_node(
         recipe=recipe,
         config=prepared.config,

@@ -77,7 +77,9 @@ def train_and_generate_text_wf(
         top_p: above 0, at most 1; draws only from the likeliest tokens that together have this probability
         seed: of the random draws, 0 or more
     """
-    prepared = prepare(recipe=recipe, config=config, source=data, initial_model_state=initial_model_state)
+    prepared = prepare(
+        recipe=recipe, config=config, source=data, initial_model_state=initial_model_state, trains_here=True
+    )
     trained = train_on_one_node(
         recipe=recipe,
         config=prepared.config,

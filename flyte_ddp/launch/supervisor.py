@@ -297,6 +297,8 @@ class _Ranks:
         """Return for how many seconds a failure may wait for its cause, and for a checkpoint that is being written."""
         if any(failure.cause in NEVER_CONSEQUENCES for _, _, failure in self.failures):
             return 0.0
+        if self.failures[0][2].is_user_error and not self.beats[-1]:
+            return 0.0
         is_writing = self.beats[-1] and self.ranks[0].process.is_alive()
         if is_writing and self.failures[0][2].kind == "exception":
             return WRITE_GRACE

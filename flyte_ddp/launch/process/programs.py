@@ -11,6 +11,7 @@ import importlib.util
 import os
 import pickle
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -167,13 +168,6 @@ def recipe_program(recipe: str, config: TrainingConfig, initial_state: str = "")
         ConfigError: an unknown recipe or option of it.
     """
     has_metrics = type(get_recipe(recipe, config.recipe_options)).metrics is not Recipe.metrics
-    slow_imports = ["torch"]
-    if (
-        config.compile or config.parallel == "fsdp"
-    ):  # torch leaves the gathering of weights out of its compiler's graphs
-        slow_imports.append("torch._dynamo")
-    if has_metrics and importlib.util.find_spec("torchmetrics"):
-        slow_imports.append("torchmetrics")
     needs_gpus = ""
     if config.backend == "nccl":
         needs_gpus = "backend: expected auto or gloo for ranks without GPUs, got 'nccl'"
@@ -186,7 +180,7 @@ def recipe_program(recipe: str, config: TrainingConfig, initial_state: str = "")
         stall_timeout=config.stall_timeout,
         store_timeout=config.store_timeout,
         variables={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if config.deterministic else {},
-        slow_imports=tuple(slow_imports),
+        slow_imports=slow_imports(dataclasses.asdict(config), has_metrics),
         may_exit=False,
         repeats_bugs=False,
         describes_itself=True,
@@ -196,6 +190,20 @@ def recipe_program(recipe: str, config: TrainingConfig, initial_state: str = "")
         needs_gpus=needs_gpus,
         uses_nccl=config.backend != "gloo",
     )
+
+
+def slow_imports(config: Mapping[str, Any], has_metrics: bool = False) -> tuple[str, ...]:
+    """Return the modules that the ranks of a recipe import, by its config, or by the fields that are known so far.
+
+    Args:
+        has_metrics: the recipe names metrics of its own.
+    """
+    modules = ["torch"]
+    if config.get("compile") or config.get("parallel") == "fsdp":
+        modules.append("torch._dynamo")  # with fsdp to leave the gathering of weights out of graphs
+    if has_metrics and importlib.util.find_spec("torchmetrics"):
+        modules.append("torchmetrics")
+    return tuple(modules)
 
 
 @dataclass(frozen=True)
