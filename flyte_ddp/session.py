@@ -22,11 +22,12 @@ written.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from flyte_ddp.checkpoints.peers import Peers
     from flyte_ddp.checkpoints.store import CheckpointStore
     from flyte_ddp.launch.process.link import RankProcess
+    from flyte_ddp.rank.batches import EpochBatches
 
 NUM_KEPT = 2  # newest checkpoints that stay
 
@@ -75,6 +77,51 @@ def load() -> dict[str, Any] | None:
         StorageUnavailable, StorageDenied: what is there could not be found out.
     """
     return _current.load() if _current else None
+
+
+def batches(
+    dataset: Any,
+    global_batch_size: int,
+    epoch: int | None = None,
+    *,
+    seed: int = 0,
+    num_workers: int = 0,
+    collate_fn: Callable[[Sequence[Any]], Any] | None = None,
+) -> Iterator[tuple[Any, float]]:
+    """Yield this rank's part of each global batch of an epoch, and the weight of its mean loss. For all ranks together.
+
+        for batch, weight in session.batches(data, 64, epoch):
+            loss = weight * functional.cross_entropy(model(batch[0]), batch[1])
+
+    Every sample is in one batch of one rank, and which ones share a batch does not depend on the number of ranks. DDP
+    and FSDP average gradients over the ranks, so with the weight the gradient is that of the whole batch's mean also
+    where a batch does not divide evenly. All ranks get as many batches: one for which no sample is left gets another's,
+    with weight 0. A sample's random augmentation is drawn by seed, epoch and sample. So it is under torchrun too.
+
+    After `load` an epoch goes on behind the batches whose steps were saved, and epochs before it yield nothing. `save`
+    notes the batch that the loop is at, so call it after the optimizer's step.
+
+    Args:
+        dataset: with a length and items; or an iterable, of which every rank reads all samples and keeps its own, in
+            the iterable's order. Its `set_epoch` is called.
+        epoch: counts passes over the training data. None for other data, such as held-out ones: they are in their own
+            order, and begin at the start.
+        seed: of the order and of augmentation.
+        num_workers: loader processes of this rank; at most 1 for an iterable.
+        collate_fn: makes a batch of samples, as in a DataLoader; by default tensors, nested as the samples are.
+
+    Raises:
+        ConfigError: `global_batch_size` is smaller than the number of ranks, or the data are not as long as those that
+            the checkpoint was written with.
+    """
+    from flyte_ddp.rank.batches import EpochBatches
+
+    made = EpochBatches(dataset, global_batch_size, epoch, seed, num_workers, collate_fn)
+    if _current and epoch is not None:
+        yield from _current.track(made, epoch)
+    else:
+        for batch, weight, _ in made:
+            yield batch, weight
 
 
 def report(step: int | None = None, epoch: float | None = None, **values: float) -> None:
@@ -116,6 +163,10 @@ class Session:
         self._store: CheckpointStore | None = None
         self._has_warned = False
         self._num_loads = 0
+        # Of `batches`: how much is done of which epoch of how many samples, and what it was when the rank resumed.
+        self._position: dict[str, Any] = {}
+        self._resumed: dict[str, Any] = {}
+        self._is_tracking = False  # in an epoch of `batches`
         self._num_polls = 0
         self._link.on_stop = self._terminate
         self.can_resume = process.job.program.can_resume
@@ -152,7 +203,7 @@ class Session:
         if self.process.rank == 0:
             if store.keeps_resumed and self._num_readers() == self.process.node.world_size - 1:
                 store.keeps_resumed = False
-            self.write({"step": step, "state": state}, step)
+            self.write({"step": step, "state": state, "position": self._position}, step)
 
     def write(self, state: Mapping[str, Any], step: int, best: bool = False, started: float | None = None) -> None:
         """Keep a checkpoint of this format, on rank 0 or, of a split state, on every rank. Raises as `save`.
@@ -192,8 +243,30 @@ class Session:
         if found is None:
             return None
         self.step, self.can_resume = found["step"], True
+        self._position = self._resumed = found.get("position", {})
         state: dict[str, Any] = found["state"]
         return state
+
+    def track(self, batches: EpochBatches, epoch: int) -> Iterator[tuple[Any, float]]:
+        """Yield what is left of an epoch, and note for `save` how much of it is done."""
+        resumed, length = self._resumed, batches.length
+        if resumed and epoch <= resumed["epoch"]:
+            if resumed["length"] != length:
+                expected = f"expected {resumed['length']} samples, with which the checkpoint was written"
+                raise ConfigError(f"session.batches: dataset: {expected}, got {length}")
+            if epoch < resumed["epoch"]:
+                return
+
+            batches = dataclasses.replace(batches, first=resumed["num_samples"])
+        if self._is_tracking:
+            raise ConfigError("session.batches: epoch: expected None for all but one data set at a time")
+        self._is_tracking = True
+        try:
+            for batch, weight, num_samples in batches:
+                self._position = {"epoch": epoch, "num_samples": num_samples, "length": length}
+                yield batch, weight
+        finally:
+            self._is_tracking = False
 
     def report(self, step: int | None, epoch: float | None, values: Mapping[str, float]) -> None:
         self.step = self.step + 1 if step is None else step

@@ -3,7 +3,8 @@
     python -m flyte_ddp run --nproc-per-node 2 examples/scripts/ddp.py --epochs 3
     torchrun --nproc-per-node 2 examples/scripts/ddp.py --epochs 3
 
-The lines with `session` make it resumable. Under torchrun they do nothing.
+The lines with `session` make it resumable in the middle of an epoch, at any number of ranks, with no sample lost or
+doubled. Under torchrun they share the samples in the same way, and keep nothing.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import TensorDataset
 
 from flyte_ddp import session
 
@@ -33,36 +34,33 @@ def main():
     torch.manual_seed(0)
     inputs, targets = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(inputs / 16, dtype=torch.float32), torch.tensor(targets))
-    sampler = DistributedSampler(data, seed=0)
-    loader = DataLoader(data, batch_size=32, sampler=sampler)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).to(device)
     model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=arguments.lr, momentum=0.9)
 
-    first_epoch = 0
+    step = 0
     if state := session.load():  # None in a new run
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        first_epoch = state["epochs"]
+        step = state["step"]
 
-    for epoch in range(first_epoch, arguments.epochs):
-        sampler.set_epoch(epoch)
-        total = torch.zeros((), device=device)
-        for batch, labels in loader:
-            loss = nn.functional.cross_entropy(model(batch.to(device)), labels.to(device))
+    for epoch in range(arguments.epochs):
+        for (batch, labels), weight in session.batches(data, 64, epoch):  # after a restart those that are left
+            loss = weight * nn.functional.cross_entropy(model(batch.to(device)), labels.to(device))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            total += loss.detach()
-        dist.all_reduce(total)
-        mean = total.item() / len(loader) / dist.get_world_size()
-        step = (epoch + 1) * len(loader)
-        session.report(step=step, epoch=epoch + 1, loss=mean)
-        session.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epochs": epoch + 1}, step)
-        if dist.get_rank() == 0:
-            print(f"epoch {epoch + 1}: loss {mean:.6f}")
-        if session.stop_requested:  # the machine is about to go away: what was saved is enough
-            break
+            step += 1
+            dist.all_reduce(mean := loss.detach())
+            mean /= dist.get_world_size()
+            session.report(step=step, epoch=epoch, loss=mean.item())
+            stops = session.stop_requested  # the machine is about to go away
+            if stops or step % 10 == 0:
+                session.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, step)
+            if stops:
+                return
+            if dist.get_rank() == 0 and step % 10 == 0:
+                print(f"step {step}: loss {mean.item():.6f}")
     dist.destroy_process_group()
 
 

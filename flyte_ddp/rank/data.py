@@ -175,7 +175,7 @@ class LoadedSamples:
         workers = config.data_workers
         self._dataset = dataset
         self._loader: DataLoader[Any] = DataLoader(
-            _SeededDataset(dataset, config.seed),
+            SeededDataset(dataset, config.seed),
             batch_sampler=self._plan,
             collate_fn=collate,
             num_workers=workers,
@@ -213,7 +213,7 @@ class LoadedSamples:
             ) from error
 
 
-class _SeededDataset(Dataset[Any]):
+class SeededDataset(Dataset[Any]):
     """Draws a sample's augmentation from the run's seed, the epoch and the sample, not from who loads it or when.
 
     So the same samples come out for every number of ranks and workers, and after a restart in the middle of an epoch.

@@ -1,0 +1,127 @@
+"""The samples of a loop of a user's own, shared as a recipe's: the same batches at any number of ranks.
+
+`session.batches` is the way in. Knows neither the session nor checkpoints.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.rank.data import SeededDataset, epoch_order
+from flyte_ddp.rank.nested import collate
+
+
+@dataclass(frozen=True)
+class EpochBatches:
+    """The global batches of one epoch, of which each rank gets its part.
+
+    Args:
+        dataset: with a length and items, or an iterable of samples, which every rank reads whole.
+        epoch: seeds the order; None for the data set's own order.
+        first: samples of the epoch that are done.
+        collate_fn: makes a batch of samples; None for that of recipes.
+
+    Raises:
+        ConfigError: `global_batch_size` has not a sample for each rank, or an iterable is to be shuffled or has several
+            loader processes.
+    """
+
+    dataset: Any
+    global_batch_size: int
+    epoch: int | None
+    seed: int
+    num_workers: int
+    collate_fn: Callable[[Sequence[Any]], Any] | None
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        _, world_size = rank_and_world_size()
+        if self.global_batch_size < world_size:
+            expected = f"expected at least {world_size}, a sample for each rank"
+            raise ConfigError(f"session.batches: global_batch_size: {expected}, got {self.global_batch_size}")
+        if self.length is None and self.num_workers > 1:
+            expected = "expected at most 1 for an iterable data set, which each of them would read whole"
+            raise ConfigError(f"session.batches: num_workers: {expected}, got {self.num_workers}")
+
+    @property
+    def length(self) -> int | None:
+        """Samples of an epoch; None for an iterable."""
+        is_stream = isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__")
+        return None if is_stream else len(self.dataset)
+
+    def __iter__(self) -> Iterator[tuple[Any, float, int]]:
+        """Yield (this rank's batch, its weight, samples of the epoch that are done with it), as `session.batches`."""
+        return self._from_items(self.length) if self.length is not None else self._from_stream()
+
+    def _from_items(self, length: int) -> Iterator[tuple[Any, float, int]]:
+        order = torch.arange(length) if self.epoch is None else epoch_order(length, self.seed, self.epoch)
+        shares = [_take_share(batch.tolist()) for batch in order[self.first :].split(self.global_batch_size)]
+        epoch = self.epoch or 0
+        loader: DataLoader[Any] = DataLoader(
+            _IsolatedDataset(self.dataset, self.seed),
+            batch_sampler=[[(epoch, index) for index in mine] for mine, _, _ in shares],
+            collate_fn=self.collate_fn or collate,
+            num_workers=self.num_workers,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # else it draws from the loop's
+        )
+        done = self.first
+        for batch, (_, weight, size) in zip(loader, shares, strict=True):
+            done += size
+            yield batch, weight, done
+
+    def _from_stream(self) -> Iterator[tuple[Any, float, int]]:
+        if self.epoch is not None and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self.epoch)
+        samples: Iterable[Any] = self.dataset
+        if self.num_workers:
+            samples = DataLoader(self.dataset, batch_size=None, num_workers=1, generator=torch.Generator())
+        stream, done = itertools.islice(samples, self.first, None), self.first
+        while batch := list(itertools.islice(stream, self.global_batch_size)):
+            mine, weight, size = _take_share(batch)
+            done += size
+            yield (self.collate_fn or collate)(mine), weight, done
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """Return this process's place among the ranks, by the process group or torchrun's variables; else it is alone."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _take_share(batch: Sequence[Any]) -> tuple[Sequence[Any], float, int]:
+    """Return this rank's part of a global batch, the weight of its mean, and the batch's size.
+
+    The first ranks get one sample more of a batch that does not divide. A rank that gets none has the first one of all
+    with weight 0, because its forward and backward passes may be collectives.
+    """
+    rank, world_size = rank_and_world_size()
+    least, rest = divmod(len(batch), world_size)
+    start = rank * least + min(rank, rest)
+    mine = batch[start : start + least + (rank < rest)]
+    return mine or batch[:1], len(mine) * world_size / len(batch), len(batch)
+
+
+class _IsolatedDataset(SeededDataset):
+    """Leaves the loop's own random draws alone: in a loader without processes they share their generators."""
+
+    def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[Any]:
+        states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+        try:
+            return super().__getitems__(places)
+        finally:
+            random.setstate(states[0])
+            numpy.random.set_state(states[1])
+            torch.set_rng_state(states[2])

@@ -1,0 +1,159 @@
+"""The batches of a user's own loop: each sample once, the same at any number of ranks, also after a restart."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset, TensorDataset
+
+import flyte_ddp
+from flyte_ddp import session
+from flyte_ddp.errors import ConfigError, RankFailure
+from tests.test_session import session_of
+
+SIZE, BATCH = 23, 6
+NUMBERS = TensorDataset(torch.arange(SIZE))
+
+
+class Noisy:
+    """A data set that draws from every generator, as augmentation does."""
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        return torch.tensor([index, random.random(), numpy.random.rand(), torch.rand(()).item()])
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from range(SIZE)
+
+
+def batches_of(rank, world_size, monkeypatch, dataset=NUMBERS, *arguments, **options):
+    """[(samples, weight)] of one rank."""
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    found = []
+    for batch, weight in session.batches(dataset, BATCH, *arguments, **options):
+        numbers = batch[0] if isinstance(batch, tuple) else batch
+        found.append((numbers.tolist(), weight))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dataset", [NUMBERS, Stream()])
+def test_each_sample_is_in_one_batch_which_is_the_same_at_any_number_of_ranks(world_size, dataset, monkeypatch):
+    alone = [sorted(samples) for samples, _ in batches_of(0, 1, monkeypatch, dataset, 3)]
+    ranks = [batches_of(rank, world_size, monkeypatch, dataset, 3) for rank in range(world_size)]
+    assert {len(batches) for batches in ranks} == {4}
+    for whole, parts in zip(alone, zip(*ranks, strict=True), strict=True):
+        assert sorted(sample for samples, weight in parts if weight for sample in samples) == whole
+        # With DDP's mean over the ranks it is the mean of the batch.
+        mean = sum(weight * sum(samples) / len(samples) for samples, weight in parts) / world_size
+        assert mean == pytest.approx(sum(whole) / len(whole))
+    assert sorted(sample for batch in alone for sample in batch) == list(range(SIZE))
+
+
+def test_epochs_differ_in_their_order_and_other_data_keep_theirs(monkeypatch):
+    one, two, held_out = (batches_of(0, 1, monkeypatch, NUMBERS, epoch) for epoch in (1, 2, None))
+    assert one != two
+    assert one == batches_of(0, 1, monkeypatch, NUMBERS, 1)
+    assert one != batches_of(0, 1, monkeypatch, NUMBERS, 1, seed=1)
+    assert [sample for samples, _ in held_out for sample in samples] == list(range(SIZE))
+
+
+def test_augmentation_is_the_samples_own_and_the_loops_draws_are_left_alone(monkeypatch):
+    expected = {tuple(row) for samples, _ in batches_of(0, 1, monkeypatch, Noisy(), 0) for row in samples}
+    assert len({row[1:] for row in expected}) == SIZE
+    for state in (random.seed, numpy.random.seed, torch.manual_seed):
+        state(7)
+    drawn = random.random(), numpy.random.rand(), torch.rand(()).item()
+    for state in (random.seed, numpy.random.seed, torch.manual_seed):
+        state(7)
+    found = {
+        tuple(row)
+        for rank in range(2)
+        for samples, _ in batches_of(rank, 2, monkeypatch, Noisy(), 0, num_workers=rank)
+        for row in samples
+    }
+    assert found == expected
+    assert (random.random(), numpy.random.rand(), torch.rand(()).item()) == drawn
+
+
+def test_a_batch_that_is_too_small_is_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="global_batch_size: expected at least 7, a sample for each rank, got 6"):
+        batches_of(0, 7, monkeypatch)
+    with pytest.raises(ConfigError, match="num_workers: expected at most 1 for an iterable data set, .*, got 2"):
+        batches_of(0, 1, monkeypatch, Stream(), 0, num_workers=2)
+
+
+def test_only_one_data_set_is_tracked_at_a_time_and_none_may_change_its_length(monkeypatch):
+    current, _ = session_of()
+    monkeypatch.setattr(session, "_current", current)
+    for _ in session.batches(NUMBERS, BATCH, 0):
+        assert len(list(session.batches(NUMBERS, BATCH))) == 4
+        with pytest.raises(ConfigError, match="epoch: expected None for all but one data set at a time"):
+            next(session.batches(NUMBERS, BATCH, 0))
+        break
+    current._resumed = {"epoch": 1, "num_samples": 12, "length": SIZE}
+    assert list(session.batches(NUMBERS, BATCH, 0)) == []
+    assert len(list(session.batches(NUMBERS, BATCH, 1))) == 2
+    assert len(list(session.batches(NUMBERS, BATCH, 2))) == 4
+    with pytest.raises(ConfigError, match=r"expected 23 samples, with which the checkpoint was written, got 22"):
+        next(session.batches(torch.arange(22), BATCH, 1))
+
+
+def train(directory, dies_at):
+    """Two epochs; the rank that is last is killed after the step `dies_at`, of which it has a checkpoint two before."""
+    dist.init_process_group("gloo")
+    state = session.load() or {"step": 0, "sum": 0.0}
+    step, total = state["step"], torch.tensor(state["sum"], dtype=torch.float64)
+    log = Path(directory, f"{os.getpid()}")
+    for epoch in range(2):
+        for batch, weight in session.batches(NUMBERS, BATCH, epoch):
+            gradient = weight * batch[0].double().mean()  # as DDP's: the mean over the ranks
+            dist.all_reduce(gradient)
+            total += gradient / dist.get_world_size()
+            step += 1
+            with log.open("a") as file:
+                file.write(json.dumps([epoch, step, batch[0].tolist() if weight else []]) + "\n")
+            if step % 3 == 0:
+                session.save({"step": step, "sum": total.item()}, step)
+            if step == dies_at and not state["step"]:
+                session.current().wait()  # on rank 0, which writes
+                dist.barrier()
+                if dist.get_rank() == dist.get_world_size() - 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+    return total.item()
+
+
+@pytest.mark.parametrize("world_sizes", [(2, 3), (3, 1)])
+def test_a_restart_at_another_number_of_ranks_loses_and_doubles_no_sample(world_sizes, tmp_path):
+    for name in ("whole", "log"):
+        (tmp_path / name).mkdir()
+    expected = flyte_ddp.run(train, str(tmp_path / "whole"), 0)
+    options = {"checkpoints": str(tmp_path / "checkpoints")}
+    with pytest.raises(RankFailure, match="SIGKILL"):
+        flyte_ddp.run(train, str(tmp_path / "log"), 5, nproc_per_node=world_sizes[0], max_restarts=0, **options)
+    before = lines_of(tmp_path / "log")
+    total = flyte_ddp.run(train, str(tmp_path / "log"), 5, nproc_per_node=world_sizes[1], **options)
+    after = [line for line in lines_of(tmp_path / "log") if line not in before]
+    assert min(step for _, step, _ in after) == 4
+    counts = Counter((epoch, sample) for epoch, step, samples in before if step <= 3 for sample in samples)
+    counts += Counter((epoch, sample) for epoch, _, samples in after for sample in samples)
+    assert counts == Counter((epoch, sample) for epoch in range(2) for sample in range(SIZE))
+    assert total == pytest.approx(expected, rel=1e-12)
+
+
+def lines_of(directory):
+    return [json.loads(line) for file in directory.iterdir() for line in file.read_text().splitlines()]
