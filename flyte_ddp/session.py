@@ -25,6 +25,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from flyte_ddp.rank.batches import EpochBatches
 
 NUM_KEPT = 2  # newest checkpoints that stay
+SAVE_TIMEOUT_SHARE = 0.5  # of `stall_timeout`, for which a rank waits for the others to save a split state
 
 checkpoints: str  # URL of a directory that outlives processes, pods and attempts; "" if the run was given none
 stop_requested: (
@@ -55,6 +57,9 @@ logger = logging.getLogger(__name__)
 def save(state: Mapping[str, Any], step: int) -> None:
     """Keep `state` as the checkpoint of optimizer step `step`. Every rank may call it; rank 0 writes.
 
+    A state with DTensors, such as `torch.distributed.checkpoint.state_dict` returns of a model that is split over the
+    ranks, is saved by all of them: each calls it, and writes the part that it has. None is gathered.
+
     `state` is copied before this returns and written in the background: tensors and plain values, nested in dicts,
     lists, tuples and sets. It is complete or not there at all, and checksummed. The newest ones stay. `load` returns
     what was saved, but NumPy's scalars as Python's numbers, its arrays as tensors (`.numpy()` makes arrays of them),
@@ -62,7 +67,7 @@ def save(state: Mapping[str, Any], step: int) -> None:
 
     Raises:
         ConfigError: `state` holds something that could not be read back, such as an object of a class of yours. The
-            message has its place and its type.
+            message has its place and its type. Or a split state is not saved by all ranks, with the same keys.
         StorageDenied: the store refuses.
         StorageUnavailable: the store has been away for `store_timeout` seconds.
     """
@@ -70,13 +75,19 @@ def save(state: Mapping[str, Any], step: int) -> None:
         _current.save(state, step)
 
 
-def load() -> dict[str, Any] | None:
-    """Return the newest complete checkpoint, with tensors on the CPU; None in a new run. For all ranks together.
+def load(into: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+    """Return the newest complete checkpoint; None in a new run. For all ranks together.
+
+    Args:
+        into: a state with the same keys. Its tensors are filled in place and are those that are returned. A split one
+            gets this rank's part, whatever the number of ranks and the mesh were that saved it: so no rank ever holds
+            the whole. Without it tensors are whole and on the CPU, those that were split as well.
 
     Raises:
+        ConfigError: `into` has other keys or shapes than the checkpoint.
         StorageUnavailable, StorageDenied: what is there could not be found out.
     """
-    return _current.load() if _current else None
+    return _current.load(into) if _current else None
 
 
 def batches(
@@ -163,6 +174,7 @@ class Session:
         self._store: CheckpointStore | None = None
         self._has_warned = False
         self._num_loads = 0
+        self._num_split_saves = 0
         # Of `batches`: how much is done of which epoch of how many samples, and what it was when the rank resumed.
         self._position: dict[str, Any] = {}
         self._resumed: dict[str, Any] = {}
@@ -199,11 +211,33 @@ class Session:
                 logger.warning("session.save: nothing is kept, because the run was given no place for checkpoints")
             self._has_warned = True
             return
+        if _may_be_split() and self._save_split(state, step):
+            return
+        if self._num_split_saves:
+            raise ConfigError("session.save: state: expected split tensors, as in the saves before, got none")
         store = self.open_checkpoints()
         if self.process.rank == 0:
             if store.keeps_resumed and self._num_readers() == self.process.node.world_size - 1:
                 store.keeps_resumed = False
             self.write({"step": step, "state": state, "position": self._position}, step)
+
+    def _save_split(self, state: Mapping[str, Any], step: int) -> bool:
+        """Write this rank's part of `state`; return False where it is not split."""
+        from flyte_ddp.checkpoints.peers import Peers
+        from flyte_ddp.rank.sharding import split_state
+        from flyte_ddp.rank.split_state import check_call, function_world, has_split
+
+        if not has_split(state):
+            return False
+        world = function_world()
+        self._num_split_saves += 1
+        timeout = SAVE_TIMEOUT_SHARE * self.process.job.program.stall_timeout
+        check_call(state, step, self._num_split_saves, world, self.open_store(), timeout)
+        if self._num_split_saves == 1:
+            self.open_checkpoints().share_with(Peers(world, self.open_store()))
+        whole = {"step": step, "state": state, "position": self._position}
+        self.write(split_state(whole, world.is_first), step)
+        return True
 
     def write(self, state: Mapping[str, Any], step: int, best: bool = False, started: float | None = None) -> None:
         """Keep a checkpoint of this format, on rank 0 or, of a split state, on every rank. Raises as `save`.
@@ -222,9 +256,33 @@ class Session:
         if self._store is not None:
             self._store.wait(self._beat)
 
-    def load(self) -> dict[str, Any] | None:
+    def load(self, into: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
         if not self.checkpoints:
             return None
+        found = self._load_parts(into) if into is not None and _may_be_split() else self._load_whole()
+        if found is None:
+            return None
+        self.step, self.can_resume = found["step"], True
+        self._position = self._resumed = found.get("position", {})
+        state: dict[str, Any] = found["state"]
+        if into is not None:
+            from flyte_ddp.rank.split_state import fill
+
+            state = fill(into, state)
+        return state
+
+    def _load_parts(self, into: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return what this rank keeps of the newest checkpoint, which all ranks read together."""
+        from flyte_ddp.rank.split_state import function_world, has_split, own_boxes
+
+        if not has_split(into):
+            return self._load_whole()
+        found, url, skipped = self.open_checkpoints().load_latest(function_world(), own_boxes(into))
+        self.emit(events.CheckpointLoaded(found["step"] if found else 0, url, skipped=skipped))
+        return found
+
+    def _load_whole(self) -> dict[str, Any] | None:
+        """Return the newest checkpoint, which each rank reads for itself: they may have no process group."""
         checkpoints = self.open_checkpoints()
         self._num_loads += 1
         key = f"flyte_ddp/load-{self._num_loads}"
@@ -240,12 +298,7 @@ class Session:
             step = int(self.open_store().get(key))
             found = checkpoints.load(step) if step >= 0 else None
             self.open_store().add(f"{key}/num_readers", 1)
-        if found is None:
-            return None
-        self.step, self.can_resume = found["step"], True
-        self._position = self._resumed = found.get("position", {})
-        state: dict[str, Any] = found["state"]
-        return state
+        return found
 
     def track(self, batches: EpochBatches, epoch: int) -> Iterator[tuple[Any, float]]:
         """Yield what is left of an epoch, and note for `save` how much of it is done."""
@@ -402,6 +455,11 @@ class Session:
 
     def _publish(self, store: Store) -> None:
         store.set(f"flyte_ddp/stop-{self.process.rank}", str(self._num_refused))
+
+
+def _may_be_split() -> bool:
+    """Return whether a state can have tensors that are split: their class is imported by whoever splits them."""
+    return "torch.distributed.tensor" in sys.modules
 
 
 _current: Session | None = None

@@ -2,6 +2,8 @@
 
 python -m flyte_ddp run --nproc-per-node 2 examples/scripts/fsdp2.py --steps 20
 torchrun --nproc-per-node 2 examples/scripts/fsdp2.py --steps 20
+
+Each rank saves its own part of weights and optimizer, and any number of ranks loads them: no rank ever holds the whole.
 """
 
 import argparse
@@ -10,13 +12,12 @@ import os
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from flyte_ddp import session
 
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 VOCABULARY, LENGTH, BATCH = 32, 16, 16
 
 
@@ -36,11 +37,16 @@ def main():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def state_at(step):
+        weights, momentum = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": momentum, "step": step}
+
     first_step = 0
-    if state := session.load():  # the same on all ranks; each takes its shards
-        set_model_state_dict(model, state["model"], options=StateDictOptions(full_state_dict=True))
+    if state := session.load(into=state_at(0)):  # fills this rank's parts
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         first_step = state["step"]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     for step in range(first_step + 1, arguments.steps + 1):
         generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
@@ -52,8 +58,8 @@ def main():
         optimizer.step()
         session.report(step=step, loss=loss.item())
         is_stopped = session.stop_requested
-        if step % 10 == 0 or is_stopped:  # every rank gathers, rank 0 writes
-            session.save({"model": get_model_state_dict(model, options=WHOLE), "step": step}, step)
+        if step % 10 == 0 or is_stopped:
+            session.save(state_at(step), step)
         if is_stopped:
             break
     if dist.get_rank() == 0:

@@ -1,11 +1,12 @@
 """Put the state of a checkpoint together from its files, for any number of ranks.
 
 The ranks read the files in turn, each file once, and pass on what others need of it: all of a whole tensor, and of a
-split one the rows that a rank keeps. So no rank holds more than one file besides its own part of the state.
+split one the box that a rank keeps. So no rank holds more than one file besides its own part of the state.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,11 +18,12 @@ from flyte_ddp.checkpoints.staging import map_tensors
 from flyte_ddp.errors import CheckpointError
 from flyte_ddp.world import World, run_together
 
-SHARDS = "shards"  # key of a file's parts of split tensors: pairs of their first row and their rows
+SHARDS = "shards"  # key of a file's parts of split tensors: pairs of where they start, in each dimension, and the part
 
 Place = tuple[Any, ...]  # the keys that lead to a tensor in a state
-RowsOf = Callable[[Place, Tensor], "range | None"]
-"""Returns the rows that a rank keeps of the tensor at a place; None for all of it."""
+Box = Sequence[range]  # a part of a tensor: the indices in each dimension
+BoxOf = Callable[[Place, Tensor], "Box | None"]
+"""Returns the box that a rank keeps of the tensor at a place, of which it gets the shape; None for all of it."""
 
 
 def keep_all(place: Place, tensor: Tensor) -> None:
@@ -29,7 +31,7 @@ def keep_all(place: Place, tensor: Tensor) -> None:
 
 
 def assemble(
-    entries: Sequence[Entry], read: Callable[[Entry], dict[str, Any]], world: World, rows_of: RowsOf = keep_all
+    entries: Sequence[Entry], read: Callable[[Entry], dict[str, Any]], world: World, box_of: BoxOf = keep_all
 ) -> dict[str, Any]:
     """Return the state in the files of `entries`, with its tensors on the CPU. Every rank calls it.
 
@@ -43,7 +45,7 @@ def assemble(
     for first in range(0, len(entries), world.world_size):
         turns = entries[first : first + world.world_size]
         contents = _read_together(turns[world.rank] if world.rank < len(turns) else None, read, world)
-        assembly = assembly or _Assembly(contents, world, rows_of)
+        assembly = assembly or _Assembly(contents, world, box_of)
         for source in range(len(turns)):
             assembly.add_shards(contents.get(SHARDS, []), source)
         contents.clear()  # before the next one is read
@@ -68,49 +70,47 @@ def _read_together(entry: Entry | None, read: Callable[[Entry], dict[str, Any]],
 class _Assembly:
     """A state that is being put together. `contents` is the first file, on rank 0; it has all but the shards."""
 
-    def __init__(self, contents: Mapping[str, Any], world: World, rows_of: RowsOf) -> None:
+    def __init__(self, contents: Mapping[str, Any], world: World, box_of: BoxOf) -> None:
         self._world = world
         state = {key: value for key, value in contents.items() if key != SHARDS}
-        tensors = [tensor for _, tensor in _tensors_of(state)]
+        tensors = [tensor for _, tensor in tensors_of(state)]
         self._outline = world.broadcast_object(
             map_tensors(state, lambda each: each.to("meta") if _is_plain(each) else each)
         )
         is_split = world.broadcast_object([tensor.is_meta for tensor in tensors])
         self._tensors: list[Tensor] = []
-        self._split: list[tuple[Tensor, range, Tensor]] = []  # (the whole one's shape, the rows kept, the rows)
-        for number, (place, tensor) in enumerate(_tensors_of(self._outline)):
-            rows = rows_of(place, tensor)
+        self._split: list[tuple[Tensor, Box, Tensor]] = []  # (the whole one's shape, the box kept, what is in it)
+        for number, (place, tensor) in enumerate(tensors_of(self._outline)):
+            box = box_of(place, tensor)
             if is_split[number]:
-                rows = range(len(tensor)) if rows is None else rows
-                kept = torch.empty((len(rows), *tensor.shape[1:]), dtype=tensor.dtype)
-                self._split.append((tensor, rows, kept))
+                box = [range(size) for size in tensor.shape] if box is None else box
+                kept = torch.empty([len(each) for each in box], dtype=tensor.dtype)
+                self._split.append((tensor, box, kept))
             elif tensor.is_meta:
                 kept = tensors[number] if world.is_first else torch.empty_like(tensor, device="cpu")
                 world.broadcast(kept)
-                if rows is not None:
-                    kept = kept[rows.start : rows.stop].clone()
+                if box is not None:
+                    kept = kept[slices(box)].clone()
             else:
                 kept = tensor  # it came whole
             self._tensors.append(kept)
-        self._num_rows = [0] * len(self._split)
+        self._num_values = [0] * len(self._split)
 
-    def add_shards(self, shards: Sequence[tuple[int, Tensor]], source: int) -> None:
+    def add_shards(self, shards: Sequence[tuple[Sequence[int], Tensor]], source: int) -> None:
         """Add the shards of a file that rank `source` has read."""
         world = self._world
-        shapes = world.broadcast_object([(start, list(part.shape)) for start, part in shards], source)
-        if len(shapes) != len(self._split):
-            raise CheckpointError(f"expected {len(self._split)} split tensors in each file, got {len(shapes)}")
-        if not shapes:
+        placed = world.broadcast_object([(list(starts), list(part.shape)) for starts, part in shards], source)
+        if len(placed) != len(self._split):
+            raise CheckpointError(f"expected {len(self._split)} split tensors in each file, got {len(placed)}")
+        if not placed:
             return
-        starts = [start for start, _ in shapes]
-        is_needed = [
-            world.rank != source and bool(_overlap(range(start, start + shape[0]), rows))
-            for (start, shape), (_, rows, _) in zip(shapes, self._split, strict=True)
-        ]
-        num_readers = world.all_reduce(*(float(each) for each in is_needed))
-        for number, (start, (_, shape)) in enumerate(zip(starts, shapes, strict=True)):
-            tensor, rows, kept = self._split[number]
-            self._num_rows[number] += shape[0]
+        theirs = [[range(start, start + size) for start, size in zip(*each, strict=True)] for each in placed]
+        common = [_overlap(box, each) for each, (_, box, _) in zip(theirs, self._split, strict=True)]
+        is_needed = [float(world.rank != source and all(each)) for each in common]
+        num_readers = world.all_reduce(*is_needed)
+        for number, (tensor, box, kept) in enumerate(self._split):
+            shape = placed[number][1]
+            self._num_values[number] += math.prod(shape)
             if world.rank == source:
                 part = shards[number][1]
             elif num_readers[number]:
@@ -119,36 +119,44 @@ class _Assembly:
                 continue  # at the size that wrote them, each rank has read what it keeps
             if num_readers[number]:
                 world.broadcast(part, source)
-            both = _overlap(range(start, start + shape[0]), rows)
-            kept[both.start - rows.start : both.stop - rows.start] = part[both.start - start : both.stop - start]
+            if all(common[number]):
+                kept[slices(common[number], box)] = part[slices(common[number], theirs[number])]
 
     def finish(self) -> dict[str, Any]:
         """Return the state.
 
         Raises:
-            CheckpointError: rows are missing.
+            CheckpointError: a part of a tensor is missing.
         """
-        for (tensor, _, _), num_rows in zip(self._split, self._num_rows, strict=True):
-            if num_rows != len(tensor):
-                raise CheckpointError(f"expected {len(tensor)} rows of a split tensor in all files, got {num_rows}")
+        for (tensor, _, _), num_values in zip(self._split, self._num_values, strict=True):
+            if num_values != tensor.numel():
+                expected = f"expected {tensor.numel()} values of a split tensor in all files"
+                raise CheckpointError(f"{expected}, got {num_values}")
         tensors = iter(self._tensors)
         state: dict[str, Any] = map_tensors(self._outline, lambda _: next(tensors))
         return state
 
 
-def _overlap(ours: range, theirs: range) -> range:
-    start = max(ours.start, theirs.start)
-    return range(start, max(start, min(ours.stop, theirs.stop)))
+def slices(box: Box, within: Box | None = None) -> tuple[slice, ...]:
+    """Return the index of a box in the whole tensor, or in what is in the box `within`."""
+    starts = [each.start for each in within] if within else [0] * len(box)
+    return tuple(slice(each.start - start, each.stop - start) for each, start in zip(box, starts, strict=True))
 
 
-def _tensors_of(state: Any, place: Place = ()) -> Iterator[tuple[Place, Tensor]]:
+def _overlap(ours: Box, theirs: Box) -> Box:
+    starts = [max(our.start, their.start) for our, their in zip(ours, theirs, strict=True)]
+    stops = [min(our.stop, their.stop) for our, their in zip(ours, theirs, strict=True)]
+    return [range(start, max(start, stop)) for start, stop in zip(starts, stops, strict=True)]
+
+
+def tensors_of(state: Any, place: Place = ()) -> Iterator[tuple[Place, Tensor]]:
     """Yield the tensors in nested dicts, lists and tuples with their places, in the order of `map_tensors`."""
     if isinstance(state, Mapping):
         for key, each in state.items():
-            yield from _tensors_of(each, (*place, key))
+            yield from tensors_of(each, (*place, key))
     elif isinstance(state, (list, tuple)):
         for number, each in enumerate(state):
-            yield from _tensors_of(each, (*place, number))
+            yield from tensors_of(each, (*place, number))
     elif isinstance(state, Tensor):
         yield place, state
 

@@ -40,7 +40,7 @@ from flyte_ddp.checkpoints.files import (
 )
 from flyte_ddp.checkpoints.ownership import check_owner
 from flyte_ddp.checkpoints.peers import Peers
-from flyte_ddp.checkpoints.resharding import SHARDS, RowsOf, assemble, keep_all
+from flyte_ddp.checkpoints.resharding import SHARDS, BoxOf, assemble, keep_all
 from flyte_ddp.checkpoints.staging import Buffers, StagingMemory, readable
 from flyte_ddp.checkpoints.state_file import save_state
 from flyte_ddp.errors import CheckpointError, ConfigError, StorageUnavailable
@@ -111,9 +111,7 @@ class CheckpointStore:
         self.keeps_resumed = False  # what `load_latest` returned stays, because other ranks may still read it
         self._on_busy = on_busy or (lambda is_busy: None)
         self._on_written = on_written or (lambda step, url, best: None)
-        self._peers = peers
-        self._follows = peers is not None and peers.rank > 0  # rank 0, which chooses the states that are written
-        self._choose: Callable[[list[_Write]], list[_Write]] = list if self._follows else _wanted
+        self.share_with(peers)
         self._sink = Storage(url, timeout=0)  # a failed try must not keep a newer state waiting
         self._own: dict[str, dict[str, Any]] = {}  # manifests that were written or read whole here, by name
         self._files: set[str] = set()  # tensors that were read or written here, or begun
@@ -132,6 +130,12 @@ class CheckpointStore:
         self._changed = threading.Condition()
         self.memory = StagingMemory()
         self._thread: threading.Thread | None = None
+
+    def share_with(self, peers: Peers | None) -> None:
+        """Have each of `peers` save a part of every state from now on. Nothing may be waiting to be written."""
+        self._peers = peers
+        self._follows = peers is not None and peers.rank > 0  # rank 0, which chooses the states that are written
+        self._choose: Callable[[list[_Write]], list[_Write]] = list if self._follows else _wanted
 
     def save(self, state: Mapping[str, Any], step: int, best: bool) -> str:
         """Keep `state` as the checkpoint of optimizer step `step`, the best so far if `best`; return its URL.
@@ -237,7 +241,7 @@ class CheckpointStore:
                 on_wait()
 
     def load_latest(
-        self, world: World = ALONE, rows_of: RowsOf = keep_all
+        self, world: World = ALONE, box_of: BoxOf = keep_all
     ) -> tuple[dict[str, Any] | None, str, list[str]]:
         """Return the newest checkpoint that is whole, its URL, and a line for each damaged one that was skipped.
 
@@ -245,7 +249,7 @@ class CheckpointStore:
 
         Args:
             world: the ranks that read it together; each of them calls this.
-            rows_of: returns what this rank keeps of each tensor.
+            box_of: returns what this rank keeps of each tensor.
 
         Returns:
             (state with tensors on the CPU, URL, lines); (None, "", lines) where there is none. The lines on rank 0.
@@ -269,7 +273,7 @@ class CheckpointStore:
             if not name:
                 return None, "", skipped
             try:
-                state = assemble(manifest["files"], lambda entry: read_file(self.storage, entry), world, rows_of)
+                state = assemble(manifest["files"], lambda entry: read_file(self.storage, entry), world, box_of)
             except Damaged as error:
                 damage = error
             else:
@@ -286,7 +290,7 @@ class CheckpointStore:
                 skipped.append(self._set_aside(self.storage, name, damage))
         return "", {}
 
-    def load(self, step: int, world: World = ALONE, rows_of: RowsOf = keep_all) -> dict[str, Any]:
+    def load(self, step: int, world: World = ALONE, box_of: BoxOf = keep_all) -> dict[str, Any]:
         """Return the checkpoint of optimizer step `step`, tensors on the CPU. Arguments as of `load_latest`.
 
         Raises:
@@ -305,7 +309,7 @@ class CheckpointStore:
             manifest = world.broadcast_object(run_together(find, world))
             if "damage" in manifest:
                 raise Damaged(manifest["damage"])
-            state = assemble(manifest["files"], lambda entry: read_file(self.storage, entry), world, rows_of)
+            state = assemble(manifest["files"], lambda entry: read_file(self.storage, entry), world, box_of)
         except Damaged as damage:
             raise CheckpointError(f"{self.storage.join(name)} cannot be used: {damage}") from damage
         self._note_whole(name, manifest)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flyte_ddp.checkpoints.resharding import SHARDS, Place, RowsOf
+from flyte_ddp.checkpoints.resharding import SHARDS, Box, BoxOf, Place, slices
 from flyte_ddp.checkpoints.staging import map_tensors
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
@@ -59,9 +59,8 @@ def fill_model(model: nn.Module, initial_value: Callable[[str, torch.Size], Tens
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             value = initial_value(name, tensor.shape)
-            if _is_split(tensor):
-                rows = _rows(tensor)
-                tensor.to_local().copy_(value[rows.start : rows.stop])  # type: ignore[attr-defined]
+            if is_split(tensor):
+                tensor.to_local().copy_(value[slices(own_box(tensor))])  # type: ignore[attr-defined]
             else:
                 tensor.copy_(value)
 
@@ -100,7 +99,7 @@ def set_gradient_sync(model: nn.Module, is_last: bool) -> None:
 
 def whole(value: Tensor) -> Tensor:
     """Return the whole of a tensor, which may be split over the ranks: then this is a collective."""
-    return value.full_tensor() if _is_split(value) else value  # type: ignore[attr-defined]
+    return value.full_tensor() if is_split(value) else value  # type: ignore[attr-defined]
 
 
 def whole_state(state: Any, keep: bool) -> Any:
@@ -120,47 +119,51 @@ def whole_state(state: Any, keep: bool) -> Any:
         return ordered
     if isinstance(state, (list, tuple)):
         return type(state)(whole_state(value, keep) for value in state)
-    if _is_split(state):
+    if is_split(state):
         gathered = state.full_tensor()
         return gathered.cpu() if keep else None
     return state
 
 
 def split_state(state: Mapping[str, Any], is_first: bool) -> dict[str, Any]:
-    """Return what one rank writes of `state`: its rows of every split tensor, and on the first rank all the rest.
+    """Return what one rank writes of `state`: its part of every split tensor, and on the first rank all the rest.
 
-    The first rank's has a tensor without contents in the place of each split one.
+    The first rank's has a tensor without contents in the place of each split one. A part that several ranks have is
+    written by the first of them; the others write an empty one.
     """
-    shards: list[tuple[int, Tensor]] = []
+    shards: list[tuple[list[int], Tensor]] = []
 
-    def take_rows(tensor: Tensor) -> Tensor:
-        if not _is_split(tensor):
+    def take_part(tensor: Tensor) -> Tensor:
+        if not is_split(tensor):
             return tensor
-        shards.append((_rows(tensor).start, tensor.to_local()))  # type: ignore[attr-defined]
+        if tensor.dim() == 0:  # of which every rank has a copy
+            return tensor.to_local()  # type: ignore[attr-defined,no-any-return]
+        starts, part = [each.start for each in own_box(tensor)], tensor.to_local()  # type: ignore[attr-defined]
+        shards.append((starts, part if _is_first_copy(tensor) else part[:0]))
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-    outline = map_tensors(state, take_rows)
+    outline = map_tensors(state, take_part)
     return {**(outline if is_first else {}), SHARDS: shards}
 
 
-def own_rows(model: nn.Module, optimizer: Optimizer) -> RowsOf:
-    """Return a function of a tensor's place in a checkpoint that returns the rows of it that this rank keeps."""
+def own_boxes(model: nn.Module, optimizer: Optimizer) -> BoxOf:
+    """Return a function of a tensor's place in a checkpoint that returns the box of it that this rank keeps."""
     weights = model.state_dict()
     parameters = _parameters(optimizer)
 
-    def rows_of(place: Place, tensor: Tensor) -> range | None:
+    def box_of(place: Place, tensor: Tensor) -> Box | None:
         own = None
         if place[0] == "model":
             own = weights.get(place[1])
         elif place[:2] == ("optimizer", "state") and place[2] < len(parameters):
             own = parameters[place[2]]
-        return _rows(own) if own is not None and _is_split(own) and own.shape == tensor.shape else None
+        return own_box(own) if own is not None and is_split(own) and own.shape == tensor.shape else None
 
-    return rows_of
+    return box_of
 
 
 def load_model(model: nn.Module, state: Mapping[str, Any], is_whole: bool = True) -> None:
-    """Load a state dict of whole tensors, or of this rank's rows, into `model`. Raises as `load_state_dict`.
+    """Load a state dict of whole tensors, or of this rank's parts, into `model`. Raises as `load_state_dict`.
 
     Args:
         is_whole: it has all of the model's keys.
@@ -170,7 +173,7 @@ def load_model(model: nn.Module, state: Mapping[str, Any], is_whole: bool = True
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load the state of an optimizer, of whole tensors or of this rank's rows. How it computes stays its own."""
+    """Load the state of an optimizer, of whole tensors or of this rank's parts. How it computes stays its own."""
     parameters = _parameters(optimizer)
     parts = {
         number: {name: _part_like(value, parameters[number]) for name, value in values.items()}
@@ -216,7 +219,7 @@ def count_parameters(model: nn.Module) -> int:
 def count_own_parameters(model: nn.Module) -> int:
     """Count the parameters that this rank holds: of a split model its part. Drops gathered weights."""
     reshard(model)
-    own = (each.to_local() if _is_split(each) else each for each in model.parameters())  # type: ignore[attr-defined]
+    own = (each.to_local() if is_split(each) else each for each in model.parameters())  # type: ignore[attr-defined]
     return sum(tensor.numel() for tensor in own)
 
 
@@ -225,12 +228,11 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _part_like(value: Any, own: Any) -> Any:
-    """Return a whole tensor, or this rank's rows of it, split as `own` is; anything else as it is."""
-    if not _is_split(own) or not isinstance(value, Tensor):
+    """Return a whole tensor, or this rank's part of it, split as `own` is; anything else as it is."""
+    if not is_split(own) or not isinstance(value, Tensor):
         return value
-    rows = _rows(own)
     if value.shape == own.shape:
-        value = value[rows.start : rows.stop]
+        value = value[slices(own_box(own))]
     elif value.shape != own.to_local().shape:
         return value
     from torch.distributed.tensor import DTensor
@@ -240,17 +242,28 @@ def _part_like(value: Any, own: Any) -> Any:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=own.shape, stride=own.stride())
 
 
-def _rows(split: Any) -> range:
-    """Return the rows that this rank has of a split tensor: as `torch.chunk` shares them, the last ranks have fewer."""
-    size, rank = split.device_mesh.size(), split.device_mesh.get_local_rank()
-    num_rows = -(-len(split) // size)
-    rows = range(min(rank * num_rows, len(split)), min((rank + 1) * num_rows, len(split)))
-    assert [each.is_shard(0) for each in split.placements] == [True]  # as `fully_shard` does
-    assert len(split.to_local()) == len(rows)
-    return rows
+def own_box(split: Any) -> Box:
+    """Return the part that this rank has of a split tensor, over any mesh.
+
+    Raises:
+        ConfigError: it is a part of a sum.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(each.is_partial() for each in split.placements):
+        raise ConfigError(f"state: expected tensors that are split or copied, got a part of a sum: {split.placements}")
+    shape, starts = compute_local_shape_and_global_offset(split.shape, split.device_mesh, split.placements)
+    assert tuple(split.to_local().shape) == tuple(shape)
+    return [range(start, start + size) for start, size in zip(starts, shape, strict=True)]
 
 
-def _is_split(value: Any) -> bool:
+def _is_first_copy(split: Any) -> bool:
+    """Return whether this rank is the first of those that have the same part."""
+    place = split.device_mesh.get_coordinate()
+    return all(coordinate == 0 for coordinate, each in zip(place, split.placements, strict=True) if each.is_replicate())
+
+
+def is_split(value: Any) -> bool:
     return _is_instance(value, "torch.distributed.tensor", "DTensor")
 
 

@@ -27,7 +27,7 @@ from flyte_ddp.rank.optim import build_optimizer, learning_rate
 from flyte_ddp.rank.parallel import exchange_seconds, replicate
 from flyte_ddp.rank.passes import clip_gradients, compute_gradients, gradient_norm
 from flyte_ddp.rank.progress import MetricSums, Progress
-from flyte_ddp.rank.sharding import is_sharded, load_model, load_optimizer, own_rows, split_state
+from flyte_ddp.rank.sharding import is_sharded, load_model, load_optimizer, own_boxes, split_state
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.session import Session
 from flyte_ddp.world import World, run_together
@@ -122,7 +122,7 @@ class Trainer:
         if self.config.model_state == "last" or best is last:
             return last
         try:
-            state = self.store.load(best.step, self.world, own_rows(self.model, self.optimizer))
+            state = self.store.load(best.step, self.world, own_boxes(self.model, self.optimizer))
         except CheckpointError as error:
             logger.warning("the model state is that of epoch %d, and not of the best: %s", last.epoch, error)
             return last
@@ -242,7 +242,7 @@ class Trainer:
                 state; the initial state is not one of this model.
             StorageUnavailable: the store has been away for `store_timeout`.
         """
-        state, url, skipped = self.store.load_latest(self.world, own_rows(self.model, self.optimizer))
+        state, url, skipped = self.store.load_latest(self.world, own_boxes(self.model, self.optimizer))
         if state is not None:
             check_same_run(
                 state,

@@ -1,0 +1,129 @@
+"""The state of a function whose tensors are split over the ranks, for `session.save` and `session.load`.
+
+Split are the DTensors of FSDP2, tensor parallelism or `torch.distributed.checkpoint.state_dict`. Each rank writes its
+own part, and reads what it needs of the others', at another number of ranks and over another mesh as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from flyte_ddp.checkpoints.resharding import Box, BoxOf, Place, tensors_of
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.rank.sharding import is_split, own_box
+from flyte_ddp.world import World
+
+
+def has_split(state: Any) -> bool:
+    """Return whether a tensor in nested dicts, lists and tuples is split."""
+    return any(is_split(tensor) for _, tensor in tensors_of(state))
+
+
+def function_world() -> World:
+    """Return this rank's place in the process group that its function has made."""
+    on_gpu = dist.get_backend() == "nccl"
+    return World(dist.get_rank(), 0, dist.get_world_size(), torch.device("cuda" if on_gpu else "cpu"))
+
+
+def check_call(state: Any, step: int, number: int, world: World, store: Store, timeout: float) -> None:
+    """Check that every rank saves the same step of a state with the same keys. For the `number`-th save of a rank.
+
+    By the store, because a collective would wait for a rank that does not call for as long as the others' do.
+
+    Args:
+        timeout: seconds for which the other ranks are waited for.
+
+    Raises:
+        ConfigError: they do not; names rank and key.
+    """
+    outline = {str(place): [list(each.shape), str(each.dtype), is_split(each)] for place, each in tensors_of(state)}
+    call = json.dumps([step, hashlib.sha256(json.dumps(outline).encode()).hexdigest()])
+    prefix, store = f"flyte_ddp/save-{number}", store.clone()  # another thread uses the connection of the first one
+    store.set(f"{prefix}/{world.rank}", call)
+    for rank in range(world.world_size):
+        key = f"{prefix}/{rank}"
+        try:
+            store.wait([key], timedelta(seconds=timeout))
+        except RuntimeError:
+            expected = f"expected a call on every rank, because the state is split, got none on rank {rank}"
+            raise ConfigError(f"session.save: {expected} for {timeout:g} s, at step {step}") from None
+    calls = [json.loads(store.get(f"{prefix}/{rank}")) for rank in range(world.world_size)]
+    others = [rank for rank in range(world.world_size) if calls[rank] != calls[0]]
+    if not others:
+        return
+    if calls[others[0]][0] != calls[0][0]:
+        expected = f"step: expected {calls[0][0]} on all ranks, as on rank 0, got {calls[others[0]][0]}"
+        raise ConfigError(f"session.save: {expected} on rank {others[0]}")
+    store.set(f"{prefix}/outline-{world.rank}", json.dumps(outline))
+    first, other = (json.loads(store.get(f"{prefix}/outline-{rank}")) for rank in (0, others[0]))
+    for key in [*first, *other]:
+        if first.get(key) != other.get(key):
+            expected = f"state: {key}: expected {_describe(first.get(key))} on all ranks, as on rank 0"
+            raise ConfigError(f"session.save: {expected}, got {_describe(other.get(key))} on rank {others[0]}")
+    raise ConfigError(f"session.save: state: expected keys in rank 0's order, got another one on rank {others[0]}")
+
+
+def own_boxes(into: Any) -> BoxOf:
+    """Return a function of a tensor's place in a checkpoint that returns the box that `into` has of it on this rank.
+
+    It raises ConfigError where `into` has no such tensor, or one of another shape.
+    """
+    own = dict(tensors_of(into))
+
+    def box_of(place: Place, tensor: Tensor) -> Box | None:
+        if place[0] != "state":
+            return None
+        _check(place[1:], own.get(place[1:]), tensor.shape)
+        target = own[place[1:]]
+        return own_box(target) if is_split(target) and target.dim() else None
+
+    return box_of
+
+
+def fill(into: Any, state: Any, place: Place = ()) -> Any:
+    """Copy `state`, what this rank keeps of a checkpoint, into the tensors of `into`; return it with these.
+
+    Raises:
+        ConfigError: they have other keys or shapes.
+    """
+    if isinstance(state, Mapping) and isinstance(into, Mapping):
+        if missing := [key for key in [*state, *into] if key not in into or key not in state]:
+            where = "the checkpoint" if missing[0] in state else "into"
+            raise ConfigError(f"session.load: {_name(place)}: expected the same keys, only {where} has {missing[0]!r}")
+        return {key: fill(into[key], value, (*place, key)) for key, value in state.items()}
+    if isinstance(state, (list, tuple)) and isinstance(into, (list, tuple)) and len(state) == len(into):
+        return type(state)(fill(into[index], value, (*place, index)) for index, value in enumerate(state))
+    if not isinstance(state, Tensor):
+        return state
+    target = into.to_local() if is_split(into) else into
+    _check(place, target, state.shape)
+    with torch.no_grad():
+        target.copy_(state)
+    return into
+
+
+def _check(place: Place, target: Any, shape: torch.Size) -> None:
+    got = tuple(target.shape) if isinstance(target, Tensor) else f"a {type(target).__name__}"
+    if got != tuple(shape):
+        expected = f"expected a tensor of shape {tuple(shape)}, as the checkpoint has"
+        raise ConfigError(f"session.load: {_name(place)}: {expected}, got {got}")
+
+
+def _name(place: Place) -> str:
+    return "into" + "".join(f"[{key!r}]" for key in place)
+
+
+def _describe(tensor: Any) -> str:
+    if tensor is None:
+        return "no tensor"
+    shape, dtype, splits = tensor
+    return f"a {'split ' if splits else ''}tensor {tuple(shape)} of {dtype}"

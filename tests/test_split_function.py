@@ -1,0 +1,192 @@
+"""A function's split state: each rank writes its part, and any number of ranks reads it, over any mesh."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import flyte_ddp
+from flyte_ddp import session
+from flyte_ddp.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("server_with_compiler")
+
+
+class Model(nn.Module):
+    """With rows that 2 and 3 ranks do not share evenly, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(5, 8), nn.Linear(8, 5)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, batch):
+        return self.scale * self.outer(self.inner(batch).relu())
+
+
+def build(mesh_shape):
+    """A model that is split over a mesh of one dimension by FSDP2, of two also by tensor parallelism."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    model = Model()
+    names = ("data", "tensor")[: len(mesh_shape)]
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    if len(mesh_shape) == 2:
+        parallelize_module(model, mesh["tensor"], {"inner": ColwiseParallel(), "outer": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    return model, torch.optim.AdamW(model.parameters(), 0.01)
+
+
+def whole(state):
+    """{name: values} of the nested tensors, gathered."""
+    found = {}
+    for name, value in state.items():
+        if isinstance(value, dict):
+            found |= {f"{name}.{key}": each for key, each in whole(value).items()}
+        elif isinstance(value, torch.Tensor):
+            found[name] = (value.full_tensor() if hasattr(value, "full_tensor") else value).tolist()
+    return found
+
+
+def state_of(model, optimizer):
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments}
+
+
+def train_and_save(mesh_shape):
+    model, optimizer = build(mesh_shape)
+    for step in range(3):
+        model(torch.randn(4, 5, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        session.save(state_of(model, optimizer) | {"note": "kept"}, step + 1)
+    return whole(state_of(model, optimizer))
+
+
+def load_into(mesh_shape):
+    model, optimizer = build(mesh_shape)
+    state = state_of(model, optimizer) | {"note": ""}
+    loaded = session.load(into=state)
+    assert loaded["note"] == "kept"
+    assert loaded["model"]["inner.weight"] is state["model"]["inner.weight"]
+    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    return whole(state_of(model, optimizer))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """{mesh: (place, whole state)} of checkpoints that several meshes have written."""
+
+    @functools.cache
+    def save(mesh_shape):
+        place = str(tmp_path_factory.mktemp("split"))
+        return place, flyte_ddp.run(train_and_save, mesh_shape, nproc_per_node=num_ranks(mesh_shape), checkpoints=place)
+
+    return save
+
+
+def num_ranks(mesh_shape):
+    return functools.reduce(int.__mul__, mesh_shape)
+
+
+@pytest.mark.parametrize(("written", "read"), [((2,), (3,)), ((2, 2), (1,)), ((2,), (2, 2))], ids=str)
+def test_any_number_of_ranks_reads_what_any_other_has_written(written, read, saved):
+    place, expected = saved(written)
+    found = flyte_ddp.run(load_into, read, nproc_per_node=num_ranks(read), checkpoints=place)
+    assert found == expected
+    assert any("exp_avg" in name for name in found)
+
+
+def load_whole():
+    state = session.load()
+    assert all(type(each) is torch.Tensor for each in state["model"].values())
+    return whole(state)
+
+
+def test_without_into_the_tensors_are_whole(saved):
+    place, expected = saved((2,))
+    assert flyte_ddp.run(load_whole, nproc_per_node=1, checkpoints=place) == expected
+
+
+def parts_in_memory(place):
+    model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
+    model[1].weight = model[0].weight  # tied: one tensor under two names
+    dist.init_process_group("gloo")
+    fully_shard(model)
+    session.save({"model": model.state_dict()}, 1)
+    session.current().wait()
+
+
+def test_each_rank_writes_its_own_part_once(tmp_path):
+    flyte_ddp.run(parts_in_memory, "", nproc_per_node=2, checkpoints=str(tmp_path))
+    sizes = {re.search(r"-(\dof2)", file.name)[1]: file.stat().st_size for file in tmp_path.glob("*of2.pt")}
+    assert sizes.keys() == {"0of2", "1of2"}
+    half = 256 * 256 * 4 / 2
+    assert all(half <= size < 1.5 * half for size in sizes.values()), sizes
+
+
+def save_copies():
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2))
+    tensor = distribute_tensor(torch.arange(24.0).view(4, 6), mesh, [Replicate(), Shard(1)])
+    session.save({"tensor": tensor}, 1)
+    session.current().wait()
+    tensor = distribute_tensor(torch.zeros(4, 6), mesh, [Shard(0), Shard(0)])
+    return session.load(into={"tensor": tensor})["tensor"].full_tensor().tolist()
+
+
+def test_a_part_that_several_ranks_have_is_written_once_and_read_over_another_mesh(tmp_path):
+    found = flyte_ddp.run(save_copies, nproc_per_node=4, checkpoints=str(tmp_path))
+    assert found == torch.arange(24.0).view(4, 6).tolist()
+
+
+def misuse():
+    """Return the messages of wrong calls, of which the last is one that the other rank does not make."""
+    dist.init_process_group("gloo")
+    mesh, rank, messages = init_device_mesh("cpu", (2,)), dist.get_rank(), []
+
+    def state(size=4, **others):
+        return {"weights": {"a": distribute_tensor(torch.ones(size, 2), mesh, [Shard(0)])}, **others}
+
+    calls = [
+        lambda: session.save(state(), 1 + rank),
+        lambda: session.save(state(**({"extra": torch.ones(1)} if rank else {})), 1),
+        lambda: session.save({"weights": torch.ones(1)}, 2),
+        lambda: session.load(into=state(6)),
+        lambda: session.load(into=state()),
+        lambda: session.save(first, 3) if rank == 0 else None,
+    ]
+    first = state(note="x")
+    session.save(first, 1)
+    session.current().wait()
+    for call in calls:
+        try:
+            call()
+        except ConfigError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_wrong_call_is_one_line_and_no_hang(tmp_path):
+    messages = flyte_ddp.run(misuse, nproc_per_node=2, checkpoints=str(tmp_path), stall_timeout=4.0)
+    expected = [
+        "session.save: step: expected 1 on all ranks, as on rank 0, got 2 on rank 1",
+        r"session.save: state: \('extra',\): expected no tensor on all ranks, .*, got a tensor \(1,\) of .* on rank 1",
+        "session.save: state: expected split tensors, as in the saves before, got none",
+        r"session.load: into\['weights'\]\['a'\]: expected a tensor of shape \(4, 2\), .*, got \(6, 2\)",
+        "session.load: into: expected the same keys, only the checkpoint has 'note'",
+        "session.save: expected a call on every rank, .*, got none on rank 1 for 2 s, at step 3",
+    ]
+    assert len(messages) == len(expected), messages
+    for message, pattern in zip(messages, expected, strict=True):
+        assert re.fullmatch(pattern, message), message
