@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import time
 
@@ -15,6 +16,7 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.config import resolve
 from flyte_ddp.launch import driver
+from flyte_ddp.launch.dask import growth
 from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.programs import Job, Program, recipe_program
@@ -105,3 +107,65 @@ def test_a_worker_that_is_told_to_go_costs_no_step_and_no_restart(pair, tmp_path
         torch.testing.assert_close(result_of(run), train(tmp_path / "undisturbed", program_of(kind)).state())
     assert nannies[1].wait(30) == 0
     assert nannies[0].poll() is None
+
+
+def count_without_looking(num_steps):
+    """A function that saves now and then, and never asks whether it has to stop."""
+    import torch
+    import torch.distributed as dist
+
+    from flyte_ddp import session
+
+    dist.init_process_group("gloo")
+    done = (session.load() or {"done": 0})["done"]
+    while done < num_steps:
+        time.sleep(0.1)
+        one = torch.ones(1) / dist.get_world_size()
+        dist.all_reduce(one)
+        done += round(one.item())
+        session.report(step=done)
+        if done % 5 == 0:
+            session.save({"done": done}, done)
+    return done
+
+
+def test_a_function_that_does_not_look_trains_until_the_replacement_is_there_and_is_ended_by_sigterm(
+    pair, start_worker, scheduler, tmp_path, monkeypatch, caplog
+):
+    config, nannies = pair
+    monkeypatch.setattr(growth, "REPLACEMENT_DELAY", 1.0)
+    fork_functions(monkeypatch)
+    told_at = []
+
+    def tell():
+        nannies[1].send_signal(signal.SIGTERM)
+        told_at.append(time.time())
+        start_worker(scheduler, "node-2")
+
+    program = Program("count", cloudpickle.dumps(_Call(count_without_looking, (130,))), ("tests",))
+    run = train(tmp_path, program, dataclasses.replace(config, min_nodes=0), at_steps=[(7, tell)])
+    assert cloudpickle.loads(run.result.finished.value) == 130
+    assert [event.num_nodes for event in events_of(run, events.RunStarted)] == [2, 2]
+    (ended,) = events_of(run, events.AttemptEnded)
+    assert ended.num_leaving == 1
+    assert ended.step > 12  # it trained on
+    assert f" leaves: the gang ended at step {ended.step} and restarts from " in caplog.text
+    assert ended.at < told_at[0] + 12  # half of the grace of 30 s, less what the worker needs to close
+
+
+def test_a_second_sigterm_ends_a_worker_at_once_and_counts_as_no_restart(pair, tmp_path):
+    config, nannies = pair
+    slow = tmp_path / "faults"
+    slow.mkdir()
+    (slow / "9-kill-1000").touch()
+
+    def tell_twice():
+        for _ in range(2):
+            nannies[1].send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+        (slow / "9-kill-1000").unlink()
+
+    run = train(tmp_path, program_of("ddp", str(slow)), config, at_steps=[(9, tell_twice)])
+    assert [event.num_nodes for event in events_of(run, events.RunStarted)] == [2, 1]
+    assert [event.num_leaving for event in events_of(run, events.AttemptEnded)] == [1]
+    assert run.last_step == NUM_STEPS
