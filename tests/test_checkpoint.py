@@ -772,6 +772,6 @@ def test_a_full_disk_is_named_at_once_and_does_not_fail_a_training_that_has_fini
     run.train(1, checkpoints=str(url), epochs=2, checkpoint_interval=4, checkpoints_to_keep=50, store_timeout=5.0)
     assert run.result.finished.step == 18
     assert run.state().keys() == get_recipe(run.recipe).model().state_dict().keys()
-    assert len(list(url.glob("step-*.json"))) == 1  # the others made room
+    assert len(list(url.glob("step-*.json"))) <= 2  # the newest and the best: the others made room
     named = f"the disk of {url} is full: OSError: [Errno 28] No space left on device; waiting for space there"
     assert f"[rank 0] {named}" in run.lines

@@ -429,22 +429,28 @@ class CheckpointStore:
             logger.warning("checkpoints: old ones could not be removed: %s: %s", type(error).__name__, error)
 
     def _make_space(self) -> bool:
-        """Delete, on a full disk, all checkpoints but the newest; if that is the only one, give up those in the queue.
+        """Make space on a full disk for the model of a training that has finished.
+
+        At first by deleting all checkpoints but the newest and the best, which may be the model; then by giving up
+        those that are not written yet; and where the model itself is to be written, by deleting the best.
 
         Returns:
             True if another try may succeed.
         """
-        self.num_kept, self.keeps_resumed = 1, False
-        if len(self._own) > 1:
-            for manifest in self._own.values():
-                manifest["best"] = False
-            self._prune(max(self._own))
-            return True
         with self._changed:
             checkpoints = [write for write in self._queue if write.has_manifest]
+        self.num_kept, self.keeps_resumed = 1, False
+        for manifest in () if checkpoints else self._own.values():
+            manifest["best"] = False
+        num_before = len(self._own)
+        if self._own:
+            self._prune(max(self._own))
+        if len(self._own) < num_before:
+            return True
+        with self._changed:
             self._drop(checkpoints)
             self._queue = [write for write in self._queue if not write.has_manifest]
-            self._stuck_since = 0.0
+            self._stuck_since = 0.0 if checkpoints else self._stuck_since
             self._changed.notify_all()
         if checkpoints:
             logger.warning("the last checkpoint is not written: the disk is full, and the training has finished")
