@@ -252,7 +252,7 @@ def test_a_resumed_run_of_shards_has_bitwise_the_weights_of_one_that_was_not_int
 
 
 def save_shards(store, rank, step, best=False):
-    state = {"shards": [(2 * rank, torch.full((2, 300), float(step)))]}
+    state = {"shards": [([2 * rank, 0], torch.full((2, 300), float(step)))]}
     if rank == 0:
         state |= {"weight": torch.empty(4, 300, device="meta"), "step": step}
     store.save(state, step, best)
