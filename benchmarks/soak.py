@@ -62,6 +62,7 @@ class Counting(Recipe):
         "schedule": "constant",
         "checkpoint_interval": 8,
         "log_interval": 4,
+        "model_state": "last",  # the counts of all epochs
     }
 
     def prepare(self, source: str, directory: Path) -> str:
