@@ -91,7 +91,7 @@ def directories(tmp_path_factory):
         if page not in made:
             made[page] = tmp_path_factory.mktemp(page.stem)
             copy_repository(made[page])
-            write_tree(image_tree(), made[page] / "bucket/flowers")
+            write_tree(image_tree(count=16), made[page] / "bucket/flowers")
             for block in blocks_of(page):
                 if block.file:
                     (made[page] / block.file).parent.mkdir(parents=True, exist_ok=True)
