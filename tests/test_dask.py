@@ -108,7 +108,8 @@ def test_a_killed_rank_costs_only_time_and_the_next_is_forked_from_the_same_serv
     )  # the ranks' second start, and until the first one's end was noticed
     assert spent.stepping > 0.05 * 27 * 0.9
     before = [event.step for event in run.events[: run.events.index(second)] if isinstance(event, events.Reported)]
-    assert (spent.redone_steps > 0) == (max(before) > second.step)  # a checkpoint may have come in time
+    if max(before) > second.step:  # else a checkpoint has come in time
+        assert spent.redone_steps > 0
 
 
 @pytest.mark.slow

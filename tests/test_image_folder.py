@@ -12,7 +12,7 @@ from PIL import Image
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, DataError
-from flyte_ddp.rank.data import _SeededDataset, open_samples
+from flyte_ddp.rank.data import SeededDataset, open_samples
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.image_folder.files import (
     decode_image,
@@ -245,13 +245,13 @@ def test_augmentation_is_drawn_from_seed_epoch_and_sample_alone(tmp_path, prepar
     contents = _saved(Image.fromarray(np.random.RandomState(0).randint(0, 256, (60, 60, 3), dtype=np.uint8)), "PNG")
     tree = dict.fromkeys(image_tree(), contents)
     _, train, test, _ = prepare(write_tree(tree, tmp_path / "tree"), prepared)
-    seeded, again = _SeededDataset(train, 5), _SeededDataset(train, 5)
+    seeded, again = SeededDataset(train, 5), SeededDataset(train, 5)
     batch = seeded.__getitems__([(1, 3), (1, 4)])
 
     assert torch.equal(batch[1][0], again[1, 4][0])
     assert not torch.equal(seeded[1, 3][0], seeded[2, 3][0])
     assert not torch.equal(seeded[1, 3][0], seeded[1, 4][0])
-    held_out = _SeededDataset(test, 5)
+    held_out = SeededDataset(test, 5)
     assert torch.equal(held_out[1, 3][0], held_out[2, 4][0])
 
 

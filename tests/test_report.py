@@ -131,7 +131,7 @@ def test_the_report_of_a_finished_run_is_complete():
         "20 x 24 x 24",
     ):
         assert words in text, words
-    assert made.render().count('<svg xmlns="http://www.w3.org/2000/svg"') == 6
+    assert made.render().count('<svg xmlns="http://www.w3.org/2000/svg"') == 7
 
 
 def test_the_report_splits_the_wall_time():

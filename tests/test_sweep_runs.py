@@ -311,7 +311,9 @@ def test_the_workflows_report_has_the_models_and_their_curves(outputs, chromium,
     returned, _, _ = outputs
     page = Path(returned.report.path)
     assert chromium.open(page) == []
-    assert chromium.evaluate("document.querySelectorAll('svg.panel').length") == 2
+    assert (
+        chromium.evaluate("document.querySelectorAll('svg.panel').length") == 3
+    )  # over epochs, over time, by hyperparameter
     assert chromium.evaluate("document.querySelectorAll('.trials tbody tr').length") == 2
     assert "learning_rate" in chromium.evaluate("document.querySelector('.lead').textContent")
 

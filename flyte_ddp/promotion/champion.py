@@ -20,7 +20,7 @@ import io
 import json
 import pickle
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from flyte_ddp.errors import (
@@ -60,12 +60,12 @@ class Manifest:
     num_test_samples: int
     metrics: dict[str, float]  # on the held-out data of its own training
     parent_metrics: dict[str, float]  # of its parent, on the same data; empty if it could not be measured
-    advantage: list[float]  # as of `PromotionResult`
     code_version: str  # of the code that trained it
     execution: str  # that trained it; "" for a local run
     outcome: str  # why it replaced its parent, such as promoted or promoted_over_missing
     sha256: str = ""  # of the file with the state dict
     bytes: int = 0  # likewise
+    advantage: list[float] = field(default_factory=list)  # as of `PromotionResult`
 
 
 @dataclass(frozen=True)

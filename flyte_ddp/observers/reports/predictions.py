@@ -53,10 +53,10 @@ def _confusion_panel(classes: Sequence[str], pairs: Sequence[tuple[str, str]]) -
             for x, count in enumerate(row):
                 if count:
                     color = "white" if shares[y][x] > 0.6 else "#222222"
-                    axes.text(x, y, f"{count}", ha="center", va="center", fontsize=7.5, color=color)
+                    axes.text(x, y, f"{count}", ha="center", va="center", fontsize=8, color=color)
         names = [name[:MAX_CLASS_NAME] for name in classes]
-        axes.set_xticks(range(len(classes)), names, fontsize=7.5, rotation=0 if max(map(len, names)) < 3 else 60)
-        axes.set_yticks(range(len(classes)), names, fontsize=7.5)
+        axes.set_xticks(range(len(classes)), names, fontsize=8, rotation=0 if max(map(len, names)) < 3 else 60)
+        axes.set_yticks(range(len(classes)), names, fontsize=8)
         axes.grid(False)
         label_x(axes, "predicted")
 
