@@ -122,7 +122,9 @@ def _train(
         history=frame.output(HISTORY),
     )
     frame.keep_values(epoch_accuracies=outputs.epoch_accuracies, epoch_metrics=metrics)
-    shown = list(metrics)[1] if len(metrics) > 1 else "test_loss"
+    shown = result.monitor.metric
+    if shown == "test_loss":  # a metric says more
+        shown = next((name for name in metrics if name != shown), shown)
     values = "  ".join(format_figure(shown, value) for value in metrics[shown])
     frame.say(f"{shown.replace('_', ' ')} per epoch  {values}")
     frame.say_outputs(model_state=outputs.model_state, report=outputs.report, history=outputs.history)

@@ -231,6 +231,17 @@ def test_predictions_of_text_are_shown_as_text():
     assert page.text.index("Ma|x") < page.text.index("Bell|e")
 
 
+def test_numbers_are_drawn_and_other_degrees_of_error_listed_from_the_worst():
+    numbers = [Prediction("1", "1.5", {}, numbers=[1.0, 1.5], error=0.5)]
+    text = text_of(report_of([*sample_run.training(), PredictionsMade(1, numbers)]))
+    assert "Predicted against true" in text
+    assert "Test predictions" not in text
+    masks = [Prediction("", f"{error:.0%} wrong", {}, text="a mask", error=error) for error in (0.1, 0.3)]
+    text = text_of(report_of([*sample_run.training(), PredictionsMade(1, masks)]))
+    assert "2 held-out samples, the largest error first" in text
+    assert text.index("30% wrong") < text.index("10% wrong")
+
+
 def test_generated_text_and_a_recipes_own_figures_are_shown_for_every_epoch():
     events = sample_run.training()
     for index, event in enumerate(events):

@@ -243,9 +243,10 @@ class Report(Page):
 
     def _prediction_section(self) -> dict[str, Any] | None:
         """Return as many predictions as the page has room for, the worst first; a scatter plot has those of numbers."""
-        if self._state.predictions is None or not self._state.predictions.predictions:
+        made = self._state.predictions.predictions if self._state.predictions else []
+        every = [each for each in made if not each.numbers or each.image or each.text]
+        if not every:
             return None
-        every = [each for each in self._state.predictions.predictions if not each.numbers or each.image or each.text]
         samples = [_sample(each) for each in sorted(every, key=_error, reverse=True)]
         shown, size = [], 0
         for sample in samples:
