@@ -99,7 +99,15 @@ def num_ranks(mesh_shape):
     return functools.reduce(int.__mul__, mesh_shape)
 
 
-@pytest.mark.parametrize(("written", "read"), [((2,), (3,)), ((2, 2), (1,)), ((2,), (2, 2))], ids=str)
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ((2,), (3,)),
+        pytest.param((2, 2), (1,), marks=pytest.mark.slow),
+        pytest.param((2,), (2, 2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_any_number_of_ranks_reads_what_any_other_has_written(written, read, saved):
     place, expected = saved(written)
     found = flyte_ddp.run(load_into, read, nproc_per_node=num_ranks(read), checkpoints=place)
