@@ -37,10 +37,20 @@ def _from_json(cls: type, text: str) -> Any:
     values = _json_object("config", text)
     values = {name: value for name, value in values.items() if value is not None}  # null: not given
     try:
-        resolve({}, values)
+        return make_overrides(values)
     except ConfigError as error:
         raise InputError(str(error)) from None
-    return cls(**values)
+
+
+def make_overrides(values: Mapping[str, Any]) -> Any:
+    """Return the `TrainingOverrides` with these fields; an object becomes the class that `TrainingConfig` has for it.
+
+    Raises:
+        ConfigError: an unknown field, or a value of the wrong type or range.
+    """
+    config = resolve({}, values)
+    typed = {name: getattr(config, name) for name in values if dataclasses.is_dataclass(getattr(config, name))}
+    return TrainingOverrides(**{**values, **typed})
 
 
 def _pre_deserialize(cls: type, values: dict[Any, Any]) -> dict[Any, Any]:

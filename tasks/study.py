@@ -21,7 +21,15 @@ from flyte_ddp.studies.results import FINISHED, OUTCOME, STOPPED_EARLY, TrialRun
 from flyte_ddp.studies.scaling import build_scaling_table, by_world_size, estimate
 from flyte_ddp.studies.search import EarlyStopping, build_trials, expand_grid, expand_world_sizes
 from tasks.frame import FRAMED, check_initial_state, open_task_cluster, open_task_frame
-from tasks.inputs import ClusterInput, Grid, OptionalCluster, OptionalOverrides, TrainingOverrides, given
+from tasks.inputs import (
+    ClusterInput,
+    Grid,
+    OptionalCluster,
+    OptionalOverrides,
+    TrainingOverrides,
+    given,
+    make_overrides,
+)
 from tasks.outputs import list_accuracies, list_metrics
 from tasks.prepare import PreparedData
 from tasks.resources import DRIVER_TASK, SMALL_TASK, TRAINING_CACHE
@@ -249,7 +257,7 @@ class _Observer:
         outputs = SweepOutputs(
             results=results,
             csv=csv,
-            best_config=TrainingOverrides(**best.trial.overrides),
+            best_config=make_overrides(best.trial.overrides),
             best_accuracies=list_accuracies(best.epochs),
             best_metrics=list_metrics(best.epochs),
             best_model_state=self.frame.model_state("best_model_state.pt", best.state.finished.model_state_url),

@@ -10,13 +10,17 @@ import re
 from pathlib import Path
 
 import pytest
+from flytekit import FlyteContextManager
+from flytekit.core.type_engine import TypeEngine
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig, resolve
 from flyte_ddp.config.fields import LIMITS, describe_fields
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.flytekit_plugin.failures import InputError
 from flyte_ddp.recipes.image_folder.recipe import ImageFolder
 from flyte_ddp.recipes.text.recipe import Text
+from tasks.inputs import TrainingOverrides, given
 
 OUT_OF_RANGE = [
     *((name, 0) for name in ("epochs", "global_batch_size", "evaluation_batch_size", "gradient_accumulation")),
@@ -148,3 +152,14 @@ def test_the_docs_have_the_options_and_defaults_of_the_recipe(page, recipe):
     for name, default in options.items():
         if default:  # others mean something that the text says
             assert found[name] == ("on" if default is True else f"{default}".removesuffix(".0")), name
+
+
+def test_an_object_in_the_config_of_the_command_line_travels_as_a_flyte_input():
+    monitor = {"metric": "mae", "mode": "min"}
+    overrides = TrainingOverrides.from_json(json.dumps({"epochs": 2, "monitor": monitor}))
+    context = FlyteContextManager.current_context()
+    kind = TypeEngine.to_literal_type(TrainingOverrides)
+    literal = TypeEngine.to_literal(context, overrides, TrainingOverrides, kind)
+    assert given(TypeEngine.to_python_value(context, literal, TrainingOverrides)) == {"epochs": 2, "monitor": monitor}
+    with pytest.raises(InputError, match="monitor.mode: expected one of min, max, got 'least'"):
+        TrainingOverrides.from_json('{"monitor": {"mode": "least"}}')
