@@ -13,7 +13,7 @@ import pytest
 from flyte_ddp import events
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.process.programs import Job, Program
-from flyte_ddp.session import Session
+from flyte_ddp.launch.process.session import Session
 
 
 class Link:
@@ -116,7 +116,7 @@ def test_one_rank_alone_stops_at_once():
     assert not session.stop_requested
     link.stop()
     assert session.stop_requested
-    assert session.has_stopped
+    assert session.stop.is_reached
 
 
 def test_it_is_known_once_that_a_function_can_be_stopped_when_it_can_resume_and_all_ranks_ask(tmp_path):
@@ -188,7 +188,7 @@ class Gang:
     def stop(self, rank):
         time.sleep(self.stops_after[rank])
         session, link = self.ranks[rank]
-        while not session._num_polls:
+        while not session.stop.num_polls:
             time.sleep(0.001)
         link.stop()
 
@@ -208,4 +208,4 @@ def test_a_rank_that_ended_before_the_stop_lets_the_others_go_on_to_their_end():
     assert not first.stop_requested
     link.stop()
     assert [first.stop_requested for _ in range(4)] == [False] * 4
-    assert not first.has_stopped
+    assert not first.stop.is_reached

@@ -20,6 +20,7 @@ from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.launch.process.link import RankProcess
 from flyte_ddp.launch.process.malloc import return_freed_memory
+from flyte_ddp.launch.process.session import Session
 from flyte_ddp.rank.contract import check_contract, check_datasets
 from flyte_ddp.rank.data import open_samples, take_sample
 from flyte_ddp.rank.fast_start import avoid_importing_dynamo
@@ -30,7 +31,6 @@ from flyte_ddp.rank.supervision import beat_while_compiling, keep_beating
 from flyte_ddp.rank.trainer import Trainer
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.prepare import describe_data
-from flyte_ddp.session import Session
 from flyte_ddp.world import World, process_group
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import CheckpointError, ConfigError, NonFiniteLoss, StopRequested
 from flyte_ddp.events import EpochFinished, HistogramsTaken, Reported, find_best
+from flyte_ddp.launch.process.session import Session
 from flyte_ddp.rank import inspection
 from flyte_ddp.rank.batch_norm import keep_frozen_statistics
 from flyte_ddp.rank.data import Samples, epoch_shards, num_batches
@@ -29,7 +30,6 @@ from flyte_ddp.rank.passes import clip_gradients, compute_gradients, gradient_no
 from flyte_ddp.rank.progress import MetricSums, Progress
 from flyte_ddp.rank.sharding import is_sharded, load_model, load_optimizer, own_boxes, split_state
 from flyte_ddp.recipes import Recipe
-from flyte_ddp.session import Session
 from flyte_ddp.world import World, run_together
 
 REMEDY = "a lower learning_rate, warmup_steps or gradient_clip_norm may help, or the data holds such values"

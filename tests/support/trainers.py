@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import torch
 
 from flyte_ddp.launch.process.programs import Job, Program
+from flyte_ddp.launch.process.session import Session
 from flyte_ddp.rank.data import open_samples, take_sample
 from flyte_ddp.rank.parallel import build_model
 from flyte_ddp.rank.trainer import Trainer
 from flyte_ddp.recipes import config_of, get_recipe
-from flyte_ddp.session import Session
 from flyte_ddp.world import World
 
 CPU = torch.device("cpu")

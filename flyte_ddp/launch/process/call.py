@@ -20,6 +20,7 @@ import cloudpickle  # type: ignore[import-untyped]
 from flyte_ddp import events, session
 from flyte_ddp.errors import StopRequested
 from flyte_ddp.launch.process.end import end_forked_processes, run_exit_handlers
+from flyte_ddp.launch.process.session import Session
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -41,7 +42,8 @@ def call_program(process: RankProcess) -> None:
     """
     program = process.job.program
     store = _Store(process, program.is_command)
-    current = session.open_session(process, store.open)
+    current = Session(process, store.open)
+    session.make_current(current)
     if not program.describes_itself:
         current.emit_start()
     _be_a_main_process()
@@ -56,7 +58,7 @@ def call_program(process: RankProcess) -> None:
     store.open_for_other_nodes()  # may import torch, which a process that has shut down its threads cannot
     run_exit_handlers()
     store.wait_until_all_ended()
-    if current.has_stopped or current.was_terminated:
+    if current.stop.is_reached or current.was_terminated:
         raise StopRequested
     seconds = time.time() - process.job.launched_at
     current.emit(events.RunFinished(current.step, seconds, value, **current.results))

@@ -1,0 +1,276 @@
+"""The session of one rank's call: its checkpoints, its place in the data, its reports and stops.
+
+Imports no torch before a checkpoint is read or written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flyte_ddp import events
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.launch.process.stop import StopAgreement
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from flyte_ddp.checkpoints.peers import Peers
+    from flyte_ddp.checkpoints.store import CheckpointStore
+    from flyte_ddp.launch.process.link import RankProcess
+    from flyte_ddp.rank.batches import EpochBatches
+
+NUM_KEPT = 2  # newest checkpoints that stay
+SAVE_TIMEOUT_SHARE = 0.5  # of `stall_timeout`, for which a rank waits for the others to save a split state
+
+logger = logging.getLogger(__name__)
+
+
+class Session:
+    """The session of one rank's call. The module's functions and names are those of the current one.
+
+    Attributes:
+        process: of the rank.
+        results: figures of the whole run by their names in `events.RunFinished`, on rank 0.
+        can_resume: there is a checkpoint, or will be one whenever the run is asked to stop.
+    """
+
+    def __init__(self, process: RankProcess, open_store: Callable[[], Store]) -> None:
+        self.process = process
+        self.checkpoints = process.job.checkpoints
+        self.results: dict[str, Any] = {}
+        self.was_terminated = False  # the function was sent a signal, because it does not ask for a stop
+        self.step = 0  # the last one that was reported
+        self._link = process.link
+        self.open_store = open_store
+        self.stop = StopAgreement(process, open_store)
+        self._store: CheckpointStore | None = None
+        self._has_warned = False
+        self._num_loads = 0
+        self._num_split_saves = 0
+        # Of `batches`: how much is done of which epoch of how many samples, and what it was when the rank resumed.
+        self._position: dict[str, Any] = {}
+        self._resumed: dict[str, Any] = {}
+        self._is_tracking = False  # in an epoch of `batches`
+        self._link.on_stop = self._terminate
+        self.can_resume = process.job.program.can_resume
+
+    @property
+    def stop_requested(self) -> bool:
+        """True from the same call on in every rank, if all call it in the same steps, however far apart they are."""
+        return self.stop.poll(self.can_resume)
+
+    def save(self, state: Mapping[str, Any], step: int) -> None:
+        if not self.checkpoints:
+            if not self._has_warned:
+                logger.warning("session.save: nothing is kept, because the run was given no place for checkpoints")
+            self._has_warned = True
+            return
+        if _may_be_split() and self._save_split(state, step):
+            return
+        if self._num_split_saves:
+            raise ConfigError("session.save: state: expected split tensors, as in the saves before, got none")
+        store = self.open_checkpoints()
+        if self.process.rank == 0:
+            if store.keeps_resumed and self._num_readers() == self.process.node.world_size - 1:
+                store.keeps_resumed = False
+            self.write({"step": step, "state": state, "position": self._position}, step)
+
+    def _save_split(self, state: Mapping[str, Any], step: int) -> bool:
+        """Write this rank's part of `state`; return False where it is not split."""
+        from flyte_ddp.checkpoints.peers import Peers
+        from flyte_ddp.rank.sharding import split_state
+        from flyte_ddp.rank.split_state import check_call, function_world, has_split
+
+        if not has_split(state):
+            return False
+        world = function_world()
+        self._num_split_saves += 1
+        timeout = SAVE_TIMEOUT_SHARE * self.process.job.program.stall_timeout
+        check_call(state, step, self._num_split_saves, world, self.open_store(), timeout)
+        if self._num_split_saves == 1:
+            self.open_checkpoints().share_with(Peers(world, self.open_store()))
+        whole = {"step": step, "state": state, "position": self._position}
+        self.write(split_state(whole, world.is_first), step)
+        return True
+
+    def write(self, state: Mapping[str, Any], step: int, best: bool = False, started: float | None = None) -> None:
+        """Keep a checkpoint of this format, on rank 0 or, of a split state, on every rank. Raises as `save`.
+
+        Args:
+            best: it stays until another one is.
+            started: when the training was interrupted for it, by `time.perf_counter`; by default now.
+        """
+        started = time.perf_counter() if started is None else started
+        url = self.open_checkpoints().save(state, step, best)
+        self.can_resume = True
+        self.emit(events.CheckpointSaved(step, url, best, time.perf_counter() - started))
+
+    def wait(self) -> None:
+        """Return when what was saved is in place. Raises as `save`."""
+        if self._store is not None:
+            self._store.wait(self._beat)
+
+    def load(self, into: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+        if not self.checkpoints:
+            return None
+        found = self._load_parts(into) if into is not None and _may_be_split() else self._load_whole()
+        if found is None:
+            return None
+        self.step, self.can_resume = found["step"], True
+        self._position = self._resumed = found.get("position", {})
+        state: dict[str, Any] = found["state"]
+        if into is not None:
+            from flyte_ddp.rank.split_state import fill
+
+            state = fill(into, state)
+        return state
+
+    def _load_parts(self, into: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return what this rank keeps of the newest checkpoint, which all ranks read together."""
+        from flyte_ddp.rank.split_state import function_world, has_split, own_boxes
+
+        if not has_split(into):
+            return self._load_whole()
+        found, url, skipped = self.open_checkpoints().load_latest(function_world(), own_boxes(into))
+        self.emit(events.CheckpointLoaded(found["step"] if found else 0, url, skipped=skipped))
+        return found
+
+    def _load_whole(self) -> dict[str, Any] | None:
+        """Return the newest checkpoint, which each rank reads for itself: they may have no process group."""
+        checkpoints = self.open_checkpoints()
+        self._num_loads += 1
+        key = f"flyte_ddp/load-{self._num_loads}"
+        is_alone = self.process.node.world_size == 1
+        # Rank 0 chooses: another rank that failed to read the newest would quietly go on from older weights.
+        if self.process.rank == 0:
+            found, url, skipped = checkpoints.load_latest()
+            if not is_alone:
+                checkpoints.keeps_resumed = found is not None
+                self.open_store().set(key, str(found["step"] if found else -1))
+            self._link.emit(events.CheckpointLoaded(found["step"] if found else 0, url, skipped=skipped))
+        else:
+            step = int(self.open_store().get(key))
+            found = checkpoints.load(step) if step >= 0 else None
+            self.open_store().add(f"{key}/num_readers", 1)
+        return found
+
+    def track(self, batches: EpochBatches, epoch: int) -> Iterator[tuple[Any, float]]:
+        """Yield what is left of an epoch, and note for `save` how much of it is done."""
+        resumed, length = self._resumed, batches.length
+        if resumed and epoch <= resumed["epoch"]:
+            if resumed["length"] != length:
+                expected = f"expected {resumed['length']} samples, with which the checkpoint was written"
+                raise ConfigError(f"session.batches: dataset: {expected}, got {length}")
+            if epoch < resumed["epoch"]:
+                return
+
+            batches = dataclasses.replace(batches, first=resumed["num_samples"])
+        if self._is_tracking:
+            raise ConfigError("session.batches: epoch: expected None for all but one data set at a time")
+        self._is_tracking = True
+        try:
+            for batch, weight, num_samples in batches:
+                self._position = {"epoch": epoch, "num_samples": num_samples, "length": length}
+                yield batch, weight
+        finally:
+            self._is_tracking = False
+
+    def report(self, step: int | None, epoch: float | None, values: Mapping[str, float]) -> None:
+        self.step = self.step + 1 if step is None else step
+        self._link.beat(self.step)
+        if self.process.rank > 0:
+            return
+        metrics = {}
+        for name, value in values.items():
+            try:
+                metrics[name] = float(value)
+            except (TypeError, ValueError):
+                raise ConfigError(f"session.report: {name}: expected a number, got {value!r}") from None
+        self._link.emit(events.Reported(self.step, epoch, metrics))
+
+    def beat(self, step: int) -> None:
+        """Report progress; `step` counts optimizer steps from the start of the run."""
+        self.step = step
+        self._link.beat(step)
+
+    def emit(self, event: events.Event) -> None:
+        """Send `event` to the listeners of the run, from rank 0."""
+        if self.process.rank == 0:
+            self._link.emit(event)
+
+    def emit_start(self, **known: Any) -> None:
+        """Emit that the run has started, with what is known of it by its name in `events.RunStarted`."""
+        node = self.process.node
+        name = self.process.job.program.name
+        self.emit(events.RunStarted(name, node.world_size, node.num_nodes, node.num_restarts, **known))
+
+    def wait_for_data(self) -> Path:
+        """Return the directory of the prepared data, as soon as this node has it."""
+        return self._link.wait_for_data()
+
+    def open_checkpoints(self, num_kept: int = NUM_KEPT, peers: Peers | None = None) -> CheckpointStore:
+        """Return the store of the run's checkpoints; the first call says how they are kept.
+
+        Args:
+            num_kept: newest ones that stay.
+            peers: the ranks, where each of them writes a part of every checkpoint.
+        """
+        from flyte_ddp.checkpoints.store import CheckpointStore
+
+        if self._store is None:
+            job, is_first = self.process.job, self.process.rank == 0
+            self._store = CheckpointStore(
+                self.checkpoints,
+                num_kept,
+                job.program.store_timeout,
+                job.owner,
+                # A supervisor waits for rank 0's writing, which ends last: it waits for the other ranks'.
+                on_busy=self._link.set_writing if is_first else None,
+                on_written=lambda step, url, best: self._link.emit(events.CheckpointWritten(step, url, best)),
+                peers=peers,
+            )
+        return self._store
+
+    def close(self) -> None:
+        """Wait until the checkpoints are written. Raises as `save`."""
+        self.wait()
+        self.stop.close()
+
+    @contextlib.contextmanager
+    def finish_on_error(self) -> Iterator[None]:
+        """If the block raises, wait a while for what was saved in it, so that a retry finds it."""
+        try:
+            yield
+        except Exception:
+            if self._store is not None:
+                with self._store.finish_on_error(self._beat):
+                    raise
+            raise
+
+    def _num_readers(self) -> int:
+        """Return how many ranks have read the checkpoint that rank 0 has chosen last."""
+        return int(self.open_store().add(f"flyte_ddp/load-{self._num_loads}/num_readers", 0))
+
+    def _terminate(self) -> None:
+        """Pass a stop on as the signal that asked for it, as torchrun does, to a function that does not ask."""
+        if self.stop.num_polls:
+            self.stop.begin()
+        else:
+            self.was_terminated = True
+            os.kill(os.getpid(), self._link.stop_signal)
+
+    def _beat(self) -> None:
+        self._link.beat(self.step)
+
+
+def _may_be_split() -> bool:
+    """Return whether a state can have tensors that are split: their class is imported by whoever splits them."""
+    return "torch.distributed.tensor" in sys.modules

@@ -1,0 +1,107 @@
+"""Agree with the other ranks on the call of `session.stop_requested` from which it is true. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from flyte_ddp.launch.process.link import RankProcess
+
+
+class StopAgreement:
+    """One rank's part of it.
+
+    Attributes:
+        num_polls: calls so far. 0: the function does not ask.
+        is_reached: a call has been told to stop.
+    """
+
+    def __init__(self, process: RankProcess, open_store: Callable[[], Store]) -> None:
+        self.num_polls = 0
+        self.is_reached = False
+        self._process = process
+        self._open_store = open_store
+        self._is_stoppable = False  # the supervisors know, or another rank tells them
+        self._num_refused = -1  # calls that may have been told to go on; -1 before the stop
+        self._stop_at = 0  # number of the call that is told to stop, once that is agreed
+        self._is_agreed = threading.Event()
+        self._agreeing = threading.Lock()
+
+    def poll(self, can_resume: bool) -> bool:
+        """Return whether the call stops, the same call in every rank if all call it in the same steps.
+
+        After the stop the first call waits until all ranks know of it. See `_agree`.
+
+        Args:
+            can_resume: there is a checkpoint, or will be one whenever the run is asked to stop.
+        """
+        self.num_polls += 1
+        number = self.num_polls
+        if not self._is_stoppable:
+            self._is_stoppable = self._announce(can_resume)
+        if not self._process.link.stop_requested:
+            return False
+        self._refuse_no_more(number - 1)
+        self._is_agreed.wait()
+        self.is_reached = number >= self._stop_at
+        return self.is_reached
+
+    def begin(self) -> None:
+        """Have the other ranks know that this one was asked to stop. For a rank that has polled."""
+        self._refuse_no_more(self.num_polls)
+
+    def close(self) -> None:
+        """Have the other ranks know that this one has ended, so that none waits for it, nor stops alone."""
+        if self.num_polls and self._process.node.world_size > 1:
+            with self._agreeing:
+                if self._num_refused < 0:
+                    self._num_refused = self.num_polls
+            self._publish(self._open_store())
+
+    def _announce(self, can_resume: bool) -> bool:
+        """Have it known, once, that the run can be stopped and resumed: then its gang may end to grow.
+
+        For that it can resume, and every rank reads `stop_requested`. One that does not would be sent a
+        SIGTERM. Returns True when this rank has no more to say.
+        """
+        others = self._process.node.world_size - 1
+        if self._process.rank > 0:
+            self._open_store().add("flyte_ddp/num_polling", 1)
+        elif not can_resume or (others and self._open_store().add("flyte_ddp/num_polling", 0) < others):
+            return False
+        else:
+            self._process.link.set_stoppable()
+        return True
+
+    def _refuse_no_more(self, num_refused: int) -> None:
+        """Have the other ranks know, once, that this one has refused so many calls and refuses no more by itself."""
+        with self._agreeing:
+            if self._num_refused >= 0:
+                return
+            self._num_refused = num_refused
+        threading.Thread(target=self._agree, name="stop", daemon=True).start()
+
+    def _agree(self) -> None:
+        """Find the first call that no rank has refused; all ranks stop there.
+
+        Not by a collective: only the function knows which of them its ranks can take part in. Each rank publishes how
+        many calls it has refused as soon as it is asked to stop, from a thread: a rank that is ahead may wait in its
+        next call while this one waits for it in a collective. So that call waits only for threads like this one.
+        """
+        with contextlib.suppress(RuntimeError):  # rank 0 has died, and with it the store: its supervisor ends the run
+            world_size = self._process.node.world_size
+            refused = [str(self._num_refused)]
+            if world_size > 1:
+                store = self._open_store().clone()  # the function's own waits for a key would keep it
+                self._publish(store)
+                refused = [store.get(f"flyte_ddp/stop-{rank}").decode() for rank in range(world_size)]
+            self._stop_at = 1 + max(map(int, refused))
+            self._is_agreed.set()
+
+    def _publish(self, store: Store) -> None:
+        store.set(f"flyte_ddp/stop-{self._process.rank}", str(self._num_refused))
