@@ -41,8 +41,11 @@ class NonFiniteLoss(RuntimeError):
     """The loss became NaN or infinite: nothing that follows could be of use."""
 
 
-class StopRequested(Exception):
-    """The supervisor wanted the run to end early. What was done so far is in a checkpoint."""
+class StopRequested(BaseException):
+    """The supervisor wanted the run to end early. What was done so far is in a checkpoint.
+
+    No `Exception`, so that no program catches it as one of its own errors.
+    """
 
 
 class CheckpointError(RuntimeError):

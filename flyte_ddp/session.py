@@ -135,6 +135,11 @@ def report(step: int | None = None, epoch: float | None = None, **values: float)
 _current: Session | None = None
 
 
+def is_in_run() -> bool:
+    """Return whether this process is a rank of a run: under torchrun, or alone, it is not."""
+    return _current is not None
+
+
 def make_current(session: Session) -> None:
     """Have the functions and names of this module be those of `session`, in this process."""
     global _current

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 
+import cloudpickle
 import numpy
 import pytest
 import torch
@@ -16,8 +19,16 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, TensorDataset
 
 import flyte_ddp
-from flyte_ddp import session
+from flyte_ddp import events, session
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.errors import ConfigError, RankFailure
+from flyte_ddp.launch import driver
+from flyte_ddp.launch.dask.place import DaskPlace
+from flyte_ddp.launch.process.programs import Job, Program
+from flyte_ddp.launch.run import _Call
+from tests.support.dask_runs import At, events_of
+from tests.support.runs import fork_functions, new_run
 from tests.test_session import session_of
 
 SIZE, BATCH = 23, 6
@@ -157,3 +168,54 @@ def test_a_restart_at_another_number_of_ranks_loses_and_doubles_no_sample(world_
 
 def lines_of(directory):
     return [json.loads(line) for file in directory.iterdir() for line in file.read_text().splitlines()]
+
+
+def count_without_looking(directory):
+    """Each sample is noted once it is trained on. It saves now and then, and never asks whether it has to stop."""
+    dist.init_process_group("gloo")
+    done = (session.load() or {"done": 0})["done"]
+    for epoch in range(40):
+        for batch, weight in session.batches(NUMBERS, BATCH, epoch):
+            time.sleep(0.1 if Path(directory, "slow").exists() else 0)
+            dist.barrier()
+            done += 1
+            with Path(directory, f"{os.getpid()}.log").open("a") as file:
+                file.write(json.dumps([epoch, done, batch[0].tolist() if weight else []]) + "\n")
+            session.report(step=done)
+            if dist.get_rank() == 0 and done % 3 == 0:
+                session.save({"done": done}, done)
+    return done
+
+
+def test_a_function_that_does_not_look_loses_no_step_to_a_worker_that_leaves_and_to_growth(
+    start_worker, scheduler, tmp_path, monkeypatch
+):
+    fork_functions(monkeypatch)
+    (tmp_path / "slow").touch()
+    nannies = [start_worker(scheduler, f"node-{index}") for index in range(2)]
+    config = ClusterConfig("existing", scheduler_address=scheduler, min_nodes=1, node_timeout=30, grow_delay=1)
+    config = dataclasses.replace(config, max_restarts=0, grow_interval=0)
+    run = new_run(tmp_path)
+
+    class Grown:
+        def handle(self, event):
+            if isinstance(event, events.RunStarted) and len(events_of(run, events.RunStarted)) == 3:
+                (tmp_path / "slow").unlink()
+
+        def close(self, error):
+            pass
+
+    faults = [At(4, lambda: nannies[1].send_signal(signal.SIGTERM)), At(10, lambda: start_worker(scheduler, "node-2"))]
+    program = Program("count", cloudpickle.dumps(_Call(count_without_looking, (str(tmp_path),))), ("tests",))
+    with open_cluster(config, "test") as client:
+        job = Job(program, str(tmp_path / "checkpoints"), time.time())
+        run.result = driver.run(job, DaskPlace(client, config), None, [run, *faults, Grown()], run.relay)
+    assert [event.num_nodes for event in events_of(run, events.RunStarted)] == [2, 1, 2]
+    ends = [event.step for event in events_of(run, events.AttemptEnded)]
+    assert [event.step for event in events_of(run, events.CheckpointLoaded)] == [0, *ends]
+    counts = Counter((epoch, sample) for epoch, _, samples in logged(tmp_path) for sample in samples)
+    assert counts == Counter((epoch, sample) for epoch in range(40) for sample in range(SIZE))
+
+
+def logged(directory):
+    return [json.loads(line) for file in directory.glob("*.log") for line in file.read_text().splitlines()]

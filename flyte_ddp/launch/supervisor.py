@@ -122,7 +122,7 @@ class _Ranks:
         # CUDA gives a process only the first of several MIG slices, so each rank must see its own alone.
         gpus = visible_gpus() if node.use_gpus else ()
         self.slices = gpus if job.program.virtual_local_rank or any(name.startswith("MIG-") for name in gpus) else ()
-        self.has_sent_stop = False
+        self.sent_deadline: float | None = None  # of the stop, as the ranks know it; None before
         # Two numbers per local rank: the time of its last progress, 0 before the first, and its step. Then one per
         # local rank: not 0 when its function has ended. Then: not 0 once the ranks save their state when they are asked
         # to stop. Last: not 0 while rank 0 writes a checkpoint. No lock: a rank writes its own slots, and after its
@@ -176,7 +176,7 @@ class _Ranks:
                     self._note_death(rank)
             self._relay_logs()
             if self.failures and time.monotonic() - self.failures[0][1] >= self._grace():
-                raise self._root_cause() if not self.has_sent_stop else self._stopped(stop)
+                raise self._root_cause() if self.sent_deadline is None else self._stopped(stop)
             if preparation and not has_data and preparation.is_done:
                 has_data = True
                 self._send_data(preparation.result())
@@ -186,17 +186,17 @@ class _Ranks:
                 on_beat(self._step(), bool(self.beats[-1]), bool(self.beats[-2]))
             if stop.is_set() and not has_data:
                 raise TrainingStopped(f"{stop.reason}: the run was stopped while its data were prepared", stop.reason)
-            if stop.is_set() and not self.has_sent_stop:
-                self.has_sent_stop = True
+            if stop.is_set() and self.sent_deadline != stop.deadline:  # a growth may become a loss
+                self.sent_deadline = stop.deadline
                 for rank in self.ranks:
-                    _send(rank, "stop", int(stop.forwarded))
+                    _send(rank, "stop", int(stop.forwarded), stop.deadline - time.monotonic())
             if stop.is_urgent or time.monotonic() > stop.deadline:
                 raise TrainingStopped(f"{stop.reason}: the ranks were killed {self._position()}", stop.reason)
             if not live and not self.failures:
                 time.sleep(POLL_INTERVAL / 10)  # every pipe has ended, the processes are about to
         self._relay_logs()
         if self.failures:
-            raise self._root_cause() if not self.has_sent_stop else self._stopped(stop)
+            raise self._root_cause() if self.sent_deadline is None else self._stopped(stop)
         if any(rank.outcome == "stopped" for rank in self.ranks):
             raise TrainingStopped(f"{stop.reason}: the run was stopped {self._position()}", stop.reason)
 
@@ -264,7 +264,7 @@ class _Ranks:
         if rank.outcome:
             return
         if rank.process.exitcode == 0 and self.job.program.may_exit:
-            rank.outcome = "stopped" if self.has_sent_stop else "done"
+            rank.outcome = "stopped" if self.sent_deadline is not None else "done"
             self.beats[2 * len(self.ranks) + self.ranks.index(rank)] = 1.0
         else:
             self.failures.append((False, time.monotonic(), self._describe_death(rank)))

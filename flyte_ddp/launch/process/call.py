@@ -37,7 +37,7 @@ def call_program(process: RankProcess) -> None:
     """Call the program, and send rank 0's value once every rank's call has returned.
 
     Raises:
-        StopRequested: the call has read `session.stop_requested` as true and returned.
+        StopRequested: the call has ended because the session asked for it.
         ValueError: the value is too large to be sent.
     """
     program = process.job.program
@@ -48,7 +48,9 @@ def call_program(process: RankProcess) -> None:
         current.emit_start()
     _be_a_main_process()
     with current.finish_on_error(), end_forked_processes():
-        value: bytes = cloudpickle.loads(program.call)()
+        value = b""
+        with contextlib.suppress(StopRequested):
+            value = cloudpickle.loads(program.call)()
     if len(value) > MAX_RETURNED_BYTES:
         raise ValueError(
             f"{program.name}: expected a value of at most {MAX_RETURNED_BYTES >> 20} MiB, got {len(value) >> 20} MiB: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -21,6 +22,8 @@ from flyte_ddp.launch.process.ranks import NodeRanks
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
+SAVE_SHARE = 0.5  # of the time that a stop leaves, for which a function that does not ask may train on to its next save
+
 
 class SupervisorLink:
     """The rank's ends of the two pipes to its supervisor, and its slot in the memory that they share.
@@ -38,6 +41,7 @@ class SupervisorLink:
         self._local_rank = local_rank
         self._stop = threading.Event()
         self.stop_signal = int(signal.SIGTERM)  # by which a function that does not ask learns of a stop
+        self.saves_until = math.inf  # monotonic: half of the time that a stop leaves is over then
         self.on_stop: Callable[[], None] = lambda: None  # called when this rank is asked to end the run
         self._has_data = threading.Event()
         self._data = ""
@@ -93,9 +97,11 @@ class SupervisorLink:
                 self._data = values[0]
                 self._has_data.set()
             elif kind == "stop":
-                (self.stop_signal,) = values
-                self._stop.set()
-                self.on_stop()
+                self.stop_signal, seconds = values
+                self.saves_until = time.monotonic() + SAVE_SHARE * seconds
+                if not self._stop.is_set():
+                    self._stop.set()
+                    self.on_stop()
 
 
 @dataclass

@@ -28,6 +28,7 @@ CUDA_OUT_OF_MEMORY = "OutOfMemoryError"  # class name of torch.cuda.OutOfMemoryE
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # that end a run early, as torchrun's
 STOP_GRACE = 20.0  # seconds to write a last checkpoint in; Kubernetes kills a pod 30 s after SIGTERM
 SCRIPT_DIRECTORY = "flyte_ddp_script"  # among the source files on a node: the directory of a script
+WANDB_VARIABLE = "FLYTE_DDP_WANDB"  # of a rank's environment: set where the run itself is recorded in W&B
 TRAINING = ("flyte_ddp.rank.main", "main")  # by name, because its module imports torch
 
 

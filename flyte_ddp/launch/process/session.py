@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import events
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.errors import ConfigError, StopRequested
 from flyte_ddp.launch.process.stop import StopAgreement
 
 if TYPE_CHECKING:
@@ -58,7 +58,9 @@ class Session:
         # Of `batches`: how much is done of which epoch of how many samples, and what it was when the rank resumed.
         self._position: dict[str, Any] = {}
         self._resumed: dict[str, Any] = {}
+        self._saved_position: dict[str, Any] | None = None  # that of the last save
         self._is_tracking = False  # in an epoch of `batches`
+        self._has_begun = False  # with the first batch
         self._link.on_stop = self._terminate
         self.can_resume = process.job.program.can_resume
 
@@ -110,6 +112,9 @@ class Session:
         """
         started = time.perf_counter() if started is None else started
         url = self.open_checkpoints().save(state, step, best)
+        self._saved_position = self._position
+        if not self.can_resume and self.process.rank == 0:
+            self.stop.note_saved()
         self.can_resume = True
         self.emit(events.CheckpointSaved(step, url, best, time.perf_counter() - started))
 
@@ -132,6 +137,21 @@ class Session:
 
             state = fill(into, state)
         return state
+
+    def load_values(self) -> dict[str, Any] | None:
+        """Return what the newest checkpoint has besides split tensors, which it leaves empty. For all ranks together.
+
+        A `load` has to follow, which counts.
+        """
+        from flyte_ddp.rank.split_state import function_world
+
+        if not self.checkpoints:
+            return None
+        found, *_ = self.open_checkpoints().load_latest(function_world(), lambda _, tensor: [range(0)] * tensor.dim())
+        if found is None:
+            return None
+        values: dict[str, Any] = found["state"]
+        return values
 
     def _load_parts(self, into: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return what this rank keeps of the newest checkpoint, which all ranks read together."""
@@ -178,10 +198,18 @@ class Session:
         self._is_tracking = True
         try:
             for batch, weight, num_samples in batches:
+                self._end_if_stopped()
                 self._position = {"epoch": epoch, "num_samples": num_samples, "length": length}
                 yield batch, weight
         finally:
             self._is_tracking = False
+
+    def _end_if_stopped(self) -> None:
+        """Raise StopRequested before a batch, if the run is to end and the function itself does not ask for that."""
+        if self.stop.is_asked or not self._has_begun:  # in its first step it had no chance to
+            self._has_begun = True
+        elif self.stop.poll_between_batches(self.can_resume, self._saved_position is self._position):
+            raise StopRequested
 
     def report(self, step: int | None, epoch: float | None, values: Mapping[str, float]) -> None:
         self.step = self.step + 1 if step is None else step
@@ -261,7 +289,7 @@ class Session:
 
     def _terminate(self) -> None:
         """Pass a stop on as the signal that asked for it, as torchrun does, to a function that does not ask."""
-        if self.stop.num_polls:
+        if self.stop.is_heeded(self.can_resume):
             self.stop.begin()
         else:
             self.was_terminated = True

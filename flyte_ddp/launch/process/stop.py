@@ -1,9 +1,13 @@
-"""Agree with the other ranks on the call of `session.stop_requested` from which it is true. Imports no torch."""
+"""Agree with the other ranks on the call of `session.stop_requested` from which it is true. Imports no torch.
+
+A function that does not read it, and takes its batches from `session.batches`, is ended between two of them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -12,17 +16,21 @@ if TYPE_CHECKING:
 
     from flyte_ddp.launch.process.link import RankProcess
 
+CAN_RESUME = "flyte_ddp/can_resume"  # the store's key for: rank 0 has saved
+
 
 class StopAgreement:
     """One rank's part of it.
 
     Attributes:
-        num_polls: calls so far. 0: the function does not ask.
+        num_polls: calls so far, and ends of batches of a function that does not ask.
+        is_asked: the function itself has called.
         is_reached: a call has been told to stop.
     """
 
     def __init__(self, process: RankProcess, open_store: Callable[[], Store]) -> None:
         self.num_polls = 0
+        self.is_asked = False
         self.is_reached = False
         self._process = process
         self._open_store = open_store
@@ -40,6 +48,34 @@ class StopAgreement:
         Args:
             can_resume: there is a checkpoint, or will be one whenever the run is asked to stop.
         """
+        self.is_asked = True
+        self.is_reached = self._poll(can_resume)
+        return self.is_reached
+
+    def poll_between_batches(self, can_resume: bool, is_saved: bool) -> bool:
+        """Return whether a function that does not ask is ended before its next batch, the same one in every rank.
+
+        It is ended as soon as it has saved what it has done, or when half of the grace is over: what is left is for the
+        files that are being written. Rank 0 decides, because only it may call `session.save`. The others wait for that
+        at each batch, from the stop on.
+
+        Args:
+            can_resume: as of `poll`.
+            is_saved: rank 0's last save has all batches so far.
+        """
+        if not self._poll(can_resume):
+            return False
+        key, link = f"flyte_ddp/ends-before-{self.num_polls}", self._process.link
+        if self._process.rank > 0:
+            store = self._open_store().clone()  # other threads use the connection of the first one
+            self.is_reached = store.get(key) == b"1"
+            return self.is_reached
+        self.is_reached = is_saved or time.monotonic() > link.saves_until
+        if self._process.node.world_size > 1:
+            self._open_store().set(key, str(int(self.is_reached)))
+        return self.is_reached
+
+    def _poll(self, can_resume: bool) -> bool:
         self.num_polls += 1
         number = self.num_polls
         if not self._is_stoppable:
@@ -48,8 +84,22 @@ class StopAgreement:
             return False
         self._refuse_no_more(number - 1)
         self._is_agreed.wait()
-        self.is_reached = number >= self._stop_at
-        return self.is_reached
+        return number >= self._stop_at
+
+    def is_heeded(self, can_resume: bool) -> bool:
+        """Return whether the function ends when it is asked to: it asks, or it is ended between two batches.
+
+        The latter only where rank 0, which alone may have called, has saved or loaded: else it could not go on later.
+        """
+        if self.is_asked or not self.num_polls or self._process.node.world_size == 1:
+            return self.is_asked or (bool(self.num_polls) and can_resume)
+        store = self._open_store().clone()  # the function's own connection may be waiting for a key
+        return can_resume or bool(store.check([CAN_RESUME]))
+
+    def note_saved(self) -> None:
+        """Have the other ranks know that rank 0 has a checkpoint to go on from. For rank 0."""
+        if self._process.node.world_size > 1:
+            self._open_store().set(CAN_RESUME, "1")
 
     def begin(self) -> None:
         """Have the other ranks know that this one was asked to stop. For a rank that has polled."""
