@@ -23,6 +23,7 @@ LAYERS = {
     "flyte_ddp.studies": 7,
     "flyte_ddp.promotion": 7,
     "flyte_ddp.launch": 6,
+    "flyte_ddp.integrations": 6,
     "flyte_ddp.launch.process": 5,
     "flyte_ddp.rank": 5,
     "flyte_ddp.session": 5,
@@ -49,6 +50,9 @@ HOMES = {
     "dask_kubernetes": ("flyte_ddp.cluster",),
     "kubernetes": ("flyte_ddp.cluster", "flyte_ddp.flytekit_plugin.pods"),
     "kr8s": ("flyte_ddp.cluster",),
+    "transformers": ("flyte_ddp.integrations.transformers",),
+    "lightning": ("flyte_ddp.integrations.lightning",),
+    "accelerate": ("flyte_ddp.integrations.accelerate",),
     "optuna": ("flyte_ddp.studies.search",),
     "prometheus_client": ("flyte_ddp.observers.metrics",),
     "tokenizers": ("flyte_ddp.recipes.text.tokens",),
@@ -59,6 +63,7 @@ SLOW = ("tokenizers", "torch", "torchvision", "matplotlib", "wandb", "sklearn", 
 STARTS_RANKS = ("flyte_ddp.checkpoints.ownership",)
 COMPUTES = (
     "flyte_ddp.checkpoints",
+    "flyte_ddp.integrations",
     "flyte_ddp.rank",
     "flyte_ddp.world",
     *(f"flyte_ddp.recipes.{recipe}.{module}" for recipe in ("pet_names", "text") for module in ("generate", "model")),
@@ -156,6 +161,8 @@ def test_every_library_that_is_imported_is_declared():
 
     def rule(module, imported, in_function):
         package = imported.split(".")[0]
+        if module == f"flyte_ddp.integrations.{package}":
+            return ""  # whoever imports this file has the framework
         if package in sys.stdlib_module_names or package in PACKAGES:
             return ""
         # Several distributions share a namespace, such as google's.

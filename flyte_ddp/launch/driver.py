@@ -36,9 +36,10 @@ from flyte_ddp.launch.dispatch import Dispatcher
 from flyte_ddp.launch.failures import first_line
 from flyte_ddp.launch.policy import Before, Ended, Next, Rules, decide
 from flyte_ddp.launch.process.output import PREFIX
-from flyte_ddp.launch.process.programs import Job
+from flyte_ddp.launch.process.programs import WANDB_VARIABLE, Job
 from flyte_ddp.launch.signals import StopRequest, stop_on_signals
 from flyte_ddp.launch.supervisor import print_line
+from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.storage import Storage, redact_url
 
 OOM_NOTE = "out-of-memory.json"  # beside the checkpoints
@@ -142,6 +143,9 @@ def run(
         TrainingStopped: SIGINT or SIGTERM, or `stop`, ended the run, after a last checkpoint.
     """
     place.check(job)
+    if any(isinstance(each, Wandb) for each in listeners):
+        variables = {**job.program.variables, WANDB_VARIABLE: "1"}
+        job = dataclasses.replace(job, program=dataclasses.replace(job.program, variables=variables))
     program, storage = job.program, None
     if job.checkpoints:
         storage = Storage(job.checkpoints, timeout=program.store_timeout)

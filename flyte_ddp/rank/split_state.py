@@ -75,12 +75,12 @@ def check_call(state: Any, step: int, number: int, world: World, store: Store, t
 def own_boxes(into: Any) -> BoxOf:
     """Return a function of a tensor's place in a checkpoint that returns the box that `into` has of it on this rank.
 
-    It raises ConfigError where `into` has no such tensor, or one of another shape.
+    It raises ConfigError where `into` has no such tensor, or one of another shape. Below a key with None all is whole.
     """
     own = dict(tensors_of(into))
 
     def box_of(place: Place, tensor: Tensor) -> Box | None:
-        if place[0] != "state":
+        if place[0] != "state" or into.get(place[1], into) is None:
             return None
         _check(place[1:], own.get(place[1:]), tensor.shape)
         target = own[place[1:]]

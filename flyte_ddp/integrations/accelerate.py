@@ -1,0 +1,169 @@
+"""The session for Hugging Face's Accelerate.
+
+    from flyte_ddp.integrations.accelerate import prepare
+
+    model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
+
+in place of `accelerator.prepare(model, optimizer, loader)`. The loop over the loader then goes on where the newest
+checkpoint was written: in an epoch that is done it yields nothing. Accelerate draws the samples itself. The global
+batch, and with it the samples of each optimizer step, stay the same at any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator, skip_first_batches
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, RandomSampler
+
+from flyte_ddp import session
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.integrations import loaders, training
+
+SAVE_STEPS = 100  # optimizer steps
+
+
+def prepare(
+    accelerator: Accelerator, *objects: Any, save_steps: int = SAVE_STEPS, global_batch_size: int | None = None
+) -> Any:
+    """Prepare objects as `accelerator.prepare`, and have the session keep, resume and end their training.
+
+    Under torchrun it is `accelerator.prepare`. What `accelerator.log` gets is reported to the run.
+
+    Args:
+        objects: of which the first DataLoader is that of the training; its other objects with a state, such as
+            schedulers, are saved too.
+        save_steps: optimizer steps between two checkpoints.
+        global_batch_size: samples of all ranks' batches together, at any number of ranks; by default what the loader's
+            batch size makes of it at the number of ranks with which the run began.
+
+    Raises:
+        ConfigError: no model or no DataLoader; a way to split the model, or a version of accelerate, that is not
+            supported; a global batch that the ranks do not share evenly.
+    """
+    if not session.is_in_run():
+        return accelerator.prepare(*objects)
+    training.check_has("accelerate", accelerator, "sync_gradients", "scaler", "distributed_type")
+    models = [each for each in objects if isinstance(each, nn.Module)]
+    index = next((index for index, each in enumerate(objects) if isinstance(each, DataLoader)), -1)
+    if len(models) != 1 or index < 0:
+        raise ConfigError(
+            f"prepare: expected one model and a DataLoader, got {len(models)} models among {len(objects)}"
+        )
+    if training.records_in_wandb():
+        accelerator.log_with = [each for each in accelerator.log_with if str(each) != "wandb"]
+    # The loader last, because the checkpoint may change its batch size; the order that the user gave stays.
+    prepared = list(accelerator.prepare(*(each for place, each in enumerate(objects) if place != index)))
+    prepared = prepared if len(objects) > 2 else prepared[:1]
+    task = _Training(accelerator, prepared, objects[index], save_steps, global_batch_size)
+    prepared.insert(index, task)
+    log = accelerator.log
+
+    def report_and_log(values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        session.report(step=task.step, **training.numbers_of(values))
+        log(values, step, **options)
+
+    accelerator.log = report_and_log
+    return tuple(prepared)
+
+
+class _Training:
+    """A training's loader, which also keeps its checkpoints: the body of its loop is a step of the training."""
+
+    def __init__(
+        self, accelerator: Accelerator, prepared: list[Any], loader: Any, save_steps: int, total: int | None
+    ) -> None:
+        self.accelerator = accelerator
+        self.save_steps = save_steps
+        self.step = 0  # optimizer steps that are done
+        self.epoch = 0  # of the next pass
+        self.num_batches = 0  # of it, that are done
+        self._order = b""  # of the samples of the epoch that a checkpoint is in: the state of the generator
+        self._model = accelerator.unwrap_model(next(each for each in prepared if isinstance(each, nn.Module)))
+        optimizers = [each for each in prepared if isinstance(each, Optimizer)]
+        self._optimizers = [getattr(each, "optimizer", each) for each in optimizers]
+        self._others = [
+            each
+            for each in prepared
+            if hasattr(each, "load_state_dict") and not isinstance(each, (nn.Module, Optimizer, DataLoader))
+        ]
+        found = self._found = training.load(self._model, self._optimizers)
+        if found:
+            self.step, self.num_batches = found["step"], found["num_batches"]
+            self._resumed_epoch = found["epoch"]
+            for each, state in zip(self._others, found["others"], strict=True):
+                each.load_state_dict(state)
+            if accelerator.scaler is not None:
+                accelerator.scaler.load_state_dict(found["scaler"])
+        self.global_batch_size = found["global_batch_size"] if found else total
+        if self.global_batch_size is None:
+            self.global_batch_size = loader.batch_size * training.world_size()
+        share = loaders.share_of("global_batch_size", self.global_batch_size)
+        self._generator = getattr(loader.sampler, "generator", None)
+        if isinstance(loader.sampler, RandomSampler) and self._generator is None:
+            # As Accelerate does for several ranks; one alone would draw the order from the process's own generator.
+            self._generator = loader.sampler.generator = torch.Generator()
+            self._generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+        self.loader = accelerator.prepare(loaders.with_batch_size(loader, share))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, found = self.epoch, self._found
+        self.epoch += 1
+        if found and epoch < self._resumed_epoch:
+            return
+        first = 0
+        if found:
+            first, self._found = self.num_batches, None  # the tensors are not needed any more
+        if found and found["order"] and self._generator is not None:
+            state = torch.tensor(list(found["order"]), dtype=torch.uint8)
+            self._generator.set_state(state)
+        self._order = self._state_of_order()
+        self.loader.set_epoch(epoch)
+        batches = skip_first_batches(self.loader, first) if first else self.loader
+        if first:
+            batches.set_epoch(epoch)
+        is_first = True
+        for number, batch in enumerate(batches, first + 1):
+            if found and is_first:
+                training.set_generators(found)
+            is_first = False
+            yield batch
+            if not self.accelerator.sync_gradients:
+                training.beat()
+                continue
+            self.step += 1
+            is_last = number == len(self.loader)
+            place = (epoch + 1, 0) if is_last else (epoch, number)
+            self._order = self._state_of_order() if is_last else self._order
+            session.report(step=self.step, epoch=epoch + number / len(self.loader))
+            if self.step % self.save_steps == 0:
+                self.save(*place)
+            training.end_if_stopped(lambda place=place: self.save(*place))
+
+    def _state_of_order(self) -> bytes:
+        """Return the state from which the order of the next pass is drawn."""
+        return bytes(self._generator.get_state().tolist()) if self._generator is not None else b""
+
+    def save(self, epoch: int, num_batches: int) -> None:
+        """Save the training as it is after an optimizer step. For all ranks together."""
+        scaler = self.accelerator.scaler
+        values = {
+            "global_batch_size": self.global_batch_size,
+            "step": self.step,
+            "epoch": epoch,
+            "num_batches": num_batches,
+            "order": self._order,
+            "others": [each.state_dict() for each in self._others],
+            "scaler": scaler.state_dict() if scaler is not None else {},
+        }
+        training.save(self._model, self._optimizers, self.step, values)

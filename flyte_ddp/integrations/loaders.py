@@ -1,0 +1,77 @@
+"""A framework's own DataLoader, with another batch size, or from the middle of an epoch on. Knows no framework."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.rank.batches import rank_and_world_size
+
+KEPT = (
+    *("dataset", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("generator", "prefetch_factor", "persistent_workers"),
+)
+
+
+def share_of(name: str, total: int) -> int:
+    """Return the samples of each rank of a global batch of `total`.
+
+    Args:
+        name: of what sets it, for the error.
+
+    Raises:
+        ConfigError: the ranks cannot share it evenly.
+    """
+    _, world_size = rank_and_world_size()
+    if total % world_size:
+        raise ConfigError(f"{name}: expected a global batch that {world_size} ranks share evenly, got {total} samples")
+    return total // world_size
+
+
+def with_batch_size(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any]:
+    """Return the loader with batches of another size.
+
+    Raises:
+        ConfigError: it makes its batches itself.
+    """
+    if loader.batch_size == batch_size:
+        return loader
+    if loader.batch_size is None:
+        raise ConfigError(f"DataLoader: expected a batch_size, to change it to {batch_size}, got a batch sampler")
+    kept = {name: getattr(loader, name) for name in KEPT}
+    sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
+    return DataLoader(batch_size=batch_size, sampler=sampler, drop_last=loader.drop_last, **kept)
+
+
+def skip_batches(loader: DataLoader[Any], num_batches: int) -> None:
+    """Have the next pass over the loader begin behind `num_batches`, which are not read.
+
+    Raises:
+        ConfigError: its data set is an iterable.
+    """
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+        what = type(loader.dataset).__name__
+        raise ConfigError(f"DataLoader: expected a data set with a length and items, to resume in an epoch, got {what}")
+    # torch refuses to have it set, because loader processes that are running would not notice.
+    object.__setattr__(loader, "batch_sampler", _Remaining(loader.batch_sampler, num_batches))
+
+
+class _Remaining(BatchSampler):
+    """The batches of a sampler, at the first pass without those that are done."""
+
+    def __init__(self, batches: Any, num_skipped: int) -> None:
+        self.batches = batches
+        self.num_skipped = num_skipped
+        self.sampler, self.batch_size, self.drop_last = batches.sampler, batches.batch_size, batches.drop_last
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first, self.num_skipped = self.num_skipped, 0
+        for number, batch in enumerate(self.batches):
+            if number >= first:
+                yield batch
+
+    def __len__(self) -> int:
+        return len(self.batches)

@@ -1,0 +1,184 @@
+"""What the integrations share: a framework's training, saved and loaded by the session, and ended when it has to stop.
+
+Knows no framework.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from flyte_ddp import session
+from flyte_ddp.errors import ConfigError, StopRequested
+from flyte_ddp.launch.process.programs import WANDB_VARIABLE
+from flyte_ddp.rank.batches import rank_and_world_size
+from flyte_ddp.rank.sharding import is_split
+
+
+def check_has(package: str, value: Any, *names: str) -> None:
+    """Check that an object of a framework has what the integration uses of it.
+
+    Raises:
+        ConfigError: it has not: this version of the framework is not supported.
+    """
+    for name in names:
+        if not hasattr(value, name):
+            expected = f"expected a version whose {type(value).__name__} has {name}"
+            raise ConfigError(f"{package}: {expected}, got {package} {version(package)}")
+
+
+def save(model: nn.Module, optimizers: Sequence[Optimizer], step: int, values: Mapping[str, Any]) -> None:
+    """Save a training in the session's place: each rank its own part of what is split. For all ranks together.
+
+    Args:
+        values: what else belongs to the training: plain values, and no tensors where the model is split.
+    """
+    state = {**_state_of(model, optimizers), **values, "generators": _gather(generator_states())}
+    session.save(state, step)
+
+
+def load_values(is_split: bool) -> dict[str, Any] | None:
+    """Return what the newest checkpoint has, of a split model all but weights and optimizer state; None without one."""
+    return session.current().load_values() if is_split else session.load()
+
+
+def load(
+    model: nn.Module, optimizers: Sequence[Optimizer], found: Mapping[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """Load the newest checkpoint into model and optimizers; return the values saved with them; None without one.
+
+    Args:
+        found: what `load_values` returned for a model that is not split.
+    """
+    if not is_split_model(model):
+        state = session.load() if found is None else found
+        if state is None:
+            return None
+        _load_module(model, state["model"])
+        for optimizer, each in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(each)
+        return dict(state)
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
+    values = load_values(is_split=True)
+    if values is None:
+        return None
+    state = session.load(into={**dict.fromkeys(values), **_state_of(model, optimizers)})
+    assert state is not None
+    set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizers"])
+    return state
+
+
+def is_split_model(model: nn.Module) -> bool:
+    """Return whether parameters of the model are split over the ranks."""
+    return any(is_split(each) for each in model.parameters())
+
+
+def records_in_wandb() -> bool:
+    """Return whether the run itself is recorded in W&B: then the framework is not to do that a second time."""
+    return WANDB_VARIABLE in os.environ
+
+
+def beat() -> None:
+    """Report progress that is no optimizer step."""
+    if session.is_in_run():
+        session.current().beat(session.current().step)
+
+
+def end_if_stopped(save_now: Any) -> None:
+    """End the program after a checkpoint, if the run is to stop. Call it once per optimizer step, on all ranks.
+
+    Raises:
+        StopRequested: it is.
+    """
+    if session.stop_requested:
+        save_now()
+        raise StopRequested
+
+
+def world_size() -> int:
+    """Return the number of ranks."""
+    return rank_and_world_size()[1]
+
+
+def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return those of `values` that are numbers, as `session.report` takes them besides step and epoch."""
+    found = {}
+    for name, value in values.items():
+        is_number = isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+        if is_number and not isinstance(value, bool) and name not in ("step", "epoch"):
+            found[name] = float(value)
+    return found
+
+
+def generator_states() -> dict[str, Any]:
+    """Return the states of this process's random generators, as plain values."""
+    name, keys, *rest = numpy.random.get_state()
+    states = {
+        "python": random.getstate(),
+        "numpy": (name, numpy.asarray(keys).tolist(), *rest),
+        "torch": bytes(torch.get_rng_state().tolist()),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = bytes(torch.cuda.get_rng_state().tolist())
+    return states
+
+
+def set_generators(state: Mapping[str, Any]) -> None:
+    """Set this process's random generators to those that this rank had when the checkpoint was written.
+
+    A rank that was not there then keeps its own.
+    """
+    rank, _ = rank_and_world_size()
+    if rank >= len(state["generators"]):
+        return
+    states = state["generators"][rank]
+    random.setstate(states["python"])
+    numpy.random.set_state(states["numpy"])
+    torch.set_rng_state(torch.tensor(list(states["torch"]), dtype=torch.uint8))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.tensor(list(states["cuda"]), dtype=torch.uint8))
+
+
+def _gather(value: Any) -> list[Any]:
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _state_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    if not is_split_model(model):
+        return {"model": model.state_dict(), "optimizers": [each.state_dict() for each in optimizers]}
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    weights, moments = get_state_dict(model, optimizers)
+    return {"model": weights, "optimizers": moments}
+
+
+def _load_module(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Load whole weights.
+
+    Raises:
+        ConfigError: the checkpoint is of another model; names the key.
+    """
+    own = model.state_dict()
+    for key in [*own, *weights]:
+        if key not in own or key not in weights:
+            where = "the checkpoint" if key in weights else "the model"
+            raise ConfigError(f"session.load: model: expected the same keys, only {where} has {key!r}")
+        shapes = [tuple(each[key].shape) for each in (weights, own) if isinstance(each[key], torch.Tensor)]
+        if len(set(shapes)) > 1:
+            expected = f"expected a tensor of shape {shapes[0]}, as the checkpoint has"
+            raise ConfigError(f"session.load: model[{key!r}]: {expected}, got {shapes[1]}")
+    model.load_state_dict(weights)
