@@ -46,6 +46,11 @@ COPY --from=pins /pins/requirements.txt /pins/
 RUN --mount=type=bind,from=pins,source=/uv,target=/uv \
     /uv/bin/uv pip install --no-cache --no-deps --require-hashes --compile-bytecode -r /pins/requirements.txt
 
+# A project's flyte_ddp. In a checkout of flyte-ddp it lies with the code below.
+RUN --mount=type=bind,from=pins,source=/uv,target=/uv --mount=type=bind,target=/code \
+    for wheel in /code/wheels/*.whl; do [ ! -e "$wheel" ] || \
+    /uv/bin/uv pip install --no-cache --no-deps --compile-bytecode "$wheel"; done
+
 # flytekit leaves its S3 sessions open, and reports them in an ERROR line at the end of each process of a task. That end
 # closes them anyway. Here, because the process of a fast registration runs none of our code.
 RUN echo 'import atexit, sys; atexit.register(lambda: "aiohttp" in sys.modules and setattr(sys.modules["aiohttp"].ClientSession, "__del__", lambda self: None))' \

@@ -1,60 +1,17 @@
 # One command a job; `make help` lists them. Needs Linux, Python 3.10 to 3.12, make and a network to the package registry.
-PYTHON ?= python3
-RECIPE ?= digits
-PROCESSES ?= 2
-CONFIG ?= {}
-DATA ?=
-VENV := .venv
-BIN := $(VENV)/bin
-# The image in settings.toml; if it names none, a local name for tests on a cluster.
-IMAGE ?= $(or $(shell $(BIN)/python -m tasks image 2>/dev/null),flyte-ddp:dev)
+PINNED := requirements.txt requirements-dev.txt
+include project.mk
+
 # The platform of the image: Debian 12's Python.
 IMAGE_PLATFORM := --python-version 3.11 --python-platform x86_64-manylinux_2_28
 # The image that the tests on a cluster install the Dask operator from.
 OPERATOR_IMAGE ?= $(IMAGE)
-# uv from the path, or installed beside the environment. It takes seconds where pip takes minutes, and resolves torch and
-# torchvision to matching builds. It compiles the bytecode, so that no process compiles torch, which takes longer than
-# everything else that a rank does before it trains.
-UV := $(or $(shell command -v uv 2>/dev/null),.uv/bin/uv)
-INSTALLED := $(VENV)/.installed
 PINS := requirements.txt requirements-dev.txt requirements-uv.txt
 # Three at a time on two cores, because a test's ranks often wait. A file's tests stay together, because they share what
 # they started; tests/conftest.py has the order of the files.
 PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
-export UV_SYSTEM_CERTS ?= 1
-# Images of containers often set it. The checkout's modules would be compiled in every process that a run or a test starts.
-unexport PYTHONDONTWRITEBYTECODE
 
-.DEFAULT_GOAL := help
-.PHONY: help setup train train-multi-node test test-all test-docs test-gpu test-kubernetes test-flyte lint audit format bench \
-  soak sbom image register requirements
-
-help:  ## what there is to make
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
-
-setup: $(INSTALLED)  ## the environment in .venv, with the pinned packages
-
-$(INSTALLED): requirements.txt requirements-dev.txt pyproject.toml | $(UV)
-	@case "$$(uname -sm)" in "Linux x86_64" | "Linux aarch64" | "Darwin arm64") ;; \
-	  *) echo "setup: expected Linux, or macOS on Apple silicon, which torch has wheels for, got $$(uname -sm)" >&2; exit 1 ;; esac
-	$(UV) venv --quiet --seed --allow-existing --python $(PYTHON) $(VENV)
-	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python --require-hashes \
-	  -r requirements.txt -r requirements-dev.txt
-	@touch $@
-
-.uv/bin/uv: requirements-uv.txt
-	$(PYTHON) -m venv .uv
-	.uv/bin/pip install --quiet --require-hashes -r requirements-uv.txt
-	@touch $@
-
-train: $(INSTALLED)  ## train RECIPE (digits) with PROCESSES (2) DDP processes; CONFIG='{"epochs": 3}', DATA=directory
-	$(BIN)/pyflyte run workflows/single_node.py single_node_training_wf --recipe $(RECIPE) \
-	  --num_processes $(PROCESSES) --config '$(CONFIG)' $(if $(DATA),--data '$(DATA)')
-
-train-multi-node: $(INSTALLED)  ## train RECIPE (pet_names) on two Dask workers on this machine, without Kubernetes
-	$(BIN)/pyflyte run workflows/multi_node.py multi_node_training_wf \
-	  --recipe $(if $(filter file,$(origin RECIPE)),pet_names,$(RECIPE)) \
-	  --cluster '{"kind": "local", "num_nodes": 2}' --config '$(CONFIG)' $(if $(DATA),--data '$(DATA)')
+.PHONY: test test-all test-docs test-gpu test-kubernetes test-flyte lint audit format bench soak sbom wheel requirements
 
 test: $(INSTALLED)  ## the tests that need nothing but this machine, in eight minutes on two cores
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not gpu and not kubernetes and not flyte'
@@ -102,11 +59,8 @@ sbom: $(INSTALLED)  ## the image's Python packages with their hashes, as Cyclone
 	  | $(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --mc-type application --output-reproducible \
 	    --output-file sbom.json -
 
-image: $(INSTALLED)  ## the image for tasks, driver, scheduler and workers, as settings.toml or IMAGE names it; BASE=, COMPILER=1
-	docker build $(foreach name,IMAGE BASE COMPILER,$(if $($(name)),--build-arg $(name)=$($(name)))) -t $(IMAGE) .
-
-register: $(INSTALLED)  ## all workflows with Flyte, by settings.toml; DRY_RUN=1, ACTIVATE=1
-	PATH="$(abspath $(BIN)):$$PATH" deploy/register.sh
+wheel: $(INSTALLED)  ## the library, and what `flyte-ddp new` makes a project of, in dist/
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 # The image installs requirements.txt, the operator's image its own part of that, a checkout also requirements-dev.txt: the pins
 # that requirements.txt does not have, constrained to it.
@@ -115,10 +69,12 @@ EVERYWHERE := --universal --python-version 3.10
 
 requirements: UPGRADE ?= --upgrade
 requirements: | $(UV)  ## pin the newest packages that fit pyproject.toml; UPGRADE= keeps the pins that there are
-	$(PIN) $(EVERYWHERE) --output-file requirements.txt pyproject.toml
+	$(PIN) $(EVERYWHERE) --extra all --output-file requirements.txt pyproject.toml
 	echo dask-kubernetes | $(PIN) $(IMAGE_PLATFORM) --no-annotate \
 	  --constraint requirements.txt --output-file requirements-operator.txt -
 	$(PIN) $(EVERYWHERE) --all-extras --no-annotate --constraint requirements.txt --output-file requirements-dev.txt pyproject.toml
 	awk 'FNR == NR { if (/^[a-z0-9]/) pinned[$$0]; next } /^[a-z0-9]/ { skip = $$0 in pinned } !skip' \
 	  requirements.txt requirements-dev.txt > .pins && mv .pins requirements-dev.txt
+	echo pytest | $(PIN) $(EVERYWHERE) --no-annotate \
+	  --constraint requirements.txt --constraint requirements-dev.txt --output-file requirements-project.txt -
 	echo uv | $(PIN) $(EVERYWHERE) --output-file requirements-uv.txt -

@@ -1,16 +1,19 @@
-"""`python -m flyte_ddp run` starts a script on several GPUs or machines; `doctor` checks a Kubernetes cluster.
+"""`flyte-ddp run` starts a script on several GPUs or machines; `doctor` checks a Kubernetes cluster.
 
 `drain` tells the workers on a Kubernetes node that they have to go. `fields` lists the fields of a run's config and
-cluster, with defaults and units.
+cluster, with defaults and units. `new` makes a project, and `update` brings it up to the installed version.
+`python -m flyte_ddp` is the same command.
 
-python -m flyte_ddp run --nnodes 2 --nproc-per-node 2 train.py --lr 0.1
-python -m flyte_ddp doctor --cluster '{"num_nodes": 4}' --namespace vision-development
+flyte-ddp run --nnodes 2 --nproc-per-node 2 train.py --lr 0.1
+flyte-ddp doctor --cluster '{"num_nodes": 4}' --namespace vision-development
+flyte-ddp new my-project
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import os
 import signal
 import sys
@@ -23,7 +26,7 @@ from flyte_ddp.cluster.config import ClusterConfig, cluster_config
 from flyte_ddp.cluster.kubernetes.api import own_namespace
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import describe_fields, read_object
-from flyte_ddp.config.source_code import SETTINGS
+from flyte_ddp.config.source_code import find_project
 from flyte_ddp.errors import ClusterError, ConfigError, GangLost, RankFailure, StorageUnavailable, TrainingStopped
 from flyte_ddp.launch.run import run_program
 from flyte_ddp.launch.run_options import add_run_options, note_without_effect, read_gang, read_program
@@ -31,10 +34,20 @@ from flyte_ddp.launch.time_limit import TimeLimit
 from flyte_ddp.observers.command_line import add_observer_options, make_observers, resume_command
 from flyte_ddp.observers.progress_bar import ProgressBar
 
+# Commands of rooms that have their own options.
+ELSEWHERE = {
+    "orphans": ("flyte_ddp.cluster.kubernetes.orphans", "delete Dask clusters whose task has ended"),
+    "promotion": ("flyte_ddp.promotion.__main__", "show, roll back or release the promoted model of a recipe"),
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m flyte_ddp", description="Distributed PyTorch training.")
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments and arguments[0] in ELSEWHERE:
+        module, _ = ELSEWHERE[arguments[0]]
+        return int(importlib.import_module(module).main(arguments[1:]))
+    parser = argparse.ArgumentParser(prog="flyte-ddp", description="Distributed PyTorch training.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_run(commands)
     _add_doctor(commands)
@@ -44,6 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     draining.set_defaults(main=_drain)
     text = "list the fields of --config and --cluster, with defaults, units and meaning"
     commands.add_parser("fields", help=text, description=text).set_defaults(main=_list_fields)
+    _add_projects(commands)
+    for name, (_, text) in ELSEWHERE.items():
+        commands.add_parser(name, help=text)
     options = parser.parse_args(arguments)
     return int(options.main(options))
 
@@ -71,6 +87,32 @@ def _add_doctor(commands: Any) -> None:
     text = "name of Flyte's default-pod-template-name (default: as a ConfigMap of Flyte's in the cluster has it)"
     parser.add_argument("--pod-template", default="", help=text)
     parser.set_defaults(main=_doctor)
+
+
+def _add_projects(commands: Any) -> None:
+    text = "make a project: recipes, workflows, tasks, settings, Dockerfile, deploy/ and a test"
+    parser = commands.add_parser("new", help=text, description=text)
+    parser.add_argument("directory", metavar="DIRECTORY", help="of the project; it may not have files")
+    parser.add_argument("--wheel", default="", help="that flyte-ddp is installed from (default: as pip has noted it)")
+    parser.set_defaults(main=_make_project)
+    text = "bring a project up to the installed version; files that you have changed stay, and the changes are shown"
+    parser = commands.add_parser("update", help=text, description=text)
+    parser.add_argument("directory", metavar="DIRECTORY", nargs="?", default=".", help="of the project (default .)")
+    parser.add_argument("--wheel", default="", help="as of new")
+    parser.set_defaults(main=_make_project)
+
+
+def _make_project(options: argparse.Namespace) -> int:
+    from flyte_ddp.project import make_project, update_project
+
+    act = make_project if options.command == "new" else update_project
+    try:
+        for line in act(options.directory, options.wheel):
+            sys.stdout.write(f"{line}\n")
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -117,7 +159,7 @@ def _run(options: argparse.Namespace) -> int:
         listeners, relay = make_observers(options, program.name, bar)
         limit = TimeLimit(options.max_hours, time.time())
         # In a pod, beside a settings.toml, this is the code of a registered version.
-        if gang.needs_cluster and os.environ.get("KUBERNETES_SERVICE_HOST") and SETTINGS.is_file():
+        if gang.needs_cluster and os.environ.get("KUBERNETES_SERVICE_HOST") and find_project():
             check_allowed(gang.cluster_config(), load_allowed(), own_namespace())
         if note := note_without_effect(options):
             sys.stderr.write(f"{note}\n")

@@ -34,7 +34,8 @@ def test_an_audit_that_could_not_ask_fails_like_one_that_found_something(tmp_pat
     program.write_text(f"#!/bin/sh\ncat <<END\n{output}\nEND\nexit {status}\n")
     program.chmod(0o755)
     (tmp_path / "installed").touch()
-    for name in ("Makefile", "requirements.txt", "requirements-dev.txt", "requirements-uv.txt", "pyproject.toml"):
+    pins = ("requirements.txt", "requirements-dev.txt", "requirements-uv.txt")
+    for name in ("Makefile", "project.mk", *pins, "pyproject.toml"):
         (tmp_path / name).write_text((REPOSITORY / name).read_text())
     command = ["make", "audit", f"BIN={tmp_path}", f"INSTALLED={tmp_path / 'installed'}", "UV=/bin/true", "IMAGE=x:1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
@@ -63,7 +64,7 @@ def test_every_pin_has_its_hashes_and_the_image_gets_no_tool_of_development():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert {Requirement(each).name for each in project["dependencies"]} <= names(runtime)
     extras = {Requirement(each).name for extra in project["optional-dependencies"].values() for each in extra}
-    assert extras <= names(runtime) | names(development)
+    assert extras <= names(runtime) | names(development) | {project["name"]}
     assert not names(runtime) & {"pytest", "mypy", "ruff", "moto", "transformers", "lightning", "pip-audit"}
     for name in names(runtime) & names(development):  # for other platforms only in the one: the same versions
         assert {each for each in development if names([each]) == {name}} <= runtime.keys(), name
@@ -79,8 +80,9 @@ def test_the_operators_image_has_pins_of_the_training_image_and_no_torch():
 def test_the_image_installs_nothing_without_a_hash():
     text = (REPOSITORY / "Dockerfile").read_text().replace("\\\n", " ")
     installs = re.findall(r"pip install [^\n]*", text)
-    assert len(installs) == 4
-    assert all("--require-hashes" in each for each in installs)
+    assert len(installs) == 5
+    (own,) = (each for each in installs if "--require-hashes" not in each)
+    assert own.split(";")[0].endswith('--no-deps --compile-bytecode "$wheel"')  # which lies in the project
     assert set(re.findall(r"-r /pins/(\S+)", text)) == {
         "requirements-uv.txt",
         "requirements-operator.txt",
@@ -105,7 +107,7 @@ def test_setup_is_refused_in_a_line_where_torch_has_no_wheels(tmp_path, machine,
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / ".venv").mkdir()
-    for name in ("Makefile", "requirements.txt", "requirements-dev.txt", "pyproject.toml"):
+    for name in ("Makefile", "project.mk", "requirements.txt", "requirements-dev.txt", "pyproject.toml"):
         (tmp_path / name).write_text((REPOSITORY / name).read_text())
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(

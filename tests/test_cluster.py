@@ -1,5 +1,6 @@
 """Local and existing Dask clusters, with real schedulers and workers; Kubernetes' own are in tests/kubernetes."""
 
+import json
 import logging
 import multiprocessing
 import os
@@ -67,11 +68,9 @@ def test_with_a_runs_certificate_only_those_who_have_its_key_reach_scheduler_and
     (tmp_path / "tls.crt").write_text(security.tls_scheduler_cert)
     (tmp_path / "tls.key").write_text(security.tls_scheduler_key)
     pods = cluster_spec(ClusterConfig(kind="kubernetes", num_nodes=1), "ddp-x-00000000")["spec"]
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    address = f"tls://127.0.0.1:{port}"
+    noted = tmp_path / "scheduler.json"
 
-    def start(role: str, *arguments: str) -> subprocess.Popen[bytes]:
+    def start(role: str, address: str, *arguments: str) -> subprocess.Popen[bytes]:
         (container,) = pods[role]["spec"]["containers"]
         variables = {each["name"]: each["value"].replace(CERTIFICATE_MOUNT, str(tmp_path)) for each in container["env"]}
         assert variables.get("DASK_SCHEDULER_ADDRESS", address).startswith("tls://")
@@ -80,8 +79,14 @@ def test_with_a_runs_certificate_only_those_who_have_its_key_reach_scheduler_and
         environment = {**os.environ, **variables, "DASK_SCHEDULER_ADDRESS": address, "HOME": str(tmp_path)}
         return subprocess.Popen(command, env=environment, cwd=tmp_path)
 
-    processes = [start("scheduler", "--port", str(port), "--dashboard-address", "127.0.0.1:0"), start("worker")]
+    arguments = ["--host", "127.0.0.1", "--port", "0", "--dashboard-address", "127.0.0.1:0"]
+    processes = [start("scheduler", "tls://127.0.0.1:1", *arguments, "--scheduler-file", str(noted))]
     try:
+        while not noted.is_file() or not (text := noted.read_text()):
+            assert processes[0].poll() is None
+            time.sleep(0.05)
+        address = json.loads(text)["address"]
+        processes.append(start("worker", address))
         with connect._connected(address, time.monotonic() + 60, security) as client:
             client.wait_for_workers(1, timeout=60)
             (worker,) = client.scheduler_info(n_workers=-1)["workers"]

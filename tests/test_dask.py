@@ -27,6 +27,7 @@ from flyte_ddp.launch.dask import nodes
 from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.dask.placement import assign_nodes
 from flyte_ddp.launch.process.programs import Job, recipe_program
+from flyte_ddp.storage import filesystem
 from tests.support.dask_runs import (
     LOCAL,
     dask_config,
@@ -162,6 +163,7 @@ def test_nodes_have_the_drivers_storage_keys_and_a_restart_waits_for_the_store(
     """The workers have none of the variables, as on Flyte, which gives them to the task alone."""
     secret = "a-secret-that-nobody-sees"
     seen = []
+    monkeypatch.setattr(filesystem, "READ_TIMEOUT", 3.0)  # for which the client tries by itself
 
     def fail():
         started = time.monotonic()

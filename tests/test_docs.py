@@ -24,6 +24,7 @@ from tests.support.image_store import image_tree, write_tree
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = sorted([REPOSITORY / "README.md", *REPOSITORY.glob("docs/**/*.md"), REPOSITORY / "examples/README.md"])
+TARGETS = "".join((REPOSITORY / name).read_text() for name in ("Makefile", "project.mk"))
 GUIDES = sorted(REPOSITORY.glob("deploy/*.md"))  # for a cluster: tests/kubernetes/test_guide.py follows them
 NEEDS = ("cluster", "gpu", "network", "hours", "registry", "helm", "flyte")
 BLOCK = re.compile(r"^(?:<!-- needs: (?P<needs>\w+) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
@@ -144,7 +145,7 @@ def test_every_language_of_a_block_is_known_and_every_need_is_one_of_a_few():
 def test_commands_refer_to_existing_files_and_targets(block):
     text = block.text.replace("\\\n", " ")
     for target in re.findall(r"^make ([a-z-]+)", text, re.M):
-        assert re.search(rf"^{target}:", (REPOSITORY / "Makefile").read_text(), re.M), target
+        assert re.search(rf"^{target}:", TARGETS, re.M), target
     for module in re.findall(r"python -m ([\w.]+)", text):
         assert importlib.util.find_spec(module), module
     for line in re.findall(r"pyflyte run (?!.*remote-launchplan)(.+)", text):

@@ -12,6 +12,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from flyte_ddp.config.extras import EXTRAS
+
 REPOSITORY = Path(__file__).parents[1]
 PACKAGES = ("workflows", "tasks", "flyte_ddp")
 
@@ -157,6 +159,8 @@ def test_every_library_that_is_imported_is_declared():
 
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     declared = {canonicalize_name(Requirement(each).name) for each in project["dependencies"]}
+    extras = {each for extra in set(EXTRAS.values()) for each in project["optional-dependencies"][extra]}
+    declared |= {canonicalize_name(Requirement(each).name) for each in extras}
     distributions = metadata.packages_distributions()
 
     def rule(module, imported, in_function):

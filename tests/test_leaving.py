@@ -129,6 +129,7 @@ def count_without_looking(num_steps):
     return done
 
 
+@pytest.mark.slow
 def test_a_function_that_does_not_look_trains_until_the_replacement_is_there_and_is_ended_by_sigterm(
     pair, start_worker, scheduler, tmp_path, monkeypatch, caplog
 ):

@@ -171,6 +171,7 @@ def resident(process, key):
     return int(line.split()[1]) << 10
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
 def test_a_rank_with_shards_needs_half_the_memory_of_one_with_a_whole_model(tmp_path, monkeypatch):
     """From the first weights to the file of the trained ones, a checkpoint included."""

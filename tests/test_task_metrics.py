@@ -130,7 +130,10 @@ def plain(recipe, state):
     return loss.cross_entropy(outputs, targets), {"accuracy": right, "miou": index.compute()}
 
 
-@pytest.mark.parametrize(("kind", "world_size"), [(Numbers, 3), (FewNumbers, 3), (Ranked, 3), (Labels, 2), (Masks, 2)])
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    [pytest.param(Numbers, 3, marks=pytest.mark.slow), (FewNumbers, 3), (Ranked, 3), (Labels, 2), (Masks, 2)],
+)
 def test_metrics_are_those_of_one_process_at_any_number_of_ranks(kind, world_size, tmp_path):
     run = new_run(tmp_path, HERE + kind.__name__).train(world_size, model_state="last")
     loss, metrics = plain(kind(), run.state())

@@ -50,7 +50,7 @@ class Allowed:
 
 
 def load_allowed(given: Mapping[str, Any] | None = None) -> Allowed:
-    """Return `given` over the table of the settings.toml beside this package.
+    """Return `given` over the table of the project's settings.toml.
 
     Where there is none, this is a library in somebody's own project: the pods that a task names are its author's code,
     and only what its launch could choose is limited, the kind and address of a cluster and the files among the inputs.

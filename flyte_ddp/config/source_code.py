@@ -24,16 +24,29 @@ else:
 from flyte_ddp.config import main_module
 
 SETTINGS_FILE = "settings.toml"
-SETTINGS = Path(__file__).parents[2] / SETTINGS_FILE  # in a checkout, and in the code of an image
 MAX_SIZE = 32 << 20  # bytes of code; more is data that lies beside it
 
 
-def read_settings(file: Path = SETTINGS) -> dict[str, Any]:
-    """Return the tables of a TOML file; none where there is no such file.
+def find_project() -> Path | None:
+    """Return the directory with the tasks and settings.toml; None where this is a library in a project of another kind.
+
+    It is a checkout of this package, the code of an image, or, where this package is installed, on the path.
+    """
+    for entry in (Path(__file__).parents[2], *map(Path, sys.path)):
+        if (entry / SETTINGS_FILE).is_file() and (entry / "tasks").is_dir():
+            return entry.resolve()
+    return None
+
+
+def read_settings(file: Path | None = None) -> dict[str, Any]:
+    """Return the tables of a TOML file, by default the project's; none where there is no such file.
 
     Raises:
         ValueError: it is not TOML.
     """
+    if file is None:
+        project = find_project()
+        return read_settings(project / SETTINGS_FILE) if project else {}
     return tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 

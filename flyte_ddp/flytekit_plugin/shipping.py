@@ -12,7 +12,9 @@ from pathlib import Path
 import click
 from flytekit.constants import CopyFileDetection
 
-ROOT = Path(__file__).resolve().parents[2]  # the checkout, if this is one
+from flyte_ddp.config.source_code import find_project
+
+ROOT = find_project() or Path(__file__).resolve().parents[2]  # the checkout, if this is one, or the project
 IS_INSTALLED = Path(sysconfig.get_path("purelib")).resolve() == ROOT  # then pyflyte ships nothing of this package
 
 

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flyte_ddp.config.extras import how_to_install
 from flyte_ddp.errors import DataError
 from flyte_ddp.recipes.arrays import load_images, save_images
 from flyte_ddp.recipes.base import Recipe
@@ -34,7 +35,7 @@ class Digits(Recipe):
         # The file is read where it lies: importing sklearn.datasets to do the same takes 3 s.
         package = importlib.util.find_spec("sklearn")
         if package is None or package.origin is None:
-            raise DataError("data: scikit-learn, which carries the digits, is not installed")
+            raise DataError(f"data: scikit-learn carries the digits: {how_to_install('sklearn')}")
         file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
         try:
             with gzip.open(file, "rt") as lines:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from flyte_ddp.config.extras import require
 from flyte_ddp.events import Prediction
 from flyte_ddp.recipes.base import Recipe, to_png
 
@@ -31,6 +32,7 @@ class Regression(Recipe):
         return None if targets.dim() == 1 else targets.new_full((len(targets),), targets[0].numel())
 
     def metrics(self) -> Mapping[str, nn.Module]:
+        require("the metrics of Regression", "torchmetrics")
         from torchmetrics import MeanAbsoluteError, R2Score
 
         return {"mae": MeanAbsoluteError(), "r2": R2Score()}
@@ -63,6 +65,7 @@ class MultiLabel(Recipe):
         return targets.new_full((len(targets),), targets.shape[1])
 
     def metrics(self) -> Mapping[str, Any]:
+        require("the metrics of MultiLabel", "torchmetrics")
         from torchmetrics.classification import BinaryF1Score
 
         return {"accuracy": self.num_correct, "f1": BinaryF1Score()}
@@ -108,6 +111,7 @@ class Segmentation(Recipe):
         return (targets != IGNORED).flatten(1).sum(dim=1)
 
     def metrics(self) -> Mapping[str, Any]:
+        require("the metrics of Segmentation", "torchmetrics")
         from torchmetrics.classification import MulticlassJaccardIndex
 
         index = MulticlassJaccardIndex(len(self.class_names), ignore_index=IGNORED)

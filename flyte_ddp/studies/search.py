@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.config import TrainingConfig
+from flyte_ddp.config.extras import require
 from flyte_ddp.config.fields import Limits, check, suggest
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.recipes import config_of
@@ -63,8 +64,9 @@ def build_trials(recipe: str, base: Mapping[str, Any], choices: Sequence[Mapping
         choices: from `expand_grid` or `expand_world_sizes`. What only some of them vary has its shared value elsewhere.
 
     Raises:
-        ConfigError: an unknown recipe or option, or an invalid value.
+        ConfigError: an unknown recipe or option, an invalid value, or a missing package.
     """
+    require("a sweep or a scaling study", "pandas", "pyarrow", "matplotlib", extra="sweep")
     names = list(dict.fromkeys(name for choice in choices for name in choice))
     trials: list[Trial] = []
     seen = set()
@@ -105,6 +107,7 @@ def expand_grid(grid: Any, num_models: int = 0, seed: int = 0) -> list[dict[str,
     if not isinstance(grid, Mapping):
         return [dict(choice) for choice in grid]
     if num_models:
+        require("a sampled sweep", "optuna")
         return list(_draw(grid, num_models, seed))
     return _combine(grid)
 

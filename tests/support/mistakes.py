@@ -270,7 +270,7 @@ class Ad:
 class TwoInputs(Line):
     """A model with two inputs and two targets, as a dataclass and a dict."""
 
-    defaults = {**Line.defaults, "epochs": 150, "learning_rate": 0.05}
+    defaults = {**Line.defaults, "epochs": 40, "global_batch_size": 2, "learning_rate": 0.05}
 
     def datasets(self, directory):
         return _Samples(_ad), _Samples(_ad)

@@ -17,6 +17,7 @@ from typing import Any
 from jinja2 import DictLoader, Environment, Template
 from markupsafe import Markup
 
+from flyte_ddp.config.extras import how_to_install, is_installed
 from flyte_ddp.errors import TrainingStopped
 from flyte_ddp.observers.reports import drawing
 from flyte_ddp.observers.reports.template import BASE, MACROS, PAGE, STYLE
@@ -111,7 +112,9 @@ def _redact(value: Any) -> Any:
 
 
 def draw(panels: Sequence[drawing.Panel]) -> list[Markup]:
-    """Return the panels as SVG elements."""
+    """Return the panels as SVG elements, or a line in their place if nothing is installed that draws them."""
+    if panels and not is_installed("matplotlib"):
+        return [Markup("<p>{}</p>").format(f"plots: {how_to_install('matplotlib')}")]
     return [Markup(drawing.to_svg(panel)) for panel in panels]
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from flyte_ddp.config.extras import require
 from flyte_ddp.errors import DataError
 from flyte_ddp.storage import Storage
 
@@ -124,6 +125,7 @@ class Corpus:
             yield from _cut(stream, self.separator.encode())
 
     def _rows_of(self, file: Path, name: str) -> Iterator[bytes]:
+        require(f"data: {name}", "pyarrow")
         import pyarrow
         from pyarrow import parquet
 

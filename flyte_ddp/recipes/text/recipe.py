@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flyte_ddp.config.extras import require
 from flyte_ddp.config.fields import field, validate
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished, Prediction
@@ -86,6 +87,8 @@ class Text(Recipe):
             source: path or URL of a file or a directory with text, packed with gzip or not, or Parquet; "" for the
                 topics that come with Python.
         """
+        if self.tokens == "bpe":
+            require("recipe_options.tokens", "tokenizers")
         from flyte_ddp.recipes.text.corpus import Corpus
         from flyte_ddp.recipes.text.shards import prepare_shards, sample_texts
         from flyte_ddp.recipes.text.tokens import tokenizer_of, tokenizer_of_state, train_bpe

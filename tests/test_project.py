@@ -1,0 +1,312 @@
+"""The library as a wheel with its core dependencies alone, and the projects that it makes and updates."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from flyte_ddp.config.extras import EXTRAS
+
+REPOSITORY = Path(__file__).parents[1]
+SHARED = (REPOSITORY / "tasks", REPOSITORY / "workflows", REPOSITORY / "deploy")
+if sys.version_info >= (3, 11):
+    import tomllib
+
+    PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+
+
+pytestmark = pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="tomllib reads pyproject.toml, which is the same for all Pythons"
+)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of this checkout, as `make wheel` builds it."""
+    place = tmp_path_factory.mktemp("wheel")
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(place)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(REPOSITORY)], check=True, timeout=120)
+    (file,) = place.glob("*.whl")
+    return file
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """A directory of installed packages that has the wheel."""
+    place = tmp_path_factory.mktemp("installed")
+    options = ["--quiet", "--no-deps", "--no-index", "--target", str(place)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(wheel)], check=True, timeout=120)
+    return place
+
+
+@pytest.fixture(scope="module")
+def core(installed, tmp_path_factory):
+    """A directory with the wheel, its core dependencies and what they need, and no other package."""
+    place = tmp_path_factory.mktemp("core")
+    for name in with_dependencies(PROJECT["dependencies"]):
+        for file in metadata.distribution(name).files or []:
+            top, path = file.parts[0], Path(str(file.locate()))
+            if top != ".." and path.exists() and not (place / top).exists():
+                (place / top).symlink_to(path.parents[len(file.parts) - 2] if len(file.parts) > 1 else path)
+    for each in installed.iterdir():
+        (place / each.name).symlink_to(each)
+    return place
+
+
+def with_dependencies(requirements):
+    """The names of distributions, and of all that they need in turn."""
+    found, waiting = set(), [(Requirement(each), "") for each in requirements]
+    while waiting:
+        requirement, extra = waiting.pop()
+        if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        name = canonicalize_name(requirement.name)
+        for extra in ("", *requirement.extras):
+            if (name, extra) not in found:
+                found.add((name, extra))
+                waiting += [(Requirement(each), extra) for each in metadata.requires(name) or []]
+    return {name for name, _ in found}
+
+
+def run(path, *arguments, cwd, **variables):
+    """Run Python where `path` is all that is installed besides, and return what it printed."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "WANDB_MODE": "disabled", **variables}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
+    return done.returncode, done.stdout + done.stderr
+
+
+def flyte_ddp(installed, *arguments, cwd):
+    return run([installed], str(installed / "bin/flyte-ddp"), *map(str, arguments), cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def project(installed, tmp_path_factory):
+    place = tmp_path_factory.mktemp("made") / "my-project"
+    status, output = flyte_ddp(installed, "new", place, cwd=place.parent)
+    assert status == 0, output
+    assert output == f"made {place} with flyte-ddp 0.1.0\ntry: cd {place} && make train\n"
+    return place
+
+
+def test_the_wheel_is_the_library_alone_and_typed(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0].partition("-")[0] for name in names} == {"flyte_ddp"}
+    assert "flyte_ddp/py.typed" in names
+    assert not [name for name in names if "__pycache__" in name or "/test_" in name.replace("tests/test_recipes", "")]
+
+
+def test_what_is_missing_is_named_with_the_command_that_installs_it(core, tmp_path):
+    """Every module can be imported without the extras; what needs one says so in a line."""
+    program = f"""
+import importlib, importlib.util, pkgutil, sys
+import flyte_ddp
+assert flyte_ddp.__file__.startswith({str(core)!r}), flyte_ddp.__file__
+present = [name for name in {sorted(EXTRAS)!r} if importlib.util.find_spec(name)]
+assert not present, present
+for module in pkgutil.walk_packages(flyte_ddp.__path__, "flyte_ddp."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+
+from flyte_ddp import Regression
+from flyte_ddp.observers.reports.drawing import Panel
+from flyte_ddp.observers.reports.page import draw
+from flyte_ddp.recipes import get_recipe
+from flyte_ddp.studies.search import build_trials, expand_grid
+from pathlib import Path
+
+here = Path({str(tmp_path)!r})
+(here / "text.parquet").touch()
+grid = {{"learning_rate": {{"low": 0.1, "high": 1}}}}
+for act in (
+    lambda: get_recipe("digits", {{}}).prepare("", here),
+    lambda: get_recipe("text", {{"tokens": "bpe"}}).prepare("", here),
+    lambda: get_recipe("text", {{}}).prepare(str(here), here),
+    lambda: Regression().metrics(),
+    lambda: expand_grid(grid, 2),
+    lambda: build_trials("digits", {{}}, [{{}}]),
+):
+    try:
+        act()
+    except ValueError as error:
+        print(error)
+print(*draw([Panel("a", "b", "c", None)]))
+"""
+    status, output = run([core], "-S", "-c", program, cwd=tmp_path)
+    assert status == 0, output
+    assert output.replace(str(tmp_path), "HERE").splitlines() == [
+        "data: scikit-learn carries the digits: expected the package sklearn: pip install 'flyte-ddp[digits]'",
+        "recipe_options.tokens: expected the package tokenizers: pip install 'flyte-ddp[text]'",
+        "data: HERE/text.parquet: expected the package pyarrow: pip install 'flyte-ddp[text]'",
+        "the metrics of Regression: expected the package torchmetrics: pip install 'flyte-ddp[metrics]'",
+        "a sampled sweep: expected the package optuna: pip install 'flyte-ddp[sweep]'",
+        "a sweep or a scaling study: expected the package pandas: pip install 'flyte-ddp[sweep]'",
+        "<p>plots: expected the package matplotlib: pip install &#39;flyte-ddp[reports]&#39;</p>",
+    ]
+
+
+def test_a_function_trains_with_the_core_dependencies_alone(core, tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import torch.distributed as dist\n"
+        "from flyte_ddp import session\n"
+        "dist.init_process_group('gloo')\n"
+        "session.report(step=1, loss=0.5)\n"
+        "session.save({'step': 1}, 1)\n"
+        "print('rank', dist.get_rank(), 'of', dist.get_world_size())\n"
+        "dist.destroy_process_group()\n"
+    )
+    command = ["-m", "flyte_ddp", "run", "--nproc-per-node", "2", "--report", "report.html", "train.py"]
+    status, output = run([core], "-S", *command, cwd=tmp_path)
+    assert status == 0, output
+    assert {"[rank 0] rank 0 of 2", "[rank 1] rank 1 of 2"} <= set(output.splitlines())
+    assert "flyte-ddp[reports]" in (tmp_path / "report.html").read_text()
+
+
+def test_the_plugin_loads_nothing_that_it_does_not_use(core, tmp_path):
+    program = """
+import sys
+import flyte_ddp.flytekit_plugin
+print([name for name in ("torch", "distributed", "wandb", "kubernetes", "kr8s", "matplotlib") if name in sys.modules])
+"""
+    assert run([core], "-S", "-c", program, cwd=tmp_path) == (0, "[]\n")
+
+
+def test_the_extras_are_those_of_the_messages():
+    extras = PROJECT["optional-dependencies"]
+    distributions = {"sklearn": "scikit-learn"}
+    assert set(EXTRAS.values()) < extras.keys()
+    for package, extra in EXTRAS.items():
+        assert distributions.get(package, package) in extras[extra]
+    (everything,) = (Requirement(each) for each in extras["all"])
+    assert everything.extras == extras.keys() - {"all", "dev", "bench"}
+
+
+def test_a_new_project_has_the_files_of_this_checkout_and_trains_and_passes_its_test(project, installed, wheel):
+    for directory in SHARED:
+        for file in directory.rglob("*"):
+            if file.is_file() and "__pycache__" not in file.parts:
+                copy = project / file.relative_to(REPOSITORY)
+                assert copy.read_bytes() == file.read_bytes()
+                assert os.access(copy, os.X_OK) == os.access(file, os.X_OK), copy
+    assert [file.name for file in (project / "wheels").iterdir()] == [wheel.name]
+    status, output = run([installed], "-m", "pytest", "-q", "tests", cwd=project)
+    assert status == 0, output
+    program = "import flyte_ddp, tasks; from flyte_ddp.config.source_code import find_project; print(find_project())"
+    assert run([installed], "-c", program, cwd=project) == (0, f"{project.resolve()}\n")
+
+
+def test_a_project_registers_with_its_settings_and_all_of_its_files(project, installed):
+    status, output = run([installed], "-m", "tasks", "version", cwd=project, IMAGE="registry.example.com/mine:7")
+    assert status == 0, output
+    assert output.startswith("7-")
+    program = """
+from tasks import shipping
+shipping._check_that_all_is_shipped()
+from flyte_ddp.flytekit_plugin.shipping import IS_INSTALLED, ROOT
+print(ROOT, IS_INSTALLED)
+"""
+    # The library lies below the project, in its own environment, as `make setup` has it.
+    (project / ".venv").mkdir()
+    (project / ".venv/lib").symlink_to(installed)
+    try:
+        assert run([project / ".venv/lib"], "-c", program, cwd=project) == (0, f"{project.resolve()} False\n")
+        (project / "recipes/hidden.py").touch()
+        (project / ".flyteignore").write_text("recipes/hidden.py\n")
+        status, output = run([project / ".venv/lib"], "-c", program, cwd=project)
+        assert status == 1
+        assert "recipes/hidden.py: expected a file that is shipped" in output.replace("\n", " ")
+    finally:
+        (project / "recipes/hidden.py").unlink()
+        (project / ".flyteignore").unlink()
+
+
+def test_the_commands_of_a_project_are_those_of_its_readme(project):
+    help_text = subprocess.run(["make", "help"], cwd=project, capture_output=True, text=True, check=True).stdout
+    for command in ("setup", "train", "test", "image", "register", "update", "doctor"):
+        assert f"make {command} " in help_text
+    plan = subprocess.run(["make", "-n", "setup"], cwd=project, capture_output=True, text=True, check=True).stdout
+    assert "-r requirements.txt -r requirements-project.txt" in plan
+    assert "--no-deps wheels/flyte_ddp-0.1.0-py3-none-any.whl" in plan
+
+
+def test_an_update_replaces_what_its_user_has_not_changed_and_shows_the_rest(installed, tmp_path):
+    project = tmp_path / "old"
+    flyte_ddp(installed, "new", project, cwd=tmp_path)
+    notes = project / ".flyte-ddp.json"
+    noted = json.loads(notes.read_text())
+
+    def as_of_an_older_version(name, content, changed=None):
+        import hashlib
+
+        (project / name).write_text(content if changed is None else changed)
+        noted["files"][name] = hashlib.sha256(content.encode()).hexdigest()
+
+    as_of_an_older_version("tasks/train.py", "old\n")
+    as_of_an_older_version("tasks/gone.py", "no part any more\n")
+    as_of_an_older_version("tasks/kept.py", "no part any more\n", changed="mine\n")
+    as_of_an_older_version("Dockerfile", "FROM old\n", changed="FROM old\nRUN mine\n")
+    as_of_an_older_version("deploy/rbac.yaml", "old\n")
+    (project / "deploy/rbac.yaml").unlink()
+    del noted["files"]["workflows/text.py"]
+    (project / "workflows/text.py").unlink()
+    settings = (project / "settings.toml").read_text().replace('image = ""', 'image = "mine:1"')
+    (project / "settings.toml").write_text(settings)
+    (project / "recipes/own.py").write_text("mine\n")
+    notes.write_text(json.dumps({**noted, "version": "0.0.9"}))
+
+    status, output = flyte_ddp(installed, "update", project, cwd=tmp_path)
+    assert status == 0, output
+    lines = output.splitlines()
+    assert lines[0] == f"{project}: from flyte-ddp 0.0.9 to 0.1.0"
+    assert [line for line in lines[1:] if not line.startswith(("@", "+", "-", " "))] == [
+        "Dockerfile: yours stays, because you have changed it; the new one is Dockerfile.new",
+        "deploy/rbac.yaml: you have deleted it; it stays away",
+        "removed tasks/gone.py",
+        "tasks/kept.py: no part of a project any more; yours stays, because you have changed it",
+        "updated tasks/train.py",
+        "added workflows/text.py",
+    ]
+    assert "-RUN mine" in lines
+    assert (project / "Dockerfile").read_text() == "FROM old\nRUN mine\n"
+    for name in ("Dockerfile.new", "tasks/train.py", "workflows/text.py"):
+        assert (project / name).read_bytes() == (REPOSITORY / name.removesuffix(".new")).read_bytes()
+    assert (project / "settings.toml").read_text() == settings
+    assert (project / "recipes/own.py").read_text() == "mine\n"
+    assert not (project / "tasks/gone.py").exists()
+    assert not (project / "deploy/rbac.yaml").exists()
+
+    status, output = flyte_ddp(installed, "update", project, cwd=tmp_path)
+    assert (status, output) == (0, f"{project}: from flyte-ddp 0.1.0 to 0.1.0\n")
+
+
+def test_a_wrong_call_is_one_line_and_changes_nothing(installed, wheel, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/notes.txt").write_text("mine")
+    for arguments, expected in (
+        (["new", "full"], "error: new: expected a directory that is empty or not there, got 'full'\n"),
+        (
+            ["update", "full"],
+            "error: update: expected a project of flyte-ddp new, got 'full' without .flyte-ddp.json\n",
+        ),
+        (
+            ["new", "other", "--wheel", "away.whl"],
+            "error: --wheel: expected the file of flyte-ddp 0.1.0, which the project's image installs, got 'away.whl'; "
+            "pip download --no-deps flyte-ddp==0.1.0 fetches it\n",
+        ),
+    ):
+        assert flyte_ddp(installed, *arguments, cwd=tmp_path) == (2, expected)
+    assert [file.name for file in tmp_path.rglob("*")] == ["full", "notes.txt"]
+    status, output = run([REPOSITORY], "-m", "flyte_ddp", "new", "other", cwd=tmp_path)
+    assert (status, output) == (
+        2,
+        "error: new: expected flyte-ddp installed from a wheel (make wheel), got a checkout\n",
+    )
