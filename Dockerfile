@@ -46,9 +46,11 @@ COPY --from=pins /pins/requirements.txt /pins/
 RUN --mount=type=bind,from=pins,source=/uv,target=/uv \
     /uv/bin/uv pip install --no-cache --no-deps --require-hashes --compile-bytecode -r /pins/requirements.txt
 
-# A project's flyte_ddp. In a checkout of flyte-ddp it lies with the code below.
-RUN --mount=type=bind,from=pins,source=/uv,target=/uv --mount=type=bind,target=/code \
-    for wheel in /code/wheels/*.whl; do [ ! -e "$wheel" ] || \
+# A project's flyte_ddp. A checkout of flyte-ddp has no wheel, and its flyte_ddp lies with the code below; the other file is
+# there so that COPY finds one.
+COPY requirements-uv.txt wheel[s]/*.whl /pins/own/
+RUN --mount=type=bind,from=pins,source=/uv,target=/uv \
+    for wheel in /pins/own/*.whl; do [ ! -e "$wheel" ] || \
     /uv/bin/uv pip install --no-cache --no-deps --compile-bytecode "$wheel"; done
 
 # flytekit leaves its S3 sessions open, and reports them in an ERROR line at the end of each process of a task. That end
