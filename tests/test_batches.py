@@ -148,7 +148,7 @@ def train(directory, dies_at):
     return total.item()
 
 
-@pytest.mark.parametrize("world_sizes", [(2, 3), (3, 1)])
+@pytest.mark.parametrize("world_sizes", [(2, 3), pytest.param((3, 1), marks=pytest.mark.slow)])
 def test_a_restart_at_another_number_of_ranks_loses_and_doubles_no_sample(world_sizes, tmp_path):
     for name in ("whole", "log"):
         (tmp_path / name).mkdir()

@@ -125,7 +125,10 @@ def figures_of(recipe, model, directory):
 
 @pytest.mark.parametrize(
     ("name", "tolerances"),
-    [("blobs.Blobs", {"accuracy": 0.01, "miou": 0.02}), ("listings.Shop", {"mae": 0.05})],
+    [
+        ("blobs.Blobs", {"accuracy": 0.01, "miou": 0.02}),
+        pytest.param("listings.Shop", {"mae": 0.05}, marks=pytest.mark.slow),
+    ],
 )
 def test_the_examples_reach_the_figures_of_a_plain_loop(name, tolerances, tmp_path, server_with_metrics):
     run = new_run(tmp_path, f"examples.{name}").train(2)

@@ -120,7 +120,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(cell, undisturb
     assert cell.resumed_steps[-1] >= 2
 
 
-@cells("function-dask")
+@cells("recipe-dask", "function-dask")
 def test_an_unexplained_exception_is_answered_by_a_restart(cell, undisturbed):
     cell.order("1-error-9")
     result = cell.run()
@@ -148,7 +148,7 @@ def test_a_rank_that_hangs_is_found_with_all_stacks(cell, undisturbed):
     assert any("in meet_fault" in line for line in cell.seen.lines)
 
 
-@cells()
+@cells("function-dask")
 def test_a_stop_keeps_every_step_and_the_same_place_resumes(cell, undisturbed):
     cell.order("0-kill-1000")  # never met: steps take their time until then
     stop = StopRequest()
@@ -172,7 +172,7 @@ def test_a_store_that_was_away_uses_up_no_restart(cell, undisturbed):
     assert cell.num_attempts == 2
 
 
-@cells("function-dask")
+@cells("recipe-dask", "function-dask")
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_is_used(cell, undisturbed):
     def damage():
         newest = max((cell.directory / "checkpoints").glob("step-*.pt"))

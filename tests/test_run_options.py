@@ -111,6 +111,7 @@ def test_every_flag_is_read_from_its_variable_and_the_command_line_wins(monkeypa
                 assert getattr(parse(flag, "other"), name) == "other", name
 
 
+@pytest.mark.slow  # torchrun starts a dozen times
 def test_command_lines_do_what_they_do_under_torchrun(tmp_path, monkeypatch, capfd):
     """The cases of torchrun's test/distributed/launcher/test_run.py that concern the command line."""
     for name, text in (("script.py", SCRIPT), ("script.sh", SHELL), ("meets.py", MEETS)):

@@ -439,6 +439,7 @@ def test_a_study_repeats_no_trial_that_its_checkpoints_have(outputs, checkpoints
     assert Path(again.history.path).read_text() == Path(outputs.history.path).read_text()
 
 
+@pytest.mark.slow
 def test_a_batch_per_rank_and_a_sample_of_the_data_are_axes(tmp_path):
     config = TrainingOverrides(epochs=1)
     found = study(tmp_path, config=config, batch_sizes_per_rank=[6], sample_sizes=[24])

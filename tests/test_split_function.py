@@ -153,6 +153,7 @@ def save_copies():
     return session.load(into={"tensor": tensor})["tensor"].full_tensor().tolist()
 
 
+@pytest.mark.slow
 def test_a_part_that_several_ranks_have_is_written_once_and_read_over_another_mesh(tmp_path):
     found = flyte_ddp.run(save_copies, nproc_per_node=4, checkpoints=str(tmp_path))
     assert found == torch.arange(24.0).view(4, 6).tolist()
