@@ -1,6 +1,7 @@
 """Kill ranks, evict and drain nodes at random while a run trains: `python -m benchmarks.soak --seed 1`.
 
-On a Dask cluster of two worker processes on this machine, one model trains. At random moments a rank is killed, or a
+On a Dask cluster of two worker processes on this machine, one model trains: a recipe, or with `--program` a function in
+a loop of its own, or in that of another framework. At random moments a rank is killed, or a
 worker with its nanny, or a worker is told to go; it comes back under another name some seconds later. In the end it
 prints what the time went to, the samples that were lost or trained twice, and whether the weights are those of an
 undisturbed run.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -22,18 +24,20 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
+
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
-from flyte_ddp.config import TrainingConfig, resolve
+from flyte_ddp.config import resolve
 from flyte_ddp.events import Event, RunStarted, RunState
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.process.programs import Job, recipe_program
+from flyte_ddp.launch.process.programs import Job, Program, recipe_program
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.recipes.arrays import load_images, save_images
 from flyte_ddp.recipes.prepare import prepare_data
@@ -48,6 +52,8 @@ STEP_SECONDS_VARIABLE = "SOAK_STEP_SECONDS"  # of the environment: how long a st
 STEP_SECONDS = 0.25  # on any number of nodes, so that the run's length is known
 ABSENCE = (3.0, 15.0)  # seconds until an evicted node is back
 QUIET = 0.85  # share of the time after which nothing more is killed, so that the run ends undisturbed
+SAVE_STEPS = 8  # optimizer steps between two checkpoints
+FUNCTIONS = ("pytorch", "transformers", "lightning", "accelerate")  # of benchmarks.frameworks
 NAME = "benchmarks.soak.Counting"
 
 
@@ -60,7 +66,7 @@ class Counting(Recipe):
         "momentum": 0.0,
         "learning_rate": LEARNING_RATE,
         "schedule": "constant",
-        "checkpoint_interval": 8,
+        "checkpoint_interval": SAVE_STEPS,
         "log_interval": 4,
         "model_state": "last",  # the counts of all epochs
     }
@@ -220,22 +226,23 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="of stepping (%(default)s)")
     parser.add_argument("--faults", type=int, default=20, help="kills, evictions and drains (%(default)s)")
     parser.add_argument("--announced", type=float, default=0.0, help="share of them that are drains (%(default)s)")
+    parser.add_argument("--program", choices=["recipe", *FUNCTIONS], default="recipe", help="(%(default)s)")
     arguments = parser.parse_args()
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
     steps_per_epoch = NUM_SAMPLES // BATCH_SIZE
     epochs = max(1, round(60 * arguments.minutes / STEP_SECONDS / steps_per_epoch))
-    config = resolve(Counting.defaults, {"epochs": epochs})
     with tempfile.TemporaryDirectory(prefix="soak-") as name, _nodes(Path(name)) as nodes:
         directory = Path(name)
         (directory / "data").mkdir()
         prepare_data(Counting(), "", directory / "data")
         faults = Faults(nodes, arguments.seed, arguments.faults, 60 * arguments.minutes, arguments.announced)
-        _train(config, nodes, faults, directory)
-        driver.run(_job(config, directory / "undisturbed"), LocalPlace(2), lambda: str(directory / "data"))
+        data = lambda: str(directory / "data")  # noqa: E731
+        _train(_job(arguments.program, epochs, directory / "run", STEP_SECONDS), data, nodes, faults)
+        driver.run(_job(arguments.program, epochs, directory / "undisturbed", 0.0), LocalPlace(2), data)
         return _report(arguments, epochs, faults, directory)
 
 
-def _train(config: TrainingConfig, nodes: Nodes, faults: Faults, directory: Path) -> None:
+def _train(job: Job, data: Callable[[], str], nodes: Nodes, faults: Faults) -> None:
     cluster = ClusterConfig(
         kind="existing",
         scheduler_address=nodes.address,
@@ -246,13 +253,30 @@ def _train(config: TrainingConfig, nodes: Nodes, faults: Faults, directory: Path
         grow_interval=0.0,
     )
     with open_cluster(cluster, "soak") as client:
-        driver.run(
-            _job(config, directory / "run"), DaskPlace(client, cluster), lambda: str(directory / "data"), [faults]
-        )
+        driver.run(job, DaskPlace(client, cluster), data, [faults])
 
 
-def _job(config: TrainingConfig, place: Path) -> Job:
-    return Job(recipe_program(NAME, config), str(place), time.time())
+def _job(name: str, epochs: int, place: Path, step_seconds: float) -> Job:
+    if name == "recipe":
+        program = recipe_program(NAME, resolve(Counting.defaults, {"epochs": epochs}))
+    else:
+        call = cloudpickle.dumps(functools.partial(_train_and_keep, name, str(place), epochs, step_seconds))
+        # Forked from a process that has the framework, as a recipe's ranks: most of an attempt would be imports.
+        program = Program(name, call, ("benchmarks",), slow_imports=("torch", *([name] if name != "pytorch" else [])))
+    return Job(program, str(place), time.time())
+
+
+def _train_and_keep(name: str, place: str, epochs: int, step_seconds: float) -> bytes:
+    """Train as a rank, and keep the model as a recipe does."""
+    import torch
+
+    from benchmarks.frameworks import PROGRAMS, Task
+
+    results = PROGRAMS[name](Task(place, NUM_SAMPLES, BATCH_SIZE, epochs, SAVE_STEPS, step_seconds))
+    if os.environ["RANK"] == "0":
+        weights = {f"weights.{number}": each for number, each in enumerate(results["weights"])}
+        torch.save({"seen": results["counts"][0] * (LEARNING_RATE / BATCH_SIZE), **weights}, f"{place}/model_state.pt")
+    return b""
 
 
 def _report(arguments: argparse.Namespace, epochs: int, faults: Faults, directory: Path) -> int:
@@ -269,6 +293,7 @@ def _report(arguments: argparse.Namespace, epochs: int, faults: Faults, director
     spent = faults.state.time_spent()
     grown = sum(later > earlier for earlier, later in itertools.pairwise(faults.sizes))
     rows = {
+        "program": arguments.program,
         "seed": str(arguments.seed),
         "faults": ", ".join(f"{count} x {what}" for what, count in faults.done.items()),
         "faults a minute": f"{sum(faults.done.values()) / (QUIET * arguments.minutes):.1f}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import subprocess
@@ -18,15 +19,23 @@ SHORT = {
     "lightning_digits.py": ["--epochs", "2"],
     "accelerate_digits.py": ["--epochs", "2"],
     "hugging_face_digits.py": ["--steps", "10"],
+    "lightning_session.py": ["--epochs", "2"],
+    "accelerate_session.py": ["--epochs", "2"],
+    "hugging_face_session.py": ["--steps", "10"],
 }
 PACKAGES = {  # of the extra `bench`, where a script needs one
     "lightning_digits.py": "lightning",
     "accelerate_digits.py": "accelerate",
     "hugging_face_digits.py": "transformers",
+    "lightning_session.py": "lightning",
+    "accelerate_session.py": "accelerate",
+    "hugging_face_session.py": "transformers",
 }
 
 
 def last_loss(module, script, directory):
+    if module == ["flyte_ddp", "run"]:
+        module = [*module, "--checkpoints", f"{directory}-checkpoints"]
     done = subprocess.run(
         [sys.executable, "-m", *module, "--nproc-per-node", "2", SCRIPTS / script, *SHORT[script]],
         cwd=directory,
@@ -59,3 +68,17 @@ def test_every_script_is_tested_and_says_how_it_is_started():
         for command in ("python -m flyte_ddp run", "torchrun"):
             assert re.search(rf"^ *{command} --nproc-per-node 2 examples/scripts/{name}", text, re.M)
         assert len(text.splitlines()) <= 75
+
+
+@pytest.mark.parametrize("framework", ["lightning", "accelerate", "hugging_face"])
+def test_a_script_of_a_framework_needs_two_lines(framework):
+    plain, ours = (code_of(SCRIPTS / f"{framework}_{kind}.py") for kind in ("digits", "session"))
+    changes = [line for line in difflib.ndiff(plain, ours) if line[0] in "+-"]
+    added, removed = ([line for line in changes if line[0] == sign] for sign in "+-")
+    assert len(added) == 2, changes
+    assert not removed or (framework, len(removed)) == ("accelerate", 1)
+
+
+def code_of(file):
+    """The lines behind the docstring, without empty ones."""
+    return [line for line in file.read_text().split('"""')[-1].splitlines() if line]

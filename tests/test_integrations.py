@@ -6,27 +6,23 @@ import pytest
 import torch
 
 import flyte_ddp
+from benchmarks.frameworks import PROGRAMS, Task
 from flyte_ddp.errors import RankFailure
-from tests.support import frameworks
-from tests.support.frameworks import EPOCHS, NUM_SAMPLES
 
 FRAMEWORKS = ("transformers", "lightning", "accelerate")
 
 
-def train_of(framework):
-    pytest.importorskip(framework)
-    return getattr(frameworks, f"train_{framework}")
-
-
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_kill_in_mid_epoch_loses_and_doubles_no_sample(framework, tmp_path):
-    train = train_of(framework)
-    (tmp_path / "17-1-9").touch()  # in the middle of the second epoch; the last checkpoint is of step 16
+    pytest.importorskip(framework)
+    train, task = PROGRAMS[framework], Task(str(tmp_path))
+    fault = tmp_path / "step-17-1-9"  # in the middle of the second epoch; the last checkpoint is of step 16
+    fault.touch()
     options = {"checkpoints": str(tmp_path / "checkpoints")}
     with pytest.raises(RankFailure, match="SIGKILL"):
-        flyte_ddp.run(train, str(tmp_path), nproc_per_node=2, **options)
-    assert not (tmp_path / "17-1-9").exists()
-    result = flyte_ddp.run(train, str(tmp_path), nproc_per_node=1, **options)
-    assert result["counts"] == [EPOCHS] * NUM_SAMPLES
-    expected = flyte_ddp.run(train, str(tmp_path / "plain"), False, nproc_per_node=2)
-    torch.testing.assert_close(*(list(map(torch.tensor, each["weights"])) for each in (result, expected)))
+        flyte_ddp.run(train, task, nproc_per_node=2, **options)
+    assert not fault.exists()
+    result = flyte_ddp.run(train, task, nproc_per_node=1, **options)
+    assert result["counts"][0].tolist() == [task.epochs] * task.num_samples
+    expected = flyte_ddp.run(train, Task(str(tmp_path / "plain"), save_steps=0), nproc_per_node=2)
+    torch.testing.assert_close(result["weights"], expected["weights"])

@@ -241,6 +241,36 @@ def test_only_a_function_that_has_reported_is_ended_by_the_stall_timeout(tmp_pat
     assert str(caught.value).count("in stand_still") == 2
 
 
+def test_a_function_that_never_reports_is_ended_when_all_ranks_but_one_wait_for_it():
+    def function():
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        begun = time.monotonic()
+        while time.monotonic() < begun + 5:  # collectives that end, and for longer than the timeout
+            dist.all_reduce(torch.ones(1))
+            if dist.get_rank():
+                time.sleep(0.01)
+            dist.all_reduce(is_over := torch.tensor(float(time.monotonic() > begun + 5)))
+            if is_over:
+                break
+        if dist.get_rank():
+            stand_still()
+        dist.all_reduce(torch.ones(1))
+
+    def stand_still():
+        time.sleep(60)
+
+    started = time.monotonic()
+    with pytest.raises(RankFailure, match=r"no rank made progress for \d s \(stall_timeout: 3\)") as caught:
+        flyte_ddp.run(function, nproc_per_node=2, stall_timeout=3)
+    assert 8 < time.monotonic() - started < 40
+    assert caught.value.kind == "stall"
+    assert str(caught.value).count("in stand_still") == 1
+    assert "all_reduce" in str(caught.value)
+
+
 def make_lock():
     return threading.Lock()
 

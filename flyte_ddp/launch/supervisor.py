@@ -124,10 +124,10 @@ class _Ranks:
         self.slices = gpus if job.program.virtual_local_rank or any(name.startswith("MIG-") for name in gpus) else ()
         self.sent_deadline: float | None = None  # of the stop, as the ranks know it; None before
         # Two numbers per local rank: the time of its last progress, 0 before the first, and its step. Then one per
-        # local rank: not 0 when its function has ended. Then: not 0 once the ranks save their state when they are asked
-        # to stop. Last: not 0 while rank 0 writes a checkpoint. No lock: a rank writes its own slots, and after its
-        # death this process.
-        self.beats = RawArray("d", [0.0, 0.0] * node.num_ranks + [0.0] * node.num_ranks + [0.0, 0.0])
+        # local rank: not 0 when its function has ended. One more: since when it waits for other ranks, or 0.
+        # Then: not 0 once the ranks save their state when they are asked to stop. Last: not 0 while rank 0 writes a
+        # checkpoint. No lock: a rank writes its own slots, and after its death this process.
+        self.beats = RawArray("d", [0.0, 0.0] * node.num_ranks + [0.0, 0.0] * node.num_ranks + [0.0, 0.0])
         try:
             with hide_main_module():
                 for local_rank in range(node.num_ranks):
@@ -322,8 +322,9 @@ class _Ranks:
         limit = self.job.program.stall_timeout
         now = time.monotonic()
         last = max(self.beats[2 * index] for index in range(len(self.ranks)))
+        last = last or self._all_wait_since()  # a function that has never reported is not expected to
         silence = now - last
-        if not last or silence < limit:  # a function that has never reported is not expected to
+        if not last or silence < limit:
             return
         halted = {rank.number: how for rank in self.ranks if (how := _how_halted(rank))}
         for rank in self.ranks:
@@ -353,6 +354,12 @@ class _Ranks:
         if len(sections) > num_shown:
             lines.append(f"... (the log has the stacks of {len(sections) - num_shown} more ranks)")
         raise RankFailure("\n".join(lines), min(halted, default=-1), "stall", "stall")
+
+    def _all_wait_since(self) -> float:
+        """Return since when all ranks of this node but at most one wait for others; 0 if they do not."""
+        first = 3 * len(self.ranks)
+        waiting = [since for since in self.beats[first : first + len(self.ranks)] if since]
+        return max(waiting) if waiting and len(waiting) >= len(self.ranks) - 1 else 0.0
 
     def _step(self) -> int:
         return int(max(self.beats[2 * index + 1] for index in range(len(self.ranks))))

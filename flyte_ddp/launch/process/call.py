@@ -21,6 +21,7 @@ from flyte_ddp import events, session
 from flyte_ddp.errors import StopRequested
 from flyte_ddp.launch.process.end import end_forked_processes, run_exit_handlers
 from flyte_ddp.launch.process.session import Session
+from flyte_ddp.launch.process.waiting import watch_main_thread
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -46,6 +47,8 @@ def call_program(process: RankProcess) -> None:
     session.make_current(current)
     if not program.describes_itself:
         current.emit_start()
+        if process.node.world_size > 1:
+            watch_main_thread(process.link.set_waiting_since, program.stall_timeout)
     _be_a_main_process()
     with current.finish_on_error(), end_forked_processes():
         value = b""

@@ -37,7 +37,7 @@ class SupervisorLink:
         self._sending = threading.Lock()  # the thread that writes checkpoints sends as well
         self._down = down
         self._beats = beats
-        self._num_ranks = len(beats) // 3  # of this node
+        self._num_ranks = len(beats) // 4  # of this node
         self._local_rank = local_rank
         self._stop = threading.Event()
         self.stop_signal = int(signal.SIGTERM)  # by which a function that does not ask learns of a stop
@@ -68,6 +68,10 @@ class SupervisorLink:
     def set_ended(self) -> None:
         """Report to the other ranks of this node that this one's function has ended."""
         self._beats[2 * self._num_ranks + self._local_rank] = 1.0
+
+    def set_waiting_since(self, moment: float) -> None:
+        """Report since when, by the monotonic clock, the main thread waits for other ranks; 0 if it does not."""
+        self._beats[3 * self._num_ranks + self._local_rank] = moment
 
     @property
     def all_ended(self) -> bool:

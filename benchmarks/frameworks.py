@@ -1,0 +1,224 @@
+"""Trainings in the loops of others, and in one of one's own, which count how often each sample is trained on.
+
+The model has a parameter for each sample, whose gradient is the same each time the sample is seen. For the soak and for
+tests: functions that every rank calls.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from flyte_ddp import session
+
+RATE = 0.05
+
+
+@dataclass(frozen=True)
+class Task:
+    """A training.
+
+    Attributes:
+        directory: for files; what `step-STEP-RANK-SIGNAL` in it says is done once, before that step.
+        batch_size: global.
+        save_steps: between two checkpoints; 0 for a training without the lines that a user adds.
+    """
+
+    directory: str
+    num_samples: int = 96
+    batch_size: int = 8
+    epochs: int = 3
+    save_steps: int = 2
+    step_seconds: float = 0.0
+
+    @property
+    def batch_size_per_rank(self) -> int:
+        return self.batch_size // int(os.environ["WORLD_SIZE"])
+
+    def begin_step(self, step: int) -> None:
+        """Be called before each optimizer step, by the number of those that are done."""
+        time.sleep(self.step_seconds)
+        for fault in Path(self.directory).glob(f"step-{step}-{os.environ['RANK']}-*"):
+            fault.unlink()
+            session.current().wait()
+            os.kill(os.getpid(), int(fault.name.rpartition("-")[2]))
+            time.sleep(30)
+
+    def results(self, model: Counting) -> dict[str, list[Tensor]]:
+        """Return how often each sample was seen, and the other weights."""
+        seen = model.seen.detach() / (RATE / self.batch_size)
+        return {"counts": [seen.round().long()], "weights": [each.detach() for each in model.layers.parameters()]}
+
+
+class Samples(Dataset[Any]):
+    """Noise, with the number of each sample."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        inputs = torch.randn(6, generator=torch.Generator().manual_seed(index))
+        return {"inputs": inputs, "number": torch.tensor(index), "labels": torch.tensor(index % 3)}
+
+
+class Counting(nn.Module):
+    """A classifier with a number for each sample, which grows by `RATE / batch_size` each time it is seen."""
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.seen = nn.Parameter(torch.zeros(num_samples))
+
+    def forward(self, inputs: Tensor, number: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        loss = nn.functional.cross_entropy(self.layers(inputs), labels)
+        return {"loss": loss - (self.seen[number] - self.seen[number].detach()).mean()}
+
+
+def train_pytorch(task: Task) -> Any:
+    """Train in a loop of one's own, which does not ask whether it has to stop."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    model = Counting(task.num_samples)
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    state = session.load() or {"step": 0}
+    step = state["step"]
+    if step:
+        model.load_state_dict(state["model"])
+    for epoch in range(task.epochs):
+        for batch, weight in session.batches(Samples(task.num_samples), task.batch_size, epoch):
+            task.begin_step(step)
+            optimizer.zero_grad()
+            (weight * wrapped(**batch)["loss"]).backward()
+            optimizer.step()
+            step += 1
+            session.report(step=step)
+            if task.save_steps and step % task.save_steps == 0:
+                session.save({"model": model.state_dict(), "step": step}, step)
+    return task.results(model)
+
+
+def train_transformers(task: Task) -> Any:
+    """Train with Hugging Face's Trainer."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Steps(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            task.begin_step(state.global_step)
+
+    model = Counting(task.num_samples)
+    arguments = TrainingArguments(
+        output_dir=f"{task.directory}/output",
+        num_train_epochs=task.epochs,
+        per_device_train_batch_size=task.batch_size_per_rank,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        max_grad_norm=0.0,
+        logging_steps=4,
+        save_steps=task.save_steps or 1000,
+        use_cpu=not torch.cuda.is_available(),
+        disable_tqdm=True,
+        report_to="none",
+        ddp_find_unused_parameters=False,
+    )
+    trainer = Trainer(model, arguments, train_dataset=Samples(task.num_samples), callbacks=[Steps()])
+    if task.save_steps:
+        from flyte_ddp.integrations.transformers import SessionCallback
+
+        trainer.add_callback(SessionCallback(trainer, global_batch_size=task.batch_size))
+    trainer.train()
+    return task.results(model)
+
+
+def train_lightning(task: Task) -> Any:
+    """Train with Lightning's Trainer."""
+    import lightning
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Counting(task.num_samples)
+
+        def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+            loss = self.model(**batch)["loss"]
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=RATE)
+
+    class Steps(lightning.Callback):  # type: ignore[misc]
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            task.begin_step(trainer.global_step)
+
+    callbacks: list[Any] = [Steps()]
+    if task.save_steps:
+        from flyte_ddp.integrations.lightning import SessionCallback
+
+        callbacks.append(SessionCallback(task.save_steps, task.batch_size))
+    module = Module()
+    trainer = lightning.Trainer(
+        accelerator="auto" if torch.cuda.is_available() else "cpu",
+        strategy="ddp",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
+        max_epochs=task.epochs,
+        log_every_n_steps=4,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+    )
+    trainer.fit(module, DataLoader(Samples(task.num_samples), task.batch_size_per_rank, shuffle=True))
+    return task.results(module.model)
+
+
+def train_accelerate(task: Task) -> Any:
+    """Train in a loop with Accelerate."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    torch.manual_seed(0)
+    model = Counting(task.num_samples)
+    loader: Any = DataLoader(Samples(task.num_samples), task.batch_size_per_rank, shuffle=True)
+    objects = model, torch.optim.SGD(model.parameters(), lr=RATE), loader
+    if task.save_steps:
+        from flyte_ddp.integrations.accelerate import prepare
+
+        wrapped, optimizer, loader = prepare(
+            accelerator, *objects, save_steps=task.save_steps, global_batch_size=task.batch_size
+        )
+    else:
+        wrapped, optimizer, loader = accelerator.prepare(*objects)
+    for _ in range(task.epochs):
+        for batch in loader:
+            task.begin_step(loader.step if task.save_steps else 0)
+            loss = wrapped(**batch)["loss"]
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+            accelerator.log({"loss": loss.item()})
+    return task.results(model)
+
+
+PROGRAMS = {
+    "pytorch": train_pytorch,
+    "transformers": train_transformers,
+    "lightning": train_lightning,
+    "accelerate": train_accelerate,
+}

@@ -1,0 +1,51 @@
+"""Train a tiny language model, built here, with Hugging Face's Trainer. Nothing is downloaded.
+
+python -m flyte_ddp run --nproc-per-node 2 examples/scripts/hugging_face_session.py --steps 20
+torchrun --nproc-per-node 2 examples/scripts/hugging_face_session.py --steps 20
+
+hugging_face_digits.py with two lines more: it reports, keeps checkpoints, resumes in mid-epoch and stops in time.
+"""
+
+import argparse
+import tempfile
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+
+from flyte_ddp.integrations.transformers import SessionCallback
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--output")  # of checkpoints; none by default
+    arguments = parser.parse_args()
+
+    set_seed(0)
+    digits = torch.arange(4000).remainder(97).pow(2).remainder(10)  # of a sequence that repeats
+    data = [{"input_ids": digits[start : start + 32], "labels": digits[start : start + 32]} for start in range(1000)]
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_positions=32, n_embd=32, n_layer=2, n_head=2))
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = Trainer(
+            model,
+            TrainingArguments(
+                output_dir=arguments.output or scratch,
+                max_steps=arguments.steps,
+                per_device_train_batch_size=8,
+                learning_rate=0.003,
+                logging_steps=arguments.steps,
+                save_strategy="steps" if arguments.output else "no",
+                use_cpu=not torch.cuda.is_available(),
+                report_to="none",
+                disable_tqdm=True,
+            ),
+            train_dataset=data,
+        )
+        trainer.add_callback(SessionCallback(trainer, save_steps=5))
+        result = trainer.train()
+    if trainer.is_world_process_zero():
+        print(f"step {arguments.steps}: loss {result.training_loss:.6f}")
+
+
+if __name__ == "__main__":
+    main()
