@@ -408,7 +408,7 @@ def test_a_checkpoint_is_announced_when_the_store_has_all_of_it(memory, monkeypa
 def test_a_failed_deletion_does_not_end_the_run(memory, monkeypatch):
     store = _store(memory, 1)
     Faulty(monkeypatch, store.storage, lambda name, path: name == "rm_file")
-    store.num_kept = 1
+    store.retention.num_kept = 1
     for step in (2, 3):
         _save(store, step)
     monkeypatch.undo()

@@ -33,14 +33,12 @@ from flyte_ddp.checkpoints.files import (
     Entry,
     checkpoint_name,
     is_manifest,
-    is_tensors,
     read_file,
     read_manifest,
-    set_aside,
 )
-from flyte_ddp.checkpoints.ownership import check_owner
 from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.checkpoints.resharding import SHARDS, BoxOf, assemble, keep_all
+from flyte_ddp.checkpoints.retention import Retention
 from flyte_ddp.checkpoints.staging import Buffers, StagingMemory, readable
 from flyte_ddp.checkpoints.state_file import save_state
 from flyte_ddp.errors import CheckpointError, ConfigError, StorageUnavailable
@@ -50,7 +48,6 @@ from flyte_ddp.world import ALONE, World, run_together
 FIRST_PAUSE, MAX_PAUSE = 0.5, 15.0  # seconds between two tries to write
 POLL = 0.2  # seconds between looks at the writer while something waits for it
 PEER_POLL, MAX_PEER_POLL = 0.05, 1.0  # seconds between two looks at the other ranks' writers
-ORPHAN_SECONDS = 24 * 3600.0  # after which a file that no manifest names is one of an attempt that was killed
 WRITER_NICENESS = 10  # of 19: where all cores compute, the writer still gets a tenth of one
 
 logger = logging.getLogger(__name__)
@@ -104,22 +101,15 @@ class CheckpointStore:
         peers: Peers | None = None,
     ) -> None:
         self.storage = Storage(url, timeout=timeout)
-        self.num_kept = num_kept
         self.timeout = timeout
-        self.owner = owner
         self.has_finished = False  # nothing resumes any more: on a full disk the model counts more than checkpoints
-        self.keeps_resumed = False  # what `load_latest` returned stays, because other ranks may still read it
         self._on_busy = on_busy or (lambda is_busy: None)
         self._on_written = on_written or (lambda step, url, best: None)
         self.share_with(peers)
         self._sink = Storage(url, timeout=0)  # a failed try must not keep a newer state waiting
-        self._own: dict[str, dict[str, Any]] = {}  # manifests that were written or read whole here, by name
-        self._files: set[str] = set()  # tensors that were read or written here, or begun
-        self._unreadable: set[str] = set()  # manifests of whole checkpoints that this process cannot read
-        self._resumed = ""  # the manifest that `load_latest` returned
+        self.retention = Retention(self._sink, num_kept, owner)
         self._queue: list[_Write] = []
         self._num_saves = 0
-        self._has_removed_orphans = False
         self._current: _Write | None = None  # what is being written
         self._stuck_since = 0.0  # monotonic: when the state being written was begun; 0 while idle
         # Progress of an upload: more bytes than any try has stored since the last complete checkpoint, also of a newer
@@ -265,7 +255,7 @@ class CheckpointStore:
             if not world.is_first:
                 return "", {}
             if damage is not None:
-                skipped.append(self._set_aside(self.storage, name, damage))
+                skipped.append(self.retention.set_aside(self.storage, name, damage))
             return self._find_latest(skipped)
 
         while True:
@@ -277,17 +267,17 @@ class CheckpointStore:
             except Damaged as error:
                 damage = error
             else:
-                self._resumed = name
-                self._note_whole(name, manifest)
+                self.retention.resumed = name
+                self.retention.note_whole(name, manifest)
                 return state, self.storage.join(name), skipped
 
     def _find_latest(self, skipped: list[str]) -> tuple[str, dict[str, Any]]:
         """Return the name of the newest manifest that can be read, and the manifest; ("", {}) where there is none."""
-        for name in sorted(self._manifests(self.storage), reverse=True):
+        for name in sorted(filter(is_manifest, self.storage.names()), reverse=True):
             try:
                 return name, read_manifest(self.storage, name)
             except Damaged as damage:
-                skipped.append(self._set_aside(self.storage, name, damage))
+                skipped.append(self.retention.set_aside(self.storage, name, damage))
         return "", {}
 
     def load(self, step: int, world: World = ALONE, box_of: BoxOf = keep_all) -> dict[str, Any]:
@@ -312,18 +302,8 @@ class CheckpointStore:
             state = assemble(manifest["files"], lambda entry: read_file(self.storage, entry), world, box_of)
         except Damaged as damage:
             raise CheckpointError(f"{self.storage.join(name)} cannot be used: {damage}") from damage
-        self._note_whole(name, manifest)
+        self.retention.note_whole(name, manifest)
         return state
-
-    def _note_whole(self, name: str, manifest: dict[str, Any]) -> None:
-        """Note that a checkpoint was written or read whole, so that it may be deleted when its time has come."""
-        self._own[name] = manifest
-        self._files.update(entry["file"] for entry in manifest["files"])
-
-    def _set_aside(self, storage: Storage, manifest_name: str, damage: Damaged) -> str:
-        """Rename the files of a damaged checkpoint; return the line that reports it."""
-        self._check_owner(storage)
-        return set_aside(storage, manifest_name, damage)
 
     # --- Writing: everything below runs in the writing thread -----------------------------------------------------
 
@@ -398,16 +378,16 @@ class CheckpointStore:
     def _write(self, write: _Write) -> None:
         peers = self._peers if write.has_manifest else None
         if peers and not self._follows:
-            self._files.update(peers.file(write.name, rank) for rank in range(peers.size))
+            self.retention.files.update(peers.file(write.name, rank) for rank in range(peers.size))
             peers.begin(write.number, write.name)
         # Not for a local disk, which gets the tensors without a copy of them all: this thread's core is the training's.
         if write.state is not None and not self._sink.is_local:
             write.save_to(buffer := io.BytesIO())
             write.contents, write.state = buffer.getvalue(), None
             self._drop([write])
-        self._check_owner(self._sink)
+        self.retention.check_owner(self._sink)
         file = peers.file(write.name, peers.rank) if peers else write.name + ".pt" * write.has_manifest
-        self._files |= {file} if write.has_manifest else set()
+        self.retention.files |= {file} if write.has_manifest else set()
         self._sink.write(file, write.contents if write.state is None else write.save_to)
         if not write.has_manifest:
             return
@@ -418,13 +398,13 @@ class CheckpointStore:
         if peers:
             entries += self._wait_for_peers(peers, write.number)
         manifest = {"files": entries, "step": write.step, "best": write.best, "written_at": time.time()}
-        self._check_owner(self._sink)  # an upload may take long
+        self.retention.check_owner(self._sink)  # an upload may take long
         name = checkpoint_name(write.step) + ".json"
         self._sink.write(name, json.dumps(manifest).encode())
-        self._note_whole(name, manifest)
+        self.retention.note_whole(name, manifest)
         self._on_written(write.step, self.storage.join(name), write.best)
         try:
-            self._prune(name)
+            self.retention.prune(name)
         except Exception as error:  # the checkpoint is in place: what could not be deleted now goes the next time
             logger.warning("checkpoints: old ones could not be removed: %s: %s", type(error).__name__, error)
 
@@ -439,13 +419,7 @@ class CheckpointStore:
         """
         with self._changed:
             checkpoints = [write for write in self._queue if write.has_manifest]
-        self.num_kept, self.keeps_resumed = 1, False
-        for manifest in () if checkpoints else self._own.values():
-            manifest["best"] = False
-        num_before = len(self._own)
-        if self._own:
-            self._prune(max(self._own))
-        if len(self._own) < num_before:
+        if self.retention.keep_least(keeps_best=bool(checkpoints)):
             return True
         with self._changed:
             self._drop(checkpoints)
@@ -466,67 +440,6 @@ class CheckpointStore:
             entries.append(entry)
             self._stuck_since = time.monotonic()
         return entries
-
-    def _prune(self, newest: str) -> None:
-        """Delete what newer checkpoints replace. Only what was written or read whole here counts and goes."""
-        names = set(self._sink.names())
-        self._adopt_one(names)
-        self._own = {name: manifest for name, manifest in self._own.items() if name in names}
-        own = sorted(name for name in self._own if name <= newest)
-        best = [name for name in own if self._own[name].get("best")]
-        kept = {*own[-self.num_kept :], *best[-1:], *([self._resumed] if self.keeps_resumed else [])}
-        # Manifests go first: without one a checkpoint does not exist, with one it must be whole.
-        for name in own:
-            if name not in kept:
-                self._sink.delete(name)
-                del self._own[name]
-        referenced = {entry["file"] for manifest in self._own.values() for entry in manifest["files"]}
-        for name in names:
-            is_half = name.startswith("step-") and name.endswith(".tmp")  # a killed writer on a local disk
-            if is_half or (name in self._files and name not in referenced):
-                self._sink.delete(name)
-                self._files.discard(name)  # not those that a slower rank may still write
-        self._remove_orphans(newest, names)
-
-    def _remove_orphans(self, newest: str, names: set[str]) -> None:
-        """Delete, once, the files of attempts that were killed between the tensors and the manifest of a checkpoint."""
-        if self._has_removed_orphans:
-            return
-        self._has_removed_orphans = True
-        files = {name for name in names if is_tensors(name) and name not in self._files}
-        for name in filter(is_manifest, names if files else ()):
-            try:
-                files -= {entry["file"] for entry in read_manifest(self._sink, name)["files"]}
-            except (ConfigError, Damaged):  # whatever it named stays
-                files = {file for file in files if not file.startswith(f"{name.removesuffix('.json')}-")}
-        now = self._sink.modified(newest)  # by the store's clock, as the files' times
-        for name in files:
-            if now - self._sink.modified(name) > ORPHAN_SECONDS:
-                self._sink.delete(name)
-
-    def _adopt_one(self, names: set[str]) -> None:
-        """Read the oldest checkpoint of an earlier attempt whole, so that it may be deleted when its time has come."""
-        older = [name for name in names if is_manifest(name) and name < self._resumed and name not in self._own]
-        older = [name for name in older if name not in self._unreadable]
-        if older:
-            try:
-                manifest = read_manifest(self._sink, min(older))
-                for entry in manifest["files"]:  # one in memory at a time
-                    read_file(self._sink, entry)
-            except Damaged as damage:
-                logger.warning("%s", self._set_aside(self._sink, min(older), damage))
-            except (ConfigError, MemoryError) as error:  # it is whole, and not ours to delete
-                self._unreadable.add(min(older))
-                logger.warning("an older checkpoint stays: %s", error)
-            else:
-                self._note_whole(min(older), manifest)
-
-    def _check_owner(self, storage: Storage) -> None:
-        if self.owner:
-            check_owner(storage, self.owner)
-
-    def _manifests(self, storage: Storage) -> list[str]:
-        return [name for name in storage.names() if is_manifest(name)]
 
 
 def _wanted(queue: list[_Write]) -> list[_Write]:

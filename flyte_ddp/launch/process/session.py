@@ -81,8 +81,8 @@ class Session:
             raise ConfigError("session.save: state: expected split tensors, as in the saves before, got none")
         store = self.open_checkpoints()
         if self.process.rank == 0:
-            if store.keeps_resumed and self._num_readers() == self.process.node.world_size - 1:
-                store.keeps_resumed = False
+            if store.retention.keeps_resumed and self._num_readers() == self.process.node.world_size - 1:
+                store.retention.keeps_resumed = False
             self.write({"step": step, "state": state, "position": self._position}, step)
 
     def _save_split(self, state: Mapping[str, Any], step: int) -> bool:
@@ -173,7 +173,7 @@ class Session:
         if self.process.rank == 0:
             found, url, skipped = checkpoints.load_latest()
             if not is_alone:
-                checkpoints.keeps_resumed = found is not None
+                checkpoints.retention.keeps_resumed = found is not None
                 self.open_store().set(key, str(found["step"] if found else -1))
             self._link.emit(events.CheckpointLoaded(found["step"] if found else 0, url, skipped=skipped))
         else:

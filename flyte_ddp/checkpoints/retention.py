@@ -1,0 +1,130 @@
+"""Which checkpoints stay: the newest, the best, and what this process has neither written nor read whole."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from flyte_ddp.checkpoints.files import (
+    Damaged,
+    is_manifest,
+    is_tensors,
+    read_file,
+    read_manifest,
+    set_aside,
+)
+from flyte_ddp.checkpoints.ownership import check_owner
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.storage import Storage
+
+ORPHAN_SECONDS = 24 * 3600.0  # after which a file that no manifest names is one of an attempt that was killed
+
+logger = logging.getLogger(__name__)
+
+
+class Retention:
+    """Deletes what newer checkpoints replace.
+
+    Args:
+        storage: of the checkpoints, in which a failed try is not repeated.
+        num_kept: newest checkpoints that stay; the best one stays besides.
+        owner: as of `CheckpointStore`.
+
+    Attributes:
+        files: tensors that were read or written here, or begun.
+        resumed: the manifest that the run goes on from.
+        keeps_resumed: it stays, because other ranks may still read it.
+    """
+
+    def __init__(self, storage: Storage, num_kept: int, owner: str) -> None:
+        self.num_kept = num_kept
+        self.files: set[str] = set()
+        self.resumed = ""
+        self.keeps_resumed = False
+        self._storage = storage
+        self._owner = owner
+        self._own: dict[str, dict[str, Any]] = {}  # manifests that were written or read whole here, by name
+        self._unreadable: set[str] = set()  # manifests of whole checkpoints that this process cannot read
+        self._has_removed_orphans = False
+
+    def note_whole(self, name: str, manifest: dict[str, Any]) -> None:
+        """Note that a checkpoint was written or read whole, so that it may be deleted when its time has come."""
+        self._own[name] = manifest
+        self.files.update(entry["file"] for entry in manifest["files"])
+
+    def set_aside(self, storage: Storage, manifest_name: str, damage: Damaged) -> str:
+        """Rename the files of a damaged checkpoint; return the line that reports it."""
+        self.check_owner(storage)
+        return set_aside(storage, manifest_name, damage)
+
+    def keep_least(self, keeps_best: bool) -> bool:
+        """Delete all checkpoints but the newest and the best; return whether there were others.
+
+        Args:
+            keeps_best: else the newest alone stays.
+        """
+        self.num_kept, self.keeps_resumed = 1, False
+        for manifest in () if keeps_best else self._own.values():
+            manifest["best"] = False
+        num_before = len(self._own)
+        if self._own:
+            self.prune(max(self._own))
+        return len(self._own) < num_before
+
+    def prune(self, newest: str) -> None:
+        """Delete what newer checkpoints replace. Only what was written or read whole here counts and goes."""
+        names = set(self._storage.names())
+        self._adopt_one(names)
+        self._own = {name: manifest for name, manifest in self._own.items() if name in names}
+        own = sorted(name for name in self._own if name <= newest)
+        best = [name for name in own if self._own[name].get("best")]
+        kept = {*own[-self.num_kept :], *best[-1:], *([self.resumed] if self.keeps_resumed else [])}
+        # Manifests go first: without one a checkpoint does not exist, with one it must be whole.
+        for name in own:
+            if name not in kept:
+                self._storage.delete(name)
+                del self._own[name]
+        referenced = {entry["file"] for manifest in self._own.values() for entry in manifest["files"]}
+        for name in names:
+            is_half = name.startswith("step-") and name.endswith(".tmp")  # a killed writer on a local disk
+            if is_half or (name in self.files and name not in referenced):
+                self._storage.delete(name)
+                self.files.discard(name)  # not those that a slower rank may still write
+        self._remove_orphans(newest, names)
+
+    def _remove_orphans(self, newest: str, names: set[str]) -> None:
+        """Delete, once, the files of attempts that were killed between the tensors and the manifest of a checkpoint."""
+        if self._has_removed_orphans:
+            return
+        self._has_removed_orphans = True
+        files = {name for name in names if is_tensors(name) and name not in self.files}
+        for name in filter(is_manifest, names if files else ()):
+            try:
+                files -= {entry["file"] for entry in read_manifest(self._storage, name)["files"]}
+            except (ConfigError, Damaged):  # whatever it named stays
+                files = {file for file in files if not file.startswith(f"{name.removesuffix('.json')}-")}
+        now = self._storage.modified(newest)  # by the store's clock, as the files' times
+        for name in files:
+            if now - self._storage.modified(name) > ORPHAN_SECONDS:
+                self._storage.delete(name)
+
+    def _adopt_one(self, names: set[str]) -> None:
+        """Read the oldest checkpoint of an earlier attempt whole, so that it may be deleted when its time has come."""
+        older = [name for name in names if is_manifest(name) and name < self.resumed and name not in self._own]
+        older = [name for name in older if name not in self._unreadable]
+        if older:
+            try:
+                manifest = read_manifest(self._storage, min(older))
+                for entry in manifest["files"]:  # one in memory at a time
+                    read_file(self._storage, entry)
+            except Damaged as damage:
+                logger.warning("%s", self.set_aside(self._storage, min(older), damage))
+            except (ConfigError, MemoryError) as error:  # it is whole, and not ours to delete
+                self._unreadable.add(min(older))
+                logger.warning("an older checkpoint stays: %s", error)
+            else:
+                self.note_whole(min(older), manifest)
+
+    def check_owner(self, storage: Storage) -> None:
+        if self._owner:
+            check_owner(storage, self._owner)
