@@ -4,8 +4,8 @@ It does not know Flyte. Start reading at `flyte_ddp.rank.trainer`, the training 
 the loop of attempts around it; `flyte_ddp.recipes` has models with their data.
 
 `Recipe`, its kinds `Regression`, `MultiLabel` and `Segmentation`, and `DataError` are for your own recipes,
-`load_champion` is for serving, `run` calls a function of yours in every rank, and `session` is what that function may
-ask of its run. Each is imported at its first use, so `import flyte_ddp` costs nothing.
+`load_champion` is for serving, `train` trains a recipe, `run` calls a function of yours in every rank, and `session` is
+what that function may ask of its run. Each is imported at its first use, so `import flyte_ddp` costs nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from flyte_ddp import session
     from flyte_ddp.errors import DataError
     from flyte_ddp.launch.run import run
+    from flyte_ddp.launch.train import train
     from flyte_ddp.promotion.champion import load_champion
     from flyte_ddp.recipes.base import Recipe
     from flyte_ddp.recipes.tasks import MultiLabel, Regression, Segmentation
@@ -29,6 +30,7 @@ _HOMES = {
     "Segmentation": "flyte_ddp.recipes.tasks",
     "load_champion": "flyte_ddp.promotion.champion",
     "run": "flyte_ddp.launch.run",
+    "train": "flyte_ddp.launch.train",
 }
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "load_champion",
     "run",
     "session",
+    "train",
 ]
 
 

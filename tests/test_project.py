@@ -52,14 +52,19 @@ def installed(wheel, tmp_path_factory):
 def core(installed, tmp_path_factory):
     """A directory with the wheel, its core dependencies and what they need, and no other package."""
     place = tmp_path_factory.mktemp("core")
-    for name in with_dependencies(PROJECT["dependencies"]):
+    link(place, with_dependencies(PROJECT["dependencies"]), installed)
+    return place
+
+
+def link(place, distributions, installed):
+    """Put distributions, and what `installed` has, into `place`."""
+    for name in distributions:
         for file in metadata.distribution(name).files or []:
             top, path = file.parts[0], Path(str(file.locate()))
             if top != ".." and path.exists() and not (place / top).exists():
                 (place / top).symlink_to(path.parents[len(file.parts) - 2] if len(file.parts) > 1 else path)
     for each in installed.iterdir():
         (place / each.name).symlink_to(each)
-    return place
 
 
 def with_dependencies(requirements):
