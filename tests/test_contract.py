@@ -35,11 +35,12 @@ MISTAKES = {
     "Unused": r"model: expected a gradient for every parameter, got none for forgotten: use them in the forward pass",
     "FiguresOfText": r"figures: verdict: expected a number, got 'good'",
     "MetricsOfText": r"metrics: mae: expected a torchmetrics.Metric, or a function .*, got 'MeanAbsoluteError'",
-    "MetricsWithoutNames": r"metrics: expected a dict of metrics by name, got \[<bound method",
+    "MetricsWithoutNames": r"metrics: expected a dict of metrics by name, got a list",
     "MetricOverAll": r"metrics: expected mae of each sample, shape \(8,\), got shape \(\): do not sum over the samples",
     "MetricClass": r"metrics: mae: expected a torchmetrics.Metric, or a function .*, got <class",
     "MetricOfOtherShapes": r"metrics: f1: \w+: .* \(outputs \(8,\), targets \(8,\)\)",
     "MetricForEachClass": r"metrics: f1: expected one number, got shape \(2,\): take a mean, or one metric each",
+    "MetricOfCurves": r"metrics: roc: expected one number, got a tuple: take a mean, or one metric each",
     "ReservedName": r"metrics: expected another name than those of losses and times, got 'test_loss'",
     "OneDataset": r"datasets: expected a pair of data sets, for training and held out, got a TensorDataset",
     "ThreeDatasets": r"datasets: expected a pair of data sets, for training and held out, got 3 of them",
@@ -65,6 +66,11 @@ def test_a_broken_contract_is_one_line(name):
     message = str(caught.value)
     assert re.match(rf"{PLACE}{name}\.{MISTAKES[name]}", message), message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["SqueezedInLosses", "FlatTokens", "TimeFirst", "MetricsInACollection"])
+def test_correct_recipes_of_other_shapes_pass(name):
+    check(f"tests.support.mistakes.{name}")
 
 
 def test_every_rank_checks_before_the_first_step(tmp_path):

@@ -101,19 +101,22 @@ def _unchanged_buffers(model: nn.Module) -> Iterator[None]:
 
 def _check_results(recipe: Recipe, config: TrainingConfig, outputs: Any, targets: Any, num_samples: int) -> Any:
     """Check `losses`, `num_targets` and the metrics; return the losses."""
-    _check_broadcast(recipe, outputs, targets)
-    losses: Any = _call(recipe, "losses", outputs, targets)
+    try:
+        losses: Any = _call(recipe, "losses", outputs, targets)
+    except Exception:
+        _check_broadcast(recipe, outputs, targets, None, None)
+        raise
+    fewer = _losses_of_fewer(recipe, outputs, targets, num_samples)
+    _check_broadcast(recipe, outputs, targets, losses, fewer)
     _check_shape(recipe, "losses", "one loss for each sample", losses, num_samples, outputs, targets)
+    if fewer is not None:  # a dimension may have the length of the batch by chance
+        _check_shape(recipe, "losses", "one loss for each sample", fewer, num_samples - 1, outputs[:-1], targets[:-1])
     if not losses.is_floating_point():
         raise ConfigError(f"{locate(recipe, 'losses')}: expected floating-point losses, got {losses.dtype}")
     if not losses.requires_grad:
         raise ConfigError(
             f"{locate(recipe, 'losses')}: expected losses with a gradient, got some without: do not detach"
         )
-    if isinstance(outputs, Tensor) and isinstance(targets, Tensor) and num_samples > 1:
-        # A dimension may have the length of the batch by chance.
-        fewer = _call(recipe, "losses", outputs[:-1], targets[:-1])
-        _check_shape(recipe, "losses", "one loss for each sample", fewer, num_samples - 1, outputs[:-1], targets[:-1])
     with torch.no_grad():
         counts = _call(recipe, "num_targets", targets)
         if counts is not None:
@@ -125,21 +128,41 @@ def _check_results(recipe: Recipe, config: TrainingConfig, outputs: Any, targets
     return losses
 
 
-def _check_broadcast(recipe: Recipe, outputs: Any, targets: Any) -> None:
-    """Refuse outputs and targets of a regression that grow when they meet: (B, 1) and (B,) make (B, B)."""
-    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.shape == targets.shape:
-        return
-    if not outputs.is_floating_point() or not targets.is_floating_point():
+def _losses_of_fewer(recipe: Recipe, outputs: Any, targets: Any, num_samples: int) -> Any:
+    """Return the losses without the last sample; None where outputs or targets are not by sample, or the method fails.
+
+    Outputs may be in another order, such as (T, B, V) or (B x T, V).
+    """
+    if num_samples == 1 or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        return None
+    if outputs.shape[:1] != (num_samples,) or targets.shape[:1] != (num_samples,):
+        return None
+    try:
+        return _call(recipe, "losses", outputs[:-1], targets[:-1])
+    except Exception:
+        return None
+
+
+def _check_broadcast(recipe: Recipe, outputs: Any, targets: Any, losses: Any, fewer: Any) -> None:
+    """Refuse outputs and targets that grow when they meet: (B, 1) and (B,) make (B, B).
+
+    `losses` may bring them together itself. Then a sample's loss is the same among `fewer` samples.
+    """
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return
     try:
         together = torch.broadcast_shapes(outputs.shape, targets.shape)
     except RuntimeError:
         return
-    if torch.Size(together).numel() > max(outputs.numel(), targets.numel()):
-        raise ConfigError(
-            f"{locate(recipe, 'model')}: expected outputs of the targets' shape {tuple(targets.shape)}, got "
-            f"{tuple(outputs.shape)}, which broadcast to {tuple(together)}: squeeze or unsqueeze one of them"
-        )
+    if torch.Size(together).numel() <= max(outputs.numel(), targets.numel()):
+        return
+    if isinstance(losses, Tensor) and isinstance(fewer, Tensor) and losses.shape == (len(fewer) + 1,):
+        if fewer.dim() == 1 and torch.allclose(losses[:-1], fewer, equal_nan=True):
+            return
+    raise ConfigError(
+        f"{locate(recipe, 'model')}: expected outputs of the targets' shape {tuple(targets.shape)}, got "
+        f"{tuple(outputs.shape)}, which broadcast to {tuple(together)}: squeeze or unsqueeze one of them"
+    )
 
 
 def _check_num_correct(recipe: Recipe, outputs: Any, targets: Any, counts: Tensor) -> None:

@@ -41,8 +41,8 @@ class HeldOutMetrics:
         self.functions: dict[str, Any] = {}
         self.objects: dict[str, Any] = {}
         found: Any = recipe.metrics()
-        if not isinstance(found, Mapping):
-            raise ConfigError(f"expected a dict of metrics by name, got {found!r}")
+        if not isinstance(found, (Mapping, nn.ModuleDict)):  # the latter for a MetricCollection
+            raise ConfigError(f"expected a dict of metrics by name, got a {type(found).__name__}")
         for name, metric in found.items():
             if not isinstance(name, str) or name in RESERVED:
                 raise ConfigError(f"expected another name than those of losses and times, got {name!r}")
@@ -115,11 +115,11 @@ def read_value(name: str, value: Any) -> dict[str, float]:
     """
     if isinstance(value, Mapping):
         return {f"{name}_{key}": number for key, each in value.items() for number in read_value(key, each).values()}
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise ConfigError(
-            f"{name}: expected one number, got shape {tuple(value.shape)}: take a mean, or one metric each"
-        )
-    return {name: float(value)}
+    try:
+        return {name: float(value)}
+    except (TypeError, ValueError, RuntimeError):  # the last from a tensor with several
+        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise ConfigError(f"{name}: expected one number, got {got}: take a mean, or one metric each") from None
 
 
 def read_figures(recipe: Recipe, epoch: EpochFinished) -> dict[str, float]:

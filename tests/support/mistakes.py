@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
-from torchmetrics import MeanAbsoluteError, R2Score
-from torchmetrics.classification import MulticlassF1Score
+from torchmetrics import MeanAbsoluteError, MetricCollection, R2Score
+from torchmetrics.classification import MulticlassF1Score, MulticlassROC
 
 from flyte_ddp.recipes import Recipe
 
@@ -54,6 +54,61 @@ class Broadcast(Line):
 class BroadcastAndAveraged(Broadcast):
     def losses(self, outputs, targets):
         return ((outputs - targets) ** 2).mean(dim=1)
+
+
+class SqueezedInLosses(Broadcast):
+    """Correct: losses and metrics see outputs and targets alike."""
+
+    def losses(self, outputs, targets):
+        return super().losses(outputs.squeeze(1), targets)
+
+    def num_correct(self, outputs, targets):
+        return super().num_correct(outputs.squeeze(1), targets)
+
+
+class FlatTokens(Line):
+    """Correct: outputs (B x T, V) of targets (B, T)."""
+
+    def samples(self):
+        tokens = torch.arange(NUM_SAMPLES * 8).view(-1, 8) % 5
+        return tokens, tokens.roll(1, dims=1)
+
+    def model(self):
+        return nn.Sequential(nn.Embedding(5, 5), nn.Flatten(0, 1))
+
+    def losses(self, outputs, targets):
+        return functional.cross_entropy(outputs, targets.flatten(), reduction="none").view(targets.shape).sum(1)
+
+    def num_targets(self, targets):
+        return torch.full((len(targets),), targets.shape[1])
+
+    def num_correct(self, outputs, targets):
+        return (outputs.argmax(1).view(targets.shape) == targets).sum(1)
+
+
+class TimeFirst(FlatTokens):
+    """Correct: outputs (T, B, V), with T = B in the check."""
+
+    def model(self):
+        return nn.Sequential(nn.Embedding(5, 5), Transpose())
+
+    def losses(self, outputs, targets):
+        return functional.cross_entropy(outputs.permute(1, 2, 0), targets, reduction="none").sum(1)
+
+    def num_correct(self, outputs, targets):
+        return (outputs.argmax(2).T == targets).sum(1)
+
+
+class Transpose(nn.Module):
+    def forward(self, batch):
+        return batch.transpose(0, 1)
+
+
+class MetricsInACollection(Line):
+    """Correct: torchmetrics' own dict of metrics."""
+
+    def metrics(self):
+        return MetricCollection([MeanAbsoluteError(), R2Score()])
 
 
 class PlainNumber(Line):
@@ -143,6 +198,11 @@ class MetricForEachClass(Line):
 
     def metrics(self):
         return {"f1": MulticlassF1Score(2, average=None)}
+
+
+class MetricOfCurves(MetricForEachClass):
+    def metrics(self):
+        return {"roc": MulticlassROC(2, thresholds=5)}
 
 
 class ReservedName(Line):
