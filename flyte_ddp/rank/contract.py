@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from flyte_ddp.config import TrainingConfig
+from flyte_ddp.config.fields import suggest
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.rank.data import Samples
@@ -26,10 +27,17 @@ from flyte_ddp.rank.nested import tensors_in
 from flyte_ddp.rank.passes import autocast, model_inputs
 from flyte_ddp.rank.sharding import is_sharded
 from flyte_ddp.recipes import Recipe
+from flyte_ddp.recipes.tasks import MultiLabel, Regression, Segmentation
 from flyte_ddp.world import World
 
 MAX_SAMPLES = 8  # of the batch, so that the check takes milliseconds
-DEFAULT = "the default is for classes (B,) and their logits (B, C)"
+# The base classes of recipes, with the targets and outputs that their methods take.
+BASES: dict[type[Recipe], str] = {
+    Recipe: "the default is for classes (B,) and their logits (B, C)",
+    Regression: "that of Regression is for numbers, (B,) or (B, ...), and outputs of the same shape",
+    MultiLabel: "that of MultiLabel is for labels (B, L) and their logits (B, L)",
+    Segmentation: "that of Segmentation is for classes (B, H, W) and their logits (B, C, H, W)",
+}
 MAX_NAMES = 3  # of parameters in an error
 
 
@@ -49,6 +57,18 @@ def check_datasets(recipe: Recipe, found: Any) -> tuple[Dataset[Any], Dataset[An
                 f"{expected} each with __len__ and __getitem__, got a {type(dataset).__name__} without them"
             )
     return found[0], found[1]
+
+
+def check_model(recipe: Recipe, found: Any) -> nn.Module:
+    """Return the model that `recipe.model` has returned.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(found, nn.Module):
+        got = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
+        raise ConfigError(f"{locate(recipe, 'model')}: expected an nn.Module, got {got}")
+    return found
 
 
 def check_contract(recipe: Recipe, model: nn.Module, train: Samples, config: TrainingConfig, world: World) -> None:
@@ -156,8 +176,9 @@ def _check_broadcast(recipe: Recipe, outputs: Any, targets: Any, losses: Any, fe
         return
     if torch.Size(together).numel() <= max(outputs.numel(), targets.numel()):
         return
-    if isinstance(losses, Tensor) and isinstance(fewer, Tensor) and losses.shape == (len(fewer) + 1,):
-        if fewer.dim() == 1 and torch.allclose(losses[:-1], fewer, equal_nan=True):
+    if isinstance(losses, Tensor) and isinstance(fewer, Tensor) and losses.dim() == fewer.dim() == 1:
+        first = losses[: len(fewer)]
+        if first.shape == fewer.shape and torch.allclose(first, fewer, equal_nan=True):
             return
     raise ConfigError(
         f"{locate(recipe, 'model')}: expected outputs of the targets' shape {tuple(targets.shape)}, got "
@@ -185,8 +206,8 @@ def _check_shape(
     if value.shape == (num_samples,):
         return
     hint = ""
-    if _is_default(recipe, method):
-        hint = f": {DEFAULT}, so the recipe needs a method of its own"
+    if base := _base_of(recipe, method):
+        hint = f": {BASES[base]}, so the recipe needs a method of its own"
     elif value.dim() == 0:
         hint = ": use reduction='none'" if method == "losses" else ": do not sum over the samples"
     elif value.dim() > 1 and len(value) == num_samples:
@@ -202,20 +223,23 @@ def _call(recipe: Recipe, method: str, *arguments: Any) -> Any:
     try:
         return getattr(copy.copy(recipe), method)(*arguments)  # a copy: what a recipe counts in itself stays
     except Exception as error:
-        if not _is_default(recipe, method):
+        base = _base_of(recipe, method)
+        if not base:
             raise  # the user's own frames say more
         shapes = ", ".join(
             f"{name} {_shapes(each)}" for name, each in zip(("outputs", "targets"), arguments, strict=False)
         )
         reason = str(error).partition("\n")[0]
         raise ConfigError(
-            f"{locate(recipe, method)}: expected a method of the recipe's own, because {DEFAULT}, got {shapes}: "
+            f"{locate(recipe, method)}: expected a method of the recipe's own, because {BASES[base]}, got {shapes}: "
             f"{reason}"
         ) from error
 
 
-def _is_default(recipe: Recipe, method: str) -> bool:
-    return getattr(type(recipe), method) is getattr(Recipe, method)
+def _base_of(recipe: Recipe, method: str) -> type[Recipe] | None:
+    """Return the base class of this package that the method comes from; None if the recipe defines it."""
+    owner = next(each for each in type(recipe).__mro__ if method in vars(each))
+    return owner if owner in BASES else None
 
 
 def _check_metrics(recipe: Recipe, config: TrainingConfig, outputs: Any, targets: Any, counts: Tensor) -> None:
@@ -241,7 +265,8 @@ def _check_metrics(recipe: Recipe, config: TrainingConfig, outputs: Any, targets
             raise ConfigError(f"{place}: {name}: {type(error).__name__}: {reason} ({shapes})") from error
         names += _read_names(name, metric, place)
     if config.monitor.metric not in names:
-        raise ConfigError(f"monitor.metric: expected one of {', '.join(names)}, got {config.monitor.metric!r}")
+        expected, got = ", ".join(names), config.monitor.metric
+        raise ConfigError(f"monitor.metric: expected one of {expected}, got {got!r}{suggest(got, names)}")
     epoch = EpochFinished(1, 1, 0.5, 0.5, 0.1, 1.0, 1.0, 1.0, metrics=dict.fromkeys(names, 0.5))
     try:
         read_figures(recipe, epoch)
@@ -264,9 +289,9 @@ def _read_names(name: str, metric: Any, place: str) -> list[str]:
 
 
 def locate(recipe: Recipe, method: str) -> str:
-    """Return the place of a recipe's method: file, line and name; of its class where it has the default."""
+    """Return the place of a recipe's method: file, line and name; of its class where it has that of a base class."""
     own = getattr(type(recipe), method)
-    code: Any = type(recipe) if _is_default(recipe, method) else inspect.unwrap(own)
+    code: Any = type(recipe) if _base_of(recipe, method) else inspect.unwrap(own)
     try:
         file, line = inspect.getsourcefile(code), inspect.getsourcelines(code)[1]
     except (OSError, TypeError):  # made in an interpreter

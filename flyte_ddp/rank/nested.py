@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from flyte_ddp.errors import DataError
+
 
 def map_parts(function: Callable[[Sequence[Any]], Any], values: Sequence[Any]) -> Any:
     """Return a value of the shape that all `values` have, with `function` of their parts at each place.
@@ -30,8 +32,18 @@ def map_parts(function: Callable[[Sequence[Any]], Any], values: Sequence[Any]) -
 
 
 def collate(samples: Sequence[Any]) -> Any:
-    """Return a batch of `samples`, as a DataLoader's own function does, and of dataclasses as well."""
-    return map_parts(lambda parts: default_collate(list(parts)), samples)
+    """Return a batch of `samples`, as a DataLoader's own function does, and of dataclasses as well.
+
+    Raises:
+        DataError: their tensors differ in shape, or they have something that no batch can be made of.
+    """
+    try:
+        return map_parts(lambda parts: default_collate(list(parts)), samples)
+    except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise DataError(
+            f"datasets: expected samples of tensors or numbers, each of the same shape, got {reason}"
+        ) from error
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

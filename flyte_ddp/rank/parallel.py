@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.rank.batch_norm import accept_single_values, synchronize
+from flyte_ddp.rank.contract import check_model
 from flyte_ddp.rank.fast_start import ddp_exchange_seconds, set_ddp_timing_interval
 from flyte_ddp.rank.initial_state import freeze_layers
 from flyte_ddp.rank.sharding import check_memory, fill_model, large_blocks, shard_model
@@ -30,7 +31,7 @@ def build_model(recipe: Recipe, config: TrainingConfig, world: World) -> nn.Modu
     """Return the recipe's model as `place_model` does; without contents if it is split and can be filled afterwards."""
     splits = config.parallel == "fsdp" and world.world_size > 1
     with torch.device("meta") if splits and fills_by_tensor(recipe) else nullcontext():
-        model = recipe.model()
+        model = check_model(recipe, recipe.model())
     freeze_layers(model, config.frozen_layers)
     return place_model(model, config, world)
 

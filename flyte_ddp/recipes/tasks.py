@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.config.extras import require
+from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import Prediction
 from flyte_ddp.recipes.base import Recipe, to_png
 
@@ -62,7 +63,7 @@ class MultiLabel(Recipe):
         return ((outputs > 0) == (targets > 0)).sum(dim=1)
 
     def num_targets(self, targets: Tensor) -> Tensor:
-        return targets.new_full((len(targets),), targets.shape[1])
+        return targets.new_full((len(targets),), targets[0].numel())
 
     def metrics(self) -> Mapping[str, Any]:
         require("the metrics of MultiLabel", "torchmetrics")
@@ -114,6 +115,8 @@ class Segmentation(Recipe):
         require("the metrics of Segmentation", "torchmetrics")
         from torchmetrics.classification import MulticlassJaccardIndex
 
+        if len(self.class_names) < 2:
+            raise ConfigError(f"class_names: expected the names of all classes, at least two, got {self.class_names!r}")
         index = MulticlassJaccardIndex(len(self.class_names), ignore_index=IGNORED)
         return {"accuracy": self.num_correct, "miou": index}
 

@@ -96,7 +96,7 @@ class TimeFirst(FlatTokens):
         return functional.cross_entropy(outputs.permute(1, 2, 0), targets, reduction="none").sum(1)
 
     def num_correct(self, outputs, targets):
-        return (outputs.argmax(2).T == targets).sum(1)
+        return torch.eq(outputs.argmax(2).T, targets).sum(1)
 
 
 class Transpose(nn.Module):
