@@ -10,8 +10,9 @@ from torch import nn
 
 from flyte_ddp.errors import ConfigError, DataError, RankFailure
 from flyte_ddp.events import Reported
-from flyte_ddp.rank.contract import check_contract, check_datasets
+from flyte_ddp.rank.contract import check_contract, check_datasets, check_model
 from flyte_ddp.rank.data import open_samples
+from flyte_ddp.rank.nested import collate
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.world import ALONE
 from tests.support import mistakes
@@ -45,6 +46,9 @@ MISTAKES = {
     "OneDataset": r"datasets: expected a pair of data sets, for training and held out, got a TensorDataset",
     "ThreeDatasets": r"datasets: expected a pair of data sets, for training and held out, got 3 of them",
     "Streamed": r"datasets: expected .* each with __len__ and __getitem__, got a Stream without them",
+    "WideRegression": r"losses: .* that of Regression is for numbers, .*, got outputs \(8, 2\), targets \(8,\): ",
+    "LabelsOfOneColumn": r"losses: .* that of MultiLabel is for labels .*, got outputs \(8, 2\), targets \(8,\): ",
+    "UnnamedClasses": r"metrics: class_names: expected the names of all classes, at least two, got \(\)",
     "Segmentation": r"losses: expected one loss for each sample, shape \(8,\), got shape \(8, 6, 6\): the default is",
     "SegmentationWithoutSums": r"losses: .*: sum over a sample's targets, .* and return their number by num_targets",
     "SegmentationWithoutCounts": r"num_correct: expected at most 1 for a sample, the number of its targets",
@@ -89,6 +93,19 @@ def test_samples_that_are_no_pairs_are_one_line(tmp_path):
             new_run(tmp_path / name, f"tests.support.mistakes.{name}").train()
         expected = rf"DataError: datasets: expected \(input, target\) pairs as samples, got {got}"
         assert re.match(expected, caught.value.cause), caught.value.cause
+
+
+@pytest.mark.parametrize("samples", [[torch.ones(1), torch.ones(2)], [None, None], [{"a": 1}, {"b": 1}]])
+def test_samples_that_make_no_batch_are_one_line(samples):
+    with pytest.raises(
+        DataError, match=r"datasets: expected samples of tensors or numbers, each of the same shape, got "
+    ):
+        collate([(sample, 1) for sample in samples])
+
+
+def test_a_model_that_is_none_is_one_line():
+    with pytest.raises(ConfigError, match=r"Line\.model: expected an nn\.Module, got the class Linear"):
+        check_model(mistakes.Line(), nn.Linear)
 
 
 def test_data_that_cannot_be_are_refused(tmp_path):

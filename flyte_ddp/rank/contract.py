@@ -238,8 +238,8 @@ def _call(recipe: Recipe, method: str, *arguments: Any) -> Any:
 
 def _base_of(recipe: Recipe, method: str) -> type[Recipe] | None:
     """Return the base class of this package that the method comes from; None if the recipe defines it."""
-    owner = next(each for each in type(recipe).__mro__ if method in vars(each))
-    return owner if owner in BASES else None
+    own = getattr(type(recipe), method)
+    return next((base for base in BASES if vars(base).get(method) is own), None)
 
 
 def _check_metrics(recipe: Recipe, config: TrainingConfig, outputs: Any, targets: Any, counts: Tensor) -> None:

@@ -11,6 +11,8 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from torchmetrics import MeanAbsoluteError, MetricCollection, R2Score
 from torchmetrics.classification import MulticlassF1Score, MulticlassROC
 
+import flyte_ddp
+from flyte_ddp import MultiLabel, Regression
 from flyte_ddp.recipes import Recipe
 
 NUM_SAMPLES = 40
@@ -215,6 +217,30 @@ class UnknownMonitor(Line):
 
     def metrics(self):
         return {"mae": MeanAbsoluteError(), "r2": R2Score()}
+
+
+class WideRegression(Regression):
+    defaults, prepare, samples, datasets = Line.defaults, Line.prepare, Line.samples, Line.datasets
+
+    def model(self):
+        return nn.Linear(1, 2)
+
+
+class LabelsOfOneColumn(MultiLabel):
+    defaults, prepare, datasets, model = Line.defaults, Line.prepare, Line.datasets, WideRegression.model
+
+    def samples(self):
+        return Line.samples(self)[0], torch.arange(NUM_SAMPLES) % 2
+
+
+class UnnamedClasses(flyte_ddp.Segmentation):
+    defaults, prepare, datasets = Line.defaults, Line.prepare, Line.datasets
+
+    def samples(self):
+        return Segmentation.samples(self)
+
+    def model(self):
+        return nn.Conv2d(1, 2, 1)
 
 
 class PrepareWithoutReturn(Line):
