@@ -9,7 +9,10 @@ import flyte_ddp
 from benchmarks.frameworks import PROGRAMS, Task
 from flyte_ddp.errors import RankFailure
 
-FRAMEWORKS = ("transformers", "lightning", "accelerate")
+FRAMEWORKS = (  # of which importing takes ten seconds for each rank; `make test-docs` has all
+    *(pytest.param(each, marks=pytest.mark.slow) for each in ("transformers", "lightning")),
+    "accelerate",
+)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
