@@ -127,13 +127,18 @@ def test_an_epoch_resumed_in_the_middle_has_the_remaining_batches():
 
 @st.composite
 def _changing_sizes(draw):
-    """An epoch of some samples, and the world sizes at which its batches are trained, a few batches each."""
+    """An epoch of some samples, and the world sizes at which its batches are trained, a few batches each.
+
+    An attempt ends in a loss that was announced, so that its last state is kept, or in one that was not.
+    """
     per_rank, accumulation = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     batch = per_rank * accumulation * draw(st.sampled_from([1, 2, 4, 6, 8, 12]))
     sizes = [size for size in range(1, batch + 1) if batch % (size * accumulation) == 0]
     config = TrainingConfig(global_batch_size=batch, gradient_accumulation=accumulation, seed=draw(st.integers(0, 99)))
-    stretches = st.tuples(st.sampled_from(sizes), st.integers(0, 5))  # an attempt may end before its first step
-    return config, draw(st.integers(1, 5 * batch)), draw(st.integers(1, 4)), draw(st.lists(stretches, max_size=8))
+    # An attempt may end before its first step.
+    stretches = st.tuples(st.sampled_from(sizes), st.integers(0, 5), st.booleans())
+    num_samples, epoch, interval = draw(st.integers(1, 5 * batch)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    return config, num_samples, epoch, interval, draw(st.lists(stretches, max_size=8))
 
 
 def _counted_in_batch(ranks, number):
@@ -153,7 +158,7 @@ def _counted_in_batch(ranks, number):
 @settings(max_examples=150, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(_changing_sizes())
 def test_a_run_that_shrinks_and_grows_sees_each_sample_once_in_the_batches_of_an_undisturbed_one(run):
-    config, num_samples, epoch, stretches = run
+    config, num_samples, epoch, interval, stretches = run
     samples = LoadedSamples(
         TensorDataset(torch.arange(num_samples), torch.arange(num_samples)), Tiny(), config, _world(0, 1)
     )
@@ -165,10 +170,13 @@ def test_a_run_that_shrinks_and_grows_sees_each_sample_once_in_the_batches_of_an
 
     undisturbed = shards_from(0, 1)
     expected = [_counted_in_batch(undisturbed, number) for number in range(len(undisturbed[0]))]
-    seen = []
-    for world_size, num_steps in [*stretches, (1, len(expected))]:
-        ranks = shards_from(len(seen), world_size)
+    seen = []  # that the state has, which the next attempt resumes from
+    for world_size, num_steps, is_announced in [*stretches, (1, len(expected), True)]:
+        first = len(seen)
+        ranks = shards_from(first, world_size)
         seen += [_counted_in_batch(ranks, number) for number in range(min(num_steps, len(ranks[0])))]
+        if not is_announced:
+            del seen[max(first, len(seen) // interval * interval) :]
 
     assert seen == expected
     assert sorted(index for batch, _ in seen for index in batch) == list(range(num_samples))

@@ -144,6 +144,7 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
                                 *GANG_SETTINGS,
                                 {"name": "DASK_DISTRIBUTED__SCHEDULER__HTTP__ROUTES", "value": ROUTES},
                                 *TLS_SETTINGS,
+                                {"name": "FLYTE_DDP_TERMINATION_GRACE", "value": "60"},
                             ],
                             "resources": {"requests": scheduler_resources, "limits": scheduler_resources},
                             "securityContext": SECURITY,
@@ -166,6 +167,7 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
                         }
                     ],
                     "volumes": [TEMPORARY_VOLUME, CERTIFICATE_VOLUME],
+                    "terminationGracePeriodSeconds": 60,
                 },
                 "service": {
                     "type": "ClusterIP",

@@ -10,21 +10,24 @@ import time
 import cloudpickle
 import pytest
 import torch
+import yaml
 
 from flyte_ddp import events
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.config import resolve
+from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.dask import growth
 from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.programs import Job, Program, recipe_program
 from flyte_ddp.launch.run import _Call
+from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.recipes import get_recipe
-from tests.support.dask_runs import At, events_of
+from tests.support.dask_runs import At, events_of, front_of, start_scheduler
 from tests.support.promises import NUM_STEPS, count
-from tests.support.runs import fork_functions, new_run
+from tests.support.runs import REPOSITORY, fork_functions, new_run
 
 RECIPE = "tests.support.promises.Steady"
 STEADY = {"checkpoint_interval": 1000, "recipe_options": {"faults": ""}}
@@ -53,14 +56,14 @@ def program_of(kind, faults=""):
     return recipe_program(RECIPE, resolve(get_recipe(RECIPE, {}).defaults, config))
 
 
-def train(directory, program, config=None, at_steps=()):
+def train(directory, program, config=None, at_steps=(), listeners=()):
     """Train on the cluster of `config`, or on this machine."""
     run = new_run(directory, RECIPE)
     data = (lambda: str(run.data())) if program.describes_itself else None
     with open_cluster(config, "test") if config else contextlib.nullcontext() as client:
         place = DaskPlace(client, config) if config else LocalPlace(2)
         job = Job(program, str(directory / "checkpoints"), time.time())
-        run.result = driver.run(job, place, data, [run, *(At(*each) for each in at_steps)], run.relay)
+        run.result = driver.run(job, place, data, [run, *listeners, *(At(*each) for each in at_steps)], run.relay)
     return run
 
 
@@ -107,6 +110,47 @@ def test_a_worker_that_is_told_to_go_costs_no_step_and_no_restart(pair, tmp_path
         torch.testing.assert_close(result_of(run), train(tmp_path / "undisturbed", program_of(kind)).state())
     assert nannies[1].wait(30) == 0
     assert nannies[0].poll() is None
+
+
+class On:
+    """A listener that calls a function once, at the first event of a kind, from a step on."""
+
+    def __init__(self, kind, step, function):
+        self.kind, self.step, self.function = kind, step, function
+
+    def handle(self, event):
+        if isinstance(event, self.kind) and getattr(event, "step", 0) >= self.step and self.function:
+            function, self.function = self.function, None
+            function()
+
+    def close(self, error):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [(events.RunStarted, 0), (events.CheckpointSaved, 5), (events.Reported, 9)],
+    ids=["before the first step", "while a checkpoint is written", "while the model is evaluated"],
+)
+def test_a_notice_costs_no_step_whenever_it_comes(pair, tmp_path, kind, step):
+    config, nannies = pair
+    slow = tmp_path / "faults"
+    slow.mkdir()
+    (slow / "9-kill-1000").touch()
+    tell = On(kind, step, lambda: nannies[1].send_signal(signal.SIGTERM))
+    program = recipe_program(
+        RECIPE,
+        resolve(get_recipe(RECIPE, {}).defaults, {"checkpoint_interval": 5, "recipe_options": {"faults": str(slow)}}),
+    )
+    run = train(tmp_path, program, config, listeners=[tell])
+    check_no_step_was_lost(run)
+    assert [event.num_nodes for event in events_of(run, events.RunStarted)] == [2, 1]
+    (ended,) = events_of(run, events.AttemptEnded)
+    assert ended.num_leaving == 1
+    assert ended.step <= step + 6  # soon
+    assert len(events_of(run, events.EpochFinished)) == 3
+    torch.testing.assert_close(run.state(), train(tmp_path / "undisturbed", program_of("ddp")).state())
 
 
 def count_without_looking(num_steps):
@@ -170,3 +214,46 @@ def test_a_second_sigterm_ends_a_worker_at_once_and_counts_as_no_restart(pair, t
     assert [event.num_nodes for event in events_of(run, events.RunStarted)] == [2, 1]
     assert [event.num_leaving for event in events_of(run, events.AttemptEnded)] == [1]
     assert run.last_step == NUM_STEPS
+
+
+def test_a_scheduler_that_is_told_to_go_costs_no_step_and_no_restart(pair, start_worker, scheduler, tmp_path):
+    config, _ = pair
+    process, first = start_scheduler(tmp_path)
+    told = []
+    slow = tmp_path / "faults"
+    slow.mkdir()
+    (slow / "9-kill-1000").touch()
+    with front_of(first) as (address, targets):
+        nannies = [start_worker(address, f"node-{index}") for index in (3, 4)]
+
+        def tell():
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+            targets[0] = scheduler
+            told.append(time.time())
+
+        config = dataclasses.replace(config, scheduler_address=address, min_nodes=0)
+        run = train(tmp_path, program_of("ddp", str(slow)), config, at_steps=[(5, tell)])
+    check_no_step_was_lost(run)
+    assert [event.num_nodes for event in events_of(run, events.RunStarted)] == [2, 2]
+    (ended,) = events_of(run, events.AttemptEnded)
+    assert ended.reason == "the Dask scheduler leaves"
+    assert process.wait(10) == 0
+    assert [each.poll() for each in nannies] == [None, None]
+    next_step = next(event for event in events_of(run, events.Reported) if event.step > ended.step)
+    print(f"{next_step.at - told[0]:.2f} s from the notice to the next step")
+
+
+def test_the_ranks_of_a_task_get_what_its_pods_grace_leaves(monkeypatch):
+    assert StopRequest().grace == Program("own", b"").stop_grace == 20
+    spec = yaml.safe_load((REPOSITORY / "deploy/pod-template.yaml").read_text())["template"]["spec"]
+    (variable,) = spec["containers"][0]["env"]
+    assert int(variable["value"]) == spec["terminationGracePeriodSeconds"] == 60
+    monkeypatch.setenv(variable["name"], variable["value"])
+    graces = {StopRequest().grace, Program("own", b"").stop_grace, LocalPlace(1).notice_seconds}
+    assert graces == {50}
+    monkeypatch.setenv(variable["name"], "a minute")
+    with pytest.raises(
+        ConfigError, match="^FLYTE_DDP_TERMINATION_GRACE: expected a number of seconds, got 'a minute'$"
+    ):
+        StopRequest()

@@ -10,7 +10,8 @@ from typing import Any
 from flyte_ddp.config.fields import check_names, field, validate
 from flyte_ddp.errors import ConfigError
 
-GRACE_VARIABLE = "FLYTE_DDP_TERMINATION_GRACE"  # of a worker: seconds from SIGTERM until it is killed
+GRACE_VARIABLE = "FLYTE_DDP_TERMINATION_GRACE"  # of a worker's or a task's pod: seconds from SIGTERM until it is killed
+DEFAULT_GRACE = 30.0  # seconds, as Kubernetes has it
 ADDRESS_VARIABLE = "DASK_SCHEDULER_ADDRESS"  # set by Dask's own tools, and in a task by Flyte's Dask plugin
 
 # Dask settings that a gang needs, for every kind of cluster; for dask.config.set and for the environment.
@@ -205,6 +206,15 @@ def cluster_config(values: Mapping[str, Any]) -> ClusterConfig:
     """
     check_names(ClusterConfig, values, "cluster")
     return ClusterConfig(**values)
+
+
+def termination_grace() -> float:
+    """Return the seconds from SIGTERM until this process is killed, as its environment says."""
+    text = os.environ.get(GRACE_VARIABLE, "")
+    try:
+        return float(text) if text else DEFAULT_GRACE
+    except ValueError:
+        raise ConfigError(f"{GRACE_VARIABLE}: expected a number of seconds, got {text!r}") from None
 
 
 def dask_config(config: ClusterConfig) -> dict[str, Any]:

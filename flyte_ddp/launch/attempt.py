@@ -35,7 +35,9 @@ class Node:
     worker: str = ""  # name of its Dask worker
     is_writing: bool = False  # rank 0 writes a checkpoint
     leaves_at: float = float("inf")  # monotonic: when it is gone, if it was told to go
+    told_at: float = float("inf")  # monotonic: when it said so
     trains_until: float = float("inf")  # monotonic: so long it may train on while the gang waits for its replacement
+    because: str = ""  # why it goes, if it was not told to go itself
     outcome: str = ""  # done, stopped, failed, killed, broken or lost; "" while it runs
     stopped: TrainingStopped | None = None  # how it was stopped
 
@@ -46,6 +48,14 @@ class Node:
     def is_leaving(self) -> bool:
         """It has announced that it goes away."""
         return self.leaves_at < float("inf")
+
+    def leave(self, seconds: float, because: str = "") -> None:
+        """Note that it goes away in so many seconds. The first notice counts."""
+        if not self.is_leaving:
+            self.told_at = time.monotonic()
+            self.leaves_at = self.told_at + seconds
+            self.trains_until = self.told_at + TRAINING_SHARE * seconds
+            self.because = because
 
 
 class Nodes(Protocol):
@@ -199,6 +209,8 @@ class Attempt:
     def reason(self) -> str:
         """Why a gang that nothing has failed in ends."""
         if leaving := self.leaving:
+            if because := next((node.because for node in leaving if node.because), ""):
+                return because
             return f"{leaving[0]} leaves" if len(leaving) == 1 else f"{len(leaving)} nodes leave"
         return f"the gang grows from {len(self.nodes.nodes)} to {self.larger} nodes"
 
@@ -219,9 +231,8 @@ class Attempt:
                 self._note_step(message["step"])
                 node.is_writing = message["is_writing"]
                 self.is_stoppable |= message["is_stoppable"]
-                if (seconds := message["leaves_in"]) is not None and not node.is_leaving:
-                    node.leaves_at = time.monotonic() + seconds
-                    node.trains_until = node.leaves_at - (1 - TRAINING_SHARE) * seconds
+                if (seconds := message["leaves_in"]) is not None:
+                    node.leave(seconds)
             elif kind == "event":
                 self._note_step(getattr(message["event"], "step", 0))
                 self.emit(message["event"])

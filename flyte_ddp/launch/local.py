@@ -21,7 +21,7 @@ from flyte_ddp.launch.devices import (
     num_gpus,
 )
 from flyte_ddp.launch.node import Link, run_ranks
-from flyte_ddp.launch.process.programs import STOP_GRACE, Job
+from flyte_ddp.launch.process.programs import Job, stop_grace
 from flyte_ddp.launch.process.ranks import NodeRanks
 
 if TYPE_CHECKING:
@@ -42,13 +42,13 @@ class LocalPlace:
     """
 
     larger_memory = "memory: expected a larger limit of the task (training.memory_gib in settings.toml)"
-    notice_seconds = STOP_GRACE
     is_cluster = False
 
     def __init__(self, num_processes: int = 0, max_restarts: int = 0, port: int = 0) -> None:
         self.num_processes = num_processes or default_num_processes()
         self.max_restarts = max_restarts
         self.port = port
+        self.notice_seconds = stop_grace()
 
     def check(self, job: Job) -> None:
         """Check the run before any process is started for it.

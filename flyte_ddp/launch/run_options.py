@@ -19,7 +19,7 @@ from typing import Any
 from flyte_ddp.config.fields import read_object
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.process.output import PREFIX, Output
-from flyte_ddp.launch.process.programs import STOP_GRACE, STOP_SIGNALS, Program
+from flyte_ddp.launch.process.programs import STOP_SIGNALS, Program, stop_grace
 from flyte_ddp.launch.run import Gang, command_program, script_program
 
 # By these the agents that torchrun needs on every machine find each other. Here one command starts all machines.
@@ -76,8 +76,9 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     for stream in ("stdout", "stderr"):
         text = f"lines of a {stream} that is tee'd with one of these in them also go to one file, such as 'loss,lr'"
         add(f"--duplicate-{stream}-filters", type=_read_list, default="", help=text)
-    text = "seconds from a signal until the ranks are killed (default 20)"
-    add("--shutdown-timeout", type=int, default=os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", STOP_GRACE), help=text)
+    text = "seconds from a signal until the ranks are killed (default: 20, or what the task's pod has for it)"
+    seconds = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", stop_grace())
+    add("--shutdown-timeout", type=int, default=seconds, help=text)
     text = f"that end the run and are passed on to its ranks (default {','.join(STOP_SIGNALS)})"
     add("--signals-to-handle", default=",".join(STOP_SIGNALS), help=text)
     add_switch("--standalone", help="accepted as torchrun's; nothing needs it here")

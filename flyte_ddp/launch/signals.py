@@ -9,18 +9,18 @@ import time
 import types
 from collections.abc import Iterator, Sequence
 
-from flyte_ddp.launch.process.programs import STOP_GRACE, STOP_SIGNALS
+from flyte_ddp.launch.process.programs import STOP_SIGNALS, stop_grace
 
 
 class StopRequest:
     """A request, possibly repeated, to end a run early. Set from a signal handler or another thread.
 
     Args:
-        grace: seconds from the request until the run is killed.
+        grace: seconds from the request until the run is killed; by default as long as this process has after SIGTERM.
     """
 
-    def __init__(self, grace: float = STOP_GRACE) -> None:
-        self.grace = grace
+    def __init__(self, grace: float | None = None) -> None:
+        self.grace = stop_grace() if grace is None else grace
         self.reason = ""
         self.num_requests = 0
         self.deadline = float("inf")  # monotonic; the run is killed then if it has not ended
@@ -52,7 +52,7 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def stop_on_signals(signals: Sequence[str] = STOP_SIGNALS, grace: float = STOP_GRACE) -> Iterator[StopRequest]:
+def stop_on_signals(signals: Sequence[str] = STOP_SIGNALS, grace: float | None = None) -> Iterator[StopRequest]:
     """Turn signals into a stop request for the length of the block.
 
     A SIGHUP that is ignored stays so: the run was started with nohup. Signal handlers belong to the main thread. In

@@ -144,11 +144,11 @@ class Flyte:
             "name": pod,
             **container,
             "args": arguments,
-            "env": [{"name": name, "value": value} for name, value in environment.items()],
+            "env": [*default["env"], *({"name": name, "value": value} for name, value in environment.items())],
             # Not the task's: these nodes have two cores, which other pods share.
             "resources": {"requests": limits or {"cpu": "100m", "memory": "512Mi"}, "limits": limits or {}},
         }
-        spec = {"restartPolicy": "Never", "serviceAccountName": "flyte-ddp", "terminationGracePeriodSeconds": 30}
+        spec = {"restartPolicy": "Never", "serviceAccountName": "flyte-ddp"}
         annotations = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
         apply(
             {

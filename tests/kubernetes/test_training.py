@@ -33,6 +33,8 @@ SEES_NO_CHECKPOINT = {"checkpoint_interval": 1000}
 CONFIGS = {
     "bereaved": {"parallel": "fsdp", **SEES_NO_CHECKPOINT},
     "drained": SEES_NO_CHECKPOINT,
+    "tainted": SEES_NO_CHECKPOINT,
+    "headless": SEES_NO_CHECKPOINT,
     "counted": {"num_steps": 60},
 }
 STEP_SECONDS = "0.4"  # an epoch is long enough to be met in the middle
@@ -263,7 +265,7 @@ def reserved_for_workers(node: str) -> Iterator[dict[str, Any]]:
         kubectl("taint", "node", node, f"{taint}-")
 
 
-def test_a_drained_node_costs_a_recipe_and_a_function_no_step_and_they_grow_back(
+def test_a_drained_or_tainted_node_costs_a_recipe_and_a_function_no_step_and_they_grow_back(
     start: Callable[..., Driver],
     namespace: Namespace,
     store: Store,
@@ -273,7 +275,7 @@ def test_a_drained_node_costs_a_recipe_and_a_function_no_step_and_they_grow_back
     node = kubectl("get", "nodes", "--output", "jsonpath={.items[*].metadata.name}").split()[-1]
     elastic = {"min_nodes": 1, "grow_delay": 5, "grow_interval": 0, "alone_seconds": "1", "node_timeout": PATIENT}
     with reserved_for_workers(node) as placement:
-        driver = start("drained", "drained", recipe=WITHOUT_DROPOUT, **elastic, **placement)
+        driver = start("drained", "drained", "tainted", recipe=WITHOUT_DROPOUT, **elastic, **placement)
         driver.wait_for_step("drained", 5)
     told_at = time.time()
     ours = f"--pod-selector=dask.org/cluster-name={namespace.clusters()[0]},dask.org/component=worker"
@@ -282,17 +284,25 @@ def test_a_drained_node_costs_a_recipe_and_a_function_no_step_and_they_grow_back
         print(f"the node was empty after {time.time() - told_at:.1f} s")
     finally:
         kubectl("uncordon", node)
+    driver.wait_for_step("tainted", 5)
+    kubectl("taint", "node", node, "flyte-ddp.test/goes=:NoExecute")
+    try:
+        driver.wait_for(run="tainted", event="RunStarted", world_size=1)
+    finally:
+        kubectl("taint", "node", node, "flyte-ddp.test/goes-")
     driver.succeeded()
-    driver.print_pauses("drained")
-    assert len(driver.departures()) == 1
+    assert len(driver.departures()) == 2
     assert driver.losses_of_gang() == []
-    assert [each["world_size"] for each in driver.records(run="drained", event="RunStarted")] == [2, 1, 2]
-    assert driver.steps("drained") == list(range(1, 2 * STEPS_PER_EPOCH + 1)), "a step was lost or done again"
-    torch.testing.assert_close(store.state("drained"), finished_run("Tiny", 2, **CONFIG).state())
+    for run in ("drained", "tainted"):
+        driver.print_pauses(run)
+        assert [each["world_size"] for each in driver.records(run=run, event="RunStarted")] == [2, 1, 2]
+        assert driver.steps(run) == list(range(1, 2 * STEPS_PER_EPOCH + 1)), "a step was lost or done again"
+        torch.testing.assert_close(store.state(run), finished_run("Tiny", 2, **CONFIG).state())
 
     driver = start("counted", "counted", recipe=FUNCTION, **elastic)
     driver.wait_for_step("counted", 5)
-    pod = driver.pods("worker")[0]
+    (scheduler,) = driver.pods("scheduler")
+    pod = next(each for each in driver.pods("worker") if each["spec"]["nodeName"] != scheduler["spec"]["nodeName"])
     node, name = pod["spec"]["nodeName"], f"{namespace.name}/{pod['metadata']['name']}"
     try:
         assert main(["drain", node]) == 0
@@ -343,17 +353,27 @@ def test_a_run_shrinks_without_a_silent_node_and_grows_back_when_it_is_mended(
     torch.testing.assert_close(store.state("cut-off"), finished_run("Tiny", 2, **CONFIG).state())
 
 
-def test_a_deleted_scheduler_pod_costs_only_time(
+def test_a_drained_node_with_the_scheduler_and_a_worker_costs_no_step(
     start: Callable[..., Driver], namespace: Namespace, store: Store, finished_run: Callable[..., Any]
 ) -> None:
-    driver = start("headless", "headless")
-    driver.wait_for_checkpoint("headless", store)
+    driver = start("headless", "headless", node_timeout=PATIENT)
+    driver.wait_for_step("headless", 5)
     (scheduler,) = driver.pods("scheduler")
-    deleted_at = time.time()
-    namespace.kubectl("delete", "pod", scheduler["metadata"]["name"], "--wait=false")
+    node = scheduler["spec"]["nodeName"]
+    assert [pod["spec"]["nodeName"] for pod in driver.pods("worker")].count(node) == 1
+    told_at = time.time()
+    ours = f"--pod-selector=dask.org/cluster-name={namespace.clusters()[0]}"
+    try:
+        kubectl("drain", node, ours, "--delete-emptydir-data", "--timeout=120s")
+        print(f"the node was empty after {time.time() - told_at:.1f} s")
+    finally:
+        kubectl("uncordon", node)
     driver.succeeded()
-    assert driver.losses_of_gang()[0]["at"] - deleted_at < SILENCE_NOTICED
-    assert driver.records(run="headless", event="CheckpointLoaded")[-1]["step"] > 0
+    driver.print_pauses("headless")
+    (left,) = driver.departures()
+    print(f"{left['log']}, after {left['at'] - told_at:.1f} s")
+    assert driver.losses_of_gang() == []
+    assert driver.steps("headless") == list(range(1, 2 * STEPS_PER_EPOCH + 1)), "a step was lost or done again"
     torch.testing.assert_close(store.state("headless"), finished_run("Dropping", 2, **CONFIG).state())
 
 

@@ -7,6 +7,7 @@ the run ended.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -14,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -101,6 +103,31 @@ def start_scheduler(directory):
     )
     assert eventually(lambda: file.exists() and file.read_text().endswith("}"), 60)
     return process, json.loads(file.read_text())["address"]
+
+
+@contextlib.contextmanager
+def front_of(*addresses):
+    """An address, as that of a Service of Kubernetes: whoever connects gets to the first of the list that it yields."""
+    targets = list(addresses)
+
+    async def pump(reader, writer):
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                writer.write(data)
+        writer.close()
+
+    async def take(reader, writer):
+        host, port = targets[0].removeprefix("tcp://").split(":")
+        behind, to_behind = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(pump(reader, to_behind), pump(behind, writer))
+
+    loop = asyncio.new_event_loop()
+    server = loop.run_until_complete(asyncio.start_server(take, "127.0.0.1", 0))
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    try:
+        yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", targets
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Tell the workers on a node that they have to go: their runs save their state, and go on elsewhere.
+"""Tell the pods of runs on a node that they have to go: the runs save their state, and go on elsewhere.
 
 For an operator, or a cloud's hook before it takes a machine away. Other pods stay: `kubectl drain` moves those too.
 """
@@ -20,7 +20,7 @@ TOO_MANY_REQUESTS = 429  # a disruption budget does not allow the eviction now
 
 
 def drain(node: str) -> Iterator[str]:
-    """Let no new pods onto `node`, evict the workers of this package there, and wait until they have left.
+    """Let no new pods onto `node`, evict the workers and schedulers of runs there, and wait until they have left.
 
     Returns:
         What happens, one line each, as it happens.
@@ -32,27 +32,22 @@ def drain(node: str) -> Iterator[str]:
     if find("CoreV1Api", "read_node", node) is None:
         names = sorted(each.metadata.name for each in call("CoreV1Api", "list_node").items)
         raise ConfigError(f"node: expected one of {', '.join(names)}, got {node!r}")
-    workers, schedulers = (_pods_on(node, component) for component in ("worker", "scheduler"))
-    if not workers and not schedulers:
+    pods = [pod for component in ("worker", "scheduler") for pod in _pods_on(node, component)]
+    if not pods:
         yield f"{node} has no pod of a run: nothing to do"
         return
     call("CoreV1Api", "patch_node", node, {"spec": {"unschedulable": True}})
     yield f"{node} takes no new pods; to undo that: kubectl uncordon {node}"
     begun = time.monotonic()
-    for pod in workers:
+    for pod in pods:
         yield from _evict(pod)
-    for pod in workers:
+    for pod in pods:
         grace = pod.spec.termination_grace_period_seconds or 0
         while _is_there(pod):
             if time.monotonic() > begun + grace + EVICTION_TIMEOUT:
                 raise ClusterError(f"{_name(pod)} has not left within {grace + EVICTION_TIMEOUT:.0f} s")
             time.sleep(POLL_INTERVAL)
         yield f"{_name(pod)} has left after {time.monotonic() - begun:.0f} s"
-    for pod in schedulers:
-        yield (
-            f"{_name(pod)} stays: it is the Dask scheduler of a run, which repeats the steps since its last checkpoint "
-            "if that goes"
-        )
 
 
 def _evict(pod: Any) -> Iterator[str]:

@@ -232,7 +232,9 @@ def _scheduler_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
     arguments = ["dask", "scheduler", "--host", "0.0.0.0", *(["--protocol", "tls"] if pods.tls else [])]
     routes = {"distributed.scheduler.http.routes": SCHEDULER_ROUTES}
     resources = _resources(pods.scheduler_cpus, pods.scheduler_memory)
-    pod = _pod(config, name, "scheduler", arguments, routes, {}, resources)
+    grace = round(pods.worker_grace)  # it closes after the ranks' last checkpoint
+    pod = _pod(config, name, "scheduler", arguments, routes, {GRACE_VARIABLE: str(grace)}, resources)
+    pod["terminationGracePeriodSeconds"] = grace
     health = {"httpGet": {"port": "http-dashboard", "path": "/health"}}
     pod["containers"][0] |= {
         "ports": [

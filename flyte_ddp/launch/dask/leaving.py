@@ -15,13 +15,14 @@ import types
 from collections.abc import Callable
 
 import cloudpickle  # type: ignore[import-untyped]
-from distributed import Nanny, Worker
+from distributed import Nanny, Scheduler, Worker
 
-from flyte_ddp.cluster.config import GRACE_VARIABLE
+from flyte_ddp.cluster.config import DEFAULT_GRACE, GRACE_VARIABLE
 
-DEFAULT_GRACE = 30.0  # seconds, as Kubernetes has it
 CLOSE_RESERVE = 5.0  # seconds of the grace that the worker and its nanny need to close
 POLL_INTERVAL = 0.05  # seconds between two looks whether the ranks have ended
+IDLE_TIME = 5.0  # seconds without an attempt after which a scheduler that has to go closes by itself
+SCHEDULER_LEAVES = "flyte-ddp-scheduler-leaves"  # the event of a scheduler that has received SIGTERM
 
 
 async def announce_departures(dask_worker: Worker) -> None:
@@ -34,6 +35,50 @@ async def announce_departures(dask_worker: Worker) -> None:
     if dask_worker.nanny:
         async with dask_worker.rpc(dask_worker.nanny) as nanny:
             await nanny.run(function=cloudpickle.dumps(_forward_sigterm))
+
+
+async def hold_scheduler(dask_scheduler: Scheduler) -> float:
+    """Have the scheduler announce its departure when it receives SIGTERM, and close when no attempt needs it.
+
+    Returns:
+        Seconds until it closes, if it has received SIGTERM before; infinity otherwise.
+    """
+    if not hasattr(dask_scheduler, "leaves_at"):
+        dask_scheduler.leaves_at = float("inf")  # monotonic
+        dask_scheduler.is_let_go = False
+        loop = asyncio.get_running_loop()
+        _on_first_sigterm(lambda: loop.call_soon_threadsafe(_leave_scheduler, dask_scheduler))
+    return float(dask_scheduler.leaves_at - time.monotonic())
+
+
+async def let_scheduler_go(dask_scheduler: Scheduler) -> None:
+    """Have a scheduler that was told to go close as soon as no attempt needs it."""
+    dask_scheduler.is_let_go = True
+
+
+def _leave_scheduler(dask_scheduler: Scheduler) -> None:
+    seconds = _time_to_leave()
+    dask_scheduler.leaves_at = time.monotonic() + seconds
+    dask_scheduler.log_event("all", {"action": SCHEDULER_LEAVES, "seconds": seconds})
+    dask_scheduler.departure = asyncio.create_task(_close_after_attempts(dask_scheduler))
+
+
+async def _close_after_attempts(dask_scheduler: Scheduler) -> None:
+    busy_at = time.monotonic()
+    while (now := time.monotonic()) < dask_scheduler.leaves_at:
+        if any(each.processing for each in dask_scheduler.workers.values()):
+            busy_at = now
+        elif dask_scheduler.is_let_go or now > busy_at + IDLE_TIME:
+            break
+        await asyncio.sleep(POLL_INTERVAL)
+    os.kill(os.getpid(), signal.SIGTERM)  # the second one, for Dask's own handler
+
+
+async def move(only_idle: bool, dask_worker: Worker) -> None:
+    """Have the worker's nanny start another worker in its place, which connects to the scheduler that is there now."""
+    if is_leaving(dask_worker) or (only_idle and dask_worker.state.executing_count):
+        return
+    dask_worker.departure = asyncio.create_task(dask_worker.close(nanny=False, reason="its scheduler leaves"))
 
 
 def is_leaving(dask_worker: Worker) -> bool:
@@ -59,9 +104,12 @@ def _on_first_sigterm(act: Callable[[], object]) -> None:
 
 
 def _leave(dask_worker: Worker) -> None:
-    grace = float(os.environ.get(GRACE_VARIABLE, DEFAULT_GRACE))
-    dask_worker.leaves_at = time.monotonic() + max(1.0, grace - CLOSE_RESERVE)
+    dask_worker.leaves_at = time.monotonic() + _time_to_leave()
     dask_worker.departure = asyncio.create_task(_close_after_ranks(dask_worker))  # a task that nobody holds may vanish
+
+
+def _time_to_leave() -> float:
+    return max(1.0, float(os.environ.get(GRACE_VARIABLE, DEFAULT_GRACE)) - CLOSE_RESERVE)
 
 
 async def _close_after_ranks(dask_worker: Worker) -> None:

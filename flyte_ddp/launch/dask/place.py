@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 from distributed import Client
 
-from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.cluster.config import DEFAULT_GRACE, ClusterConfig
 from flyte_ddp.cluster.connect import explain_missing_workers
 from flyte_ddp.errors import ClusterError, ConfigError, WorkersLost
 from flyte_ddp.launch.dask import worker
-from flyte_ddp.launch.dask.calls import ANSWER_TIMEOUT, call_workers
+from flyte_ddp.launch.dask.calls import ANSWER_TIMEOUT, call_workers, listed_workers
 from flyte_ddp.launch.dask.code import packed_code
 from flyte_ddp.launch.dask.data import SharedData, check_same_directory
 from flyte_ddp.launch.dask.growth import GrowthWatch
-from flyte_ddp.launch.dask.leaving import CLOSE_RESERVE, DEFAULT_GRACE
+from flyte_ddp.launch.dask.leaving import CLOSE_RESERVE
 from flyte_ddp.launch.dask.messages import NodeJob
 from flyte_ddp.launch.dask.nodes import DaskNodes
 from flyte_ddp.launch.dask.placement import DaskNode, Worker, assign_nodes
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from flyte_ddp.launch.policy import Ended
 
 ROLL_CALL_INTERVAL = 1.0  # seconds between two checks of which workers are there
+MOVE_INTERVAL = 0.1  # seconds between two looks whether there is another scheduler
 REUNION_TIMEOUT = 5.0  # seconds for all workers of a larger gang to be idle, after the smaller one has ended
 
 
@@ -81,6 +82,10 @@ class DaskPlace:
             self._code = packed_code(run.job.program)
             if run.prepared and run.storage:
                 self._data = SharedData(self.client, run.storage, self.pool)
+        if self._latest and self._latest.scheduler_leaves_at < float("inf"):
+            while not self._latest.change_scheduler():
+                run.check_stop()
+                time.sleep(MOVE_INTERVAL)
         sizes = usable_sizes(run.job.program, self.config)
         expected, patience = self._look_back(previous)
         workers = self._wait_for_workers(run, previous, sizes, expected, patience)
@@ -100,7 +105,7 @@ class DaskPlace:
         if self._latest:
             self._latest.growth.join(2 * ANSWER_TIMEOUT)  # not to have it install the plugin after this
         if self._roll_call:
-            asked = self._roll_call.known & set(self._roll_call.listed_workers())
+            asked = self._roll_call.known & set(listed_workers(self.client))
             call_workers(self.client, asked, worker.uninstall, run.name)
         if self.pool:
             self.pool.release(run.name)
@@ -108,7 +113,10 @@ class DaskPlace:
             self._data.close()
 
     def _look_back(self, previous: Ended | None) -> tuple[frozenset[str], float]:
-        """Return the addresses of workers that the next gang may have at once, and how long all are waited for."""
+        """Return the addresses of workers that the next gang may have at once, and how long all are waited for.
+
+        After a change of the scheduler these are names: the workers come back under other addresses.
+        """
         patience = self.config.return_timeout if self.config.min_nodes else self.config.start_timeout
         if self._latest is None or self._roll_call is None or previous is None:
             return frozenset(), patience
@@ -117,6 +125,9 @@ class DaskPlace:
             return self._latest.growth.members, REUNION_TIMEOUT
         if self.pool:
             self.pool.release(self._latest.plugin)
+        if self._latest.scheduler_leaves_at < float("inf"):
+            staying = (node.worker for node in self._latest.nodes if node.because)
+            return frozenset(staying), patience
         if previous.is_announced:
             leaving = {node.address for node in self._latest.nodes if node.is_leaving}
             own = frozenset(node.address for node in self._latest.nodes)
@@ -131,7 +142,7 @@ class DaskPlace:
         """Return the workers for the next attempt.
 
         Args:
-            expected: addresses of workers that are enough as soon as all of them are idle.
+            expected: addresses or names of workers that are enough as soon as all of them are idle.
             patience: seconds after which a smaller size is enough.
         """
         assert self._roll_call is not None  # made by `gather`
@@ -145,7 +156,7 @@ class DaskPlace:
                 workers = self.pool.claim(run.name, workers, self.config.gpus_per_node)
                 if not workers and self.pool.is_in_use():
                     begun = time.monotonic()  # it waits for its turn: no worker is missing
-            chosen = [each for each in workers if each.address in expected]
+            chosen = [each for each in workers if not expected.isdisjoint((each.address, each.name))]
             if len(chosen) >= sizes[-1] and len(chosen) == len(expected):
                 return chosen
             waited = time.monotonic() - begun

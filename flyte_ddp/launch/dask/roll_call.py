@@ -11,7 +11,7 @@ from distributed import Client
 
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.dask import worker
-from flyte_ddp.launch.dask.calls import call_scheduler, call_workers
+from flyte_ddp.launch.dask.calls import call_workers, listed_workers
 from flyte_ddp.launch.dask.placement import Worker
 
 SILENT_ANSWER_TIMEOUT = 0.5  # seconds for a worker that has been silent before to answer
@@ -40,7 +40,7 @@ class RollCall:
         Raises:
             ConfigError: one of them runs other versions than this process; only while this `is_strict`.
         """
-        names = {address: name for address, name in self.listed_workers().items() if address not in leave_out}
+        names = {address: name for address, name in listed_workers(self.client).items() if address not in leave_out}
         self._check_versions(names)
         asked = (self.known & set(names)) - self.unfit.keys()
         answers = call_workers(self.client, asked - self.silent, worker.introduce, self.plugin)
@@ -64,11 +64,6 @@ class RollCall:
             )
             for address, facts in present.items()
         ]
-
-    def listed_workers(self) -> dict[str, str]:
-        """Return the names of the workers that the scheduler knows, by address; they may be dead or silent."""
-        scheduler = call_scheduler(self.client, "identity", n_workers=-1) or {"workers": {}}
-        return {address: str(facts["name"]) for address, facts in scheduler["workers"].items()}
 
     def mark_unfit(self, address: str, why: str) -> None:
         """Leave a worker out from now on, and log why."""

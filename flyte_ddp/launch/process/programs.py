@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flyte_ddp.cluster.config import termination_grace
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.source_code import files_below, packages_of, source_files
 from flyte_ddp.config.training import Batch
@@ -26,10 +27,15 @@ from flyte_ddp.recipes import BUILTIN, Recipe, get_recipe
 COMPILERS = ("g++", "gcc", "clang")  # torch.compile takes g++ or CXX for CPUs, gcc, clang or CC for GPUs
 CUDA_OUT_OF_MEMORY = "OutOfMemoryError"  # class name of torch.cuda.OutOfMemoryError
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # that end a run early, as torchrun's
-STOP_GRACE = 20.0  # seconds to write a last checkpoint in; Kubernetes kills a pod 30 s after SIGTERM
+END_RESERVE = 10.0  # seconds of a pod's grace for what follows the last checkpoint, such as the deletion of a cluster
 SCRIPT_DIRECTORY = "flyte_ddp_script"  # among the source files on a node: the directory of a script
 WANDB_VARIABLE = "FLYTE_DDP_WANDB"  # of a rank's environment: set where the run itself is recorded in W&B
 TRAINING = ("flyte_ddp.rank.main", "main")  # by name, because its module imports torch
+
+
+def stop_grace() -> float:
+    """Return the seconds for a last checkpoint after SIGTERM: what the pod has until it is killed, less a reserve."""
+    return max(END_RESERVE, termination_grace() - END_RESERVE)
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ class Program:
     variables: dict[str, str] = field(default_factory=dict)
     is_command: bool = False
     signals: tuple[str, ...] = STOP_SIGNALS
-    stop_grace: float = STOP_GRACE
+    stop_grace: float = field(default_factory=stop_grace)
     output: Output = field(default_factory=Output)
     virtual_local_rank: bool = False
     slow_imports: tuple[str, ...] = ()
