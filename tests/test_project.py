@@ -209,6 +209,18 @@ def test_a_new_project_has_the_files_of_this_checkout_and_trains_and_passes_its_
     assert run([installed], "-c", program, cwd=project) == (0, f"{project.resolve()}\n")
 
 
+def test_a_project_of_another_kind_has_none_of_its_settings_read(installed, tmp_path):
+    """Its author's pods are its own code: without a settings.toml of ours, only what a launch chooses is limited."""
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "settings.toml").write_text("[default]\nrecipes = 3\n")
+    program = """
+from flyte_ddp.cluster.admission import load_allowed
+from flyte_ddp.config.source_code import find_project, recipe_packages
+print(find_project(), recipe_packages(), load_allowed().images)
+"""
+    assert run([installed, tmp_path], "-c", program, cwd=tmp_path) == (0, "None [] ('*',)\n")
+
+
 def test_a_project_registers_with_its_settings_and_all_of_its_files(project, installed):
     status, output = run([installed], "-m", "tasks", "version", cwd=project, IMAGE="registry.example.com/mine:7")
     assert status == 0, output

@@ -33,7 +33,7 @@ def find_project() -> Path | None:
     It is a checkout of this package, the code of an image, or, where this package is installed, on the path.
     """
     for entry in (Path(__file__).parents[2], *map(Path, sys.path)):
-        if (entry / SETTINGS_FILE).is_file() and (entry / "tasks").is_dir():
+        if (entry / SETTINGS_FILE).is_file() and (entry / "tasks/settings.py").is_file():
             return entry.resolve()
     return None
 
