@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from torchmetrics import R2Score
+from torchmetrics import MeanAbsoluteError, MetricCollection, R2Score
 from torchmetrics.classification import BinaryAUROC, BinaryF1Score, MulticlassJaccardIndex
+from torchmetrics.wrappers import MinMaxMetric
 
 from flyte_ddp import MultiLabel, Regression, Segmentation
 from flyte_ddp.config import Monitor
@@ -59,6 +60,18 @@ class FewNumbers(Numbers):
     """Of three ranks one has no held-out sample."""
 
     num_test = 2
+
+
+class ManyFigures(Numbers):
+    """With a metric of several values, and a figure that follows from the loss."""
+
+    num_test = 400
+
+    def metrics(self):
+        return {"errors": MetricCollection([MeanAbsoluteError(), R2Score()]), "range": MinMaxMetric(R2Score())}
+
+    def figures(self, epoch):
+        return {"rmse": epoch.test_loss**0.5}
 
 
 class Labels(_Made, MultiLabel):
@@ -196,7 +209,7 @@ def test_a_monitor_that_the_recipe_has_not_is_one_line_before_the_first_step(tmp
     run = new_run(tmp_path, HERE + "Numbers")
     with pytest.raises(RankFailure) as caught:
         run.train(2, monitor={"metric": "maee", "mode": "min"})
-    expected = "ConfigError: monitor.metric: expected one of test_loss, worst, mae, r2, got 'maee'"
+    expected = "ConfigError: monitor.metric: expected one of test_loss, worst, mae, r2, got 'maee' (did you mean mae?)"
     assert caught.value.cause == expected
     assert not [event for event in run.events if isinstance(event, Reported)]
 
@@ -221,6 +234,17 @@ def test_the_interval_of_a_comparison_has_the_difference_and_shrinks_with_the_sa
     assert compare(better, better) == (0, 0)
     few_low, few_high = compare(measurement(Numbers, 0.05), measurement(Numbers, 0.1))
     assert few_high - few_low > 2 * (high - low)
+
+
+@pytest.mark.parametrize(("name", "mode"), [("errors_R2Score", "max"), ("range_raw", "max"), ("rmse", "min")])
+def test_one_of_several_values_and_a_figure_may_decide(name, mode, tmp_path):
+    monitor = {"metric": name, "mode": mode}
+    better, worse = (measurement(ManyFigures, scale, monitor) for scale in (0.05, 0.1))
+    low, high = compare(better, worse)
+    assert 0 < low < worse.score - better.score < high
+    if name == "rmse":
+        run = new_run(tmp_path, HERE + "ManyFigures").train(1, epochs=2, monitor=monitor)
+        assert "best_rmse" in run.result.finished.figures().values
 
 
 def test_a_metric_of_torchmetrics_is_drawn_in_blocks():

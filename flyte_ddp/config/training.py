@@ -49,7 +49,7 @@ class Batch:
 class Monitor:
     """The figure of an epoch that decides which model is the best, of a run, a study and a promotion."""
 
-    metric: str = field("test_loss", help="test_loss, or one of the recipe's metrics by its name")
+    metric: str = field("test_loss", help="test_loss, or one of the recipe's metrics or figures by its name")
     mode: str = field("min", choices=("min", "max"), help="whether a lower or a higher one is better")
 
     def __post_init__(self) -> None:

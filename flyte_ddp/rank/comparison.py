@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from flyte_ddp.config import TrainingConfig
+from flyte_ddp.events import EpochFinished
 from flyte_ddp.rank.evaluation import evaluate_state
-from flyte_ddp.rank.metrics import HeldOutMetrics, compute_value
+from flyte_ddp.rank.metrics import HeldOutMetrics, compute_value, read_figures
 from flyte_ddp.rank.nested import map_tensors
 from flyte_ddp.recipes import Recipe
 
@@ -32,7 +33,7 @@ class Measurement:
     """A model's figures on the held-out data, and what the monitored one is made of. On the GPU if there is one.
 
     Attributes:
-        values: test_loss and the recipe's metrics, by name.
+        values: test_loss and the recipe's metrics, by name, and the monitored figure if it follows from these.
 
     Raises:
         ConfigError: the state is not one of the recipe's model.
@@ -43,17 +44,27 @@ class Measurement:
         self.config = config
         self._recipe = recipe
         self._metrics = HeldOutMetrics(recipe, torch.device("cpu"))
-        self._metric = self._metrics.objects.get(config.monitor.metric)
-        # Of each sample: its sum over the targets, and their number. Or of each block of samples: the metric's state.
-        self._sums: list[Tensor] = []
+        name = config.monitor.metric
+        functions = {"test_loss": recipe.losses, **self._metrics.functions}
+        # A metric of torchmetrics may have several values, such as f1_cat and f1_dog.
+        nearest = (key for key in self._metrics.objects if f"{name}_".startswith(f"{key}_"))
+        self._metric_name = "" if name in functions else max(nearest, key=len, default="")
+        self._metric = self._metrics.objects.get(self._metric_name)
+        # Of each sample: its sums over the targets by name, and their number. Or of each block of samples: the
+        # metric's state.
+        self._functions = {name: functions[name]} if name in functions else functions
+        self._sums: dict[str, list[Tensor]] = {each: [] for each in self._functions}
         self._counts: list[Tensor] = []
-        self._states: list[dict[str, Any]] = []
+        self._states: list[list[dict[str, Any]]] = []
+        # A wrapper of torchmetrics has its state in the metrics that it wraps.
+        modules = self._metric.modules() if self._metric is not None else ()
+        self._parts: list[Any] = [each for each in modules if getattr(each, "metric_state", None)]
         if self._metric is not None:
             num_samples = len(recipe.datasets(directory)[1])  # type: ignore[arg-type]
             size = min(config.evaluation_batch_size, math.ceil(num_samples / MAX_BLOCKS))
             config = dataclasses.replace(config, evaluation_batch_size=size)
         result = evaluate_state(recipe, config, state, directory, self._add)
-        self.values = {"test_loss": result.loss, **result.metrics}
+        self.values = self._with_figures({"test_loss": result.loss, **result.metrics})
 
     @property
     def score(self) -> float:
@@ -63,7 +74,7 @@ class Measurement:
     @property
     def num_parts(self) -> int:
         """Samples, or blocks of them, that can be drawn."""
-        return len(self._states) or sum(map(len, self._sums))
+        return len(self._states) or sum(map(len, self._counts))
 
     def score_draws(self, draws: Tensor) -> Tensor:
         """Return the scores of `draws`, (D, N) numbers of parts: (D,), in double precision.
@@ -74,32 +85,40 @@ class Measurement:
         if self._states:
             scores = [self._score_blocks(draw) for draw in draws.tolist()]
             return torch.tensor(scores, dtype=torch.float64)
-        sums, counts = torch.cat(self._sums), torch.cat(self._counts)
-        values = [float(sums[draw].sum() / counts[draw].sum()) for draw in draws]
-        return torch.tensor([self._score(value) for value in values], dtype=torch.float64)
+        sums, counts = {name: torch.cat(parts) for name, parts in self._sums.items()}, torch.cat(self._counts)
+        values = ({name: float(each[draw].sum() / counts[draw].sum()) for name, each in sums.items()} for draw in draws)
+        scores = [self.config.monitor.score(self._with_figures(each)) for each in values]
+        return torch.tensor(scores, dtype=torch.float64)
 
     def _add(self, outputs: Any, targets: Any) -> None:
-        name = self.config.monitor.metric
         outputs, targets = map_tensors(Tensor.cpu, outputs), map_tensors(Tensor.cpu, targets)
         if self._metric is not None:
             self._metric.reset()
             self._metric.update(self._metrics.predict(outputs), targets)
-            self._states.append(copy.deepcopy(self._metric.metric_state))
-        elif function := {"test_loss": self._recipe.losses, **self._metrics.functions}.get(name):
-            sums = function(outputs, targets).double()
-            counts = self._recipe.num_targets(targets)
-            self._sums.append(sums)
-            self._counts.append(torch.ones_like(sums) if counts is None else counts.double())
+            self._states.append([copy.deepcopy(part.metric_state) for part in self._parts])
+            return
+        for name, function in self._functions.items():
+            self._sums[name].append(function(outputs, targets).double())
+        counts = self._recipe.num_targets(targets)
+        num_samples = len(next(iter(self._sums.values()))[-1])
+        self._counts.append(torch.ones(num_samples).double() if counts is None else counts.double())
 
     def _score_blocks(self, draw: list[int]) -> float:
         assert self._metric is not None
         self._metric.reset()
         for number in draw:
-            self._metric.merge_state(self._states[number])
-        return self.config.monitor.score(compute_value(self.config.monitor.metric, self._metric))
+            for part, state in zip(self._parts, self._states[number], strict=True):
+                part.merge_state(state)
+        return self.config.monitor.score(compute_value(self._metric_name, self._metric))
 
-    def _score(self, value: float) -> float:
-        return self.config.monitor.score({self.config.monitor.metric: value})
+    def _with_figures(self, values: dict[str, float]) -> dict[str, float]:
+        """Add the monitored one of the recipe's figures, such as a perplexity; they follow from loss and metrics."""
+        name = self.config.monitor.metric
+        if name in values or self._metric is not None:
+            return values
+        nan = math.nan
+        epoch = EpochFinished(1, 0, nan, values["test_loss"], nan, nan, nan, nan, metrics=values)
+        return {**values, name: read_figures(self._recipe, epoch).get(name, nan)}
 
 
 def compare(challenger: Measurement, champion: Measurement) -> tuple[float, float]:

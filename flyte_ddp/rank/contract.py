@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.config.fields import suggest
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.rank.data import Samples
-from flyte_ddp.rank.metrics import HeldOutMetrics, read_figures, read_value
+from flyte_ddp.rank.metrics import HeldOutMetrics, check_monitor, read_figures, read_value
 from flyte_ddp.rank.nested import tensors_in
 from flyte_ddp.rank.passes import autocast, model_inputs
 from flyte_ddp.rank.sharding import is_sharded
@@ -264,16 +263,14 @@ def _check_metrics(recipe: Recipe, config: TrainingConfig, outputs: Any, targets
             reason = str(error).partition("\n")[0]
             raise ConfigError(f"{place}: {name}: {type(error).__name__}: {reason} ({shapes})") from error
         names += _read_names(name, metric, place)
-    if config.monitor.metric not in names:
-        expected, got = ", ".join(names), config.monitor.metric
-        raise ConfigError(f"monitor.metric: expected one of {expected}, got {got!r}{suggest(got, names)}")
     epoch = EpochFinished(1, 1, 0.5, 0.5, 0.1, 1.0, 1.0, 1.0, metrics=dict.fromkeys(names, 0.5))
     try:
-        read_figures(recipe, epoch)
+        names += read_figures(recipe, epoch)
     except ConfigError as error:
         raise ConfigError(f"{locate(recipe, 'figures')}: {str(error).partition(': ')[2]}") from None
     except Exception:  # these figures are not a real epoch's
-        return
+        return  # the trainer checks the monitor after the first one
+    check_monitor(config, names)
 
 
 def _read_names(name: str, metric: Any, place: str) -> list[str]:

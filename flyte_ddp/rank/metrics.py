@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.config.fields import suggest
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.rank.nested import map_tensors
@@ -43,7 +45,7 @@ class HeldOutMetrics:
         found: Any = recipe.metrics()
         if not isinstance(found, (Mapping, nn.ModuleDict)):  # the latter for a MetricCollection
             raise ConfigError(f"expected a dict of metrics by name, got a {type(found).__name__}")
-        for name, metric in found.items():
+        for name, metric in _flatten(found).items():
             if not isinstance(name, str) or name in RESERVED:
                 raise ConfigError(f"expected another name than those of losses and times, got {name!r}")
             if isinstance(metric, nn.Module) and hasattr(metric, "metric_state"):
@@ -87,6 +89,17 @@ class HeldOutMetrics:
     def predict(self, outputs: Any) -> Any:
         """Return what the metrics take, in single precision at least: they sum over many samples."""
         return map_tensors(_widen, self.recipe.predict(outputs))
+
+
+def _flatten(metrics: Any) -> dict[Any, Any]:
+    """Return the metrics of a dict, with those of a torchmetrics.MetricCollection in it by both names."""
+    found: dict[Any, Any] = {}
+    for name, metric in metrics.items():
+        if isinstance(metric, nn.ModuleDict):
+            found.update({f"{name}_{key}": each for key, each in metric.items()})
+        else:
+            found[name] = metric
+    return found
 
 
 def _gather_of_some(tensor: Tensor, group: Any = None, *, is_one: bool) -> list[Tensor]:
@@ -139,3 +152,10 @@ def read_figures(recipe: Recipe, epoch: EpochFinished) -> dict[str, float]:
         except (TypeError, ValueError, OverflowError, RuntimeError):  # the last from a tensor with several
             raise ConfigError(f"{name}: {key}: expected a number, got {value!r}") from None
     return numbers
+
+
+def check_monitor(config: TrainingConfig, names: Sequence[str]) -> None:
+    """Raise ConfigError if the config monitors none of these figures."""
+    got = config.monitor.metric
+    if got not in names:
+        raise ConfigError(f"monitor.metric: expected one of {', '.join(names)}, got {got!r}{suggest(got, names)}")

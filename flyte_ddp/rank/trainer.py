@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.errors import CheckpointError, ConfigError, NonFiniteLoss, StopRequested
+from flyte_ddp.errors import CheckpointError, NonFiniteLoss, StopRequested
 from flyte_ddp.events import EpochFinished, HistogramsTaken, Reported, find_best
 from flyte_ddp.launch.process.session import Session
 from flyte_ddp.rank import inspection
@@ -23,7 +23,7 @@ from flyte_ddp.rank.batch_norm import keep_frozen_statistics
 from flyte_ddp.rank.data import Samples, epoch_shards, num_batches
 from flyte_ddp.rank.evaluation import Evaluation, FlopsUtilization, evaluate
 from flyte_ddp.rank.initial_state import check_same_run, load_initial_state
-from flyte_ddp.rank.metrics import read_figures
+from flyte_ddp.rank.metrics import check_monitor, read_figures
 from flyte_ddp.rank.optim import build_optimizer, learning_rate
 from flyte_ddp.rank.parallel import exchange_seconds, replicate
 from flyte_ddp.rank.passes import clip_gradients, compute_gradients, gradient_norm
@@ -89,7 +89,7 @@ class Trainer:
             StopRequested: the run is to end; a checkpoint has the progress.
             StorageUnavailable: the store has been away for `store_timeout`.
             CheckpointError: a checkpoint could not be written.
-            ConfigError: the recipe has no metric called `monitor.metric`.
+            ConfigError: the recipe has no figure called `monitor.metric`.
         """
         while not self.is_done:
             sums, own_seconds = self.train_epoch()
@@ -207,9 +207,6 @@ class Trainer:
                 f"the loss on the held-out data is {result.loss} after step {self.progress.step} "
                 f"(epoch {self.progress.epoch}); {REMEDY}"
             )
-        known, monitored = ("test_loss", *result.metrics), self.config.monitor.metric
-        if monitored not in known:
-            raise ConfigError(f"monitor.metric: expected one of {', '.join(known)}, got {monitored!r}")
         return result
 
     def save_checkpoint(self, best: bool) -> None:
@@ -335,6 +332,7 @@ class Trainer:
         with inspection.shown("figures"):
             figures = {**read_figures(self.recipe, finished), **self.utilization.of(finished)}
             finished = dataclasses.replace(finished, metrics={**finished.metrics, **figures})
+        check_monitor(self.config, ["test_loss", *finished.metrics])
         if world.is_first or self.is_sharded:
             with inspection.shown("sample"):
                 finished = dataclasses.replace(finished, sample=self.recipe.generate_sample(self.model))

@@ -144,9 +144,10 @@ class Recipe:
     def metrics(self) -> Mapping[str, nn.Module | Callable[[Any, Any], Tensor]]:
         """Return the metrics of the held-out data by name; by default the accuracy, as `num_correct` counts it.
 
-        Each is a `torchmetrics.Metric` whose value is one number, or a function of outputs and targets that returns its
-        value for each sample, (B,): summed over the sample's targets, as `losses`, and the metric is the mean per
-        target. All of them are over all held-out samples, the same at any number of ranks. Called for each evaluation.
+        Each is a `torchmetrics.Metric` whose value is one number or a dict of them, or a function of outputs and
+        targets that returns its value for each sample, (B,): summed over the sample's targets, as `losses`, and the
+        metric is the mean per target. All of them are over all held-out samples, the same at any number of ranks.
+        Called for each evaluation.
         """
         return {"accuracy": self.num_correct}
 
