@@ -13,6 +13,7 @@ import threading
 import time
 import types
 from collections.abc import Callable
+from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 from distributed import Nanny, Scheduler, Worker
@@ -22,6 +23,7 @@ from flyte_ddp.cluster.config import DEFAULT_GRACE, GRACE_VARIABLE
 CLOSE_RESERVE = 5.0  # seconds of the grace that the worker and its nanny need to close
 POLL_INTERVAL = 0.05  # seconds between two looks whether the ranks have ended
 IDLE_TIME = 5.0  # seconds without an attempt after which a scheduler that has to go closes by itself
+RETIRE = "flyte_ddp_retire"  # the call by which a scheduler tells a worker that it is about to be retired
 SCHEDULER_LEAVES = "flyte-ddp-scheduler-leaves"  # the event of a scheduler that has received SIGTERM
 
 
@@ -30,6 +32,7 @@ async def announce_departures(dask_worker: Worker) -> None:
     if hasattr(dask_worker, "leaves_at"):
         return
     dask_worker.leaves_at = float("inf")  # monotonic
+    dask_worker.handlers[RETIRE] = lambda: _announce(dask_worker)
     loop = asyncio.get_running_loop()
     _on_first_sigterm(lambda: loop.call_soon_threadsafe(_leave, dask_worker))
     if dask_worker.nanny:
@@ -40,6 +43,8 @@ async def announce_departures(dask_worker: Worker) -> None:
 async def hold_scheduler(dask_scheduler: Scheduler) -> float:
     """Have the scheduler announce its departure when it receives SIGTERM, and close when no attempt needs it.
 
+    And have it retire a worker after that has announced it, and its ranks have ended.
+
     Returns:
         Seconds until it closes, if it has received SIGTERM before; infinity otherwise.
     """
@@ -48,7 +53,29 @@ async def hold_scheduler(dask_scheduler: Scheduler) -> float:
         dask_scheduler.is_let_go = False
         loop = asyncio.get_running_loop()
         _on_first_sigterm(lambda: loop.call_soon_threadsafe(_leave_scheduler, dask_scheduler))
+        _retire_after_ranks(dask_scheduler)
     return float(dask_scheduler.leaves_at - time.monotonic())
+
+
+def _retire_after_ranks(dask_scheduler: Scheduler) -> None:
+    retire = dask_scheduler.retire_workers
+
+    async def retire_workers(
+        workers: list[str] | None = None, *, names: list[Any] | None = None, **options: Any
+    ) -> Any:
+        known = dask_scheduler.workers
+        texts = [str(name) for name in names or ()]
+        chosen = [each for each in known.values() if each.address in (workers or ()) or str(each.name) in texts]
+        addresses = [each.address for each in chosen if each.processing]
+        has_ranks = await dask_scheduler.broadcast(msg={"op": RETIRE}, workers=addresses, on_error="ignore")
+        deadline = time.monotonic() + _time_to_leave()
+        while time.monotonic() < deadline and any(
+            known[address].processing for address, is_at_work in has_ranks.items() if is_at_work and address in known
+        ):
+            await asyncio.sleep(POLL_INTERVAL)
+        return await retire(workers, names=names, **options)
+
+    dask_scheduler.retire_workers = dask_scheduler.handlers["retire_workers"] = retire_workers
 
 
 async def let_scheduler_go(dask_scheduler: Scheduler) -> None:
@@ -103,8 +130,21 @@ def _on_first_sigterm(act: Callable[[], object]) -> None:
     signal.signal(signal.SIGTERM, handle)
 
 
-def _leave(dask_worker: Worker) -> None:
+def _announce(dask_worker: Worker) -> bool:
+    """Tell the drivers of the worker's ranks that it goes. Return whether it has any."""
     dask_worker.leaves_at = time.monotonic() + _time_to_leave()
+    plugins = _plugins_of(dask_worker)
+    for each in plugins:
+        each.announce_departure(dask_worker.leaves_at)
+    return any(each.is_at_work for each in plugins)
+
+
+def _plugins_of(dask_worker: Worker) -> list[Any]:
+    return [each for each in dask_worker.plugins.values() if hasattr(each, "announce_departure")]
+
+
+def _leave(dask_worker: Worker) -> None:
+    _announce(dask_worker)
     dask_worker.departure = asyncio.create_task(_close_after_ranks(dask_worker))  # a task that nobody holds may vanish
 
 
@@ -113,10 +153,7 @@ def _time_to_leave() -> float:
 
 
 async def _close_after_ranks(dask_worker: Worker) -> None:
-    plugins = [each for each in dask_worker.plugins.values() if hasattr(each, "announce_departure")]
-    for each in plugins:
-        each.announce_departure(dask_worker.leaves_at)
-    while time.monotonic() < dask_worker.leaves_at and any(each.is_at_work for each in plugins):
+    while time.monotonic() < dask_worker.leaves_at and any(each.is_at_work for each in _plugins_of(dask_worker)):
         await asyncio.sleep(POLL_INTERVAL)
     await dask_worker.close(nanny=False, reason="SIGTERM")  # a nanny that was not told starts another worker
 
