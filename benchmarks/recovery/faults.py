@@ -82,7 +82,7 @@ def drain_all(system: System, store: Store) -> list[Moment]:
         told_at = time.time()
         system.drain_node(node)
         system.add_node()
-        wait_until(system, functools.partial(_is_whole, system, told_at + ABSENCE), OUTAGE)
+        wait_until(system, functools.partial(_is_whole, system, told_at + system.notice + ABSENCE), OUTAGE)
     return [Moment(begin)]
 
 
@@ -143,7 +143,7 @@ FAULTS = {
     "kill-on-one-node": Fault(("one node, rank killed",), kill_rank, on_one_node=True),
     "stop": Fault(("rank stopped",), stop_rank),
     "node": Fault(("node lost", "node back"), lose_node, epochs=12),
-    "drain": Fault(("node drained",), drain_node, epochs=6),
+    "drain": Fault(("node drained",), drain_node, epochs=12),
     "drain-all": Fault(("all nodes drained, one after the other",), drain_all, epochs=18),
     "silent": Fault(("node silent",), silence_node),
     "store": Fault((f"store away for {OUTAGE:.0f} s",), lose_store, epochs=36, needs_store=True),

@@ -24,12 +24,19 @@ MODEL_STATE = "model_state.pt"
 State = dict[str, Any]
 
 
-def train(data: Path, epochs: int, load: Callable[[], State | None], save: Callable[[State, int], None]) -> State:
+def train(
+    data: Path,
+    epochs: int,
+    load: Callable[[], State | None],
+    save: Callable[[State, int], None],
+    is_told: Callable[[], bool] = lambda: False,
+) -> State:
     """Train in a process group that is there already; return the weights.
 
     Args:
         load: returns the state to resume from; None at the beginning.
         save: keeps a state as the checkpoint of a step; called by every rank.
+        is_told: returns whether a node has just been told to go; called by every rank after each step.
     """
     import torch
     import torch.distributed as dist
@@ -58,7 +65,7 @@ def train(data: Path, epochs: int, load: Callable[[], State | None], save: Calla
             recipe.losses(replica(inputs), targets).mean().backward()
             optimizer.step()
             step += 1
-            if step % CHECKPOINT_INTERVAL == 0:
+            if is_told() or step % CHECKPOINT_INTERVAL == 0:
                 save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, step)
     return model.state_dict()
 
@@ -108,7 +115,14 @@ def run_with_ray(config: dict[str, Any]) -> None:
                 checkpoint = ray.train.Checkpoint.from_directory(directory)
             ray.train.report({"step": step}, checkpoint=checkpoint)
 
-    weights = train(Path(config["data"]), config["epochs"], load, save)
+    was_told = False
+
+    def is_told() -> bool:  # once, as Ray's documentation advises
+        nonlocal was_told
+        before, was_told = was_told, ray.train.get_preemption_info() is not None
+        return was_told and not before
+
+    weights = train(Path(config["data"]), config["epochs"], load, save, is_told)
     if is_first:
         torch.save(weights, Path(config["directory"]) / MODEL_STATE)
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class System:
     needs = ""  # a module without which it cannot run
     has_store = True
     has_one_node = True  # it can run on one machine without a cluster
+    notice = 0.0  # seconds from the notice that a node has to go until it is killed; 0: until its ranks have ended
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -153,6 +155,18 @@ class Ours(System):
         command = (sys.executable, "-m", "benchmarks.recovery.drivers", "ours", "--address", "")
         self.others.append(self.popen(*command, *self.task.options()))
 
+    def drain_node(self, node: subprocess.Popen[bytes]) -> None:
+        """Give Ray's notice of a preemption, and kill the node when its time is over."""
+        self.nodes.remove(node)
+        self.others.insert(0, node)
+        words = [word for each in psutil.Process(node.pid).children(recursive=True) for word in each.cmdline()]
+        node_id = next(word.split("=")[1] for word in words if word.startswith(("--node-id=", "--node_id=")))
+        command = [str(Path(sys.executable).with_name("ray")), "drain-node", "--address", self.address]
+        command += ["--node-id", node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "drained"]
+        command += ["--deadline-remaining-seconds", f"{self.notice:.0f}"]
+        threading.Timer(self.notice, send_to_all, (node, signal.SIGKILL)).start()
+        subprocess.run(command, check=True, stdout=self.log, stderr=self.log)
+
     def start_driver(self) -> None:
         store = ("--store", self.task.store) if self.task.store else ()
         command = (sys.executable, "-m", "benchmarks.recovery.drivers", "ours", "--address", self.dask.address)
@@ -204,6 +218,7 @@ class RayTrain(System):
     name = "Ray Train"
     needs = "ray"
     has_one_node = False
+    notice = 10.0  # it trains on until then, and starts again when that is over
     num_started = 0  # nodes, the head among them
 
     def launch(self) -> None:
