@@ -25,6 +25,7 @@ MISTAKES = {
     "Averaged": r"losses: expected one loss for each sample, shape \(8,\), got shape \(\): use reduction='none'",
     "Broadcast": r"model: expected outputs of the targets' shape \(8,\), got \(8, 1\), which broadcast to \(8, 8\)",
     "BroadcastAndAveraged": r"model: expected outputs of the targets' shape \(8,\), got \(8, 1\)",
+    "OtherInputs": r"model: expected a model of the samples' inputs, here \(8, 1\), got RuntimeError: .* shapes cannot",
     "PlainNumber": r"losses: expected one loss for each sample, shape \(8,\), got a float",
     "NotDifferentiable": r"losses: expected floating-point losses, got torch\.int64",
     "Detached": r"losses: expected losses with a gradient, got some without: do not detach",

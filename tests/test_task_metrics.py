@@ -12,11 +12,13 @@ from torchmetrics.wrappers import MinMaxMetric
 
 from flyte_ddp import MultiLabel, Regression, Segmentation
 from flyte_ddp.config import Monitor
-from flyte_ddp.errors import RankFailure
+from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.events import Prediction, PredictionsMade, Reported
 from flyte_ddp.observers.reports.predictions import prediction_panels
 from flyte_ddp.rank.comparison import Measurement, compare
+from flyte_ddp.rank.metrics import HeldOutMetrics
 from flyte_ddp.recipes import config_of
+from flyte_ddp.world import ALONE
 from tests.support.runs import new_run
 
 pytestmark = pytest.mark.usefixtures("server_with_metrics")
@@ -191,6 +193,14 @@ def test_a_best_checkpoint_that_is_damaged_leaves_the_last_epoch_with_a_warning(
     run = new_run(tmp_path, HERE + "Numbers").train(2, **config)
     assert run.result.finished.model_state_epoch == 3
     assert [line for line in run.lines if "the model state is that of epoch 3, and not of the best: " in line]
+
+
+def test_a_metric_without_a_value_of_so_few_samples_is_one_line():
+    metrics = HeldOutMetrics(Numbers(), torch.device("cpu"))
+    metrics.update(torch.zeros(1, 2), torch.zeros(1, 2))
+    expected = "^Numbers.metrics: r2: expected a value of 1 held-out samples: Needs at least two samples to calculate"
+    with pytest.raises(ConfigError, match=expected):
+        metrics.compute(ALONE, num_samples=1, num_targets=2)
 
 
 def test_patience_ends_a_run_that_gets_no_better(tmp_path):

@@ -20,7 +20,7 @@ from torch import Tensor
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.rank.evaluation import evaluate_state
-from flyte_ddp.rank.metrics import HeldOutMetrics, compute_value, read_figures
+from flyte_ddp.rank.metrics import HeldOutMetrics, read_figures, read_value
 from flyte_ddp.rank.nested import map_tensors
 from flyte_ddp.recipes import Recipe
 
@@ -109,7 +109,7 @@ class Measurement:
         for number in draw:
             for part, state in zip(self._parts, self._states[number], strict=True):
                 part.merge_state(state)
-        return self.config.monitor.score(compute_value(self._metric_name, self._metric))
+        return self.config.monitor.score(read_value(self._metric_name, self._metric.compute()))
 
     def _with_figures(self, values: dict[str, float]) -> dict[str, float]:
         """Add the monitored one of the recipe's figures, such as a perplexity; they follow from loss and metrics."""

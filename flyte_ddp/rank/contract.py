@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
+from flyte_ddp.launch.process.end import frames_of_user
 from flyte_ddp.rank.data import Samples
 from flyte_ddp.rank.metrics import HeldOutMetrics, check_monitor, read_figures, read_value
 from flyte_ddp.rank.nested import tensors_in
@@ -90,7 +91,7 @@ def check_contract(recipe: Recipe, model: nn.Module, train: Samples, config: Tra
         was_training = model.training
         model.train()
         with autocast(config, world.device) if not is_sharded(model) else torch.enable_grad():
-            outputs = model(model_inputs(recipe, config, inputs))
+            outputs = _call_model(recipe, model, model_inputs(recipe, config, inputs))
         losses = _check_results(recipe, config, outputs, targets, num_samples)
         (losses.sum() * 0.0).backward()
         without = [name for name, each in model.named_parameters() if each.requires_grad and each.grad is None]
@@ -116,6 +117,16 @@ def _unchanged_buffers(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in values:
                 buffer.copy_(value)
+
+
+def _call_model(recipe: Recipe, model: nn.Module, inputs: Any) -> Any:
+    try:
+        return model(inputs)
+    except Exception as error:
+        if frames_of_user(error):
+            raise  # they say more
+        expected = f"{locate(recipe, 'model')}: expected a model of the samples' inputs, here {_shapes(inputs)}"
+        raise ConfigError(f"{expected}, got {_describe(error)}") from error
 
 
 def _check_results(recipe: Recipe, config: TrainingConfig, outputs: Any, targets: Any, num_samples: int) -> Any:
@@ -259,9 +270,10 @@ def _check_metrics(recipe: Recipe, config: TrainingConfig, outputs: Any, targets
         try:
             metric.update(metrics.predict(outputs), targets)
         except Exception as error:
+            if frames_of_user(error):
+                raise
             shapes = f"outputs {_shapes(outputs)}, targets {_shapes(targets)}"
-            reason = str(error).partition("\n")[0]
-            raise ConfigError(f"{place}: {name}: {type(error).__name__}: {reason} ({shapes})") from error
+            raise ConfigError(f"{place}: {name}: {_describe(error)} ({shapes})") from error
         names += _read_names(name, metric, place)
     epoch = EpochFinished(1, 1, 0.5, 0.5, 0.1, 1.0, 1.0, 1.0, metrics=dict.fromkeys(names, 0.5))
     try:
@@ -300,6 +312,11 @@ def locate(recipe: Recipe, method: str) -> str:
 def _shapes(value: Any) -> str:
     shapes = [str(tuple(each.shape)) for each in tensors_in(value)]
     return ", ".join(shapes) or type(value).__name__
+
+
+def _describe(error: Exception) -> str:
+    reason = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {reason}"
 
 
 def _number(value: Tensor) -> str:

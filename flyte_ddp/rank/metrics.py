@@ -19,9 +19,14 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import suggest
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
+from flyte_ddp.launch.process.end import frames_of_user
 from flyte_ddp.rank.nested import map_tensors
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.world import World
+
+# The states of a metric may come from other ranks or batches alone. Not by warnings.catch_warnings at each call, after
+# which every warning that the process has shown once is shown again.
+warnings.filterwarnings("ignore", "The ``compute`` method of metric")
 
 # Figures of an epoch that no metric may be called by.
 RESERVED = ("loss", "train_loss", "test_loss", "learning_rate", "samples_per_second", "seconds", "num_replaced")
@@ -83,7 +88,14 @@ class HeldOutMetrics:
                 # A state without samples may have another shape or type, with which the library's own gather fails.
                 for part in metric.modules():  # a wrapper has others
                     part.dist_sync_fn = functools.partial(_gather_of_some, is_one=world.rank < num_samples)
-            values.update(compute_value(name, metric))
+            try:
+                value = metric.compute()
+            except ValueError as error:  # such as an R2 of one sample; one of a lost peer is a RuntimeError
+                if frames_of_user(error):
+                    raise
+                reason = f"of {num_samples} held-out samples: {error}"
+                raise ConfigError(f"{type(self.recipe).__name__}.metrics: {name}: expected a value {reason}") from error
+            values.update(read_value(name, value))
         return values
 
     def predict(self, outputs: Any) -> Any:
@@ -111,13 +123,6 @@ def _gather_of_some(tensor: Tensor, group: Any = None, *, is_one: bool) -> list[
 
 def _widen(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-
-
-def compute_value(name: str, metric: Any) -> dict[str, float]:
-    """Return what `read_value` does of a metric, whose states may come from other ranks or batches alone."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The ``compute`` method of metric")
-        return read_value(name, metric.compute())
 
 
 def read_value(name: str, value: Any) -> dict[str, float]:

@@ -113,6 +113,11 @@ class MetricsInACollection(Line):
         return MetricCollection([MeanAbsoluteError(), R2Score()])
 
 
+class OtherInputs(Line):
+    def model(self):
+        return nn.Linear(2, 1)
+
+
 class PlainNumber(Line):
     def losses(self, outputs, targets):
         return float(functional.mse_loss(outputs, targets))

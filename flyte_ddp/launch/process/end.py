@@ -92,6 +92,17 @@ def _flush_files(is_last: bool) -> None:
                 file.close()
 
 
+def frames_of_user(error: BaseException) -> types.TracebackType | None:
+    """Return the traceback of `error` from the first frame of the user's own code on; None if there is none.
+
+    What comes before that, such as the training loop and torch's modules, is the same for every error in a recipe.
+    """
+    frames = error.__traceback__
+    while frames and not is_of_program(frames.tb_frame.f_globals):
+        frames = frames.tb_next
+    return frames
+
+
 def is_of_program(module: Mapping[str, Any]) -> bool:
     """Return whether a module with this dictionary is the main one, or neither of this package nor installed."""
     name, file = module.get("__name__"), module.get("__file__")

@@ -27,7 +27,7 @@ from typing import Any
 from flyte_ddp import errors
 from flyte_ddp.errors import StopRequested, StorageUnavailable
 from flyte_ddp.launch.process.call import call_program
-from flyte_ddp.launch.process.end import is_of_program, release_program, run_exit_handlers
+from flyte_ddp.launch.process.end import frames_of_user, release_program, run_exit_handlers
 from flyte_ddp.launch.process.link import RankProcess, SupervisorLink
 from flyte_ddp.launch.process.malloc import keep_freed_memory
 from flyte_ddp.launch.process.output import rank_stacks
@@ -115,7 +115,7 @@ def _describe(error: BaseException) -> tuple[str, str, str, bool]:
     if isinstance(error, SystemExit):  # without a traceback, as Python ends
         message = f"exit code {error.code}" if isinstance(error.code, int) else str(error.code)
         return "SystemExit", message, "", False
-    text = "".join(traceback.format_exception(type(error), error, _frames_of_user(error)))
+    text = "".join(traceback.format_exception(type(error), error, frames_of_user(error) or _frames_of_program(error)))
     try:
         message = str(error)
     except Exception as problem:
@@ -152,17 +152,6 @@ def _frames_of_program(error: BaseException) -> types.TracebackType | None:
     while frames and frames.tb_frame.f_globals.get("__name__") in STARTERS:
         frames = frames.tb_next
     return frames or error.__traceback__
-
-
-def _frames_of_user(error: BaseException) -> types.TracebackType | None:
-    """Return the traceback of `error` from the first frame of the user's own code on; the program's if there is none.
-
-    What comes before that, such as the training loop and torch's modules, is the same for every error in a recipe.
-    """
-    frames = error.__traceback__
-    while frames and not is_of_program(frames.tb_frame.f_globals):
-        frames = frames.tb_next
-    return frames or _frames_of_program(error)
 
 
 def environment(job: Job, node: NodeRanks, local_rank: int) -> dict[str, str]:
