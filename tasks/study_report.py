@@ -234,7 +234,7 @@ def _charts(runs: Sequence[TrialRun], study: Study) -> list[tuple[str, str, list
     if len(over_epochs) == 1:
         charts = [(f"{metric} over epochs and over elapsed time", meaning, over_epochs + over_time)]
     if not study.rows:
-        note = "of each trial, after the epoch whose weights are kept; the best have colors"
+        note = "of each trial, after the epoch whose weights are kept; the colors are those above"
         charts.append((f"{metric} by hyperparameter", note, parameter_panels(runs)))
     charts.append(("Scaling", *scaling_panels(study)))
     return [(heading, note, draw(panels)) for heading, note, panels in charts if panels]

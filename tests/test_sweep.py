@@ -15,6 +15,7 @@ from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.launch.dask.placement import Worker
 from flyte_ddp.launch.dask.pool import Pool
 from flyte_ddp.observers.reports import drawing
+from flyte_ddp.observers.reports.drawing import HEIGHT, WIDTH
 from flyte_ddp.studies import plots
 from flyte_ddp.studies.plots import metric_panels, parameter_panels
 from flyte_ddp.studies.results import (
@@ -307,6 +308,23 @@ def test_the_last_loss_of_every_trial_is_drawn_against_each_hyperparameter_that_
         assert len([line for line in axes.lines if not line.get_label().startswith("_")]) == 5
     assert [label.get_text() for label in axes.get_xticklabels()] == ["adam", "sgd"]
     assert parameter_panels([]) == parameter_panels(made_up_runs({"epochs": [8]})) == []
+
+
+def test_a_trial_has_one_color_in_all_panels_and_no_legend_is_cut():
+    runs = made_up_runs({"learning_rate": [0.012345, 0.023456, 0.034567, 0.045678, 0.056789, 0.067891]})
+    (over_epochs,), (by_rate,) = metric_panels(runs)[1], parameter_panels(runs)
+    figure, colors = Figure(figsize=(WIDTH, HEIGHT), layout="constrained"), []
+    for panel in (over_epochs, by_rate):
+        axes = figure.add_subplot()
+        panel.draw_on(axes)
+        figure.draw_without_rendering()
+        legend = axes.get_legend()
+        assert legend.get_window_extent().x1 <= figure.bbox.x1
+        handles = zip(legend.get_texts(), legend.legend_handles, strict=True)
+        colors.append({text.get_text(): handle.get_color() for text, handle in handles})
+        axes.remove()
+    assert len(colors[0]) == 6
+    assert colors[0] == colors[1]
 
 
 @pytest.mark.parametrize("grid", [GRID, {"optimizer": ["sgd", "adam"], "weight_decay": [0, 0.1]}])

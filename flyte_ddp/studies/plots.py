@@ -25,6 +25,7 @@ from flyte_ddp.observers.reports.drawing import (
     MAX_TITLE,
     PALETTE,
     Panel,
+    fits_in_line,
     format_count,
     format_figure,
     format_tick,
@@ -45,7 +46,6 @@ NUM_COLORED = 5  # of the best models, if all models share one facet
 MAX_FAINT = 100  # models beside those; more lines would become one grey area
 MIN_LOG_RATIO = 20  # of a hyperparameter's largest value to its smallest, from which on its axis is logarithmic
 MAX_POINTS = 60  # of one line, because there are many lines
-MAX_NAMED = 4  # colors for which the legend has room for the hyperparameter's name
 
 
 # Of one panel: each model with its color and its label in the legend, "" for none.
@@ -117,16 +117,30 @@ def _facets(runs: Sequence[TrialRun]) -> tuple[str, dict[str, Lines]]:
 
 def _rank(runs: Sequence[TrialRun]) -> Lines:
     """Return the models from the best on; the first have colors, and are labelled by their numbers."""
-    ranked = sorted(runs, key=lambda run: (run.score(run.kept), run.trial.number))
+    ranked = sorted(((run, "", "") for run in runs), key=_order)
     return [
         (run, PALETTE[place] if place < NUM_COLORED else "", f"{run.trial.number}" if place < NUM_COLORED else "")
-        for place, run in enumerate(ranked[: NUM_COLORED + MAX_FAINT])
+        for place, (run, _, _) in enumerate(ranked[: NUM_COLORED + MAX_FAINT])
     ]
 
 
+def _order(line: tuple[TrialRun, str, str]) -> tuple[float, int]:
+    run = line[0]
+    return run.score(run.kept), run.trial.number
+
+
 def parameter_panels(runs: Sequence[TrialRun]) -> list[Panel]:
-    """Return a panel for each hyperparameter that differs: the monitored figure of each trial against its value."""
-    lines = [line for line in _rank([run for run in runs if run.epochs]) if math.isfinite(line[0].score(line[0].kept))]
+    """Return a panel for each hyperparameter that differs: the monitored figure of each trial against its value.
+
+    The trials have the colors of `metric_panels`.
+    """
+    _, facets = _facets([run for run in runs if run.epochs])
+    lines: Lines = []
+    labelled: set[str] = set()  # every facet has a legend, the panel one
+    for run, color, label in sorted((line for each in facets.values() for line in each), key=_order):
+        if math.isfinite(run.score(run.kept)):
+            lines.append((run, color, "" if label in labelled else label))
+            labelled.add(label)
     names = dict.fromkeys(name for run, _, _ in lines for name in run.trial.values)
     swept = [name for name in names if len({json.dumps(run.trial.values[name]) for run, _, _ in lines}) > 1]
     return [_parameter_panel(name, lines) for name in swept]
@@ -168,16 +182,13 @@ def _parameter_panel(name: str, lines: Lines) -> Panel:
 
 def _color(runs: Sequence[TrialRun], name: str, colors: Mapping[str, str]) -> Lines:
     """Return the lines with their colors. The first label names the hyperparameter if there is room."""
-    lines: Lines = []
-    labelled: set[str] = set()
-    for run in runs:
-        value = json.dumps(run.trial.values[name])
-        label = "" if value in labelled else format_value(run.trial.values[name])[:14]
-        if not labelled and len(colors) <= MAX_NAMED:
-            label = f"{name} {label}"
-        lines.append((run, colors[value], label))
-        labelled.add(value)
-    return lines
+    values = [json.dumps(run.trial.values[name]) for run in runs]
+    labels = {
+        value: format_value(run.trial.values[name])[:14] for value, run in reversed([*zip(values, runs, strict=True)])
+    }
+    if fits_in_line([f"{name} ", *labels.values()]):
+        labels[values[0]] = f"{name} {labels[values[0]]}"
+    return [(run, colors[value], labels.pop(value, "")) for value, run in zip(values, runs, strict=True)]
 
 
 def _draw(

@@ -55,7 +55,9 @@ class Panel:
         """Draw the panel in the look that all panels share: no frame, faint horizontal rules."""
         self.draw(axes)
         title = self.title if len(self.title) <= MAX_TITLE else self.title.replace(", ", ",\n")
-        axes.set_title(title.replace("$", r"\$"), loc="left", fontsize=11.5, fontweight="bold", pad=24)  # no formula
+        num_rows = 1 if fits_in_line(axes.get_legend_handles_labels()[1]) else 2  # of the legend
+        pad = 24 + 15 * (num_rows - 1)
+        axes.set_title(title.replace("$", r"\$"), loc="left", fontsize=11.5, fontweight="bold", pad=pad)  # no formula
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
         axes.spines["bottom"].set_alpha(0.4)
@@ -65,11 +67,11 @@ class Panel:
         if self.from_zero and axes.get_yscale() == "linear":
             top = axes.dataLim.y1  # minus infinity if nothing is drawn
             axes.set_ylim(0, 1.08 * top if 0 < top < math.inf else 1)
-        if (num_labels := len(axes.get_legend_handles_labels()[1])) > 1:
+        if len(labels := axes.get_legend_handles_labels()[1]) > 1:
             axes.legend(
                 loc="lower left",
                 bbox_to_anchor=(-0.01, 1.01),
-                ncols=num_labels,
+                ncols=math.ceil(len(labels) / num_rows),
                 frameon=False,
                 fontsize=9.5,
                 handlelength=1.1,
@@ -81,6 +83,11 @@ class Panel:
         else:
             place: dict[str, Any] = {"xycoords": "axes fraction", "xytext": (0, 8), "textcoords": "offset points"}
             axes.annotate(self.subtitle, (0, 1), **place, fontsize=9.5, alpha=0.7)
+
+
+def fits_in_line(labels: Sequence[str]) -> bool:
+    """Return whether a legend of these labels, each with its line and gap, is at most as wide as a panel."""
+    return sum(len(label) + 5 for label in labels) <= 54
 
 
 def to_svg(panel: Panel) -> str:
