@@ -51,9 +51,9 @@ format: $(INSTALLED)  ## let ruff mend what it can
 bench: $(INSTALLED)  ## compare with alternatives: ratios, each pair measured in one run; ONLY="start recovery" for some rows
 	$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY))
 
-soak: $(INSTALLED)  ## ten minutes of random kills, evictions and returns: samples, weights, goodput; SEED=1 FAULTS=20 MINUTES=10 ANNOUNCED=0
+soak: $(INSTALLED)  ## ten minutes of random kills, evictions and returns: samples, weights, goodput; SEED=1 FAULTS=20 MINUTES=10 ANNOUNCED=0 PROGRAM=recipe
 	$(BIN)/python -m benchmarks.soak $(if $(SEED),--seed $(SEED)) $(if $(FAULTS),--faults $(FAULTS)) \
-	  $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ANNOUNCED),--announced $(ANNOUNCED))
+	  $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ANNOUNCED),--announced $(ANNOUNCED)) $(if $(PROGRAM),--program $(PROGRAM))
 
 sbom: $(INSTALLED)  ## the image's Python packages with their hashes, as CycloneDX in sbom.json
 	$(UV) pip compile --quiet --no-deps --no-header --no-annotate --generate-hashes $(IMAGE_PLATFORM) requirements.txt \

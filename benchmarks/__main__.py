@@ -77,6 +77,11 @@ def rows(data: Path, names: str = "") -> dict[str, list[Row]]:
         command = (sys.executable, "-m", "benchmarks.checkpoints", name)
         return Variant(f"checkpoints {name}", command, num_threads(1))
 
+    def session_state(name: str) -> Variant:
+        command = (sys.executable, "-m", "benchmarks.session_state", name)
+        return Variant(f"session's state {name}", command, num_threads(2))
+
+    split, whole, dcp = (session_state(name) for name in ("split", "whole", "dcp"))
     ours, ours_bf16, ours_twice = variant("ours"), variant("ours", precision="bf16"), variant("ours", 2)
     tutorial, torchrun = variant("tutorial"), variant("torchrun", 2)
     speed, memory, start = "samples_per_second", "peak_memory_bytes", "first_step_seconds"
@@ -210,6 +215,32 @@ def rows(data: Path, names: str = "") -> dict[str, list[Row]]:
                 shards("read"),
                 "",
             )
+        ],
+        "session": [
+            Row(
+                "session.save, peak memory of a rank, split / whole, 2 ranks",
+                "save_memory_bytes",
+                split,
+                whole,
+                "<= 0.6",
+            ),
+            Row(
+                "session.load, peak memory of a rank, split / whole, 2 ranks",
+                "load_memory_bytes",
+                split,
+                whole,
+                "<= 0.6",
+            ),
+            Row(
+                "session.save of split state, stall / copy of it",
+                "stall_seconds",
+                split,
+                split,
+                "<= 1.3",
+                "copy_seconds",
+            ),
+            Row("session.save / dcp.async_save, until it is written", "save_seconds", split, dcp, "<= 1"),
+            Row("session.load, checksummed / dcp.load", "load_seconds", split, dcp, "<= 1"),
         ],
         "names": [
             Row(

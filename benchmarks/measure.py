@@ -39,6 +39,11 @@ UNITS: dict[str, Callable[[float], str]] = {
     "recovery_seconds": lambda value: f"{value:.1f} s",  # from the death of a rank to the end of the next step
     "stall_seconds": lambda value: f"{1000 * value:.0f} ms",  # for which a checkpoint keeps the training
     "read_seconds": lambda value: f"{value:.1f} s",  # of a checkpoint, its tensors ready to be loaded
+    "copy_seconds": lambda value: f"{1000 * value:.0f} ms",  # of a plain copy of what a checkpoint has
+    "save_seconds": lambda value: f"{value:.1f} s",  # until a checkpoint is in its place
+    "load_seconds": lambda value: f"{value:.1f} s",  # of a checkpoint, into tensors that are there
+    "save_memory_bytes": lambda value: f"{value / 2**20:,.0f} MiB",  # the peak of one rank while it saves
+    "load_memory_bytes": lambda value: f"{value / 2**20:,.0f} MiB",  # the peak of one rank while it loads
     "seconds_to_loss": lambda value: f"{value:.0f} s",  # from the command's start to the best loss of theirs
 }
 """Every quantity that can be measured, with its format."""

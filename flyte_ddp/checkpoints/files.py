@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from flyte_ddp.checkpoints.state_file import CHECKSUM, is_whole
+from flyte_ddp.checkpoints.state_file import CHECKSUM, check_file, checksum_of
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
 
@@ -64,8 +64,12 @@ def read_manifest(storage: Storage, name: str) -> dict[str, Any]:
     return {**manifest, "files": files}
 
 
-def read_file(storage: Storage, entry: Entry) -> dict[str, Any]:
+def read_file(storage: Storage, entry: Entry, maps: bool = False) -> dict[str, Any]:
     """Return the contents of a file of tensors.
+
+    Args:
+        maps: the caller copies the tensors at once. So those of a local file may stay in it, which spares two copies:
+            they are mapped. The file must not go away meanwhile.
 
     Raises:
         Damaged: it is missing, or not what was written. The store's errors are raised as they are.
@@ -73,16 +77,22 @@ def read_file(storage: Storage, entry: Entry) -> dict[str, Any]:
         ConfigError: it is whole, but this version of torch or of this package cannot read it.
     """
     name = entry["file"]
+    maps = maps and storage.is_local
+    source: Any = f"{storage.root}/{name}"
     try:
-        contents = storage.read(name)
+        if maps:
+            size, checksum = storage.retry(lambda: check_file(source))
+        else:
+            contents = storage.read(name)
+            size, checksum, source = len(contents), checksum_of(contents), io.BytesIO(contents)
     except FileNotFoundError as error:
         raise Damaged(f"{name} is missing") from error
-    if len(contents) != entry["bytes"]:
-        raise Damaged(f"{name}: expected {entry['bytes']} bytes, got {len(contents)}")
-    if not is_whole(contents, entry):
+    if size != entry["bytes"]:
+        raise Damaged(f"{name}: expected {entry['bytes']} bytes, got {size}")
+    if checksum != entry[CHECKSUM]:
         raise Damaged(f"{name}: its checksum is not the one that was recorded when it was written")
     try:
-        state: dict[str, Any] = torch.load(io.BytesIO(contents), map_location="cpu", weights_only=True)
+        state: dict[str, Any] = torch.load(source, map_location="cpu", weights_only=True, mmap=maps)
         found = state["format"]
     except Exception as error:  # of bytes that are those that were written
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

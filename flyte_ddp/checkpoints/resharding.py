@@ -78,14 +78,16 @@ class _Assembly:
             map_tensors(state, lambda each: each.to("meta") if _is_plain(each) else each)
         )
         is_split = world.broadcast_object([tensor.is_meta for tensor in tensors])
-        self._tensors: list[Tensor] = []
-        self._split: list[tuple[Tensor, Box, Tensor]] = []  # (the whole one's shape, the box kept, what is in it)
+        self._tensors: list[Tensor | None] = []
+        # (the whole one's shape, the box kept, where it is in `_tensors`: None before anything is kept of it)
+        self._split: list[tuple[Tensor, Box, int]] = []
         for number, (place, tensor) in enumerate(tensors_of(self._outline)):
             box = box_of(place, tensor)
+            kept: Tensor | None
             if is_split[number]:
                 box = [range(size) for size in tensor.shape] if box is None else box
-                kept = torch.empty([len(each) for each in box], dtype=tensor.dtype)
-                self._split.append((tensor, box, kept))
+                self._split.append((tensor, box, number))
+                kept = None
             elif tensor.is_meta:
                 kept = tensors[number] if world.is_first else torch.empty_like(tensor, device="cpu")
                 world.broadcast(kept)
@@ -108,7 +110,7 @@ class _Assembly:
         common = [_overlap(box, each) for each, (_, box, _) in zip(theirs, self._split, strict=True)]
         is_needed = [float(world.rank != source and all(each)) for each in common]
         num_readers = world.all_reduce(*is_needed)
-        for number, (tensor, box, kept) in enumerate(self._split):
+        for number, (tensor, box, index) in enumerate(self._split):
             shape = placed[number][1]
             self._num_values[number] += math.prod(shape)
             if world.rank == source:
@@ -120,7 +122,17 @@ class _Assembly:
             if num_readers[number]:
                 world.broadcast(part, source)
             if all(common[number]):
-                kept[slices(common[number], box)] = part[slices(common[number], theirs[number])]
+                self._keep(index, box, common[number], part[slices(common[number], theirs[number])])
+
+    def _keep(self, index: int, box: Box, within: Box, values: Tensor) -> None:
+        """Keep what is read of a box; as it is, without a copy, where one file has all of the box and nothing more."""
+        kept = self._tensors[index]
+        if kept is None and list(within) == list(box) and _owns_its_memory(values):
+            self._tensors[index] = values
+            return
+        if kept is None:
+            kept = self._tensors[index] = torch.empty([len(each) for each in box], dtype=values.dtype)
+        kept[slices(within, box)] = values
 
     def finish(self) -> dict[str, Any]:
         """Return the state.
@@ -132,6 +144,9 @@ class _Assembly:
             if num_values != tensor.numel():
                 expected = f"expected {tensor.numel()} values of a split tensor in all files"
                 raise CheckpointError(f"{expected}, got {num_values}")
+        for tensor, box, index in self._split:  # a rank may keep nothing of a tensor
+            if self._tensors[index] is None:
+                self._tensors[index] = torch.empty([len(each) for each in box], dtype=tensor.dtype)
         tensors = iter(self._tensors)
         state: dict[str, Any] = map_tensors(self._outline, lambda _: next(tensors))
         return state
@@ -159,6 +174,10 @@ def tensors_of(state: Any, place: Place = ()) -> Iterator[tuple[Place, Tensor]]:
             yield from tensors_of(each, (*place, number))
     elif isinstance(state, Tensor):
         yield place, state
+
+
+def _owns_its_memory(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 def _is_plain(tensor: Tensor) -> bool:

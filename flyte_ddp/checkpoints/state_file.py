@@ -17,6 +17,7 @@ from flyte_ddp.errors import CheckpointError
 from flyte_ddp.storage.uncached_file import PAGE
 
 CHECKSUM = "xxh3_128"  # its name in a manifest
+READ_SIZE = 4 << 20  # bytes that are read at once; more do not fit into a core's cache
 
 
 def save_state(state: Mapping[str, Any], file: BinaryIO, with_crc32: bool) -> dict[str, Any]:
@@ -40,9 +41,19 @@ def save_state(state: Mapping[str, Any], file: BinaryIO, with_crc32: bool) -> di
     return {"bytes": stream.size, CHECKSUM: stream.checksum.hexdigest()}
 
 
-def is_whole(contents: bytes, entry: Mapping[str, Any]) -> bool:
-    """Return whether `contents` have the checksum that their entry in a manifest records."""
-    return bool(xxhash.xxh3_128_hexdigest(contents) == entry[CHECKSUM])
+def checksum_of(contents: bytes) -> str:
+    """Return the checksum of `contents`, as their entry in a manifest records it."""
+    return str(xxhash.xxh3_128_hexdigest(contents))
+
+
+def check_file(path: str) -> tuple[int, str]:
+    """Return the size and the checksum of a local file, read with little memory."""
+    checksum, size, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(READ_SIZE))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            checksum.update(buffer[:count])
+            size += count
+    return size, checksum.hexdigest()
 
 
 class _ChecksumStream:

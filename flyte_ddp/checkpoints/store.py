@@ -231,7 +231,7 @@ class CheckpointStore:
                 on_wait()
 
     def load_latest(
-        self, world: World = ALONE, box_of: BoxOf = keep_all
+        self, world: World = ALONE, box_of: BoxOf = keep_all, maps: bool = False
     ) -> tuple[dict[str, Any] | None, str, list[str]]:
         """Return the newest checkpoint that is whole, its URL, and a line for each damaged one that was skipped.
 
@@ -240,6 +240,7 @@ class CheckpointStore:
         Args:
             world: the ranks that read it together; each of them calls this.
             box_of: returns what this rank keeps of each tensor.
+            maps: the caller copies the tensors at once, so they may be in files that are mapped.
 
         Returns:
             (state with tensors on the CPU, URL, lines); (None, "", lines) where there is none. The lines on rank 0.
@@ -263,7 +264,7 @@ class CheckpointStore:
             if not name:
                 return None, "", skipped
             try:
-                state = assemble(manifest["files"], lambda entry: read_file(self.storage, entry), world, box_of)
+                state = assemble(manifest["files"], lambda entry: read_file(self.storage, entry, maps), world, box_of)
             except Damaged as error:
                 damage = error
             else:
@@ -280,7 +281,7 @@ class CheckpointStore:
                 skipped.append(self.retention.set_aside(self.storage, name, damage))
         return "", {}
 
-    def load(self, step: int, world: World = ALONE, box_of: BoxOf = keep_all) -> dict[str, Any]:
+    def load(self, step: int, world: World = ALONE, box_of: BoxOf = keep_all, maps: bool = False) -> dict[str, Any]:
         """Return the checkpoint of optimizer step `step`, tensors on the CPU. Arguments as of `load_latest`.
 
         Raises:
@@ -299,7 +300,7 @@ class CheckpointStore:
             manifest = world.broadcast_object(run_together(find, world))
             if "damage" in manifest:
                 raise Damaged(manifest["damage"])
-            state = assemble(manifest["files"], lambda entry: read_file(self.storage, entry), world, box_of)
+            state = assemble(manifest["files"], lambda entry: read_file(self.storage, entry, maps), world, box_of)
         except Damaged as damage:
             raise CheckpointError(f"{self.storage.join(name)} cannot be used: {damage}") from damage
         self.retention.note_whole(name, manifest)

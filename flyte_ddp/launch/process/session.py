@@ -126,7 +126,7 @@ class Session:
     def load(self, into: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
         if not self.checkpoints:
             return None
-        found = self._load_parts(into) if into is not None and _may_be_split() else self._load_whole()
+        found = self._load_parts(into) if into is not None and _may_be_split() else self._load_whole(into is not None)
         if found is None:
             return None
         self.step, self.can_resume = found["step"], True
@@ -158,27 +158,31 @@ class Session:
         from flyte_ddp.rank.split_state import function_world, has_split, own_boxes
 
         if not has_split(into):
-            return self._load_whole()
-        found, url, skipped = self.open_checkpoints().load_latest(function_world(), own_boxes(into))
+            return self._load_whole(maps=True)
+        found, url, skipped = self.open_checkpoints().load_latest(function_world(), own_boxes(into), maps=True)
         self.emit(events.CheckpointLoaded(found["step"] if found else 0, url, skipped=skipped))
         return found
 
-    def _load_whole(self) -> dict[str, Any] | None:
-        """Return the newest checkpoint, which each rank reads for itself: they may have no process group."""
+    def _load_whole(self, maps: bool) -> dict[str, Any] | None:
+        """Return the newest checkpoint, which each rank reads for itself: they may have no process group.
+
+        Args:
+            maps: the tensors are copied at once.
+        """
         checkpoints = self.open_checkpoints()
         self._num_loads += 1
         key = f"flyte_ddp/load-{self._num_loads}"
         is_alone = self.process.node.world_size == 1
         # Rank 0 chooses: another rank that failed to read the newest would quietly go on from older weights.
         if self.process.rank == 0:
-            found, url, skipped = checkpoints.load_latest()
+            found, url, skipped = checkpoints.load_latest(maps=maps)
             if not is_alone:
                 checkpoints.retention.keeps_resumed = found is not None
                 self.open_store().set(key, str(found["step"] if found else -1))
             self._link.emit(events.CheckpointLoaded(found["step"] if found else 0, url, skipped=skipped))
         else:
             step = int(self.open_store().get(key))
-            found = checkpoints.load(step) if step >= 0 else None
+            found = checkpoints.load(step, maps=maps) if step >= 0 else None
             self.open_store().add(f"{key}/num_readers", 1)
         return found
 
