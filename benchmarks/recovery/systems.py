@@ -155,18 +155,6 @@ class Ours(System):
         command = (sys.executable, "-m", "benchmarks.recovery.drivers", "ours", "--address", "")
         self.others.append(self.popen(*command, *self.task.options()))
 
-    def drain_node(self, node: subprocess.Popen[bytes]) -> None:
-        """Give Ray's notice of a preemption, and kill the node when its time is over."""
-        self.nodes.remove(node)
-        self.others.insert(0, node)
-        words = [word for each in psutil.Process(node.pid).children(recursive=True) for word in each.cmdline()]
-        node_id = next(word.split("=")[1] for word in words if word.startswith(("--node-id=", "--node_id=")))
-        command = [str(Path(sys.executable).with_name("ray")), "drain-node", "--address", self.address]
-        command += ["--node-id", node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "drained"]
-        command += ["--deadline-remaining-seconds", f"{self.notice:.0f}"]
-        threading.Timer(self.notice, send_to_all, (node, signal.SIGKILL)).start()
-        subprocess.run(command, check=True, stdout=self.log, stderr=self.log)
-
     def start_driver(self) -> None:
         store = ("--store", self.task.store) if self.task.store else ()
         command = (sys.executable, "-m", "benchmarks.recovery.drivers", "ours", "--address", self.dask.address)
@@ -236,6 +224,18 @@ class RayTrain(System):
 
     def add_node(self) -> None:
         self.nodes.append(self._node(f"--address={self.address}", "--num-cpus=1"))
+
+    def drain_node(self, node: subprocess.Popen[bytes]) -> None:
+        """Give Ray's notice of a preemption, and kill the node when its time is over."""
+        self.nodes.remove(node)
+        self.others.insert(0, node)
+        words = [word for each in psutil.Process(node.pid).children(recursive=True) for word in each.cmdline()]
+        node_id = next(word.split("=")[1] for word in words if word.startswith(("--node-id=", "--node_id=")))
+        command = [str(Path(sys.executable).with_name("ray")), "drain-node", "--address", self.address]
+        command += ["--node-id", node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "drained"]
+        command += ["--deadline-remaining-seconds", f"{self.notice:.0f}"]
+        threading.Timer(self.notice, send_to_all, (node, signal.SIGKILL)).start()
+        subprocess.run(command, check=True, stdout=self.log, stderr=self.log)
 
     def start_driver(self) -> None:
         store = ("--store", self.task.store) if self.task.store else ()
