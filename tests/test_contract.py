@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from flyte_ddp import MultiLabel, Recipe
 from flyte_ddp.errors import ConfigError, DataError, RankFailure
 from flyte_ddp.events import Reported
-from flyte_ddp.rank.contract import check_contract, check_datasets, check_model
+from flyte_ddp.rank.contract import check_contract, check_datasets, check_model, locate
 from flyte_ddp.rank.data import open_samples
 from flyte_ddp.rank.nested import collate
 from flyte_ddp.recipes import config_of, get_recipe
@@ -86,6 +87,19 @@ def test_every_rank_checks_before_the_first_step(tmp_path):
         run.train()
     assert caught.value.is_user_error
     assert not [event for event in run.events if isinstance(event, Reported)]
+
+
+def test_the_place_is_that_of_the_users_own_copy(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert locate(mistakes.Averaged(), "losses").startswith("tests/support/mistakes.py:")
+
+
+def test_a_recipe_of_another_task_has_no_predictions_by_default():
+    pair = {"left": torch.ones(2), "right": torch.ones(2)}
+    assert Recipe().predictions(pair, {"score": torch.ones(2)}, torch.ones(2)) == []
+    assert Recipe().predictions(torch.ones(2, 1), torch.ones(2, 1), torch.ones(2)) == []
+    assert [each.guess for each in Recipe().predictions(pair, torch.eye(2), torch.arange(2))] == ["0", "1"]
+    assert [each.guess for each in MultiLabel().predictions(pair, torch.eye(2), torch.eye(2))] == ["0", "1"]
 
 
 def test_samples_that_are_no_pairs_are_one_line(tmp_path):

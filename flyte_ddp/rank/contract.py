@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import sys
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -305,7 +307,11 @@ def locate(recipe: Recipe, method: str) -> str:
         file, line = inspect.getsourcefile(code), inspect.getsourcelines(code)[1]
     except (OSError, TypeError):  # made in an interpreter
         return f"{type(recipe).__name__}.{method}"
-    shown = os.path.relpath(file) if file and not os.path.relpath(file).startswith("..") else file
+    shown = os.path.relpath(file or "")
+    if shown.startswith(".."):  # as on a Dask worker, which has a copy in a directory of its own
+        module = sys.modules[code.__module__]
+        depth = module.__name__.count(".") + 1 + hasattr(module, "__path__")
+        shown = "/".join(Path(file or "").parts[-depth:])
     return f"{shown}:{line}: {type(recipe).__name__}.{method}"
 
 

@@ -172,8 +172,14 @@ class Recipe:
     def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
         """Return what the report shows of these held-out samples; all tensors are on the CPU.
 
-        By default it is the truth, the best guess and the score of every class, with the image if `batch` has bytes.
+        By default it is the truth, the best guess and the score of every class, with the image if `batch` has bytes;
+        nothing where outputs and targets are no logits (B, C) and classes (B,).
         """
+        import torch
+
+        shapes = [each.dim() if isinstance(each, torch.Tensor) else 0 for each in (outputs, targets)]
+        if shapes != [2, 1] or targets.is_floating_point():
+            return []
         scores = outputs.float().softmax(dim=1)
         names = list(self.class_names) or [str(index) for index in range(scores.shape[1])]
         return [
@@ -181,10 +187,17 @@ class Recipe:
                 truth=names[int(target)],
                 guess=names[int(score.argmax())],
                 scores=dict(zip(names, score.tolist(), strict=True)),
-                image=to_png(sample),
+                image=image,
             )
-            for sample, score, target in zip(batch, scores, targets, strict=True)
+            for image, score, target in zip(to_pngs(batch, len(targets)), scores, targets, strict=True)
         ]
+
+
+def to_pngs(batch: Any, num_samples: int) -> list[bytes]:
+    """Return the samples of a batch as `to_png` does, b"" of a batch that is no tensor."""
+    import torch
+
+    return [to_png(sample) for sample in batch] if isinstance(batch, torch.Tensor) else [b""] * num_samples
 
 
 def to_png(sample: Tensor) -> bytes:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flyte_ddp.config.extras import require
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import Prediction
-from flyte_ddp.recipes.base import Recipe, to_png
+from flyte_ddp.recipes.base import Recipe, to_png, to_pngs
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -86,9 +86,9 @@ class MultiLabel(Recipe):
                 truth=label((target > 0).tolist()),
                 guess=label((output > 0).tolist()),
                 scores=dict(zip(names, output.sigmoid().tolist(), strict=True)),
-                image=to_png(sample),
+                image=image,
             )
-            for sample, output, target in zip(batch, outputs, targets, strict=True)
+            for image, output, target in zip(to_pngs(batch, len(targets)), outputs, targets, strict=True)
         ]
 
 
