@@ -22,6 +22,7 @@ from flyte_ddp.cluster.config import DEFAULT_GRACE, GRACE_VARIABLE
 
 CLOSE_RESERVE = 5.0  # seconds of the grace that the worker and its nanny need to close
 POLL_INTERVAL = 0.05  # seconds between two looks whether the ranks have ended
+NO_CLIENTS = {"fire-and-forget"}  # what a scheduler has besides its clients
 IDLE_TIME = 5.0  # seconds without an attempt after which a scheduler that has to go closes by itself
 RETIRE = "flyte_ddp_retire"  # the call by which a scheduler tells a worker that it is about to be retired
 SCHEDULER_LEAVES = "flyte-ddp-scheduler-leaves"  # the event of a scheduler that has received SIGTERM
@@ -95,7 +96,7 @@ async def _close_after_attempts(dask_scheduler: Scheduler) -> None:
     while (now := time.monotonic()) < dask_scheduler.leaves_at:
         if any(each.processing for each in dask_scheduler.workers.values()):
             busy_at = now
-        elif dask_scheduler.is_let_go or now > busy_at + IDLE_TIME:
+        elif dask_scheduler.is_let_go or now > busy_at + IDLE_TIME or not dask_scheduler.clients.keys() - NO_CLIENTS:
             break
         await asyncio.sleep(POLL_INTERVAL)
     os.kill(os.getpid(), signal.SIGTERM)  # the second one, for Dask's own handler
