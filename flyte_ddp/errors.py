@@ -67,12 +67,21 @@ class RankFailure(RuntimeError):
         timestamp: when it was noticed, in seconds since the epoch.
     """
 
-    def __init__(self, message: str, rank: int, kind: str, cause: str, is_consequence: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        rank: int,
+        kind: str,
+        cause: str,
+        is_consequence: bool = False,
+        details: dict[str, Any] | None = None,
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.kind = kind
         self.cause = cause
         self.is_consequence = is_consequence
+        self.details = details or {}
         self.timestamp = time.time()
 
     @property
@@ -88,7 +97,7 @@ class RankFailure(RuntimeError):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments of the constructor, as plain values."""
-        names = ("rank", "kind", "cause", "is_consequence")
+        names = ("rank", "kind", "cause", "is_consequence", "details")
         return {"message": str(self), **{name: getattr(self, name) for name in names}}
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -167,7 +167,7 @@ def test_a_run_is_stopped_with_the_place_to_resume(tmp_path):
 class Scripted:
     """An attempt that ends as the test says: (error, step, step of the newest checkpoint that it leaves)."""
 
-    larger, leaving = 0, ()
+    larger, leaving, kept_step = 0, (), 0
 
     def __init__(self, endings):
         self.endings, self.num_attempts = list(endings), 0

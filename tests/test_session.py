@@ -21,7 +21,7 @@ class Link:
 
     def __init__(self):
         self.stop_requested = False
-        self.on_stop = None
+        self.on_stop = self.on_keep = None
         self.beats = []
         self.events = []
         self.is_stoppable = False

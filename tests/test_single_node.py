@@ -433,7 +433,7 @@ def resources_of(template, kind):
 def test_the_gpu_profile_requests_gpus_memory_disk_and_shared_memory():
     template = registered_task(GPUS="4", GPU_TYPE="nvidia-tesla-a100", WANDB_ENTITY="team")
     requests, limits = resources_of(template, "requests"), resources_of(template, "limits")
-    assert requests == limits == {"CPU": "16", "GPU": "4", "MEMORY": "64Gi", "EPHEMERAL_STORAGE": "50Gi"}
+    assert requests == limits == {"cpu": "16", "gpu": "4", "memory": "64Gi", "ephemeral-storage": "50Gi"}
     assert template["extendedResources"]["gpuAccelerator"]["device"] == "nvidia-tesla-a100"
     assert template["extendedResources"]["sharedMemory"]["sizeLimit"] == "8Gi"
     assert template["metadata"]["retries"]["retries"] == 3
@@ -445,7 +445,7 @@ def test_the_gpu_profile_requests_gpus_memory_disk_and_shared_memory():
 
 
 def test_the_sandbox_profile_requests_no_gpu_and_no_secret(sandbox_task):
-    assert resources_of(sandbox_task, "limits") == {"CPU": "2", "MEMORY": "4Gi", "EPHEMERAL_STORAGE": "4Gi"}
+    assert resources_of(sandbox_task, "limits") == {"cpu": "2", "memory": "4Gi", "ephemeral-storage": "4Gi"}
     assert "gpuAccelerator" not in sandbox_task["extendedResources"]
     assert "securityContext" not in sandbox_task
 

@@ -31,12 +31,17 @@ def keep_all(place: Place, tensor: Tensor) -> None:
 
 
 def assemble(
-    entries: Sequence[Entry], read: Callable[[Entry], dict[str, Any]], world: World, box_of: BoxOf = keep_all
+    entries: Sequence[Entry],
+    read: Callable[[Entry], dict[str, Any]],
+    world: World,
+    box_of: BoxOf = keep_all,
+    reader: int = 0,
 ) -> dict[str, Any]:
     """Return the state in the files of `entries`, with its tensors on the CPU. Every rank calls it.
 
     Args:
         read: returns the contents of a file, or raises Damaged.
+        reader: the rank that reads the first file; the ranks after it read the others.
 
     Raises:
         Damaged: on every rank, if a file is damaged.
@@ -44,10 +49,11 @@ def assemble(
     assembly: _Assembly | None = None
     for first in range(0, len(entries), world.world_size):
         turns = entries[first : first + world.world_size]
-        contents = _read_together(turns[world.rank] if world.rank < len(turns) else None, read, world)
-        assembly = assembly or _Assembly(contents, world, box_of)
-        for source in range(len(turns)):
-            assembly.add_shards(contents.get(SHARDS, []), source)
+        turn = (world.rank - reader) % world.world_size
+        contents = _read_together(turns[turn] if turn < len(turns) else None, read, world)
+        assembly = assembly or _Assembly(contents, world, box_of, reader)
+        for number in range(len(turns)):
+            assembly.add_shards(contents.get(SHARDS, []), (reader + number) % world.world_size)
         contents.clear()  # before the next one is read
     assert assembly is not None  # a manifest names at least one file
     return assembly.finish()
@@ -68,16 +74,18 @@ def _read_together(entry: Entry | None, read: Callable[[Entry], dict[str, Any]],
 
 
 class _Assembly:
-    """A state that is being put together. `contents` is the first file, on rank 0; it has all but the shards."""
+    """A state that is being put together. `contents` is the first file, on the rank that reads it; only shards are not
+    in it.
+    """
 
-    def __init__(self, contents: Mapping[str, Any], world: World, box_of: BoxOf) -> None:
+    def __init__(self, contents: Mapping[str, Any], world: World, box_of: BoxOf, reader: int) -> None:
         self._world = world
         state = {key: value for key, value in contents.items() if key != SHARDS}
         tensors = [tensor for _, tensor in tensors_of(state)]
         self._outline = world.broadcast_object(
-            map_tensors(state, lambda each: each.to("meta") if _is_plain(each) else each)
+            map_tensors(state, lambda each: each.to("meta") if _is_plain(each) else each), reader
         )
-        is_split = world.broadcast_object([tensor.is_meta for tensor in tensors])
+        is_split = world.broadcast_object([tensor.is_meta for tensor in tensors], reader)
         self._tensors: list[Tensor | None] = []
         # (the whole one's shape, the box kept, where it is in `_tensors`: None before anything is kept of it)
         self._split: list[tuple[Tensor, Box, int]] = []
@@ -89,8 +97,8 @@ class _Assembly:
                 self._split.append((tensor, box, number))
                 kept = None
             elif tensor.is_meta:
-                kept = tensors[number] if world.is_first else torch.empty_like(tensor, device="cpu")
-                world.broadcast(kept)
+                kept = tensors[number] if world.rank == reader else torch.empty_like(tensor, device="cpu")
+                world.broadcast(kept, reader)
                 if box is not None:
                     kept = kept[slices(box)].clone()
             else:

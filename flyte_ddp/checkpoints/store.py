@@ -35,6 +35,7 @@ from flyte_ddp.checkpoints.files import (
     is_manifest,
     read_file,
     read_manifest,
+    step_of,
 )
 from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.checkpoints.resharding import SHARDS, BoxOf, assemble, keep_all
@@ -200,6 +201,12 @@ class CheckpointStore:
                 f"(store_timeout): {self._outage or 'the store does not answer'}"
             )
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether something that was saved is not in place yet, and the store is there."""
+        with self._changed:
+            return bool(self._queue or self._current) and self._outage is None and self._failure is None
+
     @contextlib.contextmanager
     def finish_on_error(self, on_wait: Callable[[], None]) -> Iterator[None]:
         """If the block raises, wait up to `WRITE_GRACE` seconds for what was saved in it, so that a retry finds it."""
@@ -271,6 +278,11 @@ class CheckpointStore:
                 self.retention.resumed = name
                 self.retention.note_whole(name, manifest)
                 return state, self.storage.join(name), skipped
+
+    def steps(self) -> list[int]:
+        """Return the steps of the checkpoints. Asks the store once, and raises StorageUnavailable if it is away."""
+        names = filter(is_manifest, self._sink.names())
+        return [step for name in names if (step := step_of(name)) is not None]
 
     def _find_latest(self, skipped: list[str]) -> tuple[str, dict[str, Any]]:
         """Return the name of the newest manifest that can be read, and the manifest; ("", {}) where there is none."""

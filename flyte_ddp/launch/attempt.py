@@ -13,8 +13,10 @@ from typing import Any, Protocol
 from flyte_ddp import events
 from flyte_ddp.checkpoints import WRITE_GRACE
 from flyte_ddp.errors import NodeLost, RankFailure, TrainingStopped
-from flyte_ddp.launch.failures import MAX_LINES, natural_key
-from flyte_ddp.launch.node import GO, KILL, KILL_GRACE, STOP
+from flyte_ddp.launch.node import GO, KEEP, KILL, KILL_GRACE, STALL, STOP
+from flyte_ddp.launch.paces import PaceWatch
+from flyte_ddp.launch.policy import leaves_state_whole
+from flyte_ddp.launch.process.memory import KEEP_TIMEOUT
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.signals import StopRequest
 
@@ -132,6 +134,7 @@ class Attempt:
         self.shows_nodes = shows_nodes  # a line of a rank's begins with its node
         self.larger = 0  # nodes of the gang that follows this one
         self.step = 0  # that the gang has reached
+        self.kept_step = 0  # of the newest state that its ranks have left in the memory of their nodes
         self.progress_at = time.monotonic()  # when it did
         self.is_stoppable = False  # it saves its state when it is asked to end, so it may end to grow
         self.is_killed = False
@@ -252,12 +255,15 @@ class Attempt:
     def _conclude(self, node: Node, end: dict[str, Any]) -> None:
         """Note how the ranks of a node have ended."""
         node.outcome = end["outcome"]
+        self.kept_step = max(self.kept_step, end.get("kept_step", 0))
         if node.outcome == "stopped":
             node.stopped = TrainingStopped(end["message"], end["reason"])
         elif node.outcome == "failed":
             values = end["failure"]
             if node.label:
                 values["message"] = f"{node}: {values['message']}"
+                for rank in values["details"].get("ranks", ()):
+                    rank["node"] = str(node)
             # Where no other node could be lost, a connection that the error names is the program's own.
             values["is_consequence"] &= len(self.nodes.nodes) > 1
             failure = RankFailure(**values)
@@ -294,7 +300,9 @@ class Attempt:
         deadline = time.monotonic() + KILL_TIMEOUT
         if not self.has_ended:
             self.is_killed = True
-            self.nodes.send(KILL)
+            keeps = bool(self.failures) and leaves_state_whole(find_cause(self.failures)) and not self.stop.is_set()
+            deadline += keeps * KEEP_TIMEOUT
+            self.nodes.send(KEEP if keeps else KILL)
         while not self.has_ended and time.monotonic() < deadline:
             self._receive()
         self.nodes.close()

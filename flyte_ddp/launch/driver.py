@@ -34,7 +34,7 @@ from flyte_ddp.errors import (
 from flyte_ddp.launch.attempt import Attempt, Nodes
 from flyte_ddp.launch.dispatch import Dispatcher
 from flyte_ddp.launch.failures import first_line
-from flyte_ddp.launch.policy import Before, Ended, Next, Rules, decide
+from flyte_ddp.launch.policy import Before, Ended, Next, Rules, decide, leaves_state_whole
 from flyte_ddp.launch.process.output import PREFIX
 from flyte_ddp.launch.process.programs import WANDB_VARIABLE, Job
 from flyte_ddp.launch.signals import StopRequest, stop_on_signals
@@ -217,6 +217,9 @@ class _Driver:
                 if run.prepared and run.prepared.done() and (failed := run.prepared.exception()):
                     raise failed from None  # the caller's own, which the node could only report
             is_announced = bool(attempt.leaving)
+            if failure and attempt.kept_step and leaves_state_whole(failure):
+                counted = (*run.job.counted, self.num_attempts - 1)
+                run.job = dataclasses.replace(run.job, counted=counted)
             kept_step = run.wait_for(run_in_background(self._newest_step))
             latest = Ended(failure, attempt.step, resumed_step.result(), kept_step, is_announced)
             self._follow(latest, attempt)
@@ -225,7 +228,10 @@ class _Driver:
                 resumed_step = run_in_background(self._newest_step)
 
     def _newest_step(self) -> int:
-        """Return the step of the newest checkpoint, from which an attempt resumes now; -1 if that is not known."""
+        """Return the step of the newest checkpoint; -1 if that is not known.
+
+        A state in memory is not counted: a rank that is killed again and again has to end the run in the end.
+        """
         if self.run.storage:
             with contextlib.suppress(StorageUnavailable):
                 return newest_step(self.run.storage.url, timeout=0)
@@ -269,6 +275,7 @@ class _Driver:
             )
             return
         what, previous = first_line(failure), self.previous
+        keeps = bool(attempt.kept_step) and leaves_state_whole(failure)
         self.previous = ended
         if decision.next is Next.WAIT:
             logger.warning("the gang was lost %s and restarts when the store is back: %s", ended.position, what)
@@ -278,8 +285,8 @@ class _Driver:
             previous is not None and previous.failure is not None and previous.failure.cause == failure.cause != ""
         )
         logger.warning(
-            "the gang was lost %s and restarts from its last checkpoint (restart %d of at most %d): %s",
-            *(ended.position, self.num_restarts, place.max_restarts),
+            "the gang was lost %s and restarts from %s (restart %d of at most %d): %s",
+            *(ended.position, "memory" if keeps else "its last checkpoint", self.num_restarts, place.max_restarts),
             what if is_known or failure.cause == "stall" else failure,  # of a stall the log has all stacks
         )
 

@@ -21,6 +21,7 @@ from flyte_ddp.launch.devices import (
     num_gpus,
 )
 from flyte_ddp.launch.node import Link, run_ranks
+from flyte_ddp.launch.process.memory import NodeMemory
 from flyte_ddp.launch.process.programs import Job, stop_grace
 from flyte_ddp.launch.process.ranks import NodeRanks
 
@@ -49,6 +50,7 @@ class LocalPlace:
         self.max_restarts = max_restarts
         self.port = port
         self.notice_seconds = stop_grace()
+        self.memory = NodeMemory()
 
     def check(self, job: Job) -> None:
         """Check the run before any process is started for it.
@@ -74,7 +76,8 @@ class LocalPlace:
         return LocalNodes(self, run)
 
     def close(self, run: Run) -> None:
-        """Do nothing: the end of an attempt leaves nothing."""
+        """Free the memory that attempts may have left a state in."""
+        self.memory.close()
 
 
 class LocalNodes:
@@ -118,7 +121,7 @@ class LocalNodes:
             max_restarts=place.max_restarts,
         )
         data = self._run.prepared.result if self._run.prepared else None
-        arguments = (run_ranks, job, ranks, listener, data, self._link)
+        arguments = (run_ranks, job, ranks, listener, data, self._link, place.memory)
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=context.run, args=arguments, name="supervisor", daemon=True)
         self._thread.start()

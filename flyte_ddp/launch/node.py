@@ -9,7 +9,8 @@ Messages, by kind:
              one that was not told to go
     event    event of the run, on the node of rank 0
     lines    that the ranks have printed
-    end      outcome: done, stopped, failed, killed or broken; last
+    end      outcome: done, stopped, failed, killed or broken; kept_step: of the state that the ranks have left in the
+             memory of the node, 0 for none; last
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 from flyte_ddp import events
 from flyte_ddp.errors import ConfigError, DataError, RankFailure, TrainingStopped
 from flyte_ddp.launch.failures import shorten_traceback
+from flyte_ddp.launch.process.memory import NodeMemory
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NodeRanks
 from flyte_ddp.launch.signals import StopRequest
@@ -31,6 +33,8 @@ from flyte_ddp.launch.supervisor import supervise
 
 KILL_GRACE = 5.0  # seconds in which the ranks must be gone after a command to kill them
 GO, STOP, KILL = "go", "stop", "kill"  # the driver's commands; seconds of grace and the reason follow STOP
+KEEP = f"{KILL} keep"  # the ranks, but keep their state in the memory of this node
+STALL = "stall"  # the driver's command: another node's ranks stand still, report what these are at and end
 LEAVE = "leave"  # the worker's command: the machine goes away in as many seconds as follow
 
 
@@ -56,6 +60,7 @@ class Link:
         """Do what a command says. After the end of the attempt, do nothing."""
         command, _, rest = text.partition(" ")
         if command == KILL:
+            self.stop.keeps_state = text == KEEP
             self.kill_ranks("the driver ended the attempt")
         elif command == STOP and text != self._previous:  # commands are repeated
             grace, _, reason = rest.partition(" ")
@@ -87,7 +92,7 @@ class Link:
         """Take note of what the ranks are at. What the driver must know at once is sent at once."""
         previous, self.beat = self.beat, {"step": step, "is_writing": is_writing, "is_stoppable": is_stoppable}
         self.send_lines()
-        if {**previous, "step": step} != self.beat:
+        if is_new:
             self.send_beat()
 
     def send_beat(self) -> None:
@@ -110,11 +115,12 @@ def run_ranks(
     listener: socket.socket | None,
     data: Callable[[], str] | None,
     link: Link,
+    memory: NodeMemory,
     relay: Callable[[str], None] | None = None,
 ) -> None:
     """Run the ranks of one node to their end, and send last how they ended. Arguments as of `supervise`."""
     try:
-        supervise(job, ranks, listener, data, link.emit, link.stop, relay or link.relay, link.on_beat)
+        supervise(job, ranks, listener, data, link.emit, link.stop, relay or link.relay, link.on_beat, memory)
         end: dict[str, Any] = {"outcome": "done"}
     except TrainingStopped as stopped:
         end = {"outcome": "killed" if link.is_killed else "stopped", "message": str(stopped), "reason": stopped.reason}
@@ -127,4 +133,4 @@ def run_ranks(
         what = f"{type(error).__name__}: {error}\n{shorten_traceback(traceback.format_exc())}"
         end = {"outcome": "broken", "message": what, "cause": type(error).__name__}
     link.send_lines()
-    link.send("end", **end)
+    link.send("end", **end, kept_step=memory.newest_step)

@@ -23,6 +23,7 @@ class StopRequest:
         self.grace = stop_grace() if grace is None else grace
         self.reason = ""
         self.num_requests = 0
+        self.keeps_state = False  # in the memory of this node, before the ranks are killed
         self.deadline = float("inf")  # monotonic; the run is killed then if it has not ended
 
     def set(self, reason: str) -> None:

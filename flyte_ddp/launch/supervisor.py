@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import os
 import signal
 import socket
@@ -29,13 +30,15 @@ from flyte_ddp import events
 from flyte_ddp.checkpoints import WRITE_GRACE
 from flyte_ddp.config.main_module import hide_main_module
 from flyte_ddp.errors import OUT_OF_MEMORY, RankFailure, TrainingStopped
+from flyte_ddp.launch.cgroups import count_oom_kills
 from flyte_ddp.launch.devices import visible_gpus
 from flyte_ddp.launch.failures import first_line, shorten, shorten_traceback
 from flyte_ddp.launch.log_tail import LogTail, logs_directory
 from flyte_ddp.launch.process.entry import run_rank
+from flyte_ddp.launch.process.memory import NodeMemory
 from flyte_ddp.launch.process.output import RankStream, rank_stacks, read_error
 from flyte_ddp.launch.process.programs import Job
-from flyte_ddp.launch.process.ranks import NodeRanks, semaphore_prefix
+from flyte_ddp.launch.process.ranks import NUM_SLOTS, PHASES, NodeRanks, semaphore_prefix
 from flyte_ddp.launch.rank_start import ForkedProcess, kill_server, start_rank
 from flyte_ddp.launch.signals import StopRequest
 
@@ -61,7 +64,8 @@ def supervise(
     emit: Callable[[events.Event], None],
     stop: StopRequest,
     relay: Callable[[str], None] | None = None,
-    on_beat: Callable[[int, bool, bool], None] | None = None,
+    on_beat: Callable[[int, bool, bool, list[dict[str, Any]]], bool] | None = None,
+    memory: NodeMemory | None = None,
 ) -> None:
     """Run the ranks of one node to their end. When this returns or raises, all their processes are gone.
 
@@ -81,7 +85,7 @@ def supervise(
     """
     with logs_directory() as logs:
         preparation = _Preparation(data) if data else None
-        ranks = _Ranks(job, node, listener, logs, relay or print_line)
+        ranks = _Ranks(job, node, listener, logs, relay or print_line, memory or NodeMemory())
         try:
             ranks.watch(preparation, emit, stop, on_beat)
         finally:
@@ -105,12 +109,26 @@ class _Rank:
         # The server of ranks, which alone can reap them, may be stopped.
         return self.process.is_alive() and process_state(self.process.pid) != "Z"
 
+    @property
+    def is_left(self) -> bool:
+        return (not self.outcome or self.has_lost_peers) and not self.up.closed and self.is_running()
+
+    def tell(self, *message: Any) -> None:
+        with contextlib.suppress(OSError):  # it has just died, and the other pipe will report that
+            self.down.send(message)
+
 
 class _Ranks:
     """The rank processes of this node. The constructor starts them."""
 
     def __init__(
-        self, job: Job, node: NodeRanks, listener: socket.socket | None, logs: str, relay: Callable[[str], None]
+        self,
+        job: Job,
+        node: NodeRanks,
+        listener: socket.socket | None,
+        logs: str,
+        relay: Callable[[str], None],
+        memory: NodeMemory,
     ) -> None:
         self.job = job
         self.node = node
@@ -118,6 +136,9 @@ class _Ranks:
         self.relay = relay
         self.ranks: list[_Rank] = []
         self.failures: list[tuple[bool, float, RankFailure]] = []  # (is a consequence, when noticed, failure)
+        self.memory = memory.begin(job.counted)
+        keep = functools.partial(memory.keep, node.run_id, node.num_restarts)
+        self.survivors = Survivors(keep if self.memory[0] else None)
         self.num_oom_kills = count_oom_kills()
         # CUDA gives a process only the first of several MIG slices, so each rank must see its own alone.
         gpus = visible_gpus() if node.use_gpus else ()
@@ -125,9 +146,10 @@ class _Ranks:
         self.sent_deadline: float | None = None  # of the stop, as the ranks know it; None before
         # Two numbers per local rank: the time of its last progress, 0 before the first, and its step. Then one per
         # local rank: not 0 when its function has ended. One more: since when it waits for other ranks, or 0.
-        # Then: not 0 once the ranks save their state when they are asked to stop. Last: not 0 while rank 0 writes a
-        # checkpoint. No lock: a rank writes its own slots, and after its death this process.
-        self.beats = RawArray("d", [0.0, 0.0] * node.num_ranks + [0.0, 0.0] * node.num_ranks + [0.0, 0.0])
+        # Then its steps and the seconds of their phases. After all ranks': not 0 once they save their state when they
+        # are asked to stop. Last: not 0 while rank 0 writes a checkpoint. No lock: a rank writes its own slots, and
+        # after its death this process.
+        self.beats = RawArray("d", NUM_SLOTS * node.num_ranks + 2)
         try:
             with hide_main_module():
                 for local_rank in range(node.num_ranks):
@@ -141,7 +163,7 @@ class _Ranks:
         # One pipe per rank and direction: a process killed while it writes to a queue takes the queue's lock with it.
         up, rank_up = Pipe(duplex=False)
         rank_down, down = Pipe(duplex=False)
-        arguments = (self.job, self.node, local_rank, listener, rank_up, rank_down, self.beats, self.logs)
+        arguments = (self.job, self.node, local_rank, listener, rank_up, rank_down, self.beats, self.logs, self.memory)
         with _environment({"CUDA_VISIBLE_DEVICES": self.slices[local_rank]} if self.slices else {}):
             process = start_rank(self.job.program, run_rank, arguments, f"rank-{number}")
         # Only the rank holds its ends now, so that either side sees the other's death as the end of a pipe.
@@ -159,7 +181,7 @@ class _Ranks:
         preparation: _Preparation | None,
         emit: Callable[[events.Event], None],
         stop: StopRequest,
-        on_beat: Callable[[int, bool, bool], None] | None,
+        on_beat: Callable[[int, bool, bool, list[dict[str, Any]]], bool] | None,
     ) -> None:
         """Pass data and events on until every rank has succeeded. Raise if one fails, or if none makes progress."""
         has_data = preparation is None
@@ -189,8 +211,10 @@ class _Ranks:
             if stop.is_set() and self.sent_deadline != stop.deadline:  # a growth may become a loss
                 self.sent_deadline = stop.deadline
                 for rank in self.ranks:
-                    _send(rank, "stop", int(stop.forwarded), stop.deadline - time.monotonic())
+                    rank.tell("stop", int(stop.forwarded), stop.deadline - time.monotonic())
             if stop.is_urgent or time.monotonic() > stop.deadline:
+                if stop.keeps_state:
+                    self._keep_state(None, emit)
                 raise TrainingStopped(f"{stop.reason}: the ranks were killed {self._position()}", stop.reason)
             if not live and not self.failures:
                 time.sleep(POLL_INTERVAL / 10)  # every pipe has ended, the processes are about to
@@ -199,6 +223,19 @@ class _Ranks:
             raise self._root_cause() if self.sent_deadline is None else self._stopped(stop)
         if any(rank.outcome == "stopped" for rank in self.ranks):
             raise TrainingStopped(f"{stop.reason}: the run was stopped {self._position()}", stop.reason)
+
+    def _is_keeping(self, cause: RankFailure | None = None) -> bool:
+        """Return whether a rank that the failure has left is about to keep its state in the memory of this node."""
+        steps = {rank.number: int(self.beats[2 * index + 1]) for index, rank in enumerate(self.ranks)}
+        cause = cause or (self._root_cause() if self.failures else None)
+        return self.survivors.is_busy(cause, self.ranks, lambda rank: steps[rank.number])
+
+    def _keep_state(self, cause: RankFailure | None, emit: Callable[[events.Event], None]) -> None:
+        """Have a rank keep its state, and wait for that."""
+        while self._is_keeping(cause):
+            pipes = {rank.up: rank for rank in self.ranks if not rank.up.closed}
+            for pipe in wait(list(pipes), timeout=POLL_INTERVAL):
+                self._read(pipes[pipe], emit)  # type: ignore[index]
 
     def kill(self) -> None:
         """Kill every rank and all it started, and wait until they are gone."""
@@ -228,7 +265,7 @@ class _Ranks:
         now = time.monotonic()
         for index, rank in enumerate(self.ranks):
             self.beats[2 * index] = now  # no progress was possible until now
-            _send(rank, "data", directory)
+            rank.tell("data", directory)
 
     def _read(self, rank: _Rank, emit: Callable[[events.Event], None]) -> None:
         """Take in the messages of `rank`."""
@@ -237,6 +274,12 @@ class _Ranks:
                 kind, *values = rank.up.recv()
                 if kind == "event":
                     emit(events.from_dict(values[0]))
+                    continue
+                if kind in ("collectives", "device"):
+                    setattr(rank, "groups" if kind == "collectives" else "device", values[0])
+                    continue
+                if kind in ("keeping", "kept"):
+                    self.survivors.take(rank, kind, *values)
                     continue
                 rank.outcome = kind
                 if kind == "error":
@@ -250,6 +293,7 @@ class _Ranks:
                 self._note_death(rank)  # else it has become another program, whose exit code tells how it ended
 
     def _note_error(self, rank: _Rank, name: str, message: str, text: str, is_consequence: bool) -> None:
+        rank.has_lost_peers = is_consequence
         cause = f"{name}: {message}"
         what = f"rank {rank.number} failed: {name}" + (f": {shorten(message, MAX_MESSAGE)}" if message else "")
         failure = RankFailure(what, rank.number, "exception", cause, is_consequence)
@@ -331,8 +375,10 @@ class _Ranks:
             if rank.process.is_alive() and rank.process.pid is not None:
                 os.kill(rank.process.pid, signal.SIGUSR1)
         time.sleep(STACK_SECONDS)
-        sections = []
+        found = []
         for index, rank in enumerate(self.ranks):
+            if not rank.up.closed:
+                self._read(rank, emit)
             stacks = ""
             with contextlib.suppress(FileNotFoundError):
                 stacks = Path(rank_stacks(self.logs, rank.number)).read_text()
@@ -416,41 +462,6 @@ def _recorded(rank: _Rank, message: str = "") -> str:
     return f"\nrecorded: {shorten(error, MAX_MESSAGE)}" if error and not (message and message in error) else ""
 
 
-def count_oom_kills(root: Path = Path("/")) -> int:
-    """Count the processes of this container that the kernel killed for lack of memory; 0 if that is not known.
-
-    Of this process's cgroup and of the one that the container sees as its root, with both versions of cgroups.
-    """
-    return sum(map(_oom_kills_of, _memory_cgroups(root)))
-
-
-def _memory_cgroups(root: Path) -> set[Path]:
-    """Return the directories of this process's cgroup for memory, and of the root of what is mounted of the cgroups."""
-    try:
-        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
-        mounts = [line.split() for line in (root / "proc/self/mountinfo").read_text().splitlines()]
-    except OSError:  # not Linux
-        return set()
-    paths = {"cgroup2" if not names else "cgroup": path for _, names, path in groups if "memory" in names or not names}
-    found = set()
-    for _, _, _, mounted, point, *_, kind, _, options in mounts:
-        if kind in paths and (kind == "cgroup2" or "memory" in options.split(",")):
-            directory = root / point.lstrip("/")
-            own = os.path.relpath(paths[kind], mounted)  # a container may see its cgroup as the root
-            found |= {directory, directory / own} if not own.startswith("..") else {directory}
-    return found
-
-
-def _oom_kills_of(cgroup: Path) -> int:
-    for name in ("memory.events", "memory.oom_control"):  # of version 2, of version 1
-        with contextlib.suppress(OSError, ValueError):
-            counters = (cgroup / name).read_text().split()
-            return int(counters[counters.index("oom_kill") + 1])
-    with contextlib.suppress(OSError, ValueError):
-        return int((cgroup / "memory.failcnt").read_text())  # before Linux 4.13: how often the limit was reached
-    return 0
-
-
 def process_state(pid: int | None) -> str:
     """Return the kernel's letter for what a process does, such as T for a stopped one and Z for one that has ended.
 
@@ -471,11 +482,6 @@ def _how_halted(rank: _Rank) -> str:
 def print_line(line: str) -> None:
     """Print a line of a rank's output on standard error."""
     print(line, file=sys.stderr, flush=True)  # noqa: T201 - a rank's output belongs on the terminal
-
-
-def _send(rank: _Rank, *message: Any) -> None:
-    with contextlib.suppress(OSError):  # it has just died, and the other pipe will report that
-        rank.down.send(message)
 
 
 @contextlib.contextmanager

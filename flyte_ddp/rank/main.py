@@ -7,6 +7,7 @@ import dataclasses
 import platform
 import resource
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +32,7 @@ from flyte_ddp.rank.supervision import beat_while_compiling, keep_beating
 from flyte_ddp.rank.trainer import Trainer
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.prepare import describe_data
+from flyte_ddp.storage import redact_url
 from flyte_ddp.world import World, process_group
 
 
@@ -43,6 +45,7 @@ def main(recipe: str, config: TrainingConfig, initial_state: str = "") -> None:
         config = dataclasses.replace(config, gradient_accumulation=program.batch.num_parts)
     world = _prepare_torch(config, current.process)
     current.beat(0)
+    current.process.link.send("device", device_name(world.device))
     peers = None
     with contextlib.ExitStack() as stack:
         if world.world_size > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -80,11 +79,9 @@ def compute_gradients(
         step: optimizer steps done so far; seeds the forward passes.
 
     Returns:
-        The sum of this rank's losses, the targets of this rank and of all, and the seconds spent on loading and the
-        forward passes.
+        The sum of this rank's losses, and the targets of this rank and of all.
     """
     total = torch.zeros((), device=world.device)
-    seconds = 0.0
     own_targets, num_targets = shard.own_targets, shard.num_targets
     counted = torch.zeros((), dtype=torch.float64)
     for micro_batch, weight in enumerate(shard.weights):
@@ -112,7 +109,7 @@ def compute_gradients(
         for parameter in replica.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(num_targets)
-    return total, own_targets, num_targets, seconds
+    return total, own_targets, num_targets
 
 
 def clip_gradients(model: nn.Module, max_norm: float, needed: bool) -> float:

@@ -10,6 +10,8 @@ import dataclasses
 import logging
 import math
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,11 +25,13 @@ from flyte_ddp.rank.batch_norm import keep_frozen_statistics
 from flyte_ddp.rank.data import Samples, epoch_shards, num_batches
 from flyte_ddp.rank.evaluation import Evaluation, FlopsUtilization, evaluate
 from flyte_ddp.rank.initial_state import check_same_run, load_initial_state
+from flyte_ddp.rank.last_breath import LastBreath
 from flyte_ddp.rank.metrics import check_monitor, read_figures
 from flyte_ddp.rank.optim import build_optimizer, learning_rate
 from flyte_ddp.rank.parallel import exchange_seconds, replicate
 from flyte_ddp.rank.passes import clip_gradients, compute_gradients, gradient_norm
 from flyte_ddp.rank.progress import MetricSums, Progress
+from flyte_ddp.rank.recall import recall
 from flyte_ddp.rank.sharding import is_sharded, load_model, load_optimizer, own_boxes, split_state
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.world import World, run_together
@@ -78,7 +82,14 @@ class Trainer:
         self.is_sharded = is_sharded(model)  # then every forward pass, and every look at the weights, is a collective
         self.optimizer = build_optimizer(model, config, recipe.optimizer_groups(model))
         self.utilization = FlopsUtilization(recipe, model, config, world)
+        self.last_breath = LastBreath(
+            model, world, lambda: self._state(self._estimate_progress()), lambda: self.progress.step
+        )
+        self._best_is_unsaved = False  # the run goes on from the state of the best epoch, which the store lacks
         self.first_step_at = 0.0  # seconds since the epoch
+        self._unsummed: tuple[MetricSums, Progress] | None = (
+            None  # this epoch's own sums, and those of earlier attempts
+        )
         self._num_replaced = 0  # before the current epoch, of this rank
 
     def fit(self) -> Progress:
@@ -144,21 +155,25 @@ class Trainer:
         self._num_replaced = self.train.num_replaced + self.test.num_replaced
         self.replica.train()
         keep_frozen_statistics(self.model)
+        self._unsummed = epoch_sums, earlier
 
         for shard in shards:
             self.optimizer.zero_grad()
             loss_sum, own_targets, num_targets, seconds = compute_gradients(
                 self.replica, self.recipe, config, self.world, shard, batches, progress.step
             )
-            for sums in (epoch_sums, log_sums):
-                sums.add(loss_sum, own_targets, num_targets, shard.num_samples)
+            log_sums.add(loss_sum, own_targets, num_targets, shard.num_samples)
             is_logged = (progress.step + 1) % config.log_interval == 0 or progress.step == 0
             if is_logged or self.world.device.type == "cpu":  # a GPU would wait for each loss that is read
                 self._check_loss(log_sums)
             norm = clip_gradients(self.model, config.gradient_clip_norm, needed=is_logged)
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(config, progress.step, self.num_steps)
-            self.optimizer.step()
+            with self.last_breath.changing():
+                self.optimizer.step()
+                epoch_sums.add(loss_sum, own_targets, num_targets, shard.num_samples)
+                progress.step += 1
+                progress.batch += 1
 
             progress.step += 1
             progress.batch += 1
@@ -227,19 +242,25 @@ class Trainer:
         self.session.write(state, self.progress.step, best, started)
 
     def resume(self) -> tuple[str, list[str]]:
-        """Go on from the newest checkpoint in the store, or start from the initial state, if one is given.
+        """Go on from the newest state, in memory or in the store, or start from the initial one, if one is given.
 
         Every rank calls it; each file is read by one rank, and the others get from that rank what they need of it.
 
         Returns:
-            The checkpoint's URL, "" for none, and on rank 0 why each newer one was skipped.
+            The checkpoint's URL or where in memory the state was, "" for none; and on rank 0 why each newer one was
+            skipped.
 
         Raises:
             ConfigError: the checkpoint belongs to a run with other data, other hyperparameters or another initial
                 state; the initial state is not one of this model.
             StorageUnavailable: the store has been away for `store_timeout`.
         """
-        state, url, skipped = self.store.load_latest(self.world, own_boxes(self.model, self.optimizer))
+        boxes = own_boxes(self.model, self.optimizer)
+        recalled = recall(self.world, self.session.process, self.store, boxes, self._needed_step)
+        state, url, skipped = recalled.state, recalled.place, recalled.skipped
+        if state is None:
+            state, url, others = self.store.load_latest(self.world, boxes)
+            skipped = [*skipped, *others]
         if state is not None:
             check_same_run(
                 state,
@@ -251,11 +272,17 @@ class Trainer:
             )
             load_model(self.model, state["model"])
             load_optimizer(self.optimizer, state["optimizer"])
+            self._best_is_unsaved = bool(recalled.place) and self._needed_step(state) == state["progress"]["step"]
             self.progress = Progress.from_dict(state["progress"])
         elif self.initial_state:
             timeout, fresh = self.config.store_timeout, self.config.fresh_layers
             run_together(lambda: load_initial_state(self.model, self.initial_state, timeout, fresh), self.world)
         return url, skipped
+
+    def _needed_step(self, state: Mapping[str, Any]) -> int:
+        """Return the step of the checkpoint to which a run from `state` will go back at its end; 0 for none."""
+        best = find_best(Progress.from_dict(state["progress"]).epochs, self.config.monitor)
+        return best.step if best and self.config.model_state == "best" else 0
 
     def beat(self) -> None:
         """Report that this rank makes progress."""
@@ -341,5 +368,6 @@ class Trainer:
                 self.session.emit(
                     HistogramsTaken(progress.step, *inspection.histograms_of(self.model, self.world.is_first))
                 )
-        progress.finish_epoch(finished)
+        with self.last_breath.changing():
+            progress.finish_epoch(finished)
         return finished

@@ -80,6 +80,7 @@ class Link:
     """A rank's link to a supervisor that only collects events."""
 
     stop_requested = False
+    on_keep = None
 
     def __init__(self, data):
         self.data = data

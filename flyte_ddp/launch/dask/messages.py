@@ -44,6 +44,7 @@ class NodeJob:
         values = decode(text)
         job = values.pop("job")
         job["program"] = Program.from_dict(job["program"])
+        job["counted"] = tuple(job["counted"])
         return cls(job=Job(**job), ranks=NodeRanks(**values.pop("ranks")), **values)
 
 

@@ -26,7 +26,8 @@ from typing import Any, BinaryIO
 from flyte_ddp import events
 from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, END_OF_ATTEMPT, PREPARE, NodeJob, encode
 from flyte_ddp.launch.node import KILL_GRACE, Link, run_ranks
-from flyte_ddp.launch.rank_start import start_server
+from flyte_ddp.launch.process.memory import KEEP_TIMEOUT, NodeMemory
+from flyte_ddp.launch.rank_start import start_server, wait_for_server
 from flyte_ddp.storage import adopt_storage_environment, fetch_file
 
 IDLE_TIMEOUT = 300.0  # seconds without an attempt, as after the driver's death, after which this process ends
@@ -92,6 +93,7 @@ def main() -> None:
     listeners = socket.socket(fileno=int(listeners_in))
     own_environment = dict(os.environ)
     attempts: queue.SimpleQueue[tuple[NodeJob, DriverLink]] = queue.SimpleQueue()
+    memory = NodeMemory()
     threading.Thread(target=_listen, args=(commands, messages, attempts), name="commands", daemon=True).start()
     with contextlib.suppress(queue.Empty):
         while True:
@@ -104,7 +106,7 @@ def main() -> None:
                 _, (descriptor,), _, _ = socket.recv_fds(listeners, 1, 1)
                 listener = socket.socket(fileno=descriptor)
             with listener or contextlib.nullcontext():
-                _run_attempt(node_job, link, listener, Path(directory))
+                _run_attempt(node_job, link, listener, Path(directory), memory)
             if link.is_alone:
                 break
     os._exit(0)  # not to wait for the thread that reads commands, which would wait for the driver
@@ -131,7 +133,17 @@ def _listen(commands: BinaryIO, messages: BinaryIO, attempts: queue.SimpleQueue[
     os._exit(1)
 
 
-def _run_attempt(node_job: NodeJob, link: DriverLink, listener: socket.socket | None, directory: Path) -> None:
+def _report_server(messages: BinaryIO) -> None:
+    """Tell the worker when ranks can be forked at once."""
+    wait_for_server()
+    with contextlib.suppress(BrokenPipeError):
+        messages.write(f"{PREPARED}\n".encode())
+        messages.flush()
+
+
+def _run_attempt(
+    node_job: NodeJob, link: DriverLink, listener: socket.socket | None, directory: Path, memory: NodeMemory
+) -> None:
     """Run the ranks of this node to their end."""
 
     def relay(line: str) -> None:
@@ -144,9 +156,11 @@ def _run_attempt(node_job: NodeJob, link: DriverLink, listener: socket.socket | 
     try:
         ranks = dataclasses.replace(node_job.ranks, interface=interface_to(node_job.ranks.host))
     except OSError as error:
-        link.send("end", outcome="broken", message=f"{type(error).__name__}: {error}", cause=type(error).__name__)
+        link.send(
+            "end", outcome="broken", message=f"{type(error).__name__}: {error}", cause=type(error).__name__, kept_step=0
+        )
         return
-    run_ranks(node_job.job, ranks, listener, data, link, relay)
+    run_ranks(node_job.job, ranks, listener, data, link, memory, relay)
 
 
 def interface_to(host: str) -> str:

@@ -26,7 +26,7 @@ from flyte_ddp.launch.process.waiting import watch_main_thread
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from flyte_ddp.launch.process.link import RankProcess
+    from flyte_ddp.launch.process.link import RankProcess, SupervisorLink
 
 STORE_TIMEOUT = 600.0  # seconds that a rank waits for the store to be served
 MAX_RETURNED_BYTES = 64 << 20

@@ -30,6 +30,7 @@ from flyte_ddp.launch.process.call import call_program
 from flyte_ddp.launch.process.end import frames_of_user, release_program, run_exit_handlers
 from flyte_ddp.launch.process.link import RankProcess, SupervisorLink
 from flyte_ddp.launch.process.malloc import keep_freed_memory
+from flyte_ddp.launch.process.memory import Kept, MemoryFile
 from flyte_ddp.launch.process.output import rank_stacks
 from flyte_ddp.launch.process.programs import CUDA_OUT_OF_MEMORY, Job
 from flyte_ddp.launch.process.ranks import NodeRanks, semaphore_prefix
@@ -59,6 +60,7 @@ def run_rank(
     down: Connection,
     beats: Any,
     logs: str,
+    memory: tuple[MemoryFile | None, Kept | None] = (None, None),
 ) -> None:
     """Run rank `node.first_rank + local_rank` and send over `up` how it ended: "done", "stopped" or "error".
 
@@ -67,6 +69,7 @@ def run_rank(
         up, down: pipes to and from the supervisor.
         beats: shared memory, see `_Ranks` in launch/supervisor.py.
         logs: directory of the rank's files for the length of the run; see output.py.
+        memory: of the node: what may take this attempt's state, and the state of an earlier one.
     """
     os.setpgid(0, 0)  # so that the supervisor can kill this process with all that it starts, such as loader workers
     # The supervisor removes what loader processes leave when they are killed.
@@ -89,13 +92,15 @@ def run_rank(
     try:
         keep_freed_memory()
         os.environ.update(environment(job, node, local_rank))
-        call_program(RankProcess(job, node, local_rank, listener, link))
+        call_program(RankProcess(job, node, local_rank, listener, link, *memory))
     except BaseException as error:
         if isinstance(error, StopRequested):
             outcome: tuple[Any, ...] = ("stopped",)
         else:
             outcome = ("error", *_describe(error))
             link.send(*outcome)  # now, because what follows may wait for dead peers; the supervisor ends it in time
+            if outcome[-1]:  # a peer's death is the cause, so the state may be worth something
+                link.wait_until_released()
             _call_excepthook(error)
         has_failed = True
         traceback.clear_frames(error.__traceback__)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,8 +18,10 @@ from socket import socket
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import events
+from flyte_ddp.launch.process.collectives import entered_collectives
+from flyte_ddp.launch.process.memory import KEEP_TIMEOUT, Kept, MemoryFile
 from flyte_ddp.launch.process.programs import Job
-from flyte_ddp.launch.process.ranks import NodeRanks
+from flyte_ddp.launch.process.ranks import NUM_SLOTS, PHASES, NodeRanks
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -37,12 +41,16 @@ class SupervisorLink:
         self._sending = threading.Lock()  # the thread that writes checkpoints sends as well
         self._down = down
         self._beats = beats
-        self._num_ranks = len(beats) // 4  # of this node
+        self._num_ranks = len(beats) // NUM_SLOTS  # of this node
         self._local_rank = local_rank
         self._stop = threading.Event()
         self.stop_signal = int(signal.SIGTERM)  # by which a function that does not ask learns of a stop
         self.saves_until = math.inf  # monotonic: half of the time that a stop leaves is over then
         self.on_stop: Callable[[], None] = lambda: None  # called when this rank is asked to end the run
+        # Keeps this rank's state in the node's memory. Calls its argument when it begins; returns what is known of the
+        # state, or None if there is none to keep. None where the program has no such thing.
+        self.on_keep: Callable[[Callable[[], None]], dict[str, Any] | None] | None = None
+        self._is_released = threading.Event()  # the state is kept, or is not needed
         self._has_data = threading.Event()
         self._data = ""
         threading.Thread(target=self._listen, name="supervisor-link", daemon=True).start()
@@ -91,6 +99,22 @@ class SupervisorLink:
         self._has_data.wait()
         return Path(self._data)
 
+    def wait_until_released(self) -> None:
+        """Wait until the supervisor does not need this process's state any more. For one that has lost its peers."""
+        if self.on_keep:
+            self._is_released.wait(KEEP_TIMEOUT)
+
+    def _keep(self) -> None:
+        kept = None
+        try:
+            if self.on_keep:
+                kept = self.on_keep(lambda: self.send("keeping"))
+        except Exception:
+            traceback.print_exc()  # the checkpoint before counts
+        with contextlib.suppress(OSError):  # the supervisor does not wait any more
+            self.send("kept", kept)
+        self._is_released.set()
+
     def _listen(self) -> None:
         while True:
             try:
@@ -100,6 +124,12 @@ class SupervisorLink:
             if kind == "data":
                 self._data = values[0]
                 self._has_data.set()
+            elif kind == "collectives":
+                self.send(kind, entered_collectives())
+            elif kind == "keep":
+                threading.Thread(target=self._keep, name="keep", daemon=True).start()
+            elif kind == "release":
+                self._is_released.set()
             elif kind == "stop":
                 self.stop_signal, seconds = values
                 self.saves_until = time.monotonic() + SAVE_SHARE * seconds
@@ -117,6 +147,8 @@ class RankProcess:
     local_rank: int
     listener: socket | None  # the listening socket of the rendezvous, on rank 0; None elsewhere
     link: SupervisorLink
+    memory: MemoryFile | None = None  # takes the state if peers are lost; None where there is no such memory
+    kept: Kept | None = None  # the state that an earlier attempt has left on this node
 
     @property
     def rank(self) -> int:

@@ -163,6 +163,7 @@ class Job:
     run: str = ""  # the same for all attempts of a run, such as Flyte's execution and node; "" for a local run
     owner: str = ""  # token of the attempt that owns the checkpoints; see flyte_ddp/checkpoints/ownership.py
     is_kept: bool = True  # the checkpoints outlive the run
+    counted: tuple[int, ...] = ()  # the attempts that have left a state in the memory of nodes from which to go on
 
 
 def recipe_program(recipe: str, config: TrainingConfig, initial_state: str = "") -> Program:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+PHASES = ("data", "forward", "backward")  # of a rank's own time in a step
+NUM_SLOTS = 5 + len(PHASES)  # of each rank in the memory that it shares with its supervisor
+
 
 @dataclass(frozen=True)
 class NodeRanks:

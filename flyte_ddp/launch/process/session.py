@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import events
 from flyte_ddp.errors import ConfigError, StopRequested
+from flyte_ddp.launch.process.memory import KEEP_TIMEOUT
 from flyte_ddp.launch.process.stop import StopAgreement
 
 if TYPE_CHECKING:
@@ -269,7 +270,15 @@ class Session:
                 on_written=lambda step, url, best: self._link.emit(events.CheckpointWritten(step, url, best)),
                 peers=peers,
             )
+            if is_first and peers is None and self._link.on_keep is None:
+                self._link.on_keep = self._finish_writing
         return self._store
+
+    def _finish_writing(self, on_begin: Callable[[], None]) -> None:
+        """When other ranks are lost, have what was saved in the store, from a thread of its own. No state is kept."""
+        if self._store is not None and self._store.is_writing:
+            on_begin()
+            self._store.wait(seconds=KEEP_TIMEOUT)
 
     def close(self) -> None:
         """Wait until the checkpoints are written. Raises as `save`."""

@@ -1,0 +1,170 @@
+"""What a rank does when its peers are lost: keep its state in the memory of the node, as it is between two steps.
+
+Every rank of `ddp` has the whole state, and after an optimizer step all have the same, so one that is left is enough.
+Its training thread may be anywhere then: in a collective that has failed or hangs, in a forward pass, in an evaluation.
+So another thread writes the state, and holds a lock without which no optimizer step begins.
+
+What a forward pass changes besides, such as the statistics of BatchNorm, is taken from before it. DDP has just made
+these buffers those of rank 0 on every rank, and they are what a checkpoint of rank 0 has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from flyte_ddp.checkpoints.files import FORMAT
+from flyte_ddp.checkpoints.resharding import tensors_of
+from flyte_ddp.checkpoints.staging import map_tensors, readable
+from flyte_ddp.checkpoints.state_file import CHECKSUM, save_state
+from flyte_ddp.launch.process.link import RankProcess
+from flyte_ddp.launch.process.memory import LOCK_TIMEOUT, has_memory_for
+from flyte_ddp.world import World
+
+MAX_BUFFER_BYTES = 16 << 20  # of buffers that are copied before each step: 1 ms
+
+
+class LastBreath:
+    """One rank's part in it.
+
+    Args:
+        state_of: returns the state, of which tensors are not copied. Called while no step is taken.
+        step_of: returns the number of steps that are done.
+    """
+
+    def __init__(
+        self, model: nn.Module, world: World, state_of: Callable[[], dict[str, Any]], step_of: Callable[[], int]
+    ) -> None:
+        self._model = model
+        self._world = world
+        self._state_of = state_of
+        self._step_of = step_of
+        self._lock = threading.Lock()
+        self._first_step = 0  # from which the rank has started, and which is kept already
+        self._is_whole = False  # the state is that after a step
+        self._buffers: dict[str, Tensor] = {}  # after `_buffers_step` steps, the same on every rank
+        self._buffers_step = -1
+        self._settled = torch.cuda.Event() if world.device.type == "cuda" else None  # the last step, on a GPU
+
+    @contextlib.contextmanager
+    def may_keep(self, process: RankProcess, is_compiled: bool, is_sharded: bool) -> Iterator[None]:
+        """Keep the state if peers are lost in the block.
+
+        Not where a rank has a part alone, where a forward pass changes much, or where it is compiled so that nothing
+        can be done before it.
+        """
+        buffers = list(self._model.buffers())
+        is_small = sum(each.nbytes for each in buffers) <= MAX_BUFFER_BYTES and not (is_compiled and buffers)
+        if process.memory is None or self._world.world_size == 1 or is_sharded or not is_small:
+            yield
+            return
+        path = process.memory.path
+        self._first_step = self._step_of()
+        self._note_settled()
+        self._is_whole = True
+        process.link.on_keep = lambda on_begin: self._keep(path, on_begin)
+        hook = self._model.register_forward_pre_hook(self._note_buffers) if buffers else None
+        yield
+        with self._lock:
+            self._is_whole = False  # the model becomes that of the best epoch
+        if hook:
+            hook.remove()
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Change the state in the block: no other thread looks at it meanwhile, nor after an error."""
+        with self._lock:
+            was_whole, self._is_whole = self._is_whole, False
+            yield
+            self._note_settled()
+            self._is_whole = was_whole
+
+    def _note_settled(self) -> None:
+        if self._settled:
+            self._settled.record()
+
+    def _note_buffers(self, model: nn.Module, inputs: Any) -> None:
+        """Copy the buffers before the first forward pass of a step."""
+        step = self._step_of()
+        if model.training and step != self._buffers_step:
+            with self._lock:
+                self._buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+                self._buffers_step = step
+                self._note_settled()
+
+    def _keep(self, path: str, on_begin: Callable[[], None]) -> dict[str, Any] | None:
+        """Write the state to `path`; return what `Kept` has of it, or None if there is none worth it."""
+        if not self._lock.acquire(timeout=LOCK_TIMEOUT):  # never released: no step follows
+            return None
+        step = self._step_of()
+        if not self._is_whole or step <= self._first_step:
+            return None
+        on_begin()
+        with self._on_own_stream():
+            buffers = self._settled_buffers(step)
+            if buffers is None:
+                return None
+            state = self._state_of()
+            weights = state["model"]
+            state["model"] = type(weights)(weights)
+            vars(state["model"]).update(vars(weights))  # the versions of its modules' formats
+            state["model"].update({name: buffer for name, buffer in buffers.items() if name in weights})
+            state = map_tensors(readable(state), lambda each: each.detach().cpu())
+        tensors = _tensors_by_place(state)
+        if not has_memory_for(sum(each.nbytes for each in tensors.values())) or not _are_finite(tensors):
+            return None
+        with open(path, "wb") as file:
+            entry = save_state({"format": FORMAT, **state}, file, with_crc32=False)
+        return {
+            "step": step,
+            "num_bytes": entry["bytes"],
+            "checksum": entry[CHECKSUM],
+            "version": str(torch.__version__),
+            "digest": _digest(tensors),
+        }
+
+    def _settled_buffers(self, step: int) -> dict[str, Tensor] | None:
+        """Return the buffers that rank 0 has after `step` steps; None if this rank does not know them."""
+        now = dict(self._model.named_buffers())
+        if self._buffers_step == step:
+            return self._buffers
+        if self._world.is_first or not now:  # no forward pass has begun since, and none can
+            return now
+        before = self._buffers
+        are_constant = before.keys() == now.keys() and all(torch.equal(now[name], before[name]) for name in now)
+        return now if are_constant else None
+
+    @contextlib.contextmanager
+    def _on_own_stream(self) -> Iterator[None]:
+        """On a GPU, do not wait for what the training has queued behind the last step: it may never end."""
+        if self._settled is None:
+            yield
+            return
+        stream = torch.cuda.Stream(self._world.device)
+        stream.wait_event(self._settled)
+        with torch.cuda.stream(stream):
+            yield
+
+
+def _tensors_by_place(state: Mapping[str, Any]) -> dict[Any, Tensor]:
+    parts = {name: state[name] for name in ("model", "optimizer")}
+    return dict(tensors_of(parts))
+
+
+def _are_finite(tensors: Mapping[Any, Tensor]) -> bool:
+    """Return whether no step has spoiled the state."""
+    floats = (each for each in tensors.values() if each.is_floating_point() and each.numel())
+    return all(bool(torch.isfinite(torch.linalg.vector_norm(each.flatten().float(), torch.inf))) for each in floats)
+
+
+def _digest(tensors: Mapping[Any, Tensor]) -> str:
+    digest = xxhash.xxh3_128()
+    for each in tensors.values():
+        digest.update(each.contiguous().flatten().view(torch.uint8).numpy().data if each.numel() else b"")
+    return digest.hexdigest()

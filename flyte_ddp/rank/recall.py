@@ -1,0 +1,111 @@
+"""Go on from the state that a lost attempt has left in the memory of nodes, if it is newer than the store's newest."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flyte_ddp.checkpoints.files import FORMAT, Damaged, checkpoint_name
+from flyte_ddp.checkpoints.resharding import BoxOf, assemble
+from flyte_ddp.checkpoints.state_file import check_file
+from flyte_ddp.checkpoints.store import CheckpointStore
+from flyte_ddp.errors import StorageUnavailable
+from flyte_ddp.launch.process.link import RankProcess
+from flyte_ddp.launch.process.memory import Kept
+from flyte_ddp.world import ALONE, World, run_together
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Recalled:
+    """A state from memory, and where it was; or None, and why one that is there cannot be used."""
+
+    state: dict[str, Any] | None = None
+    place: str = ""
+    skipped: list[str] = field(default_factory=list)
+
+
+def recall(
+    world: World,
+    process: RankProcess,
+    store: CheckpointStore,
+    box_of: BoxOf,
+    needed_step: Callable[[dict[str, Any]], int],
+) -> Recalled:
+    """Return the newest state in the memory of the nodes, unless the store has one as new. Every rank calls it.
+
+    Args:
+        needed_step: returns the step of the checkpoint that a run from this state will ask the store for; 0 for none.
+    """
+    kept, node = process.kept, process.node
+    if kept and (kept.run != node.run_id or kept.version != str(torch.__version__)):
+        kept = None
+    steps = [int(step) for step in world.all_gather(kept.step if kept else 0)]
+    newest = max(steps)
+    if not newest:
+        return Recalled()
+    stored: list[int] = world.broadcast_object(run_together(lambda: _steps_in(store) if world.is_first else [], world))
+    if newest <= max(stored, default=0):
+        return Recalled()
+    kept = kept if kept and kept.step == newest else None
+    reader = steps.index(newest)
+    digest = world.broadcast_object(kept.digest if kept else "", reader)
+    node_rank = int(world.all_gather(node.node_rank)[reader])
+    place = f"node {node_rank}'s memory" if node.num_nodes > 1 else "this node's memory"
+    refusal = f"the state of step {newest} in {place} is not used: "
+    if world.all_reduce(float(kept is not None and kept.digest != digest))[0]:
+        return Recalled(skipped=[f"{refusal}it is not that of another node"])
+    try:
+        state = _read_together(kept, world, box_of, reader, is_everywhere=min(steps) == newest)
+    except Damaged as damage:
+        return Recalled(skipped=[f"{refusal}{damage}"])
+    needed = needed_step(state)
+    if needed not in (0, newest, *stored):
+        return Recalled(skipped=[f"{refusal}the store has no checkpoint of the best epoch, at step {needed}"])
+    store.retention.resumed = f"{checkpoint_name(newest)}.json"  # older ones are removed as if it were in the store
+    return Recalled(state, place)
+
+
+def _steps_in(store: CheckpointStore) -> list[int]:
+    """Return the steps of the checkpoints in the store; none if it is away, when memory has what is newer."""
+    try:
+        return store.steps()
+    except StorageUnavailable as error:
+        logger.warning("the store is not asked for a newer state than that in memory: %s", error)
+        return []
+
+
+def _read_together(kept: Kept | None, world: World, box_of: BoxOf, reader: int, is_everywhere: bool) -> dict[str, Any]:
+    """Return the state. Raises Damaged on every rank if it is damaged on one.
+
+    Args:
+        reader: the rank that has it.
+        is_everywhere: each rank has it on its own node, so that none waits for another.
+    """
+    if not is_everywhere:
+        return assemble([{"file": "memory"}], lambda _: _read(kept), world, box_of, reader)
+    damage = ""
+    state: dict[str, Any] = {}
+    try:
+        state = assemble([{"file": "memory"}], lambda _: _read(kept), ALONE, box_of)
+    except Damaged as error:
+        damage = str(error)
+    if any(is_damaged := world.all_gather(float(bool(damage)))):
+        raise Damaged(world.broadcast_object(damage, is_damaged.index(1.0)))
+    return state
+
+
+def _read(kept: Kept | None) -> dict[str, Any]:
+    """Return the contents of a state in memory, in which its tensors stay: they have to be copied at once."""
+    assert kept is not None  # of the rank that reads
+    if check_file(kept.file.path) != (kept.num_bytes, kept.checksum):
+        raise Damaged("its checksum is not the one that was recorded when it was written")
+    state: dict[str, Any] = torch.load(kept.file.path, map_location="cpu", weights_only=True, mmap=True)
+    if state["format"] != FORMAT or state["progress"]["step"] != kept.step:
+        raise Damaged(f"expected step {kept.step}, got step {state['progress']['step']}")
+    return state

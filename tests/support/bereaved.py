@@ -1,0 +1,81 @@
+"""A recipe with BatchNorm and momentum whose ranks are lost where a test has ordered it, one after the other.
+
+An order is a file in a directory that all ranks see, such as `2-backward-0-4`: of the orders that are left the first by
+name counts. It comes to rank 0 in its fourth step since the start of its process, or in a later one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.recipes import Normed
+
+PACE = 0.02  # seconds of a step while a loss is to come
+
+
+@dataclass
+class Bereaved(Normed):
+    orders: str = ""  # directory
+
+    _num_steps = 0
+
+    def model(self):
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        register_optimizer_step_pre_hook(lambda *_: self.meet("between"))
+        return super().model()
+
+    def losses(self, outputs, targets):
+        losses = self.plain_losses(outputs, targets)
+        if not outputs.requires_grad:
+            self.meet("evaluation")
+            return losses
+        self._num_steps += 1
+        self.meet("forward")
+        self.meet("hang")
+        losses.register_hook(lambda gradient: self.meet("backward"))
+        return losses
+
+    def meet(self, place):
+        import torch.distributed as dist
+
+        orders = sorted(Path(self.orders).iterdir()) if self.orders else []
+        if not orders:
+            return
+        time.sleep(PACE / 2)
+        _, where, rank, num_steps = orders[0].name.split("-")
+        if where != place or int(rank) != dist.get_rank() or self._num_steps < int(num_steps):
+            return
+        orders[0].unlink()
+        if place == "between":
+            time.sleep(0.5)  # the other ranks take this step
+        if place == "hang":
+            time.sleep(600)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_and_lose_a_rank(marker: str) -> int:
+    """A function that saves once, into a slow store, and then loses rank 1; returns the step that it resumed from."""
+    import torch
+    import torch.distributed as dist
+
+    from flyte_ddp import session
+    from tests.support.recipes import _slow_down_writes
+
+    _slow_down_writes(0.5)
+    dist.init_process_group("gloo")
+    state = session.load() or {"step": 0}
+    for step in range(state["step"] + 1, 7):
+        if dist.get_rank() == 1 and step == 5 and not Path(marker).exists():
+            Path(marker).touch()
+            time.sleep(0.2)  # rank 0 has saved meanwhile
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+        session.report(step=step)
+        if step == 4:
+            session.save({"step": step}, step)
+    return int(state["step"])

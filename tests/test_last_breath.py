@@ -1,0 +1,225 @@
+"""A rank that is lost costs at most the step that it was in: one that is left keeps the state in its node's memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+
+import cloudpickle
+import pytest
+import torch
+
+from flyte_ddp import events
+from flyte_ddp.checkpoints.files import FORMAT
+from flyte_ddp.checkpoints.state_file import CHECKSUM, save_state
+from flyte_ddp.checkpoints.store import CheckpointStore
+from flyte_ddp.config import resolve
+from flyte_ddp.launch import driver
+from flyte_ddp.launch.dask.place import DaskPlace
+from flyte_ddp.launch.local import LocalPlace
+from flyte_ddp.launch.policy import leaves_state_whole
+from flyte_ddp.launch.process.link import RankProcess
+from flyte_ddp.launch.process.memory import NodeMemory
+from flyte_ddp.launch.process.programs import Job, Program, recipe_program
+from flyte_ddp.launch.process.ranks import NodeRanks
+from flyte_ddp.launch.run import _Call
+from flyte_ddp.launch.survivors import Survivors
+from flyte_ddp.rank.recall import recall
+from flyte_ddp.recipes import get_recipe
+from flyte_ddp.world import ALONE
+from tests.support.bereaved import save_and_lose_a_rank
+from tests.support.dask_runs import LOCAL, events_of
+from tests.support.runs import fork_functions, new_run
+from tests.test_policy import ECHO, EXITED, GPU_FULL, KILLED, LOST, OOM, OOM_POD, SHAPES, STALLED, THEIRS
+
+RECIPE = "tests.support.bereaved.Bereaved"
+STEPS_PER_EPOCH = 9
+CONFIG = {"momentum": 0.9, "log_interval": 1, "model_state": "last"}
+
+
+def train(directory, place, *orders, **config):
+    """Train, and return what was seen of the run and the steps and places that it was resumed from."""
+    (directory / "orders").mkdir(parents=True)
+    for number, order in enumerate(orders):
+        (directory / "orders" / f"{number}-{order}").touch()
+    run = new_run(directory, RECIPE)
+    options = {"orders": str(directory / "orders") if orders else ""}
+    values = {**CONFIG, "checkpoint_interval": 1000, "recipe_options": options, **config}
+    program = recipe_program(RECIPE, resolve(get_recipe(RECIPE, {}).defaults, values))
+    job = Job(program, str(directory / "checkpoints"), time.time())
+    run.result = driver.run(job, place, lambda: str(run.data()), [run], run.relay)
+    loaded = [(event.step, event.url) for event in events_of(run, events.CheckpointLoaded) if event.step]
+    return run, loaded
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The weights and statistics of a run that nothing happens to."""
+    run, _ = train(tmp_path_factory.mktemp("undisturbed"), LocalPlace(2))
+    return run.state()
+
+
+def test_wherever_a_rank_is_lost_no_step_that_was_taken_is_taken_again(tmp_path, undisturbed):
+    orders = (
+        "forward-1-1",  # before the first step: there is nothing to keep
+        "backward-0-4",  # rank 0, whose statistics are those that count
+        "between-1-4",  # rank 0 has taken the step that rank 1 has not
+        "forward-1-1",  # again before a step: the state in memory stays
+        "evaluation-1-1",
+    )
+    run, resumed = train(tmp_path, LocalPlace(2, max_restarts=9), *orders)
+    memory = "this node's memory"
+    assert resumed == [(3, memory), (7, memory), (7, memory), (9, memory)]
+    torch.testing.assert_close(run.state(), undisturbed, rtol=0, atol=0)
+
+
+def test_two_nodes_keep_the_state_on_the_one_that_is_left(tmp_path, undisturbed, client):
+    place = DaskPlace(client, dataclasses.replace(LOCAL, max_restarts=3))
+    run, resumed = train(tmp_path, place, "backward-1-4", "backward-0-3")
+    assert resumed == [(3, "node 0's memory"), (5, "node 1's memory")]
+    torch.testing.assert_close(run.state(), undisturbed, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_costs_no_step(tmp_path, undisturbed):
+    run, resumed = train(tmp_path, LocalPlace(2, max_restarts=3), "hang-1-4", stall_timeout=10.0)
+    assert resumed == [(3, "this node's memory")]
+    torch.testing.assert_close(run.state(), undisturbed, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_without_the_statistics_of_rank_0_the_checkpoint_counts(tmp_path, undisturbed):
+    """Rank 1 learns of them at its next forward pass, and in an evaluation there is none."""
+    run, resumed = train(tmp_path, LocalPlace(2, max_restarts=3), "evaluation-0-1", checkpoint_interval=4)
+    assert resumed == [(8, str(tmp_path / "checkpoints" / "step-0000000008.json"))]
+    torch.testing.assert_close(run.state(), undisturbed, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_is_lost_during_a_save_costs_no_step(tmp_path, undisturbed, monkeypatch, lost):
+    monkeypatch.setenv("WRITE_SECONDS", "1")
+    run, resumed = train(tmp_path, LocalPlace(2, max_restarts=3), f"backward-{lost}-6", checkpoint_interval=5)
+    assert resumed == [(5, "this node's memory")]
+    torch.testing.assert_close(run.state(), undisturbed, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_the_best_epochs_checkpoint_is_there_at_the_end(tmp_path):
+    """A state from which the run could not go back to the weights of the best epoch is not used."""
+    best = {"model_state": "best", "checkpoints_to_keep": 1}
+    plain, _ = train(tmp_path / "plain", LocalPlace(2), **best)
+    run, _ = train(tmp_path / "lost", LocalPlace(2, max_restarts=3), "backward-0-11", "backward-1-9", **best)
+    torch.testing.assert_close(run.state(), plain.state(), rtol=0, atol=0)
+    assert run.result.finished.best_epoch == plain.result.finished.best_epoch
+
+
+def test_what_a_function_has_saved_is_in_the_store_when_another_rank_is_lost(tmp_path, monkeypatch):
+    fork_functions(monkeypatch)
+    call = cloudpickle.dumps(_Call(save_and_lose_a_rank, (str(tmp_path / "lost"),)))
+    job = Job(Program("save", call, ("tests",)), str(tmp_path / "checkpoints"), time.time())
+    state = driver.run(job, LocalPlace(2, max_restarts=1))
+    assert cloudpickle.loads(state.finished.value) == 4
+
+
+@pytest.mark.parametrize("failure", [KILLED, LOST, STALLED, ECHO])
+def test_the_state_counts_after_a_loss(failure):
+    assert leaves_state_whole(failure)
+
+
+@pytest.mark.parametrize("failure", [OOM, OOM_POD, SHAPES, THEIRS, GPU_FULL, EXITED])
+def test_the_state_does_not_count_after_what_may_have_spoiled_it_or_would_repeat(failure):
+    assert not leaves_state_whole(failure)
+
+
+class Rank:
+    """One as the supervisor knows it."""
+
+    def __init__(self, number, is_left=True):
+        self.number, self.is_left, self.messages = number, is_left, []
+
+    def tell(self, *message):
+        self.messages += message
+
+
+def test_the_rank_with_the_highest_step_is_asked_and_then_the_next(monkeypatch):
+    monkeypatch.setattr("flyte_ddp.launch.survivors.ANSWER_TIMEOUT", 0.05)
+    kept = []
+    behind, ahead, dead = ranks = Rank(0), Rank(1), Rank(2, is_left=False)
+    survivors = Survivors(lambda **values: kept.append(values))
+
+    def is_busy(cause=KILLED):
+        return survivors.is_busy(cause, ranks, lambda rank: (4, 5, 6)[rank.number])
+
+    assert is_busy()
+    assert (behind.messages, ahead.messages, dead.messages) == ([], ["keep"], [])
+    time.sleep(0.06)  # it does not answer, as one that is stopped
+    assert is_busy()
+    assert behind.messages == ["keep"]
+    survivors.take(ahead, "kept", {"step": 5})  # too late
+    survivors.take(behind, "keeping")
+    time.sleep(0.06)
+    assert is_busy()
+    survivors.take(behind, "kept", {"step": 4})
+    assert not is_busy()
+    assert kept == [{"step": 4}]
+    assert not Survivors(print).is_busy(SHAPES, ranks, lambda rank: 1)
+    assert ahead.messages[1:] == ["release"] * 2
+
+
+def memory_with(step=5, run="run", attempt=0, epochs=(), spoil=False):
+    """A node's memory with a state."""
+    memory = NodeMemory()
+    file, _ = memory.begin(())
+    state = {"format": FORMAT, "progress": {"step": step, "epochs": list(epochs)}, "model": {"weight": torch.ones(3)}}
+    with open(file.path, "wb") as stream:
+        entry = save_state(state, stream, with_crc32=False)
+        if spoil:
+            stream.seek(-9, 2)
+            stream.write(b"different")
+    values = {"num_bytes": entry["bytes"], "checksum": entry[CHECKSUM], "version": str(torch.__version__)}
+    memory.keep(run, attempt, step=step, digest="", **values)
+    return memory
+
+
+def recalled(memory, directory, counted=(0,), needed=0, stored=()):
+    for step in stored:
+        (directory / f"step-{step:010d}.json").write_text(json.dumps({}))
+    file, kept = memory.begin(counted)
+    node = NodeRanks(0, 1, 1, "127.0.0.1", 0, "lo", False, 1, run_id="run")
+    process = RankProcess(None, node, 0, None, None, file, kept)
+    store = CheckpointStore(str(directory), 2)
+    found = recall(ALONE, process, store, lambda place, tensor: None, lambda state: needed)
+    return (found.state and found.state["progress"]["step"]), found.skipped
+
+
+def test_a_state_in_memory_is_used_if_it_is_newer_whole_and_counts(tmp_path):
+    assert recalled(memory_with(), tmp_path) == (5, [])
+    assert recalled(memory_with(), tmp_path, stored=[4]) == (5, [])
+    assert recalled(memory_with(), tmp_path, needed=4) == (5, [])
+    assert recalled(memory_with(), tmp_path, needed=5) == (5, [])  # its own epoch is the best: it is saved again
+
+
+def test_a_state_in_memory_that_is_not_right_is_not_used(tmp_path):
+    assert recalled(memory_with(), tmp_path, counted=()) == (None, [])  # an exception ended the attempt
+    assert recalled(memory_with(run="another"), tmp_path) == (None, [])
+    place = "the state of step 5 in this node's memory is not used: "
+    damaged = "its checksum is not the one that was recorded when it was written"
+    assert recalled(memory_with(spoil=True), tmp_path) == (None, [place + damaged])
+    best = "the store has no checkpoint of the best epoch, at step 3"
+    assert recalled(memory_with(), tmp_path, needed=3) == (None, [place + best])
+    assert recalled(memory_with(), tmp_path, stored=[5]) == (None, [])
+
+
+def test_the_state_that_counts_stays_until_a_newer_one_does():
+    memory = memory_with(step=5)
+    _, kept = memory.begin([0])
+    assert kept.step == 5
+    memory.keep("run", 1, step=7, num_bytes=0, checksum="", version="", digest="")
+    assert memory.newest_step == 7
+    _, kept = memory.begin([0])  # attempt 1 ended by an exception
+    assert kept.step == 5
+    memory.keep("run", 2, step=8, num_bytes=0, checksum="", version="", digest="")
+    assert memory.begin([0, 2])[1].step == 8
+    memory.close()
