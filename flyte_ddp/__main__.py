@@ -1,8 +1,8 @@
 """`flyte-ddp run` starts a script on several GPUs or machines; `doctor` checks a Kubernetes cluster.
 
-`drain` tells the workers on a Kubernetes node that they have to go. `fields` lists the fields of a run's config and
-cluster, with defaults and units. `new` makes a project, and `update` brings it up to the installed version.
-`python -m flyte_ddp` is the same command.
+`estimate` says what memory the ranks of a recipe take. `drain` tells the workers on a Kubernetes node that they have to
+go. `fields` lists the fields of a run's config and cluster, with defaults and units. `new` makes a project; `update`
+brings it up to the installed version. `python -m flyte_ddp` is the same command.
 
 flyte-ddp run --nnodes 2 --nproc-per-node 2 train.py --lr 0.1
 flyte-ddp doctor --cluster '{"num_nodes": 4}' --namespace vision-development

@@ -64,6 +64,7 @@ class RankFailure(RuntimeError):
         cause: the exception's class name and message, or the signal's name: equal for the same bug in two attempts.
             OUT_OF_MEMORY for a SIGKILL by the kernel's out-of-memory killer.
         is_consequence: the error of a rank whose peer has died, so another failure is to blame.
+        details: plain values from which the message is made again together with other nodes' (launch/stalls.py).
         timestamp: when it was noticed, in seconds since the epoch.
     """
 

@@ -16,6 +16,7 @@ from flyte_ddp.launch import driver
 from flyte_ddp.launch.attempt import Failure, Node, find_cause
 from flyte_ddp.launch.process.programs import Job, Program, recipe_program
 from flyte_ddp.launch.signals import StopRequest
+from flyte_ddp.launch.stalls import StalledRank, stall_failure
 from flyte_ddp.storage import Storage
 from tests.test_policy import AWAY, DENIED, ECHO, KILLED, LOST, OOM_POD, SHAPES, STALLED, THEIRS
 
@@ -292,12 +293,13 @@ def test_a_lost_node_explains_the_exception_that_a_program_raised_because_of_it(
 
 
 def test_a_stall_of_many_nodes_names_the_stopped_rank_in_its_first_line():
-    def stall(node, rank=-1):
-        what = f"node {node} (w at h): no rank made progress for 31 s (stall_timeout: 30)"
-        what += f": rank {rank} is stopped (SIGSTOP)" if rank >= 0 else ""
-        return RankFailure("\n".join([what, *["  File"] * 36]), rank, "stall", "stall")
+    def stall(node):
+        halted = "rank 11 is stopped (SIGSTOP)" if node == 11 else ""
+        stack = [] if halted else [f"  File {node}" for _ in range(36)]
+        rank = StalledRank(node, 8, 31.0, stack, halted, node=f"node {node} (w at h)")
+        return stall_failure([rank], "no rank made progress for 31 s (stall_timeout: 30)")
 
-    cause = find_cause([Failure(stall(node, 11 if node == 11 else -1), True, float(node)) for node in range(16)])
+    cause = find_cause([Failure(stall(node), True, float(node)) for node in range(16)])
     head, *rest = str(cause).splitlines()
     assert head.endswith("stall_timeout: 30): rank 11 is stopped (SIGSTOP)")
     assert cause.rank == 11

@@ -23,6 +23,7 @@ from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch import driver, local, rank_start, supervisor
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.programs import Job, recipe_program
+from flyte_ddp.launch.stalls import StalledRank, find_culprits, stall_failure
 from tests.support.runs import how_it_ended, new_run, start_parent, wait_for_step
 
 SLOW_STEP = "0.1"  # seconds, for runs that a signal has to meet on their way
@@ -225,13 +226,13 @@ def shorten_stall_timeout(run):
     return relay
 
 
-def test_a_stall_ends_the_run_with_every_ranks_stack(tmp_path, monkeypatch, survivors):
+def test_a_stall_names_the_rank_that_did_not_arrive_and_shows_each_stack_once(tmp_path, monkeypatch, survivors):
     monkeypatch.setenv("FAULT", "hang 1 5")
     run = new_run(tmp_path)
 
     run.relay = shorten_stall_timeout(run)
-    with pytest.raises(RankFailure, match=r"no rank made progress for \d+ s \(stall_timeout: 0.5\)") as caught:
-        run.train()
+    with pytest.raises(RankFailure) as caught:
+        run.train(4)
 
     _, zero, one = str(caught.value).split("--- rank ")
     assert zero.startswith("0, at step 4")
@@ -252,7 +253,8 @@ def test_a_stopped_rank_is_named_first_as_the_cause_of_a_stall(tmp_path, monkeyp
         run.train()
 
     head, *rest = str(caught.value).splitlines()
-    assert re.fullmatch(r"no rank made progress for \d+ s \(stall_timeout: 0.5\): rank 1 is stopped \(SIGSTOP\)", head)
+    why = r"rank 1 is stopped \(SIGSTOP\); rank 1 did not arrive at all_reduce of .*, where rank 0 waits \(collective"
+    assert re.match(rf"no rank made progress for \d+ s \(stall_timeout: 0.5\): {why}", head)
     assert rest[0].startswith("--- rank 1, at step 4")
     assert rest[1] == "  no stack: rank 1 is stopped (SIGSTOP)"
     assert rest[2].startswith("--- rank 0, at step 4")
@@ -281,7 +283,44 @@ def test_the_report_of_a_stall_of_many_ranks_fits_on_a_screen(tmp_path):
     assert first.startswith("--- rank 63, at step 8")
     assert len(rest) < 45
     assert rest[-1] == "... (the log has the stacks of 54 more ranks)"
-    assert len(lines) == 64 * 22, "the log has all"
+    alike = [dataclasses.replace(rank, stack=stacks[0]) for rank in ranks]
+    assert str(stall_failure(alike, "x")).count("---") == 1, "each stack once"
+
+
+def waiting(number, *collectives, entered=5, name="the default group", ranks=(0, 1, 2, 3), halted=""):
+    pending = [{"number": n, "what": what, "operation": what.split()[0], "since": 1.0} for n, what in collectives]
+    group = {"name": name, "ranks": list(ranks), "entered": entered, "pending": pending}
+    return StalledRank(number, 4, 5.0, [], halted, [group])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([waiting(0), waiting(1), waiting(2)], ()),  # in no collective
+        ([waiting(0, (5, "barrier")), waiting(1, (5, "barrier")), waiting(2, (5, "barrier"))], ()),
+        ([waiting(0, (5, "barrier")), waiting(1, entered=4), waiting(2, (5, "barrier"))], (1,)),
+        # The others are in two collectives already, as DDP's are.
+        ([waiting(0, (5, "all_reduce of x"), (6, "all_reduce of y"), entered=6), waiting(1, entered=4)], (1,)),
+        # Only the first of the two that it waits in hangs.
+        ([waiting(0, (5, "a"), (6, "b"), entered=6), waiting(1, (5, "a")), waiting(2, entered=4)], (2,)),
+        ([waiting(0, (5, "barrier")), waiting(1, (5, "all_reduce of x")), waiting(2, (5, "barrier"))], (1,)),
+        ([waiting(0, (5, "all_gather of x")), waiting(1, (5, "all_gather of y"))], ()),  # which may differ
+        # Rank 1 waits for rank 3 in a group of theirs.
+        (
+            [
+                waiting(0, (5, "barrier")),
+                StalledRank(1, 4, 5.0, [], "", [
+                    {"name": "the default group", "ranks": [0, 1, 2, 3], "entered": 4, "pending": []},
+                    *waiting(1, (9, "barrier"), name="group b", ranks=(1, 3), entered=9).groups,
+                ]),
+                waiting(3, name="group b", ranks=(1, 3), entered=8),
+            ],
+            (3,),
+        ),
+    ],
+)  # fmt: skip
+def test_the_rank_that_the_others_wait_for_is_found_by_what_each_has_entered(ranks, expected):
+    assert find_culprits(ranks).numbers == expected
 
 
 @pytest.mark.slow

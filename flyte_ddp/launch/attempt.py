@@ -19,6 +19,7 @@ from flyte_ddp.launch.policy import leaves_state_whole
 from flyte_ddp.launch.process.memory import KEEP_TIMEOUT
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.signals import StopRequest
+from flyte_ddp.launch.stalls import join_stalls
 
 ECHO_GRACE = 3.0  # seconds in which the cause of a failure that looks like another's consequence may be reported
 TRAINING_SHARE = (
@@ -269,6 +270,8 @@ class Attempt:
             failure = RankFailure(**values)
             # When one node's ranks stand still, the others' do too, and all their stacks are worth reading.
             is_echo = failure.is_consequence or failure.kind == "stall"
+            if failure.kind == "stall" and not self.failures:
+                self.nodes.send(STALL)
             self.failures.append(Failure(failure, is_echo, time.monotonic()))
         elif node.outcome == "broken" or (node.outcome == "killed" and not self.is_killed and not self.stop.is_set()):
             self._note_loss(node, end["message"], end.get("cause", ""))
@@ -312,18 +315,6 @@ def find_cause(failures: Sequence[Failure]) -> RankFailure | NodeLost:
     """Return the failure that explains the others; of a stall, the reports of all nodes as one."""
     cause = min(failures, key=Failure.rank_as_cause).error
     if isinstance(cause, RankFailure) and cause.kind == "stall":
-        return _join_stalls([failure.error for failure in failures if getattr(failure.error, "kind", "") == "stall"])
+        stalls = [each.error for each in failures if isinstance(each.error, RankFailure) and each.error.kind == "stall"]
+        return join_stalls(stalls)
     return cause
-
-
-def _join_stalls(failures: Sequence[Any]) -> RankFailure:
-    """Return the nodes' reports of a stall as one, which begins with the node whose rank is to blame if one is."""
-    if len(failures) == 1:
-        return failures[0]  # type: ignore[no-any-return]
-    stalls = sorted(failures, key=lambda failure: (failure.rank < 0, natural_key(str(failure))))
-    num_lines = max(5, MAX_LINES // len(stalls))  # a stack begins where the rank stands
-    num_shown = MAX_LINES // num_lines
-    reports = ["\n".join(str(stall).splitlines()[:num_lines]) for stall in stalls[:num_shown]]
-    if len(stalls) > num_shown:
-        reports.append(f"... (the log has the reports of {len(stalls) - num_shown} more nodes)")
-    return RankFailure("\n".join(reports), stalls[0].rank, "stall", "stall")

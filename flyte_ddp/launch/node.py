@@ -50,6 +50,7 @@ class Link:
         self.is_killed = False  # ordered to end at once, or left alone
         self.beat = {"step": 0, "is_writing": False, "is_stoppable": False}
         self.leaves_at = float("inf")  # monotonic: when this machine is gone
+        self.has_stalled = False  # the gang stands still, as another node has noticed
         self._put = put
         self._previous = ""  # command
         self._lines: list[str] = []
@@ -65,6 +66,8 @@ class Link:
         elif command == STOP and text != self._previous:  # commands are repeated
             grace, _, reason = rest.partition(" ")
             self.stop.revise(reason, float(grace))
+        elif command == STALL:
+            self.has_stalled = True
         elif command == LEAVE:
             self.leaves_at = time.monotonic() + float(rest)
             self.send_beat()
@@ -94,6 +97,7 @@ class Link:
         self.send_lines()
         if is_new:
             self.send_beat()
+        return self.has_stalled
 
     def send_beat(self) -> None:
         leaves_in = self.leaves_at - time.monotonic() if self.leaves_at < float("inf") else None

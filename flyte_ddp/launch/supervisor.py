@@ -41,6 +41,8 @@ from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NUM_SLOTS, PHASES, NodeRanks, semaphore_prefix
 from flyte_ddp.launch.rank_start import ForkedProcess, kill_server, start_rank
 from flyte_ddp.launch.signals import StopRequest
+from flyte_ddp.launch.stalls import MAX_FRAMES, StalledRank, head_line, stall_failure
+from flyte_ddp.launch.survivors import Survivors
 
 NEVER_CONSEQUENCES = ("SIGKILL", OUT_OF_MEMORY)  # no failure of another rank ends a rank in these ways
 CAUSE_GRACE = 0.5  # seconds in which a second failure may turn out to be the cause of the first
@@ -48,8 +50,7 @@ END_GRACE = 3.0  # seconds for a rank that has raised to call exit handlers and 
 POLL_INTERVAL = 0.1  # seconds between checks of logs, heartbeats and the stop request
 LOG_TAIL = 20  # lines of a dead rank's output in the error
 MAX_MESSAGE = 6  # lines of an exception's own message
-STACK_LINES = 36  # of all ranks' main threads together in the error of a stall; the log has all threads
-STACK_SECONDS = 1.0  # for the ranks to write their stacks
+STACK_SECONDS = 1.0  # for the ranks to write their stacks, and to send which collectives they have entered
 UNKNOWN_CODE = 255  # of a forked process whose server, which alone could read its code, is gone
 SERVER_GRACE = 10.0  # seconds for the server of ranks to report the end of a rank that was killed
 SEMAPHORES = Path("/dev/shm")  # where Linux keeps named semaphores; macOS does not list them
@@ -104,6 +105,9 @@ class _Rank:
     prefix: str  # of its lines
     error_file: str
     outcome: str = ""  # "done", "stopped" or "error", as the rank reported; "" before
+    groups: list[dict[str, Any]] | None = None  # the collectives that it has entered, once it was asked
+    has_lost_peers: bool = False  # which is why it has raised an exception
+    device: str = ""  # its GPU, for people
 
     def is_running(self) -> bool:
         # The server of ranks, which alone can reap them, may be stopped.
@@ -202,10 +206,12 @@ class _Ranks:
             if preparation and not has_data and preparation.is_done:
                 has_data = True
                 self._send_data(preparation.result())
-            if has_data and not self.failures:
-                self._check_progress()
-            if on_beat:
-                on_beat(self._step(), bool(self.beats[-1]), bool(self.beats[-2]))
+            known = (self._step(), bool(self.beats[-1]), bool(self.beats[-2]), self._paces())
+            has_stalled = bool(on_beat and on_beat(*known))
+            if has_data and not self.failures and (has_stalled or self._silence() >= self.job.program.stall_timeout):
+                stall = self._describe_stall(emit)
+                self._keep_state(stall, emit)
+                raise stall
             if stop.is_set() and not has_data:
                 raise TrainingStopped(f"{stop.reason}: the run was stopped while its data were prepared", stop.reason)
             if stop.is_set() and self.sent_deadline != stop.deadline:  # a growth may become a loss
@@ -361,18 +367,19 @@ class _Ranks:
         text = f"{stop.reason}: the run was stopped {self._position()} ({first_line(cause)})"
         return TrainingStopped(text, stop.reason)
 
-    def _check_progress(self) -> None:
-        """Raise with every rank's stack if no rank made progress for the stall timeout."""
-        limit = self.job.program.stall_timeout
-        now = time.monotonic()
+    def _silence(self) -> float:
+        """Return for how many seconds no rank has made progress; 0 where none is expected."""
         last = max(self.beats[2 * index] for index in range(len(self.ranks)))
         last = last or self._all_wait_since()  # a function that has never reported is not expected to
-        silence = now - last
-        if not last or silence < limit:
-            return
+        return time.monotonic() - last if last else 0.0
+
+    def _describe_stall(self, emit: Callable[[events.Event], None]) -> RankFailure:
+        """Return the failure of ranks that stand still, with every rank's stack and collectives."""
+        now, silence = time.monotonic(), self._silence()
         halted = {rank.number: how for rank in self.ranks if (how := _how_halted(rank))}
         for rank in self.ranks:
             if rank.process.is_alive() and rank.process.pid is not None:
+                rank.tell("collectives")
                 os.kill(rank.process.pid, signal.SIGUSR1)
         time.sleep(STACK_SECONDS)
         found = []
@@ -388,18 +395,9 @@ class _Ranks:
             head = f"--- rank {rank.number}, at step {step}, last progress {ago}"
             for line in [head, *stacks.splitlines()]:
                 self.relay(f"[rank {rank.number}] {line}")
-            # The threads are listed from the newest to the oldest, which is the main thread.
-            main_thread = stacks.strip("\n").split("\n\n")[-1].splitlines()
-            sections.append((rank.number not in halted, step, rank.number, [head, *main_thread]))
-        num_lines = 1 + max(3, min(12, STACK_LINES // len(self.ranks)))
-        num_shown = (STACK_LINES + 4) // num_lines
-        what = f"no rank made progress for {silence:.0f} s (stall_timeout: {limit:g})"
-        lines = [f"{what}: {', '.join(halted.values())}" if halted else what]
-        for *_, section in sorted(sections)[:num_shown]:  # the likely culprits first
-            lines += section[:num_lines]
-        if len(sections) > num_shown:
-            lines.append(f"... (the log has the stacks of {len(sections) - num_shown} more ranks)")
-        raise RankFailure("\n".join(lines), min(halted, default=-1), "stall", "stall")
+            found.append(stalled)
+        limit = self.job.program.stall_timeout
+        return stall_failure(found, f"no rank made progress for {silence:.0f} s (stall_timeout: {limit:g})")
 
     def _all_wait_since(self) -> float:
         """Return since when all ranks of this node but at most one wait for others; 0 if they do not."""

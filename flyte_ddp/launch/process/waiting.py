@@ -1,7 +1,8 @@
 """Notice that the main thread waits for other ranks, for a function that reports no progress. Imports no torch.
 
-A thread looks now and then. The main thread waits if torch.distributed or a backward pass has called what runs now, and
-it has used no processor time since the last look. On GPUs the wait is in a kernel, which only NCCL's own timeout ends.
+A thread looks now and then. The main thread waits if torch's flight recorder has a collective that has not ended, which
+also shows a wait for a GPU; or if torch.distributed or a backward pass has called what runs now, and it has used no
+processor time since the last look.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+
+from flyte_ddp.launch.process.collectives import waiting_since
 
 PLACES = ("torch.distributed", "torch.autograd")  # modules whose calls wait for other ranks
 MAX_CPU_SECONDS = 0.001  # of a thread that only waits, between two looks
@@ -33,7 +36,9 @@ def watch_main_thread(set_waiting_since: Callable[[float], None], timeout: float
         while True:
             time.sleep(timeout / NUM_LOOKS)
             before, used = used, time.clock_gettime(clock)
-            if used - before > MAX_CPU_SECONDS or not _is_in_collective(main):
+            if begun := waiting_since():
+                since = time.monotonic() - (time.time() - begun)
+            elif used - before > MAX_CPU_SECONDS or not _is_in_collective(main):
                 since = 0.0
             else:
                 since = since or time.monotonic() - timeout / NUM_LOOKS

@@ -1,0 +1,66 @@
+"""The collectives that this rank has entered, from torch's flight recorder. Imports no torch: the program has, or not.
+
+The recorder is on by default, for gloo and NCCL. It counts the collectives of each process group, so the rank with the
+smallest number is the one that the others wait for.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from typing import Any
+
+MAX_PENDING = 4  # collectives of a group that have begun and not ended: the oldest ones, of which the first one hangs
+BACKENDS = ("gloo", "nccl")
+
+
+def entered_collectives() -> list[dict[str, Any]] | None:
+    """Return what this rank has entered of each process group, as plain values; None where torch does not tell.
+
+    Each has the `name` of its group, its `ranks`, the number of collectives that were `entered`, and of those that have
+    not ended the oldest ones as `pending`: their `number`, `what` they are for people, their `operation` and `since`
+    when they wait, in seconds since the epoch.
+    """
+    torch_c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace", None)
+    if torch_c10d is None or dump is None:
+        return None
+    try:
+        entries = [entry for backend in BACKENDS for entry in _entries(dump, backend)]
+        groups = {group.group_name: group for group in torch_c10d._world.pg_map}
+        return [_describe(group, torch_c10d, entries) for group in groups.values()]
+    except Exception:  # of any kind: these are torch's internals, and a report without them is better than none
+        return None
+
+
+def waiting_since() -> float:
+    """Return since when this rank waits in a collective, in seconds since the epoch; 0 if it does not."""
+    pending = [each["since"] for group in entered_collectives() or () for each in group["pending"]]
+    return float(min(pending, default=0.0))
+
+
+def _entries(dump: Any, backend: str) -> list[dict[str, Any]]:
+    contents = dump(True, False, False, backend)  # without stacks, whose lines it would look up for seconds
+    return [each for each in pickle.loads(contents).get("entries", ()) if not each["is_p2p"]]
+
+
+def _describe(group: Any, torch_c10d: Any, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    own = [each for each in entries if each["process_group"][0] == group.group_name]
+    return {
+        "name": "the default group" if group.group_desc == "default_pg" else f"group {group.group_desc}",
+        "ranks": sorted(torch_c10d._world.pg_group_ranks[group]),
+        "entered": max((each["collective_seq_id"] for each in own), default=0),
+        "pending": [_describe_entry(each) for each in own if not each["retired"]][:MAX_PENDING],
+    }
+
+
+def _describe_entry(entry: dict[str, Any]) -> dict[str, Any]:
+    operation = entry["profiling_name"].partition(":")[2].removeprefix("_") or entry["profiling_name"]
+    tensors = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
+    of = ", ".join(f"{kind.lower()} {sizes}" for kind, sizes in tensors)
+    return {
+        "number": entry["collective_seq_id"],
+        "operation": operation,
+        "what": f"{operation} of {of}" if of and len(of) < 80 else operation,
+        "since": entry["time_created_ns"] / 1e9,
+    }

@@ -1,0 +1,164 @@
+"""The report of a gang that stands still: the rank that the others wait for, and the stacks that differ.
+
+Pure functions of what the supervisors have found out about their ranks. Knows nothing of processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flyte_ddp.errors import RankFailure
+
+STACK_LINES = 36  # of all ranks' main threads together; the log has all threads
+MAX_FRAMES = 12  # of one of them
+MAX_NAMED = 8  # ranks that a line names one by one
+
+
+@dataclass(frozen=True)
+class StalledRank:
+    """A rank of a gang that stands still."""
+
+    number: int
+    step: int
+    silent_for: float | None  # seconds since its last progress; None if it has reported none
+    stack: list[str] = field(default_factory=list)  # lines of its main thread
+    halted: str = ""  # how something outside keeps it from running
+    groups: list[dict[str, Any]] | None = None  # as `entered_collectives` has them; None if it did not answer
+    node: str = ""  # for people; "" where there is one
+
+    @property
+    def pending(self) -> dict[str, Any] | None:
+        """The collective that it has waited in for longest."""
+        found = [each for group in self.groups or () for each in group["pending"]]
+        return min(found, key=lambda each: float(each["since"]), default=None)
+
+
+@dataclass(frozen=True)
+class Culprits:
+    """The ranks that the others wait for, and a sentence about it; none and "" where that is not known."""
+
+    numbers: tuple[int, ...] = ()
+    why: str = ""
+
+
+def stall_failure(ranks: Sequence[StalledRank], what: str) -> RankFailure:
+    """Return the failure of a gang, or of one node's ranks.
+
+    Args:
+        what: begins the message.
+    """
+    culprits = find_culprits(ranks)
+    halted = sorted(rank.number for rank in ranks if rank.halted)
+    numbers = culprits.numbers or tuple(halted)
+    head = f"{what}: {culprits.why}" if culprits.why else what
+    lines = [head, *_stacks(ranks, set(numbers) | set(halted))]
+    # Of several ranks none is to blame, but a stopped one is certainly.
+    number = halted[0] if halted else numbers[0] if len(numbers) == 1 else -1
+    details = {"what": what, "ranks": [dataclasses.asdict(rank) for rank in ranks]}
+    return RankFailure("\n".join(lines), number, "stall", "stall", details=details)
+
+
+def join_stalls(failures: Sequence[RankFailure]) -> RankFailure:
+    """Return the failures of several nodes as one of the gang."""
+    if len(failures) == 1:
+        return failures[0]
+    ranks = [StalledRank(**values) for failure in failures for values in failure.details["ranks"]]
+    return stall_failure(sorted(ranks, key=lambda rank: rank.number), failures[0].details["what"])
+
+
+def find_culprits(ranks: Sequence[StalledRank]) -> Culprits:
+    """Return the ranks that the others wait for, by the number of collectives that each rank has entered."""
+    halted = ", ".join(rank.halted for rank in ranks if rank.halted)
+    found = [culprits for name in _group_names(ranks) if (culprits := _culprits_of(name, ranks)).why]
+    by_number = {rank.number: rank for rank in ranks}
+    # One that waits in another group's collective is waiting for a rank itself.
+    found.sort(key=lambda each: any(number in by_number and by_number[number].pending for number in each.numbers))
+    if not found:
+        return Culprits(why=halted)
+    return dataclasses.replace(found[0], why=f"{halted}; {found[0].why}") if halted else found[0]
+
+
+def _group_names(ranks: Sequence[StalledRank]) -> list[tuple[str, tuple[int, ...]]]:
+    named = ((group["name"], tuple(group["ranks"])) for rank in ranks for group in rank.groups or ())
+    return list(dict.fromkeys(named))
+
+
+def _culprits_of(name: tuple[str, tuple[int, ...]], ranks: Sequence[StalledRank]) -> Culprits:
+    """Return the ranks of a process group that its other ranks wait for."""
+    members = {rank.number: rank for rank in ranks if rank.number in name[1]}
+    states = {}  # of the group, by the number of the rank
+    for number, rank in members.items():
+        for group in rank.groups or ():
+            if (group["name"], tuple(group["ranks"])) == name:
+                states[number] = group
+    pending = {number: each for number, group in states.items() for each in group["pending"][:1]}
+    if not pending:
+        return Culprits()
+    first = min(each["number"] for each in pending.values())
+    waiting = {number: each for number, each in pending.items() if each["number"] == first}
+    what = next(iter(waiting.values()))["what"]
+    where = f"collective {first} of {name[0]}"
+    # Also one that did not answer, such as a stopped one.
+    absent = [number for number in members if number not in states or states[number]["entered"] < first]
+    if absent:
+        verb = "waits" if len(waiting) == 1 else "wait"
+        they = f"where {_name_ranks(waiting)} {verb}"
+        node = members[absent[0]].node
+        who = f"{_name_ranks(absent)} on {node}" if len(absent) == 1 and node else _name_ranks(absent)
+        return Culprits(tuple(absent), f"{who} did not arrive at {what}, {they} ({where})")
+    kinds: dict[str, list[int]] = {}
+    for number, each in waiting.items():
+        differs = each["operation"] in ("all_reduce", "broadcast", "reduce")
+        kinds.setdefault(each["what"] if differs else each["operation"], []).append(number)
+    if len(kinds) > 1:
+        rarest = min(kinds.values(), key=len)
+        each_kind = ", ".join(f"{_name_ranks(numbers)} in {kind}" for kind, numbers in kinds.items())
+        return Culprits(tuple(rarest), f"the ranks are in different collectives: {each_kind} ({where})")
+    if len(waiting) == len(members):
+        return Culprits(why=f"all ranks wait in {what} ({where})")
+    return Culprits()
+
+
+def _stacks(ranks: Sequence[StalledRank], first: set[int]) -> list[str]:
+    """Return the stacks that differ, each once, those of the ranks `first` before the others'."""
+    alike: dict[tuple[str, ...], list[StalledRank]] = {}
+    for rank in ranks:
+        frames = [line for line in rank.stack if not line.startswith(("Thread ", "Current thread "))]
+        alike.setdefault(tuple(frames[:MAX_FRAMES]), []).append(rank)
+    # The likely culprits first: also those that are behind the others.
+    sections = sorted(
+        alike.items(),
+        key=lambda item: min((each.number not in first, each.step, each.number) for each in item[1]),
+    )
+    num_lines = 1 + max(3, min(MAX_FRAMES, STACK_LINES // len(sections)))
+    num_shown = (STACK_LINES + 4) // num_lines
+    lines = []
+    for stack, owners in sections[:num_shown]:
+        lines += [head_line(owners), *stack[: num_lines - 1]]
+    if len(sections) > num_shown:
+        left = sum(len(owners) for _, owners in sections[num_shown:])
+        lines.append(f"... (the log has the stacks of {left} more ranks)")
+    return lines
+
+
+def head_line(owners: Sequence[StalledRank]) -> str:
+    """Return the line above a stack of these ranks."""
+    steps = sorted({rank.step for rank in owners})
+    at = f"at step {steps[0]}" if len(steps) == 1 else f"at steps {steps[0]} to {steps[-1]}"
+    silences = [rank.silent_for for rank in owners if rank.silent_for is not None]
+    ago = f"{min(silences):.0f} s ago" if silences else "never"
+    nodes = list(dict.fromkeys(rank.node for rank in owners if rank.node))
+    on = f" on {nodes[0]}" if len(nodes) == 1 else f" on {len(nodes)} nodes" if nodes else ""
+    return f"--- {_name_ranks(rank.number for rank in owners)}{on}, {at}, last progress {ago}"
+
+
+def _name_ranks(numbers: Iterable[int]) -> str:
+    found = sorted(numbers)
+    if len(found) == 1:
+        return f"rank {found[0]}"
+    if len(found) > MAX_NAMED:
+        return f"{len(found)} ranks"
+    return f"ranks {', '.join(map(str, found[:-1]))} and {found[-1]}"
