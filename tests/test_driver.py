@@ -71,14 +71,24 @@ class OwnPlace:
         if self.faults and self.faults[0][0] == self.step:
             _, failure = self.faults.pop(0)
             if failure is LEAVES:
-                beat = {"step": self.step, "is_writing": False, "is_stoppable": False, "leaves_in": 30.0}
+                beat = {"step": self.step, "is_writing": False, "is_stoppable": False, "leaves_in": 30.0, "paces": []}
                 return (yield node, {"kind": "beat", **beat})
             if isinstance(failure, NodeLost):
                 return (yield node, {"kind": "lost", "why": str(failure), "cause": failure.cause})
             return (yield node, {"kind": "end", "outcome": "failed", "failure": failure.to_dict()})
         self.step, self.weight = self.step + 1, self.weight - 0.2 * 2 * (self.weight - 3)
         self.storage.write(f"step-{self.step:010d}.json", json.dumps([self.step, self.weight]).encode())
-        yield node, {"kind": "beat", "step": self.step, "is_writing": False, "is_stoppable": True, "leaves_in": None}
+        yield (
+            node,
+            {
+                "kind": "beat",
+                "step": self.step,
+                "is_writing": False,
+                "is_stoppable": True,
+                "leaves_in": None,
+                "paces": [],
+            },
+        )
         if self.step == NUM_STEPS:
             self.weights.append(self.weight)
             yield node, {"kind": "end", "outcome": "done"}
@@ -117,6 +127,32 @@ def test_a_node_that_announces_that_it_leaves_costs_no_step_and_no_restart(tmp_p
     assert "was lost" not in caplog.text
 
 
+@pytest.mark.parametrize("outcome", ["done", "killed"])
+def test_a_notice_in_the_last_step_costs_nothing_whether_the_ranks_finish_or_not(tmp_path, outcome, caplog):
+    class Finishing(OwnPlace):
+        """Its node announces that it leaves, and its ranks have nothing more to do."""
+
+        def messages(self):
+            (node,) = self.nodes
+            if not (self.step == NUM_STEPS - 1 and self.faults):
+                return (yield from super().messages())
+            self.faults.clear()
+            beat = {"step": self.step, "is_writing": False, "is_stoppable": True, "leaves_in": 30.0, "paces": []}
+            yield node, {"kind": "beat", **beat}
+            if outcome == "done":
+                self.weights.append(self.weight)
+            yield node, {"kind": "end", "outcome": outcome, "message": "its worker is gone"}
+
+    place, seen = Finishing((99, LEAVES)), []
+    place.max_restarts = 0
+    train(place, tmp_path, listeners=[SimpleNamespace(handle=seen.append, close=lambda error: None)])
+    assert len(place.weights) == 1
+    ends = [event.num_leaving for event in seen if isinstance(event, AttemptEnded)]
+    assert ends == ([] if outcome == "done" else [1])
+    assert ("restarts from there" in caplog.text) is (outcome == "killed")
+    assert "was lost" not in caplog.text
+
+
 def test_a_node_that_leaves_while_the_gang_ends_to_grow_leaves_its_ranks_less_time(tmp_path, caplog):
     class Growing(OwnPlace):
         larger = 2
@@ -124,7 +160,7 @@ def test_a_node_that_leaves_while_the_gang_ends_to_grow_leaves_its_ranks_less_ti
         def messages(self):
             if self.command.startswith("stop") and self.faults:  # the ranks are about to end
                 self.faults.clear()
-                beat = {"step": self.step, "is_writing": True, "is_stoppable": True, "leaves_in": 30.0}
+                beat = {"step": self.step, "is_writing": True, "is_stoppable": True, "leaves_in": 30.0, "paces": []}
                 return [(self.nodes[0], {"kind": "beat", **beat})]
             self.larger = 2 if self.faults else 0
             return super().messages()

@@ -304,6 +304,16 @@ def test_fewer_nodes_go_on_as_soon_as_the_others_time_to_return_is_over(monkeypa
         assert (left.name, clock[-1]) == ("w-1", pytest.approx(patience))
 
 
+def test_a_worker_that_leaves_is_not_waited_for_while_it_closes():
+    nodes = [SimpleNamespace(address=name, is_leaving=name == "leaving") for name in ("leaving", "staying")]
+    latest = SimpleNamespace(
+        nodes=nodes, scheduler_leaves_at=float("inf"), growth=SimpleNamespace(members=frozenset()), plugin=""
+    )
+    workers = SimpleNamespace(config=LOCAL, pool=None, _latest=latest, _roll_call=SimpleNamespace(silent=set()))
+    expected, _ = place.DaskPlace._look_back(workers, Ended(None, 5, 0, is_announced=True))
+    assert (expected, workers._roll_call.silent) == ({"staying"}, {"leaving"})
+
+
 def test_a_gang_of_full_size_and_a_trial_of_a_sweep_look_for_no_worker(monkeypatch):
     monkeypatch.setattr(growth.threading.Thread, "start", None)  # not even called
     gang = [worker("w-1", "10.0.0.1")]

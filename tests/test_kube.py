@@ -1091,7 +1091,7 @@ def test_the_doctor_names_the_namespace_that_it_checks(
     api_server.answers["/api/v1/serviceaccounts"] = {"items": accounts}
     assert doctor(command) == 2
     assert "--namespace: expected one of a, b, which have a service account" in capsys.readouterr().err
-    assert doctor([*command, "--namespace", "b"]) == 0
+    assert main([*command, "--namespace", "b"]) == 0
     assert capsys.readouterr().out.startswith("ok       namespace b is checked, which is named\n")
 
 

@@ -12,7 +12,6 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -263,23 +262,11 @@ def test_a_stopped_rank_is_named_first_as_the_cause_of_a_stall(tmp_path, monkeyp
     assert survivors() == []
 
 
-def test_the_report_of_a_stall_of_many_ranks_fits_on_a_screen(tmp_path):
-    ranks = []
-    for number in range(64):
-        (tmp_path / f"rank-{number}.stacks").write_text("Thread 0x1 (most recent call first):\n" + "  File\n" * 20)
-        ranks.append(SimpleNamespace(number=number, process=SimpleNamespace(is_alive=lambda: False, pid=None)))
-    lines = []
-    node = SimpleNamespace(
-        ranks=ranks,
-        beats=[*[1.0, 9.0] * 63, 1.0, 8.0],  # the last one is a step behind
-        logs=str(tmp_path),
-        relay=lines.append,
-        job=SimpleNamespace(program=SimpleNamespace(stall_timeout=1.0)),
-    )
-    with pytest.raises(RankFailure) as caught:
-        supervisor._Ranks._check_progress(node)
-    head, first, *rest = str(caught.value).splitlines()
-    assert head.startswith("no rank made progress for")
+def test_the_report_of_a_stall_of_many_ranks_fits_on_a_screen():
+    stacks = [["Thread 0x1 (most recent call first):", *[f"  File {number}"] * 20] for number in range(64)]
+    ranks = [StalledRank(number, 8 if number == 63 else 9, 5.0, stack) for number, stack in enumerate(stacks)]
+    head, first, *rest = str(stall_failure(ranks, "no rank made progress")).splitlines()
+    assert head == "no rank made progress"
     assert first.startswith("--- rank 63, at step 8")
     assert len(rest) < 45
     assert rest[-1] == "... (the log has the stacks of 54 more ranks)"

@@ -14,7 +14,16 @@ import yaml
 from flytekit import task
 from flytekit.configuration import Image, ImageConfig, SerializationSettings
 
-from flyte_ddp.events import CheckpointLoaded, CheckpointSaved, CheckpointWritten, Reported, RunStarted
+from flyte_ddp.cluster.config import GRACE_VARIABLE
+from flyte_ddp.events import (
+    CheckpointLoaded,
+    CheckpointSaved,
+    CheckpointWritten,
+    Reported,
+    RunStarted,
+    Straggler,
+    StragglersFound,
+)
 from flyte_ddp.observers.metrics import METRICS, PORT_VARIABLE, MetricsServer, RunFigures, requested_port
 from tests.support.prometheus import needs_prometheus, promtool
 from tests.support.short_run import loaded, reported, run_finished, started, whole_run
@@ -37,6 +46,8 @@ def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
             "flyte_ddp_attempt": 2,
             "flyte_ddp_restarts_total": 0,
             "flyte_ddp_announced_losses_total": 0,
+            "flyte_ddp_stragglers": 0,
+            "flyte_ddp_straggler_ratio": 1,
             "flyte_ddp_finished": 0,
         }
         for event in whole_run():
@@ -52,8 +63,13 @@ def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
         assert abs(found["flyte_ddp_last_event_timestamp_seconds"] - time.time()) < 60
         assert 'flyte_ddp_step{recipe="digits",run="f1-\\"n1\\""} 12' in text
         assert text.count("# TYPE ") == len(METRICS)
+        slow = Straggler(1, "node 0", "", "data", 0.3, 0.1, 0.6, 0.4)
+        run.handle(StragglersFound(12, [slow]))
+        found = scrape(server)[1]
+        assert (found["flyte_ddp_stragglers"], found["flyte_ddp_straggler_ratio"]) == (1, pytest.approx(1.5))
         for event in (started(), loaded(8), run_finished()):
             run.handle(event)
+        assert scrape(server)[1]["flyte_ddp_stragglers"] == 0, "other ranks"
         found = scrape(server)[1]
         assert (found["flyte_ddp_restarts_total"], found["flyte_ddp_step"], found["flyte_ddp_finished"]) == (1, 8, 1)
         assert found["flyte_ddp_checkpoint_step"] == found["flyte_ddp_checkpoint_copied_step"] == 8
@@ -220,6 +236,15 @@ FAULTS = [
         ],
         RUN,
         (7, 9, 14),
+    ),
+    (
+        "TrainingSlowRank",
+        [  # for two minutes, and from minute 20 on
+            series("flyte_ddp_stragglers", "0 1 1 0+0x16 1+0x20 0+0x9", **RUN),
+            series("flyte_ddp_finished", "0+0x50", **RUN),
+        ],
+        RUN,
+        (24, 26, 42),
     ),
     (
         "CheckpointsLate",

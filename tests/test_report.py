@@ -26,6 +26,8 @@ from flyte_ddp.events import (
     Prediction,
     PredictionsMade,
     RunState,
+    Straggler,
+    StragglersFound,
 )
 from flyte_ddp.flytekit_plugin.deck import DeckPublisher
 from flyte_ddp.observers.reports import run as report
@@ -132,6 +134,17 @@ def test_the_report_of_a_finished_run_is_complete():
     ):
         assert words in text, words
     assert made.render().count('<svg xmlns="http://www.w3.org/2000/svg"') == 7
+
+
+def test_a_slow_rank_is_a_notice_and_each_change_a_row():
+    slow = Straggler(1, "node 1", "", "data", 0.3, 0.1, 0.6, 0.4)
+    events = [sample_run.started(), sample_run.loaded(), *sample_run.steps(1, 50), StragglersFound(20, [slow])]
+    text = text_of(report_of(events, closed=False))
+    assert text.count(str(slow)) == 2, "and in its section"
+    assert "rank 1 (node 1) is slow in data: 300 ms per step" in text
+    text = text_of(report_of([*events, StragglersFound(40, [])], closed=False))
+    assert text.count(str(slow)) == 1
+    assert "no rank is slower than the others any more" in text
 
 
 def test_the_report_splits_the_wall_time():

@@ -30,6 +30,8 @@ from flyte_ddp.events.kinds import PredictionsMade as PredictionsMade
 from flyte_ddp.events.kinds import Reported as Reported
 from flyte_ddp.events.kinds import RunFinished as RunFinished
 from flyte_ddp.events.kinds import RunStarted as RunStarted
+from flyte_ddp.events.kinds import Straggler as Straggler
+from flyte_ddp.events.kinds import StragglersFound as StragglersFound
 from flyte_ddp.events.state import RunState as RunState
 from flyte_ddp.events.state import find_best as find_best
 from flyte_ddp.events.wall_time import TimeSpent as TimeSpent

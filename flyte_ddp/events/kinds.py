@@ -248,6 +248,45 @@ class RunFinished(Timed):
         return Figures(values={"finished": 1, **known, **best})
 
 
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that is slower than the others, by its own seconds per step and the median of the other ranks."""
+
+    rank: int
+    node: str  # for people; "" for this machine
+    device: str  # its GPU; "" for none
+    phase: str  # data, forward or backward: the one that makes most of the difference
+    seconds: float  # per step in this phase
+    median_seconds: float
+    whole_seconds: float  # per step in all phases
+    whole_median_seconds: float
+
+    @property
+    def factor(self) -> float:
+        """How many times as long its steps take."""
+        return self.whole_seconds / max(1e-9, self.whole_median_seconds)
+
+    def __str__(self) -> str:
+        where = ", ".join(each for each in (self.node, self.device) if each)
+        of_phase = f"{1e3 * self.seconds:.3g} ms per step, median of the others {1e3 * self.median_seconds:.3g} ms"
+        return (
+            f"rank {self.rank}{f' ({where})' if where else ''} is slow in {self.phase}: {of_phase}; "
+            f"in all phases {self.factor:.1f} x the median"
+        )
+
+
+@dataclass(frozen=True)
+class StragglersFound(Timed):
+    """The ranks that are slower than the others have changed. The launcher emits it."""
+
+    step: int  # that the gang has reached
+    stragglers: list[Straggler]  # all of them now
+
+    def figures(self) -> Figures:
+        slowest = max((each.factor for each in self.stragglers), default=1.0)
+        return Figures(values={"stragglers": len(self.stragglers), "straggler_factor": slowest})
+
+
 Event = (
     AttemptStarted
     | AttemptEnded
@@ -260,6 +299,7 @@ Event = (
     | CheckpointSaved
     | CheckpointWritten
     | RunFinished
+    | StragglersFound
 )
 
 

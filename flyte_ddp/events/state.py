@@ -23,6 +23,7 @@ from flyte_ddp.events.kinds import (
     Reported,
     RunFinished,
     RunStarted,
+    StragglersFound,
 )
 from flyte_ddp.events.wall_time import TimeSpent, WallTime
 
@@ -50,6 +51,7 @@ class RunState(Listener):
     checkpoints: list[CheckpointWritten] = field(default_factory=list)  # that still exist: the newest, and the best
     predictions: PredictionsMade | None = None
     finished: RunFinished | None = None
+    stragglers: list[StragglersFound] = field(default_factory=list)  # each change of the slow ranks
     num_starts: int = 0
     num_announced_losses: int = 0  # ends of a gang because nodes left, as they had announced
     num_checkpoints: int = 0  # written by this attempt, removed ones included
@@ -91,6 +93,8 @@ class RunState(Listener):
             self._add_checkpoint(event)
         elif isinstance(event, PredictionsMade):
             self.predictions = event
+        elif isinstance(event, StragglersFound):
+            self.stragglers.append(event)
         elif isinstance(event, RunFinished):
             self.finished = event
 

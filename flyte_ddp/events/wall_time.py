@@ -17,11 +17,12 @@ from flyte_ddp.events.kinds import (
     PredictionsMade,
     RunFinished,
     RunStarted,
+    StragglersFound,
 )
 
 # A history has neither histograms nor predictions, and is to give the same account. A checkpoint is written beside the
-# training, and divides none of its time.
-NOT_BOOKED = (HistogramsTaken, PredictionsMade, CheckpointWritten)
+# training, and divides none of its time; nor does the launcher's comparison of the ranks.
+NOT_BOOKED = (HistogramsTaken, PredictionsMade, CheckpointWritten, StragglersFound)
 
 
 @dataclass(frozen=True)

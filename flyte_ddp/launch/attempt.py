@@ -140,6 +140,7 @@ class Attempt:
         self.is_stoppable = False  # it saves its state when it is asked to end, so it may end to grow
         self.is_killed = False
         self.failures: list[Failure] = []
+        self.paces = PaceWatch(nodes.world_size, emit)
 
     def train(self, job: Job, num_restarts: int) -> bool:
         """Run the gang to its end. When this returns or raises, no rank runs on a node that can be reached.
@@ -235,6 +236,7 @@ class Attempt:
                 self._note_step(message["step"])
                 node.is_writing = message["is_writing"]
                 self.is_stoppable |= message["is_stoppable"]
+                self.paces.note(node.label, message["paces"], self.step)
                 if (seconds := message["leaves_in"]) is not None:
                     node.leave(seconds)
             elif kind == "event":

@@ -5,8 +5,8 @@ They differ in the `Link`, which carries commands in and messages out.
 
 Messages, by kind:
     beat     step that the node's ranks have reached; is_writing: rank 0 writes a checkpoint; is_stoppable: the ranks
-             save their state when they are asked to stop; leaves_in: seconds that the machine is still there, None for
-             one that was not told to go
+             save their state when they are asked to stop; paces: of the ranks, as launch/paces.py has them; leaves_in:
+             seconds that the machine is still there, None for one that was not told to go
     event    event of the run, on the node of rank 0
     lines    that the ranks have printed
     end      outcome: done, stopped, failed, killed or broken; kept_step: of the state that the ranks have left in the
@@ -48,7 +48,7 @@ class Link:
     def __init__(self, put: Callable[[dict[str, Any]], None]) -> None:
         self.stop = StopRequest()
         self.is_killed = False  # ordered to end at once, or left alone
-        self.beat = {"step": 0, "is_writing": False, "is_stoppable": False}
+        self.beat: dict[str, Any] = {"step": 0, "is_writing": False, "is_stoppable": False, "paces": []}
         self.leaves_at = float("inf")  # monotonic: when this machine is gone
         self.has_stalled = False  # the gang stands still, as another node has noticed
         self._put = put
@@ -91,9 +91,15 @@ class Link:
         self.send_lines()
         self.send("event", event=event)
 
-    def on_beat(self, step: int, is_writing: bool, is_stoppable: bool) -> None:
-        """Take note of what the ranks are at. What the driver must know at once is sent at once."""
-        previous, self.beat = self.beat, {"step": step, "is_writing": is_writing, "is_stoppable": is_stoppable}
+    def on_beat(self, step: int, is_writing: bool, is_stoppable: bool, paces: list[dict[str, Any]]) -> bool:
+        """Take note of what the ranks are at. What the driver must know at once is sent at once.
+
+        Returns:
+            Whether the gang stands still, as another node has noticed.
+        """
+        urgent = {"is_writing": is_writing, "is_stoppable": is_stoppable}
+        is_new = {**self.beat, **urgent} != self.beat
+        self.beat = {"step": step, **urgent, "paces": paces}
         self.send_lines()
         if is_new:
             self.send_beat()

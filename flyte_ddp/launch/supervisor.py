@@ -78,7 +78,8 @@ def supervise(
         relay: called with every line that a rank prints; standard error by default.
         on_beat: called about every `POLL_INTERVAL` seconds with the step that this node's ranks have reached; where
             rank 0 is one of them also with whether it writes a checkpoint, and whether the ranks save their state on a
-            stop.
+            stop; and with the paces of the ranks. Returns whether the gang stands still, as another node has noticed.
+        memory: takes the state of a rank that is left when others are lost.
 
     Raises:
         RankFailure: a rank failed, or no rank made progress for `stall_timeout` seconds.
@@ -404,6 +405,16 @@ class _Ranks:
         first = 3 * len(self.ranks)
         waiting = [since for since in self.beats[first : first + len(self.ranks)] if since]
         return max(waiting) if waiting and len(waiting) >= len(self.ranks) - 1 else 0.0
+
+    def _paces(self) -> list[dict[str, Any]]:
+        """Return the paces of the ranks that have taken a step, as launch/paces.py has them."""
+        found, first, size = [], 4 * len(self.ranks), 1 + len(PHASES)
+        for index, rank in enumerate(self.ranks):
+            num_steps, *seconds = self.beats[first + size * index : first + size * (index + 1)]
+            if num_steps:
+                values = {"num_steps": int(num_steps), "seconds": seconds, "device": rank.device}
+                found.append({"rank": rank.number, **values})
+        return found
 
     def _step(self) -> int:
         return int(max(self.beats[2 * index + 1] for index in range(len(self.ranks))))

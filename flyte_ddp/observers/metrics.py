@@ -30,6 +30,8 @@ METRICS = {
     "flyte_ddp_checkpoint_copied_step": ("checkpoint_copied_step", "step of the newest state copied for a checkpoint"),
     "flyte_ddp_restarts_total": ("restarts_total", "restarts of the ranks in this attempt of the task"),
     "flyte_ddp_announced_losses_total": ("announced_losses_total", "ends of a gang because nodes left, as announced"),
+    "flyte_ddp_stragglers": ("stragglers", "ranks that are slower than the median of the others"),
+    "flyte_ddp_straggler_ratio": ("straggler_factor", "own time per step of the slowest of them / the median"),
     "flyte_ddp_attempt": ("attempt", "number of this attempt of the task, from 0"),
     "flyte_ddp_last_event_timestamp_seconds": ("last_event_timestamp_seconds", "when rank 0 last reported anything"),
     "flyte_ddp_finished": ("finished", "1 when the run has ended well"),
@@ -49,7 +51,7 @@ class RunFigures:
     def __init__(self, labels: dict[str, str], attempt: int = 0) -> None:
         self.labels = labels
         self.is_open = True
-        self._values: dict[str, float] = {"attempt": attempt, "finished": 0}
+        self._values: dict[str, float] = {"attempt": attempt, "finished": 0, "stragglers": 0, "straggler_factor": 1}
         self._num_restarts = -1  # those after an announced loss included
         self._num_announced = 0
         self._lock = threading.Lock()
@@ -64,6 +66,7 @@ class RunFigures:
             if isinstance(event, AttemptEnded):
                 self._num_announced += event.num_leaving > 0
             elif isinstance(event, RunStarted):
+                found |= {"stragglers": 0, "straggler_factor": 1}  # of the ranks before
                 self._num_restarts = max(self._num_restarts + 1, event.num_restarts)
                 found["checkpoint_step"] = self._values.get("checkpoint_step", 0)
                 found["checkpoint_copied_step"] = found["checkpoint_step"]  # the ranks that wrote another are gone

@@ -26,6 +26,7 @@ from flyte_ddp.rank.contract import check_contract, check_datasets
 from flyte_ddp.rank.data import open_samples, take_sample
 from flyte_ddp.rank.fast_start import avoid_importing_dynamo
 from flyte_ddp.rank.inspection import layers_of, predictions_of, sample_inputs, shown
+from flyte_ddp.rank.pace import device_name
 from flyte_ddp.rank.parallel import build_model
 from flyte_ddp.rank.sharding import count_own_parameters, whole_state
 from flyte_ddp.rank.supervision import beat_while_compiling, keep_beating

@@ -28,6 +28,7 @@ from flyte_ddp.rank.initial_state import check_same_run, load_initial_state
 from flyte_ddp.rank.last_breath import LastBreath
 from flyte_ddp.rank.metrics import check_monitor, read_figures
 from flyte_ddp.rank.optim import build_optimizer, learning_rate
+from flyte_ddp.rank.pace import Pace
 from flyte_ddp.rank.parallel import exchange_seconds, replicate
 from flyte_ddp.rank.passes import clip_gradients, compute_gradients, gradient_norm
 from flyte_ddp.rank.progress import MetricSums, Progress
@@ -81,6 +82,9 @@ class Trainer:
         self.evaluated_model, self.replica = replicate(model, config, world, recipe)
         self.is_sharded = is_sharded(model)  # then every forward pass, and every look at the weights, is a collective
         self.optimizer = build_optimizer(model, config, recipe.optimizer_groups(model))
+        self.pace = Pace(session.process.link.set_pace, world.device)
+        if not (self.is_sharded or config.compile):  # neither gives gradients to hooks of parameters one by one
+            self.pace.watch(model.parameters())
         self.utilization = FlopsUtilization(recipe, model, config, world)
         self.last_breath = LastBreath(
             model, world, lambda: self._state(self._estimate_progress()), lambda: self.progress.step
@@ -102,11 +106,14 @@ class Trainer:
             CheckpointError: a checkpoint could not be written.
             ConfigError: the recipe has no figure called `monitor.metric`.
         """
-        while not self.is_done:
-            sums, own_seconds = self.train_epoch()
-            evaluation = self.evaluate()
-            finished = self._finish_epoch(sums, own_seconds, evaluation)
-            self.save_checkpoint(best=finished is self.best)
+        with self.last_breath.may_keep(self.session.process, self.config.compile, self.is_sharded):
+            if self._best_is_unsaved:
+                self.save_checkpoint(best=True)
+            while not self.is_done:
+                sums, own_seconds = self.train_epoch()
+                evaluation = self.evaluate()
+                finished = self._finish_epoch(sums, own_seconds, evaluation)
+                self.save_checkpoint(best=finished is self.best)
         self.store.has_finished = True
         self.session.wait()
         return self.progress
@@ -144,14 +151,14 @@ class Trainer:
         """Take the optimizer steps of the current epoch that are not done yet.
 
         Returns:
-            The sums over these steps, and the mean seconds per step that this rank spent on loading and the forward
-            pass, before it had to wait for the others: a straggler's are more.
+            The sums over these steps, and the mean seconds per step that this rank spent on its own part of them,
+            without its waits for the others: a straggler's are more.
         """
         config, progress = self.config, self.progress
         shards = epoch_shards(self.train, config, self.world, progress.epoch, progress.batch)
         batches = self.train.batches([index for shard in shards for index in shard.micro_batches], progress.epoch)
         earlier = dataclasses.replace(progress)  # the epoch's sums as an earlier attempt left them
-        epoch_sums, log_sums, own_seconds = self._new_sums(), self._new_sums(), 0.0
+        epoch_sums, log_sums, own_seconds = self._new_sums(), self._new_sums(), sum(self.pace.seconds)
         self._num_replaced = self.train.num_replaced + self.test.num_replaced
         self.replica.train()
         keep_frozen_statistics(self.model)
@@ -175,9 +182,7 @@ class Trainer:
                 progress.step += 1
                 progress.batch += 1
 
-            progress.step += 1
-            progress.batch += 1
-            own_seconds += seconds
+            self.pace.end_step()
             self.first_step_at = self.first_step_at or time.time()
             self.beat()
             self.store.check()
@@ -192,7 +197,8 @@ class Trainer:
                 self.session.wait()
                 raise StopRequested
         self._update_progress(epoch_sums, earlier)
-        return epoch_sums, own_seconds / max(1, epoch_sums.num_steps)
+        self._unsummed = None
+        return epoch_sums, (sum(self.pace.seconds) - own_seconds) / max(1, epoch_sums.num_steps)
 
     def evaluate(self) -> Evaluation:
         """Measure the model on the held-out data. What was trained before is saved if that takes long, or on a stop.

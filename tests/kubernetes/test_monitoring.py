@@ -32,10 +32,20 @@ DOCUMENTS = list(yaml.safe_load_all((ROOT / "deploy/alerts.yaml").read_text()))
 # Times of the rules, and shorter ones for a test.
 SHORTER = {
     "TrainingWithoutProgress": ("1800", "30"),
+    "TrainingSlowRank": ("5m", "5s"),
     "CheckpointsLate": ("15m", "15s"),
     "RetrainingSilentOrStuck": ("5400", "90"),
 }
 RANKS = "$(grep -l '[f]orkserver' /proc/[0-9]*/cmdline | cut -d/ -f3)"
+# One rank stands still for half of the time, until the file is gone.
+SLOW_FILE = "/tmp/slow"
+SLOW_DOWN_A_RANK = f"""
+touch {SLOW_FILE}
+rank=$(echo "{RANKS}" | sort -n | tail -n 1)
+while [[ -e {SLOW_FILE} ]]; do
+  kill -STOP $rank; sleep 0.05; kill -CONT $rank; sleep 0.05
+done >/dev/null 2>&1 &
+"""
 
 
 def shorter_rules() -> list[dict[str, Any]]:
@@ -142,6 +152,11 @@ def test_prometheus_finds_a_training_pod_and_each_alert_fires_for_its_fault_and_
         stops("TrainingWithoutProgress")
         ((_, step),) = prometheus.query("flyte_ddp_step")
         eventually(lambda: prometheus.query(f"flyte_ddp_step > {step}"), 60, "more steps: the run goes on")
+
+        namespace.kubectl("exec", pod, "--", "bash", "-c", SLOW_DOWN_A_RANK)
+        fires("TrainingSlowRank", **run, pod=pod)
+        namespace.kubectl("exec", pod, "--", "rm", SLOW_FILE)
+        stops("TrainingSlowRank")
 
         with store.hanging():
             fires("CheckpointsLate", **run)

@@ -98,6 +98,9 @@ class Link:
     def set_stoppable(self):
         pass
 
+    def set_pace(self, num_steps, seconds):
+        pass
+
     def emit(self, event):
         self.events.append(events.to_dict(event))  # now, because the loop goes on to change what is in it
 
@@ -108,7 +111,7 @@ def train_recipe(world, store, recipe, config, data, checkpoints):
     node = NodeRanks(0, world.world_size, world.world_size, "127.0.0.1", 0, "lo", False, 1)
     job = Job(recipe_program(recipe, config), checkpoints, time.time())
     peers = Peers(world, store) if config.parallel == "fsdp" and world.world_size > 1 else None
-    process = SimpleNamespace(job=job, node=node, rank=world.rank, link=link)
+    process = SimpleNamespace(job=job, node=node, rank=world.rank, link=link, memory=None, kept=None)
     session = Session(process, lambda: store)
     train(recipe, config, "", world, session, peers)
     session.emit(events.RunFinished(session.step, time.time() - job.launched_at, **session.results))

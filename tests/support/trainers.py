@@ -44,13 +44,17 @@ class Link:
     def set_stoppable(self):
         pass
 
+    def set_pace(self, num_steps, seconds):
+        pass
+
 
 def new_session(checkpoints, stop_after=0):
     """The session of the only rank of a recipe's run."""
     program = Program("test", b"", can_resume=True)
     node = SimpleNamespace(world_size=1, num_nodes=1, num_restarts=0)
     job = Job(program, str(checkpoints), time.time())
-    return Session(SimpleNamespace(job=job, node=node, rank=0, link=Link(stop_after)), lambda: None)
+    process = SimpleNamespace(job=job, node=node, rank=0, link=Link(stop_after), memory=None, kept=None)
+    return Session(process, lambda: None)
 
 
 def new_trainer(run, initial_state="", stop_after=0, source="", **config):

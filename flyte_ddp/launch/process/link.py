@@ -81,6 +81,11 @@ class SupervisorLink:
         """Report since when, by the monotonic clock, the main thread waits for other ranks; 0 if it does not."""
         self._beats[3 * self._num_ranks + self._local_rank] = moment
 
+    def set_pace(self, num_steps: int, seconds: list[float]) -> None:
+        """Report this rank's steps of the attempt, and the seconds of its own in each phase of them."""
+        first = 4 * self._num_ranks + (1 + len(PHASES)) * self._local_rank
+        self._beats[first : first + 1 + len(seconds)] = [num_steps, *seconds]
+
     @property
     def all_ended(self) -> bool:
         """True once the function of each rank of this node has ended."""

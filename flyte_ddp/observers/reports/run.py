@@ -152,6 +152,7 @@ class Report(Page):
         state, loaded = self._state, self._state.loaded
         if loaded is None:
             return []
+        named = [str(each) for found in state.stragglers[-1:] for each in found.stragglers]
         grace, seconds = state.grace_seconds, state.writing_seconds
         is_short = 0 < grace < seconds
         slow = (
@@ -318,6 +319,7 @@ class Report(Page):
         sections = [
             section("Outputs", [row(name, url) for name, url in self.outputs.items()], has_long_values=True),
             section("Time", time_rows, "their sum is the wall time"),
+            section("Slow ranks", _straggler_rows(state), "when they changed", has_long_values=True),
             section("Configuration", _configuration(started.config), "bold: not the package's default"),
             section("Environment", [each for each in environment if each["value"]]),
             section("Data", data if started.data else [], has_long_values=True),
@@ -325,6 +327,15 @@ class Report(Page):
             section("Checkpoints", checkpoints, kept, has_long_values=True),
         ]
         return [each for each in sections if each["rows"]]
+
+
+def _straggler_rows(state: RunState) -> list[dict[str, str]]:
+    """Return a row for each rank whenever the slow ranks changed, the newest first."""
+    none = "no rank is slower than the others any more"
+    return [
+        row(f"Step {found.step:,}", "; ".join(map(str, found.stragglers)) or none)
+        for found in reversed(state.stragglers[-MAX_CHECKPOINTS:])
+    ]
 
 
 def _error(prediction: Prediction) -> float:

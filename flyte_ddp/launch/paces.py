@@ -1,0 +1,128 @@
+"""Compare the ranks' own times per step, and name the ranks that are slower than the others for a minute.
+
+The nodes' heartbeats bring the sums that flyte_ddp/rank/pace.py makes. Knows nothing of processes and nodes.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from flyte_ddp import events
+from flyte_ddp.launch.process.ranks import PHASES
+
+SLOW_SECONDS = 50.0  # for which a rank is slow, or no longer slow, until it is named: that is within a minute
+NUM_WINDOWS = 5  # in these seconds; a rank is slow if it is in each of them
+MIN_STEPS = 2  # of every rank in a window; it lasts longer where steps are long
+SLOW_FACTOR = 1.3  # times the median of the other ranks, in all phases or in one
+MIN_EXCESS = 0.1  # of the others' whole time per step, by which one phase alone must be longer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Pace:
+    """What is known of a rank: its steps, the seconds of each phase of them, and where it runs."""
+
+    rank: int
+    num_steps: int
+    seconds: list[float]
+    device: str = ""  # its GPU, for people
+    node: str = ""  # likewise
+
+
+@dataclass
+class PaceWatch:
+    """The comparison of the ranks of one attempt.
+
+    Args:
+        world_size: number of ranks.
+        emit: called with an event when the slow ranks have changed.
+    """
+
+    world_size: int
+    emit: Callable[[events.Event], None]
+    slow: dict[int, events.Straggler] = field(default_factory=dict)  # that were named, by their rank
+    _latest: dict[int, Pace] = field(default_factory=dict)
+    _begun: dict[int, Pace] = field(default_factory=dict)  # when the window began
+    _begun_at: float = 0.0
+    _windows: list[dict[int, events.Straggler]] = field(default_factory=list)  # the slow ranks of the last ones
+    _is_new: bool = True
+
+    def note(self, node: str, paces: list[dict[str, Any]], step: int) -> None:
+        """Take in what a heartbeat of a node says of its ranks; compare when a window is over."""
+        for values in paces:
+            self._latest[values["rank"]] = Pace(**values, node=node)
+        now = time.monotonic()
+        if len(self._latest) < self.world_size or not self._latest:
+            return
+        if self._is_new:
+            self._is_new = False
+            self._introduce()
+        if not self._begun:
+            self._begun, self._begun_at = dict(self._latest), now
+        if self.world_size == 1 or now - self._begun_at < SLOW_SECONDS / NUM_WINDOWS:
+            return
+        steps = {rank: pace.num_steps - self._begun[rank].num_steps for rank, pace in self._latest.items()}
+        if min(steps.values()) < MIN_STEPS:
+            return
+        means = {
+            rank: [
+                (now_spent - before) / steps[rank]
+                for now_spent, before in zip(pace.seconds, self._begun[rank].seconds, strict=True)
+            ]
+            for rank, pace in self._latest.items()
+        }
+        self._windows.append({rank: each for rank in means if (each := self._compare(rank, means))})
+        self._begun, self._begun_at = dict(self._latest), now
+        self._conclude(step)
+
+    def _introduce(self) -> None:
+        """Log, once, what limits the comparison."""
+        if self.world_size == 1:
+            logger.info("one rank: there is no other one to compare its pace with")
+        kinds: dict[str, list[int]] = {}
+        for rank, pace in sorted(self._latest.items()):
+            kinds.setdefault(pace.device.partition(" (cuda")[0], []).append(rank)
+        if len(kinds) > 1:
+            shown = "; ".join(f"{kind or 'CPU'}: ranks {', '.join(map(str, ranks))}" for kind, ranks in kinds.items())
+            logger.warning("the ranks have different kinds of GPU, and each waits for the slowest: %s", shown)
+
+    def _compare(self, rank: int, means: dict[int, list[float]]) -> events.Straggler | None:
+        """Return how a rank is slower than the others; None if it is not."""
+        own = means[rank]
+        others = [each for number, each in means.items() if number != rank]
+        medians = [statistics.median(each[phase] for each in others) for phase in range(len(PHASES))]
+        median = statistics.median(sum(each) for each in others)
+        excesses = [mine - theirs for mine, theirs in zip(own, medians, strict=True)]
+        phase = max(range(len(PHASES)), key=excesses.__getitem__)
+        is_slow_phase = own[phase] >= SLOW_FACTOR * medians[phase] and excesses[phase] >= MIN_EXCESS * median
+        if sum(own) < SLOW_FACTOR * median and not is_slow_phase:
+            return None
+        pace = self._latest[rank]
+        return events.Straggler(
+            rank, pace.node, pace.device, PHASES[phase], own[phase], medians[phase], sum(own), median
+        )
+
+    def _conclude(self, step: int) -> None:
+        """Name the slow ranks if they have changed."""
+        found = self._windows = self._windows[-NUM_WINDOWS:]
+        if len(found) < NUM_WINDOWS:
+            return
+        always = {rank: each for rank, each in found[-1].items() if all(rank in slow for slow in found)}
+        kept = {rank: each for rank, each in self.slow.items() if any(rank in slow for slow in found)}
+        # The phase of a rank that was named changes only if another one is the slow one for as long.
+        for rank, each in always.items():
+            is_other = rank in kept and all(slow[rank].phase == each.phase for slow in found)
+            if rank not in kept or (is_other and kept[rank].phase != each.phase):
+                kept[rank] = each
+                logger.warning("%s", each)
+        for rank in self.slow.keys() - kept.keys():
+            logger.warning("rank %d is no longer slower than the others", rank)
+        if kept != self.slow:
+            self.slow = kept
+            self.emit(events.StragglersFound(step, [kept[rank] for rank in sorted(kept)]))

@@ -1,0 +1,209 @@
+"""A rank's own time per step, by phase, without what it waits for other ranks.
+
+The phases are `data` (until a batch is there), `forward`, and `backward` up to its last gradient: what follows is the
+exchange of gradients, which ends for all ranks together. Collectives that Python waits for count in no phase either.
+The sums go into the memory that the rank shares with its supervisor, so no rank ever waits to be compared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flyte_ddp.launch.process.ranks import PHASES
+
+DATA, FORWARD, BACKWARD = range(len(PHASES))
+NUM_SEARCHED = 2  # backward passes with a hook on every parameter, until it is known which gradient comes last
+
+_waited = 0.0  # seconds that Python has waited for collectives in this process
+
+
+class Pace:
+    """The account of one rank.
+
+    Args:
+        publish: called after each step with the number of steps and the seconds of each phase, since the start.
+        device: on which the passes run. On a GPU they are timed by events, which no step waits for.
+    """
+
+    def __init__(self, publish: Callable[[int, list[float]], None], device: torch.device) -> None:
+        self.seconds = [0.0] * len(PHASES)
+        self.num_steps = 0
+        self._publish = publish
+        self._on_gpu = device.type == "cuda"
+        self._phase = -1
+        self._since: Any = 0.0
+        self._pending: deque[tuple[int, Any, Any]] = deque()  # phases on the GPU that may not have ended
+        self._last_gradient = LastGradient(self._note_gradient)
+        self._gradient_at: Any = None
+        _count_waits()
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Note when the last gradient of these parameters is there. Without it a backward pass counts as a whole."""
+        self._last_gradient.watch(parameters)
+
+    def begin(self, phase: int) -> None:
+        """End the phase before it, if there is one, and begin this one."""
+        self.end()
+        self._phase, self._since, self._gradient_at = phase, self._now(phase), None
+
+    def end(self) -> None:
+        """End the phase; what follows belongs to none."""
+        phase, self._phase = self._phase, -1
+        if phase < 0:
+            return
+        is_found = phase == BACKWARD and self._gradient_at is not None
+        until = self._gradient_at if is_found else self._now(phase)
+        if phase == BACKWARD:
+            self._last_gradient.settle(is_found)
+        if self._on_gpu and phase != DATA:
+            self._pending.append((phase, self._since, until))
+        else:
+            self.seconds[phase] += max(0.0, until - self._since)
+
+    def end_step(self) -> None:
+        """Count an optimizer step, and publish the sums."""
+        self.end()
+        self.num_steps += 1
+        while self._pending and self._pending[0][2].query():
+            phase, since, until = self._pending.popleft()
+            self.seconds[phase] += since.elapsed_time(until) / 1e3
+        self._publish(self.num_steps, self.seconds)
+
+    def _note_gradient(self) -> None:
+        if self._phase == BACKWARD:
+            self._gradient_at = self._now(BACKWARD)
+
+    def _now(self, phase: int) -> Any:
+        if self._on_gpu and phase != DATA:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        return time.perf_counter() - _waited
+
+
+class LastGradient:
+    """Calls `note` when the last gradient of a backward pass is there, at last once per pass.
+
+    A hook on each parameter would cost a call of Python each. So after the first passes only that of the parameter
+    stays whose gradient came last; all come back if that one gets none.
+    """
+
+    def __init__(self, note: Callable[[], None]) -> None:
+        self._note = note
+        self._parameters: list[Tensor] = []
+        self._handles: list[Any] = []
+        self._latest: Tensor | None = None
+        self._num_searched = 0
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Watch these parameters."""
+        self._parameters = [each for each in parameters if each.is_leaf]
+        self._hook(self._parameters)
+
+    def settle(self, is_found: bool) -> None:
+        """Take note of the end of a pass, and whether it had a gradient."""
+        if not is_found:
+            if self._num_searched > NUM_SEARCHED:
+                self._num_searched = 0
+                self._hook(self._parameters)
+            return
+        self._num_searched += 1
+        if self._num_searched == NUM_SEARCHED and self._latest is not None:
+            self._hook([self._latest])
+
+    def _hook(self, parameters: list[Tensor]) -> None:
+        for handle in self._handles:
+            handle.remove()
+        trained = [each for each in parameters if each.requires_grad]  # which the program may change
+        self._handles = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in trained]
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        self._latest = parameter
+        self._note()
+
+
+def _count_waits() -> None:
+    """Count the seconds that Python waits for collectives of this process, from now on."""
+    from torch._C._distributed_c10d import Work  # torch.distributed's own, which it does not export for type checkers
+
+    wait: Any = Work.wait
+    if getattr(wait, "is_counted", False):
+        return
+
+    def counted(self: Any, *arguments: Any, **options: Any) -> Any:
+        global _waited
+        started = time.perf_counter()
+        try:
+            return wait(self, *arguments, **options)
+        finally:
+            _waited += time.perf_counter() - started
+
+    counted.is_counted = True  # type: ignore[attr-defined]
+    Work.wait = counted  # type: ignore[method-assign]
+
+
+def device_name(device: torch.device) -> str:
+    """Return what people call the device, with its index where the machine has several."""
+    if device.type != "cuda":
+        return ""
+    return f"{torch.cuda.get_device_name(device)} ({device})"
+
+
+def watch_ddp(publish: Callable[[int, list[float]], None], send_device: Callable[[str], None]) -> None:
+    """Account for the passes of a function's DistributedDataParallel from now on; each backward pass is a step.
+
+    Its data phase has all that a step does between two passes, such as the optimizer's update.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    paces: dict[int, _FunctionPace] = {}
+    forward: Any = DistributedDataParallel.forward
+
+    def timed(self: nn.Module, *inputs: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling() or not (self.training and torch.is_grad_enabled()):
+            return forward(self, *inputs, **options)
+        pace = paces.get(id(self))
+        if pace is None:
+            if paces:  # of several models, such as a GAN's, the first one is compared
+                return forward(self, *inputs, **options)
+            parameters = list(self.parameters())
+            pace = paces[id(self)] = _FunctionPace(publish, parameters[0].device)
+            send_device(device_name(parameters[0].device))
+            pace.watch(parameters)
+        pace.begin_forward()
+        outputs = forward(self, *inputs, **options)
+        pace.begin(BACKWARD)
+        return outputs
+
+    DistributedDataParallel.forward = timed  # type: ignore[method-assign]
+
+
+class _FunctionPace(Pace):
+    """The account of a function, whose backward pass only its gradients show."""
+
+    _is_ending = False
+
+    def begin_forward(self) -> None:
+        """Begin a forward pass. What follows one that no backward pass has followed counts for nothing."""
+        if self._phase == BACKWARD:
+            self._phase = -1
+        self.begin(FORWARD)
+
+    def _note_gradient(self) -> None:
+        super()._note_gradient()
+        if not self._is_ending and self._phase == BACKWARD:
+            self._is_ending = True
+            # DDP waits for its exchange in a callback of this kind. One that a callback adds comes after that.
+            queue: Any = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._end_pass))
+
+    def _end_pass(self) -> None:
+        self._is_ending = False
+        self.end_step()
+        self.begin(DATA)
