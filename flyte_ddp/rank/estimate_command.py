@@ -1,0 +1,99 @@
+"""`flyte-ddp estimate`: the memory of a recipe's ranks, before any rank starts, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import resource
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.config.fields import read_object
+from flyte_ddp.errors import ConfigError, DataError, StorageDenied, StorageUnavailable
+from flyte_ddp.rank.contract import check_datasets
+from flyte_ddp.rank.data import open_samples, take_sample
+from flyte_ddp.rank.estimate import Estimate, parse_memory
+from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.recipes.prepare import prepare_data
+from flyte_ddp.world import ALONE
+
+KINDS = ("weights", "gradients", "optimizer", "activations")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the estimate and return the exit status."""
+    text = "estimate the memory of a recipe's ranks, and the largest batch that fits; needs no GPU"
+    parser = argparse.ArgumentParser(prog="flyte-ddp estimate", description=text)
+    parser.add_argument("--recipe", required=True, help="name of the recipe")
+    parser.add_argument("--config", default="{}", help="fields that differ from its defaults: JSON, or a file")
+    parser.add_argument("--data", default="", help="source of the data, as of a run")
+    parser.add_argument("--gpus", type=int, default=1, help="ranks in all (default 1)")
+    parser.add_argument("--gpu-memory", default="", help="of each GPU, such as 80GiB (default: not compared)")
+    options = parser.parse_args(arguments)
+    try:
+        device_bytes = parse_memory(options.gpu_memory) if options.gpu_memory else 0.0
+        if options.gpus < 1:
+            raise ConfigError(f"--gpus: expected a whole number of at least 1, got {options.gpus}")
+        config = config_of(options.recipe, read_object("--config", options.config))
+        made, _ = estimate_recipe(options.recipe, config, options.data)
+        lines = describe(made, config, options.gpus, device_bytes)
+    except (ConfigError, DataError, StorageDenied, StorageUnavailable) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return 0
+
+
+def estimate_recipe(name: str, config: TrainingConfig, source: str = "") -> tuple[Estimate, int]:
+    """Return the estimate, and the bytes that a process takes before it has a model: Python, torch and the data."""
+    recipe = get_recipe(name, config.recipe_options)
+    with tempfile.TemporaryDirectory() as directory:
+        prepare_data(recipe, source, Path(directory))
+        train, test = check_datasets(recipe, recipe.datasets(Path(directory)))
+        config = dataclasses.replace(config, data_workers=0)
+        samples = open_samples([take_sample(train, config), test], recipe, config, ALONE)[0]
+
+        def read_batch(size: int) -> Any:
+            indices = torch.arange(size) % len(samples)
+            return next(iter(samples.batches([indices], 1)))
+
+        read_batch(1)
+        process_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return Estimate(recipe, config, read_batch), process_bytes
+
+
+def describe(made: Estimate, config: TrainingConfig, num_ranks: int, device_bytes: float) -> list[str]:
+    """Return the lines of the estimate: a table with a row for each way to train."""
+    parts = sorted({1, max(2, config.gradient_accumulation)})
+    heads = ["parallel", "accumulation", "batch", *KINDS, "in all", "checkpoint copy"]
+    rows = [heads + (["largest batch"] if device_bytes else [])]
+    for parallel in ("ddp", "fsdp"):
+        for num_parts in parts:
+            batch_size = math.ceil(config.global_batch_size / (num_ranks * num_parts))
+            memory = made.memory(parallel, num_ranks, batch_size)
+            bytes_of = [*(getattr(memory, kind) for kind in KINDS), memory.device, memory.checkpoint_copy]
+            row = [parallel, str(num_parts), str(batch_size), *map(_gib, bytes_of)]
+            if device_bytes:
+                fits = "" if memory.device <= made.allowed(device_bytes) else ", too small for this one"
+                row.append(f"{made.largest_batch(parallel, num_ranks, device_bytes):,}{fits}")
+            rows.append(row)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        f"{made.num_parameters:,} parameters, {made.num_trained:,} of them trained; {num_ranks} ranks; per rank:",
+        *lines,
+        "batch: samples per rank and forward pass",
+        "checkpoint copy: in the memory of the machine, of rank 0, with fsdp of each rank",
+        *([made.problem] if made.problem else []),
+    ]
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
