@@ -60,11 +60,11 @@ def _read_state(model_state: PythonPickledFile, recipe: str) -> Any:
     Raises:
         ConfigError: it is no state dict.
     """
-    import torch
+    from flyte_ddp.weights import from_bytes  # imports torch
 
     file = Path(model_state.download() or model_state.path)
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        return from_bytes(file.read_bytes())
     except Exception as error:  # of any kind: the bytes of another file may look like anything
         raise ConfigError(
             f"model_state: expected the model_state.pt of a run of recipe {recipe}, got {file}, which cannot be read: "

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.events import EpochFinished
@@ -22,6 +23,7 @@ class TrainingOutputs(NamedTuple):
     model_state: PythonPickledFile  # the state dict after the best epoch, or the last (config.model_state); on the CPU
     report: FlyteFile  # the HTML page that the Deck shows too
     history: FlyteFile  # every event of the run, as JSON lines
+    export: FlyteDirectory  # the weights as safetensors, and the run card: docs/outputs.md
 
 
 def list_accuracies(epochs: Sequence[EpochFinished]) -> list[float]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 from flytekit import task
 
+from flyte_ddp.cluster.admission import IMAGE_VARIABLE
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import OUT_OF_MEMORY, RankFailure
@@ -14,11 +17,12 @@ from flyte_ddp.launch.process.programs import Program, recipe_program
 from flyte_ddp.launch.run import Gang
 from flyte_ddp.observers.reports.drawing import format_figure
 from flyte_ddp.observers.reports.run import Report
+from flyte_ddp.observers.reports.run_card import run_card
 from tasks.frame import FRAMED, check_cluster, check_initial_state, open_task_frame, wandb_link
 from tasks.inputs import ClusterInput
 from tasks.outputs import TrainingOutputs, list_accuracies, list_metrics
 from tasks.prepare import PreparedData
-from tasks.resources import DRIVER_TASK, TRAINING_CACHE, TRAINING_TASK
+from tasks.resources import DRIVER_TASK, TRAINING_CACHE, TRAINING_TASK, code_version
 
 
 @task(cache=TRAINING_CACHE, **TRAINING_TASK, **FRAMED)
@@ -114,12 +118,19 @@ def _train(
     )
     assert result.finished is not None  # else it has raised
     metrics = list_metrics(result.epochs)
+    card = run_card(
+        result,
+        code_version=code_version(),
+        image=os.environ.get(IMAGE_VARIABLE, ""),
+        execution=frame.execution.run_id,
+    )
     outputs = TrainingOutputs(
         epoch_accuracies=list_accuracies(result.epochs),
         epoch_metrics=metrics,
         model_state=frame.model_state("model_state.pt", result.finished.model_state_url),
         report=frame.saved_report(),
         history=frame.output(HISTORY),
+        export=frame.exported(result.finished, card),
     )
     frame.keep_values(epoch_accuracies=outputs.epoch_accuracies, epoch_metrics=metrics)
     shown = result.monitor.metric
@@ -127,5 +138,7 @@ def _train(
         shown = next((name for name in metrics if name != shown), shown)
     values = "  ".join(format_figure(shown, value) for value in metrics[shown])
     frame.say(f"{shown.replace('_', ' ')} per epoch  {values}")
-    frame.say_outputs(model_state=outputs.model_state, report=outputs.report, history=outputs.history)
+    frame.say_outputs(
+        model_state=outputs.model_state, report=outputs.report, history=outputs.history, export=outputs.export
+    )
     return outputs

@@ -58,6 +58,7 @@ HOMES = {
     "optuna": ("flyte_ddp.studies.search",),
     "prometheus_client": ("flyte_ddp.observers.metrics",),
     "tokenizers": ("flyte_ddp.recipes.text.tokens",),
+    "safetensors": ("flyte_ddp.weights", "flyte_ddp.recipes.text.export"),
     "wandb": ("flyte_ddp.observers",),
 }
 SLOW = ("tokenizers", "torch", "torchvision", "matplotlib", "wandb", "sklearn", "flytekit", "optuna", "pandas")

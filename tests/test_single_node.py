@@ -62,7 +62,7 @@ def test_a_local_run_ends_with_accuracies_and_the_paths_of_its_outputs(local_run
 
     outputs = re.search(
         r"TrainingOutputs\(epoch_accuracies=\[(.+?)\], epoch_metrics=\{.*?\}, "
-        r"model_state=(\S+), report=(\S+), history=(\S+)\)",
+        r"model_state=(\S+), report=(\S+), history=(\S+), export=(\S+)\)",
         local_run.stdout.replace("\n", " "),
     )
     assert outputs, local_run.stdout
@@ -79,7 +79,7 @@ def test_a_local_run_ends_with_accuracies_and_the_paths_of_its_outputs(local_run
 
 
 def test_a_local_run_leaves_its_outputs_in_the_directory_that_the_user_gave(local_run, temporary):
-    names = ["history.jsonl", "model_state.pt", "outputs.json", "report.html"]
+    names = ["export", "history.jsonl", "model_state.pt", "outputs.json", "report.html"]
     assert sorted(path.name for path in (temporary / "flyte-output").iterdir()) == names
     accuracies = json.loads((temporary / "flyte-output" / "outputs.json").read_text())["epoch_accuracies"]
     assert len(accuracies) == 2

@@ -42,7 +42,7 @@ def trained():
     flags = ["--num_processes", "2", "--config", json.dumps(SMALL)]
     code, output, errors = run_command(*command, *flags, cwd=REPOSITORY, WANDB_MODE="disabled")
     assert code == 0, output + errors
-    outputs = re.search(r"model_state=(\S+), report=(\S+), history=(\S+?)\)", output.replace("\n", " "))
+    outputs = re.search(r"model_state=(\S+), report=(\S+), history=(\S+?), export=", output.replace("\n", " "))
     return output + errors, *map(Path, outputs.groups())
 
 

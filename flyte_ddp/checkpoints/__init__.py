@@ -8,6 +8,8 @@ import re
 from flyte_ddp.storage import Storage
 
 MODEL_STATE = "model_state.pt"  # the trained model's file, beside the checkpoints
+EXPORT = "export"  # likewise the directory with the files that other programs load
+EXPORTED_STATE = "model_state.safetensors"  # in that directory, with the tensors of MODEL_STATE under the same names
 WRITE_GRACE = 20.0  # seconds in which a checkpoint that is being written may be completed after a rank has failed
 
 

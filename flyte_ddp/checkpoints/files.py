@@ -18,6 +18,7 @@ import torch
 from flyte_ddp.checkpoints.state_file import CHECKSUM, check_file, checksum_of
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
+from flyte_ddp.weights import from_bytes
 
 FORMAT = 1  # of the tensors' layout; another one is refused
 
@@ -132,14 +133,13 @@ def set_aside(storage: Storage, manifest_name: str, damage: Damaged) -> str:
 
 
 def load_state(url: str, timeout: float = STORE_TIMEOUT) -> Any:
-    """Return the state dict at `url`, tensors on the CPU; only tensors and plain values are unpickled.
+    """Return the state dict at `url`, in torch's format or safetensors, as `weights.from_bytes` does.
 
     Args:
         timeout: seconds to wait for a store that cannot be reached.
     """
     directory, _, name = url.rpartition("/")
-    contents = Storage(directory, timeout=timeout).read(name)
-    return torch.load(io.BytesIO(contents), map_location="cpu", weights_only=True)
+    return from_bytes(Storage(directory, timeout=timeout).read(name))
 
 
 def portable(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -88,6 +88,10 @@ class RunStarted(Timed):
     num_steps: int = 0  # optimizer steps of the whole run
     layers: list[LayerDescribed] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
+    data_fingerprint: str = ""  # SHA-256 of the prepared files
+    data_license: str = ""  # "" where it is not known
+    initial_state: str = ""  # URL of the weights that the run started from; "" for fresh ones
+    recipe_version: str = ""  # SHA-256 of the library's and the recipe's code
 
     def figures(self) -> Figures:
         known = {"num_steps": self.num_steps, "num_parameters": self.num_parameters}
@@ -240,6 +244,9 @@ class RunFinished(Timed):
     first_step_seconds: float = 0.0  # from the launch of the ranks to the end of the first optimizer step
     rank_peak_memory_bytes: list[int] = field(default_factory=list)  # of each rank
     rank_num_parameters: list[int] = field(default_factory=list)  # that each rank holds: of a split model its part
+    export_url: str = ""  # directory with the same weights as safetensors, and what the recipe exports besides
+    exported: list[str] = field(default_factory=list)  # names of the files there
+    not_exported: str = ""  # why there are fewer than there should be
 
     def figures(self) -> Figures:
         names = ("seconds", "best_epoch", "first_step_seconds", "peak_memory_bytes")

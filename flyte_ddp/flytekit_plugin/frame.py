@@ -24,8 +24,9 @@ import flytekit
 from flytekit import Secret
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.checkpoints import EXPORT
 from flyte_ddp.errors import ConfigError, RankFailure, StorageDenied, StorageUnavailable, TrainingStopped
-from flyte_ddp.events import Event, Listener, RunState
+from flyte_ddp.events import Event, Listener, RunFinished, RunState
 from flyte_ddp.flytekit_plugin.deck import DeckPublisher
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution, share_storage_credentials
@@ -39,6 +40,7 @@ from flyte_ddp.observers.metrics import MetricsServer, RunFigures, requested_por
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.reports.page import Page
 from flyte_ddp.observers.reports.run import Report
+from flyte_ddp.observers.reports.run_card import card_files
 from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.storage import Storage, fetch_file, redact_url, write_file
 
@@ -180,6 +182,18 @@ class Frame:
         file = (self.output_directory or self.directory) / name
         fetch_file(url, file)
         return PythonPickledFile(str(file), remote_path=self._output_url(name))
+
+    def exported(self, finished: RunFinished, card: Mapping[str, Any]) -> FlyteDirectory:
+        """Return the files that other programs load, with the run card, as `output`."""
+        directory = (self.output_directory or self.directory) / EXPORT
+        directory.mkdir(exist_ok=True)
+        for name in finished.exported:
+            fetch_file(f"{finished.export_url}/{name}", directory / name)
+        for name, contents in card_files(card).items():
+            (directory / name).write_bytes(contents)
+        if finished.not_exported:
+            self.say(f"not exported: {finished.not_exported}")
+        return FlyteDirectory(str(directory), remote_directory=self._output_url(EXPORT))
 
     def saved_report(self) -> FlyteFile:
         """Write the report to a file and return it, as `output`."""

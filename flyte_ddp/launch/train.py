@@ -16,8 +16,10 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.process.programs import Job, recipe_program
 from flyte_ddp.launch.run import Gang
+from flyte_ddp.observers.reports.run_card import card_files, run_card
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
+from flyte_ddp.storage import write_file
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -33,12 +35,16 @@ class Trained:
         epochs: each with its losses and metrics.
         best: the best of them, by the config's `monitor`.
         model_state_url: where the state dict is; "" if the checkpoints were not kept.
+        card: the run card, as docs/outputs.md has it.
+        export_url: directory with the card, the weights as safetensors and what the recipe exports; "" likewise.
     """
 
     model_state: dict[str, Tensor]
     epochs: list[events.EpochFinished]
     best: events.EpochFinished
     model_state_url: str
+    card: dict[str, Any]
+    export_url: str
 
 
 def train(
@@ -91,5 +97,9 @@ def train(
 
         assert state.finished is not None  # else it has raised
         assert state.best is not None
-        url = state.finished.model_state_url
-        return Trained(load_state(url), state.epochs, state.best, url if is_kept else "")
+        url, card = state.finished.model_state_url, run_card(state)
+        if is_kept:
+            for name, contents in card_files(card).items():
+                write_file(f"{state.finished.export_url}/{name}", contents, "checkpoints")
+        places = (url, card, state.finished.export_url) if is_kept else ("", card, "")
+        return Trained(load_state(url), state.epochs, state.best, *places)

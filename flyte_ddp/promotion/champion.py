@@ -2,7 +2,7 @@
 
     URL/champion.json                     names the version in use; replaced by a single put
     URL/versions/VERSION/manifest.json    origin, metrics and checksum of the version
-    URL/versions/VERSION/model_state.pt   its state dict
+    URL/versions/VERSION/model_state.pt   its state dict, or model_state.safetensors
     URL/last_challenge.json               how the last challenge ended
     URL/last_run.json                     when the last retraining ended, also one that trained nothing
 
@@ -16,13 +16,13 @@ import contextlib
 import dataclasses
 import datetime
 import hashlib
-import io
 import json
 import pickle
 import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+from flyte_ddp.checkpoints import EXPORTED_STATE, MODEL_STATE
 from flyte_ddp.errors import (
     ChampionChanged,
     ChampionError,
@@ -33,11 +33,11 @@ from flyte_ddp.errors import (
     NoChampion,
 )
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
+from flyte_ddp.weights import is_safetensors
 
 POINTER = "champion.json"
 VERSIONS = "versions"
 MANIFEST = "manifest.json"
-MODEL_STATE = "model_state.pt"
 LAST_CHALLENGE = "last_challenge.json"
 LAST_RUN = "last_run.json"
 HOLD = "hold.json"  # while it is there, nothing is promoted
@@ -66,6 +66,7 @@ class Manifest:
     sha256: str = ""  # of the file with the state dict
     bytes: int = 0  # likewise
     advantage: list[float] = field(default_factory=list)  # as of `PromotionResult`
+    file: str = MODEL_STATE  # with the state dict; its name says in which format
 
 
 @dataclass(frozen=True)
@@ -120,14 +121,14 @@ class ChampionStore:
         Raises:
             NoChampion, MissingChampion, CorruptChampion: there is no such state.
         """
-        import torch
+        from flyte_ddp.weights import from_bytes  # imports torch
 
         manifest = self.manifest(pointer)
         contents = self._state(manifest)
         try:  # the checksum proves that these bytes were promoted, not that they are harmless
-            state: dict[str, Any] = torch.load(io.BytesIO(contents), map_location="cpu", weights_only=True)
+            state: dict[str, Any] = from_bytes(contents)
         except pickle.UnpicklingError as error:
-            raise CorruptChampion(f"{self.state_url(manifest.version)} is not a state dict of tensors") from error
+            raise CorruptChampion(f"{self.state_url(manifest)} is not a state dict of tensors") from error
         return state, manifest
 
     def version_in_use(self, pointer: bytes | None = None) -> str:
@@ -136,9 +137,9 @@ class ChampionStore:
             return self.parse(self.pointer() if pointer is None else pointer).version
         return ""
 
-    def state_url(self, version: str) -> str:
-        """Return the URL of the state dict of `version`. It never changes."""
-        return self._url(version, MODEL_STATE)
+    def state_url(self, manifest: Manifest) -> str:
+        """Return the URL of the state dict of a version. It never changes."""
+        return self._url(manifest.version, manifest.file)
 
     def versions(self, newest: int = 0) -> list[Manifest]:
         """Return the manifests of all complete versions, or of the `newest` so many, oldest first."""
@@ -149,7 +150,7 @@ class ChampionStore:
         return found
 
     def promote(self, state: bytes, manifest: Manifest, replaced: bytes) -> Manifest:
-        """Make `state`, a file with a state dict, the champion.
+        """Make `state`, a file with a state dict in torch's format or safetensors, the champion.
 
         Args:
             manifest: of the state; version, time, parent and checksum are set here.
@@ -169,16 +170,17 @@ class ChampionStore:
             created_at=f"{now:%Y-%m-%dT%H:%M:%SZ}",
             sha256=hashlib.sha256(state).hexdigest(),
             bytes=len(state),
+            file=EXPORTED_STATE if is_safetensors(state) else MODEL_STATE,
         )
         storage = self._storage_of(manifest.version)
         contents = _json(dataclasses.asdict(manifest))
-        storage.write(MODEL_STATE, state)
+        storage.write(manifest.file, state)
         storage.write(MANIFEST, contents)
         try:
             self._point_to(manifest, contents, replaced)
         except ChampionChanged:
             storage.delete(MANIFEST)  # first: without it there is no such version
-            storage.delete(MODEL_STATE)
+            storage.delete(manifest.file)
             raise
         return manifest
 
@@ -311,9 +313,9 @@ class ChampionStore:
             raise ChampionChanged(f"{self._shown}: another version was put in use meanwhile") from error
 
     def _state(self, manifest: Manifest) -> bytes:
-        contents = self._read(manifest.version, MODEL_STATE)
+        contents = self._read(manifest.version, manifest.file)
         if len(contents) != manifest.bytes or hashlib.sha256(contents).hexdigest() != manifest.sha256:
-            raise CorruptChampion(f"{self.state_url(manifest.version)} is damaged: its SHA-256 differs")
+            raise CorruptChampion(f"{self.state_url(manifest)} is damaged: its SHA-256 differs")
         return contents
 
     def _read(self, version: str, name: str) -> bytes:

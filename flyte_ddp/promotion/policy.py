@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 import json
 import math
 import time
@@ -174,9 +173,9 @@ def judge(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteri
     Raises:
         ConfigError: as `plan`.
     """
-    import torch
+    from flyte_ddp.weights import from_bytes  # imports torch
 
-    challenger = torch.load(io.BytesIO(state), map_location="cpu", weights_only=True)
+    challenger = from_bytes(state)
     measured = _measure(challenge, challenger)
     values = measured.values if measured else {}
     while True:
@@ -256,9 +255,9 @@ def _plan_training(
             f"data, recipe, config, code and champion are those of the last challenge, which ended at "
             f"{last['ended_at']}: {last['outcome']}",
         )
-    if current.state is None or criteria.start_from == FROM_SCRATCH:
-        return Plan(True, "", current.reason if current.state is None else "from fresh weights")
-    return Plan(True, "", f"from the weights of {current.version}", store.state_url(current.version))
+    if current.manifest is None or criteria.start_from == FROM_SCRATCH:
+        return Plan(True, "", current.reason if current.manifest is None else "from fresh weights")
+    return Plan(True, "", f"from the weights of {current.version}", store.state_url(current.manifest))
 
 
 def _describe_hold(since: str) -> str:

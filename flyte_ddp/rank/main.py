@@ -24,6 +24,7 @@ from flyte_ddp.launch.process.malloc import return_freed_memory
 from flyte_ddp.launch.process.session import Session
 from flyte_ddp.rank.contract import check_contract, check_datasets
 from flyte_ddp.rank.data import open_samples, take_sample
+from flyte_ddp.rank.export import export_model
 from flyte_ddp.rank.fast_start import avoid_importing_dynamo
 from flyte_ddp.rank.inspection import layers_of, predictions_of, sample_inputs, shown
 from flyte_ddp.rank.pace import device_name
@@ -128,6 +129,7 @@ def train(
         peak_memory[0] = _peak_memory(world)
         current.results = {
             "model_state_url": model_state,
+            **exported,
             "best_epoch": best.epoch,
             "best": {name: best.figures().values[name] for name in (config.monitor.metric, "test_loss")},
             "model_state_epoch": kept.epoch,
@@ -156,6 +158,10 @@ def _describe(trainer: Trainer, process: RankProcess) -> dict[str, Any]:
         "num_steps": trainer.num_steps,
         "layers": layers,
         "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+        "data": data["description"],
+        "data_fingerprint": data["fingerprint"],
+        "data_license": data.get("license", ""),  # absent from data that an earlier version has prepared
+        "recipe_version": data["recipe_version"],
     }
 
 

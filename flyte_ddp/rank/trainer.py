@@ -235,17 +235,33 @@ class Trainer:
         started = time.perf_counter()
         if not self.world.is_first and not self.is_sharded:
             return
-        state = {
-            "config": dataclasses.asdict(self.config),
-            "data_fingerprint": self.data_fingerprint,
-            "initial_state": self.initial_state,
-            "progress": dataclasses.asdict(self.progress),
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-        }
+        state = self._state(self.progress)
         if self.is_sharded:
             state = split_state(state, self.world.is_first)
         self.session.write(state, self.progress.step, best, started)
+
+    def _state(self, progress: Progress) -> dict[str, Any]:
+        return {
+            "config": dataclasses.asdict(self.config),
+            "data_fingerprint": self.data_fingerprint,
+            "initial_state": self.initial_state,
+            "progress": dataclasses.asdict(progress),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def _estimate_progress(self) -> Progress:
+        """Return the progress with the current epoch's sums as they are known without the other ranks."""
+        if self._unsummed is None:
+            return self.progress
+        sums, earlier = self._unsummed
+        share = float(sums.own_targets) / max(1.0, float(sums.num_targets))
+        return dataclasses.replace(
+            self.progress,
+            loss_sum=earlier.loss_sum + float(sums.loss_sum) / (share or 1.0),
+            num_targets=earlier.num_targets + float(sums.num_targets) * (share > 0),
+            seconds=earlier.seconds + sums.seconds,
+        )
 
     def resume(self) -> tuple[str, list[str]]:
         """Go on from the newest state, in memory or in the store, or start from the initial one, if one is given.

@@ -53,6 +53,10 @@ class Recipe:
         """
         raise NotImplementedError(f"{type(self).__name__} does not define prepare")
 
+    def data_license(self, source: str) -> str:
+        """Return the licence of the data that `prepare` reads from `source`, for the run card; "" where not known."""
+        return ""
+
     def adapt_to(self, initial_state: str) -> Recipe:
         """Return the recipe that prepares data for a model with the state dict at this URL; by default itself."""
         return self
@@ -168,6 +172,13 @@ class Recipe:
         Rank 0 calls it; all ranks do, and must call the model equally often, where the model is sharded over them.
         """
         return ""
+
+    def export(self, state: Mapping[str, Any]) -> Mapping[str, bytes]:
+        """Return files by which other programs load the model with this state dict, by name; none by default.
+
+        They are kept beside the safetensors file with the whole state. Rank 0 calls it, with tensors on the CPU.
+        """
+        return {}
 
     def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
         """Return what the report shows of these held-out samples; all tensors are on the CPU.

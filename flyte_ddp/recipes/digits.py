@@ -50,6 +50,9 @@ class Digits(Recipe):
         save_images(directory / "test.npz", images[test], labels[test])
         return f"scikit-learn's handwritten digits: {len(train):,} training and {len(test):,} held-out images of 8x8"
 
+    def data_license(self, source: str) -> str:
+        return "CC-BY-4.0"  # the UCI repository's, where scikit-learn has them from
+
     def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
         return load_images(directory / "train.npz"), load_images(directory / "test.npz")
 

@@ -58,6 +58,9 @@ class Mnist(Recipe):
         where = f"read from {source}" if source else "downloaded from torchvision's mirrors"
         return f"MNIST, 60,000 training and 10,000 held-out images of 28x28, {where}"
 
+    def data_license(self, source: str) -> str:
+        return "CC-BY-SA-3.0"  # wherever it is read: the contents are MNIST's
+
     def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
         return load_images(directory / "train.npz"), load_images(directory / "test.npz")
 

@@ -47,6 +47,7 @@ def prepare_data(recipe: Recipe, source: str, directory: Path) -> None:
         "description": description,
         "fingerprint": digest.hexdigest(),
         "recipe_version": recipe_version(type(recipe).__module__),
+        "license": str(recipe.data_license(source)),
     }
     (directory / NOTE).write_text(json.dumps(note))
 
@@ -63,7 +64,7 @@ def describe_data(directory: str | os.PathLike[str]) -> dict[str, str]:
     Returns:
         "description": the data, in words; "fingerprint": a SHA-256 of all prepared files;
         "recipe_version": a SHA-256 of the code that decides what the recipe does: the library, and what the recipe
-        imports of its own package and of the packages of recipes in settings.toml.
+        imports of its own package and of the packages of recipes in settings.toml; "license": that of the data, or "".
     """
     note: dict[str, str] = json.loads((Path(directory) / NOTE).read_text())
     return note

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,6 +101,9 @@ class Text(Recipe):
         else:
             tokenizer = train_bpe(sample_texts(corpus, self.held_out), self.vocabulary)
         return prepare_shards(corpus, directory, tokenizer, self.held_out, self.context)
+
+    def data_license(self, source: str) -> str:
+        return "" if source else "PSF-2.0"  # Python's documentation
 
     def adapt_to(self, initial_state: str) -> Text:
         """Return the recipe with the vocabulary of the model with this state, unless one is named."""

@@ -5,7 +5,6 @@ A tokenizer has a `definition`, a string from which `tokenizer_of` makes it agai
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -106,11 +105,11 @@ def tokenizer_of_state(url: str, field: str) -> Tokenizer:
         StorageDenied: it may not be read.
         StorageUnavailable: its store could not be reached.
     """
-    import torch
+    from flyte_ddp.weights import from_bytes  # imports torch
 
     expected = f"{field}: expected the model_state.pt of a run of recipe text with a bpe, got {url!r}, which"
     try:
-        state = torch.load(io.BytesIO(read_file(url, field)), map_location="cpu", weights_only=True)
+        state = from_bytes(read_file(url, field))
         definition = state["_extra_state"]["tokenizer"]
     except FileNotFoundError:
         raise ConfigError(f"{expected} does not exist") from None

@@ -1,0 +1,122 @@
+"""The run card: what a trained model is and where it comes from, as JSON and as a page of Markdown.
+
+It is folded from the run's events, so a history is enough to make it again. What only the caller knows, such as the
+image, is added by name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from flyte_ddp.events import RunState
+from flyte_ddp.observers.reports.drawing import format_figure
+from flyte_ddp.observers.reports.page import duration
+
+CARD_JSON, CARD_PAGE = "run_card.json", "README.md"  # the name under which model hubs show a page
+UNKNOWN = "not known"
+CHAMPION = re.compile(r"/versions/([^/]+)/model_state\.\w+$")  # of `promotion.champion`
+
+
+def run_card(state: RunState, **origin: str) -> dict[str, Any]:
+    """Return the card of a run that has finished, as plain values that JSON has.
+
+    Args:
+        origin: what else is known of its code and its place, such as image and execution, by name.
+    """
+    started, finished = state.started, state.finished
+    assert started is not None
+    assert finished is not None
+    parent = CHAMPION.search(started.initial_state)
+    sizes = [*(len(epoch.rank_losses) for epoch in state.epochs if epoch.rank_losses), started.world_size]
+    card = {
+        "recipe": started.name,
+        "data": {
+            "description": started.data,
+            "fingerprint": started.data_fingerprint,
+            "license": started.data_license or UNKNOWN,
+            "num_train_samples": started.num_train_samples,
+            "num_test_samples": started.num_test_samples,
+        },
+        "origin": {
+            **{name: value for name, value in origin.items() if value},
+            "recipe_version": started.recipe_version,
+            "initial_model_state": started.initial_state or None,
+            "parent_champion": parent[1] if parent else None,
+        },
+        "model": {
+            "num_parameters": started.num_parameters,
+            "epoch": finished.model_state_epoch,
+            "files": finished.exported,
+            **({"missing": finished.not_exported} if finished.not_exported else {}),
+        },
+        "epochs": [{"epoch": each.epoch, **each.figures().values} for each in state.epochs],
+        "best_epoch": finished.best_epoch,
+        "ranks": {
+            "world_sizes": list(dict.fromkeys(sizes)),
+            "num_nodes": started.num_nodes,
+            "device": started.device,
+            "restarts": state.num_starts - 1 - state.num_announced_losses,
+            "announced_losses": state.num_announced_losses,
+        },
+        "seconds": {"wall": state.time_spent().wall, **state.time_spent().parts()},
+        "versions": started.versions,
+        "config": started.config,
+    }
+    return _plain(card)  # type: ignore[no-any-return]
+
+
+def card_files(card: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the card as the contents of its two files."""
+    text = json.dumps(card, indent=1, ensure_ascii=False, default=repr, allow_nan=False)
+    return {CARD_JSON: text.encode() + b"\n", CARD_PAGE: card_page(card).encode()}
+
+
+def card_page(card: Mapping[str, Any]) -> str:
+    """Return the card as a page of Markdown."""
+    data, model, ranks, seconds = (card[name] for name in ("data", "model", "ranks", "seconds"))
+    sizes = ", ".join(map(str, ranks["world_sizes"]))
+    facts = {
+        "Data": data["description"],
+        "Its licence": data["license"],
+        "Its fingerprint": data["fingerprint"],
+        "Samples": f"{data['num_train_samples']:,} to train on, {data['num_test_samples']:,} held out",
+        "Parameters": f"{model['num_parameters']:,}",
+        "Weights": f"of epoch {model['epoch']}; the best is epoch {card['best_epoch']}",
+        "Not exported": model.get("missing", ""),
+        "Ranks": f"{sizes} on {ranks['num_nodes']} nodes ({ranks['device']})",
+        "Restarts": f"{ranks['restarts']}, and {ranks['announced_losses']} announced losses",
+        "Time": ", ".join(f"{name.replace('_', ' ')} {duration(each)}" for name, each in seconds.items() if each),
+        **{name.replace("_", " ").capitalize(): value for name, value in card["origin"].items()},
+        "Versions": ", ".join(f"{name} {version}" for name, version in card["versions"].items()),
+    }
+    names = list(dict.fromkeys(name for epoch in card["epochs"] for name in epoch))
+    lines = [f"# {card['recipe']}", "", "| | |", "|---|---|"]
+    lines += [f"| {name} | {_cell(value)} |" for name, value in facts.items() if value]
+    lines += ["", "## Epochs", "", "| " + " | ".join(name.replace("_", " ") for name in names) + " |"]
+    lines += ["|---" * len(names) + "|"]
+    lines += ["| " + " | ".join(_figure(name, epoch.get(name)) for name in names) + " |" for epoch in card["epochs"]]
+    config = json.dumps(card["config"], indent=1, ensure_ascii=False, default=repr)
+    return "\n".join([*lines, "", "## Config", "", "```json", config, "```", ""])
+
+
+def _figure(name: str, value: Any) -> str:
+    if value is None:
+        return "not finite"
+    return str(value) if name == "epoch" else format_figure(name, value)
+
+
+def _cell(value: Any) -> str:
+    return " ".join(str(value).split()).replace("|", "\\|")
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` without NaN and infinities, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

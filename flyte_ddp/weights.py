@@ -1,0 +1,76 @@
+"""A state dict as the bytes of a file: torch's own format, or safetensors, which many programs read.
+
+A safetensors file has tensors only. What else a state dict has, such as the sizes that a model writes into its extra
+state, is JSON in the file's metadata, under `VALUES`. Imports torch when it is called.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+VALUES = "flyte_ddp.values"  # key in the metadata
+
+
+def is_safetensors(contents: bytes) -> bool:
+    """Return whether a file begins as safetensors does: the size of a header, and its JSON."""
+    return contents[8:9] == b"{" and not contents.startswith((b"PK", b"\x80"))  # torch's is a ZIP archive
+
+
+def to_safetensors(state: Mapping[str, Any]) -> bytes:
+    """Return a state dict of contiguous tensors on the CPU in the format safetensors.
+
+    Raises:
+        ValueError: it has something that the format cannot hold; names the key.
+    """
+    import safetensors.torch
+    import torch
+
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    values = {name: value for name, value in state.items() if name not in tensors}
+    for name, value in values.items():
+        if not _is_json(value):
+            raise ValueError(f"{name} is a {type(value).__name__} that JSON cannot hold")
+    addresses: set[int] = set()
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise ValueError(f"{name} is no dense tensor")
+        if tensor.data_ptr() in addresses:  # tied to another one: the format has no such thing
+            tensors[name] = tensor.clone()
+        addresses.add(tensor.data_ptr())
+    metadata = {"format": "pt", **({VALUES: json.dumps(values)} if values else {})}
+    try:
+        return bytes(safetensors.torch.save(tensors, metadata))
+    except (KeyError, ValueError, RuntimeError, safetensors.SafetensorError) as error:  # a type that it does not have
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def from_bytes(contents: bytes) -> Any:
+    """Return the state dict in a file of either format, tensors on the CPU. Unpickles tensors and plain values alone.
+
+    Raises:
+        pickle.UnpicklingError, RuntimeError, EOFError: it is no such file.
+    """
+    import torch
+
+    if not is_safetensors(contents):
+        return torch.load(io.BytesIO(contents), map_location="cpu", weights_only=True)
+    import safetensors.torch
+
+    try:
+        tensors: dict[str, Any] = safetensors.torch.load(contents)
+        size = int.from_bytes(contents[:8], "little")
+        metadata = json.loads(contents[8 : 8 + size]).get("__metadata__", {})
+        return {**tensors, **json.loads(metadata.get(VALUES, "{}"))}
+    except (safetensors.SafetensorError, ValueError, AttributeError, TypeError) as error:
+        raise pickle.UnpicklingError(f"it is no safetensors file: {error}") from error
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False

@@ -1,0 +1,146 @@
+"""What others load: the weights as safetensors, the run card, and recipe text's model in transformers."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import flyte_ddp
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.rank import export
+from flyte_ddp.rank.export import export_model
+from flyte_ddp.rank.initial_state import load_initial_state
+from flyte_ddp.recipes import get_recipe
+from flyte_ddp.recipes.text.export import transformers_files
+from flyte_ddp.recipes.text.generate import load_model
+from flyte_ddp.recipes.text.model import Shape, TextModel
+from flyte_ddp.recipes.text.tokens import tokenizer_of, train_bpe
+from flyte_ddp.weights import from_bytes, is_safetensors, to_safetensors
+
+TINY = "tests.support.recipes.Tiny"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A training of Tiny from the weights of a champion: (result, files of its export by name)."""
+    place = tmp_path_factory.mktemp("runs")
+    first = flyte_ddp.train(TINY, {"epochs": 1}, nproc_per_node=1, checkpoints=str(place / "first"))
+    champion = place / "champion" / "versions" / "20260102T030405.000000Z-0badcafe" / "model_state.safetensors"
+    champion.parent.mkdir(parents=True)
+    champion.write_bytes((place / "first" / "export" / "model_state.safetensors").read_bytes())
+    result = flyte_ddp.train(
+        TINY,
+        {"epochs": 2},
+        nproc_per_node=2,
+        checkpoints=str(place / "second"),
+        initial_model_state=str(champion),
+    )
+    assert result.epochs[0].train_loss < first.epochs[0].train_loss  # it started from those weights
+    return result, {file.name: file for file in (place / "second" / "export").iterdir()}
+
+
+def test_a_training_leaves_its_weights_as_safetensors_and_a_card(trained):
+    result, files = trained
+    assert sorted(files) == ["README.md", "model_state.safetensors", "run_card.json"]
+    with safe_open(files["model_state.safetensors"], "pt") as weights:
+        assert {*weights.keys()} == {*result.model_state}
+        assert all(torch.equal(weights.get_tensor(name), value) for name, value in result.model_state.items())
+
+
+def test_the_card_says_where_a_model_comes_from(trained):
+    result, files = trained
+    card = json.loads(files["run_card.json"].read_text())
+    assert card == json.loads(json.dumps(result.card))
+    assert card["recipe"] == TINY
+    assert card["config"]["epochs"] == 2
+    assert len(card["data"]["fingerprint"]) == len(card["origin"]["recipe_version"]) == 64
+    assert card["data"]["license"] == "not known"
+    assert card["origin"]["parent_champion"] == "20260102T030405.000000Z-0badcafe"
+    assert card["ranks"]["world_sizes"] == [2]
+    assert [epoch["test_loss"] for epoch in card["epochs"]] == [epoch.test_loss for epoch in result.epochs]
+    assert [epoch["accuracy"] for epoch in card["epochs"]] == [epoch.metrics["accuracy"] for epoch in result.epochs]
+    assert card["seconds"]["wall"] > card["seconds"]["stepping"] > 0
+    page = files["README.md"].read_text()
+    for value in (f"# {TINY}", card["data"]["fingerprint"], "20260102T030405", "not known", f'"seed": {0}'):
+        assert value in page
+
+
+def test_the_licence_of_data_is_the_recipes_where_it_knows_it():
+    licences = {name: get_recipe(name).data_license("") for name in ("digits", "mnist", "text", "image_folder")}
+    assert licences == {"digits": "CC-BY-4.0", "mnist": "CC-BY-SA-3.0", "text": "PSF-2.0", "image_folder": ""}
+    assert get_recipe("text").data_license("s3://ours/books") == ""
+
+
+def test_tied_tensors_and_values_survive_safetensors():
+    weight = torch.arange(6.0, dtype=torch.bfloat16).view(2, 3)
+    state = {"embedding": weight, "output": weight, "count": torch.tensor(3), "_extra_state": {"sizes": [1, "ä"]}}
+    read = from_bytes(to_safetensors(state))
+    assert read.keys() == state.keys()
+    assert read["_extra_state"] == state["_extra_state"]
+    assert all(torch.equal(read[name], state[name]) for name in ("embedding", "output", "count"))
+
+
+def test_a_damaged_safetensors_file_is_no_state():
+    contents = to_safetensors({"weight": torch.ones(100)})
+    assert is_safetensors(contents)
+    with pytest.raises(pickle.UnpicklingError, match="no safetensors file"):
+        from_bytes(contents[:-1])
+
+
+def test_what_cannot_be_exported_is_named_and_ends_nothing(tmp_path):
+    class Careless(type(get_recipe(TINY))):
+        def export(self, state):
+            raise ZeroDivisionError("division\nby zero")
+
+    state = {"weight": torch.ones(2), "steps": {1, 2}}
+    results = export_model(Careless(), state, str(tmp_path))
+    assert results["exported"] == [] == list(tmp_path.iterdir())
+    assert results["not_exported"] == (
+        "model_state.safetensors: steps is a set that JSON cannot hold; Careless.export: division by zero"
+    )
+
+
+def test_a_start_from_a_damaged_safetensors_file_is_one_line(tmp_path):
+    (tmp_path / "w.safetensors").write_bytes(to_safetensors({"weight": torch.ones(100)})[:-1])
+    with pytest.raises(ConfigError, match="cannot be read: UnpicklingError: it is no safetensors file") as caught:
+        load_initial_state(get_recipe(TINY).model(), str(tmp_path / "w.safetensors"))
+    assert "\n" not in str(caught.value)
+
+
+def test_our_safetensors_file_of_text_has_the_tokenizer_too():
+    model = TextModel(Shape(256, 16, 1, 32, 2))
+    model.reset_parameters(0)
+    assert load_model(from_bytes(to_safetensors(model.state_dict()))).shape == model.shape
+
+
+@pytest.mark.parametrize("tokens", ["bytes", "bpe"])
+def test_transformers_loads_text_with_equal_logits_and_tokens(tokens, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    definition = "" if tokens == "bytes" else train_bpe(iter(["the cat sat on the mat, née "] * 50), 300).definition
+    tokenizer = tokenizer_of(definition)
+    model = TextModel(Shape(tokenizer.size, 32, 3, 64, 4), tokenizer=definition)
+    model.reset_parameters(1)
+    for name, contents in transformers_files(model.eval().state_dict()).items():
+        (tmp_path / name).write_bytes(contents)
+
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    batch = torch.randint(0, tokenizer.size, (2, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(batch).logits, model(batch), rtol=1e-5, atol=1e-6)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "the cät sat ÿ on\n 日本 <end>"
+    assert theirs(text)["input_ids"] == tokenizer.encode([text.encode()])[0].tolist()
+    assert theirs.decode(theirs(text)["input_ids"]) == text
+    assert (theirs.eos_token_id, theirs.bos_token_id, len(theirs)) == (tokenizer.end, tokenizer.end, tokenizer.size)
+
+
+def test_a_store_that_takes_no_more_is_named_and_ends_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "TIMEOUT", 0.1)
+    (tmp_path / "export").write_text("no directory")
+    results = export_model(get_recipe(TINY), {"weight": torch.ones(2)}, str(tmp_path))
+    assert results["exported"] == []
+    assert results["not_exported"].startswith("model_state.safetensors: ")
