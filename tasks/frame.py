@@ -17,7 +17,7 @@ from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.flyte_context import is_flyte_task
 from flyte_ddp.flytekit_plugin.frame import Frame, open_frame
 from flyte_ddp.observers.reports.page import Page
-from tasks.resources import SECRETS, SETTINGS, WANDB_ENVIRONMENT, WANDB_MODE
+from tasks.resources import MLFLOW, SECRETS, SETTINGS, WANDB_ENVIRONMENT, WANDB_MODE
 
 # Arguments of @task for a task with a frame.
 FRAMED: dict[str, Any] = {
@@ -36,7 +36,9 @@ def open_task_frame(report: Page, name: str, checkpoints: str, output: str = "")
             raise ConfigError(
                 f"output: expected none in a run on Flyte, which keeps the outputs itself, got {output!r}"
             )
-    with open_frame(report, name, checkpoints, WANDB_ENVIRONMENT["WANDB_PROJECT"], output=output) as frame:
+    with open_frame(
+        report, name, checkpoints, WANDB_ENVIRONMENT["WANDB_PROJECT"], output=output, mlflow=MLFLOW
+    ) as frame:
         yield frame
 
 
@@ -89,7 +91,7 @@ class wandb_link(ClassDecorator):
 
     def get_extra_config(self) -> dict[str, str]:
         entity = WANDB_ENVIRONMENT.get("WANDB_ENTITY")
-        if WANDB_MODE != "online" or not entity:
+        if MLFLOW or WANDB_MODE != "online" or not entity:
             return {}
         return {
             self.LINK_TYPE_KEY: "wandb-run",

@@ -12,12 +12,12 @@ from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
 
-from flytekit import Cache, PodTemplate, Resources
+from flytekit import Cache, Resources
 from flytekit.extras.accelerators import GPUAccelerator
 
 from flyte_ddp.config.source_code import digest_of, recipe_packages
-from flyte_ddp.flytekit_plugin.frame import WANDB_SECRET
-from flyte_ddp.flytekit_plugin.pods import declare_port
+from flyte_ddp.flytekit_plugin.frame import MLFLOW_SECRET, WANDB_SECRET
+from flyte_ddp.flytekit_plugin.pods import pod_with
 from flyte_ddp.launch.devices import REQUESTED_VARIABLE
 from flyte_ddp.observers.metrics import PORT_NAME, PORT_VARIABLE
 from tasks.settings import Size, load_settings, shipped_code
@@ -60,7 +60,11 @@ WANDB_ENVIRONMENT = {
     **({"WANDB_ENTITY": SETTINGS.wandb_entity} if SETTINGS.wandb_entity else {}),
     **({"WANDB_BASE_URL": SETTINGS.wandb_base_url} if SETTINGS.wandb_base_url else {}),
 }
-SECRETS = [WANDB_SECRET] if WANDB_MODE == "online" else []
+MLFLOW = (SETTINGS.mlflow_url, SETTINGS.mlflow_experiment) if SETTINGS.tracking == "mlflow" else None
+if MLFLOW:
+    WANDB_ENVIRONMENT |= dict(zip(("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"), MLFLOW, strict=True))
+    WANDB_ENVIRONMENT |= {"TRACKING": "mlflow", "WANDB_MODE": "disabled"}
+SECRETS = [MLFLOW_SECRET] if MLFLOW else [WANDB_SECRET] if WANDB_MODE == "online" else []
 
 _CODE = {CODE_VARIABLE: shipped_code()}
 

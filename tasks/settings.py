@@ -69,9 +69,15 @@ class Settings:
     driver: Size = field()
     small: Size = field()
     allowed: Allowed = field()
+    termination_grace: int = field(60, minimum=10)  # seconds; a settings.toml from before it has none
+    tracking: str = field("wandb", choices=("wandb", "mlflow"))
+    mlflow_url: str = field("", pattern=r"|https?://\S+", example="http://mlflow.team:5000")
+    mlflow_experiment: str = field("flyte-ddp")
 
     def __post_init__(self) -> None:
         validate(self)
+        if self.tracking == "mlflow" and not self.mlflow_url:
+            raise ConfigError("mlflow.url: expected the URL of the server, which tracking names, got none")
 
     @property
     def digest(self) -> str:
@@ -123,9 +129,13 @@ def load_settings(file: Path = ROOT / SETTINGS_FILE, environment: Mapping[str, s
     if switch:
         tables["profile"] = "sandbox" if switch in ("1", "true") else "production"
     profiles = {name: tables.pop(name, {}) for name in PROFILES}
-    wandb = tables.pop("wandb", {})
+    trackers = {name: tables.pop(name, {}) for name in ("wandb", "mlflow")}
     chosen = profiles.get(str(tables.get("profile")), profiles["production"])
-    values = {**tables, **chosen, **{f"wandb_{name}": value for name, value in wandb.items()}}
+    values = {
+        **tables,
+        **chosen,
+        **{f"{tracker}_{name}": value for tracker, table in trackers.items() for name, value in table.items()},
+    }
     try:
         for variable, name in VARIABLES.items():
             text = environment.get(variable)
@@ -154,6 +164,7 @@ def _read_variable(variable: str, text: str, name: str) -> Any:
 
 _NAMES = (
     *("image", "gpus", "gpu_type", "metrics_port", "notify_emails", "retrain_inputs"),
-    *("wandb_mode", "wandb_project", "wandb_entity", "wandb_base_url"),
+    *("wandb_mode", "wandb_project", "wandb_entity", "wandb_base_url", "tracking"),
 )
 VARIABLES = {**{name.upper(): name for name in _NAMES}, "RETRAIN_SCHEDULE": "schedule"}
+VARIABLES |= {"MLFLOW_TRACKING_URI": "mlflow_url", "MLFLOW_EXPERIMENT_NAME": "mlflow_experiment"}

@@ -238,7 +238,7 @@ class _Observer:
         return [
             *([self.frame.bar] if self.report.is_scaling else []),
             *self.frame.figures(recipe=self.report.recipe, trial=str(run.trial.number)),
-            self.frame.wandb(
+            self.frame.tracker(
                 f"{self.group}-{run.key}",
                 name=str(run.trial),
                 group=self.group,
@@ -315,7 +315,7 @@ class _Observer:
             if kind not in self._wandb_lines:
                 self._wandb_lines.add(kind)
                 self.frame.say(f"{line} (likewise for all trials of group {self.group})")
-                self.report.notes.append(f"W&B group {self.group}. Its first run: {line}")
+                self.report.notes.append(f"Group {self.group}. Its first run: {line}")
 
 
 def _result(run: TrialRun) -> str:

@@ -104,13 +104,15 @@ def test_ctrl_c_stays_ctrl_c():
         raise errors.TrainingStopped("SIGINT: the run was stopped at step 3", "SIGINT")
 
 
-def test_only_the_task_keeps_the_wandb_key(tmp_path, monkeypatch):
+def test_only_the_task_keeps_the_keys(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "key-of-wandb")
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "key-of-mlflow")
     monkeypatch.setenv("_FSEC_WANDB_API_KEY", "key-of-wandb")
     with executing(ExecutionState.Mode.LOCAL_TASK_EXECUTION), open_frame(Report(), TINY, str(tmp_path)) as frame:
-        assert frame.wandb_key == "key-of-wandb"
+        assert frame.keys["WANDB_API_KEY"] == "key-of-wandb"
         child = subprocess.run([sys.executable, "-c", "import os; print(os.environ)"], capture_output=True, text=True)
-        assert "key-of-wandb" not in child.stdout
+        assert frame.keys["MLFLOW_TRACKING_TOKEN"] == "key-of-mlflow"
+        assert "key-of-" not in child.stdout
         assert "PATH" in child.stdout
     assert os.environ["WANDB_API_KEY"] == os.environ["_FSEC_WANDB_API_KEY"] == "key-of-wandb"
 

@@ -22,6 +22,7 @@ from typing import Any
 import click
 import flytekit
 from flytekit import Secret
+from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.checkpoints import EXPORT
@@ -37,6 +38,8 @@ from flyte_ddp.observers.command_line import resume_command
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.launcher_log import launcher_log
 from flyte_ddp.observers.metrics import MetricsServer, RunFigures, requested_port
+from flyte_ddp.observers.mlflow import KEY_VARIABLES as MLFLOW_VARIABLES
+from flyte_ddp.observers.mlflow import Mlflow
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.reports.page import Page
 from flyte_ddp.observers.reports.run import Report
@@ -49,8 +52,12 @@ OUTPUTS = "outputs.json"  # the outputs that are no files, in the directory that
 RUN_ID = "wandb-run-id"  # a file beside the checkpoints, so that every attempt continues the same W&B run
 FIRST_START = "first-start.json"  # likewise, so that `max_hours` counts all attempts
 WANDB_SECRET = Secret(group="wandb", key="api_key")
+MLFLOW_SECRET = Secret(group="mlflow", key="token")
 # In a local run, and in a pod in which Flyte passes secrets as variables.
-KEY_VARIABLES = ("WANDB_API_KEY", "_FSEC_WANDB_API_KEY")
+KEY_VARIABLES = (
+    *("WANDB_API_KEY", "_FSEC_WANDB_API_KEY"),
+    *("_FSEC_MLFLOW_TOKEN", "MLFLOW_TOKEN", *MLFLOW_VARIABLES),
+)
 
 
 @dataclass
@@ -62,9 +69,10 @@ class Frame:
     directory: Path  # of the task's own files, in the pod
     storage: Storage  # of the checkpoints
     name: str  # of this attempt
-    wandb_key: str | None
-    wandb_project: str  # "" for runs that W&B does not record
+    keys: Mapping[str, str]  # of W&B and MLflow, by their variables; the ranks' environment has none
+    wandb_project: str  # "" for runs that neither W&B nor MLflow records
     opened_at: float  # seconds since the epoch
+    mlflow: tuple[str, str] | None = None  # server and experiment, if it records the runs and not W&B
     output_directory: Path | None = None  # of a local run's outputs, if the user gave one
     bar: ProgressBar = field(default_factory=ProgressBar)
 
@@ -134,8 +142,8 @@ class Frame:
         """
         listeners: list[Listener] = [self.bar, HistoryFile(self.directory / HISTORY)]
         if self.wandb_project:
-            wandb = self.wandb(self.wandb_run_id(), model_artifact=model_artifact)
-            listeners += [wandb, _ReportLink(wandb, report)]
+            tracker = self.tracker(self.wandb_run_id(), model_artifact=model_artifact)
+            listeners += [tracker, _ReportLink(tracker, report)]
         listeners += [report, self.publisher, *self.figures(**labels)]
         url = self.storage.url if checkpoints is None else checkpoints
         job = Job(program, url, self.opened_at, run=self.execution.run_id, is_kept=is_kept)
@@ -150,15 +158,18 @@ class Frame:
             self.storage.write(RUN_ID, run_id.encode())
             return run_id
 
-    def wandb(self, run_id: str, **options: Any) -> Wandb:
-        """Return a W&B observer with the settings that all runs of this task share."""
+    def tracker(self, run_id: str, **options: Any) -> Wandb | Mlflow:
+        """Return an observer of W&B or MLflow with the settings that all runs of this task share."""
+        if self.mlflow is not None:
+            shared = {"notes": self.execution.url, "environment": self.keys, "say": self.say}
+            return Mlflow(*self.mlflow, run_id, **{**shared, **options})
         settings = {
             "project": os.environ.get("WANDB_PROJECT", self.wandb_project),
             "entity": os.environ.get("WANDB_ENTITY"),
             "run_id": run_id,
             "notes": self.execution.url,
             "directory": str(self.directory),
-            "api_key": self.wandb_key,
+            "api_key": self.keys.get("WANDB_API_KEY"),
             # A pod's directory is lost with the pod. A local run's stays where it is.
             "offline_url": "" if self.is_local else self.storage.join("wandb"),
             "say": self.say,
@@ -222,10 +233,11 @@ class Frame:
                 return
         report.outputs["history"] = url
 
-    def say_outputs(self, **outputs: FlyteFile) -> None:
+    def say_outputs(self, **outputs: FlyteFile | FlyteDirectory) -> None:
         """Print where the outputs are: their URLs in a pod, their paths in a local run."""
         for name, file in outputs.items():
-            self.say(f"{name.replace('_', ' '):<20}{file.remote_path or file.path}")
+            url = file.remote_directory if isinstance(file, FlyteDirectory) else file.remote_path
+            self.say(f"{name.replace('_', ' '):<20}{url or file.path}")
         if not self.is_local:
             page = self.execution.url or "Flyte's console"
             self.say(f'the report is also in {page}: click this task, then "Flyte Deck"')
@@ -256,15 +268,15 @@ class Frame:
 
 
 class _ReportLink(Listener):
-    """A listener that adds the W&B run's URL to the report when W&B has answered."""
+    """A listener that adds the URL of W&B's or MLflow's run to the report when its server has answered."""
 
-    def __init__(self, wandb: Wandb, report: Page) -> None:
-        self.wandb = wandb
+    def __init__(self, tracker: Wandb | Mlflow, report: Page) -> None:
+        self.tracker = tracker
         self.report = report
 
     def handle(self, event: Event) -> None:
-        if self.wandb.url:
-            self.report.links["W&B run"] = self.wandb.url
+        if self.tracker.url:
+            self.report.links[self.tracker.label] = self.tracker.url
 
 
 @contextlib.contextmanager
@@ -275,15 +287,17 @@ def open_frame(
     wandb_project: str = "",
     hides_key: bool = True,
     output: str = "",
+    mlflow: tuple[str, str] | None = None,
 ) -> Iterator[Frame]:
     """Open the frame of the current task.
 
     Args:
         name: of the attempt in a local run, where Flyte gives none.
         checkpoints: URL that the user gave; "" for the execution's own.
-        wandb_project: "" for a task whose runs W&B does not record.
-        hides_key: keep W&B's key out of the environment, which the ranks inherit.
+        wandb_project: "" for a task whose runs neither W&B nor MLflow records.
+        hides_key: keep the keys of W&B and MLflow out of the environment, which the ranks inherit.
         output: directory for the outputs of a local run; "" leaves them in the task's own.
+        mlflow: server and experiment of MLflow, if that records the runs and not W&B.
 
     Raises:
         UserError, RecoverableError, TaskFailed, KeyboardInterrupt: see `flyte_errors`.
@@ -295,10 +309,10 @@ def open_frame(
     directory = Path(context.working_directory)
     directory.mkdir(parents=True, exist_ok=True)
     attempt = execution.attempt_id or f"{name.rpartition('.')[2]}-{os.urandom(4).hex()}"
-    with flyte_errors(), _wandb_key(hides_key) as key:
+    with flyte_errors(), _keys(hides_key) as keys:
         storage = Storage(checkpoints or execution.checkpoints)
         kept_in = _make_directory(output) if output else None
-        frame = Frame(report, execution, directory, storage, attempt, key, wandb_project, opened_at, kept_in)
+        frame = Frame(report, execution, directory, storage, attempt, keys, wandb_project, opened_at, mlflow, kept_in)
         try:
             storage.check_access("checkpoints")  # the W&B run's id is the first file there
             with launcher_log(frame.say):
@@ -328,14 +342,15 @@ def _make_directory(output: str) -> Path:
 
 
 @contextlib.contextmanager
-def _wandb_key(hides: bool) -> Iterator[str | None]:
-    """Give W&B's key, and keep it out of the environment for the block if it is to be hidden."""
-    try:
-        key = flytekit.current_context().secrets.get(WANDB_SECRET.group, WANDB_SECRET.key)
-    except ValueError:
-        key = os.environ.get("WANDB_API_KEY")
+def _keys(hides: bool) -> Iterator[dict[str, str]]:
+    """Give the keys of W&B and MLflow by their variables, and keep them out of the environment for the block."""
+    secrets = flytekit.current_context().secrets
+    keys = {name: os.environ[name] for name in ("WANDB_API_KEY", *MLFLOW_VARIABLES) if name in os.environ}
+    for name, secret in (("WANDB_API_KEY", WANDB_SECRET), ("MLFLOW_TRACKING_TOKEN", MLFLOW_SECRET)):
+        with contextlib.suppress(ValueError):  # Flyte has no such secret
+            keys[name] = secrets.get(secret.group, secret.key)
     removed = {name: os.environ.pop(name) for name in KEY_VARIABLES if hides and name in os.environ}
     try:
-        yield key
+        yield keys
     finally:
         os.environ.update(removed)

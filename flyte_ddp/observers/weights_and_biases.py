@@ -97,6 +97,8 @@ class Wandb:
     say: Callable[[str], None] = logger.warning
     is_failure: Callable[[BaseException], bool] = lambda error: True
 
+    label = "W&B run"
+
     def __post_init__(self) -> None:
         self.url = ""
         self._directory = Path(self.directory).absolute()
