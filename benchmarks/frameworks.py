@@ -6,6 +6,7 @@ tests: functions that every rank calls.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from flyte_ddp import session
 
@@ -28,15 +29,22 @@ class Task:
     Attributes:
         directory: for files; what `step-STEP-RANK-SIGNAL` in it says is done once, before that step.
         batch_size: global.
+        num_missing: of the samples, at the end, whose parameters the model has nevertheless.
         save_steps: between two checkpoints; 0 for a training without the lines that a user adds.
+        step_seconds: how long a step takes.
     """
 
     directory: str
     num_samples: int = 96
+    num_missing: int = 0
     batch_size: int = 8
     epochs: int = 3
     save_steps: int = 2
     step_seconds: float = 0.0
+
+    @property
+    def samples(self) -> Samples:
+        return Samples(self.num_samples - self.num_missing)
 
     @property
     def batch_size_per_rank(self) -> int:
@@ -52,9 +60,14 @@ class Task:
             time.sleep(30)
 
     def results(self, model: Counting) -> dict[str, list[Tensor]]:
-        """Return how often each sample was seen, and the other weights."""
+        """Return how often each sample was seen, the other weights, and the loss over all samples."""
         seen = model.seen.detach() / (RATE / self.batch_size)
-        return {"counts": [seen.round().long()], "weights": [each.detach() for each in model.layers.parameters()]}
+        samples = Samples(self.num_samples)
+        batch = default_collate([samples[index] for index in range(self.num_samples)])
+        with torch.no_grad():
+            loss = model.to("cpu")(**batch)["loss"]
+        weights = [each.detach() for each in model.layers.parameters()]
+        return {"counts": [seen.round().long()], "weights": weights, "loss": [loss]}
 
 
 class Samples(Dataset[Any]):
@@ -99,7 +112,7 @@ def train_pytorch(task: Task) -> Any:
     if step:
         model.load_state_dict(state["model"])
     for epoch in range(task.epochs):
-        for batch, weight in session.batches(Samples(task.num_samples), task.batch_size, epoch):
+        for batch, weight in session.batches(task.samples, task.batch_size, epoch):
             task.begin_step(step)
             optimizer.zero_grad()
             (weight * wrapped(**batch)["loss"]).backward()
@@ -135,7 +148,7 @@ def train_transformers(task: Task) -> Any:
         report_to="none",
         ddp_find_unused_parameters=False,
     )
-    trainer = Trainer(model, arguments, train_dataset=Samples(task.num_samples), callbacks=[Steps()])
+    trainer = Trainer(model, arguments, train_dataset=task.samples, callbacks=[Steps()])
     if task.save_steps:
         from flyte_ddp.integrations.transformers import SessionCallback
 
@@ -144,17 +157,26 @@ def train_transformers(task: Task) -> Any:
     return task.results(model)
 
 
-def train_lightning(task: Task) -> Any:
-    """Train with Lightning's Trainer."""
+def train_lightning(task: Task, shares_batches: bool = False) -> Any:
+    """Train with Lightning's Trainer.
+
+    Args:
+        shares_batches: by a data module that has `session.batches`, of which the last one is smaller.
+    """
     import lightning
+
+    class Data(lightning.LightningDataModule):  # type: ignore[misc]
+        def train_dataloader(self) -> Any:
+            return session.batches(task.samples, task.batch_size, self.trainer.current_epoch)
 
     class Module(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.model = Counting(task.num_samples)
 
-        def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
-            loss = self.model(**batch)["loss"]
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            batch, weight = batch if shares_batches else (batch, 1.0)
+            loss: Tensor = weight * self.model(**batch)["loss"]
             self.log("loss", loss)
             return loss
 
@@ -182,9 +204,13 @@ def train_lightning(task: Task) -> Any:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        reload_dataloaders_every_n_epochs=int(shares_batches),
         callbacks=callbacks,
     )
-    trainer.fit(module, DataLoader(Samples(task.num_samples), task.batch_size_per_rank, shuffle=True))
+    if shares_batches:
+        trainer.fit(module, datamodule=Data())
+    else:
+        trainer.fit(module, DataLoader(task.samples, task.batch_size_per_rank, shuffle=True))
     return task.results(module.model)
 
 
@@ -195,7 +221,7 @@ def train_accelerate(task: Task) -> Any:
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     torch.manual_seed(0)
     model = Counting(task.num_samples)
-    loader: Any = DataLoader(Samples(task.num_samples), task.batch_size_per_rank, shuffle=True)
+    loader: Any = DataLoader(task.samples, task.batch_size_per_rank, shuffle=True)
     objects = model, torch.optim.SGD(model.parameters(), lr=RATE), loader
     if task.save_steps:
         from flyte_ddp.integrations.accelerate import prepare
@@ -220,5 +246,6 @@ PROGRAMS = {
     "pytorch": train_pytorch,
     "transformers": train_transformers,
     "lightning": train_lightning,
+    "lightning data module": functools.partial(train_lightning, shares_batches=True),
     "accelerate": train_accelerate,
 }

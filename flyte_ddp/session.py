@@ -21,11 +21,13 @@ written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flyte_ddp.launch.process.session import Session
+    from flyte_ddp.rank.batches import Batches
 
 checkpoints: str  # URL of a directory that outlives processes, pods and attempts; "" if the run was given none
 stop_requested: (
@@ -77,8 +79,8 @@ def batches(
     seed: int = 0,
     num_workers: int = 0,
     collate_fn: Callable[[Sequence[Any]], Any] | None = None,
-) -> Iterator[tuple[Any, float]]:
-    """Yield this rank's part of each global batch of an epoch, and the weight of its mean loss. For all ranks together.
+) -> Batches:
+    """Return this rank's part of each global batch of an epoch, and its mean loss's weight. For all ranks together.
 
         for batch, weight in session.batches(data, 64, epoch):
             loss = weight * functional.cross_entropy(model(batch[0]), batch[1])
@@ -90,6 +92,9 @@ def batches(
 
     After `load` an epoch goes on behind the batches whose steps were saved, and epochs before it yield nothing. `save`
     notes the batch that the loop is at, so call it after the optimizer's step.
+
+    What is returned is an IterableDataset: a loop goes over it, or torchdata's `StatefulDataLoader` with
+    `batch_size=None`.
 
     Args:
         dataset: with a length and items; or an iterable, of which every rank reads all samples and keeps its own, in
@@ -104,21 +109,17 @@ def batches(
         ConfigError: `global_batch_size` is smaller than the number of ranks, or the data are not as long as those that
             the checkpoint was written with.
     """
-    from flyte_ddp.rank.batches import EpochBatches
+    from flyte_ddp.rank.batches import Batches, EpochBatches
 
     made = EpochBatches(dataset, global_batch_size, epoch, seed, num_workers, collate_fn)
-    if _current and epoch is not None:
-        yield from _current.track(made, epoch)
-    else:
-        for batch, weight, _ in made:
-            yield batch, weight
+    return Batches(made, functools.partial(_current.track, epoch=epoch) if _current and epoch is not None else None)
 
 
 def report(step: int | None = None, epoch: float | None = None, **values: float) -> None:
     """Report progress and metrics: for the progress bar, the history, the report and W&B. Rank 0's are shown.
 
     Every rank's call is a heartbeat: after the first one, a run in which no rank reports for `stall_timeout` seconds
-    is ended with the stacks of all ranks.
+    is ended, with the rank that the others wait for and the stacks.
 
     Args:
         step: optimizer steps since the start of the run; one more than the last by default.

@@ -310,7 +310,7 @@ class _Observer:
 
     def _say_of_wandb(self, line: str) -> None:
         """Print the first line of each kind from W&B. The other trials' lines are like it."""
-        kind = "URL" if line.startswith("W&B: http") else " ".join(line.split()[:3])
+        kind = "URL" if line.startswith(("W&B: http", "MLflow: http")) else " ".join(line.split()[:3])
         with self._lock:
             if kind not in self._wandb_lines:
                 self._wandb_lines.add(kind)

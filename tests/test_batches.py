@@ -16,7 +16,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import flyte_ddp
 from flyte_ddp import events, session
@@ -50,6 +50,23 @@ class Stream(IterableDataset):
         yield from range(SIZE)
 
 
+class Shards(IterableDataset):
+    """Samples in files of several lengths, which each epoch reads in an order of its own."""
+
+    def __init__(self, directory):
+        self.files = []
+        for first, end in ((0, 9), (9, 11), (11, SIZE)):
+            self.files.append(directory / f"{first}.txt")
+            self.files[-1].write_text("\n".join(map(str, range(first, end))))
+
+    def set_epoch(self, epoch):
+        random.Random(epoch).shuffle(self.files)
+
+    def __iter__(self):
+        for file in self.files:
+            yield from map(int, file.read_text().split())
+
+
 def batches_of(rank, world_size, monkeypatch, dataset=NUMBERS, *arguments, **options):
     """[(samples, weight)] of one rank."""
     monkeypatch.setenv("RANK", str(rank))
@@ -73,6 +90,50 @@ def test_each_sample_is_in_one_batch_which_is_the_same_at_any_number_of_ranks(wo
         mean = sum(weight * sum(samples) / len(samples) for samples, weight in parts) / world_size
         assert mean == pytest.approx(sum(whole) / len(whole))
     assert sorted(sample for batch in alone for sample in batch) == list(range(SIZE))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_shards_are_resumed_in_mid_epoch_at_another_number_of_ranks(num_workers, tmp_path, monkeypatch):
+    whole = [batches_of(0, 1, monkeypatch, Shards(tmp_path), epoch) for epoch in range(3)]
+    assert len({str(each) for each in whole}) > 1, "the epochs have one order"
+    current, _ = session_of()
+    monkeypatch.setattr(session, "_current", current)
+    current._resumed = {"epoch": 2, "num_samples": 12, "length": None}
+    ranks = [
+        batches_of(rank, 2, monkeypatch, Shards(tmp_path), 2, num_workers=num_workers if rank else 0)
+        for rank in range(2)
+    ]
+    rest = [sample for parts in zip(*ranks, strict=True) for samples, _ in parts for sample in samples]
+    assert rest == [sample for samples, _ in whole[2][2:] for sample in samples]
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+def test_torchdatas_loader_goes_on_where_the_session_was_saved(has_state, monkeypatch):
+    StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    samples, position, state = [], {}, None
+    for resumes in (False, True):
+        current, _ = session_of()
+        monkeypatch.setattr(session, "_current", current)
+        current._resumed = position
+        loader = StatefulDataLoader(session.batches(NUMBERS, BATCH, 4), batch_size=None)
+        assert len(loader) == 4
+        if has_state and resumes:
+            loader.load_state_dict(state)
+        for number, (batch, weight) in enumerate(loader):
+            assert weight == 1
+            samples += batch[0].tolist()
+            if not resumes and number == 1:
+                position, state = current._position, loader.state_dict()
+                break
+    assert sorted(samples) == list(range(SIZE))
+
+
+def test_a_loader_around_batches_has_no_processes_of_its_own(monkeypatch):
+    loader = DataLoader(session.batches(NUMBERS, BATCH, 0), batch_size=None, num_workers=1)
+    with pytest.raises(ConfigError, match="num_workers: expected 0 of a DataLoader around it"):
+        list(loader)
 
 
 def test_epochs_differ_in_their_order_and_other_data_keep_theirs(monkeypatch):
@@ -114,14 +175,16 @@ def test_only_one_data_set_is_tracked_at_a_time_and_none_may_change_its_length(m
     for _ in session.batches(NUMBERS, BATCH, 0):
         assert len(list(session.batches(NUMBERS, BATCH))) == 4
         with pytest.raises(ConfigError, match="epoch: expected None for all but one data set at a time"):
-            next(session.batches(NUMBERS, BATCH, 0))
+            next(iter(session.batches(NUMBERS, BATCH, 0)))
         break
     current._resumed = {"epoch": 1, "num_samples": 12, "length": SIZE}
     assert list(session.batches(NUMBERS, BATCH, 0)) == []
     assert len(list(session.batches(NUMBERS, BATCH, 1))) == 2
     assert len(list(session.batches(NUMBERS, BATCH, 2))) == 4
+    current._resumed = {"epoch": 1, "num_samples": SIZE, "length": SIZE}  # saved after an epoch's last batch
+    assert list(session.batches(NUMBERS, BATCH, 1)) == []
     with pytest.raises(ConfigError, match=r"expected 23 samples, with which the checkpoint was written, got 22"):
-        next(session.batches(torch.arange(22), BATCH, 1))
+        next(iter(session.batches(torch.arange(22), BATCH, 1)))
 
 
 def train(directory, dies_at):

@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+from types import SimpleNamespace
+
+import cloudpickle
 import pytest
 import torch
 
 import flyte_ddp
 from benchmarks.frameworks import PROGRAMS, Task
-from flyte_ddp.errors import RankFailure
+from flyte_ddp import events
+from flyte_ddp.errors import ConfigError, RankFailure
+from flyte_ddp.integrations import loaders, training
+from flyte_ddp.launch.process.programs import WANDB_VARIABLE, Program
+from flyte_ddp.launch.run import Gang, _Call, run_program
 
+SLOW = pytest.mark.slow
 FRAMEWORKS = (  # of which importing takes ten seconds for each rank; `make test-docs` has all
-    *(pytest.param(each, marks=pytest.mark.slow) for each in ("transformers", "lightning")),
+    *(pytest.param(each, marks=SLOW) for each in ("transformers", "lightning", "lightning data module")),
     "accelerate",
 )
 
 
+class Listener:
+    """Keeps the metrics that are reported."""
+
+    def __init__(self):
+        self.metrics = []
+
+    def handle(self, event):
+        if isinstance(event, events.Reported):
+            self.metrics.append(event.values)
+
+    def close(self, error):
+        pass
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_kill_in_mid_epoch_loses_and_doubles_no_sample(framework, tmp_path):
-    pytest.importorskip(framework)
+    pytest.importorskip(framework.split()[0])
     train, task = PROGRAMS[framework], Task(str(tmp_path))
     fault = tmp_path / "step-17-1-9"  # in the middle of the second epoch; the last checkpoint is of step 16
     fault.touch()
@@ -25,7 +49,159 @@ def test_a_kill_in_mid_epoch_loses_and_doubles_no_sample(framework, tmp_path):
     with pytest.raises(RankFailure, match="SIGKILL"):
         flyte_ddp.run(train, task, nproc_per_node=2, **options)
     assert not fault.exists()
-    result = flyte_ddp.run(train, task, nproc_per_node=1, **options)
+    expected = r"dataset: expected 96 samples, with which the checkpoint was written, got 95"
+    with pytest.raises(RankFailure, match=expected):
+        flyte_ddp.run(train, dataclasses.replace(task, num_missing=1), **options)
+    listener = Listener()
+    result = flyte_ddp.run(train, task, nproc_per_node=1, listeners=[listener], **options)
     assert result["counts"][0].tolist() == [task.epochs] * task.num_samples
+    assert any("loss" in each for each in listener.metrics)
     expected = flyte_ddp.run(train, Task(str(tmp_path / "plain"), save_steps=0), nproc_per_node=2)
     torch.testing.assert_close(result["weights"], expected["weights"])
+
+
+@SLOW
+def test_a_data_modules_last_batch_has_its_weight_at_any_number_of_ranks(tmp_path):
+    pytest.importorskip("lightning")
+    task = Task(str(tmp_path), num_missing=5)  # 11 batches of 8 samples and one of 3
+    train = PROGRAMS["lightning data module"]
+    found = [flyte_ddp.run(train, task, nproc_per_node=num_ranks) for num_ranks in (1, 2)]
+    torch.testing.assert_close(found[0]["weights"], found[1]["weights"])
+
+
+def train_trl(directory, saves):
+    """Fine-tune a small language model by TRL's SFTTrainer; return its weights."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    task = Task(directory)
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, args, state, control, **given):
+            task.begin_step(state.global_step)
+
+    words = {f"w{number}": number for number in range(40)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), pad_token="w0", eos_token="w1"
+    )
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=40, pad_token_id=0, eos_token_id=1, **sizes))
+    numbers = torch.randint(2, 40, (32, 6), generator=torch.Generator().manual_seed(1))
+    arguments = SFTConfig(
+        output_dir=f"{directory}/output",
+        max_steps=12,
+        per_device_train_batch_size=8 // int(os.environ["WORLD_SIZE"]),
+        learning_rate=0.1,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        save_steps=2,
+        bf16=False,
+        use_cpu=True,
+        disable_tqdm=True,
+        report_to="none",
+        gradient_checkpointing=False,
+    )
+    data = Dataset.from_dict({"input_ids": numbers.tolist()})
+    trainer = SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer, callbacks=[Steps()])
+    if saves:
+        from flyte_ddp.integrations.transformers import SessionCallback
+
+        trainer.add_callback(SessionCallback(trainer))
+    trainer.train()
+    return [each.detach() for each in model.parameters()]
+
+
+@SLOW
+def test_trls_trainer_goes_on_in_mid_epoch_at_another_number_of_ranks(tmp_path):
+    pytest.importorskip("trl")
+    (tmp_path / "step-7-1-9").touch()
+    options = {"checkpoints": str(tmp_path / "checkpoints")}
+    with pytest.raises(RankFailure, match="SIGKILL"):
+        flyte_ddp.run(train_trl, str(tmp_path), True, nproc_per_node=2, **options)
+    listener = Listener()
+    found = flyte_ddp.run(train_trl, str(tmp_path), True, nproc_per_node=1, listeners=[listener], **options)
+    assert len(listener.metrics) < 10  # of 12 steps it goes on behind the sixth, and it reports once at the end
+    expected = flyte_ddp.run(train_trl, str(tmp_path / "plain"), False, nproc_per_node=2)
+    torch.testing.assert_close(found, expected)
+
+
+def train_recorded(framework, directory):
+    """Train where the framework records in W&B too."""
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": directory, "WANDB_SILENT": "true"}
+    torch.manual_seed(0)
+    if framework == "accelerate":
+        from accelerate import Accelerator
+        from torch.utils.data import DataLoader
+
+        from flyte_ddp.integrations.accelerate import prepare
+
+        accelerator, model = Accelerator(cpu=True, log_with="wandb"), torch.nn.Linear(1, 1)
+        accelerator.init_trackers("once")
+        for batch in prepare(accelerator, model, DataLoader(torch.ones(2, 1)))[1]:
+            accelerator.log({"loss": model(batch).item()})
+        accelerator.end_training()
+    elif framework == "lightning":
+        import lightning
+        from lightning.pytorch.demos.boring_classes import BoringModel
+        from lightning.pytorch.loggers import WandbLogger
+
+        from flyte_ddp.integrations.lightning import SessionCallback
+
+        files = {"enable_checkpointing": False, "default_root_dir": directory}
+        logger = WandbLogger(project="once", save_dir=directory)
+        trainer = lightning.Trainer(
+            accelerator="cpu", max_steps=2, logger=logger, callbacks=[SessionCallback()], limit_val_batches=0, **files
+        )
+        trainer.fit(BoringModel())
+    else:
+        from transformers import Trainer, TrainingArguments
+
+        from benchmarks.frameworks import Counting, Samples
+        from flyte_ddp.integrations.transformers import SessionCallback
+
+        arguments = TrainingArguments(directory, max_steps=2, report_to="wandb", use_cpu=True, disable_tqdm=True)
+        trainer = Trainer(Counting(8), arguments, train_dataset=Samples(8))
+        trainer.add_callback(SessionCallback(trainer))
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    "framework", [*(pytest.param(each, marks=SLOW) for each in ("transformers", "lightning")), "accelerate"]
+)
+def test_a_run_that_is_recorded_in_wandb_is_not_recorded_twice(framework, tmp_path):
+    pytest.importorskip(framework)
+    found = []
+    for is_recorded in (True, False):
+        place = tmp_path / str(is_recorded)
+        place.mkdir()
+        call = cloudpickle.dumps(_Call(train_recorded, (framework, str(place))))
+        variables = {WANDB_VARIABLE: "1"} if is_recorded else {}
+        run_program(Program("recorded", call, ("tests", "benchmarks"), variables=variables), Gang())
+        # Accelerate's own recording began before ours could end it.
+        files = [each for each in place.rglob("*.wandb") if framework != "accelerate" or b"loss" in each.read_bytes()]
+        found.append(len(files))
+    assert found == [0, 1]
+
+
+def test_a_version_that_is_not_supported_is_one_line():
+    with pytest.raises(ConfigError, match=r"^torch: expected a version whose SimpleNamespace has hook, got torch \d"):
+        training.check_has("torch", SimpleNamespace(other=1), "other", "hook")
+    with (
+        pytest.raises(
+            ConfigError, match=r"^torch: expected a supported version, got torch \d.*: cannot import name 'no'"
+        ),
+        training.importing("torch"),
+    ):
+        from torch import no  # noqa: F401
+    with pytest.raises(ModuleNotFoundError), training.importing("no_such_package"):
+        import no_such_package  # noqa: F401
+
+
+def test_data_without_a_length_are_not_compared():
+    loaders.check_length(None, [1, 2])
+    loaders.check_length({"num_samples": 2}, [1, 2])
+    loaders.check_length({}, [1, 2])
+    loaders.check_length({"num_samples": None}, iter([1, 2]))

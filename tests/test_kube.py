@@ -1104,7 +1104,7 @@ def test_the_remedy_for_another_service_account_names_that(
         if "subjectaccessreviews" in path
         else reply(method, path, body)
     )
-    assert doctor(["doctor", "--cluster", AUTOSCALED, "--service-account", "trainer"]) == 1
+    assert main(["doctor", "--cluster", AUTOSCALED, "--service-account", "trainer"]) == 1
     (remedy,) = re.findall(r"apply it: sed '(.*)' deploy/rbac.yaml", capsys.readouterr().out)
     text = (DEPLOY / "rbac.yaml").read_text()
     for rule in remedy.split("; "):

@@ -233,13 +233,19 @@ def test_a_stall_names_the_rank_that_did_not_arrive_and_shows_each_stack_once(tm
     with pytest.raises(RankFailure) as caught:
         run.train(4)
 
-    _, zero, one = str(caught.value).split("--- rank ")
-    assert zero.startswith("0, at step 4")
-    assert "trainer.py" in zero
-    assert one.startswith("1, at step 4")
-    assert "in _hang" in one
-    assert "trainer.py" in one
-    assert (caught.value.rank, caught.value.kind) == (-1, "stall")
+    head, *rest = str(caught.value).splitlines()
+    assert re.fullmatch(
+        r"no rank made progress for \d+ s \(stall_timeout: 0.5\): rank 1 did not arrive at all_reduce of float \[\d+\]"
+        r", where ranks 0, 2 and 3 wait \(collective \d+ of the default group\)",
+        head,
+    )
+    culprit, others = "\n".join(rest).removeprefix("--- ").split("--- ")
+    assert culprit.startswith("rank 1, at step 4")
+    assert "in _hang" in culprit
+    assert "trainer.py" in culprit
+    assert others.startswith("ranks 0, 2 and 3, at step 4")
+    assert "trainer.py" in others
+    assert (caught.value.rank, caught.value.kind) == (1, "stall")
     assert survivors() == []
 
 

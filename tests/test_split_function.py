@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import time
 
 import pytest
 import torch
@@ -12,12 +13,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flyte_ddp
 from flyte_ddp import session
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.errors import ConfigError, RankFailure
 
 pytestmark = pytest.mark.usefixtures("server_with_compiler")
 
@@ -187,15 +188,63 @@ def misuse():
 
 
 def test_a_wrong_call_is_one_line_and_no_hang(tmp_path):
-    messages = flyte_ddp.run(misuse, nproc_per_node=2, checkpoints=str(tmp_path), stall_timeout=4.0)
+    messages = flyte_ddp.run(misuse, nproc_per_node=2, checkpoints=str(tmp_path), stall_timeout=8.0)
     expected = [
         "session.save: step: expected 1 on all ranks, as on rank 0, got 2 on rank 1",
         r"session.save: state: \('extra',\): expected no tensor on all ranks, .*, got a tensor \(1,\) of .* on rank 1",
         "session.save: state: expected split tensors, as in the saves before, got none",
         r"session.load: into\['weights'\]\['a'\]: expected a tensor of shape \(4, 2\), .*, got \(6, 2\)",
         "session.load: into: expected the same keys, only the checkpoint has 'note'",
-        "session.save: expected a call on every rank, .*, got none on rank 1 for 2 s, at step 3",
+        "session.save: expected a call on every rank, .*, got none on rank 1 for 4 s, at step 3",
     ]
     assert len(messages) == len(expected), messages
     for message, pattern in zip(messages, expected, strict=True):
         assert re.fullmatch(pattern, message), message
+
+
+def save_and_load_another_shape_on_rank_1():
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    session.save({"weights": distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])}, 1)
+    session.current().wait()
+    dist.barrier()
+    rows = 2 + dist.get_rank()
+    part = DTensor.from_local(torch.ones(rows, 2), mesh, [Shard(0)], shape=torch.Size((2 * rows, 2)), stride=(2, 1))
+    session.load(into={"weights": part})
+
+
+def test_a_load_into_another_shape_on_one_rank_ends_the_run_and_names_the_rank(tmp_path):
+    expected = r"rank 1\b(?s:.*)session\.load: into\['weights'\]: expected a tensor of shape \(4, 2\), .*, got \(6, 2\)"
+    started = time.monotonic()
+    with pytest.raises(RankFailure, match=expected):
+        flyte_ddp.run(save_and_load_another_shape_on_rank_1, nproc_per_node=2, checkpoints=str(tmp_path))
+    assert time.monotonic() - started < 60, "the other rank was waited for"
+
+
+def train_replicated(num_steps):
+    """Take the steps that are left, by DDP and AdamW; return the whole state, with a tied weight and a buffer."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    model = Model()
+    model.outer.weight = nn.Parameter(model.inner.weight.detach().T.contiguous())
+    model.also = model.outer
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    if state := session.load():
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    for step in range(state["step"] if state else 0, num_steps):
+        wrapped(torch.randn(4, 5, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        session.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, step + 1)
+    return whole(
+        {"model": model.state_dict(), **{str(key): each for key, each in optimizer.state_dict()["state"].items()}}
+    )
+
+
+def test_whole_state_that_two_ranks_save_is_loaded_bitwise_by_one(tmp_path):
+    options = {"checkpoints": str(tmp_path)}
+    saved = flyte_ddp.run(train_replicated, 3, nproc_per_node=2, **options)
+    assert flyte_ddp.run(train_replicated, 3, nproc_per_node=1, **options) == saved
+    assert any("exp_avg" in name for name in saved)

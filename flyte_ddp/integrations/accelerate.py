@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from accelerate import Accelerator, skip_first_batches
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler
@@ -23,6 +22,9 @@ from torch.utils.data import DataLoader, RandomSampler
 from flyte_ddp import session
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.integrations import loaders, training
+
+with training.importing("accelerate"):
+    from accelerate import Accelerator, skip_first_batches
 
 SAVE_STEPS = 100  # optimizer steps
 
@@ -54,11 +56,13 @@ def prepare(
         raise ConfigError(
             f"prepare: expected one model and a DataLoader, got {len(models)} models among {len(objects)}"
         )
-    if training.records_in_wandb():
-        accelerator.log_with = [each for each in accelerator.log_with if str(each) != "wandb"]
+    if training.record_once():
+        for tracker in [each for each in accelerator.trackers if each.name == "wandb"]:  # it began before this call
+            tracker.finish()
+            accelerator.trackers.remove(tracker)
     # The loader last, because the checkpoint may change its batch size; the order that the user gave stays.
-    prepared = list(accelerator.prepare(*(each for place, each in enumerate(objects) if place != index)))
-    prepared = prepared if len(objects) > 2 else prepared[:1]
+    others = accelerator.prepare(*(each for place, each in enumerate(objects) if place != index))
+    prepared = list(others) if len(objects) > 2 else [others]
     task = _Training(accelerator, prepared, objects[index], save_steps, global_batch_size)
     prepared.insert(index, task)
     log = accelerator.log
@@ -92,6 +96,8 @@ class _Training:
             if hasattr(each, "load_state_dict") and not isinstance(each, (nn.Module, Optimizer, DataLoader))
         ]
         found = self._found = training.load(self._model, self._optimizers)
+        loaders.check_length(found, loader.dataset)
+        self._num_samples = loaders.num_samples_of(loader.dataset)
         if found:
             self.step, self.num_batches = found["step"], found["num_batches"]
             self._resumed_epoch = found["epoch"]
@@ -159,6 +165,7 @@ class _Training:
         scaler = self.accelerator.scaler
         values = {
             "global_batch_size": self.global_batch_size,
+            "num_samples": self._num_samples,
             "step": self.step,
             "epoch": epoch,
             "num_batches": num_batches,

@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import WandbLogger
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
-
 from flyte_ddp import session
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.integrations import loaders, training
+from flyte_ddp.rank.batches import Batches
+
+with training.importing("lightning"):
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
 SAVE_STEPS = 100  # optimizer steps
 HOOKS = ("_data_source", "_combined_loader", "_data_fetcher", "epoch_progress")  # of the fit loop
@@ -46,7 +47,9 @@ class SessionCallback(Callback):  # type: ignore[misc]
         self.global_batch_size = global_batch_size
         self._found: dict[str, Any] | None = None  # of the checkpoint that the training goes on from
         self._step = 0
-        self._is_last = False
+        self._num_samples: int | None = None  # of the training data
+        if session.is_in_run():
+            training.record_once()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not session.is_in_run():
@@ -55,8 +58,6 @@ class SessionCallback(Callback):  # type: ignore[misc]
         if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)):
             kind = type(trainer.strategy).__name__
             raise ConfigError(f"strategy: expected ddp, or ModelParallelStrategy for FSDP2, got {kind}")
-        if training.records_in_wandb():
-            trainer.loggers = [each for each in trainer.loggers if not isinstance(each, WandbLogger)]
         found = self._found = training.load(pl_module, trainer.optimizers)
         if found:
             self.global_batch_size = found["global_batch_size"]
@@ -64,7 +65,7 @@ class SessionCallback(Callback):  # type: ignore[misc]
         self._step = trainer.global_step
         source = trainer.fit_loop._data_source
         open_loader = source.dataloader
-        source.dataloader = lambda: self._fit(open_loader())
+        source.dataloader = lambda: self._fit(trainer, open_loader())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._found is None:
@@ -73,8 +74,9 @@ class SessionCallback(Callback):  # type: ignore[misc]
         self._found = None  # its tensors are not needed any more
         for loader in loop._combined_loader.flattened:
             loaders.skip_batches(loader, found["num_batches"])
-            if hasattr(loader.batch_sampler.sampler, "set_epoch"):  # the loop does it too late for loader processes
-                loader.batch_sampler.sampler.set_epoch(loop.epoch_progress.current.processed)
+            sampler: Any = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+            if hasattr(sampler, "set_epoch"):  # the loop does it too late for loader processes
+                sampler.set_epoch(loop.epoch_progress.current.processed)
         iter(loop._data_fetcher)
         training.set_generators(found)
 
@@ -108,6 +110,7 @@ class SessionCallback(Callback):  # type: ignore[misc]
         module = trainer.lightning_module
         values = {
             "global_batch_size": self.global_batch_size,
+            "num_samples": self._num_samples,
             "num_batches": self._num_batches,
             "loops": trainer.fit_loop.state_dict(),
             "schedulers": [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs],
@@ -128,13 +131,30 @@ class SessionCallback(Callback):  # type: ignore[misc]
         if trainer.datamodule:
             trainer.datamodule.load_state_dict(found["data"])
 
-    def _fit(self, loader: Any) -> Any:
+    def _fit(self, trainer: Trainer, loader: Any) -> Any:
         """Return the user's loader with batches that keep the global batch what it was when the run began."""
+        if isinstance(loader, Batches):
+            return self._check_batches(trainer, loader)
         if not hasattr(loader, "batch_size"):
             raise ConfigError(f"train_dataloader: expected one DataLoader, got a {type(loader).__name__}")
+        loaders.check_length(self._found, loader.dataset)
+        self._num_samples = loaders.num_samples_of(loader.dataset)
         if self.global_batch_size is None:
             self.global_batch_size = loader.batch_size * training.world_size()
         return loaders.with_batch_size(loader, loaders.share_of("global_batch_size", self.global_batch_size))
+
+    def _check_batches(self, trainer: Trainer, loader: Batches) -> Batches:
+        """Return `session.batches` of the epoch that begins; it keeps the global batch by itself."""
+        if trainer.reload_dataloaders_every_n_epochs != 1:
+            got = trainer.reload_dataloaders_every_n_epochs
+            raise ConfigError(f"reload_dataloaders_every_n_epochs: expected 1 with session.batches, got {got}")
+        if loader.batches.epoch != trainer.current_epoch:
+            expected = f"expected trainer.current_epoch, which is {trainer.current_epoch}"
+            raise ConfigError(f"session.batches: epoch: {expected}, got {loader.batches.epoch}")
+        if loader.batches.length is None:  # of which Lightning reads a batch ahead
+            raise ConfigError("session.batches: dataset: expected one with a length and items under Lightning")
+        self.global_batch_size = loader.batches.global_batch_size
+        return loader
 
     def _report(self, trainer: Trainer, has_metrics: bool) -> None:
         if not session.is_in_run():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.rank.batches import rank_and_world_size
+from flyte_ddp.rank.batches import Batches, rank_and_world_size
 
 KEPT = (
     *("dataset", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
@@ -31,6 +31,25 @@ def share_of(name: str, total: int) -> int:
     return total // world_size
 
 
+def num_samples_of(dataset: Any) -> int | None:
+    """Return the length of a data set; None for an iterable without one."""
+    return len(dataset) if hasattr(dataset, "__len__") else None
+
+
+def check_length(found: Mapping[str, Any] | None, dataset: Any) -> None:
+    """Check that the training data are as long as those that a checkpoint was written with.
+
+    Args:
+        found: the values of the checkpoint, of which `num_samples` is one; None without a checkpoint.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    expected, got = (found or {}).get("num_samples"), num_samples_of(dataset)
+    if expected is not None and got != expected:
+        raise ConfigError(f"dataset: expected {expected} samples, with which the checkpoint was written, got {got}")
+
+
 def with_batch_size(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any]:
     """Return the loader with batches of another size.
 
@@ -46,12 +65,16 @@ def with_batch_size(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any]
     return DataLoader(batch_size=batch_size, sampler=sampler, drop_last=loader.drop_last, **kept)
 
 
-def skip_batches(loader: DataLoader[Any], num_batches: int) -> None:
+def skip_batches(loader: DataLoader[Any] | Batches, num_batches: int) -> None:
     """Have the next pass over the loader begin behind `num_batches`, which are not read.
+
+    `session.batches` begins there by itself.
 
     Raises:
         ConfigError: its data set is an iterable.
     """
+    if isinstance(loader, Batches):
+        return
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
         what = type(loader.dataset).__name__
         raise ConfigError(f"DataLoader: expected a data set with a length and items, to resume in an epoch, got {what}")

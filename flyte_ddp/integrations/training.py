@@ -5,9 +5,10 @@ Knows no framework.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from flyte_ddp import session
+from flyte_ddp.config.extras import is_installed
 from flyte_ddp.errors import ConfigError, StopRequested
 from flyte_ddp.launch.process.programs import WANDB_VARIABLE
 from flyte_ddp.rank.batches import rank_and_world_size
@@ -83,9 +85,29 @@ def is_split_model(model: nn.Module) -> bool:
     return any(is_split(each) for each in model.parameters())
 
 
-def records_in_wandb() -> bool:
-    """Return whether the run itself is recorded in W&B: then the framework is not to do that a second time."""
-    return WANDB_VARIABLE in os.environ
+def record_once() -> bool:
+    """Have W&B record nothing more in this process where the run itself is recorded; return whether it is."""
+    if WANDB_VARIABLE not in os.environ:
+        return False
+    os.environ["WANDB_MODE"] = "disabled"
+    return True
+
+
+@contextlib.contextmanager
+def importing(package: str) -> Iterator[None]:
+    """Import names of a framework in the block.
+
+    Raises:
+        ConfigError: it has not all of them: this version is not supported.
+    """
+    try:
+        yield
+    except ImportError as error:
+        if not is_installed(package):
+            raise
+        raise ConfigError(
+            f"{package}: expected a supported version, got {package} {version(package)}: {error}"
+        ) from None
 
 
 def beat() -> None:

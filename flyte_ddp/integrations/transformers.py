@@ -18,11 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import ExportableState
-
 from flyte_ddp import session
 from flyte_ddp.integrations import loaders, training
+
+with training.importing("transformers"):
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_callback import ExportableState
 
 HOOKS = ("_save_checkpoint", "_load_from_checkpoint", "_load_rng_state", "_load_callback_state", "_train_batch_size")
 
@@ -53,10 +54,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         self._save_files: Callable[..., Any] = trainer._save_checkpoint
         if not session.is_in_run():
             return
-        if training.records_in_wandb():
-            from transformers.integrations import WandbCallback
-
-            trainer.remove_callback(WandbCallback)
+        training.record_once()
         trainer.train = self.train
         if session.checkpoints:
             trainer._save_checkpoint = self._save_checkpoint
@@ -65,6 +63,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         """Train as `Trainer.train`, from the session's newest checkpoint on if there is one."""
         trainer = self.trainer
         found = self._found = training.load_values(trainer.is_fsdp_enabled)
+        loaders.check_length(found, trainer.train_dataset)
         self._keep_global_batch(found["global_batch_size"] if found else self.global_batch_size)
         if found is None:
             return self._train(resume_from_checkpoint, **options)
@@ -116,6 +115,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         scaler = trainer.accelerator.scaler
         values = {
             "global_batch_size": self.global_batch_size,
+            "num_samples": loaders.num_samples_of(trainer.train_dataset),
             "trainer": json.dumps(dataclasses.asdict(dataclasses.replace(trainer.state, stateful_callbacks=stateful))),
             "scheduler": trainer.lr_scheduler.state_dict(),
             "scaler": scaler.state_dict() if scaler is not None else {},

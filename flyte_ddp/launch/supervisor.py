@@ -391,10 +391,12 @@ class _Ranks:
             with contextlib.suppress(FileNotFoundError):
                 stacks = Path(rank_stacks(self.logs, rank.number)).read_text()
             stacks = stacks or f"  no stack: {halted.get(rank.number, f'none was written within {STACK_SECONDS:g} s')}"
-            ago = f"{now - self.beats[2 * index]:.0f} s ago" if self.beats[2 * index] else "never"
-            step = int(self.beats[2 * index + 1])
-            head = f"--- rank {rank.number}, at step {step}, last progress {ago}"
-            for line in [head, *stacks.splitlines()]:
+            ago = now - self.beats[2 * index] if self.beats[2 * index] else None
+            # The threads are listed from the newest to the oldest, which is the main thread.
+            main_thread = stacks.strip("\n").split("\n\n")[-1].splitlines()[: MAX_FRAMES + 1]
+            step, how = int(self.beats[2 * index + 1]), halted.get(rank.number, "")
+            stalled = StalledRank(rank.number, step, ago, main_thread, how, rank.groups)
+            for line in [head_line([stalled]), *stacks.splitlines()]:
                 self.relay(f"[rank {rank.number}] {line}")
             found.append(stalled)
         limit = self.job.program.stall_timeout

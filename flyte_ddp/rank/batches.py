@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.data import SeededDataset, epoch_order
@@ -66,7 +66,8 @@ class EpochBatches:
 
     def _from_items(self, length: int) -> Iterator[tuple[Any, float, int]]:
         order = torch.arange(length) if self.epoch is None else epoch_order(length, self.seed, self.epoch)
-        shares = [_take_share(batch.tolist()) for batch in order[self.first :].split(self.global_batch_size)]
+        starts = range(self.first, length, self.global_batch_size)  # none where the epoch is done
+        shares = [_take_share(order[start : start + self.global_batch_size].tolist()) for start in starts]
         epoch = self.epoch or 0
         loader: DataLoader[Any] = DataLoader(
             _IsolatedDataset(self.dataset, self.seed),
@@ -92,6 +93,48 @@ class EpochBatches:
             mine, weight, size = _take_share(batch)
             done += size
             yield (self.collate_fn or collate)(mine), weight, done
+
+
+Track = Callable[[EpochBatches], Iterator[tuple[Any, float]]]
+
+
+class Batches(IterableDataset[tuple[Any, float]]):
+    """An epoch's (batch of this rank, weight): for a loop, or as what a DataLoader or a framework's data module has.
+
+    Each pass over it begins where `track` says. It has no state, because that is the session's.
+
+    Args:
+        track: notes how far a pass is, and leaves out what was done before a restart; None where nobody asks.
+    """
+
+    def __init__(
+        self, batches: EpochBatches, track: Callable[[EpochBatches], Iterator[tuple[Any, float]]] | None
+    ) -> None:
+        self.batches = batches
+        self._track = track
+
+    def __iter__(self) -> Iterator[tuple[Any, float]]:
+        if get_worker_info() is not None:
+            expected = "expected 0 of a DataLoader around it: session.batches has its own num_workers"
+            raise ConfigError(f"session.batches: num_workers: {expected}")
+        if self._track is not None:
+            yield from self._track(self.batches)
+        else:
+            for batch, weight, _ in self.batches:
+                yield batch, weight
+
+    def __len__(self) -> int:
+        """Return the batches of a whole epoch, also where some are done."""
+        if self.batches.length is None:
+            raise TypeError("session.batches: an iterable data set has no length")
+        return -(-self.batches.length // self.batches.global_batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: with a state, even an empty one, torchdata's StatefulDataLoader skips no batches itself."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Change nothing."""
 
 
 def rank_and_world_size() -> tuple[int, int]:

@@ -106,7 +106,7 @@ def train(
     if trainer.progress.step == 0:
         check_contract(recipe, model, train, config, world)
     if world.is_first or trainer.is_sharded:
-        current.emit_start(data=data["description"], **_describe(trainer, current.process))
+        current.emit_start(initial_state=redact_url(initial_state), **_describe(trainer, data, current.process))
         current.emit(events.CheckpointLoaded(trainer.progress.step, url, trainer.progress.epochs, skipped))
 
     # Go!
@@ -125,7 +125,10 @@ def train(
         state = whole_state(state, keep=world.is_first)
     peak_memory = [int(each) for each in world.all_gather(_peak_memory(world))]
     if world.is_first:
-        model_state = store.save_file(MODEL_STATE, portable(state), trainer.beat)
+        state = portable(state)
+        model_state = store.save_file(MODEL_STATE, state, trainer.beat)
+        with keep_beating(trainer.beat):
+            exported = export_model(recipe, state, store.storage.url)
         peak_memory[0] = _peak_memory(world)
         current.results = {
             "model_state_url": model_state,
@@ -140,7 +143,7 @@ def train(
         }
 
 
-def _describe(trainer: Trainer, process: RankProcess) -> dict[str, Any]:
+def _describe(trainer: Trainer, data: Mapping[str, str], process: RankProcess) -> dict[str, Any]:
     """Return what is known of the run before its first step, by its name in `events.RunStarted`."""
     recipe, world, model, config = trainer.recipe, trainer.world, trainer.model, trainer.config
     on_gpu = world.device.type == "cuda"

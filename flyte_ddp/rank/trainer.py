@@ -166,8 +166,8 @@ class Trainer:
 
         for shard in shards:
             self.optimizer.zero_grad()
-            loss_sum, own_targets, num_targets, seconds = compute_gradients(
-                self.replica, self.recipe, config, self.world, shard, batches, progress.step
+            loss_sum, own_targets, num_targets = compute_gradients(
+                self.replica, self.recipe, config, self.world, shard, batches, progress.step, self.pace
             )
             log_sums.add(loss_sum, own_targets, num_targets, shard.num_samples)
             is_logged = (progress.step + 1) % config.log_interval == 0 or progress.step == 0

@@ -21,7 +21,7 @@ import torch
 
 from flyte_ddp.__main__ import main
 from tests.kubernetes.conftest import IMAGE, ROOT, Namespace, apply, eventually, kubectl, small_cluster
-from tests.kubernetes.driver import FUNCTION
+from tests.kubernetes.driver import FUNCTION, FUNCTIONS, SPLIT_FUNCTION, SPLIT_SAMPLES, train_split
 from tests.kubernetes.store import Store
 
 RECIPE = "tests.support.recipes.Dropping"
@@ -36,6 +36,7 @@ CONFIGS = {
     "tainted": SEES_NO_CHECKPOINT,
     "headless": SEES_NO_CHECKPOINT,
     "counted": {"num_steps": 60},
+    "split": {"epochs": 3},
 }
 STEP_SECONDS = "0.4"  # an epoch is long enough to be met in the middle
 ALONE_SECONDS = "4"  # of a step on one node: a mended node is there before the run is finished
@@ -228,6 +229,28 @@ def test_a_deleted_worker_pod_of_a_split_model_costs_no_step(bereaved: Bereaved,
     torch.testing.assert_close(store.state("bereaved"), store.state("undisturbed"))
 
 
+def test_a_function_with_a_split_model_loses_no_sample_to_a_worker_that_is_lost_and_comes_back(
+    start: Callable[..., Driver], namespace: Namespace, store: Store
+) -> None:
+    num_steps = CONFIGS["split"]["epochs"] * -(-SPLIT_SAMPLES // 4)
+    driver = start("split", "split", recipe=SPLIT_FUNCTION, max_restarts=1, node_timeout=PATIENT)
+    driver.wait_for_checkpoint("split", store)
+    pod = driver.pods("worker")[0]["metadata"]["name"]
+    namespace.kubectl("exec", pod, "--", "bash", "-c", KILL_UNANNOUNCED)
+    driver.succeeded()
+    print([each["log"] for each in driver.losses_of_gang()])
+    assert driver.departures() == []
+    assert [each["world_size"] for each in driver.records(run="split", event="RunStarted")] == [2, 2]
+    _, resumed = driver.records(run="split", event="CheckpointLoaded")
+    assert 0 < resumed["step"] < num_steps
+    again = [each["step"] for each in driver.records(run="split", event="Reported") if each["at"] > resumed["at"]]
+    assert again == list(range(resumed["step"] + 1, num_steps + 1))
+    driver.print_pauses("split")
+    (finished,) = driver.records(run="split", event="RunFinished")
+    found = cloudpickle.loads(ast.literal_eval(finished["value"]))
+    torch.testing.assert_close(found, flyte_ddp.run(train_split, CONFIGS["split"]["epochs"], nproc_per_node=2))
+
+
 def test_store_outages_in_mid_training_and_at_a_restart_cost_only_time(
     start: Callable[..., Driver], namespace: Namespace, store: Store, bereaved: Bereaved
 ) -> None:
@@ -293,8 +316,7 @@ def test_a_drained_or_tainted_node_costs_a_recipe_and_a_function_no_step_and_the
     driver.succeeded()
     assert len(driver.departures()) == 2
     assert driver.losses_of_gang() == []
-    for run in ("drained", "tainted"):
-        driver.print_pauses(run)
+    for run in ("drained", "tainted"):  # the second one is split
         assert [each["world_size"] for each in driver.records(run=run, event="RunStarted")] == [2, 1, 2]
         assert driver.steps(run) == list(range(1, 2 * STEPS_PER_EPOCH + 1)), "a step was lost or done again"
         torch.testing.assert_close(store.state(run), finished_run("Tiny", 2, **CONFIG).state())

@@ -205,6 +205,12 @@ class Text(Recipe):
 
         return generate_text(model, self.prompt, SAMPLE_TOKENS, SAMPLE_TEMPERATURE, SAMPLE_TOP_P)  # type: ignore[arg-type]
 
+    def export(self, state: Mapping[str, Any]) -> Mapping[str, bytes]:
+        """Return the model and its tokenizer as a directory of transformers."""
+        from flyte_ddp.recipes.text.export import transformers_files
+
+        return transformers_files(state)
+
     def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
         """Show the last token of each window, with the text before it."""
         tokenizer = self._tokenizer()
