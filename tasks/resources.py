@@ -15,6 +15,7 @@ from typing import Any
 from flytekit import Cache, Resources
 from flytekit.extras.accelerators import GPUAccelerator
 
+from flyte_ddp.cluster.config import GRACE_VARIABLE
 from flyte_ddp.config.source_code import digest_of, recipe_packages
 from flyte_ddp.flytekit_plugin.frame import MLFLOW_SECRET, WANDB_SECRET
 from flyte_ddp.flytekit_plugin.pods import pod_with
@@ -74,26 +75,31 @@ def _requested(num_gpus: int) -> dict[str, str]:
     return {REQUESTED_VARIABLE: str(num_gpus)} if num_gpus else {}
 
 
-def metrics_environment(port: int) -> dict[str, str]:
-    """Return the variable by which a training task serves its figures at `port`; none for 0."""
-    return {PORT_VARIABLE: str(port)} if port else {}
+def training_pod(grace: int, port: int, **environment: str) -> dict[str, Any]:
+    """Return the options of a task that trains by which its pod has time for a last checkpoint, and serves its figures.
+
+    Args:
+        grace: seconds from SIGTERM until the pod is killed, as its ranks know too.
+        port: of the figures, which the pod declares for the PodMonitor; 0 is none.
+        environment: other variables.
+    """
+    ports = {PORT_NAME: port} if port else {}
+    serving = {PORT_VARIABLE: str(port)} if port else {}
+    return {
+        "environment": {**environment, **serving, GRACE_VARIABLE: str(grace)},
+        "pod_template": pod_with(grace, ports),
+    }
 
 
-def metrics_pod(port: int) -> PodTemplate | None:
-    """Return the template by which a training task's pod declares `port` for the PodMonitor; None for 0."""
-    return declare_port(PORT_NAME, port) if port else None
-
-
-_METRICS = metrics_environment(SETTINGS.metrics_port)
+_PODS = (SETTINGS.termination_grace, SETTINGS.metrics_port)
 SMALL_TASK: dict[str, Any] = {**_resources(SETTINGS.small), "environment": _CODE}
 TRAINING_TASK: dict[str, Any] = {
     **_resources(SETTINGS.training, SETTINGS.gpus),
-    "environment": {**_CODE, **WANDB_ENVIRONMENT, **_METRICS, **_requested(SETTINGS.gpus)},
+    **training_pod(*_PODS, **_CODE, **WANDB_ENVIRONMENT, **_requested(SETTINGS.gpus)),
     # Ranks and loader processes pass tensors through /dev/shm, which a container otherwise has 64 MB of.
     "shared_memory": f"{SETTINGS.training.shared_memory_gib}Gi",
     "retries": 3,
     "interruptible": True,  # a preempted attempt resumes from its checkpoint
-    "pod_template": metrics_pod(SETTINGS.metrics_port),
     **({"accelerator": GPUAccelerator(SETTINGS.gpu_type)} if SETTINGS.gpu_type else {}),
 }
 
@@ -108,10 +114,9 @@ EVALUATION_TASK: dict[str, Any] = {
 
 DRIVER_TASK: dict[str, Any] = {
     **_resources(SETTINGS.driver),
-    "environment": {**_CODE, **WANDB_ENVIRONMENT, **_METRICS},
+    **training_pod(*_PODS, **_CODE, **WANDB_ENVIRONMENT),
     "retries": 3,
     "interruptible": False,  # its loss ends the whole gang
-    "pod_template": metrics_pod(SETTINGS.metrics_port),
 }
 
 

@@ -754,6 +754,46 @@ def start(timeout: float = 20) -> None:
         raise AssertionError("started")
 
 
+def test_a_drain_tells_in_one_line_what_becomes_of_each_pod(
+    api_server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def pod(name: str, grace: int, **metadata: str) -> dict[str, Any]:
+        labels = {"dask.org/component": "worker"}
+        known = {"name": name, "namespace": "team", "uid": name, "labels": labels, **metadata}
+        return {"metadata": known, "spec": {"containers": [], "terminationGracePeriodSeconds": grace}, "status": {}}
+
+    workers = [pod("well", 60), pod("short", 5), pod("told", 60, deletionTimestamp="2026-01-01T00:00:00Z")]
+    node = {"metadata": {"name": "node-1"}}
+    answers, reply = {"/nodes": {"items": [node]}, "/nodes/node-1": node, "/pods": {"items": []}}, api_server.reply
+
+    def answer(method: str, path: str, body: Any) -> tuple[int, Any]:
+        if ("/pods/" in path and method == "GET") or path.endswith("/nodes/node-of-nobody"):
+            return 404, {"message": "not found"}
+        if "component%3Dscheduler" in path:
+            return 200, {"items": []}
+        return reply(method, path, body)
+
+    api_server.answers, api_server.reply = answers, answer  # type: ignore[method-assign]
+    assert main(["drain", "node-1"]) == 0
+    assert capsys.readouterr().out == "node-1 has no pod of a run: nothing to do\n"
+    assert {method for method, _ in api_server.requests} == {"GET"}, "its pods may still come"
+    assert main(["drain", "node-of-nobody"]) == 2
+    assert capsys.readouterr().err == "error: node: expected one of node-1, got 'node-of-nobody'\n"
+    answers["/pods"]["items"] = workers
+    assert main(["drain", "node-1"]) == 0
+    assert re.sub(r"\d+ s$", "N s", capsys.readouterr().out, flags=re.M).splitlines() == [
+        "node-1 takes no new pods; to undo that: kubectl uncordon node-1",
+        "team/well is told to go, and has N s",
+        "team/short: expected a grace of at least 10 s for a last checkpoint, got N s",
+        "team/short is told to go, and has N s",
+        "team/told leaves already: it is not told again, because a second SIGTERM would end it at once",
+        *(f"team/{name} has left after N s" for name in ("well", "short", "told")),
+    ]
+    assert [path for method, path in api_server.requests if method == "POST"] == [
+        f"/api/v1/namespaces/team/pods/{name}/eviction" for name in ("well", "short")
+    ]
+
+
 def test_a_pod_that_its_queue_holds_back_is_explained(api_server: ApiServer) -> None:
     labels = {"kueue.x-k8s.io/queue-name": "vision", "kueue.x-k8s.io/pod-group-name": "ddp-run"}
     gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": "non-empty gates"}

@@ -148,24 +148,22 @@ def test_a_checkpoint_that_the_store_does_not_have_yet_is_seen():
 
 
 def test_nothing_is_served_unless_registration_asked_for_it(monkeypatch):
-    from tasks.resources import DRIVER_TASK, TRAINING_TASK, metrics_environment, metrics_pod
+    from tasks.resources import DRIVER_TASK, TRAINING_TASK, training_pod
 
     monkeypatch.delenv(PORT_VARIABLE, raising=False)
     assert requested_port() == 0
-    assert metrics_environment(0) == {}
-    assert metrics_pod(0) is None
     for each in (DRIVER_TASK, TRAINING_TASK):
         assert PORT_VARIABLE not in each["environment"]
-        assert each["pod_template"] is None
-    for name, value in metrics_environment(9464).items():
+        assert each["pod_template"].pod_spec.containers[0].ports is None
+    for name, value in training_pod(60, 9464)["environment"].items():
         monkeypatch.setenv(name, value)
     assert requested_port() == 9464
 
 
 def test_the_pod_of_a_training_task_declares_the_port_that_the_pod_monitor_names():
-    from tasks.resources import TRAINING_TASK, metrics_environment, metrics_pod
+    from tasks.resources import TRAINING_TASK, training_pod
 
-    @task(**{**TRAINING_TASK, "environment": metrics_environment(9500), "pod_template": metrics_pod(9500)})
+    @task(**{**TRAINING_TASK, **training_pod(60, 9500)})
     def train() -> None: ...
 
     image = Image("default", "registry.example.com/flyte-ddp", "1")
@@ -175,6 +173,8 @@ def test_the_pod_of_a_training_task_declares_the_port_that_the_pod_monitor_names
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     assert container["ports"] == [{"name": endpoint["port"], "containerPort": 9500}]
     assert {"name": PORT_VARIABLE, "value": "9500"} in container["env"]
+    assert pod.pod_spec["terminationGracePeriodSeconds"] == 60
+    assert {"name": GRACE_VARIABLE, "value": "60"} in container["env"]
     assert container["name"] == train.get_config(None)["primary_container_name"]
     assert container["image"] == "registry.example.com/flyte-ddp:1"
     assert container["resources"]["requests"] == container["resources"]["limits"]

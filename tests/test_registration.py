@@ -12,12 +12,16 @@ from pathlib import Path
 
 import pytest
 from flyteidl.admin import launch_plan_pb2, task_pb2, workflow_pb2
-from flyteidl.core import tasks_pb2, types_pb2
+from flyteidl.core import literals_pb2, tasks_pb2, types_pb2
 from flyteidl.core.execution_pb2 import WorkflowExecution
+from google.protobuf.json_format import MessageToDict
+
+from flyte_ddp.cluster.config import GRACE_VARIABLE
 
 REPOSITORY = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 IMAGE = "registry.example.com/flyte-ddp:7"
+RESOURCES = {"cpu": "CPU", "memory": "MEMORY", "ephemeral-storage": "EPHEMERAL_STORAGE", "gpu": "GPU"}
 
 PROFILES = {
     "sandbox": {"SANDBOX": "1"},
@@ -67,6 +71,24 @@ class Package:
     tasks: dict[str, tasks_pb2.TaskTemplate]
     workflows: dict[str, workflow_pb2.WorkflowSpec]
     launch_plans: dict[str, launch_plan_pb2.LaunchPlanSpec]
+    graces: dict[str, int | None] = dataclasses.field(default_factory=dict)  # seconds, of the tasks' pods
+
+
+def move_to_container(template):
+    """Have a task that describes its pod name that pod's container; return the pod's grace, if it names one."""
+    if not template.HasField("k8s_pod"):
+        return None
+    spec = MessageToDict(template.k8s_pod.pod_spec)
+    (container,) = spec["containers"]
+    assert container["name"] == template.config["primary_container_name"]
+    given = template.container
+    given.image, given.args[:] = container["image"], container["args"]
+    given.env.extend(literals_pb2.KeyValuePair(key=each["name"], value=each["value"]) for each in container["env"])
+    for kind in ("requests", "limits"):
+        for name, value in container["resources"][kind].items():
+            number = tasks_pb2.Resources.ResourceName.Value(RESOURCES[name])
+            getattr(given.resources, kind).add(name=number, value=value)
+    return spec["terminationGracePeriodSeconds"]
 
 
 def clean_environment(**changes):
@@ -98,6 +120,7 @@ def package(request, tmp_path_factory):
             kind = member.name.removesuffix(".pb").rpartition("_")[2]
             if kind == "1":
                 template = task_pb2.TaskSpec.FromString(contents).template
+                found.graces[template.id.name] = move_to_container(template)
                 found.tasks[template.id.name] = template
             elif kind == "2":
                 spec = workflow_pb2.WorkflowSpec.FromString(contents)
@@ -135,6 +158,13 @@ def test_every_task_runs_in_the_image_with_requests_equal_to_limits(package):
         assert all(requests[:3]), f"{name}: CPU, memory and disk"
         if name in KNOWN:
             assert requests == KNOWN[name].resources[package.profile], name
+
+
+def test_the_pods_of_tasks_that_train_have_time_for_a_last_checkpoint_as_their_ranks_know(package):
+    for name in KNOWN:
+        told = {pair.key: pair.value for pair in package.tasks[name].container.env}.get(GRACE_VARIABLE)
+        expected = 60 if KNOWN[name].secret else None
+        assert (package.graces[name], told) == (expected, expected and str(expected)), name
 
 
 def test_a_task_with_a_gpu_names_its_type_and_has_shared_memory(package):

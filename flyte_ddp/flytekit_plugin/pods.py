@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from flytekit import PodTemplate, Resources
@@ -94,12 +95,18 @@ def describe_pods(options: dict[str, Any]) -> dict[str, Any]:
     return pods
 
 
-def declare_port(name: str, number: int) -> PodTemplate:
-    """Return the template of a task's pod that declares a port, by whose name others find it."""
+def pod_with(grace: int, ports: Mapping[str, int]) -> PodTemplate:
+    """Return the template of a task's pod.
+
+    Args:
+        grace: seconds from SIGTERM until it is killed.
+        ports: that it declares, by the names by which others find them.
+    """
     from kubernetes.client import V1Container, V1ContainerPort, V1PodSpec
 
-    container = V1Container(name=PRIMARY_CONTAINER, ports=[V1ContainerPort(name=name, container_port=number)])
-    return PodTemplate(V1PodSpec(containers=[container]), PRIMARY_CONTAINER)
+    declared = [V1ContainerPort(name=name, container_port=number) for name, number in ports.items()]
+    container = V1Container(name=PRIMARY_CONTAINER, ports=declared or None)
+    return PodTemplate(V1PodSpec(containers=[container], termination_grace_period_seconds=grace), PRIMARY_CONTAINER)
 
 
 def describe_elastic(gang: Gang, run_policy: Any) -> dict[str, Any]:

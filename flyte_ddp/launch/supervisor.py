@@ -202,7 +202,7 @@ class _Ranks:
                 if has_exited:
                     self._note_death(rank)
             self._relay_logs()
-            if self.failures and time.monotonic() - self.failures[0][1] >= self._grace():
+            if self.failures and not self._is_keeping() and time.monotonic() - self.failures[0][1] >= self._grace():
                 raise self._root_cause() if self.sent_deadline is None else self._stopped(stop)
             if preparation and not has_data and preparation.is_done:
                 has_data = True

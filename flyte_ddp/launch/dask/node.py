@@ -56,7 +56,7 @@ class DriverLink(Link):
     def kill_ranks(self, reason: str) -> None:
         """Have the ranks killed, wait for the end of the attempt, and exit this process if it does not come."""
         super().kill_ranks(reason)
-        if not self.is_over.wait(KILL_GRACE):
+        if not self.is_over.wait(KILL_GRACE + self.stop.keeps_state * KEEP_TIMEOUT):
             os._exit(1)  # the ranks kill themselves when their pipe to this process ends
 
     def _write(self, message: dict[str, Any]) -> None:
