@@ -59,8 +59,9 @@ def test_a_worker_that_a_gang_may_get_has_a_server_of_ranks_before_its_first_att
     address, pid = client.run(os.getpid).popitem()
     code = packed_code(recipe_program("digits", dask_config()))
     call_workers(client, [address], worker.install, "training-x", code)
-    call_workers(client, [address], worker.call, "training-x", "prepare", ["json"])
-    assert eventually(servers)
+    prepare = worker.call, "training-x", "prepare", ["json"]
+    assert call_workers(client, [address], *prepare) == {address: False}
+    assert eventually(lambda: call_workers(client, [address], *prepare) == {address: True})
     (server,) = servers()
     assert "['json']" in str(server.cmdline())
     # The watch of the gang before may be late, when the next gang already trains here.
@@ -101,7 +102,7 @@ def test_a_worker_that_was_admitted_to_an_attempt_is_not_prepared_for_it_and_kee
     supervisors = [worker.Supervisor(process, None, None, None) for _ in range(2)]
     monkeypatch.setattr(plugin, "_start", None)
     plugin.admitted = {"attempt": None}
-    plugin.prepare(["json"])
+    assert plugin.prepare(["json"])
     assert [plugin._keep(each) for each in supervisors] == [True, False]
     assert plugin.idle is supervisors[0]
     process.kill()

@@ -178,6 +178,10 @@ class Present:
         ]
         return [each for each in every if each.address not in {*leave_out, *self.unfit}]
 
+    def prepare(self, address):
+        self.prepared.append(address)
+        return address not in self.slow
+
     def mark_unfit(self, address, why):
         self.unfit[address] = why
 
@@ -190,7 +194,7 @@ def watch(monkeypatch):
         config = ClusterConfig(**{"num_nodes": sizes[0], "grow_delay": 30, **config})
         gang = [worker(name, "10.0.0.1", present.gpus) for name in gang]
         monkeypatch.setattr(growth.GrowthWatch, "_run", lambda self: None)
-        made = growth.GrowthWatch(gang, sizes, config, present, present.prepared.append, check, not_before, 60)
+        made = growth.GrowthWatch(gang, sizes, config, present, present.prepare, check, not_before, 60)
 
         def seen(seconds):
             monkeypatch.setattr(growth.time, "monotonic", lambda: seconds)
@@ -230,6 +234,19 @@ def test_a_newcomer_is_prepared_shortly_before_a_growth_which_is_not_late(watch)
     assert seen(400) == 2
 
 
+def test_a_gang_trains_on_until_the_ranks_of_a_newcomer_can_start_at_once(watch):
+    address = worker("w-2", "10.0.0.1").address
+    present = Present(("w-1", "w-2"), slow={address})
+    seen = watch(present, ["w-1"], [2, 1], grow_delay=1)
+    assert [seen(100), seen(101), seen(102)] == [0, 0, 0]
+    assert seen.pause == growth.WATCH_INTERVAL
+    present.slow.clear()
+    assert [seen(103), seen(104)] == [2, 2]
+    assert present.prepared == [address] * 4
+    stuck = watch(Present(("w-1", "w-2"), slow={address}), ["w-1"], [2, 1], grow_delay=1)
+    assert [stuck(100), stuck(160), stuck(161)] == [0, 0, 2]  # it may import for as long in the gang
+
+
 def test_only_as_many_newcomers_are_prepared_as_a_growth_needs_and_those_that_came_first_join(watch):
     others = tuple(f"w-{number}" for number in range(10))
     gang, sizes = ["w-a", "w-b"], [4, 3, 2]
@@ -256,9 +273,7 @@ def test_a_watch_that_is_over_prepares_no_worker_and_is_waited_for():
 
     present.present_workers = present_workers
     gang = [worker("w-1", "10.0.0.1")]
-    made = growth.GrowthWatch(
-        gang, [2, 1], ClusterConfig(grow_delay=0), present, present.prepared.append, None, 0.0, 60
-    )
+    made = growth.GrowthWatch(gang, [2, 1], ClusterConfig(grow_delay=0), present, present.prepare, None, 0.0, 60)
     assert is_asked.wait(30)
     made.close()
     may_answer.set()

@@ -79,6 +79,14 @@ def start_server(modules: Sequence[str]) -> bool:
     return True
 
 
+def wait_for_server() -> None:
+    """Return when the server of ranks has imported its modules, or has died: it forks nothing before that."""
+    probe = ForkedProcess(target=int, name="probe", daemon=True)
+    with contextlib.suppress(EOFError, OSError):
+        probe.start()
+        probe.join()
+
+
 def kill_server() -> None:
     """Kill this process's server of ranks, because it does not answer. The next start makes another one."""
     pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ from flyte_ddp.launch.dask.roll_call import RollCall
 from flyte_ddp.launch.failures import natural_key
 
 WATCH_INTERVAL = 0.5  # seconds between two looks at the workers outside the gang
+PREPARATION_TIMEOUT = 60.0  # seconds for which a gang does not take a worker whose ranks could not start at once
 REPLACEMENT_DELAY = 5.0  # seconds for a replacement to import what its ranks need, while the gang still trains
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,8 @@ class GrowthWatch:
     Args:
         gang: the workers of the gang.
         sizes: the numbers of nodes at which the run can go on, largest first.
-        prepare: called with the address of a worker that the gang may get, so that its ranks start sooner.
+        prepare: called with the address of a worker that the gang may get, so that its ranks start sooner; again until
+            it returns True, when they start at once.
         check_nodes: raises ConfigError if one of the nodes given cannot take part, and any error if the gang could not
             save its state just now.
         not_before: monotonic time before which the gang may not grow.
@@ -44,7 +46,7 @@ class GrowthWatch:
         sizes: Sequence[int],
         config: ClusterConfig,
         roll_call: RollCall,
-        prepare: Callable[[str], None],
+        prepare: Callable[[str], bool],
         check_nodes: Callable[[Sequence[DaskNode]], None],
         not_before: float,
         grace: float,
@@ -60,7 +62,7 @@ class GrowthWatch:
         self.members: frozenset[str] = frozenset()  # addresses of the workers of the next gang, once it is possible
         self.leaving: frozenset[str] = frozenset()  # addresses of workers of the gang that the next one goes without
         self._first_seen: dict[str, float] = {}  # when each idle worker was first seen, of those seen ever since
-        self._prepared: set[str] = set()  # addresses of idle workers
+        self._prepared: set[str] = set()  # addresses of idle workers whose ranks start at once
         self._problem = ""  # the latest, to log each once
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="growth", daemon=True)
@@ -125,10 +127,15 @@ class GrowthWatch:
         self._prepared &= {each.address for each in idle}
         if now >= self._not_before - self._delay:  # earlier, what is prepared would end before it is needed
             for each in self._newcomers(idle):
-                if each.address not in self._prepared and not self._is_over.is_set():
+                if each.address not in self._prepared and not self._is_over.is_set() and self.prepare(each.address):
                     self._prepared.add(each.address)
-                    self.prepare(each.address)
-        settled = [each for each in idle if now - self._first_seen[each.address] >= self._delay]
+        seen = {each.address: now - self._first_seen[each.address] for each in idle}
+        settled = [
+            each
+            for each in idle
+            if seen[each.address] >= self._delay
+            and (each.address in self._prepared or seen[each.address] >= self._delay + PREPARATION_TIMEOUT)
+        ]
         newcomers = self._newcomers(settled)
         if not newcomers or now < self._not_before or self._is_over.is_set():
             return frozenset()

@@ -17,6 +17,7 @@ from flyte_ddp.launch.process.ranks import NodeRanks
 
 BEAT_INTERVAL = 1.0  # seconds between two heartbeats, in either direction
 PREPARE = "prepare"  # the worker's command: start the server of ranks, before the first attempt; its modules follow
+PREPARED = "prepared"  # the line that answers it, when the server has imported them
 END_OF_ATTEMPT = ""  # the line after the last message of an attempt
 
 _BYTES = "base64"  # the key of bytes in JSON

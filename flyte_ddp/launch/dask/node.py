@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from flyte_ddp import events
-from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, END_OF_ATTEMPT, PREPARE, NodeJob, encode
+from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, END_OF_ATTEMPT, PREPARE, PREPARED, NodeJob, encode
 from flyte_ddp.launch.node import KILL_GRACE, Link, run_ranks
 from flyte_ddp.launch.process.memory import KEEP_TIMEOUT, NodeMemory
 from flyte_ddp.launch.rank_start import start_server, wait_for_server
@@ -124,6 +124,7 @@ def _listen(commands: BinaryIO, messages: BinaryIO, attempts: queue.SimpleQueue[
                 attempts.put((node_job, link))
             elif text.startswith(f"{PREPARE} "):
                 start_server(text.split()[1:])
+                threading.Thread(target=_report_server, args=(messages,), name="prepare", daemon=True).start()
             elif link:
                 link.obey(text)
     except Exception:

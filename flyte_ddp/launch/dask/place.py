@@ -131,6 +131,7 @@ class DaskPlace:
         if previous.is_announced:
             leaving = {node.address for node in self._latest.nodes if node.is_leaving}
             own = frozenset(node.address for node in self._latest.nodes)
+            self._roll_call.silent |= leaving  # one that is just closing does not answer
             return (self._latest.growth.members or own) - leaving, patience
         self._roll_call.silent |= {node.address for node in self._latest.nodes if node.is_silent}
         # Without the loss of a node the same ones go on: for a larger gang the watch waits.
@@ -187,10 +188,15 @@ class DaskPlace:
             sizes = [len(nodes)]  # nothing is kept that a larger gang could go on from
         probe = Storage(run.job.checkpoints, timeout=0)
 
-        def prepare(address: str) -> None:
-            if modules := run.job.program.slow_imports:
+        installed: set[str] = set()
+
+        def prepare(address: str) -> bool:
+            modules = run.job.program.slow_imports
+            if modules and address not in installed:
                 call_workers(self.client, [address], worker.install, run.name, self._code)
-                call_workers(self.client, [address], worker.call, run.name, "prepare", modules)
+                installed.add(address)
+            call = (worker.call, run.name, "prepare", modules)
+            return not modules or call_workers(self.client, [address], *call)[address] is True
 
         def check_nodes(newcomers: Sequence[DaskNode]) -> None:
             probe.names()  # while the store is away, the gang could not save its state

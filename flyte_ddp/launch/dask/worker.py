@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import io
 import os
+import select
 import shutil
 import signal
 import socket
@@ -59,6 +60,12 @@ class Supervisor:
     commands: BinaryIO
     messages: BinaryIO
     listeners: socket.socket  # takes the listening socket of a rendezvous over
+    has_run: bool = False  # an attempt
+
+    @property
+    def is_prepared(self) -> bool:
+        """Its ranks start at once: it has run some, or has answered that it is prepared. For one that is idle."""
+        return self.has_run or bool(select.select([self.messages], [], [], 0)[0])
 
     def begin(self, job: str, listener: socket.socket | None) -> None:
         """Hand an attempt over. Raises BrokenPipeError if the process has ended."""
@@ -130,13 +137,20 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             idle.end()
         shutil.rmtree(self.outputs, ignore_errors=True)  # those of rank 0's node are at their URL
 
-    def prepare(self, modules: Sequence[str]) -> None:
-        """Start a supervisor with a server of ranks that imports `modules`, if there is none, for the next attempt."""
+    def prepare(self, modules: Sequence[str]) -> bool:
+        """Start a supervisor with a server of ranks that imports `modules`, if there is none, for the next attempt.
+
+        Returns:
+            True when it has imported them, or where an attempt runs already.
+        """
         with self.lock:
-            if self.idle is None and not self.supervisors and not self.admitted:
+            if self.supervisors or self.admitted:
+                return True
+            if self.idle is None:
                 self.idle = self._start()
                 self.idle.commands.write(f"prepare {' '.join(modules)}\n".encode())
                 self.idle.commands.flush()
+            return self.idle.is_prepared
 
     def admit(self, attempt: str, meets_here: bool) -> tuple[str, int]:
         """Prepare for an attempt, and end what is left of earlier ones here.
@@ -174,6 +188,8 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         is_ready = False  # for another attempt
         try:
             for line in supervisor.messages:
+                if line == b"prepared\n":
+                    continue
                 is_ready = line == b"\n"
                 if is_ready:
                     break
@@ -231,6 +247,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         with self.lock:
             if self.is_over or self.idle or supervisor.process.poll() is not None:
                 return False
+            supervisor.has_run = True
             self.idle = supervisor
         return True
 
