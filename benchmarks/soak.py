@@ -275,7 +275,8 @@ def _train_and_keep(name: str, place: str, epochs: int, step_seconds: float) -> 
     results = PROGRAMS[name](Task(place, NUM_SAMPLES, BATCH_SIZE, epochs, SAVE_STEPS, step_seconds))
     if os.environ["RANK"] == "0":
         weights = {f"weights.{number}": each for number, each in enumerate(results["weights"])}
-        torch.save({"seen": results["counts"][0] * (LEARNING_RATE / BATCH_SIZE), **weights}, f"{place}/model_state.pt")
+        seen, (loss,) = results["counts"][0] * (LEARNING_RATE / BATCH_SIZE), results["loss"]
+        torch.save({"seen": seen, "loss": loss, **weights}, f"{place}/model_state.pt")
     return b""
 
 
@@ -301,6 +302,7 @@ def _report(arguments: argparse.Namespace, epochs: int, faults: Faults, director
         "samples lost": f"{lost} of {epochs * NUM_SAMPLES:,}",
         "samples trained twice": str(doubled),
         "weights": f"differ by {difference:.2g}" if difference else "those of an undisturbed run",
+        **({"loss": " beside ".join(f"{state['loss']:.6f}" for state in states)} if "loss" in states[0] else {}),
         "wall time": f"{spent.wall:.0f} s",
         "goodput": f"{100 * spent.goodput:.1f} %",
         **{name.replace("_", " "): f"{seconds:.1f} s" for name, seconds in spent.parts().items()},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -626,9 +627,7 @@ def test_another_number_of_ranks_resumes_to_the_same_weights(tmp_path, one_epoch
 
 
 def _copy(directory, target):
-    (target / "checkpoints").mkdir()
-    for file in (directory / "checkpoints").iterdir():
-        (target / "checkpoints" / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(directory / "checkpoints", target / "checkpoints")
     return new_run(target)
 
 

@@ -22,6 +22,7 @@ from flyte_ddp.errors import (
 from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch.dask import calls, growth, nodes, place, roll_call
 from flyte_ddp.launch.dask.node import DriverLink
+from flyte_ddp.launch.policy import Ended
 from flyte_ddp.launch.process.programs import Job, recipe_program
 from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.studies.runner import resize_cluster
@@ -171,6 +172,7 @@ class Present:
     gpus: tuple = ("0",)
     unfit: dict = dataclasses.field(default_factory=dict)
     prepared: list = dataclasses.field(default_factory=list)  # addresses
+    slow: set = dataclasses.field(default_factory=set)  # addresses of those that have not imported torch yet
 
     def present_workers(self, leave_out=()):
         every = [

@@ -36,6 +36,7 @@ LAYERS = {
     "flyte_ddp.cluster": 2,
     "flyte_ddp.storage": 1,
     "flyte_ddp.config": 0,
+    "flyte_ddp.weights": 0,
     "flyte_ddp.events": 0,
     "flyte_ddp.errors": -1,
 }

@@ -20,7 +20,7 @@ import distributed  # noqa: F401 - adds its defaults to the configuration
 import pytest
 import yaml
 
-from flyte_ddp.__main__ import main as doctor
+from flyte_ddp.__main__ import main
 from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig, cluster_config, dask_config
 from flyte_ddp.cluster.connect import worker_end
 from flyte_ddp.cluster.kubernetes import api, lifecycle, orphans, preflight
@@ -686,7 +686,7 @@ class ApiServer:
                 self.end_headers()
                 self.wfile.write(text)
 
-            do_GET = do_POST = do_DELETE = answer
+            do_GET = do_POST = do_PATCH = do_DELETE = answer
 
             def log_message(self, *arguments: Any) -> None:
                 pass
@@ -1031,7 +1031,7 @@ def test_the_doctor_names_what_keeps_a_run_from_starting(
     answers: dict[str, Any], level: str, expected: str, api_server: ApiServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api_server.answers |= answers
-    assert doctor(["doctor", "--cluster", AUTOSCALED, "--tasks", TASKS]) == (level == "FAILED")
+    assert main(["doctor", "--cluster", AUTOSCALED, "--tasks", TASKS]) == (level == "FAILED")
     told = capsys.readouterr().out
     assert any(expected in line for line in told.splitlines() if line.startswith(level)), told
     assert ("could start" in told) is (level != "FAILED")
@@ -1053,7 +1053,7 @@ def test_the_doctor_looks_for_room_and_for_the_image_on_the_nodes(
 ) -> None:
     api_server.answers |= nodes(*found)
     tasks = '{"driver": {"cpu": "1", "memory": "2Gi"}}'
-    assert doctor(["doctor", "--cluster", json.dumps(FIXED), "--tasks", tasks]) == (level == "FAILED")
+    assert main(["doctor", "--cluster", json.dumps(FIXED), "--tasks", tasks]) == (level == "FAILED")
     told = capsys.readouterr().out
     assert any(expected in line for line in told.splitlines() if line.startswith(level)), told
 
@@ -1063,7 +1063,7 @@ def test_an_image_that_no_node_has_is_an_obstacle_where_none_is_pulled(
 ) -> None:
     never = {**FIXED, "kubernetes": {**FIXED["kubernetes"], "image_pull_policy": "Never"}}  # type: ignore[dict-item]
     api_server.answers |= nodes(node(cpu="8"))
-    assert doctor(["doctor", "--cluster", json.dumps(never)]) == 1
+    assert main(["doctor", "--cluster", json.dumps(never)]) == 1
     assert "no node has the image train:1, and image_pull_policy is Never" in capsys.readouterr().out
 
 
@@ -1106,12 +1106,12 @@ def test_the_doctor_asks_the_api_server_for_a_tasks_pod_as_flyte_makes_it(
     template = {"spec": {"securityContext": {"runAsUser": 1}, "containers": [{"name": "default", "tty": True}]}}
     api_server.answers["/podtemplates/own"] = {"metadata": {"name": "own"}, "template": template}
     command = ["doctor", "--cluster", AUTOSCALED, "--tasks", TASKS]
-    assert doctor(command) == 1
+    assert main(command) == 1
     assert "set Flyte's `plugins.k8s.default-pod-template-name: flyte-ddp`" in capsys.readouterr().out
-    assert doctor([*command, "--pod-template", "own"]) == 0
+    assert main([*command, "--pod-template", "own"]) == 0
     setting = {"inline.yaml": "plugins:\n  k8s:\n    default-pod-template-name: own\n"}
     api_server.answers["/configmaps"] = {"items": [{"metadata": {"name": "flyte"}, "data": setting}]}
-    assert doctor(command) == 0
+    assert main(command) == 0
     (container,) = asked[-1]["containers"]
     assert (container["tty"], container["name"]) == (True, "task")
     assert {"cpu": "1", "memory": "3Gi"} in [each["containers"][0].get("resources", {}).get("limits") for each in asked]
@@ -1121,15 +1121,15 @@ def test_the_doctor_names_the_namespace_that_it_checks(
     api_server: ApiServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["doctor", "--cluster", AUTOSCALED]
-    assert doctor(command) == 0
+    assert main(command) == 0
     assert capsys.readouterr().out.startswith("ok       namespace team is checked, that of the kubeconfig's context\n")
     monkeypatch.setattr("flyte_ddp.cluster.kubernetes.doctor.context_namespace", lambda: "")
     accounts = [{"metadata": {"name": "flyte-ddp", "namespace": name}} for name in ("a", "b")]
     api_server.answers["/api/v1/serviceaccounts"] = {"items": accounts[:1]}
-    assert doctor(command) == 0
+    assert main(command) == 0
     assert capsys.readouterr().out.startswith("ok       namespace a is checked, the only one with a service account")
     api_server.answers["/api/v1/serviceaccounts"] = {"items": accounts}
-    assert doctor(command) == 2
+    assert main(command) == 2
     assert "--namespace: expected one of a, b, which have a service account" in capsys.readouterr().err
     assert main([*command, "--namespace", "b"]) == 0
     assert capsys.readouterr().out.startswith("ok       namespace b is checked, which is named\n")
@@ -1161,7 +1161,7 @@ def test_the_doctor_knows_what_settings_toml_allows(
 ) -> None:
     file = tmp_path / "cluster.yaml"  # as the guide has it
     file.write_text("num_nodes: 1\nkubernetes: {autoscaled_nodes: true, env_from_secrets: [storage]}\n")
-    assert doctor(["doctor", "--cluster", str(file)]) == 1
+    assert main(["doctor", "--cluster", str(file)]) == 1
     told = capsys.readouterr().out
     assert "the tasks would refuse this cluster: cluster.kubernetes.env_from_secrets: expected none, because" in told
 
@@ -1170,12 +1170,12 @@ def test_the_doctor_has_one_line_for_what_it_may_not_see(
     api_server: ApiServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api_server.forbidden = "/limitranges"  # which nothing asks for
-    assert doctor(["doctor", "--cluster", AUTOSCALED]) == 0
+    assert main(["doctor", "--cluster", AUTOSCALED]) == 0
     told = capsys.readouterr().out
     assert 'unknown  the tasks\' own pods were not checked; pass --tasks "$(python -m tasks requests --json)"' in told
     assert "unknown  the version of the operator registry.example.com/operator:7 in namespace dask-operator" in told
     api_server.forbidden = ("/deployments", "/resourcequotas", "/nodes", "reviews", "/pods", "/networkpolicies")
-    assert doctor(["doctor", "--cluster", json.dumps(FIXED)]) == 2
+    assert main(["doctor", "--cluster", json.dumps(FIXED)]) == 2
     told = capsys.readouterr().out
     assert "FAILED" not in told
     assert "could start in" not in told
@@ -1183,7 +1183,7 @@ def test_the_doctor_has_one_line_for_what_it_may_not_see(
     for what in ("the operator", "the rights of tasks", "quotas", "nodes", "what the API server admits"):
         assert what in line
     assert "administrator" in line
-    assert doctor(["doctor", "--cluster", "nowhere.json"]) == 2
+    assert main(["doctor", "--cluster", "nowhere.json"]) == 2
     assert "--cluster: expected JSON or the name of a YAML file, got 'nowhere.json'" in capsys.readouterr().err
 
 
@@ -1192,7 +1192,7 @@ def test_the_doctor_waits_for_a_dead_api_server_once(
 ) -> None:
     api_server.http.server_close()
     monkeypatch.setattr(api, "time", SimpleNamespace(monotonic=time.monotonic))  # to sleep is an error
-    assert doctor(["doctor", "--cluster", AUTOSCALED]) == 2
+    assert main(["doctor", "--cluster", AUTOSCALED]) == 2
     told = capsys.readouterr()
     assert (told.out, told.err.count("\n")) == ("", 1)
     assert "error: the Kubernetes API server does not answer" in told.err

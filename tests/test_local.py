@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import re
@@ -250,7 +251,7 @@ def test_a_stall_names_the_rank_that_did_not_arrive_and_shows_each_stack_once(tm
 
 
 def test_a_stopped_rank_is_named_first_as_the_cause_of_a_stall(tmp_path, monkeypatch, survivors):
-    """It cannot write its stack."""
+    """It can neither write its stack nor answer."""
     monkeypatch.setenv("FAULT", "stop 1 5")
     run = new_run(tmp_path)
     run.relay = shorten_stall_timeout(run)

@@ -51,8 +51,13 @@ def left(failure, step=5, resumed=0):
         (left(None), {}, {}, LEAVE),
         (left(None), {"num_restarts": 3}, {"max_restarts": 3}, LEAVE),
         (left(None, 0), {}, {}, LEAVE),  # before the first step
+        (left(None, 7, 5), {}, {}, LEAVE),  # while a checkpoint is written
+        (left(None, 9, 9), {}, {}, LEAVE),  # in an evaluation, no step after the checkpoint
+        (left(None, 7, 5), {"previous": after(None, 5, 5)}, {}, LEAVE),  # while it grows, or just after that
         (left(None), {"previous": left(None)}, {}, LEAVE),  # another notice
         (left(None, 7), {"previous": left(None, 7)}, {}, LEAVE),  # at the same step
+        (left(None, 27, 20), {}, {}, LEAVE),  # in the last step, if the ranks do not just finish
+        (left(KILLED, 27, 20), {}, {}, LEAVE),  # and killed in it
         (left(LOST), {}, {}, LEAVE),  # it was gone before its time
         (left(KILLED), {}, {}, LEAVE),
         (left(ECHO), {}, {}, LEAVE),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -207,6 +208,18 @@ def test_a_new_project_has_the_files_of_this_checkout_and_trains_and_passes_its_
     assert status == 0, output
     program = "import flyte_ddp, tasks; from flyte_ddp.config.source_code import find_project; print(find_project())"
     assert run([installed], "-c", program, cwd=project) == (0, f"{project.resolve()}\n")
+
+
+def test_every_link_in_a_project_has_a_target(project):
+    pages = [page for page in project.rglob("*.md") if ".venv" not in page.parts]
+    assert {"README.md", "RUNBOOK.md", "pods.md"} <= {page.name for page in pages}
+    missing = [
+        (page.name, target)
+        for page in pages
+        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)\s]+)?\)", page.read_text())
+        if not (page.parent / target).exists()
+    ]
+    assert missing == []
 
 
 def test_a_project_of_another_kind_has_none_of_its_settings_read(installed, tmp_path):

@@ -44,7 +44,7 @@ class Cell:
         for fault in faults:
             (self.directory / "faults" / fault).touch()
 
-    def run(self, max_restarts=3, at_steps=(), stop=None, faults=True):
+    def run(self, max_restarts=3, at_steps=(), stop=None, faults=True, checkpoint_interval=2):
         """Run to the end, and return the value of the function, or the weights of the recipe."""
         directory = str(self.directory / "faults") if faults else ""
         if self.is_function:
@@ -53,7 +53,7 @@ class Cell:
         else:
             options = {
                 "recipe_options": {"faults": directory},
-                "checkpoint_interval": 2,
+                "checkpoint_interval": checkpoint_interval,
                 "stall_timeout": STALL_TIMEOUT,
             }
             program = recipe_program(RECIPE, resolve(get_recipe(RECIPE, {}).defaults, options))

@@ -6,6 +6,7 @@ import importlib
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -237,8 +238,8 @@ def test_only_a_function_that_has_reported_is_ended_by_the_stall_timeout(tmp_pat
     assert caught.value.kind == "stall"
     for rank in (0, 1):
         assert (tmp_path / f"reported-{rank}").exists()
-        assert f"--- rank {rank}, at step 1" in str(caught.value)
-    assert str(caught.value).count("in stand_still") == 2
+    assert "--- ranks 0 and 1, at step 1" in str(caught.value)
+    assert str(caught.value).count("in stand_still") == 1
 
 
 def test_a_function_that_never_reports_is_ended_when_all_ranks_but_one_wait_for_it():
@@ -250,14 +251,14 @@ def test_a_function_that_never_reports_is_ended_when_all_ranks_but_one_wait_for_
         begun = time.monotonic()
         while True:  # collectives that end, and for longer than the timeout
             dist.all_reduce(torch.ones(1))
-            if dist.get_rank():
+            if dist.get_rank() == 2:
                 time.sleep(0.01)
             dist.all_reduce(is_over := torch.tensor(float(time.monotonic() > begun + 5)))
             if is_over:
                 break
-        if dist.get_rank():
+        if dist.get_rank() == 2:
             stand_still()
-        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(77, 3))
 
     def stand_still():
         time.sleep(60)

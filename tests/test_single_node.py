@@ -372,14 +372,14 @@ def test_a_killed_rank_is_recoverable_and_a_bug_is_not(tmp_path, inputs):
     from flyteidl.core import errors_pb2
 
     kinds = {}
-    for attempt, fault in enumerate(("kill 1 2", "raise 1 2")):
+    for attempt, fault in enumerate(("kill 1 1", "raise 1 2")):
         error = error_of_pod(tmp_path / fault.split()[0], attempt, inputs, FAULT=fault)
         kinds[fault] = error.kind
         lines = [line.strip() for line in error.message.splitlines() if line.strip()]
         assert "rank 1" in lines[1], "the cause comes first"
         assert error.message.count("Traceback (most recent call last)") <= 1
         assert len(lines) < 50, "a screen"
-    assert kinds["kill 1 2"] == errors_pb2.ContainerError.RECOVERABLE
+    assert kinds["kill 1 1"] == errors_pb2.ContainerError.RECOVERABLE
     assert kinds["raise 1 2"] == errors_pb2.ContainerError.NON_RECOVERABLE
 
 
@@ -427,7 +427,8 @@ def sandbox_task():
 
 
 def resources_of(template, kind):
-    return {entry["name"]: entry["value"] for entry in template["container"]["resources"][kind]}
+    (container,) = template["k8sPod"]["podSpec"]["containers"]
+    return container["resources"][kind]
 
 
 def test_the_gpu_profile_requests_gpus_memory_disk_and_shared_memory():

@@ -123,7 +123,7 @@ def test_a_killed_rank_restarts_within_the_task_and_a_killed_pod_with_flytes_nex
     eventually(lambda: newest_step() >= 5, 600, "a checkpoint of the first attempt")
     kill_a_rank = "kill -KILL $(grep -l '[f]orkserver' /proc/[0-9]*/cmdline | cut -d/ -f3 | sort -n | tail -n 1)"
     flyte.namespace.kubectl("exec", pod, "--", "bash", "-c", kill_a_rank)
-    restarted = "restarts from its last checkpoint (restart 1 of at most 3): rank"
+    restarted = "(restart 1 of at most 3): rank"
     eventually(lambda: restarted in flyte.namespace.log(pod), 60, "a restart of the ranks")
     first_end = newest_step()
     eventually(lambda: newest_step() >= first_end + 5, 600, "a checkpoint after the restart")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import itertools
@@ -16,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cloudpickle  # type: ignore[import-untyped]
 import pytest
 import torch
 
+import flyte_ddp
 from flyte_ddp.__main__ import main
 from tests.kubernetes.conftest import IMAGE, ROOT, Namespace, apply, eventually, kubectl, small_cluster
 from tests.kubernetes.driver import FUNCTION, FUNCTIONS, SPLIT_FUNCTION, SPLIT_SAMPLES, train_split
@@ -33,7 +36,7 @@ SEES_NO_CHECKPOINT = {"checkpoint_interval": 1000}
 CONFIGS = {
     "bereaved": {"parallel": "fsdp", **SEES_NO_CHECKPOINT},
     "drained": SEES_NO_CHECKPOINT,
-    "tainted": SEES_NO_CHECKPOINT,
+    "tainted": {"parallel": "fsdp", **SEES_NO_CHECKPOINT},
     "headless": SEES_NO_CHECKPOINT,
     "counted": {"num_steps": 60},
     "split": {"epochs": 3},
@@ -139,7 +142,7 @@ def start(namespace: Namespace, store: Store, code: None) -> Callable[..., Drive
     """start(pod, *runs, **cluster): a driver that trains `runs` in turn; each is stored under its name."""
 
     def start(pod: str, *runs: str, recipe: str = RECIPE, alone_seconds: str = ALONE_SECONDS, **cluster: Any) -> Driver:
-        configs = {run: CONFIGS.get(run, {}) if recipe == FUNCTION else CONFIG | CONFIGS.get(run, {}) for run in runs}
+        configs = {run: CONFIGS.get(run, {}) if recipe in FUNCTIONS else CONFIG | CONFIGS.get(run, {}) for run in runs}
         orders = {
             "cluster": small_cluster(
                 image="",  # as of the driver's own pod
@@ -321,7 +324,7 @@ def test_a_drained_or_tainted_node_costs_a_recipe_and_a_function_no_step_and_the
         assert driver.steps(run) == list(range(1, 2 * STEPS_PER_EPOCH + 1)), "a step was lost or done again"
         torch.testing.assert_close(store.state(run), finished_run("Tiny", 2, **CONFIG).state())
 
-    driver = start("counted", "counted", recipe=FUNCTION, **elastic)
+    first, driver = driver, start("counted", "counted", recipe=FUNCTION, **elastic)
     driver.wait_for_step("counted", 5)
     (scheduler,) = driver.pods("scheduler")
     pod = next(each for each in driver.pods("worker") if each["spec"]["nodeName"] != scheduler["spec"]["nodeName"])
@@ -339,6 +342,8 @@ def test_a_drained_or_tainted_node_costs_a_recipe_and_a_function_no_step_and_the
         kubectl("uncordon", node)
     driver.succeeded()
     driver.print_pauses("counted")
+    for run in ("drained", "tainted"):  # now, because `capsys` has taken what was printed before
+        first.print_pauses(run)
     assert len(driver.departures()) == 1
     assert [each["world_size"] for each in driver.records(run="counted", event="RunStarted")] == [2, 1, 2]
     assert driver.steps("counted") == list(range(1, CONFIGS["counted"]["num_steps"] + 1))

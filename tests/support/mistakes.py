@@ -1,4 +1,7 @@
-"""Recipes with the mistakes that people make in theirs, each in one method."""
+"""Recipes with the mistakes that people make in theirs, each in one method.
+
+Those that use torchmetrics import it there, as flyte_ddp/recipes/tasks.py does: it takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
-from torchmetrics import MeanAbsoluteError, MetricCollection, R2Score
-from torchmetrics.classification import MulticlassF1Score, MulticlassROC
 
 import flyte_ddp
 from flyte_ddp import MultiLabel, Regression
@@ -110,6 +111,8 @@ class MetricsInACollection(Line):
     """Correct: torchmetrics' own dict of metrics."""
 
     def metrics(self):
+        from torchmetrics import MeanAbsoluteError, MetricCollection, R2Score
+
         return MetricCollection([MeanAbsoluteError(), R2Score()])
 
 
@@ -185,11 +188,15 @@ class MetricOverAll(Line):
 
 class MetricClass(Line):
     def metrics(self):
+        from torchmetrics import MeanAbsoluteError
+
         return {"mae": MeanAbsoluteError}
 
 
 class MetricOfOtherShapes(Line):
     def metrics(self):
+        from torchmetrics.classification import MulticlassF1Score
+
         return {"f1": MulticlassF1Score(3)}
 
 
@@ -204,11 +211,15 @@ class MetricForEachClass(Line):
         return super().losses(outputs, targets.float())
 
     def metrics(self):
+        from torchmetrics.classification import MulticlassF1Score
+
         return {"f1": MulticlassF1Score(2, average=None)}
 
 
 class MetricOfCurves(MetricForEachClass):
     def metrics(self):
+        from torchmetrics.classification import MulticlassROC
+
         return {"roc": MulticlassROC(2, thresholds=5)}
 
 
@@ -221,6 +232,8 @@ class UnknownMonitor(Line):
     defaults = {**Line.defaults, "monitor": {"metric": "maee", "mode": "min"}}
 
     def metrics(self):
+        from torchmetrics import MeanAbsoluteError, R2Score
+
         return {"mae": MeanAbsoluteError(), "r2": R2Score()}
 
 

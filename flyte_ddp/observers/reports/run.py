@@ -160,7 +160,12 @@ class Report(Page):
             "s: an announced loss would cost steps. A longer termination grace of the pods avoids that"
         )
         resumed = f"Resumed at step {loaded.step:,} from {loaded.url}"
-        return [*loaded.skipped[-MAX_CHECKPOINTS:], *([resumed] if loaded.url else []), *([slow] if is_short else [])]
+        return [
+            *named,
+            *loaded.skipped[-MAX_CHECKPOINTS:],
+            *([resumed] if loaded.url else []),
+            *([slow] if is_short else []),
+        ]
 
     def _tiles(self) -> list[dict[str, str]]:
         started, state = self._state.started, self._state
