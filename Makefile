@@ -19,9 +19,9 @@ test: $(INSTALLED)  ## the tests that need nothing but this machine, in eight mi
 test-all: $(INSTALLED)  ## also the slow ones
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not gpu and not kubernetes and not flyte'
 
-test-docs: $(INSTALLED)  ## every command and piece of code in the README, docs/ and examples/, and other frameworks
+test-docs: $(INSTALLED)  ## every command and piece of code in the README, docs/ and examples/, and what else users start with
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow tests/test_docs.py tests/test_example_scripts.py \
-	  tests/test_integrations.py
+	  tests/test_integrations.py tests/test_project.py tests/test_mlflow.py tests/test_flyte2.py
 
 test-gpu: $(INSTALLED)  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu

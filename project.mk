@@ -1,5 +1,7 @@
 # What a project trains, ships and registers with. Makefile includes it, and has the rest. `make help` lists all commands.
 PYTHON ?= python3
+# Before the default, so that a project's own, or the command line's, counts here too.
+MULTI_NODE_RECIPE := $(or $(RECIPE),pet_names)
 RECIPE ?= digits
 PROCESSES ?= 2
 CONFIG ?= {}
@@ -48,7 +50,7 @@ train: $(INSTALLED)  ## train RECIPE (digits) with PROCESSES (2) DDP processes; 
 
 train-multi-node: $(INSTALLED)  ## train RECIPE (pet_names) on two Dask workers on this machine, without Kubernetes
 	$(BIN)/pyflyte run workflows/multi_node.py multi_node_training_wf \
-	  --recipe $(if $(filter file,$(origin RECIPE)),pet_names,$(RECIPE)) \
+	  --recipe $(MULTI_NODE_RECIPE) \
 	  --cluster '{"kind": "local", "num_nodes": 2}' --config '$(CONFIG)' $(if $(DATA),--data '$(DATA)')
 
 image: $(INSTALLED)  ## the image for tasks, driver, scheduler and workers, as settings.toml or IMAGE names it; BASE=, COMPILER=1

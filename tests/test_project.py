@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -316,6 +317,36 @@ def test_an_update_replaces_what_its_user_has_not_changed_and_shows_the_rest(ins
 
     status, output = flyte_ddp(installed, "update", project, cwd=tmp_path)
     assert (status, output) == (0, f"{project}: from flyte-ddp 0.1.0 to 0.1.0\n")
+
+
+@pytest.mark.slow
+def test_an_empty_environment_becomes_a_project_that_trains_and_passes_its_test(wheel, tmp_path):
+    """By the commands of docs/install.md and of the project's README alone."""
+    uv = shutil.which("uv") or str(REPOSITORY / ".uv/bin/uv")
+    # The project makes an environment of its own.
+    outside = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    environment = {**outside, "WANDB_MODE": "disabled", "PATH": f"{Path(uv).parent}{os.pathsep}{os.environ['PATH']}"}
+
+    def call(*command, cwd=tmp_path):
+        done = subprocess.run(
+            [*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=900
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    call(uv, "venv", "--quiet", "--seed", "--python", sys.executable, "outer")
+    call(uv, "pip", "install", "--quiet", "--python", "outer/bin/python", "-c", REPOSITORY / "requirements.txt", wheel)
+    call(tmp_path / "outer/bin/flyte-ddp", "new", "my-project", "--wheel", wheel)
+    project = tmp_path / "my-project"
+    make = ("make", f"PYTHON={sys.executable}")
+    trained = call(*make, "train", 'CONFIG={"epochs": 2}', cwd=project)
+    assert "wine, 2 ranks" in trained.lower()
+    assert "model state" in trained
+    multi_node = call(*make, "train-multi-node", 'CONFIG={"epochs": 1}', cwd=project)
+    assert "wine, 2 ranks" in multi_node.lower(), "another recipe than the project's own"
+    assert "1 passed" in call(*make, "test", cwd=project)
+    dry_run = ("register", "DRY_RUN=1", "SANDBOX=1", "IMAGE=registry.example.com/my-project:1")
+    assert "single_node_training_wf" in call(*make, *dry_run, cwd=project)
 
 
 def test_a_wrong_call_is_one_line_and_changes_nothing(installed, wheel, tmp_path):
