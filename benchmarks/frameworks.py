@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class Task:
     """
 
     directory: str
+    _: KW_ONLY
     num_samples: int = 96
     num_missing: int = 0
     batch_size: int = 8

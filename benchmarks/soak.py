@@ -272,7 +272,16 @@ def _train_and_keep(name: str, place: str, epochs: int, step_seconds: float) -> 
 
     from benchmarks.frameworks import PROGRAMS, Task
 
-    results = PROGRAMS[name](Task(place, NUM_SAMPLES, BATCH_SIZE, epochs, SAVE_STEPS, step_seconds))
+    results = PROGRAMS[name](
+        Task(
+            place,
+            num_samples=NUM_SAMPLES,
+            batch_size=BATCH_SIZE,
+            epochs=epochs,
+            save_steps=SAVE_STEPS,
+            step_seconds=step_seconds,
+        )
+    )
     if os.environ["RANK"] == "0":
         weights = {f"weights.{number}": each for number, each in enumerate(results["weights"])}
         seen, (loss,) = results["counts"][0] * (LEARNING_RATE / BATCH_SIZE), results["loss"]

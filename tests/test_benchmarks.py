@@ -23,8 +23,10 @@ from benchmarks.measure import (
 from benchmarks.recovery.__main__ import table as recovery_table
 from benchmarks.recovery.faults import Moment, Outcome, damage, seconds_to_next_step
 from benchmarks.recovery.workload import Step, longest_pause, num_redone
-from benchmarks.soak import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Counting, lost_and_doubled
+from benchmarks.soak import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Counting, _job, lost_and_doubled
 from benchmarks.text import num_epochs_within, quality
+from flyte_ddp.launch import driver
+from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.recipes.prepare import prepare_data
 from tests.support.runs import new_run
 
@@ -138,6 +140,15 @@ def test_each_sample_of_the_soak_counts_itself(tmp_path):
     run = new_run(tmp_path, "benchmarks.soak.Counting").train(2, epochs=2)
     assert lost_and_doubled(run.state()["seen"], epochs=2) == (0, 0)
     assert lost_and_doubled(run.state()["seen"], epochs=1) == (0, NUM_SAMPLES)
+
+
+def test_each_sample_of_the_soak_of_a_function_counts_itself(tmp_path):
+    (tmp_path / "run").mkdir()
+    state = driver.run(_job("pytorch", 2, tmp_path / "run", 0.0), LocalPlace(2))
+    assert state.finished is not None
+    assert state.finished.step == 2 * NUM_SAMPLES // BATCH_SIZE
+    seen = torch.load(tmp_path / "run/model_state.pt", weights_only=True)["seen"]
+    assert lost_and_doubled(seen, epochs=2) == (0, 0)
 
 
 def test_as_many_epochs_are_trained_as_fit_into_the_time_with_a_margin():
