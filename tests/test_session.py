@@ -75,6 +75,7 @@ def session_of(rank=0, world_size=1, store=None, checkpoints=""):
         node=SimpleNamespace(world_size=world_size),
         rank=rank,
         link=Link(),
+        slots=[],
     )
     return Session(process, lambda: store), process.link
 

@@ -27,7 +27,7 @@ class Peers:
     Args:
         store: the rendezvous. Only calls that return at once are made: others would keep the collectives from it.
 
-    Every method but `agree` raises StorageUnavailable if the store is gone, which is with the process of rank 0.
+    Every method but the collectives raises StorageUnavailable if the store is gone, which is with rank 0's process.
     """
 
     def __init__(self, world: World, store: Store) -> None:
@@ -39,6 +39,10 @@ class Peers:
     def agree(self, numbers: Iterable[int]) -> list[int]:
         """Return rank 0's `numbers` on every rank. A collective, so for the training's thread."""
         return list(self._world.broadcast_object(sorted(numbers)))
+
+    def all(self, is_so: bool) -> bool:
+        """Return whether it is so on every rank. A collective, so for the training's thread."""
+        return not self._world.all_reduce(float(not is_so))[0]
 
     def file(self, stem: str, rank: int) -> str:
         """Return the name of the file that `rank` writes."""

@@ -35,26 +35,28 @@ def assemble(
     read: Callable[[Entry], dict[str, Any]],
     world: World,
     box_of: BoxOf = keep_all,
-    reader: int = 0,
+    readers: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Return the state in the files of `entries`, with its tensors on the CPU. Every rank calls it.
 
     Args:
         read: returns the contents of a file, or raises Damaged.
-        reader: the rank that reads the first file; the ranks after it read the others.
+        readers: the rank that reads each file, where not all can; by default the ranks take turns.
 
     Raises:
         Damaged: on every rank, if a file is damaged.
     """
     assembly: _Assembly | None = None
-    for first in range(0, len(entries), world.world_size):
-        turns = entries[first : first + world.world_size]
-        turn = (world.rank - reader) % world.world_size
-        contents = _read_together(turns[turn] if turn < len(turns) else None, read, world)
-        assembly = assembly or _Assembly(contents, world, box_of, reader)
-        for number in range(len(turns)):
-            assembly.add_shards(contents.get(SHARDS, []), (reader + number) % world.world_size)
+    readers = readers or [number % world.world_size for number in range(len(entries))]
+    left = list(zip(readers, entries, strict=True))
+    while left:
+        turn = dict(reversed(left))  # the first file that is left of each reader
+        contents = _read_together(turn.get(world.rank), read, world)
+        assembly = assembly or _Assembly(contents, world, box_of, readers[0])
+        for reader in sorted(turn):
+            assembly.add_shards(contents.get(SHARDS, []), reader)
         contents.clear()  # before the next one is read
+        left = [(reader, entry) for reader, entry in left if turn[reader] is not entry]
     assert assembly is not None  # a manifest names at least one file
     return assembly.finish()
 

@@ -33,6 +33,7 @@ class StagingMemory:
 
     def __init__(self) -> None:
         self._free: list[Buffers] = []
+        self._shared: list[Buffers] = []  # as often as others use them besides the first user
         self._lock = threading.Lock()
 
     def copy(self, state: Any) -> tuple[Any, Buffers]:
@@ -77,11 +78,20 @@ class StagingMemory:
         with self._lock:
             self._free.clear()
 
+    def share(self, buffers: Buffers) -> None:
+        """Note that a copy has another user, who releases it too."""
+        with self._lock:
+            self._shared.append(buffers)
+
     def release(self, buffers: Buffers) -> None:
-        """Take back the memory of a copy that nobody needs any more."""
+        """Take back the memory of a copy that its user does not need any more."""
         if buffers:
             with self._lock:
-                self._free.append(buffers)
+                others = [number for number, each in enumerate(self._shared) if each is buffers]
+                if others:
+                    del self._shared[others[0]]
+                else:
+                    self._free.append(buffers)
 
 
 def map_tensors(state: Any, function: Callable[[torch.Tensor], Any]) -> Any:

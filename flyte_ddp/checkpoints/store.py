@@ -23,8 +23,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from dataclasses import dataclass, field, replace
+from typing import Any, BinaryIO, Protocol
 
 from flyte_ddp.checkpoints import WRITE_GRACE
 from flyte_ddp.checkpoints.files import (
@@ -41,7 +41,7 @@ from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.checkpoints.resharding import SHARDS, BoxOf, assemble, keep_all
 from flyte_ddp.checkpoints.retention import Retention
 from flyte_ddp.checkpoints.staging import Buffers, StagingMemory, readable
-from flyte_ddp.checkpoints.state_file import save_state
+from flyte_ddp.checkpoints.state_file import CHECKSUM, save_state
 from flyte_ddp.errors import CheckpointError, ConfigError, StorageUnavailable
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
 from flyte_ddp.world import ALONE, World, run_together
@@ -73,6 +73,17 @@ class _Write:
         self.entry = save_state(state, file, with_crc32=not self.has_manifest)
 
 
+class Slots(Protocol):
+    """What takes this rank's part of a state in the memory of its node: see launch/process/parts.py."""
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    def begin(self) -> None: ...
+
+    def write(self, step: int, num_parts: int, save: Callable[[BinaryIO], tuple[int, str]]) -> None: ...
+
+
 class CheckpointStore:
     """The checkpoints of one run below one URL.
 
@@ -89,6 +100,7 @@ class CheckpointStore:
         on_written: called in the writing thread with the step and URL of a checkpoint that the store now has whole, and
             whether it was saved as the best. On rank 0 only, where each rank saves a part.
         peers: the ranks that each save a part of every state; None where this process saves whole ones.
+        slots: take states in memory.
     """
 
     def __init__(
@@ -100,6 +112,7 @@ class CheckpointStore:
         on_busy: Callable[[bool], None] | None = None,
         on_written: Callable[[int, str, bool], None] | None = None,
         peers: Peers | None = None,
+        slots: Slots | None = None,
     ) -> None:
         self.storage = Storage(url, timeout=timeout)
         self.timeout = timeout
@@ -107,6 +120,7 @@ class CheckpointStore:
         self._on_busy = on_busy or (lambda is_busy: None)
         self._on_written = on_written or (lambda step, url, best: None)
         self.share_with(peers)
+        self._slots = slots
         self._sink = Storage(url, timeout=0)  # a failed try must not keep a newer state waiting
         self.retention = Retention(self._sink, num_kept, owner)
         self._queue: list[_Write] = []
@@ -128,28 +142,68 @@ class CheckpointStore:
         self._follows = peers is not None and peers.rank > 0  # rank 0, which chooses the states that are written
         self._choose: Callable[[list[_Write]], list[_Write]] = list if self._follows else _wanted
 
-    def save(self, state: Mapping[str, Any], step: int, best: bool) -> str:
+    def save(
+        self, state: Mapping[str, Any], step: int, best: bool, to_store: bool = True, to_memory: bool = False
+    ) -> str | None:
         """Keep `state` as the checkpoint of optimizer step `step`, the best so far if `best`; return its URL.
 
         `state` is copied before this returns; nested dicts and lists of tensors and plain values are fine.
+
+        Args:
+            to_memory: keep it in the memory of the node as well, or alone, unless the one before is not whole yet.
+
+        Returns:
+            "" for a state in memory alone; None if that was left out.
 
         Raises:
             ConfigError: `state` holds something that could not be read back; also as `check`.
             StorageUnavailable, CheckpointError: as `check`.
         """
         self.check()
+        if to_memory:
+            is_ready = self._slots is not None and self._slots.is_ready
+            to_memory = self._peers.all(is_ready) if self._peers else is_ready
+        if not (to_store or to_memory):
+            return None
         try:
             state = readable(state, is_part=SHARDS in state)
         except RecursionError:
             raise ConfigError("save: state: expected containers in containers, got one that contains itself") from None
         # A name of its own also where this step was saved before, whose tensors must stay until this is complete.
-        self._num_saves += 1
+        self._num_saves += to_store
         name = f"{checkpoint_name(step)}-{uuid.uuid4().hex[:8]}"
         write = _Write(None, name, step, best, number=self._num_saves)
-        self._make_room(write)
+        if to_store:
+            self._make_room(write)
         write.state, write.buffers = self.memory.copy(state)
+        if to_memory:
+            self._begin_in_memory(replace(write), is_shared=to_store)
+        if not to_store:
+            return ""
         self._enqueue(write)
         return self.storage.join(checkpoint_name(step) + ".json")
+
+    def _begin_in_memory(self, write: _Write, is_shared: bool) -> None:
+        """Have a thread write a copied state to the memory of the node, so that neither training nor store waits."""
+        assert self._slots is not None  # else nothing is ready
+        slots = self._slots
+        slots.begin()
+        if is_shared:
+            self.memory.share(write.buffers)
+
+        def save(file: BinaryIO) -> tuple[int, str]:
+            write.save_to(file)
+            return write.entry["bytes"], write.entry[CHECKSUM]
+
+        def run() -> None:
+            _yield_cores_to_training()
+            try:
+                slots.write(write.step, self._peers.size if self._peers else 1, save)
+            except Exception as error:  # nothing is ready any more, and the store still has its checkpoints
+                logger.warning("no more states are kept in memory: %s: %s", type(error).__name__, error)
+            self._drop([write])
+
+        threading.Thread(target=run, name="memory", daemon=True).start()
 
     def _make_room(self, write: _Write) -> None:
         """Drop the states that `write` replaces, on all ranks those of rank 0; their memory is for this one."""

@@ -129,6 +129,12 @@ class TrainingConfig:
     checkpoint_interval: int = field(
         0, minimum=0, help="optimizer steps between checkpoints within an epoch; 0: only at each epoch's end"
     )
+    memory_interval: int = field(
+        -1,
+        minimum=-1,
+        help="optimizer steps between states that are kept in the memory of the nodes, with a copy on another node; "
+        "0: none; -1: 10 with fsdp on several nodes, else none",
+    )
     checkpoints_to_keep: int = field(2, minimum=1, help="newest checkpoints kept, besides the best epoch's")
     collective_timeout: float = field(
         600.0, above=0, unit="seconds", help="for which a collective waits for the other ranks"

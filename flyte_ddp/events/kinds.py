@@ -208,12 +208,12 @@ class CheckpointSaved(Timed):
     """The state was copied for a checkpoint, which is being written while the training goes on."""
 
     step: int
-    url: str
+    url: str  # "" for one that is kept in the memory of nodes alone
     best: bool  # it has the weights of the best epoch so far
     seconds: float  # for which rank 0 interrupted the training
 
     def figures(self) -> Figures:
-        return Figures(values={"checkpoint_copied_step": self.step})
+        return Figures(values={"checkpoint_copied_step": self.step} if self.url else {})
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,8 @@ class _Ranks:
         self.ranks: list[_Rank] = []
         self.failures: list[tuple[bool, float, RankFailure]] = []  # (is a consequence, when noticed, failure)
         self.memory = memory.begin(job.counted)
+        self.parts = memory.parts
+        self.left_parts = self.parts.begin(node)
         keep = functools.partial(memory.keep, node.run_id, node.num_restarts)
         self.survivors = Survivors(keep if self.memory[0] else None)
         self.num_oom_kills = count_oom_kills()
@@ -151,7 +153,8 @@ class _Ranks:
         self.sent_deadline: float | None = None  # of the stop, as the ranks know it; None before
         # Two numbers per local rank: the time of its last progress, 0 before the first, and its step. Then one per
         # local rank: not 0 when its function has ended. One more: since when it waits for other ranks, or 0.
-        # Then its steps and the seconds of their phases. After all ranks': not 0 once they save their state when they
+        # Then its steps and the seconds of their phases. Then the turn of its newest part of a state that is in memory
+        # wherever it has to be, which this process writes. After all ranks': not 0 once they save their state when they
         # are asked to stop. Last: not 0 while rank 0 writes a checkpoint. No lock: a rank writes its own slots, and
         # after its death this process.
         self.beats = RawArray("d", NUM_SLOTS * node.num_ranks + 2)
@@ -168,7 +171,8 @@ class _Ranks:
         # One pipe per rank and direction: a process killed while it writes to a queue takes the queue's lock with it.
         up, rank_up = Pipe(duplex=False)
         rank_down, down = Pipe(duplex=False)
-        arguments = (self.job, self.node, local_rank, listener, rank_up, rank_down, self.beats, self.logs, self.memory)
+        memory = (*self.memory, self.parts.slots_of(number), self.left_parts)
+        arguments = (self.job, self.node, local_rank, listener, rank_up, rank_down, self.beats, self.logs, memory)
         with _environment({"CUDA_VISIBLE_DEVICES": self.slices[local_rank]} if self.slices else {}):
             process = start_rank(self.job.program, run_rank, arguments, f"rank-{number}")
         # Only the rank holds its ends now, so that either side sees the other's death as the end of a pipe.
@@ -201,6 +205,7 @@ class _Ranks:
                     self._read(rank, emit)
                 if has_exited:
                     self._note_death(rank)
+            self.beats[(NUM_SLOTS - 1) * len(self.ranks) : -2] = list(map(self.parts.whole_turn, self.node.numbers))
             self._relay_logs()
             if self.failures and not self._is_keeping() and time.monotonic() - self.failures[0][1] >= self._grace():
                 raise self._root_cause() if self.sent_deadline is None else self._stopped(stop)
@@ -284,6 +289,12 @@ class _Ranks:
                     continue
                 if kind in ("collectives", "device"):
                     setattr(rank, "groups" if kind == "collectives" else "device", values[0])
+                    continue
+                if kind == "part":
+                    self.parts.keep(**values[0])
+                    continue
+                if kind == "resumed":
+                    self.parts.keep_only(*values)
                     continue
                 if kind in ("keeping", "kept"):
                     self.survivors.take(rank, kind, *values)

@@ -24,7 +24,8 @@ from flyte_ddp.checkpoints.resharding import tensors_of
 from flyte_ddp.checkpoints.staging import map_tensors, readable
 from flyte_ddp.checkpoints.state_file import CHECKSUM, save_state
 from flyte_ddp.launch.process.link import RankProcess
-from flyte_ddp.launch.process.memory import LOCK_TIMEOUT, has_memory_for
+from flyte_ddp.launch.process.memory import LOCK_TIMEOUT
+from flyte_ddp.launch.process.memory_file import has_memory_for
 from flyte_ddp.world import World
 
 MAX_BUFFER_BYTES = 16 << 20  # of buffers that are copied before each step: 1 ms

@@ -16,6 +16,7 @@ from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.errors import StorageUnavailable
 from flyte_ddp.launch.process.link import RankProcess
 from flyte_ddp.launch.process.memory import Kept
+from flyte_ddp.rank.memory_states import find_states, place_of, read_state
 from flyte_ddp.world import ALONE, World, run_together
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ class Recalled:
 
     state: dict[str, Any] | None = None
     place: str = ""
+    saved: tuple[int, int] = (-1, 0)  # the attempt that has saved it before the loss, and its turn
     skipped: list[str] = field(default_factory=list)
 
 
@@ -46,12 +48,28 @@ def recall(
     if kept and (kept.run != node.run_id or kept.version != str(torch.__version__)):
         kept = None
     steps = [int(step) for step in world.all_gather(kept.step if kept else 0)]
-    newest = max(steps)
-    if not newest:
+    newest, states = max(steps), find_states(process, world)
+    if not newest and not states:
         return Recalled()
     stored: list[int] = world.broadcast_object(run_together(lambda: _steps_in(store) if world.is_first else [], world))
+    skipped = []
+    for each in states:
+        if each.step <= max([newest, *stored]):
+            break
+        place = place_of(each.readers, process, world)
+        refusal = f"the state of step {each.step} in {place} is not used: "
+        try:
+            state = read_state(each, process, world, box_of)
+        except Damaged as damage:
+            skipped.append(f"{refusal}{damage}")
+            continue
+        needed = needed_step(state)
+        if needed in (0, each.step, *stored):
+            store.retention.resumed = f"{checkpoint_name(each.step)}.json"
+            return Recalled(state, place, (each.attempt, each.turn), skipped)
+        skipped.append(f"{refusal}the store has no checkpoint of the best epoch, at step {needed}")
     if newest <= max(stored, default=0):
-        return Recalled()
+        return Recalled(skipped=skipped)
     kept = kept if kept and kept.step == newest else None
     reader = steps.index(newest)
     digest = world.broadcast_object(kept.digest if kept else "", reader)
@@ -88,7 +106,7 @@ def _read_together(kept: Kept | None, world: World, box_of: BoxOf, reader: int, 
         is_everywhere: each rank has it on its own node, so that none waits for another.
     """
     if not is_everywhere:
-        return assemble([{"file": "memory"}], lambda _: _read(kept), world, box_of, reader)
+        return assemble([{"file": "memory"}], lambda _: _read(kept), world, box_of, [reader])
     damage = ""
     state: dict[str, Any] = {}
     try:

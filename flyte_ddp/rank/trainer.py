@@ -26,6 +26,7 @@ from flyte_ddp.rank.data import Samples, epoch_shards, num_batches
 from flyte_ddp.rank.evaluation import Evaluation, FlopsUtilization, evaluate
 from flyte_ddp.rank.initial_state import check_same_run, load_initial_state
 from flyte_ddp.rank.last_breath import LastBreath
+from flyte_ddp.rank.memory_states import choose_interval
 from flyte_ddp.rank.metrics import check_monitor, read_figures
 from flyte_ddp.rank.optim import build_optimizer, learning_rate
 from flyte_ddp.rank.pace import Pace
@@ -89,6 +90,7 @@ class Trainer:
         self.last_breath = LastBreath(
             model, world, lambda: self._state(self._estimate_progress()), lambda: self.progress.step
         )
+        self._memory_interval = 0  # optimizer steps between states that are kept in memory; 0 for none
         self._best_is_unsaved = False  # the run goes on from the state of the best epoch, which the store lacks
         self.first_step_at = 0.0  # seconds since the epoch
         self._unsummed: tuple[MetricSums, Progress] | None = (
@@ -106,6 +108,7 @@ class Trainer:
             CheckpointError: a checkpoint could not be written.
             ConfigError: the recipe has no figure called `monitor.metric`.
         """
+        self._memory_interval = choose_interval(self.config, self.session.process, self.world, self.model)
         with self.last_breath.may_keep(self.session.process, self.config.compile, self.is_sharded):
             if self._best_is_unsaved:
                 self.save_checkpoint(best=True)
@@ -190,9 +193,10 @@ class Trainer:
                 self._report_step(log_sums, norm)
                 log_sums = self._new_sums()
             stops = self.session.stop_requested
-            if stops or (config.checkpoint_interval and progress.step % config.checkpoint_interval == 0):
+            to_store = stops or bool(config.checkpoint_interval and progress.step % config.checkpoint_interval == 0)
+            if to_store or (self._memory_interval and progress.step % self._memory_interval == 0):
                 self._update_progress(epoch_sums, earlier)
-                self.save_checkpoint(best=False)
+                self.save_checkpoint(best=False, to_store=to_store)
             if stops:
                 self.session.wait()
                 raise StopRequested
@@ -230,15 +234,19 @@ class Trainer:
             )
         return result
 
-    def save_checkpoint(self, best: bool) -> None:
-        """Write a checkpoint of the current state. Every rank calls it; rank 0 writes, of a split model every rank."""
+    def save_checkpoint(self, best: bool, to_store: bool = True) -> None:
+        """Write a checkpoint of the current state. Every rank calls it; rank 0 writes, of a split model every rank.
+
+        Args:
+            to_store: else in memory alone.
+        """
         started = time.perf_counter()
         if not self.world.is_first and not self.is_sharded:
             return
         state = self._state(self.progress)
         if self.is_sharded:
             state = split_state(state, self.world.is_first)
-        self.session.write(state, self.progress.step, best, started)
+        self.session.write(state, self.progress.step, best, started, to_store, bool(self._memory_interval))
 
     def _state(self, progress: Progress) -> dict[str, Any]:
         return {
@@ -283,6 +291,7 @@ class Trainer:
         if state is None:
             state, url, others = self.store.load_latest(self.world, boxes)
             skipped = [*skipped, *others]
+        self.session.process.free_parts(*recalled.saved)
         if state is not None:
             check_same_run(
                 state,

@@ -27,6 +27,7 @@ from flyte_ddp.rank.main import train
 from flyte_ddp.world import World, process_group
 
 TIMEOUT = 120.0  # seconds
+NO_MEMORY = {"memory": None, "kept": None, "slots": [], "parts": [], "free_parts": lambda *_: None}  # of a node
 
 
 def run_gang(num_ranks, work, *arguments):
@@ -111,7 +112,7 @@ def train_recipe(world, store, recipe, config, data, checkpoints):
     node = NodeRanks(0, world.world_size, world.world_size, "127.0.0.1", 0, "lo", False, 1)
     job = Job(recipe_program(recipe, config), checkpoints, time.time())
     peers = Peers(world, store) if config.parallel == "fsdp" and world.world_size > 1 else None
-    process = SimpleNamespace(job=job, node=node, rank=world.rank, link=link, memory=None, kept=None)
+    process = SimpleNamespace(job=job, node=node, rank=world.rank, link=link, **NO_MEMORY)
     session = Session(process, lambda: store)
     train(recipe, config, "", world, session, peers)
     session.emit(events.RunFinished(session.step, time.time() - job.launched_at, **session.results))

@@ -14,6 +14,7 @@ from flyte_ddp.rank.parallel import build_model
 from flyte_ddp.rank.trainer import Trainer
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.world import World
+from tests.support.gang import NO_MEMORY
 
 CPU = torch.device("cpu")
 
@@ -53,7 +54,7 @@ def new_session(checkpoints, stop_after=0):
     program = Program("test", b"", can_resume=True)
     node = SimpleNamespace(world_size=1, num_nodes=1, num_restarts=0)
     job = Job(program, str(checkpoints), time.time())
-    process = SimpleNamespace(job=job, node=node, rank=0, link=Link(stop_after), memory=None, kept=None)
+    process = SimpleNamespace(job=job, node=node, rank=0, link=Link(stop_after), **NO_MEMORY)
     return Session(process, lambda: None)
 
 

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from flyte_ddp import events
-from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, END_OF_ATTEMPT, PREPARE, PREPARED, NodeJob, encode
+from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, END_OF_ATTEMPT, PREPARE, PREPARED, NodeJob, decode, encode
 from flyte_ddp.launch.node import KILL_GRACE, Link, run_ranks
 from flyte_ddp.launch.process.memory import KEEP_TIMEOUT, NodeMemory
+from flyte_ddp.launch.process.parts import COPIED, TAKE, NodeParts
 from flyte_ddp.launch.rank_start import start_server, wait_for_server
 from flyte_ddp.storage import adopt_storage_environment, fetch_file
 
@@ -58,6 +59,12 @@ class DriverLink(Link):
         super().kill_ranks(reason)
         if not self.is_over.wait(KILL_GRACE + self.stop.keeps_state * KEEP_TIMEOUT):
             os._exit(1)  # the ranks kill themselves when their pipe to this process ends
+
+    def tell_worker(self, kind: str, **values: Any) -> None:
+        """Send a line that is for the Dask worker, and not for the driver."""
+        with self._lock, contextlib.suppress(BrokenPipeError):
+            self._messages.write(f"{kind} {encode(values)}\n".encode())
+            self._messages.flush()
 
     def _write(self, message: dict[str, Any]) -> None:
         if message["kind"] != "beat":  # those only count as heartbeats
@@ -94,7 +101,8 @@ def main() -> None:
     own_environment = dict(os.environ)
     attempts: queue.SimpleQueue[tuple[NodeJob, DriverLink]] = queue.SimpleQueue()
     memory = NodeMemory()
-    threading.Thread(target=_listen, args=(commands, messages, attempts), name="commands", daemon=True).start()
+    listening = (commands, messages, attempts, memory.parts)
+    threading.Thread(target=_listen, args=listening, name="commands", daemon=True).start()
     with contextlib.suppress(queue.Empty):
         while True:
             node_job, link = attempts.get(timeout=IDLE_TIMEOUT)
@@ -112,7 +120,12 @@ def main() -> None:
     os._exit(0)  # not to wait for the thread that reads commands, which would wait for the driver
 
 
-def _listen(commands: BinaryIO, messages: BinaryIO, attempts: queue.SimpleQueue[tuple[NodeJob, DriverLink]]) -> None:
+def _listen(
+    commands: BinaryIO,
+    messages: BinaryIO,
+    attempts: queue.SimpleQueue[tuple[NodeJob, DriverLink]],
+    parts: NodeParts,
+) -> None:
     """Start an attempt for each job, and pass the commands that follow it on. Have the server of ranks started."""
     link = None
     try:
@@ -125,6 +138,10 @@ def _listen(commands: BinaryIO, messages: BinaryIO, attempts: queue.SimpleQueue[
             elif text.startswith(f"{PREPARE} "):
                 start_server(text.split()[1:])
                 threading.Thread(target=_report_server, args=(messages,), name="prepare", daemon=True).start()
+            elif text.startswith(f"{COPIED} "):
+                parts.note_copied(decode(text.removeprefix(COPIED)))
+            elif text.startswith(f"{TAKE} "):
+                parts.take(decode(text.removeprefix(TAKE)))
             elif link:
                 link.obey(text)
     except Exception:
@@ -161,6 +178,8 @@ def _run_attempt(
             "end", outcome="broken", message=f"{type(error).__name__}: {error}", cause=type(error).__name__, kept_step=0
         )
         return
+    memory.parts.source = node_job.copies_of
+    memory.parts.send = functools.partial(link.tell_worker, to=node_job.copies_to) if node_job.copies_to else None
     run_ranks(node_job.job, ranks, listener, data, link, memory, relay)
 
 

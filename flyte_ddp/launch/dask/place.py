@@ -217,6 +217,9 @@ class DaskPlace:
         self, run_id: str, directory: str, nodes: Sequence[DaskNode], job: Job, num_restarts: int
     ) -> list[NodeJob]:
         """Return what each of the nodes has to do."""
+        # Not to another worker of the same host, which may be lost with it, if there is a choice.
+        num_nodes = len(nodes)
+        distance = max(range(1, num_nodes), key=functools.partial(_num_apart, nodes), default=0)
         sees_data, archive_name = self._data.locate(directory, nodes) if self._data else (set(), "")
         return [
             NodeJob(
@@ -230,10 +233,17 @@ class DaskPlace:
                 data=directory if node.address in sees_data else "",
                 data_archive=self._data.archive if self._data else "",
                 data_name=archive_name.removesuffix(".zip"),
+                copies_to=nodes[(node.index + distance) % num_nodes].address if distance else "",
+                copies_of=(node.index - distance) % num_nodes,
                 prints_lines=self.config.resolved_kind != "local",  # whose workers have this process's terminal
             )
             for node in nodes
         ]
+
+
+def _num_apart(nodes: Sequence[DaskNode], distance: int) -> int:
+    """Return how many nodes are on another host than the one that is so far behind them."""
+    return sum(node.host != nodes[(node.index + distance) % len(nodes)].host for node in nodes)
 
 
 def check(program: Program, config: ClusterConfig) -> None:

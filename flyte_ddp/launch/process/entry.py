@@ -30,7 +30,6 @@ from flyte_ddp.launch.process.call import call_program
 from flyte_ddp.launch.process.end import frames_of_user, release_program, run_exit_handlers
 from flyte_ddp.launch.process.link import RankProcess, SupervisorLink
 from flyte_ddp.launch.process.malloc import keep_freed_memory
-from flyte_ddp.launch.process.memory import Kept, MemoryFile
 from flyte_ddp.launch.process.output import rank_stacks
 from flyte_ddp.launch.process.programs import CUDA_OUT_OF_MEMORY, Job
 from flyte_ddp.launch.process.ranks import NodeRanks, semaphore_prefix
@@ -60,7 +59,7 @@ def run_rank(
     down: Connection,
     beats: Any,
     logs: str,
-    memory: tuple[MemoryFile | None, Kept | None] = (None, None),
+    memory: tuple[Any, ...] = (),
 ) -> None:
     """Run rank `node.first_rank + local_rank` and send over `up` how it ended: "done", "stopped" or "error".
 
@@ -69,7 +68,7 @@ def run_rank(
         up, down: pipes to and from the supervisor.
         beats: shared memory, see `_Ranks` in launch/supervisor.py.
         logs: directory of the rank's files for the length of the run; see output.py.
-        memory: of the node: what may take this attempt's state, and the state of an earlier one.
+        memory: of the node, as `RankProcess` has it from `memory` on.
     """
     os.setpgid(0, 0)  # so that the supervisor can kill this process with all that it starts, such as loader workers
     # The supervisor removes what loader processes leave when they are killed.

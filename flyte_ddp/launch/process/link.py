@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import events
 from flyte_ddp.launch.process.collectives import entered_collectives
-from flyte_ddp.launch.process.memory import KEEP_TIMEOUT, Kept, MemoryFile
+from flyte_ddp.launch.process.memory import KEEP_TIMEOUT, Kept
+from flyte_ddp.launch.process.memory_file import MemoryFile
+from flyte_ddp.launch.process.parts import Part
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NUM_SLOTS, PHASES, NodeRanks
 
@@ -85,6 +87,11 @@ class SupervisorLink:
         """Report this rank's steps of the attempt, and the seconds of its own in each phase of them."""
         first = 4 * self._num_ranks + (1 + len(PHASES)) * self._local_rank
         self._beats[first : first + 1 + len(seconds)] = [num_steps, *seconds]
+
+    @property
+    def whole_turn(self) -> int:
+        """The turn of the newest part of a state of this rank's that is in memory wherever it has to be."""
+        return int(self._beats[(NUM_SLOTS - 1) * self._num_ranks + self._local_rank])
 
     @property
     def all_ended(self) -> bool:
@@ -154,11 +161,20 @@ class RankProcess:
     link: SupervisorLink
     memory: MemoryFile | None = None  # takes the state if peers are lost; None where there is no such memory
     kept: Kept | None = None  # the state that an earlier attempt has left on this node
+    slots: list[MemoryFile] = field(default_factory=list)  # take the parts of states that this rank saves in memory
+    parts: list[Part] = field(default_factory=list)  # of states that earlier attempts have left on this node
 
     @property
     def rank(self) -> int:
         """The number of this rank among all nodes' ranks."""
         return self.node.first_rank + self.local_rank
+
+    def free_parts(self, attempt: int, turn: int) -> None:
+        """Free the parts that earlier attempts have left in memory, but for the state that this one goes on from."""
+        self.link.send("resumed", attempt, turn)
+        for part in self.parts:
+            part.file.close()
+        self.parts = []
 
     def open_store(self, timeout: float) -> TCPStore:
         """Return the store where the ranks meet, which rank 0's process serves. Call it once on rank 0.

@@ -1,8 +1,4 @@
-"""The memory of a node, in which a state outlives the ranks that had it. Imports no torch.
-
-It is a file of the kernel's that has no name and no disk (`memfd_create`). The node's supervisor has it open and passes
-it on to its ranks. The kernel frees it with the last of these processes, however they end, so nothing is left behind.
-"""
+"""The memory of a node, in which a state outlives the ranks that had it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,35 +6,14 @@ import contextlib
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
-from multiprocessing import reduction
-from pathlib import Path
 from typing import Any
+
+from flyte_ddp.launch.process.memory_file import MemoryFile
+from flyte_ddp.launch.process.parts import NodeParts
 
 LOCK_TIMEOUT = 1.0  # seconds for a rank to end the optimizer step that it is in
 ANSWER_TIMEOUT = 1.5  # seconds for a rank to begin to write its state: one that is stopped never does
 KEEP_TIMEOUT = 10.0  # seconds for it to be written
-SPARE_BYTES = 256 << 20  # of memory that stay free
-
-
-class MemoryFile:
-    """A file in memory. Can be sent to a process at its start, which then has the same file."""
-
-    def __init__(self) -> None:
-        self._descriptor = os.memfd_create("flyte-ddp-state")
-
-    @property
-    def path(self) -> str:
-        """The path at which this process can open it."""
-        return f"/proc/self/fd/{self._descriptor}"
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"descriptor": reduction.DupFd(self._descriptor)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._descriptor = state["descriptor"].detach()
 
 
 @dataclass(frozen=True)
@@ -73,6 +48,7 @@ class NodeMemory:
         self._kept: Kept | None = None
         self._newest: Kept | None = None
         self._file: MemoryFile | None = None  # of the attempt that runs
+        self.parts = NodeParts()
 
     def begin(self, counted: Collection[int]) -> tuple[MemoryFile | None, Kept | None]:
         """Return a new file for the state that an attempt may leave, and the state that it may go on from.
@@ -109,15 +85,4 @@ class NodeMemory:
         ):
             file.close()
         self._kept = self._newest = self._file = None
-
-
-def has_memory_for(num_bytes: int) -> bool:
-    """Return whether this machine, or the container, has memory for so many bytes more."""
-    import psutil  # type: ignore[import-untyped]
-
-    free = [psutil.virtual_memory().available]
-    for names in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
-        with contextlib.suppress(OSError, ValueError):  # another version of cgroups, or no limit
-            limit, used = (int((Path("/sys/fs/cgroup") / name).read_text()) for name in names)
-            free.append(limit - used)
-    return bool(min(free) > num_bytes + SPARE_BYTES)
+        self.parts.close()

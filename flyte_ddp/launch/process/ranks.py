@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 PHASES = ("data", "forward", "backward")  # of a rank's own time in a step
-NUM_SLOTS = 5 + len(PHASES)  # of each rank in the memory that it shares with its supervisor
+NUM_SLOTS = 6 + len(PHASES)  # of each rank in the memory that it shares with its supervisor
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,11 @@ class NodeRanks:
     run_id: str = ""  # names the run, the same on all nodes and in all attempts
     num_restarts: int = 0  # of the gang before this attempt
     max_restarts: int = 0
+
+    @property
+    def numbers(self) -> range:
+        """The ranks of this node."""
+        return range(self.first_rank, self.first_rank + self.num_ranks)
 
 
 def semaphore_prefix(directory: str) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from flyte_ddp import events
 from flyte_ddp.errors import ConfigError, StopRequested
 from flyte_ddp.launch.process.memory import KEEP_TIMEOUT
+from flyte_ddp.launch.process.slots import Slots
 from flyte_ddp.launch.process.stop import StopAgreement
 
 if TYPE_CHECKING:
@@ -104,20 +105,31 @@ class Session:
         self.write(split_state(whole, world.is_first), step)
         return True
 
-    def write(self, state: Mapping[str, Any], step: int, best: bool = False, started: float | None = None) -> None:
+    def write(
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        best: bool = False,
+        started: float | None = None,
+        to_store: bool = True,
+        to_memory: bool = False,
+    ) -> None:
         """Keep a checkpoint of this format, on rank 0 or, of a split state, on every rank. Raises as `save`.
 
         Args:
             best: it stays until another one is.
             started: when the training was interrupted for it, by `time.perf_counter`; by default now.
+            to_store, to_memory: where; in memory it may be left out, see `CheckpointStore.save`.
         """
         started = time.perf_counter() if started is None else started
-        url = self.open_checkpoints().save(state, step, best)
-        self._saved_position = self._position
-        if not self.can_resume and self.process.rank == 0:
-            self.stop.note_saved()
-        self.can_resume = True
-        self.emit(events.CheckpointSaved(step, url, best, time.perf_counter() - started))
+        url = self.open_checkpoints().save(state, step, best, to_store, to_memory)
+        if to_store:
+            self._saved_position = self._position
+            if not self.can_resume and self.process.rank == 0:
+                self.stop.note_saved()
+            self.can_resume = True
+        if url is not None:
+            self.emit(events.CheckpointSaved(step, url, best, time.perf_counter() - started))
 
     def wait(self) -> None:
         """Return when what was saved is in place. Raises as `save`."""
@@ -256,6 +268,8 @@ class Session:
             num_kept: newest ones that stay.
             peers: the ranks, where each of them writes a part of every checkpoint.
         """
+        import torch
+
         from flyte_ddp.checkpoints.store import CheckpointStore
 
         if self._store is None:
@@ -269,6 +283,7 @@ class Session:
                 on_busy=self._link.set_writing if is_first else None,
                 on_written=lambda step, url, best: self._link.emit(events.CheckpointWritten(step, url, best)),
                 peers=peers,
+                slots=Slots(self.process.slots, self._link, self.process.rank, str(torch.__version__)),
             )
             if is_first and peers is None and self._link.on_keep is None:
                 self._link.on_keep = self._finish_writing
