@@ -27,6 +27,7 @@ OUT_OF_RANGE = [
     *((name, -3) for name in ("epochs", "global_batch_size", "log_interval", "checkpoints_to_keep")),
     *((name, 0) for name in ("log_interval", "checkpoints_to_keep")),
     *((name, -1) for name in ("warmup_steps", "seed", "data_workers", "checkpoint_interval")),
+    ("memory_interval", -2),
     *((name, 0.0) for name in ("learning_rate", "collective_timeout", "stall_timeout", "store_timeout")),
     *((name, -0.5) for name in ("learning_rate", "weight_decay", "gradient_clip_norm", "momentum")),
     *((name, math.nan) for name in ("learning_rate", "weight_decay", "gradient_clip_norm", "momentum")),

@@ -38,15 +38,15 @@ STEPS_PER_EPOCH = 9
 CONFIG = {"momentum": 0.9, "log_interval": 1, "model_state": "last"}
 
 
-def train(directory, place, *orders, **config):
+def train(directory, place, *orders, recipe=RECIPE, **config):
     """Train, and return what was seen of the run and the steps and places that it was resumed from."""
     (directory / "orders").mkdir(parents=True)
     for number, order in enumerate(orders):
         (directory / "orders" / f"{number}-{order}").touch()
-    run = new_run(directory, RECIPE)
+    run = new_run(directory, recipe)
     options = {"orders": str(directory / "orders") if orders else ""}
     values = {**CONFIG, "checkpoint_interval": 1000, "recipe_options": options, **config}
-    program = recipe_program(RECIPE, resolve(get_recipe(RECIPE, {}).defaults, values))
+    program = recipe_program(recipe, resolve(get_recipe(recipe, {}).defaults, values))
     job = Job(program, str(directory / "checkpoints"), time.time())
     run.result = driver.run(job, place, lambda: str(run.data()), [run], run.relay)
     loaded = [(event.step, event.url) for event in events_of(run, events.CheckpointLoaded) if event.step]

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
+from flyte_ddp.checkpoints.files import FORMAT
+from flyte_ddp.checkpoints.resharding import SHARDS, assemble
+from flyte_ddp.checkpoints.state_file import CHECKSUM, save_state
+from flyte_ddp.checkpoints.store import CheckpointStore
+from flyte_ddp.config import resolve
 from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.local import LocalPlace
+from flyte_ddp.launch.process import parts
+from flyte_ddp.launch.process.link import RankProcess
+from flyte_ddp.launch.process.parts import NodeParts
+from flyte_ddp.launch.process.ranks import NodeRanks
+from flyte_ddp.rank.memory_states import choose_interval
+from flyte_ddp.rank.recall import recall
+from flyte_ddp.world import ALONE
 from tests.support.dask_runs import LOCAL
-from tests.test_last_breath import train
+from tests.support.gang import run_gang
+from tests.test_last_breath import RECIPE, train
 
 pytestmark = pytest.mark.usefixtures("server_with_compiler")
 
@@ -40,13 +57,138 @@ def test_a_killed_rank_costs_the_steps_since_the_newest_state_in_memory(tmp_path
 
 def test_two_nodes_go_on_from_the_memory_of_both(tmp_path, undisturbed, client):
     place = DaskPlace(client, dataclasses.replace(LOCAL, max_restarts=3))
-    run, resumed = train(tmp_path, place, "backward-1-6", "forward-0-5", **FSDP)
-    assert_resumed(resumed, (4, "the memory of nodes 0 and 1"), (8, "the memory of nodes 0 and 1"))
+    run, resumed = train(tmp_path, place, "backward-1-6", "forward-0-9", **FSDP)
+    assert_resumed(resumed, (4, "the memory of nodes 0 and 1"), (12, "the memory of nodes 0 and 1"))
     torch.testing.assert_close(run.state(), undisturbed, rtol=0, atol=0)
 
 
 def test_a_lost_node_costs_the_steps_since_the_newest_state_next_door(tmp_path, undisturbed, client):
     place = DaskPlace(client, dataclasses.replace(LOCAL, max_restarts=3))
-    run, resumed = train(tmp_path, place, "worker-1-6", "worker-0-5", **FSDP)
-    assert_resumed(resumed, (4, "node 0's memory"), (8, "node 1's memory"))
+    run, resumed = train(tmp_path, place, "worker-1-6", "worker-0-9", **FSDP)
+    assert_resumed(resumed, (4, "node 0's memory"), (12, "node 1's memory"))
     torch.testing.assert_close(run.state(), undisturbed, rtol=0, atol=0)
+
+
+def test_another_world_size_goes_on_from_the_state_in_memory(tmp_path, client):
+    plain, _ = train(tmp_path / "plain", LocalPlace(2), recipe=f"{RECIPE}WithoutNorm")  # over the samples of one rank
+    place = DaskPlace(client, dataclasses.replace(LOCAL, max_restarts=3, min_nodes=1, return_timeout=0.1))
+    run, resumed = train(tmp_path / "lost", place, "worker-1-6", recipe=f"{RECIPE}WithoutNorm", **FSDP)
+    assert_resumed(resumed, (4, "this node's memory"))
+    assert run.result.started.world_size == 1
+    torch.testing.assert_close(run.state(), plain.state(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_whole_model_is_kept_and_copied_too_if_that_is_asked_for(tmp_path, client):
+    """An exception, after which no rank's last state counts, costs the steps since the newest state in memory."""
+    plain, _ = train(tmp_path / "plain", LocalPlace(2))
+    place = DaskPlace(client, dataclasses.replace(LOCAL, max_restarts=3))
+    run, resumed = train(tmp_path / "lost", place, "raise-0-6", memory_interval=2)
+    assert resumed[0][1].startswith("node ")
+    assert_resumed(resumed, (4, resumed[0][1]))
+    torch.testing.assert_close(run.state(), plain.state(), rtol=0, atol=0)
+
+
+def read_in_part(world, store):
+    """The whole state, of which ranks 2 and 1 have the files."""
+    whole = torch.arange(8.0).reshape(4, 2)
+    contents = {
+        2: {"step": 5, "weight": torch.empty(4, 2, device="meta"), SHARDS: [([0, 0], whole[:2])]},
+        1: {SHARDS: [([2, 0], whole[2:])]},
+    }
+    entries, read = [{"of": 2}, {"of": 1}], lambda entry: dict(contents[entry["of"]])
+    states = [assemble(entries, read, world, readers=readers) for readers in ([2, 1], [2, 2])]
+    return [(state["step"], torch.equal(state["weight"], whole)) for state in states]
+
+
+def test_each_part_is_read_by_a_rank_that_has_it_and_passed_on():
+    assert run_gang(3, read_in_part) == [[(5, True)] * 2] * 3
+
+
+NODE = NodeRanks(0, 2, 2, "127.0.0.1", 0, "lo", False, 1, run_id="run")
+
+
+def node_with(*states, num_parts=2, version=None, spoilt=()):
+    """A node's memory with states that attempt 0 has saved, each as its step and the numbers of its parts."""
+    memory = NodeParts()
+    memory.begin(NODE)
+    for turn, (step, numbers) in enumerate(states, 1):
+        for number in numbers:
+            values = {"format": FORMAT, SHARDS: [([2 * number], torch.full((2,), float(step)))]}
+            if number == 0:
+                values |= {"progress": {"step": step, "epochs": []}, "model": {"weight": torch.empty(4, device="meta")}}
+            with open(memory.slots_of(number)[turn % 2].path, "r+b") as file:
+                entry = save_state(values, file, with_crc32=False)
+                file.truncate()
+                if (step, number) in spoilt:
+                    file.seek(-9, 2)
+                    file.write(b"different")
+            where = {"turn": turn, "step": step, "number": number, "num_parts": num_parts}
+            what = {"num_bytes": entry["bytes"], "checksum": entry[CHECKSUM]}
+            memory.keep(**where, **what, version=version or str(torch.__version__))
+    return memory
+
+
+def recalled(memory, directory, stored=(), run="run", needed=0):
+    for step in stored:
+        (directory / f"step-{step:010d}.json").write_text(json.dumps({}))
+    left = memory.begin(dataclasses.replace(NODE, num_restarts=1))
+    process = RankProcess(None, dataclasses.replace(NODE, run_id=run), 0, None, None, parts=left)
+    found = recall(ALONE, process, CheckpointStore(str(directory), 2), lambda *_: None, lambda state: needed)
+    if found.state:
+        assert found.state["model"]["weight"].tolist() == [float(found.state["progress"]["step"])] * 4
+    return (found.state and found.state["progress"]["step"]), found.skipped
+
+
+def test_the_newest_whole_state_in_memory_is_used(tmp_path):
+    both = (0, 1)
+    assert recalled(node_with((2, both), (4, both), (6, both)), tmp_path) == (6, [])
+    assert recalled(node_with((2, both), (4, (0,))), tmp_path) == (2, [])  # a rank was lost before it wrote its part
+    assert recalled(node_with((2, both), (4, both), (6, (1,))), tmp_path) == (4, [])
+    assert recalled(node_with((2, both), (2, both)), tmp_path) == (2, [])  # before and after an evaluation
+    assert recalled(node_with((4, both)), tmp_path, stored=[3]) == (4, [])
+    assert recalled(node_with((4, both)), tmp_path, stored=[4]) == (None, [])
+    assert recalled(NodeParts(), tmp_path) == (None, [])
+
+
+def test_a_state_in_memory_that_is_not_right_is_not_used(tmp_path):
+    both = (0, 1)
+    assert recalled(node_with((4, both), version="1.0"), tmp_path) == (None, [])
+    assert recalled(node_with((4, both)), tmp_path, run="another") == (None, [])
+    damaged = "the checksum of part 1 is not the one that was recorded when it was written"
+    skipped = [f"the state of step 4 in this node's memory is not used: {damaged}"]
+    assert recalled(node_with((2, both), (4, both), spoilt=[(4, 1)]), tmp_path) == (2, skipped)
+    assert recalled(node_with((4, both), spoilt=[(4, 1)]), tmp_path) == (None, skipped)
+    best = "the store has no checkpoint of the best epoch, at step 3"
+    skipped = [f"the state of step 4 in this node's memory is not used: {best}"]
+    assert recalled(node_with((4, both)), tmp_path, needed=3) == (None, skipped)
+
+
+def test_the_state_before_a_loss_stays_until_a_new_one_is_whole():
+    memory = node_with((2, (0, 1)), (4, (0, 1)))
+    left = memory.begin(dataclasses.replace(NODE, num_restarts=1))
+    assert sorted(part.step for part in left) == [2, 2, 4, 4]
+    memory.keep_only(0, 2)  # from which the ranks go on
+    values = {"num_parts": 2, "num_bytes": 0, "checksum": "", "version": ""}
+    for number in (0, 1):
+        memory.keep(turn=1, step=6, number=number, **values)
+    left = memory.begin(dataclasses.replace(NODE, num_restarts=2))
+    assert sorted(part.step for part in left) == [4, 4, 6, 6]  # the last may be there in part
+    memory.keep(turn=2, step=8, number=0, **values)  # each rank that begins the next knows that the one before is whole
+    memory.close()
+
+
+def test_what_does_not_fit_into_memory_is_not_kept_there_and_one_line_says_so(monkeypatch, caplog):
+    model = nn.Linear(1 << 18, 4)  # 4 MiB, and 8 of AdamW's
+    config = resolve({}, {"memory_interval": 5})
+    node = dataclasses.replace(NODE, num_nodes=2)
+    process = SimpleNamespace(node=node, slots=[object()])
+    monkeypatch.setattr(parts, "free_memory", lambda: 50 << 20)
+    with caplog.at_level(logging.WARNING):
+        assert choose_interval(config, process, ALONE, model) == 5
+        assert not caplog.messages
+        monkeypatch.setattr(parts, "free_memory", lambda: 40 << 20)
+        assert choose_interval(config, process, ALONE, model) == 0
+    lacking = "expected 0.05 GiB of free memory on each node, got 0.04 GiB"
+    assert caplog.messages == [f"memory_interval: no state is kept in memory: {lacking}"]
+    assert choose_interval(resolve({}, {}), process, ALONE, model) == 0

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.recipes import Normed
+from tests.support.recipes import Normed, Tiny
 
 PACE = 0.02  # seconds of a step while a loss is to come
 
@@ -37,6 +37,7 @@ class Bereaved(Normed):
         self._num_steps += 1
         self.meet("forward")
         self.meet("worker")
+        self.meet("raise")
         self.meet("hang")
         losses.register_hook(lambda gradient: self.meet("backward"))
         return losses
@@ -56,7 +57,17 @@ class Bereaved(Normed):
             time.sleep(0.5)  # the other ranks take this step
         if place == "hang":
             time.sleep(600)
+        if place == "raise":
+            raise ConnectionError("on purpose")
         os.kill(worker_above() if place == "worker" else os.getpid(), signal.SIGKILL)
+
+
+class BereavedWithoutNorm(Bereaved):
+    """Its weights do not depend on the number of ranks."""
+
+    def model(self):
+        super().model()
+        return Tiny.model(self)
 
 
 def worker_above():

@@ -35,9 +35,9 @@ class NodeJob:
     data: str  # directory of the prepared data if this machine has it
     data_archive: str  # else the URL of a zip of it; "" for a program that needs no data
     data_name: str  # of the unpacked copy, which later attempts find again
-    copies_to: str  # address of the worker that gets copies of the states in this node's memory; "" for none
-    copies_of: int  # number of the node whose copies come here
     prints_lines: bool  # print the ranks' output into the worker's own log as well
+    copies_to: str = ""  # address of the worker that gets copies of the states in this node's memory; "" for none
+    copies_of: int = 0  # number of the node whose copies come here
 
     def to_json(self) -> str:
         return encode(dataclasses.asdict(self))

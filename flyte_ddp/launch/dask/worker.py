@@ -78,6 +78,7 @@ class Supervisor:
 
     def begin(self, job: str, listener: socket.socket | None) -> None:
         """Hand an attempt over. Raises BrokenPipeError if the process has ended."""
+        self.files = {}  # those of an earlier attempt have what this one may go on from
         if listener:
             socket.send_fds(self.listeners, [b"\n"], [listener.fileno()])
         self.commands.write(f"{job}\n".encode())
