@@ -49,6 +49,7 @@ class Bereaved(Normed):
         if not orders:
             return
         time.sleep(PACE / 2)
+        wait_for_copies()
         _, where, rank, num_steps = orders[0].name.split("-")
         if where != place or int(rank) != dist.get_rank() or self._num_steps < int(num_steps):
             return
@@ -60,6 +61,7 @@ class Bereaved(Normed):
         if place == "raise":
             raise ConnectionError("on purpose")
         os.kill(worker_above() if place == "worker" else os.getpid(), signal.SIGKILL)
+        time.sleep(600)  # until the supervisor notices that its worker is gone, no step follows
 
 
 class BereavedWithoutNorm(Bereaved):
@@ -68,6 +70,17 @@ class BereavedWithoutNorm(Bereaved):
     def model(self):
         super().model()
         return Tiny.model(self)
+
+
+def wait_for_copies():
+    """Wait until this rank's newest part of a state in memory is where it has to be: that takes long on busy cores."""
+    from flyte_ddp import session
+
+    store = getattr(session._current, "_store", None)
+    slots = store and store._slots
+    deadline = time.monotonic() + 5  # the other node may be gone
+    while slots and slots._files and not slots.is_ready and time.monotonic() < deadline:
+        time.sleep(0.005)
 
 
 def worker_above():
