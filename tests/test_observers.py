@@ -270,6 +270,18 @@ def test_the_time_and_number_of_announced_losses_are_counted_apart_from_restarts
     assert (counted["flyte_ddp_restarts_total"], counted["flyte_ddp_announced_losses_total"]) == (1, 1)
 
 
+@pytest.mark.parametrize(("resumed", "redone"), [(2, 5.0), (4, 3.0), (6, 1.0), (7, 0.0)])
+def test_steps_that_memory_had_are_not_done_again(resumed: int, redone: float) -> None:
+    """A rank is killed at step 7. The store has step 2, and reports come every four steps."""
+    told = [
+        *(AttemptStarted(2, 1000.0, 0.0), started(), loaded(), CheckpointSaved(2, "/c/2.pt", False, 0.0), reported(4)),
+        *(AttemptEnded(7, "a rank was killed", 0.0), AttemptStarted(2, 1000.0, 0.0), started(), loaded(resumed)),
+    ]
+    times = [1000, 1000, 1000, 1002, 1004, 1007, 1007, 1008, 1008]
+    spent = RunState.of(_stamped(told, times)).time_spent()
+    assert (spent.stepping, spent.redone_steps) == pytest.approx((7.0 - redone, redone))
+
+
 @pytest.mark.parametrize(("grace", "is_short"), [(0.0, False), (25.0, True), (55.0, False)])
 def test_a_grace_that_is_shorter_than_the_newest_checkpoint_took_is_a_notice_of_the_report(
     grace: float, is_short: bool

@@ -15,6 +15,7 @@ from flyte_ddp.events.kinds import (
     Event,
     HistogramsTaken,
     PredictionsMade,
+    Reported,
     RunFinished,
     RunStarted,
     StragglersFound,
@@ -62,6 +63,7 @@ class WallTime:
         self.phase = "starting"  # what the time since the last event goes to
         self.last = 0.0  # event, seconds since the epoch
         self.saved: list[tuple[int, dict[str, float]]] = []  # steps of this attempt's checkpoints, and the seconds then
+        self.reached: list[tuple[int, dict[str, float]]] = []  # likewise the steps after the newest of them
 
     def handle(self, event: Event) -> None:
         """Book the time since the last event. Events without a time are ignored."""
@@ -80,6 +82,9 @@ class WallTime:
             self.pause = "announced_losses" if event.num_leaving else "restarting"
             self._move(min(event.idle_seconds, elapsed), self.phase, self.pause)
             self.phase = self.pause
+            self.reached.append((event.step, dict(self.seconds)))
+        elif isinstance(event, Reported):
+            self.reached.append((event.step, dict(self.seconds)))
         elif isinstance(event, RunStarted):
             if not any(step for step, _ in self.saved):  # else the program says what it resumes from
                 self._start_training(0)
@@ -92,6 +97,7 @@ class WallTime:
         elif isinstance(event, CheckpointSaved):
             self._move(min(event.seconds, elapsed), "stepping", "checkpoint_stalls")
             self.saved.append((event.step, dict(self.seconds)))
+            self.reached = []
         elif isinstance(event, RunFinished):  # after the last uploads
             self._move(elapsed, "stepping", "checkpoint_stalls")
 
@@ -103,12 +109,20 @@ class WallTime:
         return TimeSpent(**seconds)
 
     def _start_training(self, resumed_step: int) -> None:
-        """Book what the last attempt did after the checkpoint of `resumed_step` as work that is done again."""
-        kept = [seconds for step, seconds in self.saved if step <= resumed_step]
-        if kept:
+        """Book what the last attempt did after `resumed_step` as work that is done again.
+
+        A state in memory may be of any step: between two reports the steps are taken to be equally long.
+        """
+        marks = self.saved + self.reached
+        before = [each for each in marks if each[0] <= resumed_step]
+        if before:
+            first, seconds = before[-1]
+            after = [each for each in marks[marks.index(before[-1]) :] if each[0] > resumed_step]
+            share = (resumed_step - first) / (after[0][0] - first) if after else 0.0
             for name in ("stepping", "evaluating", "checkpoint_stalls"):
-                self._move(self.seconds[name] - kept[-1][name], name, "redone_steps")
-        self.saved = [(resumed_step, dict(self.seconds))]
+                kept = seconds[name] + share * (after[0][1][name] - seconds[name] if after else 0.0)
+                self._move(self.seconds[name] - kept, name, "redone_steps")
+        self.saved, self.reached = [(resumed_step, dict(self.seconds))], []
         self.phase = "stepping"
 
     def _move(self, seconds: float, source: str, target: str) -> None:
