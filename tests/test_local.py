@@ -22,6 +22,7 @@ from flyte_ddp.errors import ConfigError, DataError, OutOfMemory, RankFailure
 from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch import driver, local, rank_start, supervisor
 from flyte_ddp.launch.local import LocalPlace
+from flyte_ddp.launch.process.memory_file import UNLIMITED, free_in
 from flyte_ddp.launch.process.programs import Job, recipe_program
 from flyte_ddp.launch.stalls import StalledRank, find_culprits, stall_failure
 from tests.support.runs import how_it_ended, new_run, start_parent, wait_for_step
@@ -160,6 +161,22 @@ def test_a_user_error_of_a_rank_is_one_line(tmp_path, monkeypatch):
         "rank 0 failed: StorageDenied: checkpoints: expected a place to write to, got s3://bucket/run"
     ]
     assert caught.value.is_user_error
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ],
+)
+def test_files_that_a_container_has_read_take_none_of_its_memory(tmp_path, names):
+    limit, used, cached = names
+    for name, content in ((limit, "1000"), (used, "900"), ("memory.stat", f"anon 200\n{cached} 650\nslab 50\n")):
+        (tmp_path / name).write_text(content)
+    assert free_in(tmp_path) == 750
+    (tmp_path / limit).write_text("max")
+    assert free_in(tmp_path) == UNLIMITED
 
 
 # What a process finds: its cgroups, where they are mounted, and the files there that count.

@@ -30,10 +30,10 @@ from flyte_ddp import events
 from flyte_ddp.checkpoints import WRITE_GRACE
 from flyte_ddp.config.main_module import hide_main_module
 from flyte_ddp.errors import OUT_OF_MEMORY, RankFailure, TrainingStopped
-from flyte_ddp.launch.cgroups import count_oom_kills
 from flyte_ddp.launch.devices import visible_gpus
 from flyte_ddp.launch.failures import first_line, shorten, shorten_traceback
 from flyte_ddp.launch.log_tail import LogTail, logs_directory
+from flyte_ddp.launch.process.cgroups import count_oom_kills
 from flyte_ddp.launch.process.entry import run_rank
 from flyte_ddp.launch.process.memory import NodeMemory
 from flyte_ddp.launch.process.output import RankStream, rank_stacks, read_error

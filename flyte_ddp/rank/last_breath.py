@@ -51,23 +51,23 @@ class LastBreath:
         self._is_whole = False  # the state is that after a step
         self._buffers: dict[str, Tensor] = {}  # after `_buffers_step` steps, the same on every rank
         self._buffers_step = -1
-        self._settled = torch.cuda.Event() if world.device.type == "cuda" else None  # the last step, on a GPU
 
     @contextlib.contextmanager
     def may_keep(self, process: RankProcess, is_compiled: bool, is_sharded: bool) -> Iterator[None]:
         """Keep the state if peers are lost in the block.
 
         Not where a rank has a part alone, where a forward pass changes much, or where it is compiled so that nothing
-        can be done before it.
+        can be done before it. Not on a GPU either: its steps are queued, and when NCCL aborts an exchange of gradients,
+        the optimizer step that is queued behind it goes on with a part of them.
         """
         buffers = list(self._model.buffers())
         is_small = sum(each.nbytes for each in buffers) <= MAX_BUFFER_BYTES and not (is_compiled and buffers)
-        if process.memory is None or self._world.world_size == 1 or is_sharded or not is_small:
+        on_gpu = self._world.device.type == "cuda"
+        if process.memory is None or self._world.world_size == 1 or is_sharded or not is_small or on_gpu:
             yield
             return
         path = process.memory.path
         self._first_step = self._step_of()
-        self._note_settled()
         self._is_whole = True
         process.link.on_keep = lambda on_begin: self._keep(path, on_begin)
         hook = self._model.register_forward_pre_hook(self._note_buffers) if buffers else None
@@ -83,12 +83,7 @@ class LastBreath:
         with self._lock:
             was_whole, self._is_whole = self._is_whole, False
             yield
-            self._note_settled()
             self._is_whole = was_whole
-
-    def _note_settled(self) -> None:
-        if self._settled:
-            self._settled.record()
 
     def _note_buffers(self, model: nn.Module, inputs: Any) -> None:
         """Copy the buffers before the first forward pass of a step."""
@@ -97,7 +92,6 @@ class LastBreath:
             with self._lock:
                 self._buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
                 self._buffers_step = step
-                self._note_settled()
 
     def _keep(self, path: str, on_begin: Callable[[], None]) -> dict[str, Any] | None:
         """Write the state to `path`; return what `Kept` has of it, or None if there is none worth it."""
@@ -107,16 +101,15 @@ class LastBreath:
         if not self._is_whole or step <= self._first_step:
             return None
         on_begin()
-        with self._on_own_stream():
-            buffers = self._settled_buffers(step)
-            if buffers is None:
-                return None
-            state = self._state_of()
-            weights = state["model"]
-            state["model"] = type(weights)(weights)
-            vars(state["model"]).update(vars(weights))  # the versions of its modules' formats
-            state["model"].update({name: buffer for name, buffer in buffers.items() if name in weights})
-            state = map_tensors(readable(state), lambda each: each.detach().cpu())
+        buffers = self._find_buffers(step)
+        if buffers is None:
+            return None
+        state = self._state_of()
+        weights = state["model"]
+        state["model"] = type(weights)(weights)
+        vars(state["model"]).update(vars(weights))  # the versions of its modules' formats
+        state["model"].update({name: buffer for name, buffer in buffers.items() if name in weights})
+        state = map_tensors(readable(state), lambda each: each.detach())
         tensors = _tensors_by_place(state)
         if not has_memory_for(sum(each.nbytes for each in tensors.values())) or not _are_finite(tensors):
             return None
@@ -130,7 +123,7 @@ class LastBreath:
             "digest": _digest(tensors),
         }
 
-    def _settled_buffers(self, step: int) -> dict[str, Tensor] | None:
+    def _find_buffers(self, step: int) -> dict[str, Tensor] | None:
         """Return the buffers that rank 0 has after `step` steps; None if this rank does not know them."""
         now = dict(self._model.named_buffers())
         if self._buffers_step == step:
@@ -140,17 +133,6 @@ class LastBreath:
         before = self._buffers
         are_constant = before.keys() == now.keys() and all(torch.equal(now[name], before[name]) for name in now)
         return now if are_constant else None
-
-    @contextlib.contextmanager
-    def _on_own_stream(self) -> Iterator[None]:
-        """On a GPU, do not wait for what the training has queued behind the last step: it may never end."""
-        if self._settled is None:
-            yield
-            return
-        stream = torch.cuda.Stream(self._world.device)
-        stream.wait_event(self._settled)
-        with torch.cuda.stream(stream):
-            yield
 
 
 def _tensors_by_place(state: Mapping[str, Any]) -> dict[Any, Tensor]:

@@ -38,6 +38,7 @@ class NodeJob:
     prints_lines: bool  # print the ranks' output into the worker's own log as well
     copies_to: str = ""  # address of the worker that gets copies of the states in this node's memory; "" for none
     copies_of: int = 0  # number of the node whose copies come here
+    start_timeout: float = 0.0  # seconds for which the next attempt may wait for nodes, while this one keeps its memory
 
     def to_json(self) -> str:
         return encode(dataclasses.asdict(self))

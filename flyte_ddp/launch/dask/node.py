@@ -103,9 +103,11 @@ def main() -> None:
     memory = NodeMemory()
     listening = (commands, messages, attempts, memory.parts)
     threading.Thread(target=_listen, args=listening, name="commands", daemon=True).start()
+    idle_timeout = IDLE_TIMEOUT
     with contextlib.suppress(queue.Empty):
         while True:
-            node_job, link = attempts.get(timeout=IDLE_TIMEOUT)
+            node_job, link = attempts.get(timeout=idle_timeout)
+            idle_timeout = IDLE_TIMEOUT + node_job.start_timeout
             os.environ.clear()
             os.environ.update(own_environment | node_job.environment)
             adopt_storage_environment(node_job.storage)  # what the worker has of its own wins

@@ -235,6 +235,7 @@ class DaskPlace:
                 data_name=archive_name.removesuffix(".zip"),
                 copies_to=nodes[(node.index + distance) % num_nodes].address if distance else "",
                 copies_of=(node.index - distance) % num_nodes,
+                start_timeout=self.config.start_timeout,
                 prints_lines=self.config.resolved_kind != "local",  # whose workers have this process's terminal
             )
             for node in nodes

@@ -1,4 +1,4 @@
-"""The processes of this container that the kernel killed for lack of memory, as its cgroup counts them."""
+"""The cgroups of this container: how many processes the kernel killed there for lack of memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def count_oom_kills(root: Path = Path("/")) -> int:
 
     Of this process's cgroup and of the one that the container sees as its root, with both versions of cgroups.
     """
-    return sum(map(_oom_kills_of, _memory_cgroups(root)))
+    return sum(map(_oom_kills_of, memory_cgroups(root)))
 
 
-def _memory_cgroups(root: Path) -> set[Path]:
+def memory_cgroups(root: Path = Path("/")) -> set[Path]:
     """Return the directories of this process's cgroup for memory, and of the root of what is mounted of the cgroups."""
     try:
         groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]

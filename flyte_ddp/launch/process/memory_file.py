@@ -12,7 +12,10 @@ from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
+from flyte_ddp.launch.process.cgroups import memory_cgroups
+
 SPARE_BYTES = 256 << 20  # of memory that stay free
+UNLIMITED = 1 << 62  # bytes
 
 
 class MemoryFile:
@@ -45,9 +48,17 @@ def free_memory() -> int:
     """Return the bytes that may still be used on this machine, or in the container; some stay free."""
     import psutil  # type: ignore[import-untyped]
 
-    free = [psutil.virtual_memory().available]
-    for names in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+    return min(int(psutil.virtual_memory().available), *map(free_in, memory_cgroups()), UNLIMITED) - SPARE_BYTES
+
+
+def free_in(cgroup: Path) -> int:
+    """Return the bytes that a cgroup may still use. Files that it has read can go, so they count as free."""
+    for limit, used, cached in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
         with contextlib.suppress(OSError, ValueError):  # another version of cgroups, or no limit
-            limit, used = (int((Path("/sys/fs/cgroup") / name).read_text()) for name in names)
-            free.append(limit - used)
-    return int(min(free)) - SPARE_BYTES
+            counters = (cgroup / "memory.stat").read_text().split()
+            spare = int(counters[counters.index(cached) + 1])
+            return int((cgroup / limit).read_text()) - int((cgroup / used).read_text()) + spare
+    return UNLIMITED
