@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 import time
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import flyte_ddp
 from flyte_ddp import session
 from flyte_ddp.errors import ConfigError, RankFailure
+from flyte_ddp.rank.split_state import fill
 
 pytestmark = pytest.mark.usefixtures("server_with_compiler")
 
@@ -35,11 +37,11 @@ class Model(nn.Module):
         return self.scale * self.outer(self.inner(batch).relu())
 
 
-def build(mesh_shape):
+def build(mesh_shape, model_class=None):
     """A model that is split over a mesh of one dimension by FSDP2, of two also by tensor parallelism."""
     dist.init_process_group("gloo")
     torch.manual_seed(1)
-    model = Model()
+    model = (model_class or Model)()
     names = ("data", "tensor")[: len(mesh_shape)]
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
     if len(mesh_shape) == 2:
@@ -114,6 +116,57 @@ def test_any_number_of_ranks_reads_what_any_other_has_written(written, read, sav
     found = flyte_ddp.run(load_into, read, nproc_per_node=num_ranks(read), checkpoints=place)
     assert found == expected
     assert any("exp_avg" in name for name in found)
+
+
+def save_both(place):
+    """A whole state of rank 0, then split ones."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    if dist.get_rank() == 0:
+        session.save({"config": torch.ones(3)}, 0)
+    for step in (20, 30):
+        session.save({"rows": distribute_tensor(torch.full((4, 2), float(step)), mesh, [Shard(0)])}, step)
+    session.current().wait()
+
+
+def test_split_states_after_a_whole_one_are_of_one_step(tmp_path):
+    flyte_ddp.run(save_both, "", nproc_per_node=2, checkpoints=str(tmp_path))
+    for manifest in sorted(tmp_path.glob("step-*.json")):
+        files = [tmp_path / each["file"] for each in json.loads(manifest.read_text())["files"]]
+        values = {float(part.mean()) for file in files for _, part in torch.load(file, weights_only=True)["shards"]}
+        assert values <= {float(manifest.stem.removeprefix("step-"))}, manifest.name
+    assert (tmp_path / "step-0000000030.json").exists()
+
+
+class NormedModel(Model):
+    """With a part that no plan for tensor parallelism names: FSDP alone splits it, on each rank of a tensor group."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(5)
+
+    def forward(self, batch):
+        return super().forward(self.norm(batch))
+
+
+def save_and_load_partly_parallel(place):
+    model, _ = build((1, 2), NormedModel)
+    session.save({"model": model.state_dict()}, 1)
+    session.current().wait()
+    expected = whole(model.state_dict())
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    session.load(into={"model": model.state_dict()})
+    return expected == whole(model.state_dict())
+
+
+def test_a_module_outside_of_the_plan_for_tensor_parallelism_is_read_again(tmp_path):
+    assert flyte_ddp.run(save_and_load_partly_parallel, "", nproc_per_node=2, checkpoints=str(tmp_path))
+
+
+def test_lists_of_another_length_are_refused():
+    with pytest.raises(ConfigError, match=r"session.load: .*: expected a list of 2 as in the checkpoint, got one of 1"):
+        fill({"rows": [torch.zeros(2)]}, {"rows": [torch.zeros(2), torch.ones(2)]})
 
 
 def load_whole():

@@ -107,6 +107,7 @@ class _Assembly:
                 kept = tensor  # it came whole
             self._tensors.append(kept)
         self._num_values = [0] * len(self._split)
+        self._read: list[set[tuple[tuple[int, ...], ...]]] = [set() for _ in self._split]
 
     def add_shards(self, shards: Sequence[tuple[Sequence[int], Tensor]], source: int) -> None:
         """Add the shards of a file that rank `source` has read."""
@@ -121,8 +122,10 @@ class _Assembly:
         is_needed = [float(world.rank != source and all(each)) for each in common]
         num_readers = world.all_reduce(*is_needed)
         for number, (tensor, box, index) in enumerate(self._split):
-            shape = placed[number][1]
-            self._num_values[number] += math.prod(shape)
+            starts, shape = placed[number]
+            if (box_read := (tuple(starts), tuple(shape))) not in self._read[number]:  # several ranks may have it
+                self._read[number].add(box_read)
+                self._num_values[number] += math.prod(shape)
             if world.rank == source:
                 part = shards[number][1]
             elif num_readers[number]:

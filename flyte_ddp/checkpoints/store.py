@@ -139,6 +139,7 @@ class CheckpointStore:
     def share_with(self, peers: Peers | None) -> None:
         """Have each of `peers` save a part of every state from now on. Nothing may be waiting to be written."""
         self._peers = peers
+        self._num_saves = 0  # the ranks number them alike
         self._follows = peers is not None and peers.rank > 0  # rank 0, which chooses the states that are written
         self._choose: Callable[[list[_Write]], list[_Write]] = list if self._follows else _wanted
 

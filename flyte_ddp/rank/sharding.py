@@ -139,7 +139,7 @@ def split_state(state: Mapping[str, Any], is_first: bool) -> dict[str, Any]:
         if tensor.dim() == 0:  # of which every rank has a copy
             return tensor.to_local()  # type: ignore[attr-defined,no-any-return]
         starts, part = [each.start for each in own_box(tensor)], tensor.to_local()  # type: ignore[attr-defined]
-        shards.append((starts, part if _is_first_copy(tensor) else part[:0]))
+        shards.append((starts, part if _is_first_copy(tensor) else part.new_empty((0, *part.shape[1:]))))
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     outline = map_tensors(state, take_part)

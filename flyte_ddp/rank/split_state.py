@@ -100,7 +100,10 @@ def fill(into: Any, state: Any, place: Place = ()) -> Any:
             where = "the checkpoint" if missing[0] in state else "into"
             raise ConfigError(f"session.load: {_name(place)}: expected the same keys, only {where} has {missing[0]!r}")
         return {key: fill(into[key], value, (*place, key)) for key, value in state.items()}
-    if isinstance(state, (list, tuple)) and isinstance(into, (list, tuple)) and len(state) == len(into):
+    if isinstance(state, (list, tuple)) and isinstance(into, (list, tuple)):
+        if len(state) != len(into):
+            sizes = f"expected a list of {len(state)} as in the checkpoint, got one of {len(into)}"
+            raise ConfigError(f"session.load: {_name(place)}: {sizes}")
         return type(state)(fill(into[index], value, (*place, index)) for index, value in enumerate(state))
     if not isinstance(state, Tensor):
         return state

@@ -100,6 +100,7 @@ class Session:
         timeout = SAVE_TIMEOUT_SHARE * self.process.job.program.stall_timeout
         check_call(state, step, self._num_split_saves, world, self.open_store(), timeout)
         if self._num_split_saves == 1:
+            self.wait()  # for what rank 0 may have saved whole
             self.open_checkpoints().share_with(Peers(world, self.open_store()))
         whole = {"step": step, "state": state, "position": self._position}
         self.write(split_state(whole, world.is_first), step)
