@@ -16,8 +16,11 @@ VALUES = "flyte_ddp.values"  # key in the metadata
 
 
 def is_safetensors(contents: bytes) -> bool:
-    """Return whether a file begins as safetensors does: the size of a header, and its JSON."""
-    return contents[8:9] == b"{" and not contents.startswith((b"PK", b"\x80"))  # torch's is a ZIP archive
+    """Return whether a file begins as safetensors does: the size of a header, and its JSON.
+
+    The first byte alone decides nothing: that of a header of 2,688 bytes is a pickle's.
+    """
+    return contents[8:9] == b"{" and 8 + int.from_bytes(contents[:8], "little") <= len(contents)
 
 
 def to_safetensors(state: Mapping[str, Any]) -> bytes:

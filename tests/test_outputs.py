@@ -91,6 +91,17 @@ def test_a_damaged_safetensors_file_is_no_state():
         from_bytes(contents[:-1])
 
 
+def test_a_safetensors_file_may_begin_as_a_pickle_does():
+    for length in range(1, 300):  # the header's length is a multiple of 8, and 128 mod 256 once in 32
+        contents = to_safetensors({"x" * length: torch.ones(2)})
+        if contents.startswith(b"\x80"):
+            break
+    assert contents.startswith(b"\x80")
+    assert is_safetensors(contents)
+    assert is_safetensors(contents[:-1])  # damaged, and no pickle
+    assert list(from_bytes(contents)) == ["x" * length]
+
+
 def test_what_cannot_be_exported_is_named_and_ends_nothing(tmp_path):
     class Careless(type(get_recipe(TINY))):
         def export(self, state):
