@@ -62,12 +62,12 @@ WANDB_ENVIRONMENT = {
     **({"WANDB_BASE_URL": SETTINGS.wandb_base_url} if SETTINGS.wandb_base_url else {}),
 }
 MLFLOW = (SETTINGS.mlflow_url, SETTINGS.mlflow_experiment) if SETTINGS.tracking == "mlflow" else None
-if MLFLOW:
-    WANDB_ENVIRONMENT |= dict(zip(("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"), MLFLOW, strict=True))
-    WANDB_ENVIRONMENT |= {"TRACKING": "mlflow", "WANDB_MODE": "disabled"}
-SECRETS = [MLFLOW_SECRET] if MLFLOW else [WANDB_SECRET] if WANDB_MODE == "online" else []
-
 _CODE = {CODE_VARIABLE: shipped_code()}
+if MLFLOW:
+    WANDB_ENVIRONMENT["WANDB_MODE"] = "disabled"
+    # Also for the tasks that record nothing, because each of them reads the settings.
+    _CODE |= {"TRACKING": "mlflow", "MLFLOW_TRACKING_URI": MLFLOW[0], "MLFLOW_EXPERIMENT_NAME": MLFLOW[1]}
+SECRETS = [MLFLOW_SECRET] if MLFLOW else [WANDB_SECRET] if WANDB_MODE == "online" else []
 
 
 def _requested(num_gpus: int) -> dict[str, str]:

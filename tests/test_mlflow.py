@@ -22,7 +22,7 @@ from flyte_ddp.events.history import to_line
 from flyte_ddp.observers import mlflow
 from flyte_ddp.observers.mlflow import Mlflow
 from tasks.settings import SettingsError, load_settings
-from tests.support.short_run import epoch_of_events, loaded, run_finished, started, whole_run
+from tests.support.short_run import epoch_finished, epoch_of_events, loaded, run_finished, started, whole_run
 
 VERSION = "3.17.2"
 TOKEN = "secret-of-mlflow"
@@ -226,6 +226,139 @@ def test_a_refusal_is_one_line_without_the_token() -> None:
         f"MLflow records no more of this run; the training continues: {url} refuses GET "
         "api/2.0/mlflow/experiments/get-by-name with 401: who are you?"
     ]
+
+
+class Answering(BaseHTTPRequestHandler):
+    """A server that answers as `answers` has it, by the end of a path: (status, JSON), the last one for ever."""
+
+    answers: dict[str, list[tuple[int, Any]]] = {}
+    seen: list[tuple[str, Any]] = []
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        path = self.path.partition("?")[0].partition("mlflow/")[2] or "artifact"
+        self.seen.append((path, json.loads(body) if path != "artifact" and body else {}))
+        answers = self.answers.get(path, [(200, {})])
+        status, answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        text = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    do_POST = do_PUT = do_GET
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def answering(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """(URL of `Answering`, the class)"""
+    missing = (404, {"error_code": "RESOURCE_DOES_NOT_EXIST"})
+    run = {"info": {"run_id": "1", "artifact_uri": "mlflow-artifacts:/1/artifacts"}}
+    answers = {
+        "experiments/get-by-name": [missing, (200, {"experiment": {"experiment_id": "7"}})],
+        "experiments/create": [(400, {"error_code": "RESOURCE_ALREADY_EXISTS"})],
+        "runs/create": [(200, {"run": run})],
+    }
+    monkeypatch.setattr(Answering, "answers", answers)
+    monkeypatch.setattr(Answering, "seen", [])
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", Answering
+        server.shutdown()
+
+
+def test_an_experiment_that_another_run_creates_meanwhile_is_used(answering: Any) -> None:
+    url, server = answering
+    lines: list[str] = []
+    replay(Mlflow(url, "tests", "r1", say=lines.append), [started()])
+    assert lines == [f"MLflow: {url}/#/experiments/7/runs/1"]
+    assert ("runs/create", "7") in [(path, body.get("experiment_id")) for path, body in server.seen]
+
+
+@pytest.mark.parametrize("status", [403, 503])
+def test_files_that_are_not_taken_are_one_line_of_a_run_that_has_ended(
+    status: int, answering: Any, finished: Event
+) -> None:
+    url, server = answering
+    server.answers["artifact"] = [(status, {"message": "no artifacts here"})]
+    lines: list[str] = []
+    began = time.monotonic()
+    replay(Mlflow(url, "tests", "r1", say=lines.append, model_artifact="digits"), [*whole_run(), finished])
+    assert time.monotonic() - began < 5
+    assert [body["status"] for path, body in server.seen if path == "runs/update"] == ["FINISHED"]
+    assert len(lines) == 2
+    assert lines[1].startswith("MLflow has not all files of this run: ")
+    assert lines[1].endswith(f"python -m flyte_ddp.observers.mlflow history.jsonl {url} tests r1 digits")
+
+
+def test_names_that_mlflow_refuses_are_changed(answering: Any) -> None:
+    url, server = answering
+    odd = replace(loaded(), epochs=[replace(epoch_finished(1), metrics={"f1(macro)": 0.5, "accuracy@5": 0.25})])
+    replay(Mlflow(url, "tests", "r1", config={"options": {"a b=c/../é": 1}}, say=print), [started(), odd])
+    bodies = [body for path, body in server.seen if path == "runs/log-batch"]
+    names = [each["key"] for body in bodies for part in ("metrics", "params") for each in body.get(part, [])]
+    assert {"epoch/f1_macro_", "epoch/accuracy_5", "é"} <= {*names}
+
+
+@pytest.mark.slow
+def test_a_real_server_takes_the_changed_names_and_the_model_of_a_later_upload(
+    server: Server, tmp_path: Path, finished: Event
+) -> None:
+    odd = replace(epoch_finished(1), metrics={"f1(macro)": 0.5, "accuracy@5": 0.25, "a//b": 0.1})
+    history = tmp_path / "history.jsonl"
+    history.write_text("".join(map(to_line, [started(config={"a b=c/../é": 1}), loaded(), odd, finished])))
+    mlflow.main([str(history), server.url, "tests", "odd", "digits"])
+    (run,) = server.runs("odd")
+    assert server.steps(run, "epoch/accuracy_5") == [1]
+    assert server.files(run, "model") == ["model/model_state.safetensors"]
+
+
+@pytest.mark.slow
+def test_trials_that_start_at_once_share_a_new_experiment(server: Server) -> None:
+    lines: list[str] = []
+    trials = [Mlflow(server.url, "new", f"trial-{number}", say=lines.append) for number in range(6)]
+    for trial in trials:
+        trial.handle(started())
+    for trial in trials:
+        trial.close(None)
+    assert len({*lines}) == 6
+    assert all(line.startswith("MLflow: http") for line in lines), lines
+
+
+def test_a_later_upload_that_fails_exits_as_failed(answering: Any, tmp_path: Path) -> None:
+    url, server = answering
+    server.answers["runs/search"] = [(403, {})]
+    (tmp_path / "history.jsonl").write_text("".join(map(to_line, whole_run())))
+    with pytest.raises(SystemExit, match="records no more"):
+        mlflow.main([str(tmp_path / "history.jsonl"), url, "tests", "r1"])
+
+
+def test_events_that_have_nothing_for_mlflow_are_not_kept_while_it_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlflow, "FINISH_TIMEOUT", 0.1)
+    monkeypatch.setattr(mlflow, "MAX_EVENTS", 4)
+    observer = Mlflow(f"http://127.0.0.1:{free_port()}", "tests", "r1", say=lambda line: None)
+    replay(observer, [started(), *(event for epoch in (1, 2) for event in epoch_of_events(epoch))])
+    kinds = [type(item).__name__ for item in observer._queue]
+    assert kinds.count("EpochFinished") == 2
+    assert len(kinds) <= 4 + 2 + 1  # epochs and the status are always kept
+    assert not {"HistogramsTaken", "PredictionsMade"} & {*kinds}
+
+
+def test_every_task_finds_the_server_that_registration_was_given(tmp_path: Path) -> None:
+    settings = tmp_path / "settings.toml"
+    settings.write_text(Path("settings.toml").read_text().replace('tracking = "wandb"', 'tracking = "mlflow"'))
+    command = (
+        "import json; from tasks.resources import *\n"
+        "tasks = (SMALL_TASK, EVALUATION_TASK, TRAINING_TASK, DRIVER_TASK)\n"
+        "print(json.dumps([task['environment'] for task in tasks]))"
+    )
+    given = {**os.environ, "TRACKING": "mlflow", "MLFLOW_TRACKING_URI": "http://mlflow.team:5000"}
+    done = subprocess.run([sys.executable, "-c", command], env=given, capture_output=True, check=True, text=True)
+    for environment in json.loads(done.stdout.splitlines()[-1]):
+        assert load_settings(settings, environment).mlflow_url == "http://mlflow.team:5000"
 
 
 def test_mlflow_without_a_server_is_one_line() -> None:

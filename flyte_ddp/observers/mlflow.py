@@ -3,35 +3,45 @@
 It runs in the parent process, which has the token; no rank ever sees it. MLflow's own client is not used: it limits the
 versions of protobuf, pyarrow and packaging, and repeats requests in the thread that calls it, for minutes.
 
-python -m flyte_ddp.observers.mlflow HISTORY URL EXPERIMENT RUN     # uploads what a server that was away has missed
+python -m flyte_ddp.observers.mlflow HISTORY URL EXPERIMENT RUN [MODEL]  # uploads what a server that was away missed
 """
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
 import os
+import posixpath
+import re
+import shlex
+import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import quote, urlsplit
 
 from flyte_ddp.events import CheckpointLoaded, Event, Figures, Listener, RunFinished, RunStarted, RunState, read_history
 from flyte_ddp.observers.reports.run_card import card_files, run_card
-from flyte_ddp.storage import read_file, redact_url, write_file
+from flyte_ddp.storage import fetch_file, redact_url, write_file
 
 RUN_TAG = "flyte_ddp.run"  # by which a later attempt finds the run
 TIMEOUT = 10.0  # seconds, of a request
+FILE_TIMEOUT = 60.0  # seconds, of a request with a file, which a server writes before it answers
 PAUSE = 5.0  # seconds between two tries while the server is away
 FINISH_TIMEOUT = 60.0  # seconds for what is left at the end
 MAX_METRICS, MAX_PARAMETERS = 1000, 100  # of a request, by MLflow
 MAX_VALUE = 500  # characters of a parameter, by MLflow's first versions
+MAX_NAME = 250  # characters of a parameter or metric
+MAX_EVENTS = 100_000  # kept while the server is away; beyond, epochs alone
 AXES = {"train": "step", "epoch": "epoch"}  # of figures, by the beginning of a metric's name
+MODULE = "flyte_ddp.observers.mlflow"  # `__name__` of the command is another
 KEY_VARIABLES = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
 
 logger = logging.getLogger(__name__)
@@ -50,8 +60,9 @@ class Mlflow(Listener):
     """Shows a run in MLflow. A failure of MLflow never affects the training.
 
     A thread sends. While the server is away it keeps the events and tries again; a line says so once. What is not sent
-    `FINISH_TIMEOUT` seconds after the end can be sent later from the history, by the command of this module. A run with
-    the same `run_id` is continued: only what it does not have yet is logged.
+    `FINISH_TIMEOUT` seconds after the end, and files that the artifact store refuses, can be sent later from the
+    history, by the command of this module. A run with the same `run_id` is continued: only what it does not have yet is
+    logged.
 
     Args:
         server: its URL, such as http://mlflow.team:5000.
@@ -62,11 +73,13 @@ class Mlflow(Listener):
         config: parameters besides the run's own.
         environment: variables with the token, or the user name and the password; they appear in no message.
         model_artifact: a name, shown as a tag, has the weights uploaded as safetensors; "" for none.
+        origin: see `run_card`.
         say: prints a line for people.
         is_failure: whether an error that ends the run is a failure of it; by default each is.
 
     Attributes:
         url: of the run's page; "" until the server has answered.
+        is_incomplete: True if the server or its store has not taken everything.
     """
 
     server: str
@@ -79,6 +92,7 @@ class Mlflow(Listener):
     config: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ, repr=False)
     model_artifact: str = ""
+    origin: Mapping[str, str] = field(default_factory=dict)
     say: Callable[[str], None] = logger.warning
     is_failure: Callable[[BaseException], bool] = lambda error: True
 
@@ -91,14 +105,17 @@ class Mlflow(Listener):
         self._state = RunState(keep_reports=False)
         self._queue: list[Event | str] = []  # a str is the status at the end, the last item
         self._changed = threading.Condition()
-        self._is_off = self._was_away = False
+        self._is_off = self._was_away = self.is_incomplete = False
         self._pause = threading.Event()  # set: try at once
         self._thread = threading.Thread(target=self._work, name="mlflow-listener", daemon=True)
 
     def handle(self, event: Event) -> None:
         """Queue the event for MLflow's thread."""
         self._state.handle(event)  # read after the last event alone
-        self._put(event)
+        figures = event.figures()
+        is_needed = figures.axis == "epoch" or isinstance(event, (RunStarted, CheckpointLoaded, RunFinished))
+        if is_needed or (figures.values and len(self._queue) < MAX_EVENTS):
+            self._put(event)
 
     def close(self, error: BaseException | None) -> None:
         """Finish MLflow's run, as failed if there is a failure. Wait at most `FINISH_TIMEOUT`."""
@@ -108,11 +125,12 @@ class Mlflow(Listener):
         self._pause.set()
         self._thread.join(FINISH_TIMEOUT)
         if self._thread.is_alive():
-            self._is_off = True
-            self.say(
-                f"MLflow: {redact_url(self.server)} did not take all of this run; to upload the rest later: python -m "
-                f"{__name__} history.jsonl {redact_url(self.server)} {self.experiment} {self.run_id}"
-            )
+            self._is_off = self.is_incomplete = True
+            self.say(f"MLflow: {redact_url(self.server)} did not take all of this run; {self._how_to_upload()}")
+
+    def _how_to_upload(self) -> str:
+        words = ("history.jsonl", redact_url(self.server), self.experiment, self.run_id, self.model_artifact)
+        return f"to upload the rest later: python -m {MODULE} {shlex.join(filter(None, words))}"
 
     def _put(self, item: Event | str) -> None:
         if self._is_off:
@@ -140,7 +158,7 @@ class Mlflow(Listener):
                     time.sleep(1)
                 continue
             except Exception as error:  # of any kind: no failure of MLflow may end the training
-                self._is_off = True
+                self._is_off = self.is_incomplete = True
                 self.say(f"MLflow records no more of this run; the training continues: {redact_url(str(error))}")
                 return
             with self._changed:
@@ -167,18 +185,26 @@ class Mlflow(Listener):
         for first in range(0, len(metrics), MAX_METRICS):
             self._call("POST", "runs/log-batch", run_id=self._id, metrics=metrics[first : first + MAX_METRICS])
         self._done = done  # only now: a try that failed is repeated whole
-        for item in items:
-            if isinstance(item, str):
-                self._call("POST", "runs/update", run_id=self._id, status=item, end_time=_milliseconds(0))
-            else:
-                self._finish(item)
+        if isinstance(status := items[-1], str):
+            self._call("POST", "runs/update", run_id=self._id, status=status, end_time=_milliseconds(0))
+            try:
+                self._upload_files()  # last: a store that takes no files must not leave the run as running
+            except Exception as error:  # the server has answered just before, so a repetition would hardly help
+                self.is_incomplete = True
+                self.say(f"MLflow has not all files of this run: {redact_url(str(error))}; {self._how_to_upload()}")
 
-    def _finish(self, event: Event) -> None:
-        if isinstance(event, RunFinished) and event.export_url:
-            for name, contents in card_files(run_card(self._state)).items():
-                self._upload(f"card/{name}", contents)
-            for name in event.exported if self.model_artifact else ():
-                self._upload(f"model/{name}", read_file(f"{event.export_url}/{name}", timeout=TIMEOUT))
+    def _upload_files(self) -> None:
+        """Upload the run card, and the model if it is asked for."""
+        finished = self._state.finished
+        if finished is None or not finished.export_url:
+            return
+        for name, contents in card_files(run_card(self._state, **self.origin)).items():
+            self._upload(f"card/{name}", io.BytesIO(contents))
+        for name in finished.exported if self.model_artifact else ():
+            with tempfile.NamedTemporaryFile() as file:  # weights may be larger than this process's memory
+                fetch_file(f"{finished.export_url}/{name}", file.name, timeout=TIMEOUT)
+                with open(file.name, "rb") as weights:
+                    self._upload(f"model/{name}", weights)
 
     def _start(self, event: RunStarted) -> None:
         if not self._run:
@@ -213,7 +239,12 @@ class Mlflow(Listener):
         except _Refused as error:
             if "RESOURCE_DOES_NOT_EXIST" not in str(error):
                 raise
-            experiment = str(self._call("POST", "experiments/create", name=self.experiment)["experiment_id"])
+            try:
+                experiment = str(self._call("POST", "experiments/create", name=self.experiment)["experiment_id"])
+            except _Refused as race:
+                if "RESOURCE_ALREADY_EXISTS" not in str(race):
+                    raise
+                experiment = str(self._call("GET", place)["experiment"]["experiment_id"])  # of another trial
         wanted = f"tags.`{RUN_TAG}` = '{self.run_id}'"
         found = self._call("POST", "runs/search", experiment_ids=[experiment], filter=wanted, max_results=1).get("runs")
         if found:
@@ -246,22 +277,25 @@ class Mlflow(Listener):
     def _id(self) -> str:
         return str(self._run["info"]["run_id"])
 
-    def _upload(self, name: str, contents: bytes) -> None:
+    def _upload(self, name: str, contents: BinaryIO) -> None:
         """Keep a file as an artifact of the run: through the server, or in the store that it names."""
         uri = str(self._run["info"]["artifact_uri"])
         root = urlsplit(uri)
         if root.scheme in ("mlflow-artifacts", "http", "https"):
             path = f"api/2.0/mlflow-artifacts/artifacts{root.path}/{name}"
-            self._request("PUT", path, contents, {"Content-Type": "application/octet-stream"})
+            size = contents.seek(0, os.SEEK_END)
+            contents.seek(0)
+            headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
+            self._request("PUT", path, contents, headers)
         elif root.scheme not in ("", "file"):  # the server's own disk, of which this process knows nothing
-            write_file(f"{uri}/{name}", contents, timeout=TIMEOUT)
+            write_file(f"{uri}/{name}", lambda file: _copy(contents, file), timeout=TIMEOUT)
 
     def _call(self, method: str, path: str, /, **values: Any) -> dict[str, Any]:
         body = json.dumps(values).encode() if values else None
         answer = self._request(method, f"api/2.0/mlflow/{path}", body, {"Content-Type": "application/json"})
         return dict(json.loads(answer)) if answer else {}
 
-    def _request(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> bytes:
+    def _request(self, method: str, path: str, body: bytes | BinaryIO | None, headers: dict[str, str]) -> bytes:
         """Return the server's answer.
 
         Raises:
@@ -277,9 +311,10 @@ class Mlflow(Listener):
             basic = f"{user}:{values.get('MLFLOW_TRACKING_PASSWORD', '')}"
             headers |= urllib3.make_headers(basic_auth=basic)
         place = redact_url(self.server)
+        timeout = TIMEOUT if method != "PUT" else FILE_TIMEOUT
         try:
             answer = urllib3.request(
-                method, f"{self.server.rstrip('/')}/{path}", body=body, headers=headers, timeout=TIMEOUT, retries=False
+                method, f"{self.server.rstrip('/')}/{path}", body=body, headers=headers, timeout=timeout, retries=False
             )
         except urllib3.exceptions.HTTPError as error:
             raise _Away(f"{place} does not answer ({type(error).__name__})") from None
@@ -289,6 +324,11 @@ class Mlflow(Listener):
             text = " ".join(answer.data.decode(errors="replace").split())[:300]
             raise _Refused(f"{place} refuses {method} {path.partition('?')[0]} with {answer.status}: {text}")
         return bytes(answer.data)
+
+
+def _copy(contents: BinaryIO, file: BinaryIO) -> None:
+    contents.seek(0)  # it may be another try
+    shutil.copyfileobj(contents, file)
 
 
 def _metrics(figures: Figures, at: float, done: dict[str, float]) -> list[dict[str, Any]]:
@@ -301,7 +341,7 @@ def _metrics(figures: Figures, at: float, done: dict[str, float]) -> list[dict[s
         done[figures.axis] = float(place)
         prefix, step = ("train/" if figures.axis == "step" else "epoch/"), int(place)
     return [
-        {"key": prefix + name, "value": float(value), "timestamp": _milliseconds(at), "step": step}
+        {"key": prefix + _legal(name), "value": float(value), "timestamp": _milliseconds(at), "step": step}
         for name, value in figures.values.items()
         if math.isfinite(value)  # not every store of MLflow's has the others
     ]
@@ -315,17 +355,23 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return nested values as text under dotted names."""
     flat: dict[str, str] = {}
     for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": str(value)}
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {_legal(prefix + name): str(value)}
     return flat
+
+
+def _legal(name: str) -> str:
+    """Return a name in MLflow's characters, and not like a path that has a shorter form."""
+    path = posixpath.normpath("/" + re.sub(r"[^/\w.\- ]", "_", name))
+    return path.lstrip("/")[: MAX_NAME - len("epoch/")] or "_"
 
 
 def main(arguments: list[str]) -> str:
     """Upload a history, and return a line for people."""
-    if len(arguments) != 4:
-        raise SystemExit(f"usage: python -m {__name__} HISTORY URL EXPERIMENT RUN")
-    history, url, experiment, run_id = arguments
+    if len(arguments) not in (4, 5):
+        raise SystemExit(f"usage: python -m {MODULE} HISTORY URL EXPERIMENT RUN [MODEL]")
+    history, url, experiment, run_id, *model = arguments
     lines: list[str] = []
-    observer = Mlflow(url, experiment, run_id, say=lines.append)
+    observer = Mlflow(url, experiment, run_id, say=lines.append, model_artifact="".join(model))
     try:
         events = read_history(Path(history))
     except (OSError, ValueError) as error:
@@ -334,6 +380,8 @@ def main(arguments: list[str]) -> str:
         observer.handle(event)
     is_finished = any(isinstance(event, RunFinished) for event in events)
     observer.close(None if is_finished else RuntimeError("the run did not finish"))
+    if observer.is_incomplete:
+        raise SystemExit("\n".join(lines))
     return "\n".join(lines)
 
 

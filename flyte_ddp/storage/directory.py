@@ -297,7 +297,9 @@ def read_file(url: str, field: str = "url", timeout: float = STORE_TIMEOUT) -> b
     return contents
 
 
-def write_file(url: str, contents: bytes, field: str = "url", timeout: float = STORE_TIMEOUT) -> None:
+def write_file(
+    url: str, contents: bytes | Callable[[BinaryIO], object], field: str = "url", timeout: float = STORE_TIMEOUT
+) -> None:
     """Put `contents` at `url`, whole or not at all. Raises as `Storage.write` does."""
     place = Storage(url, field, timeout)
     place.retry(lambda: place._write(place.root, contents))
