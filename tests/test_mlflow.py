@@ -21,6 +21,7 @@ from flyte_ddp.events import Event
 from flyte_ddp.events.history import to_line
 from flyte_ddp.observers import mlflow
 from flyte_ddp.observers.mlflow import Mlflow
+from flyte_ddp.storage import read_file
 from tasks.settings import SettingsError, load_settings
 from tests.support.short_run import epoch_finished, epoch_of_events, loaded, run_finished, started, whole_run
 
@@ -292,6 +293,13 @@ def test_files_that_are_not_taken_are_one_line_of_a_run_that_has_ended(
     assert len(lines) == 2
     assert lines[1].startswith("MLflow has not all files of this run: ")
     assert lines[1].endswith(f"python -m flyte_ddp.observers.mlflow history.jsonl {url} tests r1 digits")
+
+
+def test_files_go_to_the_store_that_the_server_names(answering: Any, finished: Event) -> None:
+    url, server = answering
+    server.answers["runs/create"][0][1]["run"]["info"]["artifact_uri"] = "memory://mlflow/1"
+    replay(Mlflow(url, "tests", "r1", say=print, model_artifact="digits"), [*whole_run(), finished])
+    assert read_file("memory://mlflow/1/model/model_state.safetensors") == b"weights"
 
 
 def test_names_that_mlflow_refuses_are_changed(answering: Any) -> None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
+from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from safetensors import safe_open
 
 import flyte_ddp
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.events import RunState
+from flyte_ddp.flytekit_plugin.frame import open_frame
+from flyte_ddp.observers.reports.run import Report
+from flyte_ddp.observers.reports.run_card import run_card
 from flyte_ddp.rank import export
 from flyte_ddp.rank.export import export_model
 from flyte_ddp.rank.initial_state import load_initial_state
@@ -20,6 +26,7 @@ from flyte_ddp.recipes.text.generate import load_model
 from flyte_ddp.recipes.text.model import Shape, TextModel
 from flyte_ddp.recipes.text.tokens import tokenizer_of, train_bpe
 from flyte_ddp.weights import from_bytes, is_safetensors, to_safetensors
+from tests.support.short_run import run_finished, started
 
 TINY = "tests.support.recipes.Tiny"
 
@@ -113,6 +120,36 @@ def test_what_cannot_be_exported_is_named_and_ends_nothing(tmp_path):
     assert results["not_exported"] == (
         "model_state.safetensors: steps is a set that JSON cannot hold; Careless.export: division by zero"
     )
+
+
+def test_an_exported_file_may_be_in_a_directory_and_not_outside(tmp_path):
+    class Nested(type(get_recipe(TINY))):
+        names = ("onnx/model.onnx", "../escaped")
+
+        def export(self, state):
+            return dict.fromkeys(self.names, b"model")
+
+    recipe = Nested()
+    results = export_model(recipe, {"weight": torch.ones(2)}, str(tmp_path / "run"))
+    assert results["exported"] == ["model_state.safetensors", "onnx/model.onnx"]
+    assert results["not_exported"] == "Nested.export: expected a relative path as a name, got '../escaped'"
+    assert not (tmp_path / "run" / "escaped").exists()
+
+    state = RunState()
+    for event in [started(), replace(run_finished(), **results)]:
+        state.handle(event)
+    context = FlyteContextManager.current_context()
+    local = context.execution_state.with_params(mode=ExecutionState.Mode.LOCAL_TASK_EXECUTION)
+    with FlyteContextManager.with_context(context.with_execution_state(local)):
+        for files in (results["exported"], ["model_state.safetensors"]):  # the second run with the same output
+            finished = replace(state.finished, exported=files)
+            with open_frame(Report(), TINY, str(tmp_path / "c"), output=str(tmp_path / "out")) as frame:
+                (tmp_path / "out" / "export").mkdir(exist_ok=True)
+                (tmp_path / "out" / "export" / "mine.txt").touch()
+                frame.exported(finished, {**run_card(state), "model": {**run_card(state)["model"], "files": files}})
+            has_old = (tmp_path / "out" / "export" / "onnx" / "model.onnx").exists()
+            assert has_old == ("onnx/model.onnx" in files)
+            assert (tmp_path / "out" / "export" / "mine.txt").exists()
 
 
 def test_a_start_from_a_damaged_safetensors_file_is_one_line(tmp_path):

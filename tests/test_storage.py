@@ -57,6 +57,12 @@ def no_keys(monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
 
 
+def test_a_local_file_is_written_without_being_read_at_once(place, tmp_path):
+    (tmp_path / "weights").write_bytes(b"12345678" * 1_500_000)  # more than a part of an upload
+    place.write("copy", tmp_path / "weights")
+    assert place.read("copy") == (tmp_path / "weights").read_bytes()
+
+
 def test_files_are_written_read_listed_renamed_and_deleted(place):
     assert place.names() == []
     place.write("a", b"one")

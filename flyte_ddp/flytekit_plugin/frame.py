@@ -43,7 +43,7 @@ from flyte_ddp.observers.mlflow import Mlflow
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.reports.page import Page
 from flyte_ddp.observers.reports.run import Report
-from flyte_ddp.observers.reports.run_card import card_files
+from flyte_ddp.observers.reports.run_card import CARD_JSON, card_files
 from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.storage import Storage, fetch_file, redact_url, write_file
 
@@ -197,9 +197,13 @@ class Frame:
     def exported(self, finished: RunFinished, card: Mapping[str, Any]) -> FlyteDirectory:
         """Return the files that other programs load, with the run card, as `output`."""
         directory = (self.output_directory or self.directory) / EXPORT
-        directory.mkdir(exist_ok=True)
+        with contextlib.suppress(OSError, ValueError, KeyError):  # the files of the run before, with the same --output
+            for name in json.loads((directory / CARD_JSON).read_text())["model"]["files"]:
+                (directory / name).unlink()
         for name in finished.exported:
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
             fetch_file(f"{finished.export_url}/{name}", directory / name)
+        directory.mkdir(exist_ok=True)  # if nothing was exported
         for name, contents in card_files(card).items():
             (directory / name).write_bytes(contents)
         if finished.not_exported:

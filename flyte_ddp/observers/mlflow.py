@@ -8,7 +8,6 @@ python -m flyte_ddp.observers.mlflow HISTORY URL EXPERIMENT RUN [MODEL]  # uploa
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import math
@@ -16,7 +15,6 @@ import os
 import posixpath
 import re
 import shlex
-import shutil
 import sys
 import tempfile
 import threading
@@ -198,13 +196,15 @@ class Mlflow(Listener):
         finished = self._state.finished
         if finished is None or not finished.export_url:
             return
-        for name, contents in card_files(run_card(self._state, **self.origin)).items():
-            self._upload(f"card/{name}", io.BytesIO(contents))
-        for name in finished.exported if self.model_artifact else ():
-            with tempfile.NamedTemporaryFile() as file:  # weights may be larger than this process's memory
-                fetch_file(f"{finished.export_url}/{name}", file.name, timeout=TIMEOUT)
-                with open(file.name, "rb") as weights:
-                    self._upload(f"model/{name}", weights)
+        with tempfile.TemporaryDirectory() as directory:
+            file = Path(directory, "file")
+            for name, contents in card_files(run_card(self._state, **self.origin)).items():
+                file.write_bytes(contents)
+                self._upload(f"card/{name}", file)
+            for name in finished.exported if self.model_artifact else ():
+                # Not in memory: weights may be larger than that of this process.
+                fetch_file(f"{finished.export_url}/{name}", file, timeout=TIMEOUT)
+                self._upload(f"model/{name}", file)
 
     def _start(self, event: RunStarted) -> None:
         if not self._run:
@@ -277,18 +277,17 @@ class Mlflow(Listener):
     def _id(self) -> str:
         return str(self._run["info"]["run_id"])
 
-    def _upload(self, name: str, contents: BinaryIO) -> None:
+    def _upload(self, name: str, file: Path) -> None:
         """Keep a file as an artifact of the run: through the server, or in the store that it names."""
         uri = str(self._run["info"]["artifact_uri"])
         root = urlsplit(uri)
         if root.scheme in ("mlflow-artifacts", "http", "https"):
             path = f"api/2.0/mlflow-artifacts/artifacts{root.path}/{name}"
-            size = contents.seek(0, os.SEEK_END)
-            contents.seek(0)
-            headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
-            self._request("PUT", path, contents, headers)
+            headers = {"Content-Type": "application/octet-stream", "Content-Length": str(file.stat().st_size)}
+            with file.open("rb") as contents:
+                self._request("PUT", path, contents, headers)
         elif root.scheme not in ("", "file"):  # the server's own disk, of which this process knows nothing
-            write_file(f"{uri}/{name}", lambda file: _copy(contents, file), timeout=TIMEOUT)
+            write_file(f"{uri}/{name}", file, timeout=FILE_TIMEOUT)
 
     def _call(self, method: str, path: str, /, **values: Any) -> dict[str, Any]:
         body = json.dumps(values).encode() if values else None
@@ -324,11 +323,6 @@ class Mlflow(Listener):
             text = " ".join(answer.data.decode(errors="replace").split())[:300]
             raise _Refused(f"{place} refuses {method} {path.partition('?')[0]} with {answer.status}: {text}")
         return bytes(answer.data)
-
-
-def _copy(contents: BinaryIO, file: BinaryIO) -> None:
-    contents.seek(0)  # it may be another try
-    shutil.copyfileobj(contents, file)
 
 
 def _metrics(figures: Figures, at: float, done: dict[str, float]) -> list[dict[str, Any]]:

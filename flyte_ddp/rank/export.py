@@ -29,6 +29,8 @@ def export_model(recipe: Recipe, state: Mapping[str, Any], checkpoints: str) -> 
     def write(make: Callable[[], Mapping[str, bytes]], what: str) -> None:
         try:
             for name, contents in make().items():
+                if name.startswith("/") or ".." in name.split("/"):  # it would be outside of the directory
+                    raise ValueError(f"expected a relative path as a name, got {name!r}")
                 storage.write(name, contents)
                 written.append(name)
         except Exception as error:  # of any kind: `export` may be the user's

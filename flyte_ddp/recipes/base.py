@@ -176,6 +176,7 @@ class Recipe:
     def export(self, state: Mapping[str, Any]) -> Mapping[str, bytes]:
         """Return files by which other programs load the model with this state dict, by name; none by default.
 
+        A name may have directories: onnx/model.onnx.
         They are kept beside the safetensors file with the whole state. Rank 0 calls it, with tensors on the CPU.
         """
         return {}

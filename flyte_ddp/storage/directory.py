@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import random
+import shutil
 import threading
 import time
 import uuid
@@ -99,12 +100,12 @@ class Storage:
         finally:
             probe.delete(name)
 
-    def write(self, name: str, contents: bytes | Callable[[BinaryIO], object]) -> None:
+    def write(self, name: str, contents: bytes | Path | Callable[[BinaryIO], object]) -> None:
         """Put `contents` at `name`, replacing what was there. No reader ever sees a part of it.
 
         Args:
-            contents: for a local path also a function that writes them to a file: they are never in memory at once, and
-                not in the kernel's cache afterwards.
+            contents: a local file's if it is a path. For a local place also a function that writes them to a file: they
+                are never in memory at once, and not in the kernel's cache afterwards.
         """
         self.retry(lambda: self._write(f"{self.root}/{name}", contents))
 
@@ -163,20 +164,25 @@ class Storage:
         """Bytes that the store has of the file that is being written, in the present try; 0 where that is unknown."""
         return int(getattr(self.file_system, "stored_bytes", {}).get(self._uploading, 0))
 
-    def _write(self, path: str, contents: bytes | Callable[[BinaryIO], object]) -> None:
+    def _write(self, path: str, contents: bytes | Path | Callable[[BinaryIO], object]) -> None:
         if not self.is_local:
             # An object store shows an object once it is complete.
             stored = getattr(self.file_system, "stored_bytes", {})
             stored[path], self._uploading = 0, path
             try:
-                self.file_system.pipe_file(path, contents, **self._upload_options)
+                if isinstance(contents, Path):
+                    self.file_system.put_file(str(contents), path, **self._upload_options)
+                else:
+                    self.file_system.pipe_file(path, contents, **self._upload_options)
             finally:
                 stored.pop(path, None)
             return
         os.makedirs(os.path.dirname(path), exist_ok=True)
         temporary = f"{path}.{uuid.uuid4().hex}.tmp"
         try:
-            if callable(contents):
+            if isinstance(contents, Path):
+                shutil.copyfile(contents, temporary)
+            elif callable(contents):
                 with UncachedFile(temporary) as file:
                     contents(cast(BinaryIO, file))
             else:
@@ -297,10 +303,8 @@ def read_file(url: str, field: str = "url", timeout: float = STORE_TIMEOUT) -> b
     return contents
 
 
-def write_file(
-    url: str, contents: bytes | Callable[[BinaryIO], object], field: str = "url", timeout: float = STORE_TIMEOUT
-) -> None:
-    """Put `contents` at `url`, whole or not at all. Raises as `Storage.write` does."""
+def write_file(url: str, contents: bytes | Path, field: str = "url", timeout: float = STORE_TIMEOUT) -> None:
+    """Put `contents` at `url`, whole or not at all. Arguments and errors as of `Storage.write`."""
     place = Storage(url, field, timeout)
     place.retry(lambda: place._write(place.root, contents))
 
