@@ -107,6 +107,11 @@ def _train(
     earlier_failure: RankFailure | None = None,
 ) -> TrainingOutputs:
     """Train at `place`; return the task's outputs, and print where they are."""
+    origin = {
+        "code_version": code_version(),
+        "image": os.environ.get(IMAGE_VARIABLE, ""),
+        "execution": frame.execution.run_id,
+    }
     result = frame.run(
         report,
         program,
@@ -115,15 +120,11 @@ def _train(
         labels={"recipe": program.name},
         earlier_failure=earlier_failure,
         model_artifact=model_artifact,
+        origin=origin,
     )
     assert result.finished is not None  # else it has raised
     metrics = list_metrics(result.epochs)
-    card = run_card(
-        result,
-        code_version=code_version(),
-        image=os.environ.get(IMAGE_VARIABLE, ""),
-        execution=frame.execution.run_id,
-    )
+    card = run_card(result, **origin)
     outputs = TrainingOutputs(
         epoch_accuracies=list_accuracies(result.epochs),
         epoch_metrics=metrics,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from flytekit.bin.entrypoint import get_traceback_str
@@ -25,7 +27,7 @@ from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides
 from tasks.study import train_at_world_sizes, train_sweep
-from tasks.train import train_on_cluster
+from tasks.train import train_on_cluster, train_on_one_node
 
 TINY = "tests.support.recipes.Tiny"
 RANK_TRACEBACK = "Traceback (most recent call last):\n" + "\n".join(
@@ -122,6 +124,17 @@ def data(tmp_path_factory):
     directory = tmp_path_factory.mktemp("data")
     prepare_data(get_recipe(TINY), "", directory)
     return FlyteDirectory(str(directory))
+
+
+def test_an_attempt_that_fails_keeps_its_history(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAULT", "nan 0 3")
+    config = config_of(TINY, {})
+    with executing(ExecutionState.Mode.LOCAL_TASK_EXECUTION), pytest.raises(UserError, match="the loss is nan"):
+        train_on_one_node.task_function(
+            recipe=TINY, config=config, data=data, checkpoints=str(tmp_path / "c"), output=str(tmp_path / "out")
+        )
+    (history,) = re.findall(r"/[^<>\s]*/history\.jsonl", (tmp_path / "out" / "report.html").read_text())
+    assert Path(history).is_file()
 
 
 TASKS = {

@@ -369,6 +369,26 @@ def test_every_task_finds_the_server_that_registration_was_given(tmp_path: Path)
         assert load_settings(settings, environment).mlflow_url == "http://mlflow.team:5000"
 
 
+@pytest.mark.slow
+def test_a_workflow_whose_rank_was_killed_is_one_run_with_its_card(server: Server, tmp_path: Path) -> None:
+    command = [str(Path(sys.executable).with_name("pyflyte")), "run", "workflows/single_node.py"]
+    command += ["single_node_training_wf", "--recipe", "tests.support.recipes.Tiny"]
+    command += ["--num_processes", "2", "--checkpoints", str(tmp_path / "c"), "--model_artifact", "tiny"]
+    given = {**os.environ, "TRACKING": "mlflow", "MLFLOW_TRACKING_URI": server.url, "MLFLOW_EXPERIMENT_NAME": "tests"}
+    given |= {"MLFLOW_TRACKING_TOKEN": TOKEN, "FAULT": "kill 1 5", "PYTHONPATH": "."}
+    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert TOKEN not in done.stdout + done.stderr
+    (run,) = server.runs((tmp_path / "c" / "wandb-run-id").read_text())
+    assert run["info"]["status"] == "FINISHED"
+    steps = server.steps(run, "train/loss")
+    assert steps == sorted({*steps})
+    assert server.files(run, "model") == ["model/model_state.safetensors"]
+    (card,) = server.place.rglob(f"{run['info']['run_id']}/artifacts/card/run_card.json")
+    assert json.loads(card.read_text())["origin"]["code_version"]
+    assert json.loads(card.read_text())["ranks"]["restarts"] >= 1
+
+
 def test_mlflow_without_a_server_is_one_line() -> None:
     with pytest.raises(SettingsError, match="mlflow.url: expected the URL of the server, .* got none"):
         load_settings(environment={"TRACKING": "mlflow"})

@@ -245,17 +245,15 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             # A run from this machine on pods has no place that they would reach.
             checkpoints = "" if is_local and not gang.is_on_this_machine else None
             with _importable(self.task_function.__module__), gang.open_place(program, frame.name) as place:
-                try:
-                    state = frame.run(
-                        report,
-                        program,
-                        place,
-                        labels={"task": name},
-                        checkpoints=checkpoints,
-                        is_kept=not is_local,
-                    )
-                finally:
-                    frame.keep_history(report)
+                state = frame.run(
+                    report,
+                    program,
+                    place,
+                    labels={"task": name},
+                    checkpoints=checkpoints,
+                    is_kept=not is_local,
+                )
+                frame.keep_history(report)
         outputs, decks = unpack(returned_value(state))
         for title, html in decks:
             Deck(title, html)

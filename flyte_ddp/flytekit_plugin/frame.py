@@ -128,6 +128,7 @@ class Frame:
         labels: Mapping[str, str] = MappingProxyType({}),
         earlier_failure: RankFailure | None = None,
         model_artifact: str = "",
+        origin: Mapping[str, str] = MappingProxyType({}),
         checkpoints: str | None = None,
         is_kept: bool = True,
     ) -> RunState:
@@ -137,17 +138,23 @@ class Frame:
             report: of the frame.
             labels: of the figures for Prometheus.
             model_artifact: see `Wandb`.
+            origin: see `run_card`; for the card that MLflow gets.
             checkpoints: their URL; "" keeps none; by default the frame's.
             is_kept: see `Job`.
         """
         listeners: list[Listener] = [self.bar, HistoryFile(self.directory / HISTORY)]
         if self.wandb_project:
-            tracker = self.tracker(self.wandb_run_id(), model_artifact=model_artifact)
+            options = {"model_artifact": model_artifact, **({"origin": origin} if self.mlflow else {})}
+            tracker = self.tracker(self.wandb_run_id(), **options)
             listeners += [tracker, _ReportLink(tracker, report)]
         listeners += [report, self.publisher, *self.figures(**labels)]
         url = self.storage.url if checkpoints is None else checkpoints
         job = Job(program, url, self.opened_at, run=self.execution.run_id, is_kept=is_kept)
-        return driver.run(job, place, data, listeners, relay or self.say, earlier_failure=earlier_failure)
+        try:
+            return driver.run(job, place, data, listeners, relay or self.say, earlier_failure=earlier_failure)
+        except BaseException:
+            self.keep_history(report)  # an attempt that fails has no outputs
+            raise
 
     def wandb_run_id(self) -> str:
         """Return the id of the W&B run: the one that an earlier attempt wrote beside its checkpoints, or a new one."""
