@@ -106,7 +106,7 @@ def _files_of_installation() -> dict[str, bytes]:
             beside = Path(__file__).parents[1] / DATA / name
             found[name] = (beside if beside.is_file() else Path(str(entry.locate()))).read_bytes()
     if not found:
-        raise ConfigError("new: expected flyte-ddp installed from a wheel (make wheel), got a checkout")
+        raise ConfigError("flyte-ddp: expected an installation from a wheel (make wheel), got a checkout")
     return dict(sorted(found.items()))
 
 

@@ -29,6 +29,7 @@ from flyte_ddp.errors import (
 from flyte_ddp.promotion.__main__ import main
 from flyte_ddp.promotion.champion import ChampionStore, Manifest
 from flyte_ddp.storage import Storage
+from flyte_ddp.weights import to_safetensors
 from tests.kubernetes.store import FORBIDDEN, Store
 from tests.support.dask_runs import eventually
 
@@ -127,6 +128,17 @@ def test_load_champion_returns_the_promoted_model(url):
     assert read == manifest(1, **{name: getattr(read, name) for name in ("version", "created_at", "sha256", "bytes")})
     assert read.bytes == len(state_file(1))
     assert read.created_at.endswith("Z")
+
+
+def test_a_champion_may_be_safetensors_whose_first_byte_is_a_pickles(url):
+    for length in range(1, 300):
+        contents = to_safetensors({"x" * length: torch.ones(2)})
+        if contents.startswith(b"\x80"):  # once in 32 lengths of the header
+            break
+    promoted = ChampionStore(url).promote(contents, manifest(), b"")
+    state, read = load_champion(url)
+    assert (promoted.file, read) == ("model_state.safetensors", promoted)
+    assert torch.equal(state["x" * length], torch.ones(2))
 
 
 def test_every_version_is_kept_with_its_parent(url):

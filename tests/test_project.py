@@ -369,5 +369,5 @@ def test_a_wrong_call_is_one_line_and_changes_nothing(installed, wheel, tmp_path
     status, output = run([REPOSITORY], "-m", "flyte_ddp", "new", "other", cwd=tmp_path)
     assert (status, output) == (
         2,
-        "error: new: expected flyte-ddp installed from a wheel (make wheel), got a checkout\n",
+        "error: flyte-ddp: expected an installation from a wheel (make wheel), got a checkout\n",
     )
