@@ -227,7 +227,7 @@ def test_the_recovery_suite_kills_a_rank_of_ours_and_finds_the_weights_equal():
     assert line.endswith("weights equal |")
     seconds, redone = line.split("|")[2].split(",")[:2]
     assert 0 < float(seconds.split()[0]) < 120
-    assert 1 <= int(redone.split()[0]) <= 10  # since the last checkpoint
+    assert int(redone.split()[0]) <= 1  # a rank that is left has the state
 
 
 @pytest.mark.slow
