@@ -16,6 +16,7 @@ from flytekit.configuration import Image, ImageConfig, SerializationSettings
 
 from flyte_ddp.cluster.config import GRACE_VARIABLE
 from flyte_ddp.events import (
+    AttemptEnded,
     CheckpointLoaded,
     CheckpointSaved,
     CheckpointWritten,
@@ -67,9 +68,11 @@ def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
         run.handle(StragglersFound(12, [slow]))
         found = scrape(server)[1]
         assert (found["flyte_ddp_stragglers"], found["flyte_ddp_straggler_ratio"]) == (1, pytest.approx(1.5))
+        run.handle(AttemptEnded(12, "a node was lost", 0.0))
+        found = scrape(server)[1]
+        assert (found["flyte_ddp_stragglers"], found["flyte_ddp_straggler_ratio"]) == (0, 1), "while nodes are awaited"
         for event in (started(), loaded(8), run_finished()):
             run.handle(event)
-        assert scrape(server)[1]["flyte_ddp_stragglers"] == 0, "other ranks"
         found = scrape(server)[1]
         assert (found["flyte_ddp_restarts_total"], found["flyte_ddp_step"], found["flyte_ddp_finished"]) == (1, 8, 1)
         assert found["flyte_ddp_checkpoint_step"] == found["flyte_ddp_checkpoint_copied_step"] == 8
@@ -135,10 +138,11 @@ def test_a_checkpoint_that_the_store_does_not_have_yet_is_seen():
         figures = run.values()
         return figures["flyte_ddp_checkpoint_copied_step"], figures["flyte_ddp_checkpoint_step"]
 
-    copied = [CheckpointSaved(step, "", False, 0.1) for step in range(20)]
+    copied = [CheckpointSaved(step, f"/c/{step}.json", False, 0.1) for step in range(20)]
     written = [CheckpointWritten(step, "", False) for step in range(20)]
     assert steps(RunStarted("f", 4, 2, num_restarts=0)) == (0, 0)
     assert steps(CheckpointLoaded(4, "")) == (4, 4)
+    assert steps(CheckpointSaved(6, "", False, 0.1)) == (4, 4)  # in memory alone
     assert steps(copied[8]) == (8, 4)
     assert steps(copied[10], written[8]) == (10, 8)
     assert steps(RunStarted("f", 4, 2, num_restarts=1)) == (8, 8)  # what was not written is lost

@@ -17,6 +17,7 @@ from flytekit.loggers import logger as flytekit_logger
 
 from flyte_ddp.errors import RankFailure, TrainingStopped
 from flyte_ddp.events import (
+    AttemptEnded,
     AttemptStarted,
     CheckpointSaved,
     CheckpointWritten,
@@ -155,9 +156,10 @@ def test_a_slow_rank_is_a_notice_and_each_change_a_row():
     text = text_of(report_of(events, closed=False))
     assert text.count(str(slow)) == 2, "and in its section"
     assert "rank 1 (node 1) is slow in data: 300 ms per step" in text
-    text = text_of(report_of([*events, StragglersFound(40, [])], closed=False))
-    assert text.count(str(slow)) == 1
-    assert "no rank is slower than the others any more" in text
+    for end in (StragglersFound(40, []), AttemptEnded(40, "node 1 was lost", 0.0)):
+        text = text_of(report_of([*events, end], closed=False))
+        assert text.count(str(slow)) == 1
+        assert "no rank is slower than the others any more" in text
 
 
 def test_the_report_splits_the_wall_time():

@@ -77,6 +77,8 @@ class RunState(Listener):
             self._copied_at[event.step] = event.at
         elif isinstance(event, AttemptEnded):
             self.num_announced_losses += event.num_leaving > 0
+            if self.stragglers and self.stragglers[-1].stragglers:
+                self.stragglers.append(StragglersFound(event.step, [], at=event.at))  # the next ranks are compared anew
         elif isinstance(event, RunStarted):
             self.num_starts += 1
             self.started, self.loaded = event, None

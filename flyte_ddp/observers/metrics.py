@@ -65,8 +65,8 @@ class RunFigures:
         with self._lock:
             if isinstance(event, AttemptEnded):
                 self._num_announced += event.num_leaving > 0
+                found |= {"stragglers": 0, "straggler_factor": 1}  # until there are ranks to compare
             elif isinstance(event, RunStarted):
-                found |= {"stragglers": 0, "straggler_factor": 1}  # of the ranks before
                 self._num_restarts = max(self._num_restarts + 1, event.num_restarts)
                 found["checkpoint_step"] = self._values.get("checkpoint_step", 0)
                 found["checkpoint_copied_step"] = found["checkpoint_step"]  # the ranks that wrote another are gone
