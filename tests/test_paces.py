@@ -110,6 +110,14 @@ def test_a_slow_rank_of_a_recipe_is_named_with_its_phase(short, caplog, tmp_path
     assert times[1] > 1.1 * times[0], "without the wait for the others"
 
 
+def test_the_wait_for_rank_0s_buffers_is_no_slow_forward_pass(short, caplog, tmp_path, monkeypatch):
+    """DDP gives every rank the statistics of rank 0's BatchNorm before a forward pass, for which the others wait."""
+    monkeypatch.setenv("SLOW", "data 0 3")
+    run = new_run(tmp_path, "tests.support.slow_recipes.SlowNormed").train(2)
+    found = [each for each in run.events if isinstance(each, StragglersFound)]
+    assert {(each.rank, each.phase) for event in found for each in event.stragglers} == {(0, "data")}
+
+
 # The comparison, on a clock of the test's own
 
 

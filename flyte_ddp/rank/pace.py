@@ -21,6 +21,7 @@ DATA, FORWARD, BACKWARD = range(len(PHASES))
 NUM_SEARCHED = 2  # backward passes with a hook on every parameter, until it is known which gradient comes last
 
 _waited = 0.0  # seconds that Python has waited for collectives in this process
+_is_waiting = False
 
 
 class Pace:
@@ -129,23 +130,30 @@ class LastGradient:
 
 
 def _count_waits() -> None:
-    """Count the seconds that Python waits for collectives of this process, from now on."""
+    """Count the seconds that this process waits for collectives in Python, or for DDP's buffers, from now on."""
     from torch._C._distributed_c10d import Work  # torch.distributed's own, which it does not export for type checkers
+    from torch.nn.parallel import DistributedDataParallel
 
-    wait: Any = Work.wait
-    if getattr(wait, "is_counted", False):
-        return
+    if not getattr(Work.wait, "is_counted", False):
+        Work.wait = _counted(Work.wait)  # type: ignore[method-assign]
+        # It waits for rank 0 in C++, at the start of a forward pass.
+        DistributedDataParallel._sync_buffers = _counted(DistributedDataParallel._sync_buffers)  # type: ignore[method-assign]
 
+
+def _counted(wait: Any) -> Any:
     def counted(self: Any, *arguments: Any, **options: Any) -> Any:
-        global _waited
-        started = time.perf_counter()
+        global _waited, _is_waiting
+        if _is_waiting:
+            return wait(self, *arguments, **options)
+        _is_waiting, started = True, time.perf_counter()
         try:
             return wait(self, *arguments, **options)
         finally:
+            _is_waiting = False
             _waited += time.perf_counter() - started
 
     counted.is_counted = True  # type: ignore[attr-defined]
-    Work.wait = counted  # type: ignore[method-assign]
+    return counted
 
 
 def device_name(device: torch.device) -> str:
