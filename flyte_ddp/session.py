@@ -90,7 +90,8 @@ def batches(
     where a batch does not divide evenly. All ranks get as many batches: one for which no sample is left gets another's,
     with weight 0. A sample's random augmentation is drawn by seed, epoch and sample. So it is under torchrun too.
 
-    After `load` an epoch goes on behind the batches whose steps were saved, and epochs before it yield nothing. `save`
+    After `load` an epoch goes on behind the batches whose steps were saved, and epochs before it yield nothing. What
+    else a loop does for each epoch, such as a step of a scheduler, happens again unless it begins at that epoch. `save`
     notes the batch that the loop is at, so call it after the optimizer's step.
 
     What is returned is an IterableDataset: a loop goes over it, or torchdata's `StatefulDataLoader` with
