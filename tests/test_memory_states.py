@@ -46,6 +46,7 @@ def assert_resumed(resumed, *expected):
     assert all(0 <= latest - step <= 2 for (step, _), (latest, _) in zip(resumed, expected, strict=True)), resumed
 
 
+@pytest.mark.slow
 def test_a_killed_rank_costs_the_steps_since_the_newest_state_in_memory(tmp_path, undisturbed):
     orders = ("forward-1-1", "forward-1-8", "between-1-8", "forward-0-1", "evaluation-0-1")
     run, resumed = train(tmp_path, LocalPlace(2, max_restarts=9), *orders, **FSDP)
@@ -55,6 +56,7 @@ def test_a_killed_rank_costs_the_steps_since_the_newest_state_in_memory(tmp_path
     assert f"[rank 0] {warning}" in run.lines
 
 
+@pytest.mark.slow
 def test_two_nodes_go_on_from_the_memory_of_both(tmp_path, undisturbed, client):
     place = DaskPlace(client, dataclasses.replace(LOCAL, max_restarts=3))
     run, resumed = train(tmp_path, place, "backward-1-6", "forward-0-9", **FSDP)
@@ -69,6 +71,7 @@ def test_a_lost_node_costs_the_steps_since_the_newest_state_next_door(tmp_path, 
     torch.testing.assert_close(run.state(), undisturbed, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_another_world_size_goes_on_from_the_state_in_memory(tmp_path, client):
     plain, _ = train(tmp_path / "plain", LocalPlace(2), recipe=f"{RECIPE}WithoutNorm")  # over the samples of one rank
     place = DaskPlace(client, dataclasses.replace(LOCAL, max_restarts=3, min_nodes=1, return_timeout=0.1))
