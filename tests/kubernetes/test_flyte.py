@@ -65,7 +65,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 @pytest.fixture(scope="module")
 def start_flyte(namespace: Namespace, store: Store) -> Callable[[str], Flyte]:
-    store.files.mkdir("flyte")
+    store.files.makedirs("flyte", exist_ok=True)
     return lambda execution: Flyte(namespace, store, execution)
 
 
