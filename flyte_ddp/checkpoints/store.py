@@ -74,7 +74,7 @@ class _Write:
 
 
 class Slots(Protocol):
-    """What takes this rank's part of a state in the memory of its node: see launch/process/parts.py."""
+    """Takes this rank's part of a state into the memory of its node: see launch/process/parts.py."""
 
     @property
     def is_ready(self) -> bool: ...
@@ -258,7 +258,7 @@ class CheckpointStore:
 
     @property
     def is_writing(self) -> bool:
-        """Whether something that was saved is not in place yet, and the store is there."""
+        """True while a saved checkpoint is pending and the store is reachable."""
         with self._changed:
             return bool(self._queue or self._current) and self._outage is None and self._failure is None
 

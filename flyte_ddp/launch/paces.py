@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Pace:
-    """What is known of a rank: its steps, the seconds of each phase of them, and where it runs."""
+    """The steps of a rank, the seconds of each phase of them, and where it runs."""
 
     rank: int
     num_steps: int

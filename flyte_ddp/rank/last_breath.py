@@ -1,4 +1,4 @@
-"""What a rank does when its peers are lost: keep its state in the memory of the node, as it is between two steps.
+"""Keep a rank's state in the memory of its node when its peers are lost, as it is between two steps.
 
 Every rank of `ddp` has the whole state, and after an optimizer step all have the same, so one that is left is enough.
 Its training thread may be anywhere then: in a collective that has failed or hangs, in a forward pass, in an evaluation.

@@ -38,7 +38,7 @@ class Kept:
 
 
 class NodeMemory:
-    """What the supervisor of a node keeps from one attempt to the next: a state that counts, and the newest one.
+    """States that a node's supervisor keeps from one attempt to the next: one that counts, and the newest one.
 
     A node cannot know why its ranks lost a peer. So what they leave counts only once the driver says so, which knows
     the failures of all nodes. Until then the one before stays.

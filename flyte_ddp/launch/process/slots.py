@@ -22,7 +22,7 @@ class Slots:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the last part is here and where it is copied to, so that the one before it may be overwritten."""
+        """True when the last part is here and where it is copied to, so that the one before it may be overwritten."""
         return bool(self._files) and self._link.whole_turn == self._turn
 
     def begin(self) -> None:
