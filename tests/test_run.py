@@ -261,12 +261,12 @@ def test_a_function_that_never_reports_is_ended_when_all_ranks_but_one_wait_for_
         dist.all_reduce(torch.ones(77, 3))
 
     def stand_still():
-        time.sleep(60)
+        time.sleep(300)
 
     started = time.monotonic()
     with pytest.raises(RankFailure) as caught:
         flyte_ddp.run(function, nproc_per_node=4, stall_timeout=3)
-    assert 8 < time.monotonic() - started < 40
+    assert 8 < time.monotonic() - started < 120
     assert (caught.value.rank, caught.value.kind) == (2, "stall")
     assert re.match(
         r"no rank made progress for \d s \(stall_timeout: 3\): rank 2 did not arrive at all_reduce of float \[77, 3\], "

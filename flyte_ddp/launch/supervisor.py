@@ -50,7 +50,7 @@ END_GRACE = 3.0  # seconds for a rank that has raised to call exit handlers and 
 POLL_INTERVAL = 0.1  # seconds between checks of logs, heartbeats and the stop request
 LOG_TAIL = 20  # lines of a dead rank's output in the error
 MAX_MESSAGE = 6  # lines of an exception's own message
-STACK_SECONDS = 1.0  # for the ranks to write their stacks, and to send which collectives they have entered
+STACK_SECONDS = 5.0  # at most, for the ranks to write their stacks, and to send which collectives they have entered
 UNKNOWN_CODE = 255  # of a forked process whose server, which alone could read its code, is gone
 SERVER_GRACE = 10.0  # seconds for the server of ranks to report the end of a rank that was killed
 SEMAPHORES = Path("/dev/shm")  # where Linux keeps named semaphores; macOS does not list them
@@ -393,14 +393,20 @@ class _Ranks:
             if rank.process.is_alive() and rank.process.pid is not None:
                 rank.tell("collectives")
                 os.kill(rank.process.pid, signal.SIGUSR1)
-        time.sleep(STACK_SECONDS)
+        asked = [rank for rank in self.ranks if rank.process.is_alive() and rank.number not in halted]
+        sizes, before = [0], [-1]
+        while time.monotonic() < now + STACK_SECONDS:
+            time.sleep(STACK_SECONDS / 10)
+            for rank in self.ranks:
+                if not rank.up.closed:
+                    self._read(rank, emit)
+            # A stack that does not grow any more is whole: on a busy machine it is written line by line for a while.
+            sizes, before = [len(self._stacks_of(rank)) for rank in asked], sizes
+            if all(sizes) and sizes == before and all(rank.groups is not None for rank in asked):
+                break
         found = []
         for index, rank in enumerate(self.ranks):
-            if not rank.up.closed:
-                self._read(rank, emit)
-            stacks = ""
-            with contextlib.suppress(FileNotFoundError):
-                stacks = Path(rank_stacks(self.logs, rank.number)).read_text()
+            stacks = self._stacks_of(rank)
             stacks = stacks or f"  no stack: {halted.get(rank.number, f'none was written within {STACK_SECONDS:g} s')}"
             ago = now - self.beats[2 * index] if self.beats[2 * index] else None
             # The threads are listed from the newest to the oldest, which is the main thread.
@@ -412,6 +418,13 @@ class _Ranks:
             found.append(stalled)
         limit = self.job.program.stall_timeout
         return stall_failure(found, f"no rank made progress for {silence:.0f} s (stall_timeout: {limit:g})")
+
+    def _stacks_of(self, rank: _Rank) -> str:
+        """Return the stacks of all threads that `rank` has written so far."""
+        try:
+            return Path(rank_stacks(self.logs, rank.number)).read_text()
+        except FileNotFoundError:
+            return ""
 
     def _all_wait_since(self) -> float:
         """Return since when all ranks of this node but at most one wait for others; 0 if they do not."""

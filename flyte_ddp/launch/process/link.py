@@ -137,7 +137,7 @@ class SupervisorLink:
                 self._data = values[0]
                 self._has_data.set()
             elif kind == "collectives":
-                self.send(kind, entered_collectives())
+                self.send(kind, entered_collectives() or [])
             elif kind == "keep":
                 threading.Thread(target=self._keep, name="keep", daemon=True).start()
             elif kind == "release":
