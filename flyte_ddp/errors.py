@@ -1,4 +1,7 @@
-"""Every exception that crosses a room: who reports one need not import the room that raises it."""
+"""Every exception that crosses a room: who reports one need not import the room that raises it.
+
+Pickle makes an error of its message alone and sets its attributes after that, so these have defaults.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,6 @@ class StorageUnavailable(RuntimeError):
     def __init__(self, message: str = "", is_full: bool = False) -> None:
         super().__init__(message)
         self.is_full = is_full
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.is_full)
 
 
 class FileChanged(RuntimeError):
@@ -120,9 +120,6 @@ class TrainingStopped(RuntimeError):
         super().__init__(message)
         self.reason = reason
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.reason)
-
 
 class NodeLost(RuntimeError):
     """A node died, fell silent or could not run its ranks: another attempt may well succeed.
@@ -132,13 +129,10 @@ class NodeLost(RuntimeError):
         cause: the reason: OUT_OF_MEMORY, or "" for any other.
     """
 
-    def __init__(self, message: str, worker: str, cause: str = "") -> None:
+    def __init__(self, message: str, worker: str = "", cause: str = "") -> None:
         super().__init__(message)
         self.worker = worker
         self.cause = cause
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.worker, self.cause)
 
 
 class GangLost(RuntimeError):
@@ -171,12 +165,9 @@ class SweepFailed(RuntimeError):
         may_succeed: whether workers were lost, so that the same sweep may end better another time.
     """
 
-    def __init__(self, message: str, may_succeed: bool) -> None:
+    def __init__(self, message: str, may_succeed: bool = False) -> None:
         super().__init__(message)
         self.may_succeed = may_succeed
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (str(self), self.may_succeed)
 
 
 class ChampionError(RuntimeError):

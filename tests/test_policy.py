@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
-from flyte_ddp.errors import OUT_OF_MEMORY, GangLost, NodeLost, OutOfMemory, RankFailure, StorageUnavailable
+from flyte_ddp.errors import (
+    OUT_OF_MEMORY,
+    GangLost,
+    NodeLost,
+    OutOfMemory,
+    RankFailure,
+    StorageUnavailable,
+    SweepFailed,
+    TrainingStopped,
+)
 from flyte_ddp.launch.policy import Before, Decision, Ended, Next, Rules, decide, is_bug
 
 
@@ -162,3 +173,21 @@ def test_a_message_says_whether_a_lost_gang_had_made_a_step(step, expected):
 )
 def test_an_attempt_that_left_a_newer_checkpoint_than_it_found_has_saved(found, left_behind, expected):
     assert Ended(KILLED, 5, found, left_behind).has_saved is expected
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ECHO,
+        OOM_POD,
+        StorageUnavailable("the disk is full", is_full=True),
+        SweepFailed("none of the 2 trials finished", may_succeed=True),
+        TrainingStopped("SIGTERM: the run was stopped", "SIGTERM"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_arrives_in_another_process_with_all_that_it_says(error):
+    arrived = pickle.loads(pickle.dumps(error))
+
+    assert (type(arrived), str(arrived)) == (type(error), str(error))
+    assert {**vars(arrived), "timestamp": 0} == {**vars(error), "timestamp": 0}
