@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import contextvars
 import dataclasses
 import json
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +33,7 @@ from flyte_ddp.launch.attempt import Attempt, Nodes
 from flyte_ddp.launch.dispatch import Dispatcher
 from flyte_ddp.launch.failures import first_line
 from flyte_ddp.launch.policy import Before, Ended, Next, Rules, decide, leaves_state_whole
+from flyte_ddp.launch.process.background import run_in_background
 from flyte_ddp.launch.process.output import PREFIX
 from flyte_ddp.launch.process.programs import WANDB_VARIABLE, Job
 from flyte_ddp.launch.signals import StopRequest, stop_on_signals
@@ -356,19 +355,3 @@ def _say_where_to_resume(job: Job) -> Iterator[None]:
                 if not step:
                     hint = f". No checkpoint is in {place}: the same run starts at step 0"
         raise TrainingStopped(f"{stopped}{hint}", stopped.reason) from None
-
-
-def run_in_background(function: Callable[[], T]) -> concurrent.futures.Future[T]:
-    """Call `function` in a thread that sees the caller's context variables, such as Flyte's context."""
-    future: concurrent.futures.Future[T] = concurrent.futures.Future()
-    context = contextvars.copy_context()
-
-    def work() -> None:
-        try:
-            future.set_result(context.run(function))
-        except BaseException as error:
-            future.set_exception(error)
-
-    # A daemon: a download that hangs must not outlive a run that was stopped.
-    threading.Thread(target=work, name="data", daemon=True).start()
-    return future

@@ -9,15 +9,14 @@ others wait in their collectives meanwhile.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, Pipe, wait
@@ -33,6 +32,7 @@ from flyte_ddp.errors import OUT_OF_MEMORY, RankFailure, TrainingStopped
 from flyte_ddp.launch.devices import visible_gpus
 from flyte_ddp.launch.failures import first_line, shorten, shorten_traceback
 from flyte_ddp.launch.log_tail import LogTail, logs_directory
+from flyte_ddp.launch.process.background import run_in_background
 from flyte_ddp.launch.process.cgroups import count_oom_kills
 from flyte_ddp.launch.process.entry import run_rank
 from flyte_ddp.launch.process.memory import NodeMemory
@@ -86,10 +86,10 @@ def supervise(
         TrainingStopped: the run was stopped.
     """
     with logs_directory() as logs:
-        preparation = _Preparation(data) if data else None
+        prepared = run_in_background(data) if data else None
         ranks = _Ranks(job, node, listener, logs, relay or print_line, memory or NodeMemory())
         try:
-            ranks.watch(preparation, emit, stop, on_beat)
+            ranks.watch(prepared, emit, stop, on_beat)
         finally:
             ranks.kill()
 
@@ -187,13 +187,13 @@ class _Ranks:
 
     def watch(
         self,
-        preparation: _Preparation | None,
+        prepared: Future[str] | None,
         emit: Callable[[events.Event], None],
         stop: StopRequest,
         on_beat: Callable[[int, bool, bool, list[dict[str, Any]]], bool] | None,
     ) -> None:
         """Pass data and events on until every rank has succeeded. Raise if one fails, or if none makes progress."""
-        has_data = preparation is None
+        has_data = prepared is None
         while any(not rank.outcome or rank.is_running() for rank in self.ranks):
             live = [rank for rank in self.ranks if not rank.up.closed or not rank.outcome]
             pipes = [rank.up for rank in live if not rank.up.closed]
@@ -209,9 +209,9 @@ class _Ranks:
             self._relay_logs()
             if self.failures and not self._is_keeping() and time.monotonic() - self.failures[0][1] >= self._grace():
                 raise self._root_cause() if self.sent_deadline is None else self._stopped(stop)
-            if preparation and not has_data and preparation.is_done:
+            if prepared and not has_data and prepared.done():
                 has_data = True
-                self._send_data(preparation.result())
+                self._send_data(prepared.result())
             known = (self._step(), bool(self.beats[-1]), bool(self.beats[-2]), self._paces())
             has_stalled = bool(on_beat and on_beat(*known))
             if has_data and not self.failures and (has_stalled or self._silence() >= self.job.program.stall_timeout):
@@ -458,37 +458,6 @@ class _Ranks:
                     found = [line for line in lines if any(each in line for each in stream.filters)]
                     with open(stream.filtered, "a") as file:
                         file.writelines(f"{rank.prefix}{line}\n" for line in found)
-
-
-class _Preparation:
-    """A call of `data` in a thread with the caller's context variables.
-
-    Meanwhile the death of a rank and a stop request are noticed. A thread that is not waited for runs until the process
-    exits, but does not delay that.
-    """
-
-    def __init__(self, data: Callable[[], str]) -> None:
-        self._data = data
-        self._directory = ""
-        self._error: BaseException | None = None
-        context = contextvars.copy_context()
-        self._thread = threading.Thread(target=context.run, args=(self._run,), name="data", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_done(self) -> bool:
-        return not self._thread.is_alive()
-
-    def result(self) -> str:
-        if self._error is not None:
-            raise self._error
-        return self._directory
-
-    def _run(self) -> None:
-        try:
-            self._directory = self._data()
-        except BaseException as error:
-            self._error = error
 
 
 def _recorded(rank: _Rank, message: str = "") -> str:

@@ -19,6 +19,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from flyte_ddp import events, session
 from flyte_ddp.errors import StopRequested
+from flyte_ddp.launch.process.background import run_in_background
 from flyte_ddp.launch.process.end import end_forked_processes, run_exit_handlers
 from flyte_ddp.launch.process.session import Session
 from flyte_ddp.launch.process.waiting import watch_main_thread
@@ -95,28 +96,17 @@ class _Store:
 
     def __init__(self, process: RankProcess, is_for_others: bool) -> None:
         self._process = process
-        self._store: Store | None = None
-        self._error: BaseException | None = None
-        self._opening = threading.Thread(target=self._open, name="store", daemon=True)
         self._lock = threading.Lock()
         self._is_needed = threading.Event()  # now, even if that imports torch
         self._is_for_others = is_for_others  # processes below this one's use it, and this one imports no torch itself
-        self._is_begun = process.rank == 0
-        if self._is_begun:
-            self._opening.start()
+        self._opened = run_in_background(self._open) if process.rank == 0 else None
 
     def open(self) -> Store:
         """Return the store, as a client on all ranks but rank 0."""
-        with self._lock:
-            if not self._is_begun:
-                self._is_begun = True
-                self._opening.start()
         self._is_needed.set()
-        self._opening.join()
-        if self._error is not None:
-            raise self._error
-        assert self._store is not None  # the thread has ended
-        return self._store
+        with self._lock:
+            self._opened = self._opened or run_in_background(self._open)
+        return self._opened.result()
 
     def open_for_other_nodes(self) -> None:
         """Open the store if the ranks of other nodes have to learn by it that this one has ended, or this of them."""
@@ -141,10 +131,7 @@ class _Store:
         listener = self._process.listener
         return self._is_for_others and listener is not None and bool(select.select([listener], [], [], 0)[0])
 
-    def _open(self) -> None:
+    def _open(self) -> Store:
         while not (_has_imported_torch() or self._is_needed.wait(POLL_INTERVAL) or self._is_asked_for()):
             pass
-        try:
-            self._store = self._process.open_store(STORE_TIMEOUT)
-        except BaseException as error:
-            self._error = error
+        return self._process.open_store(STORE_TIMEOUT)
