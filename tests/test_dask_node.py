@@ -29,10 +29,10 @@ from flyte_ddp.errors import (
     StorageUnavailable,
 )
 from flyte_ddp.launch.dask import roll_call, worker
-from flyte_ddp.launch.dask.archive import delete_archive, packed_directory
 from flyte_ddp.launch.dask.calls import call_workers
-from flyte_ddp.launch.dask.code import packed_code
+from flyte_ddp.launch.dask.data import packed_code, packed_directory
 from flyte_ddp.launch.dask.messages import Inbox, NodeJob, decode, encode
+from flyte_ddp.launch.dask.pool import delete_archive
 from flyte_ddp.launch.process.programs import Job, Program, recipe_program
 from flyte_ddp.launch.process.ranks import NodeRanks
 from flyte_ddp.launch.run import Gang, run_program, script_program

@@ -199,7 +199,7 @@ def test_workers_and_ranks_get_the_recipe_and_every_package_of_recipes(checkout,
     program = (
         "import sys; from flyte_ddp.config import TrainingConfig; "
         "from flyte_ddp.launch.process.programs import recipe_program; "
-        "from flyte_ddp.launch.dask.code import packed_code as p; "
+        "from flyte_ddp.launch.dask.data import packed_code as p; "
         "sys.stdout.buffer.write(p(recipe_program(sys.argv[1], TrainingConfig())))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

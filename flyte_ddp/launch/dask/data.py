@@ -1,22 +1,29 @@
-"""Bring the prepared data to the nodes: by a directory that they see as well, or by a copy beside the checkpoints."""
+"""Bring code and data to the nodes: as zips, or the prepared data by a directory that the nodes see as well.
+
+The workers' image may be older than the code that this process runs (after a fast registration, or in an edited
+checkout), or may not have the package at all. So the code travels with every run, some 100 kB of it.
+"""
 
 from __future__ import annotations
 
 import functools
+import io
 import os
 import tempfile
 import uuid
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from distributed import Client
 
+from flyte_ddp.config.source_code import MAX_SIZE
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.dask import worker
-from flyte_ddp.launch.dask.archive import delete_archive, packed_directory
 from flyte_ddp.launch.dask.calls import call_workers
 from flyte_ddp.launch.dask.placement import DaskNode
-from flyte_ddp.launch.dask.pool import Pool
+from flyte_ddp.launch.dask.pool import Pool, delete_archive
+from flyte_ddp.launch.process.programs import Program
 from flyte_ddp.recipes.prepare import NOTE, describe_data
 from flyte_ddp.storage import Storage
 
@@ -78,3 +85,31 @@ def check_same_directory(client: Client, storage: Storage, nodes: Sequence[DaskN
                 f"checkpoints: expected a URL, or a path that all machines share, got {storage.root!r}, which is "
                 f"another directory on {node}"
             )
+
+
+def packed_directory(directory: Path, target: Path) -> None:
+    """Write a zip of all files below `directory`, not compressed, to `target`."""
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED, strict_timestamps=False) as archive:
+        for file in sorted(path for path in directory.rglob("*") if path.is_file()):
+            archive.write(file, file.relative_to(directory).as_posix())
+
+
+def packed_code(program: Program) -> bytes:
+    """Return a zip of the program's source files. Equal code has an equal zip.
+
+    Raises:
+        ConfigError: they are too large to be code alone.
+    """
+    files = program.source_files()
+    if sum(file.stat().st_size for file in files.values()) > MAX_SIZE:
+        folders = [program.directory] if program.directory else sorted({name.split("/")[0] for name in files})
+        raise ConfigError(
+            f"{program.name}: expected code without data, got more than {MAX_SIZE >> 20} MiB in {', '.join(folders)}, "
+            "which every node needs; keep data and results elsewhere, and give their path or URL"
+        )
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, file in files.items():
+            # Without the file's time, which differs between two checkouts of the same code.
+            archive.writestr(zipfile.ZipInfo(name), file.read_bytes(), zipfile.ZIP_DEFLATED)
+    return buffer.getvalue()

@@ -17,8 +17,7 @@ from flyte_ddp.cluster.connect import explain_missing_workers
 from flyte_ddp.errors import ClusterError, ConfigError, WorkersLost
 from flyte_ddp.launch.dask import worker
 from flyte_ddp.launch.dask.calls import ANSWER_TIMEOUT, call_workers, listed_workers
-from flyte_ddp.launch.dask.code import packed_code
-from flyte_ddp.launch.dask.data import SharedData, check_same_directory
+from flyte_ddp.launch.dask.data import SharedData, check_same_directory, packed_code
 from flyte_ddp.launch.dask.growth import GrowthWatch
 from flyte_ddp.launch.dask.leaving import CLOSE_RESERVE
 from flyte_ddp.launch.dask.messages import NodeJob

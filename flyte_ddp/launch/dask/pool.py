@@ -7,12 +7,15 @@ ended; a run that finds none free waits for its turn.
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 
-from flyte_ddp.launch.dask.archive import delete_archive
 from flyte_ddp.launch.dask.placement import Worker
 from flyte_ddp.storage import Storage
+
+logger = logging.getLogger(__name__)
 
 
 class Pool:
@@ -69,3 +72,11 @@ class Pool:
         """Delete the copy of the data. Does not raise: a store that is away just keeps it."""
         if self._archive:
             delete_archive(self.shared, self._archive)
+
+
+def delete_archive(storage: Storage, url: str) -> None:
+    """Delete the copy of the data at `url`, or log one line that it is left behind."""
+    try:
+        Storage(storage.url, timeout=0).delete(os.path.basename(url))
+    except Exception as error:  # nothing that is left to clean up may fail a finished run
+        logger.warning("%s could not be deleted: %s", url, error)
