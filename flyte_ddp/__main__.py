@@ -43,7 +43,7 @@ ELSEWHERE = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status."""
+    """Run a command and return its exit status: 2 for a mistake of the user's, 1 for another error."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments and arguments[0] in ELSEWHERE:
         module, _ = ELSEWHERE[arguments[0]]
@@ -62,7 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, (_, text) in ELSEWHERE.items():
         commands.add_parser(name, help=text)
     options = parser.parse_args(arguments)
-    return int(options.main(options))
+    try:
+        return int(options.main(options))
+    except (ConfigError, ClusterError, GangLost, RankFailure, StorageUnavailable) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2 if isinstance(error, ConfigError) or options.command == "doctor" else 1
 
 
 def _add_run(commands: Any) -> None:
@@ -107,28 +111,20 @@ def _make_project(options: argparse.Namespace) -> int:
     from flyte_ddp.project import make_project, update_project
 
     act = make_project if options.command == "new" else update_project
-    try:
-        for line in act(options.directory, options.wheel):
-            sys.stdout.write(f"{line}\n")
-    except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    for line in act(options.directory, options.wheel):
+        sys.stdout.write(f"{line}\n")
     return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:
     from flyte_ddp.cluster.kubernetes.doctor import diagnose, lines
 
-    try:
-        config = cluster_config(read_object("--cluster", options.cluster))
-        if options.namespace:
-            pods = dataclasses.replace(config.kubernetes, namespace=options.namespace)
-            config = dataclasses.replace(config, kubernetes=pods)
-        tasks = read_object("--tasks", options.tasks)
-        findings, status = diagnose(config, options.service_account, tasks, options.pod_template)
-    except (ConfigError, ClusterError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    config = cluster_config(read_object("--cluster", options.cluster))
+    if options.namespace:
+        pods = dataclasses.replace(config.kubernetes, namespace=options.namespace)
+        config = dataclasses.replace(config, kubernetes=pods)
+    tasks = read_object("--tasks", options.tasks)
+    findings, status = diagnose(config, options.service_account, tasks, options.pod_template)
     sys.stdout.write("".join(lines(findings)))
     return status
 
@@ -136,13 +132,9 @@ def _doctor(options: argparse.Namespace) -> int:
 def _drain(options: argparse.Namespace) -> int:
     from flyte_ddp.cluster.kubernetes.drain import drain
 
-    try:
-        for line in drain(options.node):
-            sys.stdout.write(f"{line}\n")
-            sys.stdout.flush()
-    except (ConfigError, ClusterError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2 if isinstance(error, ConfigError) else 1
+    for line in drain(options.node):
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
     return 0
 
 
@@ -167,8 +159,7 @@ def _run(options: argparse.Namespace) -> int:
         run_program(program, gang, options.checkpoints, listeners, relay)
     except TrainingStopped as stopped:
         if limit and isinstance(error := limit.explain(stopped), ConfigError):
-            sys.stderr.write(f"error: {error}\n")
-            return 2
+            raise error from None
         sys.stderr.write(f"{stopped}\n")
         if options.checkpoints:
             sys.stderr.write(f"to resume: {resume_command()}\n")
@@ -176,9 +167,6 @@ def _run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("SIGINT: the run was stopped while no rank was running\n")
         return 130
-    except (ConfigError, ClusterError, GangLost, RankFailure, StorageUnavailable) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2 if isinstance(error, ConfigError) else 1
     finally:
         if limit:
             limit.cancel()
