@@ -64,7 +64,7 @@ def open_cluster(config: ClusterConfig, run_name: str) -> Iterator[Client]:
             address = stack.enter_context(_local_cluster(config))
         else:
             address = _existing_address(config)
-        client = stack.enter_context(_connected(address, deadline, security))
+        client = stack.enter_context(closing(_connect(address, deadline, security)))
         if kind == "kubernetes":
             stack.enter_context(lifecycle.keep_alive(client, config.kubernetes.idle_timeout))
         _wait_for_workers(client, config, run_name, deadline)
@@ -126,22 +126,25 @@ def _local_cluster(config: ClusterConfig) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _connected(address: str, deadline: float, security: Security | None) -> Iterator[Client]:
+def closing(client: Client) -> Iterator[Client]:
+    """Close the client after the block. A dead scheduler must neither delay nor hide the error that ended the block."""
+    try:
+        yield client
+    finally:
+        with contextlib.suppress(OSError, TimeoutError):
+            client.close(timeout=CLIENT_CLOSE_TIMEOUT)
+
+
+def _connect(address: str, deadline: float, security: Security | None) -> Client:
     from distributed import Client, Security
 
     security = security or Security()
     _wait_for_dask(address, deadline, security)
     try:
         timeout = max(1.0, deadline - time.monotonic())
-        client = Client(address, timeout=timeout, security=security, set_as_default=False)
+        return Client(address, timeout=timeout, security=security, set_as_default=False)
     except OSError as error:  # Dask's TimeoutError is one as well
         raise ClusterError(f"the Dask scheduler at {address} cannot be reached: {error}") from error
-    try:
-        yield client
-    finally:
-        # A scheduler that has died must neither delay nor hide the error that ended the block.
-        with contextlib.suppress(OSError, TimeoutError):
-            client.close(timeout=CLIENT_CLOSE_TIMEOUT)
 
 
 def _wait_for_dask(address: str, deadline: float, security: Security) -> None:

@@ -8,21 +8,20 @@ request or the loss of the cluster or the store ends all trials, and a retry ski
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from distributed import Client
 
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.cluster.connect import CLIENT_CLOSE_TIMEOUT
+from flyte_ddp.cluster.connect import closing
 from flyte_ddp.errors import (
     ClusterError,
     ConfigError,
@@ -258,7 +257,7 @@ class TrialRunner:
             cluster = dataclasses.replace(cluster, threads_per_rank=largest.num_threads)
         program = recipe_program(self.recipe, run.trial.config, self.initial_state)
         prefix = "[node 0] " if cluster.num_nodes == 1 else ""
-        with self._own_client() as client:
+        with closing(self._own_client()) as client:
             try:
                 driver.run(
                     Job(program, run.url, time.time(), run=self.run),
@@ -274,18 +273,12 @@ class TrialRunner:
                 raise
         run.store()
 
-    @contextlib.contextmanager
-    def _own_client(self) -> Iterator[Client]:
-        """A Dask client for one run: a client has only one handler per event topic."""
+    def _own_client(self) -> Client:
+        """Return a Dask client for one run: a client has only one handler per event topic."""
         try:
-            client = Client(self.client.scheduler.address, security=self.client.security, set_as_default=False)
+            return Client(self.client.scheduler.address, security=self.client.security, set_as_default=False)
         except (OSError, AttributeError) as error:  # AttributeError: our own client has lost its scheduler
             raise ClusterError(f"the Dask scheduler is gone: {error}") from error
-        try:
-            yield client
-        finally:
-            with contextlib.suppress(OSError, TimeoutError):
-                client.close(timeout=CLIENT_CLOSE_TIMEOUT)
 
     def _is_loss_of_cluster(self, error: Exception) -> bool:
         if isinstance(error, (ClusterError, WorkersLost)):
