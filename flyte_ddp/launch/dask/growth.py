@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.errors import ConfigError
@@ -26,6 +27,7 @@ REPLACEMENT_DELAY = 5.0  # seconds for a replacement to import what its ranks ne
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class GrowthWatch:
     """Looks for workers, from a thread, until it is closed. A gang of full size has nothing to look for.
 
@@ -40,25 +42,16 @@ class GrowthWatch:
         grace: seconds for the gang to save its state and end.
     """
 
-    def __init__(
-        self,
-        gang: Sequence[Worker],
-        sizes: Sequence[int],
-        config: ClusterConfig,
-        roll_call: RollCall,
-        prepare: Callable[[str], bool],
-        check_nodes: Callable[[Sequence[DaskNode]], None],
-        not_before: float,
-        grace: float,
-    ) -> None:
-        self.gang = gang
-        self.sizes = sizes
-        self.config = config
-        self.roll_call = roll_call
-        self.prepare = prepare
-        self.check_nodes = check_nodes
-        self.not_before = not_before
-        self.grace = grace
+    gang: Sequence[Worker]
+    sizes: Sequence[int]
+    config: ClusterConfig
+    roll_call: RollCall
+    prepare: Callable[[str], bool]
+    check_nodes: Callable[[Sequence[DaskNode]], None]
+    not_before: float
+    grace: float
+
+    def __post_init__(self) -> None:
         self.members: frozenset[str] = frozenset()  # addresses of the workers of the next gang, once it is possible
         self.leaving: frozenset[str] = frozenset()  # addresses of workers of the gang that the next one goes without
         self._first_seen: dict[str, float] = {}  # when each idle worker was first seen, of those seen ever since
@@ -66,7 +59,7 @@ class GrowthWatch:
         self._problem = ""  # the latest, to log each once
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="growth", daemon=True)
-        if len(gang) < sizes[0]:
+        if len(self.gang) < self.sizes[0]:
             self._thread.start()
 
     def replace(self, leaving: frozenset[str]) -> None:

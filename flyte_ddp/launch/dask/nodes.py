@@ -60,7 +60,7 @@ class DaskNodes:
 
     Args:
         plugin: the name of the run's plugin in the workers.
-        code: what the plugin brings along, see `code.packed_code`.
+        code: what the plugin brings along, see `data.packed_code`.
         make_jobs: returns what each node has to do in an attempt of a job, given the number of restarts before it.
         growth: the watch for a larger gang.
     """

@@ -190,6 +190,7 @@ class ImageFolder(Recipe):
         return Access(self.endpoint_url, self.anonymous, self.timeout, self.store_timeout)
 
 
+@dataclass(eq=False)
 class Images:
     """One split as samples: (image in bytes (3, S, S), number of its class).
 
@@ -198,25 +199,18 @@ class Images:
     number of ranks and after a restart.
     """
 
-    def __init__(
-        self,
-        images: ImageList,
-        classes: Sequence[str],
-        reader: FileReader,
-        image_size: int,
-        augments: bool,
-        skips: bool,
-    ) -> None:
+    images: ImageList
+    classes: Sequence[str]
+    reader: FileReader
+    image_size: int
+    augments: bool
+    skips: bool
+
+    def __post_init__(self) -> None:
         import torch
 
-        self.images = images
-        self.classes = classes
-        self.reader = reader
-        self.image_size = image_size
-        self.augments = augments
-        self.skips = skips
         # How often each was replaced, in memory shared by the loader processes. One process loads a sample at a time.
-        self._replaced = torch.zeros(len(images), dtype=torch.int32).share_memory_()
+        self._replaced = torch.zeros(len(self.images), dtype=torch.int32).share_memory_()
         self._ahead: dict[int, bytes | UnreadableImage] = {}
 
     def __len__(self) -> int:
