@@ -39,7 +39,7 @@ from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.programs import Job, Program, recipe_program
 from flyte_ddp.recipes import Recipe
-from flyte_ddp.recipes.arrays import load_images, save_images
+from flyte_ddp.recipes.arrays import load_arrays, save_images
 from flyte_ddp.recipes.prepare import prepare_data
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Counting(Recipe):
         return f"{NUM_SAMPLES} samples of noise"
 
     def datasets(self, directory: Path) -> Any:
-        return load_images(directory / "train.npz"), load_images(directory / "test.npz")
+        return load_arrays(directory / "train.npz"), load_arrays(directory / "test.npz")
 
     def model(self) -> nn.Module:
         import torch

@@ -1,4 +1,4 @@
-"""Images and labels as one npz file, for recipes whose data fits in memory: from `prepare` to `datasets`."""
+"""Samples as one npz file, for recipes whose data fits in memory: from `prepare` to `datasets`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def save_images(file: Path, images: NDArray[Any], labels: NDArray[Any]) -> None:
     np.savez(file, images=images, labels=labels)
 
 
-def load_images(file: Path) -> Dataset[Any]:
-    """Return the images and labels of `save_images` as a TensorDataset."""
+def load_arrays(file: Path) -> Dataset[Any]:
+    """Return the arrays in `file` as a TensorDataset, in the order in which they were saved: inputs, then targets."""
     import numpy as np
     import torch
     from torch.utils.data import TensorDataset
 
     with np.load(file) as arrays:
-        return TensorDataset(torch.from_numpy(arrays["images"]), torch.from_numpy(arrays["labels"]))
+        return TensorDataset(*(torch.from_numpy(arrays[name]) for name in arrays))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.config.extras import how_to_install
 from flyte_ddp.errors import DataError
-from flyte_ddp.recipes.arrays import load_images, save_images
+from flyte_ddp.recipes.arrays import load_arrays, save_images
 from flyte_ddp.recipes.base import Recipe
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Digits(Recipe):
         return "CC-BY-4.0"  # the UCI repository's, where scikit-learn has them from
 
     def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
-        return load_images(directory / "train.npz"), load_images(directory / "test.npz")
+        return load_arrays(directory / "train.npz"), load_arrays(directory / "test.npz")
 
     def model(self) -> nn.Module:
         from torch import nn

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.errors import DataError
-from flyte_ddp.recipes.arrays import load_images, save_images
+from flyte_ddp.recipes.arrays import load_arrays, save_images
 from flyte_ddp.recipes.base import Recipe
 from flyte_ddp.recipes.download import download
 from flyte_ddp.storage import Storage
@@ -62,7 +62,7 @@ class Mnist(Recipe):
         return "CC-BY-SA-3.0"  # wherever it is read: the contents are MNIST's
 
     def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
-        return load_images(directory / "train.npz"), load_images(directory / "test.npz")
+        return load_arrays(directory / "train.npz"), load_arrays(directory / "test.npz")
 
     def inputs(self, batch: Tensor) -> Tensor:
         return super().inputs(batch).sub_(MEAN).div_(STANDARD_DEVIATION)

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from flyte_ddp.recipes import Recipe
-from flyte_ddp.recipes.arrays import load_images, save_images
+from flyte_ddp.recipes.arrays import load_arrays, save_images
 from flyte_ddp.recipes.image_folder.recipe import ImageFolder
 
 NUM_FEATURES, NUM_CLASSES = 8, 3
@@ -57,7 +57,7 @@ class Tiny(Recipe):
     def datasets(self, directory):
         print("the data are opened")
         _slow_down_writes(float(os.environ.get("WRITE_SECONDS", 0)))
-        return load_images(directory / "train.npz"), load_images(directory / "test.npz")
+        return load_arrays(directory / "train.npz"), load_arrays(directory / "test.npz")
 
     def model(self):
         from torch import nn

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from flyte_ddp.errors import DataError
 from flyte_ddp.events import Prediction
+from flyte_ddp.recipes.arrays import load_arrays
 from flyte_ddp.recipes.base import Recipe
 from flyte_ddp.recipes.pet_names import ALPHABET, BLANK, END
 from flyte_ddp.storage import read_file
@@ -105,15 +106,7 @@ class PetNames(Recipe):
         return whole_names(names)
 
     def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
-        import numpy as np
-        import torch
-        from torch.utils.data import TensorDataset
-
-        def load(file: str) -> TensorDataset:
-            with np.load(directory / file) as arrays:
-                return TensorDataset(torch.from_numpy(arrays["inputs"]), torch.from_numpy(arrays["targets"]))
-
-        return load("train.npz"), load("test.npz")
+        return load_arrays(directory / "train.npz"), load_arrays(directory / "test.npz")
 
     def model(self) -> nn.Module:
         from flyte_ddp.recipes.pet_names.model import NameModel
