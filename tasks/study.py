@@ -216,7 +216,7 @@ class _Observer:
     def __init__(self, frame: Frame, report: StudyReport) -> None:
         self.frame = frame
         self.report = report
-        self.group = frame.wandb_run_id()
+        self.group = frame.run_id()
         self.started: set[int] = set()
         self._wandb_lines: set[str] = set()  # kinds that were printed
         self._lock = threading.Lock()

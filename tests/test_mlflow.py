@@ -16,13 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flytekit import task
 
+from flyte_ddp import session
+from flyte_ddp.__main__ import main
+from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import Event
 from flyte_ddp.events.history import to_line
+from flyte_ddp.flytekit_plugin import Distributed
+from flyte_ddp.flytekit_plugin.failures import UserError
 from flyte_ddp.observers import mlflow
 from flyte_ddp.observers.mlflow import Mlflow
 from flyte_ddp.storage import read_file
 from tasks.settings import SettingsError, load_settings
+from tests.support.runs import fork_functions
 from tests.support.short_run import epoch_finished, epoch_of_events, loaded, run_finished, started, whole_run
 
 VERSION = "3.17.2"
@@ -387,6 +394,67 @@ def test_a_workflow_whose_rank_was_killed_is_one_run_with_its_card(server: Serve
     (card,) = server.place.rglob(f"{run['info']['run_id']}/artifacts/card/run_card.json")
     assert json.loads(card.read_text())["origin"]["code_version"]
     assert json.loads(card.read_text())["ranks"]["restarts"] >= 1
+
+
+SCRIPT = """
+import os
+from flyte_ddp import session
+assert "MLFLOW_TRACKING_TOKEN" not in os.environ
+for step in (1, 2):
+    session.report(step=step, loss=1 / step)
+"""
+
+
+def run_script(place: Path, *options: str) -> int:
+    (place / "train.py").write_text(SCRIPT)
+    return main(["run", "--checkpoints", str(place / "c"), *options, str(place / "train.py")])
+
+
+@task(task_config=Distributed(mlflow="tests"))
+def recorded() -> str:
+    exec(compile(SCRIPT, "train.py", "exec"), {})
+    return session.checkpoints
+
+
+def test_functions_and_scripts_are_recorded_as_recipes_are(
+    answering: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, server = answering
+    fork_functions(monkeypatch)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
+    for run in (lambda: run_script(tmp_path, "--mlflow", "tests") or str(tmp_path / "c"), recorded):
+        monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", TOKEN)
+        server.seen.clear()
+        run_id = Path(run(), "wandb-run-id").read_text()
+        bodies = {path: [body for each, body in server.seen if each == path] for path, _ in server.seen}
+        assert {"key": "flyte_ddp.run", "value": run_id} in bodies["runs/create"][0]["tags"]
+        metrics = [metric for body in bodies["runs/log-batch"] for metric in body.get("metrics", [])]
+        assert [metric["step"] for metric in metrics if metric["key"] == "train/loss"] == [1, 2]
+        assert bodies["runs/update"][0]["status"] == "FINISHED"
+
+
+def test_functions_and_scripts_without_a_server_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "MLFLOW_TRACKING_URI: expected the URL of MLflow's server there or in settings.toml, got none"
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert run_script(tmp_path, "--mlflow", "tests") == 2
+    assert capsys.readouterr().err == f"error: {line}\n"
+    with pytest.raises(UserError, match=line):
+        recorded()
+    with pytest.raises(ConfigError, match="mlflow: expected none beside wandb"):
+        Distributed(wandb="project", mlflow="tests")
+
+
+@pytest.mark.slow
+def test_a_script_that_is_started_again_is_one_run(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
+    for _ in range(2):
+        assert run_script(tmp_path, "--mlflow", "tests") == 0
+    (run,) = server.runs((tmp_path / "c" / "wandb-run-id").read_text())
+    assert server.steps(run, "train/loss") == [1, 2]
 
 
 def test_mlflow_without_a_server_is_one_line() -> None:

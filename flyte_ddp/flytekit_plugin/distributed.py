@@ -31,6 +31,7 @@ from flyte_ddp.cluster.kubernetes.api import own_namespace
 from flyte_ddp.config.fields import check
 from flyte_ddp.config.source_code import packages_beside, root_of
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.flyte_context import is_flyte_task
 from flyte_ddp.flytekit_plugin.frame import open_frame
 from flyte_ddp.flytekit_plugin.pods import (
@@ -45,6 +46,7 @@ from flyte_ddp.flytekit_plugin.shipping import ship_all_files
 from flyte_ddp.launch.devices import num_gpus
 from flyte_ddp.launch.process.programs import Program
 from flyte_ddp.launch.run import Gang, returned_value
+from flyte_ddp.observers.mlflow import find_server
 from flyte_ddp.observers.reports.run import Report
 
 FLYTE_VARIABLES = ("FLYTE_INTERNAL_", "_F_")  # beginnings of the names that tell a process its execution; no secrets
@@ -78,6 +80,8 @@ class Distributed:
             good; 0 is no limit.
         wandb: the project of W&B that records the run, by the key of the task's secret `wandb/api_key` or of
             WANDB_API_KEY; "" for none, as for a function that calls W&B itself.
+        mlflow: instead of it, the experiment of MLflow that records the run, on the server that MLFLOW_TRACKING_URI or
+            settings.toml names, by the token of the task's secret `mlflow/token` or of MLFLOW_TRACKING_TOKEN.
         allowed: what the task's cluster and its input files may be, such as {"kinds": ["existing"], "addresses":
             ["tcp://dask:8786"], "env": ["NCCL_*"]}. A field that it does not name is that of the table `allowed` in the
             settings.toml beside this package. Without that file: the kind "kubernetes" with whatever pods, and files in
@@ -100,9 +104,12 @@ class Distributed:
     max_hours: float = 0.0
     wandb: str = ""
     allowed: Mapping[str, Sequence[str]] | None = None
+    mlflow: str = ""
 
     def __post_init__(self) -> None:
         check("allowed", self.allowed or {}, Allowed)
+        if self.wandb and self.mlflow:
+            raise ConfigError(f"mlflow: expected none beside wandb, got {self.mlflow!r}")
         if not isinstance(self.max_hours, (int, float)) or self.max_hours < 0:
             raise ConfigError(f"max_hours: expected hours of at least 0, got {self.max_hours!r}")
         if self.start_method not in ("spawn", "fork"):
@@ -233,7 +240,10 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         is_local = context.execution_state.is_local_execution()
         name = self.name.split(".")[-1]
         report = Report(name)
-        with open_frame(report, name, wandb_project=config.wandb, hides_key=False) as frame:
+        with flyte_errors():
+            mlflow = (find_server(), config.mlflow) if config.mlflow else None
+        # A function may call W&B itself, so its ranks get that key where MLflow does not record the run.
+        with open_frame(report, name, wandb_project=config.wandb, hides_key=bool(mlflow), mlflow=mlflow) as frame:
             frame.receivers.append(report.add_line)
             gang = config.gang(self._pods)
             self.check_allowed(gang, inputs)

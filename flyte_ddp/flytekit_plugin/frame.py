@@ -34,7 +34,7 @@ from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.process.programs import Job, Program
 from flyte_ddp.launch.time_limit import TimeLimit
-from flyte_ddp.observers.command_line import resume_command
+from flyte_ddp.observers.command_line import keep_run_id, resume_command
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.launcher_log import launcher_log
 from flyte_ddp.observers.metrics import MetricsServer, RunFigures, requested_port
@@ -49,8 +49,7 @@ from flyte_ddp.storage import Storage, fetch_file, redact_url, write_file
 
 HISTORY = "history.jsonl"
 OUTPUTS = "outputs.json"  # the outputs that are no files, in the directory that the user gave
-RUN_ID = "wandb-run-id"  # a file beside the checkpoints, so that every attempt continues the same W&B run
-FIRST_START = "first-start.json"  # likewise, so that `max_hours` counts all attempts
+FIRST_START = "first-start.json"  # a file beside the checkpoints, so that `max_hours` counts all attempts
 WANDB_SECRET = Secret(group="wandb", key="api_key")
 MLFLOW_SECRET = Secret(group="mlflow", key="token")
 # In a local run, and in a pod in which Flyte passes secrets as variables.
@@ -70,7 +69,7 @@ class Frame:
     storage: Storage  # of the checkpoints
     name: str  # of this attempt
     keys: Mapping[str, str]  # of W&B and MLflow, by their variables; the ranks' environment has none
-    wandb_project: str  # "" for runs that neither W&B nor MLflow records
+    wandb_project: str  # "" for runs that W&B does not record
     opened_at: float  # seconds since the epoch
     mlflow: tuple[str, str] | None = None  # server and experiment, if it records the runs and not W&B
     output_directory: Path | None = None  # of a local run's outputs, if the user gave one
@@ -143,9 +142,9 @@ class Frame:
             is_kept: see `Job`.
         """
         listeners: list[Listener] = [self.bar, HistoryFile(self.directory / HISTORY)]
-        if self.wandb_project:
+        if self.wandb_project or self.mlflow:
             options = {"model_artifact": model_artifact, **({"origin": origin} if self.mlflow else {})}
-            tracker = self.tracker(self.wandb_run_id(), **options)
+            tracker = self.tracker(self.run_id(), **options)
             listeners += [tracker, _ReportLink(tracker, report)]
         listeners += [report, self.publisher, *self.figures(**labels)]
         url = self.storage.url if checkpoints is None else checkpoints
@@ -156,14 +155,9 @@ class Frame:
             self.keep_history(report)  # an attempt that fails has no outputs
             raise
 
-    def wandb_run_id(self) -> str:
-        """Return the id of the W&B run: the one that an earlier attempt wrote beside its checkpoints, or a new one."""
-        try:
-            return self.storage.read(RUN_ID).decode()
-        except FileNotFoundError:
-            run_id = self.execution.run_id or f"run-{os.urandom(4).hex()}"
-            self.storage.write(RUN_ID, run_id.encode())
-            return run_id
+    def run_id(self) -> str:
+        """Return the id by which W&B or MLflow knows this run in all of its attempts."""
+        return keep_run_id(self.storage, self.execution.run_id or f"run-{os.urandom(4).hex()}")
 
     def tracker(self, run_id: str, **options: Any) -> Wandb | Mlflow:
         """Return an observer of W&B or MLflow with the settings that all runs of this task share."""
@@ -305,7 +299,7 @@ def open_frame(
     Args:
         name: of the attempt in a local run, where Flyte gives none.
         checkpoints: URL that the user gave; "" for the execution's own.
-        wandb_project: "" for a task whose runs neither W&B nor MLflow records.
+        wandb_project: "" for a task whose runs W&B does not record.
         hides_key: keep the keys of W&B and MLflow out of the environment, which the ranks inherit.
         output: directory for the outputs of a local run; "" leaves them in the task's own.
         mlflow: server and experiment of MLflow, if that records the runs and not W&B.

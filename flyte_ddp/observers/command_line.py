@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import Event, Listener
 from flyte_ddp.observers.progress_bar import ProgressBar
+from flyte_ddp.storage import Storage
 
 if TYPE_CHECKING:
     from flyte_ddp.observers.reports.run import Report
+
+RUN_ID = "wandb-run-id"  # a file beside the checkpoints, so that every attempt continues the same run of W&B or MLflow
 
 
 def add_observer_options(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +26,8 @@ def add_observer_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--history", default="", metavar="FILE", help="for the events of the run, as JSON lines")
     parser.add_argument("--report", default="", metavar="FILE", help="for the run's HTML page")
     parser.add_argument("--wandb", default="", metavar="PROJECT", help="of Weights & Biases, which records the run")
+    text = "experiment of MLflow, whose server MLFLOW_TRACKING_URI names, which records the run"
+    parser.add_argument("--mlflow", default="", metavar="EXPERIMENT", help=text)
 
 
 def resume_command(checkpoints: str = "") -> str:
@@ -34,6 +39,15 @@ def resume_command(checkpoints: str = "") -> str:
     name = os.path.basename(sys.argv[0])
     start = ["python", "-m", "flyte_ddp"] if name == "__main__.py" else [name]
     return shlex.join([*start, *sys.argv[1:], *(["--checkpoints", checkpoints] if checkpoints else [])])
+
+
+def keep_run_id(storage: Storage, new: str) -> str:
+    """Return the id of the run in W&B or MLflow: the one that an earlier attempt kept in `storage`, or `new`."""
+    try:
+        return storage.read(RUN_ID).decode()
+    except FileNotFoundError:
+        storage.write(RUN_ID, new.encode())
+        return new
 
 
 def make_observers(
@@ -70,12 +84,23 @@ def _make(options: argparse.Namespace, name: str, bar: ProgressBar) -> tuple[lis
         report = Report(name)
         listeners.append(_ReportFile(report, Path(options.report)))
         receivers.append(report.add_line)
+    if options.wandb or options.mlflow:
+        run_id = f"{Path(name).stem}-{os.urandom(4).hex()}"
+        if options.checkpoints:
+            run_id = keep_run_id(Storage(options.checkpoints), run_id)
+
+        def say(line: str) -> None:
+            print(line, file=sys.stderr)  # noqa: T201
+
     if options.wandb:
         from flyte_ddp.observers.weights_and_biases import Wandb
 
-        run_id = f"{Path(name).stem}-{os.urandom(4).hex()}"
-        directory = os.environ.get("WANDB_DIR", ".")
-        listeners.append(Wandb(options.wandb, run_id, directory, say=lambda line: print(line, file=sys.stderr)))  # noqa: T201
+        listeners.append(Wandb(options.wandb, run_id, os.environ.get("WANDB_DIR", "."), say=say))
+    if options.mlflow:
+        from flyte_ddp.observers.mlflow import KEY_VARIABLES, Mlflow, find_server
+
+        keys = {key: os.environ.pop(key) for key in KEY_VARIABLES if key in os.environ}  # no rank gets them
+        listeners.append(Mlflow(find_server(), options.mlflow, run_id, environment=keys, say=say))
     if port := requested_port():
         listeners.append(MetricsServer(port).follow(0, script=name))
 

@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote, urlsplit
 
+from flyte_ddp.config.source_code import read_settings
+from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import CheckpointLoaded, Event, Figures, Listener, RunFinished, RunStarted, RunState, read_history
 from flyte_ddp.observers.reports.run_card import card_files, run_card
 from flyte_ddp.storage import fetch_file, redact_url, write_file
@@ -211,7 +213,8 @@ class Mlflow(Listener):
             self._open(event)
         known = {each["key"] for each in self._run["data"].get("params", [])}  # MLflow's never change
         values = {"program": event.name, "data": event.data, "device": event.device, "backend": event.backend}
-        values |= {name: str(getattr(event, name)) for name in ("num_train_samples", "num_test_samples", "num_steps")}
+        counts = ("num_train_samples", "num_test_samples", "num_steps")  # a function's are not known
+        values |= {name: str(count) for name in counts if (count := getattr(event, name))}
         values |= {"data_fingerprint": event.data_fingerprint, "recipe_version": event.recipe_version}
         parameters = [
             {"key": name, "value": value[:MAX_VALUE]}
@@ -323,6 +326,17 @@ class Mlflow(Listener):
             text = " ".join(answer.data.decode(errors="replace").split())[:300]
             raise _Refused(f"{place} refuses {method} {path.partition('?')[0]} with {answer.status}: {text}")
         return bytes(answer.data)
+
+
+def find_server() -> str:
+    """Return the URL of MLflow's server for functions and scripts.
+
+    Raises:
+        ConfigError: neither the environment nor settings.toml names one.
+    """
+    if url := os.environ.get("MLFLOW_TRACKING_URI") or read_settings().get("mlflow", {}).get("url", ""):
+        return str(url)
+    raise ConfigError("MLFLOW_TRACKING_URI: expected the URL of MLflow's server there or in settings.toml, got none")
 
 
 def _metrics(figures: Figures, at: float, done: dict[str, float]) -> list[dict[str, Any]]:
