@@ -1,4 +1,4 @@
-"""A state dict as the bytes of a file: torch's own format, or safetensors, which many programs read.
+"""A state dict as a file: torch's own format, or safetensors, which many programs read.
 
 A safetensors file has tensors only. What else a state dict has, such as the sizes that a model writes into its extra
 state, is JSON in the file's metadata, under `VALUES`. Imports torch when it is called.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 from collections.abc import Mapping
 from typing import Any
@@ -23,10 +24,11 @@ def is_safetensors(contents: bytes) -> bool:
     return contents[8:9] == b"{" and 8 + int.from_bytes(contents[:8], "little") <= len(contents)
 
 
-def to_safetensors(state: Mapping[str, Any]) -> bytes:
-    """Return a state dict of contiguous tensors on the CPU in the format safetensors.
+def save_safetensors(state: Mapping[str, Any], file: str | os.PathLike[str]) -> None:
+    """Write a state dict of contiguous tensors on the CPU in the format safetensors, from where they are in memory.
 
     Raises:
+        OSError: the file cannot be written.
         ValueError: it has something that the format cannot hold; names the key.
     """
     import safetensors.torch
@@ -46,7 +48,7 @@ def to_safetensors(state: Mapping[str, Any]) -> bytes:
         addresses.add(tensor.data_ptr())
     metadata = {"format": "pt", **({VALUES: json.dumps(values)} if values else {})}
     try:
-        return bytes(safetensors.torch.save(tensors, metadata))
+        safetensors.torch.save_file(tensors, file, metadata)
     except (KeyError, ValueError, RuntimeError, safetensors.SafetensorError) as error:  # a type that it does not have
         raise ValueError(f"{type(error).__name__}: {error}") from error
 

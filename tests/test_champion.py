@@ -29,9 +29,9 @@ from flyte_ddp.errors import (
 from flyte_ddp.promotion.__main__ import main
 from flyte_ddp.promotion.champion import ChampionStore, Manifest
 from flyte_ddp.storage import Storage
-from flyte_ddp.weights import to_safetensors
 from tests.kubernetes.store import FORBIDDEN, Store
 from tests.support.dask_runs import eventually
+from tests.support.runs import to_safetensors
 
 
 @pytest.fixture(scope="module")

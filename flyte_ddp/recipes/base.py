@@ -173,13 +173,14 @@ class Recipe:
         """
         return ""
 
-    def export(self, state: Mapping[str, Any]) -> Mapping[str, bytes]:
-        """Return files by which other programs load the model with this state dict, by name; none by default.
+    def export(self, state: Mapping[str, Any], directory: Path) -> None:
+        """Write files by which other programs load the model with this state dict, by default none.
 
-        A name may have directories: onnx/model.onnx.
         They are kept beside the safetensors file with the whole state. Rank 0 calls it, with tensors on the CPU.
+
+        Args:
+            directory: empty. What lies in directories of it, such as onnx/model.onnx, is kept under that name.
         """
-        return {}
 
     def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
         """Return what the report shows of these held-out samples; all tensors are on the CPU.

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.programs import Job, recipe_program
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
+from flyte_ddp.weights import save_safetensors
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -156,6 +158,13 @@ def _main():
 
 if __name__ == "__main__":
     _main()
+
+
+def to_safetensors(state):
+    """Return the contents of a state dict's safetensors file."""
+    with tempfile.NamedTemporaryFile() as file:
+        save_safetensors(state, file.name)
+        return Path(file.name).read_bytes()
 
 
 def fork_functions(monkeypatch):

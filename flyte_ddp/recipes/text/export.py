@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from flyte_ddp.recipes.text.tokens import tokenizer_of
@@ -15,8 +16,8 @@ from flyte_ddp.recipes.text.tokens import tokenizer_of
 END = "<|endoftext|>"  # the token that begins and ends a document; a prompt that spells it out has that token
 
 
-def transformers_files(state: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the files of a directory that `AutoModelForCausalLM` and `AutoTokenizer` load, by name."""
+def save_for_transformers(state: Mapping[str, Any], directory: Path) -> None:
+    """Write the files that `AutoModelForCausalLM` and `AutoTokenizer` load from their directory."""
     import safetensors.torch
     import torch
 
@@ -66,12 +67,11 @@ def transformers_files(state: Mapping[str, Any]) -> dict[str, bytes]:
         "model_max_length": shape.context,
         "clean_up_tokenization_spaces": False,
     }
-    return {
-        "model.safetensors": safetensors.torch.save(tensors, {"format": "pt"}),
-        "config.json": _json(config),
-        "tokenizer.json": _json(_tokenizer(extra["tokenizer"], end)),
-        "tokenizer_config.json": _json(tokenizer_config),
-    }
+    safetensors.torch.save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    tokenizer = _tokenizer(extra["tokenizer"], end)
+    values = {"config": config, "tokenizer": tokenizer, "tokenizer_config": tokenizer_config}
+    for name, value in values.items():
+        (directory / f"{name}.json").write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
 def _tokenizer(definition: str, end: int) -> dict[str, Any]:
@@ -93,7 +93,3 @@ def _characters_of_bytes() -> list[str]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
-
-
-def _json(values: Mapping[str, Any]) -> bytes:
-    return json.dumps(values, indent=1, ensure_ascii=False).encode()

@@ -205,11 +205,11 @@ class Text(Recipe):
 
         return generate_text(model, self.prompt, SAMPLE_TOKENS, SAMPLE_TEMPERATURE, SAMPLE_TOP_P)  # type: ignore[arg-type]
 
-    def export(self, state: Mapping[str, Any]) -> Mapping[str, bytes]:
-        """Return the model and its tokenizer as a directory of transformers."""
-        from flyte_ddp.recipes.text.export import transformers_files
+    def export(self, state: Mapping[str, Any], directory: Path) -> None:
+        """Write the model and its tokenizer as a directory of transformers."""
+        from flyte_ddp.recipes.text.export import save_for_transformers
 
-        return transformers_files(state)
+        save_for_transformers(state, directory)
 
     def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
         """Show the last token of each window, with the text before it."""
