@@ -11,13 +11,14 @@ from typing import Any
 from flytekit.core.utils import ClassDecorator
 
 from flyte_ddp.cluster import admission
+from flyte_ddp.cluster.admission import IMAGE_VARIABLE
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.flyte_context import is_flyte_task
 from flyte_ddp.flytekit_plugin.frame import Frame, open_frame
 from flyte_ddp.observers.reports.page import Page
-from tasks.resources import MLFLOW, SECRETS, SETTINGS, WANDB_ENVIRONMENT, WANDB_MODE
+from tasks.resources import MLFLOW, SECRETS, SETTINGS, WANDB_ENVIRONMENT, WANDB_MODE, code_version
 
 # Arguments of @task for a task with a frame.
 FRAMED: dict[str, Any] = {
@@ -40,6 +41,12 @@ def open_task_frame(report: Page, name: str, checkpoints: str, output: str = "")
         report, name, checkpoints, WANDB_ENVIRONMENT["WANDB_PROJECT"], output=output, mlflow=MLFLOW
     ) as frame:
         yield frame
+
+
+def origin_of(frame: Frame) -> dict[str, str]:
+    """Return what the run card of a task has besides the run's events."""
+    image = os.environ.get(IMAGE_VARIABLE, "")
+    return {"code_version": code_version(), "image": image, "execution": frame.execution.run_id}
 
 
 def open_task_cluster(config: ClusterConfig, run_name: str) -> AbstractContextManager[Any]:

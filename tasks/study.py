@@ -8,19 +8,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flytekit import task
+from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 from flytekit.types.structured import StructuredDataset
 
 from flyte_ddp.events import CheckpointLoaded, EpochFinished, Event, Listener
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
-from flyte_ddp.flytekit_plugin.frame import Frame
+from flyte_ddp.flytekit_plugin.frame import HISTORY, Frame
+from flyte_ddp.observers.mlflow import UPLOAD
 from flyte_ddp.observers.reports.drawing import format_count, format_figure
+from flyte_ddp.observers.reports.run_card import run_card
 from flyte_ddp.recipes import config_of
-from flyte_ddp.storage import Storage
 from flyte_ddp.studies.results import FINISHED, OUTCOME, STOPPED_EARLY, TrialRun, build_table, find_best
 from flyte_ddp.studies.scaling import build_scaling_table, by_world_size, estimate
 from flyte_ddp.studies.search import EarlyStopping, build_trials, expand_grid, expand_world_sizes
-from tasks.frame import FRAMED, check_initial_state, open_task_cluster, open_task_frame
+from tasks.frame import FRAMED, check_initial_state, open_task_cluster, open_task_frame, origin_of
 from tasks.inputs import (
     ClusterInput,
     Grid,
@@ -53,6 +55,8 @@ class SweepOutputs(NamedTuple):
     best_metrics: dict[str, list[float]]  # of the best trial, by name, after each epoch
     best_model_state: PythonPickledFile  # its state dict, on the CPU
     report: FlyteFile  # the HTML page that the Deck shows too
+    best_export: FlyteDirectory  # its weights as safetensors, and its run card: docs/outputs.md
+    history: FlyteFile  # every event of every trial, as JSON lines, one trial after the other
 
 
 class ScalingOutputs(NamedTuple):
@@ -240,6 +244,8 @@ class _Observer:
             *self.frame.figures(recipe=self.report.recipe, trial=str(run.trial.number)),
             self.frame.tracker(
                 f"{self.group}-{run.key}",
+                origin_of(self.frame),
+                f"{run.url}/{OUTCOME}",
                 name=str(run.trial),
                 group=self.group,
                 config={"sweep": dict(run.trial.values)},
@@ -254,14 +260,17 @@ class _Observer:
         assert best is not None  # a sweep without a finished trial has failed
         assert best.state.finished is not None
         results, csv = self._save_table(build_table(self.report.runs))
+        finished, card = best.state.finished, run_card(best.state, **origin_of(self.frame))
         outputs = SweepOutputs(
             results=results,
             csv=csv,
             best_config=make_overrides(best.trial.overrides),
             best_accuracies=list_accuracies(best.epochs),
             best_metrics=list_metrics(best.epochs),
-            best_model_state=self.frame.model_state("best_model_state.pt", best.state.finished.model_state_url),
+            best_model_state=self.frame.model_state("best_model_state.pt", finished.model_state_url),
             report=self.frame.saved_report(),
+            best_export=self.frame.exported(finished, card),
+            history=self._save_history(),
         )
         self.frame.keep_values(
             best_config=dict(best.trial.overrides),
@@ -269,16 +278,14 @@ class _Observer:
             best_metrics=outputs.best_metrics,
         )
         self.frame.say(f"the best is {best.trial}: {_result(best)}")
-        self.frame.say_outputs(best_model_state=outputs.best_model_state, results=csv, report=outputs.report)
+        files = {name: getattr(outputs, name) for name in ("best_model_state", "best_export", "report", "history")}
+        self.frame.say_outputs(results=csv, **files)
         return outputs
 
     def scaling_outputs(self) -> ScalingOutputs:
         """Return the outputs of a scaling study, and print the results and where the outputs are."""
         study = self.report.study
         table, csv = self._save_table(build_scaling_table(study))
-        with open(self.frame.directory / "history.jsonl", "wb") as history:
-            for run in self.report.runs:
-                history.write(Storage(run.url).read(OUTCOME))
         for values, rows in study.series.items():
             for world_size, repeats in by_world_size(rows).items():
                 name = ", ".join([format_count(world_size, "rank"), *([study.describe(values)] if values else [])])
@@ -287,13 +294,19 @@ class _Observer:
                     f"speed-up {estimate([row.speed_up for row in repeats]):.2f}, "
                     f"efficiency {estimate([100 * row.efficiency for row in repeats]):.0f} %"
                 )
-        outputs = ScalingOutputs(table, csv, self.frame.output("history.jsonl"), self.frame.saved_report())
+        outputs = ScalingOutputs(table, csv, self._save_history(), self.frame.saved_report())
         self.frame.say_outputs(results=csv, history=outputs.history, report=outputs.report)
         return outputs
 
     def _save_table(self, table: Any) -> tuple[StructuredDataset, FlyteFile]:
         table.to_csv(self.frame.directory / "results.csv", index=False)
         return StructuredDataset(dataframe=table), self.frame.output("results.csv")
+
+    def _save_history(self) -> FlyteFile:
+        with open(self.frame.directory / HISTORY, "wb") as history:
+            for run in self.report.runs:
+                history.write(run.history())
+        return self.frame.output(HISTORY)
 
     def _say(self, run: TrialRun, text: str) -> None:
         number = f"trial {run.trial.number}"
@@ -311,6 +324,9 @@ class _Observer:
     def _say_of_wandb(self, line: str) -> None:
         """Print the first line of each kind from W&B. The other trials' lines are like it."""
         kind = "URL" if line.startswith(("W&B: http", "MLflow: http")) else " ".join(line.split()[:3])
+        if UPLOAD in line:  # whose command is the trial's own
+            self.frame.say(line)
+            return
         with self._lock:
             if kind not in self._wandb_lines:
                 self._wandb_lines.add(kind)

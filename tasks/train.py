@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 from flytekit import task
 
-from flyte_ddp.cluster.admission import IMAGE_VARIABLE
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import OUT_OF_MEMORY, RankFailure
@@ -18,11 +15,11 @@ from flyte_ddp.launch.run import Gang
 from flyte_ddp.observers.reports.drawing import format_figure
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.observers.reports.run_card import run_card
-from tasks.frame import FRAMED, check_cluster, check_initial_state, open_task_frame, wandb_link
+from tasks.frame import FRAMED, check_cluster, check_initial_state, open_task_frame, origin_of, wandb_link
 from tasks.inputs import ClusterInput
 from tasks.outputs import TrainingOutputs, list_accuracies, list_metrics
 from tasks.prepare import PreparedData
-from tasks.resources import DRIVER_TASK, TRAINING_CACHE, TRAINING_TASK, code_version
+from tasks.resources import DRIVER_TASK, TRAINING_CACHE, TRAINING_TASK
 
 
 @task(cache=TRAINING_CACHE, **TRAINING_TASK, **FRAMED)
@@ -107,11 +104,7 @@ def _train(
     earlier_failure: RankFailure | None = None,
 ) -> TrainingOutputs:
     """Train at `place`; return the task's outputs, and print where they are."""
-    origin = {
-        "code_version": code_version(),
-        "image": os.environ.get(IMAGE_VARIABLE, ""),
-        "execution": frame.execution.run_id,
-    }
+    origin = origin_of(frame)
     result = frame.run(
         report,
         program,

@@ -13,6 +13,7 @@ import urllib.request
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,8 +28,10 @@ from flyte_ddp.flytekit_plugin import Distributed
 from flyte_ddp.flytekit_plugin.failures import UserError
 from flyte_ddp.observers import mlflow
 from flyte_ddp.observers.mlflow import Mlflow
-from flyte_ddp.storage import read_file
+from flyte_ddp.storage import read_file, write_file
 from tasks.settings import SettingsError, load_settings
+from tasks.study import _Observer
+from tasks.study_report import StudyReport
 from tests.support.runs import fork_functions
 from tests.support.short_run import epoch_finished, epoch_of_events, loaded, run_finished, started, whole_run
 
@@ -341,6 +344,26 @@ def test_trials_that_start_at_once_share_a_new_experiment(server: Server) -> Non
         trial.close(None)
     assert len({*lines}) == 6
     assert all(line.startswith("MLflow: http") for line in lines), lines
+
+
+def test_each_trial_that_is_not_recorded_has_its_command_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlflow, "FINISH_TIMEOUT", 0.1)
+    url = f"http://127.0.0.1:{free_port()}"
+    lines: list[str] = []
+    frame: Any = SimpleNamespace(run_id=lambda: "group", say=lines.append)
+    observer = _Observer(frame, StudyReport("digits"))
+    for key in ("a", "b"):
+        options: dict[str, Any] = {"history": f"s3://c/{key}/outcome.jsonl", "say": observer._say_of_wandb}
+        replay(Mlflow(url, "tests", f"group-{key}", **options), [started()])
+    for key in ("a", "b"):
+        command = f"python -m flyte_ddp.observers.mlflow s3://c/{key}/outcome.jsonl {url} tests group-{key}"
+        assert any(line.endswith(command) for line in lines)
+
+
+def test_a_history_may_be_in_a_store(answering: Any) -> None:
+    write_file("memory://histories/a.jsonl", "".join(map(to_line, whole_run())).encode())
+    url, _ = answering
+    assert mlflow.main(["memory://histories/a.jsonl", url, "tests", "r1"]).startswith("MLflow: http")
 
 
 def test_a_later_upload_that_fails_exits_as_failed(answering: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import signal
@@ -33,6 +34,7 @@ from flyte_ddp.studies.results import (
 )
 from flyte_ddp.studies.runner import TrialRunner
 from flyte_ddp.studies.search import build_trials, expand_grid
+from flyte_ddp.weights import from_bytes
 from tasks.inputs import ClusterInput, TrainingOverrides, given
 from tests.support.dask_runs import start_scheduler
 from tests.support.prometheus import record_figures
@@ -294,7 +296,22 @@ def test_the_workflow_returns_the_table_and_the_best_model(outputs):
     assert best["test_loss"].iloc[-1] < table["test_loss"][1]
     assert returned.best_accuracies == list(best["accuracy"])
     assert given(returned.best_config) == {"epochs": 2, "learning_rate": 0.01}
-    get_recipe("digits").model().load_state_dict(torch.load(returned.best_model_state.path, weights_only=True))
+    state = torch.load(returned.best_model_state.path, weights_only=True)
+    get_recipe("digits").model().load_state_dict(state)
+    export = Path(returned.best_export.path)
+    exported = from_bytes((export / "model_state.safetensors").read_bytes())
+    assert all(torch.equal(exported[name], value) for name, value in state.items())
+    card = json.loads((export / "run_card.json").read_text())
+    assert (card["config"]["learning_rate"], len(card["epochs"])) == (0.01, 2)
+    assert card["origin"]["code_version"]
+    kinds = [type(event).__name__ for event in events.read_history(returned.history.path)]
+    assert [kinds.count(kind) for kind in ("RunStarted", "EpochFinished", "RunFinished")] == [2, 4, 2]
+
+
+def test_the_history_has_a_model_that_failed_too(four):
+    runs, _, _ = four
+    for run in runs:
+        assert any(isinstance(event, events.RunStarted) for event in events.parse_history(run.history(), ""))
 
 
 def test_the_workflow_prints_one_line_per_model(outputs):

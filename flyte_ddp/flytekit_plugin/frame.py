@@ -143,8 +143,8 @@ class Frame:
         """
         listeners: list[Listener] = [self.bar, HistoryFile(self.directory / HISTORY)]
         if self.wandb_project or self.mlflow:
-            options = {"model_artifact": model_artifact, **({"origin": origin} if self.mlflow else {})}
-            tracker = self.tracker(self.run_id(), **options)
+            history = self._output_url(HISTORY) or str(self.directory / HISTORY)
+            tracker = self.tracker(self.run_id(), origin, history, model_artifact=model_artifact)
             listeners += [tracker, _ReportLink(tracker, report)]
         listeners += [report, self.publisher, *self.figures(**labels)]
         url = self.storage.url if checkpoints is None else checkpoints
@@ -159,10 +159,16 @@ class Frame:
         """Return the id by which W&B or MLflow knows this run in all of its attempts."""
         return keep_run_id(self.storage, self.execution.run_id or f"run-{os.urandom(4).hex()}")
 
-    def tracker(self, run_id: str, **options: Any) -> Wandb | Mlflow:
-        """Return an observer of W&B or MLflow with the settings that all runs of this task share."""
+    def tracker(self, run_id: str, origin: Mapping[str, str], history: str, **options: Any) -> Wandb | Mlflow:
+        """Return an observer of W&B or MLflow with the settings that all runs of this task share.
+
+        Args:
+            origin: see `run_card`.
+            history: URL or path of the run's.
+        """
         if self.mlflow is not None:
             shared = {"notes": self.execution.url, "environment": self.keys, "say": self.say}
+            options |= {"origin": origin, "history": history}
             return Mlflow(*self.mlflow, run_id, **{**shared, **options})
         settings = {
             "project": os.environ.get("WANDB_PROJECT", self.wandb_project),

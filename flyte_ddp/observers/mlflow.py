@@ -27,9 +27,18 @@ from urllib.parse import quote, urlsplit
 
 from flyte_ddp.config.source_code import read_settings
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.events import CheckpointLoaded, Event, Figures, Listener, RunFinished, RunStarted, RunState, read_history
+from flyte_ddp.events import (
+    CheckpointLoaded,
+    Event,
+    Figures,
+    Listener,
+    RunFinished,
+    RunStarted,
+    RunState,
+    parse_history,
+)
 from flyte_ddp.observers.reports.run_card import card_files, run_card
-from flyte_ddp.storage import fetch_file, redact_url, write_file
+from flyte_ddp.storage import fetch_file, read_file, redact_url, write_file
 
 RUN_TAG = "flyte_ddp.run"  # by which a later attempt finds the run
 TIMEOUT = 10.0  # seconds, of a request
@@ -41,6 +50,7 @@ MAX_VALUE = 500  # characters of a parameter, by MLflow's first versions
 MAX_NAME = 250  # characters of a parameter or metric
 MAX_EVENTS = 100_000  # kept while the server is away; beyond, epochs alone
 AXES = {"train": "step", "epoch": "epoch"}  # of figures, by the beginning of a metric's name
+UPLOAD = "to upload the rest later"  # begins a command
 MODULE = "flyte_ddp.observers.mlflow"  # `__name__` of the command is another
 KEY_VARIABLES = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
 
@@ -74,6 +84,7 @@ class Mlflow(Listener):
         environment: variables with the token, or the user name and the password; they appear in no message.
         model_artifact: a name, shown as a tag, has the weights uploaded as safetensors; "" for none.
         origin: see `run_card`.
+        history: path or URL of the run's history, for the command that uploads the rest.
         say: prints a line for people.
         is_failure: whether an error that ends the run is a failure of it; by default each is.
 
@@ -93,6 +104,7 @@ class Mlflow(Listener):
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ, repr=False)
     model_artifact: str = ""
     origin: Mapping[str, str] = field(default_factory=dict)
+    history: str = "history.jsonl"
     say: Callable[[str], None] = logger.warning
     is_failure: Callable[[BaseException], bool] = lambda error: True
 
@@ -129,8 +141,8 @@ class Mlflow(Listener):
             self.say(f"MLflow: {redact_url(self.server)} did not take all of this run; {self._how_to_upload()}")
 
     def _how_to_upload(self) -> str:
-        words = ("history.jsonl", redact_url(self.server), self.experiment, self.run_id, self.model_artifact)
-        return f"to upload the rest later: python -m {MODULE} {shlex.join(filter(None, words))}"
+        words = (redact_url(self.history), redact_url(self.server), self.experiment, self.run_id, self.model_artifact)
+        return f"{UPLOAD}: python -m {MODULE} {shlex.join(filter(None, words))}"
 
     def _put(self, item: Event | str) -> None:
         if self._is_off:
@@ -381,7 +393,7 @@ def main(arguments: list[str]) -> str:
     lines: list[str] = []
     observer = Mlflow(url, experiment, run_id, say=lines.append, model_artifact="".join(model))
     try:
-        events = read_history(Path(history))
+        events = parse_history(read_file(history, "history"), history)
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
     for event in events:

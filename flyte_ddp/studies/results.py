@@ -66,6 +66,13 @@ class TrialRun(Listener):
         Storage(self.url).write(OUTCOME, "".join(self._history).encode())
         self._history.clear()
 
+    def history(self) -> bytes:
+        """Return the trial's events as JSON lines, of one that failed too; b"" if it has none."""
+        try:
+            return "".join(self._history).encode() or Storage(self.url).read(OUTCOME)
+        except FileNotFoundError:
+            return b""
+
     def handle(self, event: Event) -> None:
         self.state.handle(event)
         if isinstance(event, RunStarted):
