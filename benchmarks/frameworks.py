@@ -112,7 +112,7 @@ def train_pytorch(task: Task) -> Any:
     step = state["step"]
     if step:
         model.load_state_dict(state["model"])
-    for epoch in range(task.epochs):
+    for epoch in session.epochs(task.epochs):
         for batch, weight in session.batches(task.samples, task.batch_size, epoch):
             task.begin_step(step)
             optimizer.zero_grad()

@@ -76,6 +76,7 @@ def batches(
     global_batch_size: int,
     epoch: int | None = None,
     *,
+    shuffle: bool = True,
     seed: int = 0,
     num_workers: int = 0,
     collate_fn: Callable[[Sequence[Any]], Any] | None = None,
@@ -90,30 +91,39 @@ def batches(
     where a batch does not divide evenly. All ranks get as many batches: one for which no sample is left gets another's,
     with weight 0. A sample's random augmentation is drawn by seed, epoch and sample. So it is under torchrun too.
 
-    After `load` an epoch goes on behind the batches whose steps were saved, and epochs before it yield nothing. What
-    else a loop does for each epoch, such as a step of a scheduler, happens again unless it begins at that epoch. `save`
-    notes the batch that the loop is at, so call it after the optimizer's step.
+    After `load` an epoch goes on behind the batches whose steps were saved, and epochs before it yield nothing.
+    `epochs` begins at it. `save` notes the batch that the loop is at, so call it after the optimizer's step.
 
     What is returned is an IterableDataset: a loop goes over it, or torchdata's `StatefulDataLoader` with
     `batch_size=None`.
 
     Args:
         dataset: with a length and items; or an iterable, of which every rank reads all samples and keeps its own, in
-            the iterable's order. Its `set_epoch` is called.
+            the iterable's order. Its `set_epoch` is called, and its random draws are seeded by seed and epoch.
         epoch: counts passes over the training data. None for other data, such as held-out ones: they are in their own
             order, and begin at the start.
+        shuffle: draws an order for each epoch; else it is that of the data, as for an iterable.
         seed: of the order and of augmentation.
         num_workers: loader processes of this rank; at most 1 for an iterable.
         collate_fn: makes a batch of samples, as in a DataLoader; by default tensors, nested as the samples are.
 
     Raises:
-        ConfigError: `global_batch_size` is smaller than the number of ranks, or the data are not as long as those that
-            the checkpoint was written with.
+        ConfigError: `global_batch_size` is smaller than the number of ranks; the length of the data, `shuffle` or
+            `seed` are not those that the checkpoint was written with; an iterable ends before the checkpoint.
     """
     from flyte_ddp.rank.batches import Batches, EpochBatches
 
-    made = EpochBatches(dataset, global_batch_size, epoch, seed, num_workers, collate_fn)
+    made = EpochBatches(dataset, global_batch_size, epoch, seed, num_workers, collate_fn, shuffle)
     return Batches(made, functools.partial(_current.track, epoch=epoch) if _current and epoch is not None else None)
+
+
+def epochs(num_epochs: int) -> range:
+    """Return the epochs from 0 to `num_epochs` of a loop around `batches`, after `load` those that are left.
+
+    An epoch whose last batch was saved in the loop over its batches is one of them, with no batch left: what the
+    function does at its end is still to be done. It is not if the function saves again after that.
+    """
+    return range(_current.first_epoch if _current else 0, num_epochs)
 
 
 def report(step: int | None = None, epoch: float | None = None, **values: float) -> None:

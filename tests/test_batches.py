@@ -107,6 +107,46 @@ def test_shards_are_resumed_in_mid_epoch_at_another_number_of_ranks(num_workers,
     assert rest == [sample for samples, _ in whole[2][2:] for sample in samples]
 
 
+class NoisyStream(IterableDataset):
+    """Samples of which each is drawn from every generator, as in a stream that shuffles or augments."""
+
+    def __init__(self, size=SIZE):
+        self.size = size
+
+    def __iter__(self):
+        for _ in range(self.size):
+            yield torch.tensor([random.random(), numpy.random.rand(), torch.rand(()).item()])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_streams_draws_are_those_of_its_epoch_on_every_rank_and_after_a_restart(num_workers, monkeypatch):
+    def drawn():
+        return random.random(), numpy.random.rand(), torch.rand(()).item()
+
+    def read(rank, world_size, epoch, **options):
+        return batches_of(rank, world_size, monkeypatch, NoisyStream(), epoch, num_workers=num_workers, **options)
+
+    whole = [sample for samples, _ in read(0, 1, 2) for sample in samples]
+    drawn()
+    ranks = [read(rank, 2, 2) for rank in range(2)]
+    assert [sample for parts in zip(*ranks, strict=True) for samples, _ in parts for sample in samples] == whole
+    assert read(0, 1, 3) != read(0, 1, 2)
+    assert read(0, 1, 2, seed=1) != read(0, 1, 2)
+    current, _ = session_of()
+    monkeypatch.setattr(session, "_current", current)
+    current._resumed = {"epoch": 2, "num_samples": 12, "length": None}
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    expected = drawn()
+    random.setstate(states[0])
+    numpy.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    assert [sample for samples, _ in read(0, 1, 2) for sample in samples] == whole[12:]
+    assert drawn() == expected, "the loop's own draws have changed"
+    with pytest.raises(ConfigError, match=r"dataset: expected at least the 12 samples that .* had done, got 11"):
+        list(session.batches(NoisyStream(11), BATCH, 2, num_workers=num_workers))
+    assert list(session.batches(NoisyStream(12), BATCH, 2, num_workers=num_workers)) == []
+
+
 @pytest.mark.parametrize("has_state", [False, True])
 def test_torchdatas_loader_goes_on_where_the_session_was_saved(has_state, monkeypatch):
     StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
@@ -183,8 +223,38 @@ def test_only_one_data_set_is_tracked_at_a_time_and_none_may_change_its_length(m
     assert len(list(session.batches(NUMBERS, BATCH, 2))) == 4
     current._resumed = {"epoch": 1, "num_samples": SIZE, "length": SIZE}  # saved after an epoch's last batch
     assert list(session.batches(NUMBERS, BATCH, 1)) == []
-    with pytest.raises(ConfigError, match=r"expected 23 samples, with which the checkpoint was written, got 22"):
+    with pytest.raises(ConfigError, match=r"dataset: expected 23 samples, with which .* was written, got 22"):
         next(iter(session.batches(torch.arange(22), BATCH, 1)))
+
+
+def test_another_order_than_the_checkpoints_is_refused(monkeypatch):
+    current, _ = session_of()
+    monkeypatch.setattr(session, "_current", current)
+    for _ in session.batches(NUMBERS, BATCH, 1, seed=3, shuffle=False):
+        pass
+    current._resumed = current._position
+    with pytest.raises(ConfigError, match=r"batches: shuffle: expected False, with which the checkpoint was written"):
+        next(iter(session.batches(NUMBERS, BATCH, 2, seed=3)))
+    with pytest.raises(ConfigError, match=r"batches: seed: expected 3, with which the checkpoint was written, got 0"):
+        next(iter(session.batches(NUMBERS, BATCH, 2, shuffle=False)))
+    rest = session.batches(NUMBERS, BATCH, 2, seed=3, shuffle=False)
+    assert [sample for batch, _ in rest for sample in batch[0].tolist()] == list(range(SIZE))
+
+
+@pytest.mark.parametrize("num_done", [2, 4, 5])
+def test_a_loop_over_epochs_begins_at_the_checkpoints(num_done, monkeypatch):
+    """Four batches are an epoch. A save after its loop has what the epoch does besides, one in the loop has not."""
+    assert list(session.epochs(3)) == [0, 1, 2]
+    current, _ = session_of()
+    monkeypatch.setattr(session, "_current", current)
+    assert list(session.epochs(3)) == [0, 1, 2]
+    for number, _ in enumerate(session.batches(NUMBERS, BATCH, 1), 1):
+        if number == num_done:
+            break
+    current._resumed = current._position
+    assert list(session.epochs(3)) == ([2] if num_done == 5 else [1, 2])
+    left = [len(list(session.batches(NUMBERS, BATCH, epoch))) for epoch in session.epochs(3)]
+    assert sum(left) == 8 - min(num_done, 4)
 
 
 def train(directory, dies_at):
@@ -193,8 +263,8 @@ def train(directory, dies_at):
     state = session.load() or {"step": 0, "sum": 0.0}
     step, total = state["step"], torch.tensor(state["sum"], dtype=torch.float64)
     log = Path(directory, f"{os.getpid()}")
-    for epoch in range(2):
-        for batch, weight in session.batches(NUMBERS, BATCH, epoch):
+    for epoch in session.epochs(2):
+        for batch, weight in session.batches(NUMBERS, BATCH, epoch, num_workers=1):  # forked beside gloo's threads
             gradient = weight * batch[0].double().mean()  # as DDP's: the mean over the ranks
             dist.all_reduce(gradient)
             total += gradient / dist.get_world_size()

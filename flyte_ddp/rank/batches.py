@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.rank.data import SeededDataset, epoch_order
+from flyte_ddp.rank.data import SeededDataset, derived_seed, epoch_order, seed_generators
 from flyte_ddp.rank.nested import collate
 
 
@@ -28,7 +29,7 @@ class EpochBatches:
 
     Args:
         dataset: with a length and items, or an iterable of samples, which every rank reads whole.
-        epoch: seeds the order; None for the data set's own order.
+        epoch: seeds the order and what samples draw; None for the data set's own order.
         first: samples of the epoch that are done.
         collate_fn: makes a batch of samples; None for that of recipes.
 
@@ -43,6 +44,7 @@ class EpochBatches:
     seed: int
     num_workers: int
     collate_fn: Callable[[Sequence[Any]], Any] | None
+    shuffle: bool = True
     first: int = 0
 
     def __post_init__(self) -> None:
@@ -65,7 +67,8 @@ class EpochBatches:
         return self._from_items(self.length) if self.length is not None else self._from_stream()
 
     def _from_items(self, length: int) -> Iterator[tuple[Any, float, int]]:
-        order = torch.arange(length) if self.epoch is None else epoch_order(length, self.seed, self.epoch)
+        is_shuffled = self.shuffle and self.epoch is not None
+        order = epoch_order(length, self.seed, self.epoch or 0) if is_shuffled else torch.arange(length)
         starts = range(self.first, length, self.global_batch_size)  # none where the epoch is done
         shares = [_take_share(order[start : start + self.global_batch_size].tolist()) for start in starts]
         epoch = self.epoch or 0
@@ -73,6 +76,7 @@ class EpochBatches:
             _IsolatedDataset(self.dataset, self.seed),
             batch_sampler=[[(epoch, index) for index in mine] for mine, _, _ in shares],
             collate_fn=self.collate_fn or collate,
+            # Forked, as is torch's default: the data set of a script or a notebook cannot always be pickled.
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),  # else it draws from the loop's
@@ -85,11 +89,21 @@ class EpochBatches:
     def _from_stream(self) -> Iterator[tuple[Any, float, int]]:
         if self.epoch is not None and hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
-        samples: Iterable[Any] = self.dataset
+        samples: IterableDataset[Any] | DataLoader[Any]
+        samples = _SeededStream(self.dataset, derived_seed(self.seed, self.epoch or 0))
         if self.num_workers:
-            samples = DataLoader(self.dataset, batch_size=None, num_workers=1, generator=torch.Generator())
-        stream, done = itertools.islice(samples, self.first, None), self.first
-        while batch := list(itertools.islice(stream, self.global_batch_size)):
+            samples = DataLoader(samples, batch_size=None, num_workers=1, generator=torch.Generator())
+        stream, draws = iter(samples), list[Any]()
+        with _isolated(draws):
+            done = sum(1 for _ in itertools.islice(stream, self.first))
+        if done < self.first:
+            expected = f"expected at least the {self.first} samples that the checkpoint's epoch had done, got {done}"
+            raise ConfigError(f"session.batches: dataset: {expected}")
+        while True:
+            with _isolated(draws):
+                batch = list(itertools.islice(stream, self.global_batch_size))
+            if not batch:
+                return
             mine, weight, size = _take_share(batch)
             done += size
             yield (self.collate_fn or collate)(mine), weight, done
@@ -161,10 +175,44 @@ class _IsolatedDataset(SeededDataset):
     """Leaves the loop's own random draws alone: in a loader without processes they share their generators."""
 
     def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[Any]:
-        states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-        try:
+        with _isolated([]):
             return super().__getitems__(places)
-        finally:
-            random.setstate(states[0])
-            numpy.random.set_state(states[1])
-            torch.set_rng_state(states[2])
+
+
+class _SeededStream(IterableDataset[Any]):
+    """Draws the same on every rank, in a loader process or not: each rank takes its part of the same samples."""
+
+    def __init__(self, samples: Iterable[Any], seed: int) -> None:
+        self.samples = samples
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[Any]:
+        seed_generators(self.seed)
+        yield from self.samples
+
+
+@contextlib.contextmanager
+def _isolated(draws: list[Any]) -> Iterator[None]:
+    """Leave the loop's own random draws alone in the block, which goes on with those of the block before.
+
+    Args:
+        draws: the generators' states between two blocks; empty before the first one.
+    """
+    own = _generator_states()
+    if draws:
+        _set_generators(draws)
+    try:
+        yield
+    finally:
+        draws[:] = _generator_states()
+        _set_generators(own)
+
+
+def _generator_states() -> list[Any]:
+    return [random.getstate(), numpy.random.get_state(), torch.get_rng_state()]
+
+
+def _set_generators(states: Sequence[Any]) -> None:
+    random.setstate(states[0])
+    numpy.random.set_state(states[1])
+    torch.set_rng_state(states[2])

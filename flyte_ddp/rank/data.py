@@ -231,11 +231,15 @@ class SeededDataset(Dataset[Any]):
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
         epoch, index = place
-        seed = derived_seed(self.seed, epoch, index)
-        random.seed(seed)
-        numpy.random.seed(seed & 0xFFFF_FFFF)  # it takes 32 bits
-        torch.default_generator.manual_seed(seed)
+        seed_generators(derived_seed(self.seed, epoch, index))
         return self.dataset[index]
+
+
+def seed_generators(seed: int) -> None:
+    """Seed those that data sets draw from."""
+    random.seed(seed)
+    numpy.random.seed(seed & 0xFFFF_FFFF)  # it takes 32 bits
+    torch.default_generator.manual_seed(seed)
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:

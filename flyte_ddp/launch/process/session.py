@@ -202,11 +202,15 @@ class Session:
 
     def track(self, batches: EpochBatches, epoch: int) -> Iterator[tuple[Any, float]]:
         """Yield what is left of an epoch, and note for `save` how much of it is done."""
-        resumed, length = self._resumed, batches.length
+        resumed = self._resumed
+        order = {"length": batches.length, "shuffle": batches.shuffle, "seed": batches.seed}
         if resumed and epoch <= resumed["epoch"]:
-            if resumed["length"] != length:
-                expected = f"expected {resumed['length']} samples, with which the checkpoint was written"
-                raise ConfigError(f"session.batches: dataset: {expected}, got {length}")
+            for name, got in order.items():
+                if (expected := resumed.get(name, got)) != got:
+                    what = (
+                        f"dataset: expected {expected} samples" if name == "length" else f"{name}: expected {expected}"
+                    )
+                    raise ConfigError(f"session.batches: {what}, with which the checkpoint was written, got {got}")
             if epoch < resumed["epoch"]:
                 return
 
@@ -217,10 +221,20 @@ class Session:
         try:
             for batch, weight, num_samples in batches:
                 self._end_if_stopped()
-                self._position = {"epoch": epoch, "num_samples": num_samples, "length": length}
+                self._position = {**order, "epoch": epoch, "num_samples": num_samples}
                 yield batch, weight
+            # A save after the loop is of the next epoch. For a stop, a save of the last batch has all batches too.
+            is_saved = self._saved_position is self._position
+            self._position = {**order, "epoch": epoch + 1, "num_samples": 0}
+            self._saved_position = self._position if is_saved else self._saved_position
         finally:
             self._is_tracking = False
+
+    @property
+    def first_epoch(self) -> int:
+        """The one that the checkpoint was written in; 0 without one."""
+        epoch: int = self._resumed.get("epoch", 0)
+        return epoch
 
     def _end_if_stopped(self) -> None:
         """Raise StopRequested before a batch, if the run is to end and the function itself does not ask for that."""
