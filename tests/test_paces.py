@@ -10,10 +10,16 @@ import torch
 from torch import nn
 
 import flyte_ddp
-from flyte_ddp.events import RunState, StragglersFound
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.cluster.connect import open_cluster
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.events import AttemptEnded, RunState, StragglersFound
 from flyte_ddp.launch import paces
+from flyte_ddp.launch.dask import growth, place, placement
 from flyte_ddp.launch.paces import PaceWatch
 from flyte_ddp.rank.pace import BACKWARD, DATA, FORWARD, LastGradient, Pace
+from flyte_ddp.studies.runner import resize_cluster
+from tests.support.dask_runs import events_of, train
 from tests.support.runs import new_run
 
 CASES = [(phase, num_ranks) for phase in ("data", "forward", "backward") for num_ranks in (2, 4)]
@@ -118,6 +124,52 @@ def test_the_wait_for_rank_0s_buffers_is_no_slow_forward_pass(short, caplog, tmp
     named = {(each.rank, each.phase) for event in found for each in event.stragglers}
     assert (0, "data") in named
     assert (1, "forward") not in named
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("names", "min_nodes", "expected"),
+    [("01", 1, ["01", "0"]), ("012", 0, ["01", "02"]), ("01", 0, ["01", "01"])],
+    ids=["fewer nodes", "a spare worker", "no other worker"],
+)
+def test_a_slow_node_is_replaced_once_in_an_hour(
+    start_worker, scheduler, tmp_path, monkeypatch, names, min_nodes, expected
+):
+    chosen = []
+
+    def assign_nodes(*arguments):
+        nodes = placement.assign_nodes(*arguments)
+        chosen.append("".join(node.worker for node in nodes))
+        return nodes
+
+    monkeypatch.setattr(place, "assign_nodes", assign_nodes)
+    for module, name, value in (
+        *((paces, "SLOW_SECONDS", 1.0), (paces, "NUM_WINDOWS", 2)),
+        *((growth, "REPLACEMENT_DELAY", 0.0), (place, "DEFAULT_GRACE", 15.0)),
+    ):
+        monkeypatch.setattr(module, name, value)
+    for name in names:
+        start_worker(scheduler, name, SLOW="data 1 4" if name == "1" else "none 0 1")
+    kind = {"kind": "existing", "scheduler_address": scheduler, "node_timeout": 30, "max_restarts": 0}
+    config = ClusterConfig(**kind, min_nodes=min_nodes, grow_delay=0, grow_interval=0, replace_stragglers=True)
+    with open_cluster(config, "test") as client:
+        client.wait_for_workers(len(names))
+        run = train(new_run(tmp_path, "tests.support.slow_recipes.Slow"), client, config, epochs=4)
+    assert chosen == expected
+    (ended,) = events_of(run, AttemptEnded)
+    assert ended.num_leaving == 1
+    assert ended.reason.startswith("rank 1 (node 1 (1 at 127.0.0.1)) is slow in data: ")
+    assert RunState.of(run.events).departure == ended.reason
+    steps = [event.step for event in events_of(run, flyte_ddp.events.Reported)]
+    assert steps == sorted(set(steps)), "a step was done again"
+
+
+def test_on_one_node_there_is_nothing_to_replace_a_slow_one_by():
+    with pytest.raises(ConfigError, match=r"^replace_stragglers: expected false with num_nodes 1, .*, got true$"):
+        ClusterConfig(num_nodes=1, replace_stragglers=True)
+    with pytest.raises(ConfigError, match="^replace_stragglers: expected false"):
+        flyte_ddp.run(print, cluster={"replace_stragglers": True})
+    assert not resize_cluster(ClusterConfig(replace_stragglers=True)).replace_stragglers
 
 
 # The comparison, on a clock of the test's own

@@ -162,6 +162,11 @@ def test_a_slow_rank_is_a_notice_and_each_change_a_row():
         assert "no rank is slower than the others any more" in text
 
 
+def test_the_report_says_why_nodes_left():
+    events = [sample_run.started(), sample_run.loaded(), AttemptEnded(40, "node 1 leaves", 0.0, num_leaving=1)]
+    assert "Announced losses 1 in this attempt; node 1 leaves" in text_of(report_of(events, closed=False))
+
+
 def test_the_report_splits_the_wall_time():
     events = [AttemptStarted(2, launched_at=1000.0, waited_seconds=60.0), *sample_run.training(), sample_run.finished()]
     stamped = [dataclasses.replace(event, at=1070.0 + index) for index, event in enumerate(events)]

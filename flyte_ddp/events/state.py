@@ -54,6 +54,7 @@ class RunState(Listener):
     stragglers: list[StragglersFound] = field(default_factory=list)  # each change of the slow ranks
     num_starts: int = 0
     num_announced_losses: int = 0  # ends of a gang because nodes left, as they had announced
+    departure: str = ""  # why nodes left, the last time
     num_checkpoints: int = 0  # written by this attempt, removed ones included
     grace_seconds: float = 0.0  # as `AttemptStarted` has it
     writing_seconds: float = 0.0  # from the copy of the newest whole checkpoint until the store had it; 0: not known
@@ -76,7 +77,9 @@ class RunState(Listener):
         elif isinstance(event, CheckpointSaved):
             self._copied_at[event.step] = event.at
         elif isinstance(event, AttemptEnded):
-            self.num_announced_losses += event.num_leaving > 0
+            if event.num_leaving:
+                self.num_announced_losses += 1
+                self.departure = event.reason
             if self.stragglers and self.stragglers[-1].stragglers:
                 self.stragglers.append(StragglersFound(event.step, [], at=event.at))  # the next ranks are compared anew
         elif isinstance(event, RunStarted):

@@ -58,7 +58,7 @@ class Node:
             self.told_at = time.monotonic()
             self.leaves_at = self.told_at + seconds
             self.trains_until = self.told_at + TRAINING_SHARE * seconds
-            self.because = because
+            self.because = because or self.because
 
 
 class Nodes(Protocol):
@@ -84,6 +84,9 @@ class Nodes(Protocol):
 
     def can_do_without_leaving(self) -> bool:
         """Return whether the next attempt can start now without the nodes that leave: there are enough others."""
+
+    def replace(self, node: Node, why: str) -> None:
+        """Have a slow node leave, if the run does not want those."""
 
     def start(self, job: Job, num_restarts: int) -> None:
         """Start the ranks. Raises NodeLost if a node does not answer."""
@@ -239,6 +242,7 @@ class Attempt:
                 self.paces.note(node.label, message["paces"], self.step)
                 if (seconds := message["leaves_in"]) is not None:
                     node.leave(seconds)
+                self._replace_straggler()
             elif kind == "event":
                 self._note_step(getattr(message["event"], "step", 0))
                 self.emit(message["event"])
@@ -250,6 +254,12 @@ class Attempt:
                 self._conclude(node, message)
             elif not node.outcome:
                 self._note_loss(node, message["why"], message.get("cause", ""), message.get("is_silent", False))
+
+    def _replace_straggler(self) -> None:
+        """Offer the node of the slowest rank for a replacement. A gang that does not save its state would lose it."""
+        if self.paces.slow and self.is_stoppable and not self.leaving:
+            slowest = max(self.paces.slow.values(), key=lambda each: each.factor)
+            self.nodes.replace(next(node for node in self.nodes.nodes if node.label == slowest.node), str(slowest))
 
     def _note_step(self, step: int) -> None:
         if step > self.step:

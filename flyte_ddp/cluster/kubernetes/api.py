@@ -182,6 +182,17 @@ def worker_end(config: ClusterConfig, worker_name: str, num_lines: int) -> Worke
     return WorkerEnd("", "")
 
 
+def delete_worker(config: ClusterConfig, worker_name: str) -> None:
+    """Delete the pod of a worker, in whose place the operator's Deployment makes another. Does not raise."""
+    name, namespace = worker_name.rpartition("-default-worker-")[0], target_namespace(config)
+    try:
+        for pod in pods_of(name, namespace, "worker"):
+            if pod.metadata.name.startswith(f"{worker_name}-"):
+                call("CoreV1Api", "delete_namespaced_pod", pod.metadata.name, namespace)
+    except ClusterError as error:
+        logger.warning("worker %s is slow, and its pod cannot be deleted: %s", worker_name, error)
+
+
 def pod_end(name: str) -> str:
     """Return why a container of pod `name` in this pod's namespace failed, such as OOMKilled; "" if unknown."""
     try:

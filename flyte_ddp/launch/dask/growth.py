@@ -112,7 +112,8 @@ class GrowthWatch:
     def _find_members(self) -> frozenset[str]:
         """Return the addresses of the workers of the largest gang that is possible now; none if it is this one."""
         own, staying = {each.address for each in self.gang}, self._staying
-        idle = [each for each in self.roll_call.present_workers(leave_out=own) if self._is_fit(each)]
+        present = self.roll_call.present_workers(leave_out=own | self.roll_call.slow)
+        idle = [each for each in present if self._is_fit(each)]
         now = time.monotonic()
         self._first_seen = {each.address: self._first_seen.get(each.address, now) for each in idle}
         # The ones that came first, so that those that are prepared are those that join.

@@ -63,6 +63,7 @@ class DaskNodes:
         code: what the plugin brings along, see `data.packed_code`.
         make_jobs: returns what each node has to do in an attempt of a job, given the number of restarts before it.
         growth: the watch for a larger gang.
+        replace: has a slow node leave, if the run does not want those.
     """
 
     def __init__(
@@ -74,8 +75,10 @@ class DaskNodes:
         nodes: list[DaskNode],
         make_jobs: Callable[[Job, int], list[NodeJob]],
         growth: GrowthWatch,
+        replace: Callable[[DaskNode, str], None],
     ) -> None:
         self.nodes = nodes
+        self._replace = replace
         self.growth = growth
         self.grace = growth.grace
         self.world_size = nodes[0].ranks.world_size
@@ -109,6 +112,9 @@ class DaskNodes:
         leaving = frozenset(node.address for node in self.nodes if node.is_leaving)
         self.growth.replace(leaving)
         return len(self.nodes) - len(leaving) >= self.growth.sizes[-1] or bool(self.growth.members)
+
+    def replace(self, node: Node, why: str) -> None:
+        self._replace(self.nodes[node.index], why)
 
     def start(self, job: Job, num_restarts: int) -> None:
         """Put the code on the nodes, agree on where they meet, and start their supervisors."""

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from distributed import Client
 
 from flyte_ddp.cluster.config import DEFAULT_GRACE, ClusterConfig
 from flyte_ddp.cluster.connect import explain_missing_workers
+from flyte_ddp.cluster.kubernetes.api import delete_worker
 from flyte_ddp.errors import ClusterError, ConfigError, WorkersLost
 from flyte_ddp.launch.dask import worker
 from flyte_ddp.launch.dask.calls import ANSWER_TIMEOUT, call_workers, listed_workers
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 ROLL_CALL_INTERVAL = 1.0  # seconds between two checks of which workers are there
 MOVE_INTERVAL = 0.1  # seconds between two looks whether there is another scheduler
+REPLACE_INTERVAL = 3600.0  # seconds between two replacements of a slow node, at least
 REUNION_TIMEOUT = 5.0  # seconds for all workers of a larger gang to be idle, after the smaller one has ended
 
 
@@ -64,6 +67,7 @@ class DaskPlace:
         self._roll_call: RollCall | None = None
         self._latest: DaskNodes | None = None
         self._grown_at = -math.inf  # monotonic: when a gang last ended to grow
+        self._replaced_at = -math.inf  # monotonic: when a slow node was last replaced
 
     def check(self, job: Job) -> None:
         """Check the run before anything is asked of its cluster; see `check`."""
@@ -96,7 +100,9 @@ class DaskPlace:
             check_same_directory(self.client, run.storage, nodes)
         growth = self._watch_for_growth(run, workers, nodes, sizes)
         make_jobs = functools.partial(self._make_jobs, run.name, directory, nodes)
-        self._latest = DaskNodes(run.name, self._code, self.client, self.config, nodes, make_jobs, growth)
+        self._latest = DaskNodes(
+            run.name, self._code, self.client, self.config, nodes, make_jobs, growth, self._replace
+        )
         return self._latest
 
     def close(self, run: Run) -> None:
@@ -110,6 +116,18 @@ class DaskPlace:
             self.pool.release(run.name)
         if self._data:
             self._data.close()
+
+    def _replace(self, node: DaskNode, why: str) -> None:
+        """Have a slow node leave as if it was told to go, if the run does not want those, and none left lately."""
+        if not self.config.replace_stragglers or time.monotonic() < self._replaced_at + REPLACE_INTERVAL:
+            return
+        assert self._roll_call is not None  # made by `gather`
+        self._roll_call.slow.add(node.address)
+        self._replaced_at, node.because = time.monotonic(), why
+        if self.config.resolved_kind == "kubernetes":  # its pod's end is such an order, and brings another pod
+            threading.Thread(target=delete_worker, args=(self.config, node.worker), daemon=True).start()
+        else:
+            node.leave(self.notice_seconds)
 
     def _look_back(self, previous: Ended | None) -> tuple[frozenset[str], float]:
         """Return the addresses of workers that the next gang may have at once, and how long all are waited for.
@@ -156,6 +174,8 @@ class DaskPlace:
                 workers = self.pool.claim(run.name, workers, self.config.gpus_per_node)
                 if not workers and self.pool.is_in_use():
                     begun = time.monotonic()  # it waits for its turn: no worker is missing
+            others = [each for each in workers if each.address not in self._roll_call.slow]
+            workers = others if len(others) >= sizes[-1] else workers
             chosen = [each for each in workers if not expected.isdisjoint((each.address, each.name))]
             if len(chosen) >= sizes[-1] and len(chosen) == len(expected):
                 return chosen

@@ -32,6 +32,7 @@ class RollCall:
         self.is_strict = True  # raise for a worker with other versions; later, in mid-run, leave it out
         self.known: set[str] = set()  # addresses of workers that were found to have our versions
         self.silent: set[str] = set()  # addresses of workers that were lost without a report; asked with less patience
+        self.slow: set[str] = set()  # addresses of workers without which a gang does better, if there are enough others
         self.unfit: dict[str, str] = {}  # why a worker cannot take part, by its address
 
     def present_workers(self, leave_out: Collection[str] = ()) -> list[Worker]:

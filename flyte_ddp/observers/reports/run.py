@@ -289,7 +289,7 @@ class Report(Page):
             row(
                 "Restarts of the gang", f"{state.num_starts - 1 - state.num_announced_losses or ''}", "in this attempt"
             ),
-            row("Announced losses", f"{state.num_announced_losses or ''}", "of nodes, in this attempt"),
+            row("Announced losses", f"{state.num_announced_losses or ''}", f"in this attempt; {state.departure}"),
         ]
         data = [
             row("Data", started.data),
