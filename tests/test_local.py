@@ -296,6 +296,9 @@ def test_the_report_of_a_stall_of_many_ranks_fits_on_a_screen():
     assert rest[-1] == "... (the log has the stacks of 54 more ranks)"
     alike = [dataclasses.replace(rank, stack=stacks[0]) for rank in ranks]
     assert str(stall_failure(alike, "x")).count("---") == 1, "each stack once"
+    frames = stacks[0][1:]
+    alike[7] = dataclasses.replace(ranks[7], stack=["Current thread 0x1 (...):", "  Garbage-collecting", *frames])
+    assert str(stall_failure(alike, "x")).count("---") == 1, "another thread collects garbage, at the same place"
 
 
 def waiting(number, *collectives, entered=5, name="the default group", ranks=(0, 1, 2, 3), halted=""):

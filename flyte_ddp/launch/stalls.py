@@ -15,6 +15,8 @@ from flyte_ddp.errors import RankFailure
 STACK_LINES = 36  # of all ranks' main threads together; the log has all threads
 MAX_FRAMES = 12  # of one of them
 MAX_NAMED = 8  # ranks that a line names one by one
+# How lines of a stack begin that say nothing of where the thread is. Another thread may be what collects garbage.
+NO_FRAMES = ("Thread ", "Current thread ", "  Garbage-collecting")
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def _stacks(ranks: Sequence[StalledRank], first: set[int]) -> list[str]:
     """Return the stacks that differ, each once, those of the ranks `first` before the others'."""
     alike: dict[tuple[str, ...], list[StalledRank]] = {}
     for rank in ranks:
-        frames = [line for line in rank.stack if not line.startswith(("Thread ", "Current thread "))]
+        frames = [line for line in rank.stack if not line.startswith(NO_FRAMES)]
         alike.setdefault(tuple(frames[:MAX_FRAMES]), []).append(rank)
     # The likely culprits first: also those that are behind the others.
     sections = sorted(

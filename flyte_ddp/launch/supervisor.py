@@ -409,8 +409,8 @@ class _Ranks:
             stacks = self._stacks_of(rank)
             stacks = stacks or f"  no stack: {halted.get(rank.number, f'none was written within {STACK_SECONDS:g} s')}"
             ago = now - self.beats[2 * index] if self.beats[2 * index] else None
-            # The threads are listed from the newest to the oldest, which is the main thread.
-            main_thread = stacks.strip("\n").split("\n\n")[-1].splitlines()[: MAX_FRAMES + 1]
+            # The threads are listed from the newest to the oldest, which is the main thread. Two lines are no frames.
+            main_thread = stacks.strip("\n").split("\n\n")[-1].splitlines()[: MAX_FRAMES + 2]
             step, how = int(self.beats[2 * index + 1]), halted.get(rank.number, "")
             stalled = StalledRank(rank.number, step, ago, main_thread, how, rank.groups)
             for line in [head_line([stalled]), *stacks.splitlines()]:
