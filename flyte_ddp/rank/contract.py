@@ -24,6 +24,7 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.launch.process.end import frames_of_user
 from flyte_ddp.rank.data import Samples
+from flyte_ddp.rank.initial_state import abbreviate
 from flyte_ddp.rank.metrics import HeldOutMetrics, check_monitor, read_figures, read_value
 from flyte_ddp.rank.nested import tensors_in
 from flyte_ddp.rank.passes import autocast, model_inputs
@@ -100,12 +101,9 @@ def check_contract(recipe: Recipe, model: nn.Module, train: Samples, config: Tra
         model.zero_grad(set_to_none=True)
         model.train(was_training)
     if without:
-        names = ", ".join(without[:MAX_NAMES])
-        if len(without) > MAX_NAMES:
-            names += f" and {len(without) - MAX_NAMES} more"
         raise ConfigError(
-            f"{locate(recipe, 'model')}: expected a gradient for every parameter, got none for {names}: use them in "
-            "the forward pass, or freeze them by requires_grad_(False)"
+            f"{locate(recipe, 'model')}: expected a gradient for every parameter, got none for "
+            f"{abbreviate(without, MAX_NAMES)}: use them in the forward pass, or freeze them by requires_grad_(False)"
         )
 
 

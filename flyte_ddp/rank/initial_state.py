@@ -149,7 +149,7 @@ def _check_layer(field: str, layer: str, names: Iterable[str]) -> None:
         known = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 2)}
         top = sorted({name.partition(".")[0] for name in names})
         raise ConfigError(
-            f"{field}: expected beginnings of names of the model's layers, such as {_abbreviated(top)}, got {layer!r}"
+            f"{field}: expected beginnings of names of the model's layers, such as {abbreviate(top)}, got {layer!r}"
             f"{suggest(layer, known)}"
         )
 
@@ -167,13 +167,14 @@ def mismatch(expected: Mapping[str, Any], state: Any) -> str:
             if key in state and _shape(state[key]) != _shape(value)
         ],
     }
-    return "; ".join(f"{name} {_abbreviated(keys)}" for name, keys in problems.items() if keys)
+    return "; ".join(f"{name} {abbreviate(keys)}" for name, keys in problems.items() if keys)
 
 
 def _shape(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
 
 
-def _abbreviated(names: list[str], max_names: int = 5) -> str:
+def abbreviate(names: list[str], max_names: int = 5) -> str:
+    """Return the first of `names`, and how many more there are."""
     rest = f" and {len(names) - max_names} more" if len(names) > max_names else ""
     return ", ".join(names[:max_names]) + rest

@@ -8,7 +8,6 @@ parameter is split.
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -110,19 +109,14 @@ def whole_state(state: Any, keep: bool) -> Any:
     Args:
         keep: False on ranks that only take part in the collectives, and need no result.
     """
-    if isinstance(state, Mapping):
-        copy = {key: whole_state(value, keep) for key, value in state.items()}
-        if type(state) is dict or not keep:
-            return copy
-        ordered = OrderedDict(copy)  # a module's state dict
-        vars(ordered).update(vars(state))  # the versions of its modules' formats
-        return ordered
-    if isinstance(state, (list, tuple)):
-        return type(state)(whole_state(value, keep) for value in state)
-    if is_split(state):
-        gathered = state.full_tensor()
+
+    def gather(tensor: Tensor) -> Tensor | None:
+        if not is_split(tensor):
+            return tensor
+        gathered = whole(tensor)
         return gathered.cpu() if keep else None
-    return state
+
+    return map_tensors(state, gather)
 
 
 def split_state(state: Mapping[str, Any], is_first: bool) -> dict[str, Any]:
