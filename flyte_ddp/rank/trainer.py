@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ LONG_EVALUATION = 5.0  # seconds after which an evaluation saves what was traine
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Trainer:
     """One rank's model, optimizer and progress.
 
@@ -56,34 +58,25 @@ class Trainer:
             checkpoints likewise. "" leaves the model's own weights.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        config: TrainingConfig,
-        world: World,
-        model: nn.Module,
-        train: Samples,
-        test: Samples,
-        session: Session,
-        data_fingerprint: str = "",
-        initial_state: str = "",
-    ) -> None:
-        self.recipe = recipe
-        self.config = config
-        self.world = world
-        self.model = model
-        self.train = train
-        self.test = test
-        self.session = session
-        self.store = session.open_checkpoints()
-        self.data_fingerprint = data_fingerprint
-        self.initial_state = initial_state
-        self.num_steps = config.epochs * num_batches(train, config)
+    recipe: Recipe
+    config: TrainingConfig
+    world: World
+    model: nn.Module
+    train: Samples
+    test: Samples
+    session: Session
+    data_fingerprint: str = ""
+    initial_state: str = ""
+
+    def __post_init__(self) -> None:
+        recipe, config, world, model = self.recipe, self.config, self.world, self.model
+        self.store = self.session.open_checkpoints()
+        self.num_steps = config.epochs * num_batches(self.train, config)
         self.progress = Progress()
         self.evaluated_model, self.replica = replicate(model, config, world, recipe)
         self.is_sharded = is_sharded(model)  # then every forward pass, and every look at the weights, is a collective
         self.optimizer = build_optimizer(model, config, recipe.optimizer_groups(model))
-        self.pace = Pace(session.process.link.set_pace, world.device)
+        self.pace = Pace(self.session.process.link.set_pace, world.device)
         if not (self.is_sharded or config.compile):  # neither gives gradients to hooks of parameters one by one
             self.pace.watch(model.parameters())
         self.utilization = FlopsUtilization(recipe, model, config, world)
