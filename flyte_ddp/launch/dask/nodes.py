@@ -16,6 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from distributed import Client, Future
@@ -55,6 +56,7 @@ SUCCESSOR_INTERVAL = 0.5  # seconds between two looks whether another scheduler 
 SCHEDULER_TOPIC = "all"  # where the scheduler reports, among other things, that it has lost a worker
 
 
+@dataclass(eq=False, repr=False)
 class DaskNodes:
     """The workers in one attempt.
 
@@ -63,31 +65,22 @@ class DaskNodes:
         code: what the plugin brings along, see `data.packed_code`.
         make_jobs: returns what each node has to do in an attempt of a job, given the number of restarts before it.
         growth: the watch for a larger gang.
-        replace: has a slow node leave, if the run does not want those.
+        replace_node: has a slow node leave, if the run does not want those.
     """
 
-    def __init__(
-        self,
-        plugin: str,
-        code: bytes,
-        client: Client,
-        config: ClusterConfig,
-        nodes: list[DaskNode],
-        make_jobs: Callable[[Job, int], list[NodeJob]],
-        growth: GrowthWatch,
-        replace: Callable[[DaskNode, str], None],
-    ) -> None:
-        self.nodes = nodes
-        self._replace = replace
-        self.growth = growth
-        self.grace = growth.grace
-        self.world_size = nodes[0].ranks.world_size
-        self.plugin = plugin
-        self._code = code
-        self._client = client
-        self._config = config
-        self._make_jobs = make_jobs
-        self._scheduler_id = scheduler_id(client)
+    plugin: str
+    code: bytes
+    client: Client
+    config: ClusterConfig
+    nodes: list[DaskNode]
+    make_jobs: Callable[[Job, int], list[NodeJob]]
+    growth: GrowthWatch
+    replace_node: Callable[[DaskNode, str], None]
+
+    def __post_init__(self) -> None:
+        self.grace = self.growth.grace
+        self.world_size = self.nodes[0].ranks.world_size
+        self._scheduler_id = scheduler_id(self.client)
         self.scheduler_leaves_at = float("inf")  # monotonic: when it closes, if it was told to go
         self._has_successor = threading.Event()  # another scheduler is there
         self._is_over = threading.Event()
@@ -107,33 +100,33 @@ class DaskNodes:
             return self._has_successor.is_set()
         # With the worker's pod, the scheduler's may be on the machine that is drained.
         told_at = max(node.told_at for node in self.nodes if node.is_leaving)
-        if self._config.resolved_kind == "kubernetes" and time.monotonic() < told_at + NOTICE_WINDOW:
+        if self.config.resolved_kind == "kubernetes" and time.monotonic() < told_at + NOTICE_WINDOW:
             return False
         leaving = frozenset(node.address for node in self.nodes if node.is_leaving)
         self.growth.replace(leaving)
         return len(self.nodes) - len(leaving) >= self.growth.sizes[-1] or bool(self.growth.members)
 
     def replace(self, node: Node, why: str) -> None:
-        self._replace(self.nodes[node.index], why)
+        self.replace_node(self.nodes[node.index], why)
 
     def start(self, job: Job, num_restarts: int) -> None:
         """Put the code on the nodes, agree on where they meet, and start their supervisors."""
         self._name = f"{self.plugin}-{num_restarts}"
-        self._client.subscribe_topic(self._name, lambda event: self._arrivals.put((time.monotonic(), event[1])))
-        self._client.subscribe_topic(SCHEDULER_TOPIC, self._note_departure)
-        seconds = run_on_scheduler(self._client, hold_scheduler)
+        self.client.subscribe_topic(self._name, lambda event: self._arrivals.put((time.monotonic(), event[1])))
+        self.client.subscribe_topic(SCHEDULER_TOPIC, self._note_departure)
+        seconds = run_on_scheduler(self.client, hold_scheduler)
         self._note_scheduler(float("inf") if seconds is None else seconds)
         first, *others = self.nodes
         new = [node for node in self.nodes if not node.has_plugin]
-        self._call(new, worker.install, self.plugin, self._code, timeout=TRANSFER_TIMEOUT)
+        self._call(new, worker.install, self.plugin, self.code, timeout=TRANSFER_TIMEOUT)
         host, port = self._call([first], worker.call, self.plugin, "admit", self._name, True)[first.address]
         self._call(others, worker.call, self.plugin, "admit", self._name, False)
         for node in self.nodes:
             node.ranks = dataclasses.replace(node.ranks, host=host, port=port)
             node.last_message_at = time.monotonic()
-        for node, node_job in zip(self.nodes, self._make_jobs(job, num_restarts), strict=True):
+        for node, node_job in zip(self.nodes, self.make_jobs(job, num_restarts), strict=True):
             self._futures.append(
-                self._client.submit(
+                self.client.submit(
                     ByValue(worker.supervise),
                     *(self.plugin, self._name, ByValue(worker.Sealed(node_job.to_json())), self._name),
                     key=f"{self._name}-node-{node.index}",
@@ -175,13 +168,13 @@ class DaskNodes:
         """Return the failure with the last lines of the lost worker's pod, or the loss of the scheduler."""
         if not isinstance(failure, NodeLost):
             return failure
-        if (now := scheduler_id(self._client)) != self._scheduler_id:
+        if (now := scheduler_id(self.client)) != self._scheduler_id:
             # Every node seems lost then: their messages come through the scheduler.
             why = "another one has taken its place" if now else "it does not answer"
             return NodeLost(f"the Dask scheduler was lost: {why}", "")
         if not failure.worker or "\n" in str(failure):
             return failure
-        end = worker_end(self._config, failure.worker, WORKER_LOG_LINES)
+        end = worker_end(self.config, failure.worker, WORKER_LOG_LINES)
         text = f"{failure}; {end}" if end.reason else str(failure)
         if end.log:
             text += f"\nThe last lines of its pod's log:\n{shorten(end.log, WORKER_LOG_LINES)}"
@@ -192,11 +185,11 @@ class DaskNodes:
         for future in self._futures:
             future.release()
         with contextlib.suppress(ClosedClientError):
-            self._client.unsubscribe_topic(self._name)
-            self._client.unsubscribe_topic(SCHEDULER_TOPIC)
+            self.client.unsubscribe_topic(self._name)
+            self.client.unsubscribe_topic(SCHEDULER_TOPIC)
 
     def _call(self, nodes: Sequence[DaskNode], function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        answers = call_workers(self._client, [node.address for node in nodes], function, *arguments, **options)
+        answers = call_workers(self.client, [node.address for node in nodes], function, *arguments, **options)
         for node in nodes:
             if isinstance(error := answers[node.address], Exception):
                 why = f"it does not answer: {type(error).__name__}: {error}"
@@ -210,7 +203,7 @@ class DaskNodes:
         self._next_command_at = time.monotonic() + BEAT_INTERVAL
         addresses = [node.address for node in self.nodes if not node.outcome]
         # Without waiting: a node that does not answer must not delay the others.
-        self._client.loop.add_callback(send_command, self._client, addresses, self.plugin, self._name, self._command)
+        self.client.loop.add_callback(send_command, self.client, addresses, self.plugin, self._name, self._command)
 
     def _take(self, arrived_at: float, envelope: dict[str, Any]) -> list[tuple[Node, dict[str, Any]]]:
         """Take in one of Dask's events with a message of a node in it; return the messages whose turn has come."""
@@ -235,7 +228,7 @@ class DaskNodes:
             return []
         found: list[tuple[Node, dict[str, Any]]] = []
         # Dask keeps the last 1000 messages of a topic: those that were lost on the way here may be among them.
-        for _, message in call_scheduler(self._client, "events", topic=self._name) or ():
+        for _, message in call_scheduler(self.client, "events", topic=self._name) or ():
             found += self._take(0.0, message)
         if not node.has_sent_end:
             found.append((node, _lost(f"its supervisor {self._end_of_task(node)}")))
@@ -248,7 +241,7 @@ class DaskNodes:
             return f"could not be run: {type(error).__name__}: {error}"
 
     def _find_silent(self) -> list[tuple[Node, dict[str, Any]]]:
-        limit = self._config.node_timeout
+        limit = self.config.node_timeout
         found: list[tuple[Node, dict[str, Any]]] = []
         for node in self.nodes[: len(self._futures)]:
             silence = time.monotonic() - node.last_message_at
@@ -277,10 +270,10 @@ class DaskNodes:
 
     def _find_successor(self) -> None:
         while not self._is_over.wait(SUCCESSOR_INTERVAL) and time.monotonic() < self.scheduler_leaves_at:
-            if newest_scheduler_id(self._client) not in ("", self._scheduler_id):
+            if newest_scheduler_id(self.client) not in ("", self._scheduler_id):
                 # Those that wait for their turn go first, while the gang still trains.
-                others = set(listed_workers(self._client)) - {node.address for node in self.nodes}
-                call_workers(self._client, others, move, True)
+                others = set(listed_workers(self.client)) - {node.address for node in self.nodes}
+                call_workers(self.client, others, move, True)
                 self._has_successor.set()
                 return
 
@@ -293,8 +286,8 @@ class DaskNodes:
         if not self._has_successor.is_set() and time.monotonic() < self.scheduler_leaves_at:
             return False
         self._is_over.set()
-        call_workers(self._client, [node.address for node in self.nodes], move, False)
-        run_on_scheduler(self._client, let_scheduler_go)
+        call_workers(self.client, [node.address for node in self.nodes], move, False)
+        run_on_scheduler(self.client, let_scheduler_go)
         return True
 
 
