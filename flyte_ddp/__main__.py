@@ -108,7 +108,7 @@ def _add_projects(commands: Any) -> None:
 
 
 def _make_project(options: argparse.Namespace) -> int:
-    from flyte_ddp.project import make_project, update_project
+    from flyte_ddp.config.project import make_project, update_project
 
     act = make_project if options.command == "new" else update_project
     for line in act(options.directory, options.wheel):

@@ -60,7 +60,7 @@ def _read_state(model_state: PythonPickledFile, recipe: str) -> Any:
     Raises:
         ConfigError: it is no state dict.
     """
-    from flyte_ddp.weights import from_bytes  # imports torch
+    from flyte_ddp.storage.weights import from_bytes  # imports torch
 
     file = Path(model_state.download() or model_state.path)
     try:

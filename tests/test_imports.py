@@ -36,10 +36,11 @@ LAYERS = {
     "flyte_ddp.cluster": 2,
     "flyte_ddp.storage": 1,
     "flyte_ddp.config": 0,
-    "flyte_ddp.weights": 0,
     "flyte_ddp.events": 0,
     "flyte_ddp.errors": -1,
 }
+# Packages and files directly below flyte_ddp, tasks and workflows, and the pairs of them of which one imports another.
+MAX_ROOMS, MAX_ARROWS = 20, 90
 # Which modules may import a library at all.
 HOMES = {
     "flytekit": ("tasks", "workflows", "flyte_ddp.flytekit_plugin"),
@@ -59,7 +60,7 @@ HOMES = {
     "optuna": ("flyte_ddp.studies.search",),
     "prometheus_client": ("flyte_ddp.observers.metrics",),
     "tokenizers": ("flyte_ddp.recipes.text.tokens",),
-    "safetensors": ("flyte_ddp.weights", "flyte_ddp.recipes.text.export"),
+    "safetensors": ("flyte_ddp.storage.weights", "flyte_ddp.recipes.text.export"),
     "wandb": ("flyte_ddp.observers",),
 }
 SLOW = ("tokenizers", "torch", "torchvision", "matplotlib", "wandb", "sklearn", "flytekit", "optuna", "pandas")
@@ -144,6 +145,20 @@ def test_no_files_import_each_other_in_a_circle():
         tops = arrows.keys() - imported
         arrows = {module: found for module, found in arrows.items() if module not in tops}
     assert {module: sorted(found & arrows.keys()) for module, found in arrows.items()} == {}
+
+
+def test_rooms_and_the_arrows_between_them_stay_few():
+    rooms = {_room(module) for module in MODULES}
+    imports = [(module, imported) for module, file in MODULES.items() for _, imported, _ in _imports(file)]
+    arrows = {(_room(module), _room(imported)) for module, imported in imports if imported in MODULES}
+    arrows = {(source, target) for source, target in arrows if source != target}
+
+    assert (len(rooms) <= MAX_ROOMS, len(arrows) <= MAX_ARROWS) == (True, True), (len(rooms), len(arrows))
+
+
+def _room(module):
+    depth = 2 if module.startswith("flyte_ddp.") else 1
+    return ".".join(module.split(".")[:depth])
 
 
 def test_libraries_are_imported_only_where_they_belong():

@@ -26,7 +26,7 @@ from flyte_ddp.recipes.text.export import save_for_transformers
 from flyte_ddp.recipes.text.generate import load_model
 from flyte_ddp.recipes.text.model import Shape, TextModel
 from flyte_ddp.recipes.text.tokens import tokenizer_of, train_bpe
-from flyte_ddp.weights import from_bytes, is_safetensors
+from flyte_ddp.storage.weights import from_bytes, is_safetensors
 from tests.support.runs import to_safetensors
 from tests.support.short_run import run_finished, started
 

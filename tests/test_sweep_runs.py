@@ -24,6 +24,7 @@ from flyte_ddp.launch import driver
 from flyte_ddp.launch.dask import worker
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
+from flyte_ddp.storage.weights import from_bytes
 from flyte_ddp.studies.results import (
     FAILED,
     FINISHED,
@@ -34,7 +35,6 @@ from flyte_ddp.studies.results import (
 )
 from flyte_ddp.studies.runner import TrialRunner
 from flyte_ddp.studies.search import build_trials, expand_grid
-from flyte_ddp.weights import from_bytes
 from tasks.inputs import ClusterInput, TrainingOverrides, given
 from tests.support.dask_runs import start_scheduler
 from tests.support.prometheus import record_figures

@@ -18,7 +18,7 @@ import torch
 from flyte_ddp.checkpoints.state_file import CHECKSUM, check_file, checksum_of
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
-from flyte_ddp.weights import from_bytes
+from flyte_ddp.storage.weights import from_bytes
 
 FORMAT = 1  # of the tensors' layout; another one is refused
 

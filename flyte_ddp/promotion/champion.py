@@ -33,7 +33,7 @@ from flyte_ddp.errors import (
     NoChampion,
 )
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
-from flyte_ddp.weights import is_safetensors
+from flyte_ddp.storage.weights import is_safetensors
 
 POINTER = "champion.json"
 VERSIONS = "versions"
@@ -121,7 +121,7 @@ class ChampionStore:
         Raises:
             NoChampion, MissingChampion, CorruptChampion: there is no such state.
         """
-        from flyte_ddp.weights import from_bytes  # imports torch
+        from flyte_ddp.storage.weights import from_bytes  # imports torch
 
         manifest = self.manifest(pointer)
         contents = self._state(manifest)

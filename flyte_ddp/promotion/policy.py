@@ -173,7 +173,7 @@ def judge(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteri
     Raises:
         ConfigError: as `plan`.
     """
-    from flyte_ddp.weights import from_bytes  # imports torch
+    from flyte_ddp.storage.weights import from_bytes  # imports torch
 
     challenger = from_bytes(state)
     measured = _measure(challenge, challenger)

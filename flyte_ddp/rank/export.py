@@ -10,7 +10,7 @@ from typing import Any
 from flyte_ddp.checkpoints import EXPORT, EXPORTED_STATE
 from flyte_ddp.recipes.base import Recipe
 from flyte_ddp.storage import Storage
-from flyte_ddp.weights import save_safetensors
+from flyte_ddp.storage.weights import save_safetensors
 
 TIMEOUT = 60.0  # seconds for a store that is away, or a disk that is full: the model state is safe already
 

@@ -24,7 +24,7 @@ from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.programs import Job, recipe_program
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
-from flyte_ddp.weights import save_safetensors
+from flyte_ddp.storage.weights import save_safetensors
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -105,7 +105,7 @@ def tokenizer_of_state(url: str, field: str) -> Tokenizer:
         StorageDenied: it may not be read.
         StorageUnavailable: its store could not be reached.
     """
-    from flyte_ddp.weights import from_bytes  # imports torch
+    from flyte_ddp.storage.weights import from_bytes  # imports torch
 
     expected = f"{field}: expected the model_state.pt of a run of recipe text with a bpe, got {url!r}, which"
     try:

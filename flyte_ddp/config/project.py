@@ -103,7 +103,7 @@ def _files_of_installation() -> dict[str, bytes]:
         _, has_data, name = str(entry).partition(DATA)
         if has_data:
             # With --target, pip moves the data beside the packages and leaves their names as they were.
-            beside = Path(__file__).parents[1] / DATA / name
+            beside = Path(__file__).parents[2] / DATA / name
             found[name] = (beside if beside.is_file() else Path(str(entry.locate()))).read_bytes()
     if not found:
         raise ConfigError("flyte-ddp: expected an installation from a wheel (make wheel), got a checkout")
