@@ -41,6 +41,8 @@ LAYERS = {
 }
 # Packages and files directly below flyte_ddp, tasks and workflows, and the pairs of them of which one imports another.
 MAX_ROOMS, MAX_ARROWS = 20, 90
+# What a program may be: a recipe's training, a call, a script, another program, a task of Flyte's.
+PROGRAMS = ("_Training", "_Call", "_Script", "_Command", "TaskCall")
 # Which modules may import a library at all.
 HOMES = {
     "flytekit": ("tasks", "workflows", "flyte_ddp.flytekit_plugin"),
@@ -159,6 +161,21 @@ def test_rooms_and_the_arrows_between_them_stay_few():
 def _room(module):
     depth = 2 if module.startswith("flyte_ddp.") else 1
     return ".".join(module.split(".")[:depth])
+
+
+def test_no_code_asks_which_kind_a_program_is():
+    """What makes programs differ are fields of `Program`, so that each promise is kept in one place for all of them."""
+    defined, asked = set(), []
+    for file in MODULES.values():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                defined.add(node.name)
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+                kinds = {ast.unparse(name).rpartition(".")[2] for name in ast.walk(node.args[1])}
+                asked += [f"{file.relative_to(REPOSITORY)}:{node.lineno}" for _ in kinds.intersection(PROGRAMS)]
+
+    assert set(PROGRAMS) <= defined
+    assert asked == []
 
 
 def test_libraries_are_imported_only_where_they_belong():
