@@ -35,12 +35,39 @@ def main(arguments: list[str]) -> str:
             check_limits(project, domain, version, require_image(settings.image))
             return f"Flyte accepts what the tasks request in {project}-{domain}"
         case ["abort", execution, *place] if len(place) in (0, 2):
-            from tasks.executions import abort_execution
-
             project, domain = place or ("flytesnacks", "development")
             abort_execution(execution, project, domain)
             return f"aborted {execution} in {project}-{domain}"
     raise SettingsError(__doc__ or "")
+
+
+def abort_execution(name: str, project: str, domain: str) -> None:
+    """Abort an execution by Flyte's API, for the person on call who has no flytectl.
+
+    Flyte deletes its pods, with the clusters that they own, and does not retry it.
+
+    Raises:
+        SettingsError: Flyte refuses it, knows no such execution, or cannot be reached.
+    """
+    from flytekit.configuration import Config
+    from flytekit.exceptions.system import FlyteSystemException
+    from flytekit.exceptions.user import FlyteUserException
+    from flytekit.models.core.identifier import WorkflowExecutionIdentifier
+    from flytekit.remote import FlyteRemote
+
+    from tasks.limits import flyte_message
+
+    remote = FlyteRemote(Config.auto(), default_project=project, default_domain=domain)
+    try:
+        remote.client.terminate_execution(
+            WorkflowExecutionIdentifier(project, domain, name), "aborted by `python -m tasks abort`"
+        )
+    except FlyteSystemException as error:
+        raise SettingsError(
+            f"Flyte does not answer ({flyte_message(error)}); name it in ~/.flyte/config.yaml or FLYTECTL_CONFIG"
+        ) from error
+    except FlyteUserException as error:
+        raise SettingsError(f"Flyte refuses to abort {name} in {project}-{domain}: {flyte_message(error)}") from error
 
 
 if __name__ == "__main__":

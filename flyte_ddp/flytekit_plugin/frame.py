@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -36,7 +37,6 @@ from flyte_ddp.launch.process.programs import Job, Program
 from flyte_ddp.launch.time_limit import TimeLimit
 from flyte_ddp.observers.command_line import keep_run_id, resume_command
 from flyte_ddp.observers.history import HistoryFile
-from flyte_ddp.observers.launcher_log import launcher_log
 from flyte_ddp.observers.metrics import MetricsServer, RunFigures, requested_port
 from flyte_ddp.observers.mlflow import KEY_VARIABLES as MLFLOW_VARIABLES
 from flyte_ddp.observers.mlflow import Mlflow
@@ -326,7 +326,7 @@ def open_frame(
         frame = Frame(report, execution, directory, storage, attempt, keys, wandb_project, opened_at, mlflow, kept_in)
         try:
             storage.check_access("checkpoints")  # the W&B run's id is the first file there
-            with launcher_log(frame.say):
+            with _launcher_log(frame.say):
                 yield frame
         except BaseException as error:
             reason = frame.explain(error)
@@ -365,3 +365,33 @@ def _keys(hides: bool) -> Iterator[dict[str, str]]:
         yield keys
     finally:
         os.environ.update(removed)
+
+
+@contextlib.contextmanager
+def _launcher_log(say: Callable[[str], None]) -> Iterator[None]:
+    """Pass the launchers' log records, such as of a restart, to `say` alone for the length of the block."""
+    logger = logging.getLogger("flyte_ddp")
+    handler = _LineHandler(say)
+    level, propagates = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagates
+
+
+class _LineHandler(logging.Handler):
+    """Prints each record as a line. In a sweep it begins with the trial, whose thread is named after it."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        thread = record.threadName or ""
+        line = self.format(record)
+        self._say(f"[{thread}] {line}" if thread.startswith("trial ") else line)

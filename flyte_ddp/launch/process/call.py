@@ -20,9 +20,9 @@ import cloudpickle  # type: ignore[import-untyped]
 from flyte_ddp import events, session
 from flyte_ddp.errors import StopRequested
 from flyte_ddp.launch.process.background import run_in_background
+from flyte_ddp.launch.process.collectives import watch_main_thread
 from flyte_ddp.launch.process.end import end_forked_processes, run_exit_handlers
 from flyte_ddp.launch.process.session import Session
-from flyte_ddp.launch.process.waiting import watch_main_thread
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

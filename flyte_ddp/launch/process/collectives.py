@@ -1,17 +1,23 @@
-"""The collectives that this rank has entered, from torch's flight recorder. Imports no torch: the program has, or not.
+"""The collectives that this rank has entered, and its waits in them. Imports no torch: the program has, or not.
 
-The recorder is on by default, for gloo and NCCL. It counts the collectives of each process group, so the rank with the
-smallest number is the one that the others wait for.
+torch's flight recorder is on by default, for gloo and NCCL. It counts the collectives of each process group, so the
+rank with the smallest number is the one that the others wait for.
 """
 
 from __future__ import annotations
 
 import pickle
 import sys
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 MAX_PENDING = 4  # collectives of a group that have begun and not ended: the oldest ones, of which the first one hangs
 BACKENDS = ("gloo", "nccl")
+PLACES = ("torch.distributed", "torch.autograd")  # modules whose calls wait for other ranks
+MAX_CPU_SECONDS = 0.001  # of a thread that only waits, between two looks
+NUM_LOOKS = 10  # in the timeout
 
 
 def entered_collectives() -> list[dict[str, Any]] | None:
@@ -33,10 +39,51 @@ def entered_collectives() -> list[dict[str, Any]] | None:
         return None
 
 
-def waiting_since() -> float:
+def watch_main_thread(set_waiting_since: Callable[[float], None], timeout: float) -> None:
+    """Call `set_waiting_since`, from a thread, with the monotonic time since when the main thread waits; else with 0.
+
+    For a function that reports no progress. The thread looks now and then. The main thread waits if the flight recorder
+    has a collective that has not ended, which also shows a wait for a GPU; or if torch.distributed or a backward pass
+    has called what runs now, and it has used no processor time since the last look.
+
+    Args:
+        timeout: seconds of waiting that matter.
+    """
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return
+    main = threading.main_thread().ident
+    assert main is not None
+    clock = time.pthread_getcpuclockid(main)
+
+    def run() -> None:
+        since, used = 0.0, time.clock_gettime(clock)
+        while True:
+            time.sleep(timeout / NUM_LOOKS)
+            before, used = used, time.clock_gettime(clock)
+            if begun := _waiting_since():
+                since = time.monotonic() - (time.time() - begun)
+            elif used - before > MAX_CPU_SECONDS or not _is_in_collective(main):
+                since = 0.0
+            else:
+                since = since or time.monotonic() - timeout / NUM_LOOKS
+            set_waiting_since(since)
+
+    threading.Thread(target=run, name="waiting", daemon=True).start()
+
+
+def _waiting_since() -> float:
     """Return since when this rank waits in a collective, in seconds since the epoch; 0 if it does not."""
     pending = [each["since"] for group in entered_collectives() or () for each in group["pending"]]
     return float(min(pending, default=0.0))
+
+
+def _is_in_collective(thread: int) -> bool:
+    frame = sys._current_frames().get(thread)
+    while frame:
+        if frame.f_globals.get("__name__", "").startswith(PLACES):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _entries(dump: Any, backend: str) -> list[dict[str, Any]]:
