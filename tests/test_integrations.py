@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 from types import SimpleNamespace
 
 import cloudpickle
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
 
 import flyte_ddp
 from benchmarks.frameworks import PROGRAMS, Task
-from flyte_ddp import events
+from flyte_ddp import events, session
 from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.integrations import loaders, training
 from flyte_ddp.launch.process.programs import WANDB_VARIABLE, Program
 from flyte_ddp.launch.run import Gang, _Call, run_program
+from flyte_ddp.rank.sharding import is_split
+from tests.test_session import session_of
 
 SLOW = pytest.mark.slow
 FRAMEWORKS = (  # of which importing takes ten seconds for each rank; `make test-docs` has all
-    *(pytest.param(each, marks=SLOW) for each in ("transformers", "lightning", "lightning data module")),
+    *(pytest.param(each, marks=SLOW) for each in PROGRAMS if each not in ("pytorch", "accelerate")),
     "accelerate",
 )
 
@@ -184,6 +190,54 @@ def test_a_run_that_is_recorded_in_wandb_is_not_recorded_twice(framework, tmp_pa
         files = [each for each in place.rglob("*.wandb") if framework != "accelerate" or b"loss" in each.read_bytes()]
         found.append(len(files))
     assert found == [0, 1]
+
+
+def continue_training(splits, num_steps):
+    """Train the steps that are left, the model split by FSDP2 or not; return its weights and the optimizer's state."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 2))
+    if splits:
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    found = training.load(model, [optimizer])
+    for step in range(found["step"] if found else 0, num_steps):
+        model(torch.randn(4, 5, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        training.save(model, [optimizer], step + 1, {"step": step + 1})
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    return [each.full_tensor() if is_split(each) else each.detach() for each in [*model.parameters(), *moments]]
+
+
+@SLOW
+def test_a_model_is_split_or_not_as_the_number_of_ranks_changes(tmp_path):
+    options = {"checkpoints": str(tmp_path)}
+    for splits, num_ranks, num_steps in [(True, 2, 2), (False, 1, 4), (True, 2, 6)]:
+        found = flyte_ddp.run(continue_training, splits, num_steps, nproc_per_node=num_ranks, **options)
+    torch.testing.assert_close(found, flyte_ddp.run(continue_training, False, 6))
+
+
+@pytest.mark.parametrize("framework", ["accelerate", pytest.param("transformers", marks=SLOW)])
+def test_another_way_to_split_a_model_is_one_line_before_the_first_step(framework, monkeypatch):
+    types = pytest.importorskip("accelerate.utils").DistributedType
+    monkeypatch.setattr(session, "_current", session_of()[0])
+    integration = importlib.import_module(f"flyte_ddp.integrations.{framework}")
+    state = {"sync_gradients": True, "scaler": None, "parallelism_config": None}
+
+    def begin(kind, **others):
+        accelerator = SimpleNamespace(**state | {"distributed_type": kind, "is_fsdp2": False} | others)
+        if framework == "accelerate":
+            integration.prepare(accelerator, torch.nn.Linear(1, 1), DataLoader([1]))
+        else:
+            hooks = dict.fromkeys([*integration.HOOKS, "train"])
+            integration.SessionCallback(SimpleNamespace(accelerator=accelerator, **hooks))
+
+    for kind, name in [(types.FSDP, "FSDP1"), (types.DEEPSPEED, "DEEPSPEED"), (types.MEGATRON_LM, "MEGATRON_LM")]:
+        with pytest.raises(ConfigError, match=f"^accelerator: expected DDP, or FSDP2 .*, got {name}$"):
+            begin(kind)
+    with pytest.raises(ConfigError, match="parallelism_config: expected DDP or FSDP2 alone, .*tp_size=2"):
+        begin(types.FSDP, is_fsdp2=True, parallelism_config=SimpleNamespace(tp_size=2, non_data_parallel_size=2))
 
 
 def test_a_version_that_is_not_supported_is_one_line():

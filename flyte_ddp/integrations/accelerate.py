@@ -25,6 +25,7 @@ from flyte_ddp.integrations import loaders, training
 
 with training.importing("accelerate"):
     from accelerate import Accelerator, skip_first_batches
+    from accelerate.utils import DistributedType
 
 SAVE_STEPS = 100  # optimizer steps
 
@@ -49,7 +50,7 @@ def prepare(
     """
     if not session.is_in_run():
         return accelerator.prepare(*objects)
-    training.check_has("accelerate", accelerator, "sync_gradients", "scaler", "distributed_type")
+    check_split(accelerator)
     models = [each for each in objects if isinstance(each, nn.Module)]
     index = next((index for index, each in enumerate(objects) if isinstance(each, DataLoader)), -1)
     if len(models) != 1 or index < 0:
@@ -73,6 +74,23 @@ def prepare(
 
     accelerator.log = report_and_log
     return tuple(prepared)
+
+
+def check_split(accelerator: Accelerator) -> None:
+    """Check that the session can save what the accelerator makes of a model.
+
+    Raises:
+        ConfigError: it splits the model in another way than by FSDP2, or this version of accelerate is not supported.
+    """
+    training.check_has("accelerate", accelerator, "sync_gradients", "scaler", "distributed_type", "is_fsdp2")
+    kind, layout = accelerator.distributed_type, getattr(accelerator, "parallelism_config", None)
+    is_other_fsdp = kind == DistributedType.FSDP and not accelerator.is_fsdp2
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) or is_other_fsdp:
+        got = "FSDP1" if is_other_fsdp else kind.value
+        raise ConfigError(f"accelerator: expected DDP, or FSDP2 by an fsdp_version of 2, got {got}")
+    if layout and layout.non_data_parallel_size > 1:
+        expected = "expected DDP or FSDP2 alone, of which each rank has its own samples"
+        raise ConfigError(f"accelerator: parallelism_config: {expected}, got {layout}")
 
 
 class _Training:

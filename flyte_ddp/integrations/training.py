@@ -58,25 +58,31 @@ def load(
 ) -> dict[str, Any] | None:
     """Load the newest checkpoint into model and optimizers; return the values saved with them; None without one.
 
+    The model may be split where the one that was saved was not, and the other way round: one rank alone splits none.
+
     Args:
         found: what `load_values` returned for a model that is not split.
     """
-    if not is_split_model(model):
-        state = session.load() if found is None else found
-        if state is None:
-            return None
-        _load_module(model, state["model"])
-        for optimizer, each in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(each)
-        return dict(state)
-    from torch.distributed.checkpoint.state_dict import set_state_dict
-
-    values = load_values(is_split=True)
-    if values is None:
+    splits = is_split_model(model)
+    state = load_values(splits) if found is None else dict(found)
+    if state is None:
         return None
-    state = session.load(into={**dict.fromkeys(values), **_state_of(model, optimizers)})
-    assert state is not None
-    set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizers"])
+    was_split = isinstance(state["optimizers"], Mapping)
+    if splits:
+        state = session.load({**dict.fromkeys(state), **_state_of(model, optimizers)} if was_split else None)
+        assert state is not None
+    if splits or was_split:
+        from torch.distributed.checkpoint import state_dict as named
+
+        options = named.StateDictOptions(full_state_dict=not was_split)
+        named.set_model_state_dict(model, state["model"], options=options)
+    else:
+        _load_module(model, state["model"])
+    if was_split:
+        named.set_optimizer_state_dict(model, optimizers, state["optimizers"])
+        return state
+    for optimizer, each in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(_split_like(optimizer, each) if splits else each)
     return state
 
 
@@ -186,6 +192,25 @@ def _state_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, An
 
     weights, moments = get_state_dict(model, optimizers)
     return {"model": weights, "optimizers": moments}
+
+
+def _split_like(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's whole state with what has a parameter's shape split as that is."""
+    from torch.distributed.tensor import distribute_tensor
+
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+
+    def split(value: Any, parameter: Any) -> Any:
+        if not is_split(parameter) or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+            return value
+        value = value.to(parameter.device)
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+    states = {
+        index: {name: split(value, parameters[index]) for name, value in each.items()}
+        for index, each in state["state"].items()
+    }
+    return {**state, "state": states}
 
 
 def _load_module(model: nn.Module, weights: Mapping[str, Any]) -> None:

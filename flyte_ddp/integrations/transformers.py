@@ -20,6 +20,7 @@ from typing import Any
 
 from flyte_ddp import session
 from flyte_ddp.integrations import loaders, training
+from flyte_ddp.integrations.accelerate import check_split
 
 with training.importing("transformers"):
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -41,7 +42,8 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
             it at the number of ranks with which the run began.
 
     Raises:
-        ConfigError: the version of transformers is not supported; a global batch that the ranks do not share evenly.
+        ConfigError: the version of transformers, or the way to split the model, is not supported; a global batch that
+            the ranks do not share evenly.
     """
 
     def __init__(self, trainer: Trainer, save_steps: int | None = None, global_batch_size: int | None = None) -> None:
@@ -54,6 +56,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         self._save_files: Callable[..., Any] = trainer._save_checkpoint
         if not session.is_in_run():
             return
+        check_split(trainer.accelerator)
         training.record_once()
         trainer.train = self.train
         if session.checkpoints:
@@ -83,7 +86,8 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if self._found is None:
             return
-        found = training.load(self.trainer.model, [self._optimizer], self._found)
+        whole = None if self.trainer.is_fsdp_enabled else self._found
+        found = training.load(self.trainer.model, [self._optimizer], whole)
         assert found is not None
         self._found = None  # its tensors are not needed any more
         self.trainer.lr_scheduler.load_state_dict(found["scheduler"])
