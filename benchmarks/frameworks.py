@@ -61,13 +61,13 @@ class Task:
             time.sleep(30)
 
     def results(self, model: Counting) -> dict[str, list[Tensor]]:
-        """Return how often each sample was seen, the other weights, and the loss over all samples."""
-        seen = model.seen.detach() / (RATE / self.batch_size)
+        """Return how often each sample was seen, the other weights, and the loss over all samples. For all ranks."""
+        seen = _whole(model.seen) / (RATE / self.batch_size)
         samples = Samples(self.num_samples)
         batch = default_collate([samples[index] for index in range(self.num_samples)])
         with torch.no_grad():
             loss = model.to("cpu")(**batch)["loss"]
-        weights = [each.detach() for each in model.layers.parameters()]
+        weights = [_whole(each) for each in model.layers.parameters()]
         return {"counts": [seen.round().long()], "weights": weights, "loss": [loss]}
 
 
@@ -99,6 +99,11 @@ class Counting(nn.Module):
         return {"loss": loss - (self.seen[number] - self.seen[number].detach()).mean()}
 
 
+def _whole(parameter: Tensor) -> Tensor:
+    whole: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return whole.detach()
+
+
 def train_pytorch(task: Task) -> Any:
     """Train in a loop of one's own, which does not ask whether it has to stop."""
     import torch.distributed as dist
@@ -125,8 +130,12 @@ def train_pytorch(task: Task) -> Any:
     return task.results(model)
 
 
-def train_transformers(task: Task) -> Any:
-    """Train with Hugging Face's Trainer."""
+def train_transformers(task: Task, splits: bool = False) -> Any:
+    """Train with Hugging Face's Trainer.
+
+    Args:
+        splits: the model over the ranks, by FSDP2.
+    """
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Steps(TrainerCallback):  # type: ignore[misc]
@@ -150,6 +159,9 @@ def train_transformers(task: Task) -> Any:
         ddp_find_unused_parameters=False,
     )
     trainer = Trainer(model, arguments, train_dataset=task.samples, callbacks=[Steps()])
+    if splits:
+        _split(trainer.accelerator)
+        trainer.is_fsdp_enabled = True
     if task.save_steps:
         from flyte_ddp.integrations.transformers import SessionCallback
 
@@ -158,13 +170,16 @@ def train_transformers(task: Task) -> Any:
     return task.results(model)
 
 
-def train_lightning(task: Task, shares_batches: bool = False) -> Any:
+def train_lightning(task: Task, shares_batches: bool = False, splits: bool = False) -> Any:
     """Train with Lightning's Trainer.
 
     Args:
         shares_batches: by a data module that has `session.batches`, of which the last one is smaller.
+        splits: the model over the ranks, by FSDP2.
     """
     import lightning
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
 
     class Data(lightning.LightningDataModule):  # type: ignore[misc]
         def train_dataloader(self) -> Any:
@@ -174,6 +189,10 @@ def train_lightning(task: Task, shares_batches: bool = False) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.model = Counting(task.num_samples)
+
+        def configure_model(self) -> None:
+            if splits:
+                fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch: Any, index: int) -> Tensor:
             batch, weight = batch if shares_batches else (batch, 1.0)
@@ -196,7 +215,7 @@ def train_lightning(task: Task, shares_batches: bool = False) -> Any:
     module = Module()
     trainer = lightning.Trainer(
         accelerator="auto" if torch.cuda.is_available() else "cpu",
-        strategy="ddp",
+        strategy=ModelParallelStrategy(int(os.environ["WORLD_SIZE"]), 1) if splits else "ddp",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
         max_epochs=task.epochs,
@@ -215,11 +234,26 @@ def train_lightning(task: Task, shares_batches: bool = False) -> Any:
     return task.results(module.model)
 
 
-def train_accelerate(task: Task) -> Any:
-    """Train in a loop with Accelerate."""
+def _split(accelerator: Any) -> None:
+    """Have Accelerate split models by FSDP2, also on CPUs, where its options have no effect."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
+
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+
+
+def train_accelerate(task: Task, splits: bool = False) -> Any:
+    """Train in a loop with Accelerate.
+
+    Args:
+        splits: the model over the ranks, by FSDP2.
+    """
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    if splits:
+        _split(accelerator)
     torch.manual_seed(0)
     model = Counting(task.num_samples)
     loader: Any = DataLoader(task.samples, task.batch_size_per_rank, shuffle=True)
@@ -246,7 +280,10 @@ def train_accelerate(task: Task) -> Any:
 PROGRAMS = {
     "pytorch": train_pytorch,
     "transformers": train_transformers,
+    "transformers fsdp2": functools.partial(train_transformers, splits=True),
     "lightning": train_lightning,
     "lightning data module": functools.partial(train_lightning, shares_batches=True),
+    "lightning fsdp2": functools.partial(train_lightning, splits=True),
     "accelerate": train_accelerate,
+    "accelerate fsdp2": functools.partial(train_accelerate, splits=True),
 }

@@ -139,9 +139,12 @@ class SessionCallback(Callback):  # type: ignore[misc]
             raise ConfigError(f"train_dataloader: expected one DataLoader, got a {type(loader).__name__}")
         loaders.check_length(self._found, loader.dataset)
         self._num_samples = loaders.num_samples_of(loader.dataset)
+        # Ranks that split a model by tensor parallelism have the same samples.
+        num_shares = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", training.world_size())
         if self.global_batch_size is None:
-            self.global_batch_size = loader.batch_size * training.world_size()
-        return loaders.with_batch_size(loader, loaders.share_of("global_batch_size", self.global_batch_size))
+            self.global_batch_size = loader.batch_size * num_shares
+        share = loaders.share_of("global_batch_size", self.global_batch_size, num_shares)
+        return loaders.with_batch_size(loader, share)
 
     def _check_batches(self, trainer: Trainer, loader: Batches) -> Batches:
         """Return `session.batches` of the epoch that begins; it keeps the global batch by itself."""

@@ -16,19 +16,20 @@ KEPT = (
 )
 
 
-def share_of(name: str, total: int) -> int:
+def share_of(name: str, total: int, num_shares: int | None = None) -> int:
     """Return the samples of each rank of a global batch of `total`.
 
     Args:
         name: of what sets it, for the error.
+        num_shares: groups of ranks that have the same samples; by default each rank has its own.
 
     Raises:
         ConfigError: the ranks cannot share it evenly.
     """
-    _, world_size = rank_and_world_size()
-    if total % world_size:
-        raise ConfigError(f"{name}: expected a global batch that {world_size} ranks share evenly, got {total} samples")
-    return total // world_size
+    shares = num_shares or rank_and_world_size()[1]
+    if total % shares:
+        raise ConfigError(f"{name}: expected a global batch that {shares} ranks share evenly, got {total} samples")
+    return total // shares
 
 
 def num_samples_of(dataset: Any) -> int | None:
