@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import time
@@ -116,6 +117,70 @@ def test_any_number_of_ranks_reads_what_any_other_has_written(written, read, sav
     found = flyte_ddp.run(load_into, read, nproc_per_node=num_ranks(read), checkpoints=place)
     assert found == expected
     assert any("exp_avg" in name for name in found)
+
+
+KINDS = ("ddp", "fsdp")
+
+
+def use_place(place):
+    """Have the session's checkpoints be at another place, as if the run had begun there."""
+    current = session.current()
+    current.wait()
+    current.checkpoints, current._store, current._num_split_saves = place, None, 0
+
+
+def build_kind(kind):
+    torch.manual_seed(1)
+    model = Model()
+    model = fully_shard(model) if kind == "fsdp" else nn.parallel.DistributedDataParallel(model)
+    return model, torch.optim.AdamW(model.parameters(), 0.01)
+
+
+def save_kinds(places):
+    """Train by DDP and by FSDP2; return {kind: whole state} that was saved."""
+    dist.init_process_group("gloo")
+    saved = {}
+    for kind in KINDS:
+        use_place(places[kind])
+        model, optimizer = build_kind(kind)
+        for step in range(3):
+            model(torch.randn(4, 5, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        session.save(state_of(model, optimizer), 3)
+        saved[kind] = whole(state_of(model, optimizer))
+    session.current().wait()
+    dist.barrier()
+    return saved
+
+
+def load_kinds(places):
+    """Return {(kind that has saved, kind that has loaded): whole state}."""
+    dist.init_process_group("gloo")
+    found = {}
+    for written, read in itertools.product(KINDS, KINDS):
+        use_place(places[written])
+        model, optimizer = build_kind(read)
+        state = session.load(into=state_of(model, optimizer))
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        found[written, read] = whole(state_of(model, optimizer))
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved_kinds(tmp_path_factory):
+    """({kind: place}, {kind: whole state}) of what two ranks have saved."""
+    places = {kind: str(tmp_path_factory.mktemp(kind)) for kind in KINDS}
+    return places, flyte_ddp.run(save_kinds, places, nproc_per_node=2, checkpoints=places["ddp"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_replicated_and_split_states_are_loaded_bitwise_by_the_other_kind(num_ranks, saved_kinds):
+    places, expected = saved_kinds
+    found = flyte_ddp.run(load_kinds, places, nproc_per_node=num_ranks, checkpoints=places["ddp"])
+    assert found == {(written, read): expected[written] for written in KINDS for read in KINDS}
+    assert all("optimizer.state.outer.weight.exp_avg" in state for state in found.values())
 
 
 def save_both(place):
