@@ -46,3 +46,4 @@ class RetrainingOutputs(NamedTuple):
         str, float
     ]  # test_loss and the recipe's metrics of the challenger and of the champion before it, if measured
     report: FlyteFile  # the HTML page that the Deck shows too
+    export: FlyteDirectory | None  # of the challenger, as of `TrainingOutputs`; none where nothing was trained

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 import flytekit
 from flytekit import Deck, task
+from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.config import TrainingConfig
@@ -18,7 +20,7 @@ from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution
 from flyte_ddp.launch.devices import check_requested_gpus
 from flyte_ddp.observers.reports.drawing import format_figure
 from flyte_ddp.observers.reports.page import Page, row, section, tile
-from flyte_ddp.promotion.champion import ChampionStore
+from flyte_ddp.promotion.champion import CARD, ChampionStore
 from flyte_ddp.promotion.policy import (
     PROMOTIONS,
     Challenge,
@@ -28,7 +30,7 @@ from flyte_ddp.promotion.policy import (
     judge,
     plan,
 )
-from flyte_ddp.storage import redact_url
+from flyte_ddp.storage import read_file, redact_url
 from tasks.frame import check_urls
 from tasks.outputs import RetrainingOutputs
 from tasks.prepare import PreparedData
@@ -47,6 +49,7 @@ class RetrainingPlan(NamedTuple):
     outcome: str  # "" if there is something to train
     reason: str
     champion: str  # URL of the champion and its predecessors
+    parent: str  # the version in use; "" for none
     initial_model_state: str  # URL of the state dict that the challenger starts from; "" for fresh weights
     criteria: PromotionCriteria
 
@@ -85,6 +88,7 @@ def plan_retraining(
         outcome=planned.outcome,
         reason=planned.reason,
         champion=store.url,
+        parent=store.version_in_use(),
         initial_model_state=planned.initial_state or initial_model_state,
         criteria=criteria,
     )
@@ -98,21 +102,27 @@ def judge_challenger(
     config: TrainingConfig,
     data: PreparedData,
     challenger: PythonPickledFile,
+    export: FlyteDirectory,
     criteria: PromotionCriteria,
 ) -> RetrainingOutputs:
-    """Measure challenger and champion on the same held-out data, and promote the challenger if it is better."""
+    """Measure challenger and champion on the same held-out data, and promote the challenger if it is better.
+
+    Args:
+        export: the challenger's; a promoted version keeps the run card, and the retraining returns all of it.
+    """
     with flyte_errors():
         check_requested_gpus()
         check_urls(champion=champion)
         execution = _execution()
         store = ChampionStore(champion)
+        card = read_file(f"{export.remote_source or export.path}/{CARD}", "export")
         result = judge(
             store,
-            _challenge(kickoff_time, recipe, config, data, execution),
+            dataclasses.replace(_challenge(kickoff_time, recipe, config, data, execution), card=card),
             criteria,
             Path(challenger.download()).read_bytes(),
         )
-        return _outputs(store, recipe, result, execution)
+        return _outputs(store, recipe, result, execution, export)
 
 
 @task(**SMALL_TASK, retries=2, **WITH_DECK)
@@ -167,7 +177,13 @@ def _challenge(
     )
 
 
-def _outputs(store: ChampionStore, recipe: str, result: PromotionResult, execution: Execution) -> RetrainingOutputs:
+def _outputs(
+    store: ChampionStore,
+    recipe: str,
+    result: PromotionResult,
+    execution: Execution,
+    export: FlyteDirectory | None = None,
+) -> RetrainingOutputs:
     """Return the outputs of the last task, print the outcome and show the report in the Deck."""
     outcome = result.outcome.value
     store.record_run(outcome, execution.run_id, result.outcome in PROMOTIONS)
@@ -190,6 +206,7 @@ def _outputs(store: ChampionStore, recipe: str, result: PromotionResult, executi
         }
         | dict(zip(("advantage_low", "advantage_high"), result.advantage, strict=False)),
         report=FlyteFile(str(report)),
+        export=export,
     )
 
 

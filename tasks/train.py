@@ -33,17 +33,19 @@ def train_on_one_node(
     model_artifact: str = "",
     initial_model_state: str = "",
     output: str = "",
+    parent_champion: str = "",
 ) -> TrainingOutputs:
     """Train `recipe` with one DistributedDataParallel process per GPU, or `num_processes` on a machine without.
 
     `initial_model_state` is the URL of a state dict to start from; by default the weights are fresh. `output` is the
-    directory of a local run's outputs.
+    directory of a local run's outputs. `parent_champion` is the version that this model is to replace, for its card.
     """
     report = Report()
     with open_task_frame(report, recipe, checkpoints, output) as frame:
         program = _make_program(frame, recipe, config, initial_model_state)
         place = LocalPlace(num_processes, ClusterConfig.max_restarts)
-        return _train(frame, report, program, place, data, model_artifact, pod_failure(frame.execution.previous_pod))
+        failure = pod_failure(frame.execution.previous_pod)
+        return _train(frame, report, program, place, data, model_artifact, parent_champion, failure)
 
 
 @task(cache=TRAINING_CACHE, **DRIVER_TASK, **FRAMED)
@@ -57,18 +59,19 @@ def train_on_cluster(
     model_artifact: str = "",
     initial_model_state: str = "",
     output: str = "",
+    parent_champion: str = "",
 ) -> TrainingOutputs:
     """Train `recipe` across the nodes of a Dask cluster that is started for it and taken down afterwards.
 
     This task is the driver: it requests no GPU, and the ranks run in the cluster's worker pods. `initial_model_state`,
-    which every rank reads, and `output` are as of `train_on_one_node`.
+    which every rank reads, `output` and `parent_champion` are as of `train_on_one_node`.
     """
     report = Report()
     with open_task_frame(report, recipe, checkpoints, output) as frame:
         program = _make_program(frame, recipe, config, initial_model_state)
         check_cluster(cluster)
         with Gang(cluster.num_nodes, cluster=cluster).open_place(program, frame.name) as place:
-            return _train(frame, report, program, place, data, model_artifact)
+            return _train(frame, report, program, place, data, model_artifact, parent_champion)
 
 
 def pod_failure(pod: str) -> RankFailure | None:
@@ -101,10 +104,11 @@ def _train(
     place: driver.Place,
     data: PreparedData,
     model_artifact: str,
+    parent_champion: str,
     earlier_failure: RankFailure | None = None,
 ) -> TrainingOutputs:
     """Train at `place`; return the task's outputs, and print where they are."""
-    origin = origin_of(frame)
+    origin = {**origin_of(frame), "parent_champion": parent_champion}
     result = frame.run(
         report,
         program,

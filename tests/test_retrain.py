@@ -20,6 +20,7 @@ from flyte_ddp.promotion.champion import ChampionStore, load_champion
 from flyte_ddp.promotion.policy import Challenge, Outcome, PromotionCriteria, judge, plan
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
+from flyte_ddp.weights import from_bytes
 from tests.support.recipes import Tiny
 from tests.support.runs import new_run
 from tests.test_champion import bucket  # noqa: F401 - a fixture
@@ -515,6 +516,15 @@ def test_retrainings_promote_the_first_and_then_only_better_models(retrain, capf
     assert better.outcome == "promoted"
     assert better.champion != first.champion
     assert better.metrics["challenger_accuracy"] > better.metrics["champion_accuracy"]
+
+    assert same.export is None  # nothing was trained
+    cards = [json.loads(Path(str(each.export), "run_card.json").read_text()) for each in (first, worse, better)]
+    assert [card["origin"]["parent_champion"] for card in cards] == [None, first.champion, first.champion]
+    assert [bool(card["origin"]["initial_model_state"]) for card in cards] == [False, False, True]
+    kept = store.storage.read(f"versions/{better.champion}/run_card.json")
+    assert kept == Path(str(better.export), "run_card.json").read_bytes()
+    exported = from_bytes(Path(str(better.export), "model_state.safetensors").read_bytes())
+    assert all(torch.equal(exported[name], value) for name, value in store.load()[0].items())
     page = Path(str(better.report)).read_text()
     for expected in (
         "Retraining digits",

@@ -98,6 +98,7 @@ def retrain_wf(
                 data=prepared.data,
                 num_processes=num_processes,
                 initial_model_state=planned.initial_model_state,
+                parent=planned.parent,
                 criteria=planned.criteria,
                 checkpoints=checkpoints,
                 model_artifact=model_artifact,
@@ -113,6 +114,7 @@ def retrain_wf(
                 data=prepared.data,
                 cluster=prepared.cluster,
                 initial_model_state=planned.initial_model_state,
+                parent=planned.parent,
                 criteria=planned.criteria,
                 checkpoints=checkpoints,
                 model_artifact=model_artifact,
@@ -137,6 +139,7 @@ def challenge_on_one_node(
     data: PreparedData,
     num_processes: int,
     initial_model_state: str,
+    parent: str,
     criteria: PromotionCriteria,
     checkpoints: str,
     model_artifact: str,
@@ -150,6 +153,7 @@ def challenge_on_one_node(
         checkpoints=checkpoints,
         model_artifact=model_artifact,
         initial_model_state=initial_model_state,
+        parent_champion=parent,
     )
     return judge_challenger(
         kickoff_time=kickoff_time,
@@ -158,6 +162,7 @@ def challenge_on_one_node(
         config=config,
         data=data,
         challenger=trained.model_state,
+        export=trained.export,
         criteria=criteria,
     )
 
@@ -171,6 +176,7 @@ def challenge_on_cluster(
     data: PreparedData,
     cluster: ClusterInput,
     initial_model_state: str,
+    parent: str,
     criteria: PromotionCriteria,
     checkpoints: str,
     model_artifact: str,
@@ -184,6 +190,7 @@ def challenge_on_cluster(
         checkpoints=checkpoints,
         model_artifact=model_artifact,
         initial_model_state=initial_model_state,
+        parent_champion=parent,
     )
     return judge_challenger(
         kickoff_time=kickoff_time,
@@ -192,6 +199,7 @@ def challenge_on_cluster(
         config=config,
         data=data,
         challenger=trained.model_state,
+        export=trained.export,
         criteria=criteria,
     )
 

@@ -3,6 +3,7 @@
     URL/champion.json                     names the version in use; replaced by a single put
     URL/versions/VERSION/manifest.json    origin, metrics and checksum of the version
     URL/versions/VERSION/model_state.pt   its state dict, or model_state.safetensors
+    URL/versions/VERSION/run_card.json    the run card of its training, if that had one
     URL/last_challenge.json               how the last challenge ended
     URL/last_run.json                     when the last retraining ended, also one that trained nothing
 
@@ -38,6 +39,7 @@ from flyte_ddp.storage.weights import is_safetensors
 POINTER = "champion.json"
 VERSIONS = "versions"
 MANIFEST = "manifest.json"
+CARD = "run_card.json"
 LAST_CHALLENGE = "last_challenge.json"
 LAST_RUN = "last_run.json"
 HOLD = "hold.json"  # while it is there, nothing is promoted
@@ -149,12 +151,13 @@ class ChampionStore:
                 found.append(_manifest(self._read(version, MANIFEST)))
         return found
 
-    def promote(self, state: bytes, manifest: Manifest, replaced: bytes) -> Manifest:
+    def promote(self, state: bytes, manifest: Manifest, replaced: bytes, card: bytes = b"") -> Manifest:
         """Make `state`, a file with a state dict in torch's format or safetensors, the champion.
 
         Args:
             manifest: of the state; version, time, parent and checksum are set here.
             replaced: the pointer as it was when the two models were compared.
+            card: the run card of its training; b"" for none.
 
         Returns:
             The manifest as written.
@@ -175,12 +178,15 @@ class ChampionStore:
         storage = self._storage_of(manifest.version)
         contents = _json(dataclasses.asdict(manifest))
         storage.write(manifest.file, state)
+        if card:
+            storage.write(CARD, card)
         storage.write(MANIFEST, contents)
         try:
             self._point_to(manifest, contents, replaced)
         except ChampionChanged:
             storage.delete(MANIFEST)  # first: without it there is no such version
             storage.delete(manifest.file)
+            storage.delete(CARD)
             raise
         return manifest
 

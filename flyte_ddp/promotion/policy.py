@@ -87,6 +87,7 @@ class Challenge:
     kickoff_time: str  # UTC, ISO 8601
     code_version: str
     execution: str  # the same for all attempts of the task that judges; "" in a local run
+    card: bytes = b""  # the run card of the challenger; a promoted version keeps it
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ def judge(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteri
                 result = dataclasses.replace(result, outcome=Outcome.HELD, reason=_describe_hold(since))
             if result.outcome in PROMOTIONS:
                 try:
-                    store.promote(state, _manifest(challenge, result), pointer)
+                    store.promote(state, _manifest(challenge, result), pointer, challenge.card)
                 except ChampionChanged:
                     continue
         store.record_challenge(

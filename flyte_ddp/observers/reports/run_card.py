@@ -25,7 +25,8 @@ def run_card(state: RunState, **origin: str) -> dict[str, Any]:
     """Return the card of a run that has finished, as plain values that JSON has.
 
     Args:
-        origin: what else is known of its code and its place, such as image and execution, by name.
+        origin: what else is known of its code and its place, such as image and execution, by name; parent_champion is
+            the version that it is to replace, if its weights do not come from one.
     """
     started, finished = state.started, state.finished
     assert started is not None
@@ -45,7 +46,7 @@ def run_card(state: RunState, **origin: str) -> dict[str, Any]:
             **{name: value for name, value in origin.items() if value},
             "recipe_version": started.recipe_version,
             "initial_model_state": started.initial_state or None,
-            "parent_champion": parent[1] if parent else None,
+            "parent_champion": parent[1] if parent else origin.get("parent_champion") or None,
         },
         "model": {
             "num_parameters": started.num_parameters,
