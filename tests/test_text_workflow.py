@@ -36,10 +36,10 @@ def new_model(**shape):
 
 
 @pytest.fixture(scope="module")
-def trained():
+def trained(tmp_path_factory):
     """Two epochs on Python's own topics on two ranks: (what `pyflyte run` printed, model state, report, history)."""
     command = ["pyflyte", "run", "workflows/single_node.py", "single_node_training_wf", "--recipe", "text"]
-    flags = ["--num_processes", "2", "--config", json.dumps(SMALL)]
+    flags = ["--num_processes", "2", "--config", json.dumps(SMALL), "--output", str(tmp_path_factory.mktemp("first"))]
     code, output, errors = run_command(*command, *flags, cwd=REPOSITORY, WANDB_MODE="disabled")
     assert code == 0, output + errors
     outputs = re.search(r"model_state=(\S+), report=(\S+), history=(\S+?), export=", output.replace("\n", " "))
@@ -74,6 +74,20 @@ def test_the_state_alone_continues_a_text_as_its_run_did(trained):
     other = generate_text_wf(model_state=FlyteFile(str(state_file)), prompt="The ", max_tokens=200, seed=1)
     assert other != text
     assert other.startswith("The ")
+
+
+def test_transformers_loads_a_runs_output_as_the_page_says(trained):
+    pytest.importorskip("transformers")
+    _, state_file, _, _ = trained
+    page = (REPOSITORY / "docs/outputs.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "from_pretrained" in block)
+    names = {}
+    exec(code.replace("runs/first", str(state_file.parent)), names)
+    model, tokenizer = names["model"].eval(), names["tokenizer"]
+    ours = load_model(torch.load(state_file, weights_only=True)).eval()
+    tokens = tokenizer(tokenizer.bos_token + "The list", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).logits, ours(tokens), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
