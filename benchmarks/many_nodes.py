@@ -76,7 +76,7 @@ def supervise() -> None:
         time.sleep(POLL_INTERVAL)
         polls += 1
         step = int(polls * POLL_INTERVAL * STEPS_PER_SECOND)
-        link.on_beat(step, is_writing=False, is_stoppable=False)
+        link.on_beat(step, is_writing=False, is_stoppable=False, paces=[], waits=[])
         if job.ranks.first_rank == 0 and polls % round(1 / POLL_INTERVAL) == 0:
             link.emit(Reported(step, None, {"loss": 0.5}))
     reason = link.stop.reason

@@ -24,6 +24,11 @@ NUM_STEPS = 20
 LEAVES = "leaves"  # what a node of `OwnPlace` announces in place of a fault
 
 
+def beat(step, **values):
+    rest = {"is_writing": False, "is_stoppable": True, "leaves_in": None, "paces": [], "waits": []}
+    return {"kind": "beat", "step": step, **rest, **values}
+
+
 class OwnPlace:
     """One node, without a process, that finds the minimum of (weight - 3) ** 2. `faults` end an attempt at a step."""
 
@@ -71,24 +76,13 @@ class OwnPlace:
         if self.faults and self.faults[0][0] == self.step:
             _, failure = self.faults.pop(0)
             if failure is LEAVES:
-                beat = {"step": self.step, "is_writing": False, "is_stoppable": False, "leaves_in": 30.0, "paces": []}
-                return (yield node, {"kind": "beat", **beat})
+                return (yield node, beat(self.step, is_stoppable=False, leaves_in=30.0))
             if isinstance(failure, NodeLost):
                 return (yield node, {"kind": "lost", "why": str(failure), "cause": failure.cause})
             return (yield node, {"kind": "end", "outcome": "failed", "failure": failure.to_dict()})
         self.step, self.weight = self.step + 1, self.weight - 0.2 * 2 * (self.weight - 3)
         self.storage.write(f"step-{self.step:010d}.json", json.dumps([self.step, self.weight]).encode())
-        yield (
-            node,
-            {
-                "kind": "beat",
-                "step": self.step,
-                "is_writing": False,
-                "is_stoppable": True,
-                "leaves_in": None,
-                "paces": [],
-            },
-        )
+        yield node, beat(self.step)
         if self.step == NUM_STEPS:
             self.weights.append(self.weight)
             yield node, {"kind": "end", "outcome": "done"}
@@ -159,8 +153,7 @@ def test_a_notice_in_the_last_step_costs_nothing_whether_the_ranks_finish_or_not
             if not (self.step == NUM_STEPS - 1 and self.faults):
                 return (yield from super().messages())
             self.faults.clear()
-            beat = {"step": self.step, "is_writing": False, "is_stoppable": True, "leaves_in": 30.0, "paces": []}
-            yield node, {"kind": "beat", **beat}
+            yield node, beat(self.step, leaves_in=30.0)
             if outcome == "done":
                 self.weights.append(self.weight)
             yield node, {"kind": "end", "outcome": outcome, "message": "its worker is gone"}
@@ -182,8 +175,7 @@ def test_a_node_that_leaves_while_the_gang_ends_to_grow_leaves_its_ranks_less_ti
         def messages(self):
             if self.command.startswith("stop") and self.faults:  # the ranks are about to end
                 self.faults.clear()
-                beat = {"step": self.step, "is_writing": True, "is_stoppable": True, "leaves_in": 30.0, "paces": []}
-                return [(self.nodes[0], {"kind": "beat", **beat})]
+                return [(self.nodes[0], beat(self.step, is_writing=True, leaves_in=30.0))]
             self.larger = 2 if self.faults else 0
             return super().messages()
 

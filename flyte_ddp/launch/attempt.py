@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from flyte_ddp import events
@@ -37,6 +37,7 @@ class Node:
     label: str = ""  # for people; "" for this machine, which nobody needs to be told
     worker: str = ""  # name of its Dask worker
     is_writing: bool = False  # rank 0 writes a checkpoint
+    waits: list[float] | None = field(default_factory=list)  # as its last beat has them
     leaves_at: float = float("inf")  # monotonic: when it is gone, if it was told to go
     told_at: float = float("inf")  # monotonic: when it said so
     trains_until: float = float("inf")  # monotonic: so long it may train on while the gang waits for its replacement
@@ -142,6 +143,7 @@ class Attempt:
         self.progress_at = time.monotonic()  # when it did
         self.is_stoppable = False  # it saves its state when it is asked to end, so it may end to grow
         self.is_killed = False
+        self.has_stalled = False  # its ranks wait for one another, and were ordered to end
         self.failures: list[Failure] = []
         self.paces = PaceWatch(nodes.world_size, emit)
 
@@ -163,6 +165,7 @@ class Attempt:
             self.nodes.send(GO)
             while not self.has_ended and not self._cause_is_known():
                 self._receive()
+                self._end_if_all_wait(job.program.stall_timeout)
                 if stop.is_set() and not is_stopping:  # also while it grows
                     is_stopping = True
                     deadline = self._stop_nodes(stop.reason, stop.grace)
@@ -237,7 +240,7 @@ class Attempt:
             kind = message["kind"]
             if kind == "beat":
                 self._note_step(message["step"])
-                node.is_writing = message["is_writing"]
+                node.is_writing, node.waits = message["is_writing"], message["waits"]
                 self.is_stoppable |= message["is_stoppable"]
                 self.paces.note(node.label, message["paces"], self.step)
                 if (seconds := message["leaves_in"]) is not None:
@@ -254,6 +257,17 @@ class Attempt:
                 self._conclude(node, message)
             elif not node.outcome:
                 self._note_loss(node, message["why"], message.get("cause", ""), message.get("is_silent", False))
+
+    def _end_if_all_wait(self, timeout: float) -> None:
+        """End the ranks of a function that never reports, if all but at most one have waited for others for so long."""
+        waits: list[float] = []
+        for node in self.nodes.nodes:
+            if node.waits is None or self.has_stalled:
+                return
+            waits += node.waits
+        if waits and len(waits) >= self.nodes.world_size - 1 and min(waits) >= timeout:
+            self.has_stalled = True
+            self.nodes.send(f"{STALL} {min(waits):g}")
 
     def _replace_straggler(self) -> None:
         """Offer the node of the slowest rank for a replacement. A gang that does not save its state would lose it."""
@@ -283,7 +297,7 @@ class Attempt:
             # When one node's ranks stand still, the others' do too, and all their stacks are worth reading.
             is_echo = failure.is_consequence or failure.kind == "stall"
             if failure.kind == "stall" and not self.failures:
-                self.nodes.send(STALL)
+                self.nodes.send(f"{STALL} 0")
             self.failures.append(Failure(failure, is_echo, time.monotonic()))
         elif node.outcome == "broken" or (node.outcome == "killed" and not self.is_killed and not self.stop.is_set()):
             self._note_loss(node, end["message"], end.get("cause", ""))

@@ -5,7 +5,8 @@ They differ in the `Link`, which carries commands in and messages out.
 
 Messages, by kind:
     beat     step that the node's ranks have reached; is_writing: rank 0 writes a checkpoint; is_stoppable: the ranks
-             save their state when they are asked to stop; paces: of the ranks, as launch/paces.py has them; leaves_in:
+             save their state when they are asked to stop; paces: of the ranks, as launch/paces.py has them; waits:
+             seconds for which each rank that waits for others does, None once one has reported progress; leaves_in:
              seconds that the machine is still there, None for one that was not told to go
     event    event of the run, on the node of rank 0
     lines    that the ranks have printed
@@ -34,7 +35,7 @@ from flyte_ddp.launch.supervisor import supervise
 KILL_GRACE = 5.0  # seconds in which the ranks must be gone after a command to kill them
 GO, STOP, KILL = "go", "stop", "kill"  # the driver's commands; seconds of grace and the reason follow STOP
 KEEP = f"{KILL} keep"  # the ranks, but keep their state in the memory of this node
-STALL = "stall"  # the driver's command: another node's ranks stand still, report what these are at and end
+STALL = "stall"  # the driver's command: the gang stands still, for as many seconds as follow; report and end
 LEAVE = "leave"  # the worker's command: the machine goes away in as many seconds as follow
 
 
@@ -48,9 +49,9 @@ class Link:
     def __init__(self, put: Callable[[dict[str, Any]], None]) -> None:
         self.stop = StopRequest()
         self.is_killed = False  # ordered to end at once, or left alone
-        self.beat: dict[str, Any] = {"step": 0, "is_writing": False, "is_stoppable": False, "paces": []}
+        self.beat: dict[str, Any] = {"step": 0, "is_writing": False, "is_stoppable": False, "paces": [], "waits": []}
         self.leaves_at = float("inf")  # monotonic: when this machine is gone
-        self.has_stalled = False  # the gang stands still, as another node has noticed
+        self.stalled_for: float | None = None  # seconds for which the gang stands still, as the driver has noticed
         self._put = put
         self._previous = ""  # command
         self._lines: list[str] = []
@@ -67,7 +68,7 @@ class Link:
             grace, _, reason = rest.partition(" ")
             self.stop.revise(reason, float(grace))
         elif command == STALL:
-            self.has_stalled = True
+            self.stalled_for = float(rest)
         elif command == LEAVE:
             self.leaves_at = time.monotonic() + float(rest)
             self.send_beat()
@@ -91,19 +92,21 @@ class Link:
         self.send_lines()
         self.send("event", event=event)
 
-    def on_beat(self, step: int, is_writing: bool, is_stoppable: bool, paces: list[dict[str, Any]]) -> bool:
+    def on_beat(
+        self, step: int, is_writing: bool, is_stoppable: bool, paces: list[dict[str, Any]], waits: list[float] | None
+    ) -> float | None:
         """Take note of what the ranks are at. What the driver must know at once is sent at once.
 
         Returns:
-            Whether the gang stands still, as another node has noticed.
+            For how many seconds the gang stands still, as the driver has noticed; None while it does not.
         """
         urgent = {"is_writing": is_writing, "is_stoppable": is_stoppable}
         is_new = {**self.beat, **urgent} != self.beat
-        self.beat = {"step": step, **urgent, "paces": paces}
+        self.beat = {"step": step, **urgent, "paces": paces, "waits": waits}
         self.send_lines()
         if is_new:
             self.send_beat()
-        return self.has_stalled
+        return self.stalled_for
 
     def send_beat(self) -> None:
         leaves_in = self.leaves_at - time.monotonic() if self.leaves_at < float("inf") else None

@@ -56,6 +56,8 @@ SERVER_GRACE = 10.0  # seconds for the server of ranks to report the end of a ra
 SEMAPHORES = Path("/dev/shm")  # where Linux keeps named semaphores; macOS does not list them
 DEATH_GRACE = 2.0  # seconds for the kernel to end killed processes, and for their new parent to reap them
 
+OnBeat = Callable[[int, bool, bool, list[dict[str, Any]], list[float] | None], float | None]
+
 
 def supervise(
     job: Job,
@@ -65,7 +67,7 @@ def supervise(
     emit: Callable[[events.Event], None],
     stop: StopRequest,
     relay: Callable[[str], None] | None = None,
-    on_beat: Callable[[int, bool, bool, list[dict[str, Any]]], bool] | None = None,
+    on_beat: OnBeat | None = None,
     memory: NodeMemory | None = None,
 ) -> None:
     """Run the ranks of one node to their end. When this returns or raises, all their processes are gone.
@@ -78,7 +80,8 @@ def supervise(
         relay: called with every line that a rank prints; standard error by default.
         on_beat: called about every `POLL_INTERVAL` seconds with the step that this node's ranks have reached; where
             rank 0 is one of them also with whether it writes a checkpoint, and whether the ranks save their state on a
-            stop; and with the paces of the ranks. Returns whether the gang stands still, as another node has noticed.
+            stop; and with the paces and the waits of the ranks, see launch/node.py. Returns for how many seconds the
+            gang stands still, as the driver has noticed; None while it does not.
         memory: takes the state of a rank that is left when others are lost.
 
     Raises:
@@ -150,6 +153,7 @@ class _Ranks:
         # CUDA gives a process only the first of several MIG slices, so each rank must see its own alone.
         gpus = visible_gpus() if node.use_gpus else ()
         self.slices = gpus if job.program.virtual_local_rank or any(name.startswith("MIG-") for name in gpus) else ()
+        self.stalled_for = 0.0  # seconds for which the gang stands still, as the driver has noticed
         self.sent_deadline: float | None = None  # of the stop, as the ranks know it; None before
         # Two numbers per local rank: the time of its last progress, 0 before the first, and its step. Then one per
         # local rank: not 0 when its function has ended. One more: since when it waits for other ranks, or 0.
@@ -190,7 +194,7 @@ class _Ranks:
         prepared: Future[str] | None,
         emit: Callable[[events.Event], None],
         stop: StopRequest,
-        on_beat: Callable[[int, bool, bool, list[dict[str, Any]]], bool] | None,
+        on_beat: OnBeat | None,
     ) -> None:
         """Pass data and events on until every rank has succeeded. Raise if one fails, or if none makes progress."""
         has_data = prepared is None
@@ -212,8 +216,10 @@ class _Ranks:
             if prepared and not has_data and prepared.done():
                 has_data = True
                 self._send_data(prepared.result())
-            known = (self._step(), bool(self.beats[-1]), bool(self.beats[-2]), self._paces())
-            has_stalled = bool(on_beat and on_beat(*known))
+            known = (self._step(), bool(self.beats[-1]), bool(self.beats[-2]), self._paces(), self._waits())
+            stalled_for = on_beat(*known) if on_beat else None
+            has_stalled = stalled_for is not None
+            self.stalled_for = stalled_for or 0.0
             if has_data and not self.failures and (has_stalled or self._silence() >= self.job.program.stall_timeout):
                 stall = self._describe_stall(emit)
                 self._keep_state(stall, emit)
@@ -382,8 +388,8 @@ class _Ranks:
     def _silence(self) -> float:
         """Return for how many seconds no rank has made progress; 0 where none is expected."""
         last = max(self.beats[2 * index] for index in range(len(self.ranks)))
-        last = last or self._all_wait_since()  # a function that has never reported is not expected to
-        return time.monotonic() - last if last else 0.0
+        # A function that has never reported is not expected to; the driver compares the ranks that wait.
+        return time.monotonic() - last if last else self.stalled_for
 
     def _describe_stall(self, emit: Callable[[events.Event], None]) -> RankFailure:
         """Return the failure of ranks that stand still, with every rank's stack and collectives."""
@@ -426,11 +432,12 @@ class _Ranks:
         except FileNotFoundError:
             return ""
 
-    def _all_wait_since(self) -> float:
-        """Return since when all ranks of this node but at most one wait for others; 0 if they do not."""
-        first = 3 * len(self.ranks)
-        waiting = [since for since in self.beats[first : first + len(self.ranks)] if since]
-        return max(waiting) if waiting and len(waiting) >= len(self.ranks) - 1 else 0.0
+    def _waits(self) -> list[float] | None:
+        """Return for how many seconds each rank that waits for others does; None if one has reported progress."""
+        if any(self.beats[2 * index] for index in range(len(self.ranks))):
+            return None
+        first, now = 3 * len(self.ranks), time.monotonic()
+        return [now - since for since in self.beats[first : first + len(self.ranks)] if since]
 
     def _paces(self) -> list[dict[str, Any]]:
         """Return the paces of the ranks that have taken a step, as launch/paces.py has them."""
