@@ -216,12 +216,15 @@ def test_a_run_is_stopped_with_the_place_to_resume(tmp_path):
 
 
 class Scripted:
-    """An attempt that ends as the test says: (error, step, step of the newest checkpoint that it leaves)."""
+    """An attempt that ends as the test says: (error, step, step of the newest checkpoint that it leaves).
 
-    larger, leaving, kept_step = 0, (), 0
+    If `memory` is given, these are the steps of the states that the attempts leave in memory.
+    """
+
+    larger, leaving = 0, ()
 
     def __init__(self, endings):
-        self.endings, self.num_attempts = list(endings), 0
+        self.endings, self.num_attempts, self.memory, self.jobs = list(endings), 0, [], []
 
     def __call__(self, nodes, *others):
         self.nodes = nodes
@@ -229,6 +232,7 @@ class Scripted:
 
     def train(self, job, num_restarts):
         self.num_attempts += 1
+        self.jobs.append(job)
         error, self.step, kept = self.endings.pop(0)
         if kept:
             Storage(job.checkpoints).write(f"step-{kept:010d}.json", b"{}")
@@ -238,6 +242,9 @@ class Scripted:
 
     def ended(self, reason):
         return AttemptEnded(self.step, reason, 0.0)
+
+    def in_memory(self, failure):
+        return (self.memory.pop(0), "node 1's memory") if self.memory else (0, "")
 
 
 @pytest.fixture
@@ -335,6 +342,35 @@ def test_a_store_that_stays_away_ends_the_run_recoverably(tmp_path, scripted, mo
     monkeypatch.setattr(driver.Storage, "names", names)
     with pytest.raises(StorageUnavailable, match="could not be reached for 7 s"):
         train(own_place(16), tmp_path, Program("minimum", b"", store_timeout=7))
+
+
+def test_what_is_left_in_memory_is_gone_on_from_while_the_store_is_away(tmp_path, scripted, monkeypatch, caplog):
+    script = scripted([(KILLED, 5, 3), (KILLED, 6, 0), (KILLED, 6, 0)])
+    script.memory = [5, 6]
+    is_away, names = [], Storage.names
+
+    def names_if_there(storage):
+        if script.num_attempts > 1:
+            is_away.append(storage)
+            raise StorageUnavailable("the store is away")
+        return names(storage)
+
+    monkeypatch.setattr(Storage, "names", names_if_there)
+    with pytest.raises(StorageUnavailable, match="the store is away"):  # the third has left nothing there
+        train(own_place(16), tmp_path)
+    said = re.findall(r"was lost (.*) and restarts from (.*) \(restart", caplog.text)
+    assert said[:2] == [("at step 5", "step 5, from node 1's memory"), ("at step 6", "step 6, from node 1's memory")]
+    assert [(job.stored, job.is_store_away) for job in script.jobs] == [((), False), ((3,), False), ((3,), True)]
+    tokens = [job.owner.rpartition("-") for job in script.jobs]
+    assert [(run == tokens[0][0], number) for run, _, number in tokens] == [(True, "1"), (True, "2"), (True, "3")]
+
+
+def test_losses_between_which_the_state_in_memory_gets_further_do_not_end_a_run(tmp_path, scripted):
+    script = scripted([(KILLED, step, 0) for step in (5, 7, 9, 9)])
+    script.memory = [5, 7, 9, 9]
+    with pytest.raises(RankFailure, match="has used up its restarts"):
+        train(own_place(1), tmp_path)
+    assert script.num_attempts == 4
 
 
 def test_a_lost_node_explains_the_exception_that_a_program_raised_because_of_it():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import time
 
@@ -28,6 +29,7 @@ from flyte_ddp.launch.survivors import Survivors
 from flyte_ddp.rank.recall import recall
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.world import ALONE
+from tests.kubernetes.store import Store
 from tests.support.bereaved import save_and_lose_a_rank
 from tests.support.dask_runs import LOCAL, events_of
 from tests.support.runs import fork_functions, new_run
@@ -38,7 +40,7 @@ STEPS_PER_EPOCH = 9
 CONFIG = {"momentum": 0.9, "log_interval": 1, "model_state": "last"}
 
 
-def train(directory, place, *orders, recipe=RECIPE, **config):
+def train(directory, place, *orders, recipe=RECIPE, checkpoints="", listeners=(), **config):
     """Train, and return what was seen of the run and the steps and places that it was resumed from."""
     (directory / "orders").mkdir(parents=True)
     for number, order in enumerate(orders):
@@ -47,8 +49,8 @@ def train(directory, place, *orders, recipe=RECIPE, **config):
     options = {"orders": str(directory / "orders") if orders else ""}
     values = {**CONFIG, "checkpoint_interval": 1000, "recipe_options": options, **config}
     program = recipe_program(recipe, resolve(get_recipe(recipe, {}).defaults, values))
-    job = Job(program, str(directory / "checkpoints"), time.time())
-    run.result = driver.run(job, place, lambda: str(run.data()), [run], run.relay)
+    job = Job(program, checkpoints or str(directory / "checkpoints"), time.time())
+    run.result = driver.run(job, place, lambda: str(run.data()), [run, *listeners], run.relay)
     loaded = [(event.step, event.url) for event in events_of(run, events.CheckpointLoaded) if event.step]
     return run, loaded
 
@@ -103,6 +105,53 @@ def test_a_rank_that_is_lost_during_a_save_costs_no_step(tmp_path, undisturbed, 
     run, resumed = train(tmp_path, LocalPlace(2, max_restarts=3), f"backward-{lost}-6", checkpoint_interval=5)
     assert resumed == [(5, "this node's memory")]
     torch.testing.assert_close(run.state(), undisturbed, rtol=0, atol=0)
+
+
+class Outage:
+    """Takes the store away when it has the first epoch's checkpoint, has the rank that waits for it die, and brings the
+    store back when the run has resumed."""
+
+    def __init__(self, outage, orders):
+        self.outage, self.orders, self.has_begun = outage, orders, False
+
+    def handle(self, event):
+        if isinstance(event, events.CheckpointWritten) and not self.has_begun:
+            self.has_begun = True
+            self.outage.__enter__()
+            (order,) = self.orders.iterdir()
+            order.rename(str(order).replace("hold", "forward"))
+        elif isinstance(event, events.CheckpointLoaded) and event.step:
+            self.outage.__exit__(None, None, None)
+
+    def close(self, error):
+        pass
+
+
+@pytest.fixture(scope="module")
+def server():
+    """An S3 server of this machine, which the environment names."""
+    server = Store("127.0.0.1")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**server.keys, "AWS_ENDPOINT_URL": server.url}.items():
+            patch.setenv(name, value)
+        server.files.mkdir("bucket")
+        yield server
+    server.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["refusing", "hanging"])
+def test_a_loss_while_the_store_is_away_costs_no_step(tmp_path, server, how):
+    """Nor is the store waited for, which has the best epoch's checkpoint. What is saved is held until it is back."""
+    best = {"model_state": "best", "epochs": 2, "store_timeout": 60.0}
+    plain, _ = train(tmp_path / "plain", LocalPlace(2), **best)
+    place, options = LocalPlace(2, max_restarts=3), {"checkpoints": f"s3://bucket/{how}", **best}
+    outage = Outage(getattr(server, how)(), tmp_path / "lost" / "orders")
+    run, resumed = train(tmp_path / "lost", place, "hold-1-12", listeners=[outage], **options)
+    assert resumed == [(11, "this node's memory")]
+    final = torch.load(io.BytesIO(server.files.cat_file(run.result.finished.model_state_url)), weights_only=True)
+    torch.testing.assert_close(final, plain.state(), rtol=0, atol=0)
+    assert run.result.finished.best_epoch == plain.result.finished.best_epoch
 
 
 @pytest.mark.slow
@@ -183,12 +232,13 @@ def memory_with(step=5, run="run", attempt=0, epochs=(), spoil=False):
     return memory
 
 
-def recalled(memory, directory, counted=(0,), needed=0, stored=()):
+def recalled(memory, directory, counted=(0,), needed=0, stored=(), known=None):
     for step in stored:
         (directory / f"step-{step:010d}.json").write_text(json.dumps({}))
     file, kept = memory.begin(counted)
     node = NodeRanks(0, 1, 1, "127.0.0.1", 0, "lo", False, 1, run_id="run")
-    process = RankProcess(None, node, 0, None, None, file, kept)
+    job = Job(None, "", 0.0, stored=known or (), is_store_away=known is not None)
+    process = RankProcess(job, node, 0, None, None, file, kept)
     store = CheckpointStore(str(directory), 2)
     found = recall(ALONE, process, store, lambda place, tensor: None, lambda state: needed)
     return (found.state and found.state["progress"]["step"]), found.skipped
@@ -198,6 +248,8 @@ def test_a_state_in_memory_is_used_if_it_is_newer_whole_and_counts(tmp_path):
     assert recalled(memory_with(), tmp_path) == (5, [])
     assert recalled(memory_with(), tmp_path, stored=[4]) == (5, [])
     assert recalled(memory_with(), tmp_path, needed=4) == (5, [])
+    assert recalled(memory_with(), tmp_path, known=()) == (5, [])  # the store is away
+    assert recalled(memory_with(), tmp_path, known=(3, 5), needed=3) == (5, [])
     assert recalled(memory_with(), tmp_path, needed=5) == (5, [])  # its own epoch is the best: it is saved again
 
 
@@ -217,7 +269,7 @@ def test_the_state_that_counts_stays_until_a_newer_one_does():
     _, kept = memory.begin([0])
     assert kept.step == 5
     memory.keep("run", 1, step=7, num_bytes=0, checksum="", version="", digest="")
-    assert memory.newest_step == 7
+    assert memory.steps == (7, 5)
     _, kept = memory.begin([0])  # attempt 1 ended by an exception
     assert kept.step == 5
     memory.keep("run", 2, step=8, num_bytes=0, checksum="", version="", digest="")

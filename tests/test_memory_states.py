@@ -21,6 +21,7 @@ from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process import parts
 from flyte_ddp.launch.process.link import RankProcess
 from flyte_ddp.launch.process.parts import NodeParts
+from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NodeRanks
 from flyte_ddp.rank.memory_states import choose_interval
 from flyte_ddp.rank.recall import recall
@@ -132,11 +133,12 @@ def node_with(*states, num_parts=2, version=None, spoilt=()):
     return memory
 
 
-def recalled(memory, directory, stored=(), run="run", needed=0):
+def recalled(memory, directory, stored=(), run="run", needed=0, known=None):
     for step in stored:
         (directory / f"step-{step:010d}.json").write_text(json.dumps({}))
     left = memory.begin(dataclasses.replace(NODE, num_restarts=1))
-    process = RankProcess(None, dataclasses.replace(NODE, run_id=run), 0, None, None, parts=left)
+    job = Job(None, "", 0.0, stored=known or (), is_store_away=known is not None)
+    process = RankProcess(job, dataclasses.replace(NODE, run_id=run), 0, None, None, parts=left)
     found = recall(ALONE, process, CheckpointStore(str(directory), 2), lambda *_: None, lambda state: needed)
     if found.state:
         assert found.state["model"]["weight"].tolist() == [float(found.state["progress"]["step"])] * 4
@@ -151,6 +153,7 @@ def test_the_newest_whole_state_in_memory_is_used(tmp_path):
     assert recalled(node_with((2, both), (2, both)), tmp_path) == (2, [])  # before and after an evaluation
     assert recalled(node_with((4, both)), tmp_path, stored=[3]) == (4, [])
     assert recalled(node_with((4, both)), tmp_path, stored=[4]) == (None, [])
+    assert recalled(node_with((4, both)), tmp_path, known=(3, 4), needed=3) == (4, [])  # the store is away
     assert recalled(NodeParts(), tmp_path) == (None, [])
 
 

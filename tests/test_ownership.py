@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from flyte_ddp.checkpoints import ownership
+from flyte_ddp.checkpoints import newest_step, ownership
 from flyte_ddp.checkpoints.ownership import OWNER, Ownership, check_owner, read_owner
 from flyte_ddp.checkpoints.store import CheckpointStore
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.errors import ConfigError, StorageUnavailable
 from flyte_ddp.storage import Storage
 from tests.support.runs import new_run
 from tests.test_champion import bucket  # noqa: F401 - a fixture
@@ -74,6 +74,33 @@ def test_a_released_place_is_free_and_an_attempt_of_the_same_run_takes_it_over_a
                 first.renew()  # a ghost does not take its place back
         first.__exit__(None, None, None)
         assert read_owner(Storage(url))[1].token == second.token
+
+
+def test_ranks_hold_what_they_write_until_a_store_that_was_away_has_their_token(tmp_path, monkeypatch):
+    is_back, put = threading.Event(), Ownership._put
+
+    def put_later(owner, storage, values):
+        if not is_back.is_set() and storage.timeout:
+            raise StorageUnavailable("the store is away")
+        put(owner, storage, values)
+
+    with owns(str(tmp_path), "f1-n0") as owner:
+        first = owner.token
+        monkeypatch.setattr(Ownership, "_put", put_later)
+        second, third = owner.renew(waits=False), owner.renew(waits=False)
+        storage = Storage(str(tmp_path))
+        check_owner(storage, first)
+        for token in (second, third):
+            with pytest.raises(StorageUnavailable, match="belongs to the attempt before this one"):
+                check_owner(storage, token)
+        store = CheckpointStore(str(tmp_path), 1, owner=third)
+        store.save({"weight": torch.zeros(3)}, 1, best=False)
+        is_back.set()
+        store.wait()
+        assert newest_step(str(tmp_path)) == 1
+        for token in (first, second):
+            with pytest.raises(ConfigError, match="belongs to run f1-n0"):
+                check_owner(storage, token)
 
 
 def test_one_of_two_simultaneous_runs_gets_the_place(url):

@@ -22,6 +22,10 @@ def newest_step(url: str, timeout: float | None = None) -> int:
     Raises:
         StorageUnavailable, StorageDenied: what is there could not be found out.
     """
+    return max(stored_steps(url, timeout), default=0)
+
+
+def stored_steps(url: str, timeout: float | None = None) -> list[int]:
+    """Return the steps of the checkpoints at `url`. Arguments and errors as of `newest_step`."""
     storage = Storage(url) if timeout is None else Storage(url, timeout=timeout)
-    names = storage.names()
-    return max((int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d+)\.json", name))), default=0)
+    return [int(match[1]) for name in storage.names() if (match := re.fullmatch(r"step-(\d+)\.json", name))]

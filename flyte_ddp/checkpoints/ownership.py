@@ -2,7 +2,8 @@
 
 Two runs in one place would delete each other's checkpoints. So the process that starts a run takes the place before
 anything is written there, sends heartbeats, and releases the place at the end. Rank 0 compares the token before
-everything that it writes or deletes: a process that was replaced, but lives on somewhere, changes nothing any more.
+everything that it writes or deletes: a process that was replaced, but lives on somewhere, changes nothing any more. A
+run's tokens are numbered, so rank 0 knows one that is only not renewed yet, because the store is away, and waits.
 
 An owner is over if it released the place, if it is an earlier attempt of the same run (Flyte retries a node under the
 same name), if its process is gone from this very machine, or if its last heartbeat is too old. Only the last of these
@@ -80,7 +81,7 @@ class Ownership:
         self._storage = Storage(url, timeout=store_timeout)
         self._beats = Storage(url, timeout=0)
         self._owner = Owner(
-            token=uuid.uuid4().hex,
+            token=f"{uuid.uuid4().hex}-0",
             run=run,
             host=socket.gethostname(),
             machine=_machine(),
@@ -90,6 +91,7 @@ class Ownership:
             beat_at=time.time(),
             lease=store_timeout + 3 * BEAT_INTERVAL,
         )
+        self._token = self._owner.token  # the newest, which may not be there yet
         self._written = b""  # what this process put there last
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -98,15 +100,38 @@ class Ownership:
     def token(self) -> str:
         return self._owner.token
 
-    def renew(self) -> str:
+    def renew(self, waits: bool = True) -> str:
         """Return a new token, which ends the right of ranks with an earlier one to write. For every attempt of a gang.
+
+        Args:
+            waits: until it is in the store. Else a thread puts it there, and ranks that have it write nothing before.
 
         Raises:
             ConfigError, StorageUnavailable, StorageDenied: as the class; also if a later attempt has the place now.
         """
+        run, number = _parse(self._token)
+        token = self._token = f"{run}-{number + 1}"
+        if waits:
+            self._put_token(token)
+        else:
+            threading.Thread(target=self._keep_putting, args=(token,), name="ownership", daemon=True).start()
+        return token
+
+    def _put_token(self, token: str) -> None:
         with self._lock:
-            self._take(dataclasses.replace(self._owner, token=uuid.uuid4().hex, beat_at=time.time()), is_first=False)
-        return self.token
+            if token == self._token:
+                self._take(dataclasses.replace(self._owner, token=token, beat_at=time.time()), is_first=False)
+
+    def _keep_putting(self, token: str) -> None:
+        while token == self._token and not self._ended.is_set():
+            try:
+                self._put_token(token)
+                return
+            except StorageUnavailable:
+                self._ended.wait(1.0)  # the storage has logged it
+            except Exception as error:  # rank 0 finds out as well, before it writes
+                logger.warning("checkpoints: the ownership could not be renewed: %s", describe(error))
+                return
 
     def __enter__(self) -> Ownership:
         with self._lock:
@@ -131,7 +156,7 @@ class Ownership:
         """Write `owner` if the place is free, or if its owner may be replaced."""
         while True:
             self._written, other = read_owner(self._storage)
-            is_ours = other is not None and other.token == self.token
+            is_ours = other is not None and _parse(other.token)[0] == _parse(self.token)[0]
             if other and not is_ours and not (is_first and other.is_over(owner.run)):
                 quiet = max(0.0, time.time() - other.beat_at)
                 raise ConfigError(
@@ -188,12 +213,25 @@ def read_owner(storage: Storage) -> tuple[bytes, Owner | None]:
 
 
 def check_owner(storage: Storage, token: str) -> None:
-    """Raise ConfigError if the place of `storage` does not belong to the run with this token any more."""
+    """Raise ConfigError if the place of `storage` does not belong to the run with this token any more.
+
+    Raises:
+        StorageUnavailable: it still belongs to an earlier attempt of that run; see `Ownership.renew`.
+    """
     _, owner = read_owner(storage)
     if owner and (owner.token != token or owner.released):
+        (run, number), (own_run, own_number) = _parse(owner.token), _parse(token)
+        if run == own_run and number < own_number and not owner.released:
+            raise StorageUnavailable(f"checkpoints: {redact_url(storage.url)} belongs to the attempt before this one")
         raise ConfigError(
             f"checkpoints: {redact_url(storage.url)} belongs to {owner} now, so this process writes nothing more there"
         )
+
+
+def _parse(token: str) -> tuple[str, int]:
+    """Return what all tokens of a run's process have alike, and the number of this one."""
+    run, _, number = token.rpartition("-")
+    return run, int(number) if number.isdigit() else 0
 
 
 def _machine() -> str:

@@ -142,7 +142,7 @@ class ClusterConfig:
         help="a run continues with this many when other nodes do not come (back) in time; 0: it needs all of num_nodes",
     )
     max_restarts: int = field(
-        3, minimum=0, help="of the whole gang, after a node or a rank was lost, without a new checkpoint in between"
+        3, minimum=0, help="of the whole gang, after a node or a rank was lost, without a newer state in between"
     )
     node_timeout: float = field(20.0, above=0, unit="seconds", help="of silence after which a node counts as lost")
     start_timeout: float = field(

@@ -17,6 +17,7 @@ from flyte_ddp.launch.node import GO, KEEP, KILL, KILL_GRACE, STALL, STOP
 from flyte_ddp.launch.paces import PaceWatch
 from flyte_ddp.launch.policy import leaves_state_whole
 from flyte_ddp.launch.process.memory import KEEP_TIMEOUT
+from flyte_ddp.launch.process.parts import memory_of
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.launch.stalls import join_stalls
@@ -139,7 +140,9 @@ class Attempt:
         self.shows_nodes = shows_nodes  # a line of a rank's begins with its node
         self.larger = 0  # nodes of the gang that follows this one
         self.step = 0  # that the gang has reached
-        self.kept_step = 0  # of the newest state that its ranks have left in the memory of their nodes
+        # What its nodes have in memory when it has ended: steps of states, and the node of each part of others.
+        self._kept: dict[int, tuple[int, int]] = {}
+        self._parts: dict[tuple[int, ...], dict[int, int]] = {}
         self.progress_at = time.monotonic()  # when it did
         self.is_stoppable = False  # it saves its state when it is asked to end, so it may end to grow
         self.is_killed = False
@@ -225,6 +228,16 @@ class Attempt:
             return f"{leaving[0]} leaves" if len(leaving) == 1 else f"{len(leaving)} nodes leave"
         return f"the gang grows from {len(self.nodes.nodes)} to {self.larger} nodes"
 
+    def in_memory(self, failure: RankFailure | NodeLost | None) -> tuple[int, str]:
+        """Return the step of the newest state that is left in memory to go on from, and where it is; 0 for none."""
+        is_whole = failure is not None and leaves_state_whole(failure)
+        found = [
+            *((max(newest * is_whole, kept), [node]) for node, (newest, kept) in self._kept.items()),
+            *((step, [*of.values()]) for (step, *_, num_parts), of in self._parts.items() if len(of) == num_parts),
+        ]
+        step, nodes = max(found, default=(0, [0]), key=lambda each: each[0])
+        return step, memory_of(nodes, len(self.nodes.nodes))
+
     def ended(self, reason: str) -> events.AttemptEnded:
         """Return the event of the end of this attempt, now."""
         idle = time.monotonic() - self.progress_at
@@ -282,7 +295,9 @@ class Attempt:
     def _conclude(self, node: Node, end: dict[str, Any]) -> None:
         """Note how the ranks of a node have ended."""
         node.outcome = end["outcome"]
-        self.kept_step = max(self.kept_step, end.get("kept_step", 0))
+        self._kept[node.index] = end.get("kept_steps", (0, 0))
+        for *state, number, num_parts in end.get("parts", ()):
+            self._parts.setdefault((*state, num_parts), {}).setdefault(number, node.index)
         if node.outcome == "stopped":
             node.stopped = TrainingStopped(end["message"], end["reason"])
         elif node.outcome == "failed":

@@ -1,7 +1,7 @@
 """The loop of attempts: start the ranks of a program, watch them, and restart them or give up, as policy.py decides.
 
 A place gives the nodes: this machine (local.py), or the workers of a Dask cluster (dask/place.py). What fails fails as
-a whole: the gang is ended on every node and starts again from its last checkpoint.
+a whole: the gang is ended on every node and starts again from memory or its last checkpoint.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import time
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from flyte_ddp import events
-from flyte_ddp.checkpoints import newest_step
+from flyte_ddp.checkpoints import newest_step, stored_steps
 from flyte_ddp.checkpoints.ownership import Ownership
 from flyte_ddp.errors import (
     ConfigError,
@@ -42,6 +43,7 @@ from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.storage import Storage, redact_url
 
 OOM_NOTE = "out-of-memory.json"  # beside the checkpoints
+STORE_PATIENCE = 1.0  # seconds for the store to answer where the next attempt goes on from memory
 POLL_INTERVAL = 0.1  # seconds between looks at the stop request while something is waited for
 
 T = TypeVar("T")
@@ -162,7 +164,7 @@ def run(
         name = f"training-{uuid.uuid4().hex[:12]}"
         begun = Run(name, job, storage, stop, dispatcher.emit, relay or print_line, prepared)
         try:
-            driver = _Driver(begun, place, ownership)
+            driver = _Driver(begun, place, ownership, state)
             if earlier_failure:
                 driver.look_back(earlier_failure)
             driver.drive()
@@ -174,12 +176,14 @@ def run(
 class _Driver:
     """A run: attempt after attempt, until one succeeds or another would be of no use."""
 
-    def __init__(self, run: Run, place: Place, ownership: Ownership | None) -> None:
+    def __init__(self, run: Run, place: Place, ownership: Ownership | None, state: events.RunState) -> None:
         self.run = run
         self.place = place
         self.ownership = ownership
+        self.state = state
+        self.stored: list[int] = []  # steps of checkpoints in the store, when it answered last
         self.num_attempts = 0
-        self.num_restarts = 0  # those that count, since the last attempt that has left a new checkpoint
+        self.num_restarts = 0  # those that count, since the last attempt that has left a newer state
         self.previous: Ended | None = None  # the last attempt that failed
 
     def look_back(self, failure: RankFailure) -> None:
@@ -192,7 +196,7 @@ class _Driver:
 
     def drive(self) -> None:
         """Make attempts until one succeeds. Raises as `run`."""
-        run, latest = self.run, None
+        run, latest, needs_store = self.run, None, True
         resumed_step = run_in_background(self._newest_step)
         while True:
             begun = time.time() if self.num_attempts else run.job.launched_at  # since then the nodes were started
@@ -200,7 +204,7 @@ class _Driver:
             waited = time.time() - begun if self.place.is_cluster else 0.0
             run.emit(events.AttemptStarted(len(nodes.nodes), run.job.launched_at, waited, self.place.notice_seconds))
             # A new token for each gang: a rank of an earlier one that still lives on a silent node may not write now.
-            owner = self.ownership.renew() if self.ownership else ""
+            owner = self.ownership.renew(waits=needs_store) if self.ownership else ""
             shows_nodes = self.place.is_cluster and run.job.program.output.prefix == PREFIX
             attempt = Attempt(nodes, run.emit, run.relay, run.stop, shows_nodes)
             try:
@@ -216,28 +220,40 @@ class _Driver:
                 if run.prepared and run.prepared.done() and (failed := run.prepared.exception()):
                     raise failed from None  # the caller's own, which the node could only report
             is_announced = bool(attempt.leaving)
-            if failure and attempt.kept_step and leaves_state_whole(failure):
+            if failure and leaves_state_whole(failure):
                 counted = (*run.job.counted, self.num_attempts - 1)
                 run.job = dataclasses.replace(run.job, counted=counted)
-            kept_step = run.wait_for(run_in_background(self._newest_step))
+            memory_step, place = attempt.in_memory(failure)
+            newest_step = run_in_background(self._newest_step)
+            if memory_step:  # the store may be away
+                concurrent.futures.wait([newest_step], STORE_PATIENCE)
+            else:
+                run.wait_for(newest_step)
+            stored_step = newest_step.result() if newest_step.done() else -1
+            kept_step = max(memory_step or -1, stored_step)
             latest = Ended(failure, attempt.step, resumed_step.result(), kept_step, is_announced)
-            self._follow(latest, attempt)
-            if run.storage:
+            in_memory = memory_step > stored_step
+            self._follow(latest, attempt, f"step {memory_step}, from {place}" if in_memory else "its last checkpoint")
+            needs_store = not memory_step or latest.is_store_outage
+            if run.storage and needs_store:
                 run.wait_for(run_in_background(run.storage.names))  # raises StorageUnavailable
                 resumed_step = run_in_background(self._newest_step)
+            else:
+                resumed_step = run_in_background(functools.partial(max, kept_step, stored_step))
+            known = {*self.stored, *(each.step for each in self.state.checkpoints)}
+            is_away = bool(memory_step) and stored_step < 0
+            run.job = dataclasses.replace(run.job, stored=tuple(sorted(known)), is_store_away=is_away)
 
     def _newest_step(self) -> int:
-        """Return the step of the newest checkpoint; -1 if that is not known.
-
-        A state in memory is not counted: a rank that is killed again and again has to end the run in the end.
-        """
+        """Return the step of the newest checkpoint in the store; -1 if that is not known."""
         if self.run.storage:
             with contextlib.suppress(StorageUnavailable):
-                return newest_step(self.run.storage.url, timeout=0)
+                self.stored = stored_steps(self.run.storage.url, timeout=0)
+                return max(self.stored, default=0)
         return -1
 
-    def _follow(self, ended: Ended, attempt: Attempt) -> None:
-        """Prepare the next attempt and log why there is one, or raise if there is none."""
+    def _follow(self, ended: Ended, attempt: Attempt, origin: str) -> None:
+        """Prepare the next attempt and log why there is one, and from where, or raise if there is none."""
         run, failure, place = self.run, ended.failure, self.place
         if ended.has_saved:
             self.num_restarts = 0
@@ -274,7 +290,6 @@ class _Driver:
             )
             return
         what, previous = first_line(failure), self.previous
-        keeps = bool(attempt.kept_step) and leaves_state_whole(failure)
         self.previous = ended
         if decision.next is Next.WAIT:
             logger.warning("the gang was lost %s and restarts when the store is back: %s", ended.position, what)
@@ -285,7 +300,7 @@ class _Driver:
         )
         logger.warning(
             "the gang was lost %s and restarts from %s (restart %d of at most %d): %s",
-            *(ended.position, "memory" if keeps else "its last checkpoint", self.num_restarts, place.max_restarts),
+            *(ended.position, origin, self.num_restarts, place.max_restarts),
             what if is_known or failure.cause == "stall" else failure,  # of a stall the log has all stacks
         )
 

@@ -37,7 +37,7 @@ class LocalPlace:
 
     Args:
         num_processes: ranks; 0 is one per GPU, or two on a machine without.
-        max_restarts: how often all ranks start again, without a new checkpoint in between, after one was killed,
+        max_restarts: how often all ranks start again, without a newer state in between, after one was killed,
             hung, or failed in a way that another attempt may not repeat.
         port: where the ranks meet; 0 for any free one.
     """

@@ -10,8 +10,8 @@ Messages, by kind:
              seconds that the machine is still there, None for one that was not told to go
     event    event of the run, on the node of rank 0
     lines    that the ranks have printed
-    end      outcome: done, stopped, failed, killed or broken; kept_step: of the state that the ranks have left in the
-             memory of the node, 0 for none; last
+    end      outcome: done, stopped, failed, killed or broken; kept_steps: of states in the memory of the node, as
+             `NodeMemory.steps` has them; parts: of states there, as `NodeParts.held` has them; last
 """
 
 from __future__ import annotations
@@ -146,4 +146,4 @@ def run_ranks(
         what = f"{type(error).__name__}: {error}\n{shorten_traceback(traceback.format_exc())}"
         end = {"outcome": "broken", "message": what, "cause": type(error).__name__}
     link.send_lines()
-    link.send("end", **end, kept_step=memory.newest_step)
+    link.send("end", **end, kept_steps=memory.steps, parts=memory.parts.held)

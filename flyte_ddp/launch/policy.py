@@ -36,8 +36,8 @@ class Ended:
         failure: the one that explains all others; None for a gang that saved its state to start again larger, or
             without the nodes that leave.
         step: that it had reached; 0 if that is not known.
-        resumed_step: of the newest checkpoint when it started; -1 if that is not known.
-        kept_step: of the newest checkpoint when it had ended; -1 if that is not known.
+        resumed_step: of the newest state, in the store or in memory, when it started; -1 if that is not known.
+        kept_step: of the newest state when it had ended; -1 if that is not known.
         is_announced: a node of it had announced that it goes away.
     """
 
@@ -64,11 +64,11 @@ class Ended:
 
     @property
     def has_saved(self) -> bool:
-        """It left a newer checkpoint than it found."""
+        """It left a newer state than it found."""
         return self.kept_step > self.resumed_step >= 0
 
     def got_further_than(self, previous: Ended) -> bool:
-        """Return whether it started from a newer checkpoint than the one before it, and died at another step."""
+        """Return whether it started from a newer state than the one before it, and died at another step."""
         died_at_same_step = 0 < previous.step >= self.step  # a function may report none
         return self.resumed_step > previous.resumed_step and not died_at_same_step
 
@@ -79,7 +79,7 @@ class Before:
 
     Attributes:
         previous: the end of the attempt before it, in the same process.
-        num_restarts: that were counted since the last attempt that has left a new checkpoint.
+        num_restarts: that were counted since the last attempt that has left a newer state.
         oom_step: from which the last attempt had started that ran out of memory, in whatever process; None if none has.
     """
 
@@ -93,7 +93,7 @@ class Rules:
     """What the run allows.
 
     Attributes:
-        max_restarts: counted restarts without a new checkpoint in between.
+        max_restarts: counted restarts without a newer state in between.
         repeats_bugs: an exception that would repeat is answered by a restart too, as torchrun does.
         can_shrink: the batches may be made smaller when a GPU has run out of memory.
     """

@@ -16,7 +16,7 @@ from flyte_ddp.checkpoints.resharding import BoxOf, assemble
 from flyte_ddp.checkpoints.state_file import check_file
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.launch.process.link import RankProcess
-from flyte_ddp.launch.process.parts import Part, lacking_memory
+from flyte_ddp.launch.process.parts import Part, lacking_memory, memory_of
 from flyte_ddp.rank.sharding import OPTIMIZER_STATES, count_own_parameters, is_sharded
 from flyte_ddp.world import World
 
@@ -109,13 +109,8 @@ def read_state(state: MemoryState, process: RankProcess, world: World, box_of: B
 
 def place_of(readers: Sequence[int], process: RankProcess, world: World) -> str:
     """Return, for people, in whose memory a state is that these ranks read. Every rank calls it."""
-    if process.node.num_nodes == 1:
-        return "this node's memory"
     of_ranks = world.all_gather(float(process.node.node_rank))
-    nodes = sorted({int(of_ranks[reader]) for reader in readers})
-    if len(nodes) == 1:
-        return f"node {nodes[0]}'s memory"
-    return f"the memory of nodes {', '.join(map(str, nodes[:-1]))} and {nodes[-1]}"
+    return memory_of((int(of_ranks[reader]) for reader in readers), process.node.num_nodes)
 
 
 def _is_of_this_run(part: Part, process: RankProcess) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +18,6 @@ from flyte_ddp.launch.process.link import RankProcess
 from flyte_ddp.launch.process.memory import Kept
 from flyte_ddp.rank.memory_states import find_states, place_of, read_state
 from flyte_ddp.world import ALONE, World, run_together
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -41,6 +39,8 @@ def recall(
 ) -> Recalled:
     """Return the newest state in the memory of the nodes, unless the store has one as new. Every rank calls it.
 
+    If the store is away, what it has is not waited for, and counts only as the checkpoint of the best epoch.
+
     Args:
         needed_step: returns the step of the checkpoint that a run from this state will ask the store for; 0 for none.
     """
@@ -51,10 +51,12 @@ def recall(
     newest, states = max(steps), find_states(process, world)
     if not newest and not states:
         return Recalled()
-    stored: list[int] = world.broadcast_object(run_together(lambda: _steps_in(store) if world.is_first else [], world))
+    asked: list[int] | None
+    asked = world.broadcast_object(run_together(lambda: _steps_in(store, process) if world.is_first else [], world))
+    stored, newest_stored = (process.job.stored, 0) if asked is None else (asked, max(asked, default=0))
     skipped = []
     for each in states:
-        if each.step <= max([newest, *stored]):
+        if each.step <= max(newest, newest_stored):
             break
         place = place_of(each.readers, process, world)
         refusal = f"the state of step {each.step} in {place} is not used: "
@@ -68,13 +70,12 @@ def recall(
             store.retention.resumed = f"{checkpoint_name(each.step)}.json"
             return Recalled(state, place, (each.attempt, each.turn), skipped)
         skipped.append(f"{refusal}the store has no checkpoint of the best epoch, at step {needed}")
-    if newest <= max(stored, default=0):
+    if newest <= newest_stored:
         return Recalled(skipped=skipped)
     kept = kept if kept and kept.step == newest else None
     reader = steps.index(newest)
     digest = world.broadcast_object(kept.digest if kept else "", reader)
-    node_rank = int(world.all_gather(node.node_rank)[reader])
-    place = f"node {node_rank}'s memory" if node.num_nodes > 1 else "this node's memory"
+    place = place_of([reader], process, world)
     refusal = f"the state of step {newest} in {place} is not used: "
     if world.all_reduce(float(kept is not None and kept.digest != digest))[0]:
         return Recalled(skipped=[f"{refusal}it is not that of another node"])
@@ -89,13 +90,11 @@ def recall(
     return Recalled(state, place)
 
 
-def _steps_in(store: CheckpointStore) -> list[int]:
-    """Return the steps of the checkpoints in the store; none if it is away, when memory has what is newer."""
-    try:
-        return store.steps()
-    except StorageUnavailable as error:
-        logger.warning("the store is not asked for a newer state than that in memory: %s", error)
-        return []
+def _steps_in(store: CheckpointStore, process: RankProcess) -> list[int] | None:
+    """Return the steps of the checkpoints in the store; None if it is away."""
+    with contextlib.suppress(StorageUnavailable):  # the storage has logged it
+        return None if process.job.is_store_away else store.steps()
+    return None
 
 
 def _read_together(kept: Kept | None, world: World, box_of: BoxOf, reader: int, is_everywhere: bool) -> dict[str, Any]:

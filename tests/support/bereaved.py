@@ -35,6 +35,7 @@ class Bereaved(Normed):
             self.meet("evaluation")
             return losses
         self._num_steps += 1
+        self.meet("hold")
         self.meet("forward")
         self.meet("worker")
         self.meet("raise")
@@ -52,6 +53,10 @@ class Bereaved(Normed):
         wait_for_copies()
         _, where, rank, num_steps = orders[0].name.split("-")
         if where != place or int(rank) != dist.get_rank() or self._num_steps < int(num_steps):
+            return
+        if place == "hold":  # until the order is another one
+            while orders[0].exists():
+                time.sleep(PACE)
             return
         orders[0].unlink()
         if place == "between":

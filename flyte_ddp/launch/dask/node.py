@@ -176,9 +176,7 @@ def _run_attempt(
     try:
         ranks = dataclasses.replace(node_job.ranks, interface=interface_to(node_job.ranks.host))
     except OSError as error:
-        link.send(
-            "end", outcome="broken", message=f"{type(error).__name__}: {error}", cause=type(error).__name__, kept_step=0
-        )
+        link.send("end", outcome="broken", message=f"{type(error).__name__}: {error}", cause=type(error).__name__)
         return
     memory.parts.source = node_job.copies_of
     memory.parts.send = functools.partial(link.tell_worker, to=node_job.copies_to) if node_job.copies_to else None

@@ -66,6 +66,7 @@ class DaskPlace:
         self._data: SharedData | None = None
         self._roll_call: RollCall | None = None
         self._latest: DaskNodes | None = None
+        self._checked: set[str] = set()  # addresses of workers that have the directory of the checkpoints
         self._grown_at = -math.inf  # monotonic: when a gang last ended to grow
         self._replaced_at = -math.inf  # monotonic: when a slow node was last replaced
 
@@ -96,8 +97,9 @@ class DaskPlace:
         size = next(size for size in sizes if size <= len(workers))
         directory = run.wait_for(run.prepared) if run.prepared else ""
         nodes = assign_nodes(workers, size, self.config)
-        if run.storage:
-            check_same_directory(self.client, run.storage, nodes)
+        if run.storage and (new := [node for node in nodes if node.address not in self._checked]):
+            check_same_directory(self.client, run.storage, new)
+            self._checked.update(node.address for node in new)
         growth = self._watch_for_growth(run, workers, nodes, sizes)
         make_jobs = functools.partial(self._make_jobs, run.name, directory, nodes)
         self._latest = DaskNodes(

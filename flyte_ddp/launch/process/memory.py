@@ -74,9 +74,10 @@ class NodeMemory:
             self._newest = Kept(self._file, run, attempt, **values)
 
     @property
-    def newest_step(self) -> int:
-        """The step of the state that the last attempt has left; 0 for none."""
-        return self._newest.step if self._newest else 0
+    def steps(self) -> tuple[int, int]:
+        """The steps of the state that the last attempt has left, and of the one that counts already; 0 for none."""
+        newest, kept = (each.step if each else 0 for each in (self._newest, self._kept))
+        return newest, kept
 
     def close(self) -> None:
         """Free the memory."""

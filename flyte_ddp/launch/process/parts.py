@@ -87,6 +87,12 @@ class NodeParts:
                 self.send(SLOTS, files=files)
             return list(self._parts.values())
 
+    @property
+    def held(self) -> list[tuple[int, int, int, int, int]]:
+        """Of each part here the three numbers that name its state, its own number, and the number of parts."""
+        with self._lock:
+            return [(*each.state, each.number, each.num_parts) for each in self._parts.values()]
+
     def slots_of(self, number: int) -> list[MemoryFile]:
         """Return the files for the parts of a rank of this node; none where there is no such memory."""
         return self._slots.get(number, [])
@@ -143,6 +149,14 @@ class NodeParts:
         for part in list(parts):
             part.file.close()
             self._parts = {key: each for key, each in self._parts.items() if each is not part}
+
+
+def memory_of(nodes: Iterable[int], num_nodes: int) -> str:
+    """Return, for people, the memory of these nodes of a gang."""
+    if num_nodes == 1:
+        return "this node's memory"
+    *others, last = sorted(set(nodes))
+    return f"the memory of nodes {', '.join(map(str, others))} and {last}" if others else f"node {last}'s memory"
 
 
 def lacking_memory(num_bytes: int, node: NodeRanks) -> str:
