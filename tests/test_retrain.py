@@ -20,7 +20,7 @@ from flyte_ddp.promotion.champion import ChampionStore, load_champion
 from flyte_ddp.promotion.policy import Challenge, Outcome, PromotionCriteria, judge, plan
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
-from flyte_ddp.weights import from_bytes
+from flyte_ddp.storage.weights import from_bytes
 from tests.support.recipes import Tiny
 from tests.support.runs import new_run
 from tests.test_champion import bucket  # noqa: F401 - a fixture
