@@ -4,6 +4,7 @@ Supervisors use this file and ownership.py, which import no torch.
 """
 
 import re
+from collections.abc import Iterable
 
 from flyte_ddp.storage import Storage
 
@@ -28,4 +29,9 @@ def newest_step(url: str, timeout: float | None = None) -> int:
 def stored_steps(url: str, timeout: float | None = None) -> list[int]:
     """Return the steps of the checkpoints at `url`. Arguments and errors as of `newest_step`."""
     storage = Storage(url) if timeout is None else Storage(url, timeout=timeout)
-    return [int(match[1]) for name in storage.names() if (match := re.fullmatch(r"step-(\d+)\.json", name))]
+    return steps_among(storage.names())
+
+
+def steps_among(names: Iterable[str]) -> list[int]:
+    """Return the steps of the checkpoints whose manifests are among the files with these names."""
+    return [int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d+)\.json", name))]

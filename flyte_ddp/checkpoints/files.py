@@ -34,12 +34,6 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:010d}"
 
 
-def step_of(manifest_name: str) -> int | None:
-    """Return the step of the checkpoint with this manifest; None for another file."""
-    match = re.fullmatch(r"step-(\d+)\.json", manifest_name)
-    return int(match[1]) if match else None
-
-
 def is_manifest(name: str) -> bool:
     """Return whether `name` is that of a manifest."""
     return name.startswith("step-") and name.endswith(".json")

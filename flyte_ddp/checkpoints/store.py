@@ -26,17 +26,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO, Protocol
 
-from flyte_ddp.checkpoints import WRITE_GRACE
-from flyte_ddp.checkpoints.files import (
-    FORMAT,
-    Damaged,
-    Entry,
-    checkpoint_name,
-    is_manifest,
-    read_file,
-    read_manifest,
-    step_of,
-)
+from flyte_ddp.checkpoints import WRITE_GRACE, steps_among
+from flyte_ddp.checkpoints.files import FORMAT, Damaged, Entry, checkpoint_name, is_manifest, read_file, read_manifest
 from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.checkpoints.resharding import SHARDS, BoxOf, assemble, keep_all
 from flyte_ddp.checkpoints.retention import Retention
@@ -336,8 +327,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Return the steps of the checkpoints. Asks the store once, and raises StorageUnavailable if it is away."""
-        names = filter(is_manifest, self._sink.names())
-        return [step for name in names if (step := step_of(name)) is not None]
+        return steps_among(self._sink.names())
 
     def _find_latest(self, skipped: list[str]) -> tuple[str, dict[str, Any]]:
         """Return the name of the newest manifest that can be read, and the manifest; ("", {}) where there is none."""
