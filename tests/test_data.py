@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.errors import DataError, RankFailure
+from flyte_ddp.errors import RankFailure
 from flyte_ddp.flytekit_plugin.failures import InputError, flyte_errors
 from flyte_ddp.rank.data import (
     LoadedSamples,
@@ -274,13 +274,6 @@ def test_a_run_on_a_sample_sees_it_once_per_epoch_and_all_held_out_data(finished
     assert run.started.num_test_samples == Tiny.num_test
     held_out = Counter(number for rank in _noted(run, "test") for samples, _ in rank for number in samples)
     assert held_out == dict.fromkeys(range(Tiny.num_test), 3)
-
-
-def test_an_empty_data_set_is_refused():
-    empty = TensorDataset(torch.zeros(0, 3), torch.zeros(0))
-
-    with pytest.raises(DataError, match="an empty data set"):
-        open_samples([empty], Tiny(), TrainingConfig(), _world(0, 1))
 
 
 # Emulated: no tensor is on a GPU here, so what would be moved there is only noted.

@@ -7,12 +7,8 @@ train the wrong thing without an error. Each error here is one line with the rec
 from __future__ import annotations
 
 import copy
-import inspect
-import os
-import sys
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +22,10 @@ from flyte_ddp.launch.process.end import frames_of_user
 from flyte_ddp.rank.data import Samples
 from flyte_ddp.rank.initial_state import abbreviate
 from flyte_ddp.rank.metrics import HeldOutMetrics, check_monitor, read_figures, read_value
-from flyte_ddp.rank.nested import tensors_in
+from flyte_ddp.rank.nested import map_tensors, tensors_in
 from flyte_ddp.rank.passes import autocast, model_inputs
 from flyte_ddp.rank.sharding import is_sharded
-from flyte_ddp.recipes import Recipe
+from flyte_ddp.recipes import Recipe, locate
 from flyte_ddp.recipes.tasks import MultiLabel, Regression, Segmentation
 from flyte_ddp.world import World
 
@@ -48,17 +44,19 @@ def check_datasets(recipe: Recipe, found: Any) -> tuple[Dataset[Any], Dataset[An
     """Return the training and the held-out data that `recipe.datasets` has returned.
 
     Raises:
-        ConfigError: they are no pair of data sets with `__len__` and `__getitem__`.
+        ConfigError: they are no pair of data sets with `__len__` and `__getitem__`, or one is empty.
     """
     expected = f"{locate(recipe, 'datasets')}: expected a pair of data sets, for training and held out,"
     if not isinstance(found, (tuple, list)) or len(found) != 2:
         what = f"{len(found)} of them" if isinstance(found, (tuple, list)) else f"a {type(found).__name__}"
         raise ConfigError(f"{expected} got {what}")
-    for dataset in found:
+    for dataset, use in zip(found, ("training", "held-out"), strict=True):
         if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
             raise ConfigError(
                 f"{expected} each with __len__ and __getitem__, got a {type(dataset).__name__} without them"
             )
+        if not len(dataset):
+            raise ConfigError(f"{expected} each with at least one sample, got none for the {use} data")
     return found[0], found[1]
 
 
@@ -95,6 +93,10 @@ def check_contract(recipe: Recipe, model: nn.Module, train: Samples, config: Tra
         model.train()
         with autocast(config, world.device) if not is_sharded(model) else torch.enable_grad():
             outputs = _call_model(recipe, model, model_inputs(recipe, config, inputs))
+        if num_samples == 1 and isinstance(outputs, Tensor) and outputs.shape[:1] == (1,):
+            # With another, because larger batches of the evaluation would broadcast where a batch of one does not.
+            outputs, num_samples = torch.cat([outputs, outputs / 2]), 2
+            targets = map_tensors(lambda each: torch.cat([each, torch.zeros_like(each)]), targets)
         losses = _check_results(recipe, config, outputs, targets, num_samples)
         (losses.sum() * 0.0).backward()
         without = [name for name, each in model.named_parameters() if each.requires_grad and each.grad is None]
@@ -295,22 +297,6 @@ def _read_names(name: str, metric: Any, place: str) -> list[str]:
         return list(read_value(name, value))
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from None
-
-
-def locate(recipe: Recipe, method: str) -> str:
-    """Return the place of a recipe's method: file, line and name; of its class where it has that of a base class."""
-    own = getattr(type(recipe), method)
-    code: Any = type(recipe) if _base_of(recipe, method) else inspect.unwrap(own)
-    try:
-        file, line = inspect.getsourcefile(code), inspect.getsourcelines(code)[1]
-    except (OSError, TypeError):  # made in an interpreter
-        return f"{type(recipe).__name__}.{method}"
-    shown = os.path.relpath(file or "")
-    if shown.startswith(".."):  # as on a Dask worker, which has a copy in a directory of its own
-        module = sys.modules[code.__module__]
-        depth = module.__name__.count(".") + 1 + hasattr(module, "__path__")
-        shown = "/".join(Path(file or "").parts[-depth:])
-    return f"{shown}:{line}: {type(recipe).__name__}.{method}"
 
 
 def _shapes(value: Any) -> str:

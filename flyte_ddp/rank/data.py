@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.rank.nested import collate, map_tensors
-from flyte_ddp.recipes import Recipe
+from flyte_ddp.recipes import Recipe, locate
 from flyte_ddp.world import World
 
 MAX_GPU_MEMORY_FRACTION = 0.4  # of a GPU's free memory, for all data sets together; the others stay on the host
@@ -64,17 +64,11 @@ class Samples(Protocol):
 def open_samples(
     datasets: Iterable[Dataset[Any]], recipe: Recipe, config: TrainingConfig, world: World
 ) -> list[Samples]:
-    """Return a reader for each of `datasets`: by index if it is in memory, on the GPU if it fits, else by a loader.
-
-    Raises:
-        DataError: a data set is empty.
-    """
+    """Return a reader for each of `datasets`: by index if it is in memory, on the GPU if it fits, else by a loader."""
     samples: list[Samples] = []
     free = torch.cuda.mem_get_info(world.device)[0] if world.device.type == "cuda" else 0
     budget = int(MAX_GPU_MEMORY_FRACTION * free)
     for dataset in datasets:
-        if len(dataset) == 0:  # type: ignore[arg-type]
-            raise DataError("data: expected at least one sample, got an empty data set")
         if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
             in_memory = TensorSamples(dataset, recipe, world)
             if in_memory.nbytes <= budget:
@@ -128,7 +122,8 @@ class TensorSamples:
         self.device = world.device
         self.inputs, self.targets = dataset.tensors
         counts = recipe.num_targets(self.targets)
-        self.counts = None if counts is None else counts.to(torch.float64)  # whose sums stay exact
+        # In double precision, whose sums stay exact. The check of the recipe names a list.
+        self.counts = None if counts is None else torch.as_tensor(counts, dtype=torch.float64)
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -167,6 +162,7 @@ class LoadedSamples:
 
     def __init__(self, dataset: Dataset[Any], recipe: Recipe, config: TrainingConfig, world: World) -> None:
         self.device = world.device
+        self.recipe = recipe
         self.has_own_counts = type(recipe).num_targets is not Recipe.num_targets
         self.size = len(dataset)  # type: ignore[arg-type]
         # The samples of the next pass over the loader. One loader serves all passes, so that its processes start once:
@@ -208,9 +204,11 @@ class LoadedSamples:
         except DataError as error:
             # From a loader process it comes with a traceback for its message, whose last line is its own.
             message = str(error)
-            raise DataError(
-                message.splitlines()[-1].partition(": ")[2] if message.startswith("Caught ") else message
-            ) from error
+            if message.startswith("Caught "):
+                message = message.splitlines()[-1].partition(": ")[2]
+            if message.startswith("datasets: "):  # not one of the recipe's own
+                message = locate(self.recipe, "datasets") + message.removeprefix("datasets")
+            raise DataError(message) from error
 
 
 class SeededDataset(Dataset[Any]):

@@ -9,12 +9,15 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import inspect
+import os
 import pkgutil
 import re
 import sys
 import traceback
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from flyte_ddp.config import TrainingConfig, resolve
@@ -30,8 +33,9 @@ BUILTIN = {
     "pet_name_windows": "flyte_ddp.recipes.pet_names.recipe.PetNameWindows",
     "text": "flyte_ddp.recipes.text.recipe.Text",
 }
+REQUIRED = ("prepare", "datasets", "model")  # methods that a recipe defines itself
 
-__all__ = ["BUILTIN", "DataError", "Recipe", "config_of", "get_recipe"]
+__all__ = ["BUILTIN", "DataError", "Recipe", "config_of", "get_recipe", "locate"]
 
 
 def config_of(name: str, overrides: Mapping[str, Any]) -> TrainingConfig:
@@ -50,9 +54,11 @@ def get_recipe(name: str, options: Mapping[str, Any] | None = None) -> Recipe:
 
     Raises:
         ConfigError: `name` is neither built in nor the dotted name of a `Recipe` that can be imported; it has no such
-            option, or refuses the value.
+            option, or refuses the value; or one of its methods is missing, or takes other parameters than `Recipe`'s.
     """
-    return _with_options(_find(name), name, options or {})
+    recipe = _with_options(_find(name), name, options or {})
+    _check_methods(recipe)
+    return recipe
 
 
 def _with_options(recipe: Recipe | type[Recipe], name: str, options: Mapping[str, Any]) -> Recipe:
@@ -74,6 +80,26 @@ def _with_options(recipe: Recipe | type[Recipe], name: str, options: Mapping[str
         raise
     except (TypeError, ValueError) as error:  # a missing option without a default, or a value that the class refuses
         raise ConfigError(f"recipe_options: recipe {name!r} refuses {given!r}: {error}") from error
+
+
+def _check_methods(recipe: Recipe) -> None:
+    methods = {name: each for name, each in vars(Recipe).items() if inspect.isfunction(each)}
+    for name, base in methods.items():
+        own: Any = getattr(recipe, name)
+        if name in REQUIRED and getattr(type(recipe), name) is base:
+            others = [other for other in dir(recipe) if other not in methods and callable(getattr(recipe, other))]
+            expected = "expected a method of this name"
+            raise ConfigError(f"{locate(recipe, name)}: {expected}, got none{suggest(name, others)}")
+        parameters = list(inspect.signature(base).parameters)[1:]  # without self
+        got: Any = own
+        try:
+            got = inspect.signature(own)
+            got.bind(*parameters)
+        except ValueError:  # a function in C has no signature
+            continue
+        except TypeError:
+            expected = f"expected a method with the parameters ({', '.join(parameters)})"
+            raise ConfigError(f"{locate(recipe, name)}: {expected}, got {got}") from None
 
 
 def _option_types(recipe: Any) -> dict[str, Any]:
@@ -98,10 +124,11 @@ def _find(name: str) -> Recipe | type[Recipe]:
             raise ConfigError(
                 f"recipe: {expected}, got {name!r}: there is no module {error.name!r}{_suggest_module(error.name)}"
             ) from None
-        raise ConfigError(f"recipe: {name!r} cannot be imported: {error}; install what its module needs") from error
+        raise ConfigError(
+            f"recipe: {name!r} cannot be imported: {_last_place(error)}{error}; install what its module needs"
+        ) from error
     except Exception as error:  # of any kind: the module is the user's
-        frame = traceback.extract_tb(error.__traceback__)[-1]  # of a SyntaxError, whose text has it, it is Python's
-        place = "" if isinstance(error, SyntaxError) else f"{frame.filename}:{frame.lineno}: "
+        place = "" if isinstance(error, SyntaxError) else _last_place(error)  # of a SyntaxError it is in the text
         raise ConfigError(
             f"recipe: {name!r} cannot be imported: {place}{type(error).__name__}: {error}; correct its module"
         ) from error
@@ -114,8 +141,30 @@ def _find(name: str) -> Recipe | type[Recipe]:
     return found
 
 
+def _last_place(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}: "
+
+
 def _suggest_module(missing: str) -> str:
     """Return the end of an error about a module that is missing: the nearest of those beside it."""
     package, _, name = missing.rpartition(".")
     directories = getattr(sys.modules.get(package), "__path__", [""])  # the working directory
     return suggest(name, [module.name for module in pkgutil.iter_modules(directories)])
+
+
+def locate(recipe: Recipe, method: str) -> str:
+    """Return the place of a recipe's method: file, line and name; of its class where it has that of a base class."""
+    own = getattr(type(recipe), method)
+    is_inherited = getattr(own, "__module__", "") in (Recipe.__module__, "flyte_ddp.recipes.tasks")
+    code: Any = type(recipe) if is_inherited or not callable(own) else inspect.unwrap(own)
+    try:
+        file, line = inspect.getsourcefile(code), inspect.getsourcelines(code)[1]
+    except (OSError, TypeError):  # made in an interpreter
+        return f"{type(recipe).__name__}.{method}"
+    shown = os.path.relpath(file or "")
+    if shown.startswith(".."):  # as on a Dask worker, which has a copy in a directory of its own
+        module = sys.modules[code.__module__]
+        depth = module.__name__.count(".") + 1 + hasattr(module, "__path__")
+        shown = "/".join(Path(file or "").parts[-depth:])
+    return f"{shown}:{line}: {type(recipe).__name__}.{method}"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flyte_ddp.config.source_code import digest_of_files, imported_files, packages_of, source_files
 from flyte_ddp.errors import ConfigError, DataError
-from flyte_ddp.recipes import Recipe
+from flyte_ddp.recipes import Recipe, locate
 from flyte_ddp.storage import redact_url
 
 NOTE = "data.json"
@@ -31,9 +31,8 @@ def prepare_data(recipe: Recipe, source: str, directory: Path) -> None:
     try:
         found: object = recipe.prepare(source, directory)
         if not isinstance(found, str):
-            raise ConfigError(
-                f"{type(recipe).__name__}.prepare: expected a line that describes the data, got {found!r}: return one"
-            )
+            place = locate(recipe, "prepare")
+            raise ConfigError(f"{place}: expected a line that describes the data, got {found!r}: return one")
         description = redact_url(found)
     except DataError as error:
         raise DataError(redact_url(str(error))) from error.__cause__

@@ -59,6 +59,12 @@ class BroadcastAndAveraged(Broadcast):
         return ((outputs - targets) ** 2).mean(dim=1)
 
 
+class BroadcastOfOne(BroadcastAndAveraged):
+    """Its batches of one are right, (1, 1) and (1,), but not the larger ones of the evaluation."""
+
+    defaults = {**Line.defaults, "global_batch_size": 1}
+
+
 class SqueezedInLosses(Broadcast):
     """Correct: losses and metrics see outputs and targets alike."""
 
@@ -157,6 +163,11 @@ class SumsNumCorrect(Line):
 class WrongNumTargets(Line):
     def num_targets(self, targets):
         return torch.tensor(len(targets))
+
+
+class ListOfNumTargets(Line):
+    def num_targets(self, targets):
+        return [1] * len(targets)
 
 
 class Unused(Line):
@@ -300,6 +311,27 @@ class _Samples(Dataset):
 
     def __getitem__(self, index):
         return self.make(index)
+
+
+class OneArgument(Line):
+    def losses(self, outputs):
+        return outputs
+
+
+class MetricsOfAnEpoch(Line):
+    def metrics(self, epoch):
+        return {}
+
+
+class NoMethod(Line):
+    num_correct = 0.5
+
+
+class OtherName(Recipe):
+    prepare, model = Line.prepare, Line.model
+
+    def dataset(self, directory):
+        return Line().datasets(directory)
 
 
 class DictSamples(Line):
