@@ -138,6 +138,14 @@ def test_waiting_and_hours_are_those_of_all_ranks():
     assert "gpu_hours" in build_scaling_table(study)
 
 
+def test_waiting_is_never_more_than_the_whole_step():
+    # DDP times a few steps of the last epoch, which may be slower than those of the median epoch.
+    run = run_of(2, 0.1)
+    run.epochs[-1] = dataclasses.replace(run.epochs[-1], rank_wait_seconds=[0.3, 0.3], rank_overlap_seconds=[0.1, 0.1])
+    (row,) = Study([run]).rows
+    assert (row.wait_share, row.overlap_share) == pytest.approx((0.75, 0.25))
+
+
 def study_of_two():
     """Steps of 100 ms at one rank and 60 at two."""
     return Study([run_of(1, 0.1), run_of(2, 0.06)])

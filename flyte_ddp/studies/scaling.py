@@ -121,6 +121,8 @@ class Study:
             if started_of(each).world_size == first.world_size
         ]
         speed_up = samples_per_second / statistics.mean(baseline)
+        wait, overlap = _mean(last.rank_wait_seconds), _mean(last.rank_overlap_seconds)
+        timed_seconds = max(step_seconds, wait + overlap)  # DDP times few steps, which may be slower than the median's
         device_seconds = started.world_size * sum(epoch.seconds for epoch in run.epochs)
         return Row(
             trial=run.trial.number,
@@ -136,8 +138,8 @@ class Study:
             speed_up=speed_up,
             efficiency=speed_up * first.world_size / started.world_size,
             seconds_to_target=self._seconds_to_target(run),
-            wait_share=_mean(last.rank_wait_seconds) / step_seconds,
-            overlap_share=_mean(last.rank_overlap_seconds) / step_seconds,
+            wait_share=wait / timed_seconds,
+            overlap_share=overlap / timed_seconds,
             device_hours=device_seconds * (started.num_threads if started.device == "cpu" else 1) / 3600,
         )
 
