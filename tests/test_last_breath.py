@@ -68,7 +68,7 @@ def test_wherever_a_rank_is_lost_no_step_that_was_taken_is_taken_again(tmp_path,
         "backward-0-4",  # rank 0, whose statistics are those that count
         "between-1-4",  # rank 0 has taken the step that rank 1 has not
         "forward-1-1",  # again before a step: the state in memory stays
-        "evaluation-1-1",
+        "evaluation-0-1",  # the other rank has got its statistics at the start
     )
     run, resumed = train(tmp_path, LocalPlace(2, max_restarts=9), *orders)
     memory = "this node's memory"
@@ -92,9 +92,9 @@ def test_a_rank_that_hangs_costs_no_step(tmp_path, undisturbed):
 
 @pytest.mark.slow
 def test_without_the_statistics_of_rank_0_the_checkpoint_counts(tmp_path, undisturbed):
-    """Rank 1 learns of them at its next forward pass, and in an evaluation there is none."""
-    run, resumed = train(tmp_path, LocalPlace(2, max_restarts=3), "evaluation-0-1", checkpoint_interval=4)
-    assert resumed == [(8, str(tmp_path / "checkpoints" / "step-0000000008.json"))]
+    """Rank 1 learns of them at its next forward pass or evaluation."""
+    run, resumed = train(tmp_path, LocalPlace(2, max_restarts=3), "between-0-6", checkpoint_interval=4)
+    assert resumed == [(4, str(tmp_path / "checkpoints" / "step-0000000004.json"))]
     torch.testing.assert_close(run.state(), undisturbed, rtol=0, atol=0)
 
 

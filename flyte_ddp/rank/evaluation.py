@@ -52,6 +52,8 @@ def evaluate(
 ) -> Evaluation:
     """Measure `model` on `samples`, each counted once. Every rank calls it, and gets the same result.
 
+    The ranks' buffers must be the same: see `share_buffers`.
+
     Every rank sums over its share, then the sums are all-reduced. `model` must not be wrapped: a forward pass of DDP is
     a collective, and the ranks' shares may differ in length. That of a split model is one too, so all ranks make
     equally many.
@@ -61,7 +63,6 @@ def evaluate(
         on_outputs: called with the outputs and the targets of each batch of this rank.
     """
     started = time.perf_counter()
-    _share_buffers(model, world)
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     metrics = HeldOutMetrics(recipe, world.device)
     num_targets: float | Tensor = 0.0
@@ -117,7 +118,7 @@ def evaluate_state(
     return result
 
 
-def _share_buffers(model: nn.Module, world: World) -> None:
+def share_buffers(model: nn.Module, world: World) -> None:
     """Give every rank rank 0's buffers, such as BatchNorm's running statistics: those that are saved."""
     if world.world_size > 1:
         for buffer in model.buffers():

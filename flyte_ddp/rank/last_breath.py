@@ -5,7 +5,7 @@ Its training thread may be anywhere then: in a collective that has failed or han
 So another thread writes the state, and holds a lock without which no optimizer step begins.
 
 What a forward pass changes besides, such as the statistics of BatchNorm, is taken from before it. DDP has just made
-these buffers those of rank 0 on every rank, and they are what a checkpoint of rank 0 has.
+these buffers those of rank 0 on every rank, and they are what a checkpoint of rank 0 has. An evaluation begins so, too.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class LastBreath:
         self._first_step = self._step_of()
         self._is_whole = True
         process.link.on_keep = lambda on_begin: self._keep(path, on_begin)
-        hook = self._model.register_forward_pre_hook(self._note_buffers) if buffers else None
+        hook = self._model.register_forward_pre_hook(self._before_forward) if buffers else None
         yield
         with self._lock:
             self._is_whole = False  # the model becomes that of the best epoch
@@ -85,12 +85,16 @@ class LastBreath:
             yield
             self._is_whole = was_whole
 
-    def _note_buffers(self, model: nn.Module, inputs: Any) -> None:
-        """Copy the buffers before the first forward pass of a step."""
+    def _before_forward(self, model: nn.Module, inputs: Any) -> None:
+        if model.training:
+            self.note_buffers()
+
+    def note_buffers(self) -> None:
+        """Copy the buffers, which are those of rank 0 now, unless this was done since the last step."""
         step = self._step_of()
-        if model.training and step != self._buffers_step:
+        if self._is_whole and step != self._buffers_step:
             with self._lock:
-                self._buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+                self._buffers = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
                 self._buffers_step = step
 
     def _keep(self, path: str, on_begin: Callable[[], None]) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ from flyte_ddp.launch.process.session import Session
 from flyte_ddp.rank import inspection
 from flyte_ddp.rank.batch_norm import keep_frozen_statistics
 from flyte_ddp.rank.data import Samples, epoch_shards, num_batches
-from flyte_ddp.rank.evaluation import Evaluation, FlopsUtilization, evaluate
+from flyte_ddp.rank.evaluation import Evaluation, FlopsUtilization, evaluate, share_buffers
 from flyte_ddp.rank.initial_state import check_same_run, load_initial_state
 from flyte_ddp.rank.last_breath import LastBreath
 from flyte_ddp.rank.memory_states import choose_interval
@@ -219,6 +219,8 @@ class Trainer:
                 self.session.wait()
                 raise StopRequested
 
+        share_buffers(self.evaluated_model, self.world)
+        self.last_breath.note_buffers()
         result = evaluate(self.evaluated_model, self.recipe, self.test, self.config, self.world, on_batch)
         if not math.isfinite(result.loss):
             raise NonFiniteLoss(

@@ -51,6 +51,10 @@ class Bereaved(Normed):
             return
         time.sleep(PACE / 2)
         wait_for_copies()
+        evaluating = Path(self.orders).with_name("evaluating")  # has a file of each rank that has begun
+        if place == "evaluation":
+            evaluating.mkdir(exist_ok=True)
+            (evaluating / str(dist.get_rank())).touch()
         _, where, rank, num_steps = orders[0].name.split("-")
         if where != place or int(rank) != dist.get_rank() or self._num_steps < int(num_steps):
             return
@@ -61,6 +65,8 @@ class Bereaved(Normed):
         orders[0].unlink()
         if place == "between":
             time.sleep(0.5)  # the other ranks take this step
+        while place == "evaluation" and len(list(evaluating.iterdir())) < dist.get_world_size():
+            time.sleep(PACE)
         if place == "hang":
             time.sleep(600)
         if place == "raise":
