@@ -215,6 +215,22 @@ def test_a_run_is_stopped_with_the_place_to_resume(tmp_path):
     assert caught.value.reason == "TERM"
 
 
+def test_a_users_mistake_is_told_also_if_the_run_is_stopped_meanwhile(tmp_path):
+    stop = StopRequest()
+
+    class Refused(OwnPlace):
+        """Its rank is refused by the store, which is noticed after the stop."""
+
+        def messages(self):
+            if self.command.startswith("stop"):
+                return [(self.nodes[0], {"kind": "end", "outcome": "failed", "failure": DENIED.to_dict()})]
+            stop.set("TERM")
+            return super().messages()
+
+    with pytest.raises(RankFailure, match=re.escape(str(DENIED))):
+        train(Refused(), tmp_path, stop=stop)
+
+
 class Scripted:
     """An attempt that ends as the test says: (error, step, step of the newest checkpoint that it leaves).
 

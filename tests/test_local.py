@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import itertools
 import os
@@ -14,6 +15,7 @@ import threading
 import time
 from pathlib import Path
 
+import cloudpickle
 import pytest
 import torch
 
@@ -22,10 +24,13 @@ from flyte_ddp.errors import ConfigError, DataError, OutOfMemory, RankFailure
 from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch import driver, local, rank_start, supervisor
 from flyte_ddp.launch.local import LocalPlace
+from flyte_ddp.launch.node import KEEP, Link
 from flyte_ddp.launch.process.memory_file import UNLIMITED, free_in
-from flyte_ddp.launch.process.programs import Job, recipe_program
+from flyte_ddp.launch.process.programs import Job, Program, recipe_program
+from flyte_ddp.launch.process.ranks import NodeRanks
+from flyte_ddp.launch.run import _Call
 from flyte_ddp.launch.stalls import StalledRank, find_culprits, stall_failure
-from tests.support.runs import how_it_ended, new_run, start_parent, wait_for_step
+from tests.support.runs import fork_functions, how_it_ended, new_run, start_parent, wait_for_step
 
 SLOW_STEP = "0.1"  # seconds, for runs that a signal has to meet on their way
 
@@ -50,6 +55,33 @@ def _wait_until_gone(survivors, seconds):
 
 
 # A rank that dies
+
+
+def fail_slowly(marker):
+    """Rank 1 has raised, but its process lives on; rank 0 waits."""
+    if os.environ["RANK"] == "1":
+        atexit.register(time.sleep, 600)
+        atexit.register(Path(marker).touch)
+        raise TypeError("a bug")
+    time.sleep(600)
+
+
+def test_an_exception_is_told_also_if_the_driver_ends_the_ranks_meanwhile(tmp_path, monkeypatch):
+    """Because another node's ranks have lost their peer, which is no reason to go on."""
+    fork_functions(monkeypatch)
+    link, num_beats = Link(lambda message: None), itertools.count()
+
+    def on_beat(*values):
+        if (tmp_path / "failed").exists() and next(num_beats) == 3:  # the error has arrived, its process is waited for
+            link.obey(KEEP)
+        return False
+
+    call = cloudpickle.dumps(_Call(fail_slowly, (str(tmp_path / "failed"),)))
+    job = Job(Program("fail", call, ("tests",)), "", time.time())
+    with local.listening_socket("127.0.0.1") as listener:
+        ranks = NodeRanks(0, 2, 2, "127.0.0.1", listener.getsockname()[1], "lo", False, 1)
+        with pytest.raises(RankFailure, match="rank 1 failed: TypeError: a bug"):
+            supervisor.supervise(job, ranks, listener, None, print, link.stop, print, on_beat)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

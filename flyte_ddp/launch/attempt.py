@@ -188,7 +188,8 @@ class Attempt:
         if outcomes == {"done"}:
             return True
         if stop.is_set():
-            raise self._stopped()
+            mistakes = [each.error for each in self.failures if getattr(each.error, "is_user_error", False)]
+            raise mistakes[0] if mistakes else self._stopped()
         if (self.larger or num_leaving) and outcomes == {"stopped"}:
             return False
         if not self.failures:

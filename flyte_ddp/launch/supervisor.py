@@ -212,7 +212,7 @@ class _Ranks:
             self.beats[(NUM_SLOTS - 1) * len(self.ranks) : -2] = list(map(self.parts.whole_turn, self.node.numbers))
             self._relay_logs()
             if self.failures and not self._is_keeping() and time.monotonic() - self.failures[0][1] >= self._grace():
-                raise self._root_cause() if self.sent_deadline is None else self._stopped(stop)
+                raise self._error(stop)
             if prepared and not has_data and prepared.done():
                 has_data = True
                 self._send_data(prepared.result())
@@ -226,19 +226,21 @@ class _Ranks:
                 raise stall
             if stop.is_set() and not has_data:
                 raise TrainingStopped(f"{stop.reason}: the run was stopped while its data were prepared", stop.reason)
+            if stop.is_urgent or time.monotonic() > stop.deadline:
+                if stop.keeps_state:
+                    self._keep_state(None, emit)
+                if self.failures and (cause := self._root_cause()).kind == "exception" and not cause.is_consequence:
+                    raise self._error(stop)  # other ranks' ends, for which the driver ends these, may be due to it
+                raise TrainingStopped(f"{stop.reason}: the ranks were killed {self._position()}", stop.reason)
             if stop.is_set() and self.sent_deadline != stop.deadline:  # a growth may become a loss
                 self.sent_deadline = stop.deadline
                 for rank in self.ranks:
                     rank.tell("stop", int(stop.forwarded), stop.deadline - time.monotonic())
-            if stop.is_urgent or time.monotonic() > stop.deadline:
-                if stop.keeps_state:
-                    self._keep_state(None, emit)
-                raise TrainingStopped(f"{stop.reason}: the ranks were killed {self._position()}", stop.reason)
             if not live and not self.failures:
                 time.sleep(POLL_INTERVAL / 10)  # every pipe has ended, the processes are about to
         self._relay_logs()
         if self.failures:
-            raise self._root_cause() if self.sent_deadline is None else self._stopped(stop)
+            raise self._error(stop)
         if any(rank.outcome == "stopped" for rank in self.ranks):
             raise TrainingStopped(f"{stop.reason}: the run was stopped {self._position()}", stop.reason)
 
@@ -377,10 +379,10 @@ class _Ranks:
         """Return the failure that explains the others: the first that is not a consequence of a dead peer."""
         return min(self.failures, key=lambda failure: failure[:2])[2]
 
-    def _stopped(self, stop: StopRequest) -> Exception:
-        """Return the error of a rank that failed after it was asked to stop: it may have got a signal, or raise."""
+    def _error(self, stop: StopRequest) -> Exception:
+        """Return the error of a rank that failed. After it was asked to stop, it may have got a signal, or raise."""
         cause = self._root_cause()
-        if cause.is_user_error:
+        if self.sent_deadline is None or cause.is_user_error:
             return cause
         text = f"{stop.reason}: the run was stopped {self._position()} ({first_line(cause)})"
         return TrainingStopped(text, stop.reason)
