@@ -21,6 +21,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # A project has the wheel that flyte_ddp is installed from; in a checkout of flyte-ddp it lies beside this file.
 WHEELS := $(wildcard wheels/*.whl)
+# Likewise the packages of its own recipes, which must fit the pins.
+OWN := $(wildcard requirements-own.txt)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train train-multi-node image register
@@ -30,13 +32,14 @@ help:  ## what there is to make
 
 setup: $(INSTALLED)  ## the environment in .venv, with the pinned packages
 
-$(INSTALLED): $(PINNED) $(WHEELS) | $(UV)
+$(INSTALLED): $(PINNED) $(WHEELS) $(OWN) | $(UV)
 	@case "$$(uname -sm)" in "Linux x86_64" | "Linux aarch64" | "Darwin arm64") ;; \
 	  *) echo "setup: expected Linux, or macOS on Apple silicon, which torch has wheels for, got $$(uname -sm)" >&2; exit 1 ;; esac
 	$(UV) venv --quiet --seed --allow-existing --python $(PYTHON) $(VENV)
 	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python --require-hashes \
 	  $(PINNED:%=-r %)
 	$(if $(WHEELS),$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python --no-deps $(WHEELS))
+	$(if $(OWN),$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python -c requirements.txt -r $(OWN))
 	@touch $@
 
 .uv/bin/uv: requirements-uv.txt

@@ -79,11 +79,13 @@ def test_the_operators_image_has_pins_of_the_training_image_and_no_torch():
 
 def test_the_image_installs_nothing_without_a_hash():
     text = (REPOSITORY / "Dockerfile").read_text().replace("\\\n", " ")
-    installs = re.findall(r"pip install [^\n]*", text)
-    assert len(installs) == 5
-    (own,) = (each for each in installs if "--require-hashes" not in each)
-    assert own.split(";")[0].endswith('--no-deps --compile-bytecode "$wheel"')  # which lies in the project
-    assert set(re.findall(r"-r /pins/(\S+)", text)) == {
+    installs = re.findall(r"pip install [^\n;]*", text)
+    assert len(installs) == 6
+    wheel, own = (each for each in installs if "--require-hashes" not in each)
+    assert wheel.strip().endswith('--no-deps --compile-bytecode "$wheel"')  # which lies in the project
+    assert own.endswith("-c /pins/requirements.txt -r /pins/own/requirements-own.txt")  # its user's
+    assert set(re.findall(r"-r /pins/([^\s;]+)", text)) == {
+        "own/requirements-own.txt",
         "requirements-uv.txt",
         "requirements-operator.txt",
         "requirements.txt",

@@ -161,6 +161,19 @@ print(*draw([Panel("a", "b", "c", None)]))
     ]
 
 
+def test_a_recipe_whose_package_is_missing_is_one_line_with_what_installs_it(core, tmp_path):
+    for package, expected in (
+        ("sklearn.datasets", "expected the package sklearn: pip install 'flyte-ddp[digits]'"),
+        ("librosa", "expected the package librosa: pip install it, in a project by a line in requirements-own.txt"),
+    ):
+        (tmp_path / "mine.py").write_text(f"import {package}\n")
+        program = "from flyte_ddp.recipes import get_recipe\nget_recipe('mine.Mine', {})"
+        status, output = run([core, tmp_path], "-S", "-c", program, cwd=tmp_path)
+        assert status == 1
+        place = f"{tmp_path / 'mine.py'}:1: "
+        assert output.splitlines()[-1].endswith(f"recipe: 'mine.Mine' cannot be imported: {place}{expected}")
+
+
 def test_a_function_trains_with_the_core_dependencies_alone(core, tmp_path):
     (tmp_path / "train.py").write_text(
         "import torch.distributed as dist\n"
@@ -267,6 +280,7 @@ def test_the_commands_of_a_project_are_those_of_its_readme(project):
     plan = subprocess.run(["make", "-n", "setup"], cwd=project, capture_output=True, text=True, check=True).stdout
     assert "-r requirements.txt -r requirements-project.txt" in plan
     assert "--no-deps wheels/flyte_ddp-0.1.0-py3-none-any.whl" in plan
+    assert "-c requirements.txt -r requirements-own.txt" in plan
 
 
 def test_an_update_replaces_what_its_user_has_not_changed_and_shows_the_rest(installed, tmp_path):
@@ -292,6 +306,7 @@ def test_an_update_replaces_what_its_user_has_not_changed_and_shows_the_rest(ins
     settings = (project / "settings.toml").read_text().replace('image = ""', 'image = "mine:1"')
     (project / "settings.toml").write_text(settings)
     (project / "recipes/own.py").write_text("mine\n")
+    as_of_an_older_version("requirements-own.txt", "# packages\n", changed="humanize\n")
     notes.write_text(json.dumps({**noted, "version": "0.0.9"}))
 
     status, output = flyte_ddp(installed, "update", project, cwd=tmp_path)
@@ -312,6 +327,8 @@ def test_an_update_replaces_what_its_user_has_not_changed_and_shows_the_rest(ins
         assert (project / name).read_bytes() == (REPOSITORY / name.removesuffix(".new")).read_bytes()
     assert (project / "settings.toml").read_text() == settings
     assert (project / "recipes/own.py").read_text() == "mine\n"
+    assert (project / "requirements-own.txt").read_text() == "humanize\n"
+    assert not (project / "requirements-own.txt.new").exists()
     assert not (project / "tasks/gone.py").exists()
     assert not (project / "deploy/rbac.yaml").exists()
 
@@ -339,6 +356,9 @@ def test_an_empty_environment_becomes_a_project_that_trains_and_passes_its_test(
     call(tmp_path / "outer/bin/flyte-ddp", "new", "my-project", "--wheel", wheel)
     project = tmp_path / "my-project"
     make = ("make", f"PYTHON={sys.executable}")
+    with open(project / "requirements-own.txt", "a") as own:
+        own.write("humanize\n")
+    (project / "recipes/wine.py").write_text("import humanize\n" + (project / "recipes/wine.py").read_text())
     trained = call(*make, "train", 'CONFIG={"epochs": 2}', cwd=project)
     assert "wine, 2 ranks" in trained.lower()
     assert "model state" in trained

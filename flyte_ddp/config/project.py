@@ -21,6 +21,7 @@ from flyte_ddp.errors import ConfigError
 DISTRIBUTION = "flyte-ddp"
 DATA = "share/flyte-ddp/"  # where an installation has the files of a project
 NOTES = ".flyte-ddp.json"
+YOURS = "requirements-own.txt"  # the packages of the project's recipes
 PINS = "requirements"  # begins the names of files that are too long to be shown
 
 
@@ -50,6 +51,7 @@ def update_project(directory: str, wheel: str = "") -> Iterator[str]:
 
     A file that its user has changed stays; if this version has another one than the one that it was made from, the new
     one is put beside it as NAME.new, and the difference is yielded. One that its user has deleted stays away.
+    `YOURS` is added where it is missing, and never changed.
 
     Raises:
         ConfigError: no such project; this is a checkout; the wheel is not there.
@@ -66,7 +68,7 @@ def update_project(directory: str, wheel: str = "") -> Iterator[str]:
         file, new = project / name, files.get(name)
         present = file.read_bytes() if file.is_file() else None
         is_changed = (None if present is None else _hash(present)) != copied.get(name)
-        if present == new or (new is not None and _hash(new) == copied.get(name)):
+        if present == new or (new is not None and _hash(new) == copied.get(name)) or (name == YOURS and present):
             continue  # as this version has it, or the user's change of what this version still has
         if not is_changed:
             if new is None:

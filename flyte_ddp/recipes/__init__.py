@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.config import TrainingConfig, resolve
+from flyte_ddp.config.extras import EXTRAS, how_to_install
 from flyte_ddp.config.fields import check, suggest
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.recipes.base import Recipe
@@ -124,9 +125,11 @@ def _find(name: str) -> Recipe | type[Recipe]:
             raise ConfigError(
                 f"recipe: {expected}, got {name!r}: there is no module {error.name!r}{_suggest_module(error.name)}"
             ) from None
-        raise ConfigError(
-            f"recipe: {name!r} cannot be imported: {_last_place(error)}{error}; install what its module needs"
-        ) from error
+        package = str(error.name).partition(".")[0]
+        own = f"expected the package {package}: pip install it, in a project by a line in requirements-own.txt"
+        hint = how_to_install(package) if package in EXTRAS else own
+        place = _last_place(error)
+        raise ConfigError(f"recipe: {name!r} cannot be imported: {place}{hint}") from error
     except Exception as error:  # of any kind: the module is the user's
         place = "" if isinstance(error, SyntaxError) else _last_place(error)  # of a SyntaxError it is in the text
         raise ConfigError(
