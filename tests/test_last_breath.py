@@ -191,6 +191,10 @@ class Rank:
     def tell(self, *message):
         self.messages += message
 
+    def kill(self):
+        self.is_left = False
+        self.messages.append("killed")
+
 
 def test_the_rank_with_the_highest_step_is_asked_and_then_the_next(monkeypatch):
     monkeypatch.setattr("flyte_ddp.launch.survivors.ANSWER_TIMEOUT", 0.05)
@@ -205,6 +209,7 @@ def test_the_rank_with_the_highest_step_is_asked_and_then_the_next(monkeypatch):
     assert (behind.messages, ahead.messages, dead.messages) == ([], ["keep"], [])
     time.sleep(0.06)  # it does not answer, as one that is stopped
     assert is_busy()
+    assert ahead.messages == ["keep", "killed"]  # or it might write over what the next one has written
     assert behind.messages == ["keep"]
     survivors.take(ahead, "kept", {"step": 5})  # too late
     survivors.take(behind, "keeping")
@@ -214,7 +219,7 @@ def test_the_rank_with_the_highest_step_is_asked_and_then_the_next(monkeypatch):
     assert not is_busy()
     assert kept == [{"step": 4}]
     assert not Survivors(print).is_busy(SHAPES, ranks, lambda rank: 1)
-    assert ahead.messages[1:] == ["release"] * 2
+    assert ahead.messages[2:] == ["release"] * 2
 
 
 def memory_with(step=5, run="run", attempt=0, epochs=(), spoil=False):

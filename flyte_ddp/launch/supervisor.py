@@ -108,7 +108,7 @@ class _Rank:
     logs: list[tuple[LogTail, RankStream]]
     prefix: str  # of its lines
     error_file: str
-    outcome: str = ""  # "done", "stopped" or "error", as the rank reported; "" before
+    outcome: str = ""  # "done", "stopped" or "error", as the rank reported, or "killed"; "" before
     groups: list[dict[str, Any]] | None = None  # the collectives that it has entered, once it was asked
     has_lost_peers: bool = False  # which is why it has raised an exception
     device: str = ""  # its GPU, for people
@@ -124,6 +124,20 @@ class _Rank:
     def tell(self, *message: Any) -> None:
         with contextlib.suppress(OSError):  # it has just died, and the other pipe will report that
             self.down.send(message)
+
+    def kill(self) -> None:
+        self.outcome = "killed"  # which is no failure
+        self.begin_to_kill()
+        self.process.join(DEATH_GRACE)
+
+    def begin_to_kill(self) -> None:
+        """Kill it and all that it started, without waiting."""
+        if self.process.pid is not None:
+            # The rank makes itself the leader of a group early on. Until then it has no children.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            if self.process.is_alive():
+                self.process.kill()
 
 
 class _Ranks:
@@ -260,12 +274,7 @@ class _Ranks:
     def kill(self) -> None:
         """Kill every rank and all it started, and wait until they are gone."""
         for rank in self.ranks:
-            if rank.process.pid is not None:
-                # The rank makes itself the leader of a group early on. Until then it has no children.
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(rank.process.pid, signal.SIGKILL)
-                if rank.process.is_alive():
-                    rank.process.kill()
+            rank.begin_to_kill()
         for rank in self.ranks:
             if isinstance(rank.process, ForkedProcess):
                 rank.process.join(SERVER_GRACE)

@@ -23,11 +23,15 @@ class Survivor(Protocol):
     def tell(self, *message: Any) -> None:
         """Send it a message, if it is there."""
 
+    def kill(self) -> None:
+        """Kill it. It writes nothing any more when this returns."""
+
 
 class Survivors:
     """The ranks of a node after a loss, of which one is asked to keep its state: the one with the highest step.
 
-    If that one does not answer or has none, the next is asked. Those that are not asked are released: they would wait.
+    If that one has none, the next is asked, also if it does not answer: then it is killed first. Those that are not
+    asked are released: they would wait.
 
     Args:
         keep: called with what is known of a state that was kept.
@@ -55,6 +59,8 @@ class Survivors:
             self._candidates = sorted(ranks, key=lambda rank: (-step_of(rank), rank.number))
             self._total_until = now + KEEP_TIMEOUT
         while self._asked is None or not self._asked.is_left or now > self._until:
+            if self._asked and self._asked.is_left:
+                self._asked.kill()  # or it might later write over what the next one writes
             if not self._candidates or now > self._total_until:
                 self._asked, self._candidates = None, []
                 self._release(ranks)
