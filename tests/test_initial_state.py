@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from flytekit.core.condition import BranchNode
+from flytekit.core.workflow import WorkflowBase
 
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch import driver
@@ -177,3 +180,34 @@ def test_frozen_layers_are_layers_of_the_model_and_not_all(layers, expected):
 
 def test_a_recipe_has_fresh_weights_by_default():
     assert inspect.signature(recipe_program).parameters["initial_state"].default == ""
+
+
+def nodes_of(workflow):
+    """The nodes of a workflow, and those of its branches."""
+    for node in workflow.nodes:
+        if isinstance(node.flyte_entity, BranchNode):
+            block = node.flyte_entity._ifelse_block
+            yield from (case.then_node for case in [block.case, *block.other])
+            yield block.else_node
+        else:
+            yield node
+
+
+def test_every_workflow_hands_the_state_to_all_that_train():
+    names = [path.stem for path in Path(__file__).parents[1].glob("workflows/[a-z]*.py")]
+    modules = [importlib.import_module(f"workflows.{name}") for name in names]
+    workflows = [each for module in modules for each in vars(module).values() if isinstance(each, WorkflowBase)]
+    training = [each for each in workflows if "initial_model_state" in each.python_interface.inputs]
+    others = {each.name.rpartition(".")[2] for each in workflows if each not in training}
+    assert others == {"script_wf", "generate_text_wf", "generate_names_wf"}
+    handed = {
+        (workflow.name, node.flyte_entity.name): binding.binding.promise
+        for workflow in training
+        for node in nodes_of(workflow)
+        for binding in node.bindings
+        if binding.var == "initial_model_state"
+    }
+    tasks = {name.rpartition(".")[2] for _, name in handed}
+    assert tasks >= {"prepare", "plan_retraining", "train_on_one_node", "train_on_cluster", "train_sweep"}
+    assert "train_at_world_sizes" in tasks
+    assert [each for each, promise in handed.items() if not promise or promise.var != "initial_model_state"] == []

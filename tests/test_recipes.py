@@ -53,6 +53,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(name):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
+        ("mnits", r"got 'mnits' \(did you mean mnist\?\)"),
         ("no_such_module.Recipe", "there is no module 'no_such_module'"),
         ("tests.no_such_module.Recipe", "there is no module 'tests.no_such_module'"),
         ("tests.support.recipe.Tiny", r"no module 'tests.support.recipe' \(did you mean recipes\?\)"),

@@ -121,6 +121,14 @@ def test_a_store_that_is_slower_than_a_notice_of_departure_is_reported(grace, wa
     assert notices == ([warning] if warns else [])
 
 
+def test_the_headline_is_the_monitored_figure():
+    started, *others = sample_run.training(epochs=3)
+    for metric, mode in (("test_loss", "min"), ("accuracy", "max")):
+        monitored = dataclasses.replace(started, config={**started.config, "monitor": {"metric": metric, "mode": mode}})
+        tiles = report_of([monitored, *others]).content()["tiles"]
+        assert tiles[0]["name"] == f"Best {metric.replace('_', ' ')}"
+
+
 def test_the_report_of_a_finished_run_is_complete():
     made = report_of(sample_run.whole_run())
     assert made.status == "finished"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.errors import ConfigError, StorageUnavailable
 from flyte_ddp.promotion import policy as challenges
@@ -21,6 +22,7 @@ from flyte_ddp.promotion.policy import Challenge, Outcome, PromotionCriteria, ju
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage.weights import from_bytes
+from tasks.retrain import plan_retraining
 from tests.support.recipes import Tiny
 from tests.support.runs import new_run
 from tests.test_champion import bucket  # noqa: F401 - a fixture
@@ -369,6 +371,27 @@ def test_a_challenger_starts_from_the_champion_or_from_scratch(store, make):
     assert warm.initial_state == f"{store.url}/versions/{store.version_in_use()}/model_state.pt"
     assert Path(warm.initial_state).exists()
     assert fresh.initial_state == ""
+
+
+def test_a_challenger_that_starts_from_no_champion_starts_from_the_given_state(store, make):
+    challenge = make()
+
+    def initial_model_state(**criteria):
+        return plan_retraining(
+            kickoff_time=datetime.datetime(2026, 1, 2, 3, tzinfo=datetime.timezone.utc),
+            champion=store.url,
+            recipe=challenge.recipe,
+            config=challenge.config,
+            data=FlyteDirectory(str(challenge.directory)),
+            train_on="one_node",
+            initial_model_state="/given.pt",
+            **{"start_from": "champion", "margin": 0.0, "min_samples": 1, "min_share": 0.0, "allow": "", **criteria},
+        ).initial_model_state
+
+    assert initial_model_state() == "/given.pt"
+    judge(store, make("5"), PromotionCriteria(), model_state(3))
+    assert initial_model_state().startswith(store.url)
+    assert initial_model_state(start_from="scratch") == "/given.pt"
 
 
 def test_a_challenger_is_measured_against_a_champion_promoted_meanwhile(store, make, monkeypatch):

@@ -8,14 +8,17 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from flytekit.exceptions.user import FlyteRecoverableException
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, GangLost
 from flyte_ddp.events import EpochFinished, RunStarted, RunState
+from flyte_ddp.events.history import read_history
 from flyte_ddp.launch.dask.placement import Worker, assign_nodes
 from flyte_ddp.observers.reports.drawing import to_svg
+from flyte_ddp.recipes import get_recipe
 from flyte_ddp.studies import plots, runner
 from flyte_ddp.studies.plots import metric_panels, scaling_panels
 from flyte_ddp.studies.results import FINISHED, RUNNING, WAITING, TrialRun
@@ -302,8 +305,12 @@ TINY = "tests.support.recipes.Tiny"
 
 
 def study(checkpoints, **changes):
+    """The study of two world sizes, which start from the weights that fresh models have."""
     from workflows.scaling import scaling_wf
 
+    initial_state = Path(f"{checkpoints}.pt")
+    torch.manual_seed(TrainingConfig().seed)
+    torch.save(get_recipe(TINY).model().state_dict(), initial_state)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "disabled")
         inputs = {
@@ -312,6 +319,7 @@ def study(checkpoints, **changes):
             "world_sizes": [1, 2],
             "cluster": ClusterInput(kind="local", node_timeout=60),  # a busy machine's workers are slow, not lost
             "checkpoints": str(checkpoints),
+            "initial_model_state": str(initial_state),
         }
         return scaling_wf(**{**inputs, **changes})
 
@@ -391,6 +399,11 @@ def runs_of(outputs):
             size = event.world_size
         runs.setdefault(size, []).append(event)
     return runs
+
+
+def test_every_trial_starts_from_the_given_weights(outputs, checkpoints):
+    starts = [event for event in read_history(outputs.history.path) if isinstance(event, RunStarted)]
+    assert [event.initial_state for event in starts] == [f"{checkpoints}.pt"] * 2
 
 
 def test_every_rank_of_every_run_has_the_same_threads(outputs):

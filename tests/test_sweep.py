@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 
@@ -11,6 +12,7 @@ from flytekit.core.type_engine import TypeEngine
 from matplotlib.figure import Figure
 
 from flyte_ddp import events
+from flyte_ddp.config import Monitor
 from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.launch.dask.placement import Worker
 from flyte_ddp.launch.dask.pool import Pool
@@ -26,6 +28,7 @@ from flyte_ddp.studies.results import (
     STOPPED_EARLY,
     TrialRun,
     build_table,
+    find_best,
 )
 from flyte_ddp.studies.search import EarlyStopping, build_trials, expand_grid
 from tasks.inputs import ClusterInput, Grid, InputError, TrainingOverrides
@@ -268,6 +271,17 @@ def made_up_runs(grid, num_models=0, **statuses):
         ]
         runs.append(TrialRun(model, "key", status, state, "ValueError: <b>bad</b>" if status == FAILED else ""))
     return runs
+
+
+def test_the_monitor_ranks_trials_and_chooses_their_epochs():
+    runs = made_up_runs({"learning_rate": [0.1, 0.01]})
+    assert find_best(runs) is runs[1]
+    for run in runs:
+        config = dataclasses.replace(run.trial.config, monitor=Monitor("accuracy", "max"))
+        run.trial = dataclasses.replace(run.trial, config=config)
+    runs[0].state.epochs[4].metrics["accuracy"] = 0.99  # the largest loss, and the best of all by its accuracy
+    assert find_best(runs) is runs[0]
+    assert (runs[0].kept.epoch, runs[1].kept.epoch) == (5, 8)
 
 
 GRID = {"learning_rate": [0.001, 0.01], "global_batch_size": [32, 64, 128]}
