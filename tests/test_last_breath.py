@@ -212,7 +212,7 @@ def test_the_rank_with_the_highest_step_is_asked_and_then_the_next(monkeypatch):
     assert ahead.messages == ["keep", "killed"]  # or it might write over what the next one has written
     assert behind.messages == ["keep"]
     survivors.take(ahead, "kept", {"step": 5})  # too late
-    survivors.take(behind, "keeping")
+    survivors.take(behind, "keeping", 0)
     time.sleep(0.06)
     assert is_busy()
     survivors.take(behind, "kept", {"step": 4})
@@ -220,6 +220,17 @@ def test_the_rank_with_the_highest_step_is_asked_and_then_the_next(monkeypatch):
     assert kept == [{"step": 4}]
     assert not Survivors(print).is_busy(SHAPES, ranks, lambda rank: 1)
     assert ahead.messages[2:] == ["release"] * 2
+
+
+def test_a_rank_has_the_longer_the_larger_its_state_is(monkeypatch):
+    monkeypatch.setattr("flyte_ddp.launch.survivors.KEEP_TIMEOUT", 0.0)
+    monkeypatch.setattr("flyte_ddp.launch.process.memory.KEEP_TIMEOUT", 0.0)
+    survivors, ranks = Survivors(print), [Rank(0)]
+    for num_bytes, is_busy in ((100 << 30, True), (0, False)):
+        survivors.is_busy(KILLED, ranks, lambda rank: 5)
+        survivors.take(ranks[0], "keeping", num_bytes)
+        time.sleep(0.01)
+        assert survivors.is_busy(KILLED, ranks, lambda rank: 5) is is_busy
 
 
 def memory_with(step=5, run="run", attempt=0, epochs=(), spoil=False):
@@ -279,4 +290,24 @@ def test_the_state_that_counts_stays_until_a_newer_one_does():
     assert kept.step == 5
     memory.keep("run", 2, step=8, num_bytes=0, checksum="", version="", digest="")
     assert memory.begin([0, 2])[1].step == 8
+    memory.note_stored(7)
+    assert memory.steps == (0, 8)
+    memory.note_stored(9)  # which is newer
+    assert memory.steps == (0, 0)
     memory.close()
+
+
+@pytest.mark.slow
+def test_a_state_in_memory_is_freed_when_the_store_has_a_newer_one(tmp_path):
+    place, steps = LocalPlace(2, max_restarts=3), []
+
+    class Watch:
+        def handle(self, event):
+            if isinstance(event, events.CheckpointWritten):
+                steps.append((event.step, place.memory.steps))
+
+        def close(self, error):
+            pass
+
+    train(tmp_path, place, "forward-1-4", listeners=[Watch()], epochs=1)
+    assert steps == [(9, (0, 0))]

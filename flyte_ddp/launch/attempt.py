@@ -16,7 +16,7 @@ from flyte_ddp.errors import NodeLost, RankFailure, TrainingStopped
 from flyte_ddp.launch.node import GO, KEEP, KILL, KILL_GRACE, STALL, STOP
 from flyte_ddp.launch.paces import PaceWatch
 from flyte_ddp.launch.policy import leaves_state_whole
-from flyte_ddp.launch.process.memory import KEEP_TIMEOUT
+from flyte_ddp.launch.process.memory import MAX_KEEP_TIMEOUT
 from flyte_ddp.launch.process.parts import memory_of
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.signals import StopRequest
@@ -346,7 +346,7 @@ class Attempt:
         if not self.has_ended:
             self.is_killed = True
             keeps = bool(self.failures) and leaves_state_whole(find_cause(self.failures)) and not self.stop.is_set()
-            deadline += keeps * KEEP_TIMEOUT
+            deadline += keeps * MAX_KEEP_TIMEOUT
             self.nodes.send(KEEP if keeps else KILL)
         while not self.has_ended and time.monotonic() < deadline:
             self._receive()

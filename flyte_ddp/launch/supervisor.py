@@ -159,6 +159,7 @@ class _Ranks:
         self.ranks: list[_Rank] = []
         self.failures: list[tuple[bool, float, RankFailure]] = []  # (is a consequence, when noticed, failure)
         self.memory = memory.begin(job.counted)
+        self.note_stored = memory.note_stored
         self.parts = memory.parts
         self.left_parts = self.parts.begin(node)
         keep = functools.partial(memory.keep, node.run_id, node.num_restarts)
@@ -302,7 +303,10 @@ class _Ranks:
             while rank.up.poll():
                 kind, *values = rank.up.recv()
                 if kind == "event":
-                    emit(events.from_dict(values[0]))
+                    event = events.from_dict(values[0])
+                    if isinstance(event, events.CheckpointWritten):
+                        self.note_stored(event.step)
+                    emit(event)
                     continue
                 if kind in ("collectives", "device"):
                     setattr(rank, "groups" if kind == "collectives" else "device", values[0])

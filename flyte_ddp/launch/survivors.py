@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from flyte_ddp.errors import RankFailure
 from flyte_ddp.launch.policy import leaves_state_whole
-from flyte_ddp.launch.process.memory import ANSWER_TIMEOUT, KEEP_TIMEOUT
+from flyte_ddp.launch.process.memory import ANSWER_TIMEOUT, KEEP_TIMEOUT, keep_timeout
 
 
 class Survivor(Protocol):
@@ -72,11 +72,11 @@ class Survivors:
         return True
 
     def take(self, rank: Survivor, kind: str, *values: Any) -> None:
-        """Take in the answer of `rank`: "keeping" when it begins, "kept" at the end."""
+        """Take in the answer of `rank`: "keeping" when it begins, with the bytes, "kept" at the end."""
         if rank is not self._asked:
             return
         if kind == "keeping":
-            self._until = self._total_until
+            self._until = self._total_until = time.monotonic() + keep_timeout(*values)
         elif values[0] and self._keep:
             self._keep(**values[0])
             self._candidates, self._asked = [], None

@@ -97,14 +97,13 @@ class LastBreath:
                 self._buffers = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
                 self._buffers_step = step
 
-    def _keep(self, path: str, on_begin: Callable[[], None]) -> dict[str, Any] | None:
+    def _keep(self, path: str, on_begin: Callable[[int], None]) -> dict[str, Any] | None:
         """Write the state to `path`; return what `Kept` has of it, or None if there is none worth it."""
         if not self._lock.acquire(timeout=LOCK_TIMEOUT):  # never released: no step follows
             return None
         step = self._step_of()
         if not self._is_whole or step <= self._first_step:
             return None
-        on_begin()
         buffers = self._find_buffers(step)
         if buffers is None:
             return None
@@ -115,7 +114,9 @@ class LastBreath:
         state["model"].update({name: buffer for name, buffer in buffers.items() if name in weights})
         state = map_tensors(readable(state), lambda each: each.detach())
         tensors = _tensors_by_place(state)
-        if not has_memory_for(sum(each.nbytes for each in tensors.values())) or not _are_finite(tensors):
+        num_bytes = sum(each.nbytes for each in tensors.values())
+        on_begin(num_bytes)
+        if not has_memory_for(num_bytes) or not _are_finite(tensors):
             return None
         with open(path, "wb") as file:
             entry = save_state({"format": FORMAT, **state}, file, with_crc32=False)

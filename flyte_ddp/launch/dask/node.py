@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 from flyte_ddp import events
 from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, END_OF_ATTEMPT, PREPARE, PREPARED, NodeJob, decode, encode
 from flyte_ddp.launch.node import KILL_GRACE, Link, run_ranks
-from flyte_ddp.launch.process.memory import KEEP_TIMEOUT, NodeMemory
+from flyte_ddp.launch.process.memory import MAX_KEEP_TIMEOUT, NodeMemory
 from flyte_ddp.launch.process.parts import COPIED, TAKE, NodeParts
 from flyte_ddp.launch.rank_start import start_server, wait_for_server
 from flyte_ddp.storage import adopt_storage_environment, fetch_file
@@ -57,7 +57,7 @@ class DriverLink(Link):
     def kill_ranks(self, reason: str) -> None:
         """Have the ranks killed, wait for the end of the attempt, and exit this process if it does not come."""
         super().kill_ranks(reason)
-        if not self.is_over.wait(KILL_GRACE + self.stop.keeps_state * KEEP_TIMEOUT):
+        if not self.is_over.wait(KILL_GRACE + self.stop.keeps_state * MAX_KEEP_TIMEOUT):
             os._exit(1)  # the ranks kill themselves when their pipe to this process ends
 
     def tell_worker(self, kind: str, **values: Any) -> None:

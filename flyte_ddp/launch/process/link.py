@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import events
 from flyte_ddp.launch.process.collectives import entered_collectives
-from flyte_ddp.launch.process.memory import KEEP_TIMEOUT, Kept
+from flyte_ddp.launch.process.memory import MAX_KEEP_TIMEOUT, Kept
 from flyte_ddp.launch.process.memory_file import MemoryFile
 from flyte_ddp.launch.process.parts import Part
 from flyte_ddp.launch.process.programs import Job
@@ -49,9 +49,9 @@ class SupervisorLink:
         self.stop_signal = int(signal.SIGTERM)  # by which a function that does not ask learns of a stop
         self.saves_until = math.inf  # monotonic: half of the time that a stop leaves is over then
         self.on_stop: Callable[[], None] = lambda: None  # called when this rank is asked to end the run
-        # Keeps this rank's state in the node's memory. Calls its argument when it begins; returns what is known of the
-        # state, or None if there is none to keep. None where the program has no such thing.
-        self.on_keep: Callable[[Callable[[], None]], dict[str, Any] | None] | None = None
+        # Keeps this rank's state in the node's memory. Calls its argument with the bytes when it begins; returns what
+        # is known of the state, or None if there is none to keep. None where the program has no such thing.
+        self.on_keep: Callable[[Callable[[int], None]], dict[str, Any] | None] | None = None
         self._is_released = threading.Event()  # the state is kept, or is not needed
         self._has_data = threading.Event()
         self._data = ""
@@ -114,13 +114,13 @@ class SupervisorLink:
     def wait_until_released(self) -> None:
         """Wait until the supervisor does not need this process's state any more. For one that has lost its peers."""
         if self.on_keep:
-            self._is_released.wait(KEEP_TIMEOUT)
+            self._is_released.wait(MAX_KEEP_TIMEOUT)
 
     def _keep(self) -> None:
         kept = None
         try:
             if self.on_keep:
-                kept = self.on_keep(lambda: self.send("keeping"))
+                kept = self.on_keep(lambda num_bytes: self.send("keeping", num_bytes))
         except Exception:
             traceback.print_exc()  # the checkpoint before counts
         with contextlib.suppress(OSError):  # the supervisor does not wait any more
@@ -170,11 +170,14 @@ class RankProcess:
         return self.node.first_rank + self.local_rank
 
     def free_parts(self, attempt: int, turn: int) -> None:
-        """Free the parts that earlier attempts have left in memory, but for the state that this one goes on from."""
+        """Free the parts that earlier attempts have left in memory, but for the state that this one goes on from.
+
+        This process needs none of them any more.
+        """
         self.link.send("resumed", attempt, turn)
-        for part in self.parts:
-            part.file.close()
-        self.parts = []
+        for file in [each.file for each in self.parts] + ([self.kept.file] if self.kept else []):
+            file.close()
+        self.parts, self.kept = [], None
 
     def open_store(self, timeout: float) -> TCPStore:
         """Return the store where the ranks meet, which rank 0's process serves. Call it once on rank 0.

@@ -13,7 +13,14 @@ from flyte_ddp.launch.process.parts import NodeParts
 
 LOCK_TIMEOUT = 1.0  # seconds for a rank to end the optimizer step that it is in
 ANSWER_TIMEOUT = 1.5  # seconds for a rank to begin to write its state: one that is stopped never does
-KEEP_TIMEOUT = 10.0  # seconds for it to be written
+KEEP_TIMEOUT = 10.0  # seconds for it to be written, if it is small
+KEEP_BANDWIDTH = 100 << 20  # bytes a second that are written at least
+MAX_KEEP_TIMEOUT = 300.0  # seconds for a state of any size
+
+
+def keep_timeout(num_bytes: int) -> float:
+    """Return the seconds for a state of so many bytes to be written."""
+    return min(KEEP_TIMEOUT + num_bytes / KEEP_BANDWIDTH, MAX_KEEP_TIMEOUT)
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,12 @@ class NodeMemory:
         """The steps of the state that the last attempt has left, and of the one that counts already; 0 for none."""
         newest, kept = (each.step if each else 0 for each in (self._newest, self._kept))
         return newest, kept
+
+    def note_stored(self, step: int) -> None:
+        """Free the state that counts if the store has one as new."""
+        if self._kept and self._kept.step <= step:
+            self._kept.file.close()
+            self._kept = None
 
     def close(self) -> None:
         """Free the memory."""

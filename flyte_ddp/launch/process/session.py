@@ -304,10 +304,10 @@ class Session:
                 self._link.on_keep = self._finish_writing
         return self._store
 
-    def _finish_writing(self, on_begin: Callable[[], None]) -> None:
+    def _finish_writing(self, on_begin: Callable[[int], None]) -> None:
         """When other ranks are lost, have what was saved in the store, from a thread of its own. No state is kept."""
         if self._store is not None and self._store.is_writing:
-            on_begin()
+            on_begin(0)
             self._store.wait(seconds=KEEP_TIMEOUT)
 
     def close(self) -> None:
