@@ -247,6 +247,15 @@ def test_ranks_are_ordered_by_host_and_name():
     assert [each.worker for each in assign_nodes(after, 4, config)] == ["w-2", "w-10", "w-3", "w-4"]
 
 
+def test_a_worker_that_has_run_the_ranks_before_is_preferred_to_another():
+    """Whose memory may have the state from which the run goes on."""
+    spare, survivor, other = worker("w-1", "10.0.0.1"), worker("w-2", "10.0.0.2"), worker("w-3", "10.0.0.3")
+    survivor = dataclasses.replace(survivor, has_run=True)
+    for num_nodes, names in ((1, ["w-2"]), (2, ["w-1", "w-2"]), (3, ["w-1", "w-2", "w-3"])):
+        nodes = assign_nodes([spare, other, survivor], num_nodes, ClusterConfig(num_nodes=num_nodes))
+        assert [each.worker for each in nodes] == names
+
+
 def test_bad_input_is_refused_before_any_cluster_is_asked(tmp_path):
     job = Job(recipe_program("digits", dask_config(global_batch_size=32)), str(tmp_path), 0.0)
     with pytest.raises(ConfigError, match="global_batch_size: expected a multiple of 3, got 32"):

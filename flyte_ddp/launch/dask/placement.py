@@ -27,6 +27,7 @@ class Worker:
     has_plugin: bool
     is_busy: bool = False  # with whatever else runs on the cluster
     shares_host: bool = False  # with other workers, and so perhaps its GPUs
+    has_run: bool = False  # ranks of this run, so its memory may have a state from which to go on
 
 
 @dataclass(kw_only=True)
@@ -48,8 +49,8 @@ class DaskNode(Node):
 def assign_nodes(workers: Sequence[Worker], num_nodes: int, config: ClusterConfig) -> list[DaskNode]:
     """Return `num_nodes` of the workers as nodes, with their ranks; where the ranks meet is still open.
 
-    Workers on one host are neighbours, so that their ranks are too. Hosts and workers are sorted by the workers' names:
-    a node that comes back under another address gets its ranks back.
+    Those that have run ranks before are chosen first. Workers on one host are neighbours, so that their ranks are too.
+    Hosts and workers are sorted by the workers' names: a node that comes back under another address gets its ranks back.
 
     Raises:
         ConfigError: a worker has fewer GPUs than its node needs.
@@ -58,7 +59,9 @@ def assign_nodes(workers: Sequence[Worker], num_nodes: int, config: ClusterConfi
     for each in workers:
         key = natural_key(each.name)
         first_on_host[each.host] = min(key, first_on_host.get(each.host, key))
-    chosen = sorted(workers, key=lambda each: (first_on_host[each.host], each.host, natural_key(each.name)))[:num_nodes]
+    ordered = sorted(workers, key=lambda each: (first_on_host[each.host], each.host, natural_key(each.name)))
+    first = sorted(ordered, key=lambda each: not each.has_run)[:num_nodes]
+    chosen = [each for each in ordered if each in first]
     nodes: list[DaskNode] = []
     for index, each in enumerate(chosen):
         neighbours = [other for other in chosen if other.host == each.host]

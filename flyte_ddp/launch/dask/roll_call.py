@@ -62,6 +62,7 @@ class RollCall:
                 facts["has_plugin"],
                 facts["is_busy"],
                 shares_host=hosts.count(facts["host"]) > 1,
+                has_run=facts["has_run"],
             )
             for address, facts in present.items()
         ]
