@@ -11,7 +11,7 @@ PINS := requirements.txt requirements-dev.txt requirements-uv.txt
 # they started; tests/conftest.py has the order of the files.
 PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: test test-all test-docs test-gpu test-kubernetes test-flyte lint audit format bench soak sbom wheel requirements
+.PHONY: test test-all test-docs emulators test-gpu test-kubernetes test-flyte lint audit format bench soak sbom wheel requirements
 
 test: $(INSTALLED)  ## the tests that need nothing but this machine, in eight minutes on two cores
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not gpu and not kubernetes and not flyte'
@@ -21,7 +21,17 @@ test-all: $(INSTALLED)  ## also the slow ones
 
 test-docs: $(INSTALLED)  ## every command and piece of code in the README, docs/ and examples/, and what else users start with
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow tests/test_docs.py tests/test_example_scripts.py \
-	  tests/test_integrations.py tests/test_project.py tests/test_mlflow.py tests/test_flyte2.py
+	  tests/test_integrations.py tests/test_project.py tests/test_mlflow.py tests/test_flyte2.py tests/test_stores.py \
+	  tests/test_storage.py tests/test_ownership.py tests/test_champion.py
+
+EMULATORS := build/emulators
+emulators: $(EMULATORS)/fake-gcs-server $(EMULATORS)/node_modules/.bin/azurite-blob  ## of Google's and Azure's stores, for the tests, which fetch them too; needs Go and npm
+
+$(EMULATORS)/fake-gcs-server:
+	GOBIN=$(abspath $(EMULATORS)) go install github.com/fsouza/fake-gcs-server@v1.56.1
+
+$(EMULATORS)/node_modules/.bin/azurite-blob:
+	npm install --silent --no-audit --prefix $(EMULATORS) azurite@3.35.0
 
 test-gpu: $(INSTALLED)  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu

@@ -31,6 +31,7 @@ from flyte_ddp.promotion.champion import ChampionStore, Manifest
 from flyte_ddp.storage import Storage
 from tests.kubernetes.store import FORBIDDEN, Store
 from tests.support.dask_runs import eventually
+from tests.support.emulators import KINDS, abfs, gs  # noqa: F401 - fixtures
 from tests.support.runs import to_safetensors
 
 
@@ -73,11 +74,13 @@ def guarded_store(monkeypatch):
     store.stop()
 
 
-@pytest.fixture(params=["disk", "s3", "memory"])
+@pytest.fixture(params=["disk", "s3", "memory", *KINDS])
 def url(request, tmp_path):
     """A place without a champion: on a disk, in a bucket, and in a store that knows no condition for a put."""
     if request.param == "disk":
         return str(tmp_path / "champion")
+    if request.param in ("gs", "abfs"):
+        return request.getfixturevalue(request.param).new_bucket() + "/champion"
     if request.param == "s3":
         return f"{request.getfixturevalue('bucket')}/{uuid.uuid4().hex}"
     return f"memory://{uuid.uuid4().hex}"
@@ -251,8 +254,9 @@ def test_the_second_of_two_first_promotions_fails(url):
     assert number_in(load_champion(url)) == 1
 
 
-def test_many_promoters_at_once_lose_no_promotion(tmp_path):
-    store = ChampionStore(str(tmp_path))
+@pytest.mark.parametrize("url", ["disk", *KINDS], indirect=True)
+def test_many_promoters_at_once_lose_no_promotion(url):
+    store = ChampionStore(url)
 
     def persist(number):
         while True:
@@ -275,9 +279,9 @@ def test_many_promoters_at_once_lose_no_promotion(tmp_path):
     assert len(chain) == len(set(chain)) == 8
 
 
+@pytest.mark.parametrize("url", ["s3", *KINDS], indirect=True)
 @pytest.mark.parametrize("has_champion", [False, True])
-def test_s3_refuses_a_put_after_another_promotion(bucket, monkeypatch, has_champion):
-    url = f"{bucket}/{uuid.uuid4().hex}"
+def test_stores_refuse_a_put_after_another_promotion(url, monkeypatch, has_champion):
     store = ChampionStore(url)
     if has_champion:
         promote(store, 1)

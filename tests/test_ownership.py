@@ -21,16 +21,19 @@ from flyte_ddp.checkpoints.ownership import OWNER, Ownership, check_owner, read_
 from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.errors import ConfigError, StorageUnavailable
 from flyte_ddp.storage import Storage
+from tests.support.emulators import KINDS, abfs, gs  # noqa: F401 - fixtures
 from tests.support.runs import new_run
 from tests.test_champion import bucket  # noqa: F401 - a fixture
 
 ELSEWHERE = {"machine": "another", "host": "other-host"}
 
 
-@pytest.fixture(params=["disk", "s3", "memory"])
+@pytest.fixture(params=["disk", "s3", "memory", *KINDS])
 def url(request, tmp_path):
     if request.param == "disk":
         return str(tmp_path / "run")
+    if request.param in ("gs", "abfs"):
+        return request.getfixturevalue(request.param).new_bucket() + "/run"
     if request.param == "s3":
         return f"{request.getfixturevalue('bucket')}/{uuid.uuid4().hex}"
     return f"memory://{uuid.uuid4().hex}"

@@ -16,6 +16,7 @@ import pytest
 from flyte_ddp import storage
 from flyte_ddp.errors import ConfigError, StorageDenied, StorageUnavailable
 from flyte_ddp.storage import Storage, directory, filesystem, open_filesystem, redact_url, storage_environment
+from tests.support.emulators import KINDS, abfs, gs  # noqa: F401 - fixtures
 from tests.support.image_store import running_store
 from tests.support.ports import free_port
 
@@ -34,10 +35,12 @@ def url(store):
     return store.fill({"": b""}).replace("/images", "/run")
 
 
-@pytest.fixture(params=["disk", "s3"])
+@pytest.fixture(params=["disk", "s3", *KINDS])
 def place(request, tmp_path):
     if request.param == "disk":
         return Storage(str(tmp_path / "run"))
+    if request.param in ("gs", "abfs"):
+        return Storage(request.getfixturevalue(request.param).new_bucket() + "/run")
     return Storage(request.getfixturevalue("url"))
 
 
@@ -104,6 +107,14 @@ def test_a_local_place_may_have_two_colons_in_its_name(tmp_path, monkeypatch, pr
 def test_an_unknown_kind_of_url_is_refused_without_its_password():
     with pytest.raises(ConfigError, match="data: expected a path or a URL that fsspec knows, got 'xyz://...@host/a'"):
         Storage("xyz://me:secret@host/a", "data")
+
+
+@pytest.mark.parametrize(("url", "package", "extra"), [("gs://b/a", "gcsfs", "gcs"), ("abfs://b/a", "adlfs", "azure")])
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, url, package, extra):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError) as caught:
+        Storage(url, "data")
+    assert str(caught.value) == f"data: {url}: expected the package {package}: pip install 'flyte-ddp[{extra}]'"
 
 
 # The store is away

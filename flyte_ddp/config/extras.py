@@ -7,6 +7,8 @@ import importlib.util
 from flyte_ddp.errors import ConfigError
 
 EXTRAS = {  # as in pyproject.toml
+    "adlfs": "azure",
+    "gcsfs": "gcs",
     "matplotlib": "reports",
     "optuna": "sweep",
     "pandas": "sweep",

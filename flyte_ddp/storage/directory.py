@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from flyte_ddp.errors import FileChanged, StorageDenied, StorageUnavailable
 from flyte_ddp.storage.failures import Meaning, answer, describe, is_full, meaning_of, remedy_for
-from flyte_ddp.storage.filesystem import open_filesystem
+from flyte_ddp.storage.filesystem import CONDITIONAL_PUTS, open_filesystem
 from flyte_ddp.storage.uncached_file import UncachedFile
 from flyte_ddp.storage.urls import redact_url
 
@@ -69,8 +69,9 @@ class Storage:
         protocol = self.file_system.protocol
         protocols = (protocol,) if isinstance(protocol, str) else protocol
         self.is_local = "file" in protocols
+        self._kind = next((kind for kind in CONDITIONAL_PUTS if kind in protocols), "")
         self._uploading = ""  # the path that is being written
-        self._upload_options = {"chunksize": UPLOAD_PART} if "s3" in protocols else {}
+        self._upload_options = {"chunksize": UPLOAD_PART} if self._kind in ("s3", "gs") else {}
         if self.is_local:
             self.url = self.root  # absolute: a process with another working directory means the same place
 
@@ -112,8 +113,8 @@ class Storage:
     def replace(self, name: str, contents: bytes, replaced: bytes) -> None:
         """Put `contents` at `name` if what is there is still `replaced`; b"" stands for no file.
 
-        On a local disk under a lock, on S3 by a conditional put. A store that has neither leaves the moment between the
-        look and the put, some milliseconds in which the last of two writers wins.
+        On a local disk under a lock, on S3, Google's and Azure's stores by a conditional put. A store that has neither
+        leaves the moment between the look and the put, some milliseconds in which the last of two writers wins.
 
         Raises:
             FileChanged: another process has replaced it.
@@ -123,15 +124,16 @@ class Storage:
                 self._check_unchanged(name, replaced)
                 self.write(name, contents)
             return
-        tag = self.retry(lambda: self._entity_tag(name))  # before the look: if it changes in between, the put fails
-        self._check_unchanged(name, replaced)
-        if "s3" not in self.file_system.protocol:
+        if not self._kind:
+            self._check_unchanged(name, replaced)
             self.write(name, contents)
             return
-        condition = {"IfMatch": tag} if tag else {"IfNoneMatch": "*"}
+        field, put = CONDITIONAL_PUTS[self._kind]
+        tag = self.retry(lambda: self._tag(name, field))  # before the look: if it changes in between, the put fails
+        self._check_unchanged(name, replaced)
         try:
-            self.retry(lambda: self.file_system.pipe_file(f"{self.root}/{name}", contents, **condition))
-        except OSError as error:
+            self.retry(lambda: put(self.file_system, f"{self.root}/{name}", contents, tag))
+        except Exception as error:  # not all are OSErrors
             status, code = answer(error)
             if status == 501 or code == "NotImplemented":  # a store that speaks S3 without this part of it
                 self.write(name, contents)
@@ -144,10 +146,10 @@ class Storage:
             elif self.read(name) != contents:  # else this put was sent again after its answer was lost on the way
                 raise FileChanged(f"{self.join(name)} was replaced meanwhile") from error
 
-    def _entity_tag(self, name: str) -> str:
+    def _tag(self, name: str, field: str) -> str:
         self.file_system.invalidate_cache()
         try:
-            return str(self.file_system.info(f"{self.root}/{name}").get("ETag", ""))
+            return str(self.file_system.info(f"{self.root}/{name}").get(field, ""))
         except FileNotFoundError:
             return ""
 
@@ -221,7 +223,10 @@ class Storage:
             self.retry(lambda: os.replace(path, new_path))
             return
         # Two steps, so that a retry after a lost answer does not look for what is already gone.
-        self.retry(lambda: self.file_system.cp_file(path, new_path))
+        if self._kind == "abfs":  # which may answer before it has copied
+            self.write(new_name, self.read(name))
+        else:
+            self.retry(lambda: self.file_system.cp_file(path, new_path))
         self.delete(name)
 
     def names(self) -> list[str]:

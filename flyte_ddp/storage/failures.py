@@ -24,6 +24,7 @@ _NO_CREDENTIALS = {
     "NoAuthTokenError",
     "ProfileNotFound",
     "DefaultCredentialsError",
+    "RefreshError",
     "ClientAuthenticationError",
 }
 # Answers that no second try changes, apart from those with HTTP status 401 and 403.
@@ -36,7 +37,9 @@ _REFUSALS = {
     "InvalidAccessKeyId",
     "InvalidBucketName",
     "InvalidToken",
+    "InvalidResourceName",
     "NoSuchBucket",
+    "OutOfRangeInput",
     "PermanentRedirect",
     "SignatureDoesNotMatch",
 }
@@ -84,10 +87,10 @@ def meaning_of(error: Exception, has_answered: bool) -> Meaning:
     if isinstance(error, ValueError):  # at first an address that is none, later an answer that cannot be read
         return Meaning.AWAY if has_answered else Meaning.DENIED
     if (
-        status in (401, 403)
-        or isinstance(error, (PermissionError, IsADirectoryError, NotADirectoryError))
+        status == 401
+        or _is_forbidden(error, status)
+        or isinstance(error, (IsADirectoryError, NotADirectoryError))
         or (isinstance(error, OSError) and error.errno in (errno.EROFS, errno.ENAMETOOLONG))
-        or str(error).startswith("Forbidden: ")  # gcsfs
         or "CERTIFICATE_VERIFY_FAILED" in str(error)
     ):
         return Meaning.DENIED
@@ -110,15 +113,16 @@ def remedy_for(error: Exception, is_local: bool) -> str:
         return "give a file"
     if is_local:
         return "give a place where this process may read and create files"
-    if code in ("NoSuchBucket", "ContainerNotFound", "InvalidBucketName"):
+    if code in ("NoSuchBucket", "ContainerNotFound", "InvalidBucketName", "InvalidResourceName", "OutOfRangeInput"):
         return "create the bucket or correct the URL"
-    if _lacks_credentials(error):
-        return (
-            "give this process credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or Flyte's FLYTE_AWS_*, "
-            "FLYTE_AZURE_*) in its environment, or a service account that may use the bucket"
-        )
-    if status in (401, 403) or isinstance(error, PermissionError):
+    if _is_forbidden(error, status):
         return "correct the keys, or give their owner the permission"
+    if _lacks_credentials(error) or status == 401:
+        return (
+            "give this process credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AZURE_STORAGE_* or "
+            "GOOGLE_APPLICATION_CREDENTIALS (or Flyte's FLYTE_AWS_*, FLYTE_AZURE_*) in its environment, or a service "
+            "account that may use the bucket"
+        )
     return "correct the URL, the endpoint or the keys"
 
 
@@ -130,7 +134,8 @@ def answer(error: BaseException) -> tuple[int, str]:
             code = str(response.get("Error", {}).get("Code", ""))
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode") or code
         else:  # azure, aiohttp, gcsfs
-            code = str(getattr(cause, "error_code", None) or "")
+            code = getattr(cause, "error_code", None) or ""
+            code = str(getattr(code, "value", code))  # an enum, of azure
             values = (getattr(cause, name, None) for name in ("status_code", "status", "code"))
             status = next((value for value in values if value is not None), "")
         if str(status).isdigit() or code:
@@ -160,10 +165,14 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def describe(error: BaseException) -> str:
     """Return class and message of `error` in one line that ends, without secrets."""
-    message = " ".join(str(error).split())
+    message = " ".join(str(error).split()).partition(" Content: <")[0]  # azure's whole answer, after what it says
     if len(message) > 300:
         message = message[:300] + "..."
     return redact_url(f"{type(error).__name__}: {message}".removesuffix(": "))
+
+
+def _is_forbidden(error: Exception, status: int) -> bool:
+    return status == 403 or isinstance(error, PermissionError) or str(error).startswith("Forbidden: ")  # of gcsfs
 
 
 def _lacks_credentials(error: Exception) -> bool:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import re
 import sys
 import threading
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import fsspec
 
+from flyte_ddp.config.extras import require
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage.environment import storage_environment
 from flyte_ddp.storage.failures import describe
 from flyte_ddp.storage.urls import redact_url
+
+T = TypeVar("T")
 
 CONNECT_TIMEOUT = 10.0  # seconds
 READ_TIMEOUT = 30.0  # seconds without a byte
@@ -37,37 +42,52 @@ def open_filesystem(
     Args:
         field: named in errors.
         num_tries: tries of each request to S3 before its error is raised.
-        request_timeout: seconds without a byte before a request to S3 fails; 0 for `READ_TIMEOUT`.
+        request_timeout: seconds without a byte before a request fails; 0 for `READ_TIMEOUT`.
         anonymous: do without credentials, for public buckets.
         endpoint_url: of the store; "" for that of the environment.
         options: for fsspec, over those made here.
 
     Raises:
-        ConfigError: no such kind of URL is known here.
+        ConfigError: no such kind of URL is known here, or its package is missing.
     """
     protocol = fsspec.utils.get_protocol(url)
     request_timeout = request_timeout or READ_TIMEOUT
     own: dict[str, Any] = {}
     if protocol in ("s3", "s3a"):
         own = _s3_options(num_tries, request_timeout, anonymous)
-    elif protocol in ("gs", "gcs") and anonymous:
-        own["token"] = "anon"
-    elif protocol in ("abfs", "abfss", "az", "adl"):
-        own = _azure_options(anonymous)
+    elif protocol in ("gs", "gcs"):
+        require(f"{field}: {redact_url(url)}", "gcsfs")
+        own = _google_options(request_timeout, anonymous)
+    elif protocol in ("abfs", "abfss", "az"):
+        require(f"{field}: {redact_url(url)}", "adlfs")
+        own = _azure_options(request_timeout, anonymous)
     if endpoint_url:
         own["endpoint_url"] = endpoint_url
     try:
         if _is_local(url):  # fsspec takes two colons in a path for a chain of file systems
             file_system = fsspec.filesystem("file", **options)
             return file_system, file_system._strip_protocol(url)
-        file_system, path = fsspec.url_to_fs(url, **{**own, **options})
+        if protocol in ("gs", "gcs"):
+            # Not the package's own, which asks another service for the kind of each bucket, and warns if that is away.
+            from gcsfs.core import GCSFileSystem
+
+            file_system = GCSFileSystem(**{**own, **options})
+            path = file_system._strip_protocol(url)
+        else:
+            file_system, path = fsspec.url_to_fs(url, **{**own, **options})
     except (ValueError, ImportError) as error:  # a protocol that fsspec does not know or has no package for
         raise ConfigError(
             f"{field}: expected a path or a URL that fsspec knows, got {redact_url(url)!r}: {describe(error)}"
         ) from error
+    if hasattr(file_system, "stored_bytes"):  # fsspec shares its instances
+        return file_system, path
     if protocol in ("s3", "s3a"):
         file_system.retries = 1  # s3fs has tries of its own, around those of its client
-        _limit_requests(file_system, request_timeout, num_tries)
+        _limit_s3_requests(file_system, request_timeout, num_tries)
+    elif protocol in ("gs", "gcs"):
+        _limit_google_requests(file_system, request_timeout)
+    elif protocol in ("abfs", "abfss", "az"):
+        _limit_azure_requests(file_system, request_timeout)
     return file_system, path
 
 
@@ -108,33 +128,36 @@ _SERVER_WORK = {
 }
 
 
-def _limit_requests(file_system: Any, timeout: float, num_tries: int) -> None:
+async def _limit(file_system: Any, what: str, request: Awaitable[T], num_bytes: int, limit: float) -> T:
+    """Await `request` for `limit` seconds, and the time that its `num_bytes` may take, which then count as stored."""
+    limit += num_bytes / MIN_UPLOAD_RATE
+    try:
+        answer = await asyncio.wait_for(request, limit)
+    except asyncio.TimeoutError:
+        raise ConnectionError(f"no answer to {what} for {limit:.0f} s") from None
+    for path in file_system.stored_bytes:  # one, as a rule: a process writes its files one after the other
+        file_system.stored_bytes[path] += num_bytes
+    return answer
+
+
+def _limit_s3_requests(file_system: Any, timeout: float, num_tries: int) -> None:
     """End each request of an s3fs file system that gets no answer, and count the bytes that are stored.
 
     The client's own timeout begins when the whole request is sent. It never ends one to a silent store: the client
     waits for permission to send the body ("100-continue") or for room in the connection.
     """
-    if "_call_s3" in vars(file_system):  # fsspec shares its instances
-        return
     call = file_system._call_s3
     file_system.stored_bytes = {}  # of the files that are being uploaded, by path
 
     async def call_within_limit(method: str, *args: Any, **kwargs: Any) -> Any:
-        body = kwargs.get("Body") or b""
-        limit = timeout * num_tries + len(body) / MIN_UPLOAD_RATE
+        limit = timeout * num_tries
         if operation := _SERVER_WORK.get(method):
             limit = SERVER_WORK_TIMEOUT * num_tries
             await file_system.set_session()
             client = await file_system.get_s3(kwargs.get("Bucket"))
             client.meta.events.register(f"before-call.s3.{operation}", _wait_for_work, unique_id=operation)
-        try:
-            answer = await asyncio.wait_for(call(method, *args, **kwargs), limit)
-        except asyncio.TimeoutError:
-            raise ConnectionError(f"no answer to {method} for {limit:.0f} s") from None
-        path = f"{kwargs.get('Bucket')}/{kwargs.get('Key')}"
-        if method in ("put_object", "upload_part") and path in file_system.stored_bytes:
-            file_system.stored_bytes[path] += len(body)
-        return answer
+        num_bytes = len(kwargs.get("Body") or b"")
+        return await _limit(file_system, method, call(method, *args, **kwargs), num_bytes, limit)
 
     file_system._call_s3 = call_within_limit
 
@@ -144,11 +167,84 @@ def _wait_for_work(context: dict[str, Any], **_: Any) -> None:
     context["read_timeout"] = SERVER_WORK_TIMEOUT
 
 
-def _azure_options(anonymous: bool) -> dict[str, Any]:
+def _google_options(timeout: float, anonymous: bool) -> dict[str, Any]:
+    import aiohttp
+
+    limits = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_TIMEOUT, timeout), sock_read=timeout)
+    return {"requests_timeout": limits, "use_listings_cache": False, **({"token": "anon"} if anonymous else {})}
+
+
+def _limit_google_requests(file_system: Any, timeout: float) -> None:
+    """Let a gcsfs file system try once, in silence, end uploads without an answer, and name a missing bucket."""
+    send = type(file_system)._request.__wrapped__  # below its tries, which log a traceback each
+    file_system.stored_bytes = {}
+
+    async def request(method: str, path: str, *args: Any, data: Any = None, **kwargs: Any) -> Any:
+        call = send(file_system, method, path, *args, data=data, **kwargs)
+        if data is not None:  # else the client's own timeout, which begins when all is sent, is enough
+            call = _limit(file_system, method, call, len(data), timeout)
+        try:
+            return await call
+        except FileNotFoundError as error:
+            # Of a file or of its bucket? A listing tells.
+            if method == "GET" and path.endswith("/o"):
+                error.error_code = "NoSuchBucket"  # type: ignore[attr-defined]
+            elif bucket := re.search(r"/b/([^/?]+)", file_system._format_path(path, args)):
+                await request("GET", "b/{}/o", bucket[1], maxResults=1)
+            raise
+
+    file_system._request = request
+
+
+def _azure_options(timeout: float, anonymous: bool) -> dict[str, Any]:
     prefix = "AZURE_STORAGE_"
     found = storage_environment()
     options = {name.removeprefix(prefix).lower(): value for name, value in found.items() if name.startswith(prefix)}
-    return {**options, "anon": anonymous}
+    limits = {"connection_timeout": min(CONNECT_TIMEOUT, timeout), "read_timeout": timeout}
+    return {**options, **limits, "use_listings_cache": False, "anon": anonymous}
+
+
+def _limit_azure_requests(file_system: Any, timeout: float) -> None:
+    """Let an adlfs file system try once, with its timeouts for all requests, and end those that get no answer."""
+    client = file_system.service_client
+    client._config.retry_policy.total_retries = 0
+    transport = client._pipeline._transport
+    transport.connection_config.timeout = min(CONNECT_TIMEOUT, timeout)
+    transport.connection_config.read_timeout = timeout
+    send = transport.send
+    file_system.stored_bytes = {}
+
+    async def send_within_limit(request: Any, **kwargs: Any) -> Any:
+        num_bytes = int(request.headers.get("Content-Length", 0))
+        return await _limit(file_system, request.method, send(request, **kwargs), num_bytes, timeout)
+
+    transport.send = send_within_limit
+
+
+def _put_in_s3(file_system: Any, path: str, contents: bytes, tag: str) -> None:
+    file_system.pipe_file(path, contents, **({"IfMatch": tag} if tag else {"IfNoneMatch": "*"}))
+
+
+def _put_in_google(file_system: Any, path: str, contents: bytes, tag: str) -> None:
+    bucket, name, _ = file_system.split_path(path)
+    url = f"{file_system._location}/upload/storage/v1/b/{bucket}/o"
+    file_system.call("POST", url, uploadType="media", name=name, ifGenerationMatch=tag or "0", data=contents)
+
+
+def _put_in_azure(file_system: Any, path: str, contents: bytes, tag: str) -> None:
+    from azure.core import MatchConditions
+
+    condition = {"etag": tag, "match_condition": MatchConditions.IfNotModified} if tag else {"overwrite": False}
+    file_system.pipe_file(path, contents, **condition)
+
+
+# The stores that put a file on a condition: what every put changes in a file's `info`, and the put of `contents` if
+# that is still `tag`, or if there is no file where `tag` is "".
+CONDITIONAL_PUTS: dict[str, tuple[str, Callable[[Any, str, bytes, str], None]]] = {
+    "s3": ("ETag", _put_in_s3),
+    "gs": ("generation", _put_in_google),
+    "abfs": ("etag", _put_in_azure),
+}
 
 
 def _close_sessions() -> None:
@@ -157,7 +253,8 @@ def _close_sessions() -> None:
     flytekit opens some whose loop is its own; s3fs does not close those, and their client ends a healthy process with
     an error message ("Unclosed client session").
     """
-    for module, name, session in (("s3fs", "S3FileSystem", "_s3creator"), ("gcsfs", "GCSFileSystem", "_session")):
+    google = "GCSFileSystem", "_session"  # flytekit's, and ours
+    for module, name, session in (("s3fs", "S3FileSystem", "_s3creator"), ("gcsfs", *google), ("gcsfs.core", *google)):
         cls = getattr(sys.modules.get(module), name, None)
         for file_system in list(getattr(cls, "_cache", {}).values()):
             with contextlib.suppress(Exception):  # the process is ending: there is nothing left to fail
