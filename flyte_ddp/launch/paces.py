@@ -19,7 +19,7 @@ SLOW_SECONDS = 50.0  # for which a rank is slow, or no longer slow, until it is 
 NUM_WINDOWS = 5  # in these seconds; a rank is slow if it is in each of them
 MIN_STEPS = 2  # of every rank in a window; it lasts longer where steps are long
 SLOW_FACTOR = 1.3  # times the median of the other ranks, in all phases or in one
-MIN_EXCESS = 0.1  # of the others' whole time per step, by which one phase alone must be longer
+MIN_EXCESS = 0.1  # of the time from step to step, by which it must be longer
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,11 @@ class Pace:
     seconds: list[float]
     device: str = ""  # its GPU, for people
     node: str = ""  # likewise
+
+    @property
+    def kind(self) -> str:
+        """The kind of its GPU; "" for a CPU."""
+        return self.device.partition(" (cuda")[0]
 
 
 @dataclass
@@ -77,7 +82,8 @@ class PaceWatch:
             ]
             for rank, pace in self._latest.items()
         }
-        self._windows.append({rank: each for rank in means if (each := self._compare(rank, means))})
+        interval = (now - self._begun_at) / max(steps.values())
+        self._windows.append({rank: each for rank in means if (each := self._compare(rank, means, interval))})
         self._begun, self._begun_at = dict(self._latest), now
         self._conclude(step)
 
@@ -87,21 +93,30 @@ class PaceWatch:
             logger.info("one rank: there is no other one to compare its pace with")
         kinds: dict[str, list[int]] = {}
         for rank, pace in sorted(self._latest.items()):
-            kinds.setdefault(pace.device.partition(" (cuda")[0], []).append(rank)
+            kinds.setdefault(pace.kind, []).append(rank)
         if len(kinds) > 1:
             shown = "; ".join(f"{kind or 'CPU'}: ranks {', '.join(map(str, ranks))}" for kind, ranks in kinds.items())
-            logger.warning("the ranks have different kinds of GPU, and each waits for the slowest: %s", shown)
+            what = "the ranks have different kinds of GPU, of which each is compared with its own kind"
+            logger.warning("%s: %s", what, shown)
 
-    def _compare(self, rank: int, means: dict[int, list[float]]) -> events.Straggler | None:
-        """Return how a rank is slower than the others; None if it is not."""
-        own = means[rank]
-        others = [each for number, each in means.items() if number != rank]
-        medians = [statistics.median(each[phase] for each in others) for phase in range(len(PHASES))]
+    def _compare(self, rank: int, means: dict[int, list[float]], interval: float) -> events.Straggler | None:
+        """Return how a rank is slower than the others on its kind of GPU; None if it is not.
+
+        Args:
+            interval: seconds from step to step.
+        """
+        own, kind = means[rank], self._latest[rank].kind
+        others = [each for number, each in means.items() if number != rank and self._latest[number].kind == kind]
+        if not others:
+            return None
+        medians = [statistics.median(each[phase] for each in others) for phase in range(len(own))]
         median = statistics.median(sum(each) for each in others)
         excesses = [mine - theirs for mine, theirs in zip(own, medians, strict=True)]
-        phase = max(range(len(PHASES)), key=excesses.__getitem__)
-        is_slow_phase = own[phase] >= SLOW_FACTOR * medians[phase] and excesses[phase] >= MIN_EXCESS * median
-        if sum(own) < SLOW_FACTOR * median and not is_slow_phase:
+        phase = max(range(len(own)), key=excesses.__getitem__)
+        if not any(
+            mine >= SLOW_FACTOR * theirs and mine - theirs >= MIN_EXCESS * interval
+            for mine, theirs in ((sum(own), median), (own[phase], medians[phase]))
+        ):
             return None
         pace = self._latest[rank]
         return events.Straggler(

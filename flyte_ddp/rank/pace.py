@@ -2,14 +2,16 @@
 
 The phases are `data` (until a batch is there), `forward`, and `backward` up to its last gradient: what follows is the
 exchange of gradients, which ends for all ranks together. Collectives that Python waits for count in no phase either.
+A function without such phases has one, `step`, from report to report.
 The sums go into the memory that the rank shares with its supervisor, so no rank ever waits to be compared.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -17,8 +19,9 @@ from torch import Tensor, nn
 
 from flyte_ddp.launch.process.ranks import PHASES
 
-DATA, FORWARD, BACKWARD = range(len(PHASES))
+DATA, FORWARD, BACKWARD, STEP = range(len(PHASES))
 NUM_SEARCHED = 2  # backward passes with a hook on every parameter, until it is known which gradient comes last
+MAX_MISSED = 10  # forward passes of a function without a backward pass after which that is looked for anew
 
 _waited = 0.0  # seconds that Python has waited for collectives in this process
 _is_waiting = False
@@ -30,23 +33,30 @@ class Pace:
     Args:
         publish: called after each step with the number of steps and the seconds of each phase, since the start.
         device: on which the passes run. On a GPU they are timed by events, which no step waits for.
+        waiting: phases in which waits for other ranks cannot be told from work: they are not published.
     """
 
-    def __init__(self, publish: Callable[[int, list[float]], None], device: torch.device) -> None:
+    def __init__(
+        self,
+        publish: Callable[[int, list[float]], None],
+        device: torch.device,
+        waiting: Collection[int] = (),
+    ) -> None:
         self.seconds = [0.0] * len(PHASES)
         self.num_steps = 0
         self._publish = publish
+        self._waiting = waiting
         self._on_gpu = device.type == "cuda"
         self._phase = -1
         self._since: Any = 0.0
         self._pending: deque[tuple[int, Any, Any]] = deque()  # phases on the GPU that may not have ended
-        self._last_gradient = LastGradient(self._note_gradient)
+        self._last_gradients: weakref.WeakKeyDictionary[nn.Module, LastGradient] = weakref.WeakKeyDictionary()
         self._gradient_at: Any = None
         _count_waits()
 
-    def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Note when the last gradient of these parameters is there. Without it a backward pass counts as a whole."""
-        self._last_gradient.watch(parameters)
+    def watch(self, model: nn.Module) -> None:
+        """Note when the last gradient of this model is there, too. Without it a backward pass counts as a whole."""
+        self._last_gradients[model] = LastGradient(model, self._note_gradient)
 
     def begin(self, phase: int) -> None:
         """End the phase before it, if there is one, and begin this one."""
@@ -61,7 +71,7 @@ class Pace:
         is_found = phase == BACKWARD and self._gradient_at is not None
         until = self._gradient_at if is_found else self._now(phase)
         if phase == BACKWARD:
-            self._last_gradient.settle(is_found)
+            self._settle(is_found)
         if self._on_gpu and phase != DATA:
             self._pending.append((phase, self._since, until))
         else:
@@ -74,7 +84,12 @@ class Pace:
         while self._pending and self._pending[0][2].query():
             phase, since, until = self._pending.popleft()
             self.seconds[phase] += since.elapsed_time(until) / 1e3
-        self._publish(self.num_steps, self.seconds)
+        seconds = [0.0 if phase in self._waiting else each for phase, each in enumerate(self.seconds)]
+        self._publish(self.num_steps, seconds)
+
+    def _settle(self, is_found: bool) -> None:
+        for each in list(self._last_gradients.values()):
+            each.settle(is_found)
 
     def _note_gradient(self) -> None:
         if self._phase == BACKWARD:
@@ -89,43 +104,41 @@ class Pace:
 
 
 class LastGradient:
-    """Calls `note` when the last gradient of a backward pass is there, at last once per pass.
+    """Calls `note` when the last gradient of a model in a backward pass is there, at last once per pass.
 
     A hook on each parameter would cost a call of Python each. So after the first passes only that of the parameter
-    stays whose gradient came last; all come back if that one gets none.
+    stays whose gradient came last; all come back if that one gets none. It keeps no model or parameter alive.
     """
 
-    def __init__(self, note: Callable[[], None]) -> None:
+    def __init__(self, model: nn.Module, note: Callable[[], None]) -> None:
         self._note = note
-        self._parameters: list[Tensor] = []
+        self._model = weakref.ref(model)
         self._handles: list[Any] = []
-        self._latest: Tensor | None = None
+        self._latest: weakref.ref[Tensor] | None = None
         self._num_searched = 0
-
-    def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Watch these parameters."""
-        self._parameters = [each for each in parameters if each.is_leaf]
-        self._hook(self._parameters)
+        self._hook(model.parameters())
 
     def settle(self, is_found: bool) -> None:
-        """Take note of the end of a pass, and whether it had a gradient."""
+        """Take note of the end of a pass, and whether it had a gradient, of this model or of another one."""
+        latest = self._latest() if self._latest else None
         if not is_found:
-            if self._num_searched > NUM_SEARCHED:
+            if self._num_searched > NUM_SEARCHED and (model := self._model()):
                 self._num_searched = 0
-                self._hook(self._parameters)
-            return
-        self._num_searched += 1
-        if self._num_searched == NUM_SEARCHED and self._latest is not None:
-            self._hook([self._latest])
+                self._hook(model.parameters())
+        elif latest is not None:
+            self._latest = None
+            self._num_searched += 1
+            if self._num_searched == NUM_SEARCHED:
+                self._hook([latest])
 
-    def _hook(self, parameters: list[Tensor]) -> None:
+    def _hook(self, parameters: Iterable[Tensor]) -> None:
         for handle in self._handles:
             handle.remove()
-        trained = [each for each in parameters if each.requires_grad]  # which the program may change
+        trained = [each for each in parameters if each.is_leaf and each.requires_grad]  # which the program may change
         self._handles = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in trained]
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        self._latest = parameter
+        self._latest = weakref.ref(parameter)
         self._note()
 
 
@@ -163,44 +176,66 @@ def device_name(device: torch.device) -> str:
     return f"{torch.cuda.get_device_name(device)} ({device})"
 
 
-def watch_ddp(publish: Callable[[int, list[float]], None], send_device: Callable[[str], None]) -> None:
+def watch_ddp(publish: Callable[[int, list[float]], None], send_device: Callable[[str], None]) -> Callable[[], None]:
     """Account for the passes of a function's DistributedDataParallel from now on; each backward pass is a step.
 
-    Its data phase has all that a step does between two passes, such as the optimizer's update.
+    Its data phase has all that a step does between two passes, such as the optimizer's update. Several models, such as
+    a GAN's, have one account.
+
+    Returns:
+        What a report of the function calls: while there are no such passes, each ends a step.
     """
     from torch.nn.parallel import DistributedDataParallel
 
-    paces: dict[int, _FunctionPace] = {}
+    pace: _FunctionPace | None = None
+    reports = Pace(publish, torch.device("cpu"))
+    models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
     forward: Any = DistributedDataParallel.forward
 
+    def note_report() -> None:
+        if pace is None:
+            reports.end_step()
+            reports.begin(STEP)
+
     def timed(self: nn.Module, *inputs: Any, **options: Any) -> Any:
+        nonlocal pace
         if torch.compiler.is_compiling() or not (self.training and torch.is_grad_enabled()):
             return forward(self, *inputs, **options)
-        pace = paces.get(id(self))
         if pace is None:
-            if paces:  # of several models, such as a GAN's, the first one is compared
-                return forward(self, *inputs, **options)
-            parameters = list(self.parameters())
-            pace = paces[id(self)] = _FunctionPace(publish, parameters[0].device)
-            send_device(device_name(parameters[0].device))
-            pace.watch(parameters)
+            device = next(self.parameters()).device
+            pace = _FunctionPace(publish, device)
+            pace.num_steps, pace.seconds = reports.num_steps, reports.seconds
+            send_device(device_name(device))
+        if self not in models:
+            models.add(self)
+            pace.watch(self)
         pace.begin_forward()
         outputs = forward(self, *inputs, **options)
         pace.begin(BACKWARD)
         return outputs
 
     DistributedDataParallel.forward = timed  # type: ignore[method-assign]
+    return note_report
 
 
 class _FunctionPace(Pace):
     """The account of a function, whose backward pass only its gradients show."""
 
     _is_ending = False
+    _num_missed = 0
 
     def begin_forward(self) -> None:
-        """Begin a forward pass. What follows one that no backward pass has followed counts for nothing."""
-        if self._phase == BACKWARD:
+        """Begin a forward pass. What follows one that no backward pass has followed counts for nothing.
+
+        Nor does a pass that has raised, for lack of memory for example.
+        """
+        self._is_ending = False
+        self._num_missed += 1
+        if self._phase != DATA:
             self._phase = -1
+        if self._num_missed > MAX_MISSED:
+            self._num_missed = 0
+            self._settle(is_found=False)
         self.begin(FORWARD)
 
     def _note_gradient(self) -> None:
@@ -212,6 +247,6 @@ class _FunctionPace(Pace):
             queue(lambda: queue(self._end_pass))
 
     def _end_pass(self) -> None:
-        self._is_ending = False
+        self._is_ending, self._num_missed = False, 0
         self.end_step()
         self.begin(DATA)

@@ -30,7 +30,7 @@ from flyte_ddp.rank.last_breath import LastBreath
 from flyte_ddp.rank.memory_states import choose_interval
 from flyte_ddp.rank.metrics import check_monitor, read_figures
 from flyte_ddp.rank.optim import build_optimizer, learning_rate
-from flyte_ddp.rank.pace import Pace
+from flyte_ddp.rank.pace import BACKWARD, FORWARD, Pace
 from flyte_ddp.rank.parallel import exchange_seconds, replicate
 from flyte_ddp.rank.passes import clip_gradients, compute_gradients, gradient_norm
 from flyte_ddp.rank.progress import MetricSums, Progress
@@ -76,9 +76,13 @@ class Trainer:
         self.evaluated_model, self.replica = replicate(model, config, world, recipe)
         self.is_sharded = is_sharded(model)  # then every forward pass, and every look at the weights, is a collective
         self.optimizer = build_optimizer(model, config, recipe.optimizer_groups(model))
-        self.pace = Pace(self.session.process.link.set_pace, world.device)
-        if not (self.is_sharded or config.compile):  # neither gives gradients to hooks of parameters one by one
-            self.pace.watch(model.parameters())
+        # Neither a sharded nor a compiled model gives gradients to hooks of parameters one by one.
+        waiting = [BACKWARD] * config.compile
+        if self.is_sharded:
+            waiting = [FORWARD, BACKWARD] if world.device.type == "cuda" else []  # elsewhere Python sees the waits
+        self.pace = Pace(self.session.process.link.set_pace, world.device, waiting)
+        if not (self.is_sharded or config.compile):
+            self.pace.watch(model)
         self.utilization = FlopsUtilization(recipe, model, config, world)
         self.last_breath = LastBreath(
             model, world, lambda: self._state(self._estimate_progress()), lambda: self.progress.step

@@ -50,7 +50,7 @@ def call_program(process: RankProcess) -> None:
         current.emit_start()
         if process.node.world_size > 1:
             watch_main_thread(process.link.set_waiting_since, program.stall_timeout)
-            threading.Thread(target=_watch_ddp, args=(process.link,), name="pace", daemon=True).start()
+            threading.Thread(target=_watch_ddp, args=(process.link, current), name="pace", daemon=True).start()
     _be_a_main_process()
     with current.finish_on_error(), end_forked_processes():
         value = b""
@@ -82,13 +82,13 @@ def _has_imported_torch() -> bool:
     return spec is not None and not getattr(spec, "_initializing", False)
 
 
-def _watch_ddp(link: SupervisorLink) -> None:
-    """Have the passes of the function's DistributedDataParallel timed, once the function has imported torch."""
+def _watch_ddp(link: SupervisorLink, current: Session) -> None:
+    """Have the passes of the function's DistributedDataParallel timed, or its reports, once it has imported torch."""
     while not _has_imported_torch():
         time.sleep(POLL_INTERVAL)
     from flyte_ddp.rank.pace import watch_ddp
 
-    watch_ddp(link.set_pace, lambda name: link.send("device", name))
+    current.on_report = watch_ddp(link.set_pace, lambda name: link.send("device", name))
 
 
 class _Store:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-PHASES = ("data", "forward", "backward")  # of a rank's own time in a step
+PHASES = ("data", "forward", "backward", "step")  # of a rank's own time in a step; the last: the whole of it
 NUM_SLOTS = 6 + len(PHASES)  # of each rank in the memory that it shares with its supervisor
 
 

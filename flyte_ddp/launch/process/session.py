@@ -64,6 +64,7 @@ class Session:
         self._is_tracking = False  # in an epoch of `batches`
         self._has_begun = False  # with the first batch
         self._link.on_stop = self._terminate
+        self.on_report: Callable[[], None] = lambda: None  # called in each rank at each report
         self.can_resume = process.job.program.can_resume
 
     @property
@@ -246,6 +247,7 @@ class Session:
     def report(self, step: int | None, epoch: float | None, values: Mapping[str, float]) -> None:
         self.step = self.step + 1 if step is None else step
         self._link.beat(self.step)
+        self.on_report()
         if self.process.rank > 0:
             return
         metrics = {}
