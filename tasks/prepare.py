@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -9,12 +11,13 @@ import flytekit
 from flytekit import HashMethod, task
 from flytekit.types.directory import FlyteDirectory
 
+from flyte_ddp.cluster.kubernetes.checks import gpu_memory
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.flyte_context import is_flyte_task
 from flyte_ddp.launch.process.programs import slow_imports
 from flyte_ddp.launch.rank_start import start_server
-from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.recipes import Recipe, config_of, get_recipe
 from flyte_ddp.recipes.prepare import describe_data, prepare_data
 from tasks.frame import check_cluster, check_initial_state, check_urls
 from tasks.inputs import (
@@ -26,6 +29,8 @@ from tasks.inputs import (
     location,
 )
 from tasks.resources import SMALL_TASK
+
+logger = logging.getLogger(__name__)
 
 
 def _contents_hash(directory: FlyteDirectory) -> str:
@@ -43,6 +48,21 @@ class Prepared(NamedTuple):
     data: PreparedData
     config: TrainingConfig
     cluster: ClusterInput
+
+
+def _warn_if_too_large(recipe: Recipe, config: TrainingConfig, cluster: ClusterInput, directory: Path) -> None:
+    """Log a warning if a rank is estimated to take more than the GPUs have, as the nodes' labels say."""
+    try:
+        if device_bytes := gpu_memory(cluster):
+            from flyte_ddp.rank.estimate import SIZES
+            from flyte_ddp.rank.estimate_command import estimate_prepared, find_excess  # imports torch
+
+            made, _ = estimate_prepared(recipe, dataclasses.replace(config, sample_size=SIZES[1]), directory)
+            num_ranks = cluster.num_nodes * cluster.ranks_per_node
+            if excess := find_excess(made, config, num_ranks, device_bytes):
+                logger.warning("memory: %s", excess)
+    except Exception as error:  # an estimate that cannot be made must not end a run
+        logger.warning("the memory of a rank was not estimated: %s", error)
 
 
 # Not cached: the contents of a URL may have changed. The training task is cached, by the contents of this one's output.
@@ -72,4 +92,6 @@ def prepare(
         if url := check_initial_state(initial_model_state):
             prepared = prepared.adapt_to(url)
         prepare_data(prepared, location(source), directory)
+        if cluster is not None and cluster.gpus_per_node and cluster.resolved_kind == "kubernetes":
+            _warn_if_too_large(prepared, resolved, cluster, directory)
     return Prepared(FlyteDirectory(str(directory)), resolved, cluster or ClusterInput())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,8 @@ from torch import nn
 from flyte_ddp.__main__ import main
 from flyte_ddp.rank.estimate import Estimate, parse_memory
 from flyte_ddp.recipes import Recipe, config_of, get_recipe
+from tasks.inputs import ClusterInput
+from tasks.prepare import prepare
 
 WIDTH = 256
 FLOAT = 4
@@ -83,6 +87,45 @@ def test_shapes_that_depend_on_the_data_are_said():
     made = Estimate(ByValue(), config(), read_batch)
     assert made.problem.startswith("the shapes depend on the data (")
     assert made.training.per_sample > 0
+
+
+class ByContents(Wide):
+    def losses(self, outputs, targets):
+        assert len(outputs.detach().numpy()) == len(targets)
+        return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def test_a_step_that_reads_tensors_is_measured_on_real_ones():
+    made = Estimate(ByContents(), config(), read_batch)
+    assert made.problem.startswith("it needs real tensors (")
+    assert made.problem.endswith("activations are those of a step on 16 samples; other samples may take more")
+    on_fake_tensors = Estimate(Wide(), config(), read_batch)
+    assert made.training.per_sample == pytest.approx(on_fake_tensors.training.per_sample, rel=0.1)
+
+
+def test_a_recipe_that_raises_is_one_line(capsys, monkeypatch):
+    def losses(self, outputs, targets):
+        raise LookupError("no such\nclass")
+
+    monkeypatch.setattr("flyte_ddp.recipes.digits.Digits.losses", losses)
+    assert main(["estimate", "--recipe", "digits"]) == 2
+    expected = "error: recipe: expected one whose step runs on a CPU, got LookupError: no such\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize(("gib", "is_said"), [(80, False), (1 / 1024, True), (0, False)])
+def test_a_run_that_exceeds_the_labels_of_the_nodes_is_warned_before_it_has_a_cluster(
+    monkeypatch, caplog, gib, is_said
+):
+    monkeypatch.setattr("tasks.prepare.gpu_memory", lambda cluster: gib * 2**30)
+    prepare(recipe="digits", cluster=ClusterInput(kind="kubernetes", gpus_per_node=1))
+    assert len(caplog.messages) == is_said
+    if is_said:
+        assert re.match(
+            r"memory: a rank is estimated to take [\d.]+ MiB, with \d+ samples in a forward pass, of a GPU with "
+            "1.0 MiB, of which 0.9 MiB count: at most 0 fit with ddp. See flyte-ddp estimate$",
+            caplog.messages[0],
+        )
 
 
 @pytest.mark.parametrize("text", ["80", "", "GiB", "-1GiB", "80 parsecs", "1e999GiB"])

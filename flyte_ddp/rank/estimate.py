@@ -95,10 +95,12 @@ class Estimate:
         measure = functools.partial(self._measure, recipe, read_batch)
         try:
             self.training, self.evaluation = (_fit(measure, is_fake=True, trains=trains) for trains in (True, False))
-        except _data_dependent() as error:
-            what = str(error).splitlines()[0][:80]
-            shapes = f"the shapes depend on the data ({what}): activations are those of a step on {SIZES[1]} samples"
-            self.problem = f"{shapes}; other samples may take more"
+        except Exception as error:  # whatever a recipe makes of a tensor without contents
+            what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"
+            is_about_shapes = isinstance(error, _data_dependent())
+            shapes = "the shapes depend on the data" if is_about_shapes else "it needs real tensors"
+            activations = f"activations are those of a step on {SIZES[1]} samples"
+            self.problem = f"{shapes} ({what}): {activations}; other samples may take more"
             self.training, self.evaluation = (_fit(measure, is_fake=False, trains=trains) for trains in (True, False))
 
     def memory(self, parallel: str, num_ranks: int, batch_size: int) -> Memory:

@@ -20,7 +20,7 @@ from flyte_ddp.errors import ConfigError, DataError, StorageDenied, StorageUnava
 from flyte_ddp.rank.contract import check_datasets
 from flyte_ddp.rank.data import open_samples, take_sample
 from flyte_ddp.rank.estimate import Estimate, parse_memory
-from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.recipes import Recipe, config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.world import ALONE
 
@@ -56,17 +56,44 @@ def estimate_recipe(name: str, config: TrainingConfig, source: str = "") -> tupl
     recipe = get_recipe(name, config.recipe_options)
     with tempfile.TemporaryDirectory() as directory:
         prepare_data(recipe, source, Path(directory))
-        train, test = check_datasets(recipe, recipe.datasets(Path(directory)))
-        config = dataclasses.replace(config, data_workers=0)
-        samples = open_samples([take_sample(train, config), test], recipe, config, ALONE)[0]
+        return estimate_prepared(recipe, config, Path(directory))
 
-        def read_batch(size: int) -> Any:
-            indices = torch.arange(size) % len(samples)
-            return next(iter(samples.batches([indices], 1)))
 
+def estimate_prepared(recipe: Recipe, config: TrainingConfig, directory: Path) -> tuple[Estimate, int]:
+    """Return the same as `estimate_recipe`, by the prepared data in `directory`.
+
+    Raises:
+        ConfigError: the recipe's own code raises.
+    """
+    train, test = check_datasets(recipe, recipe.datasets(directory))
+    config = dataclasses.replace(config, data_workers=0)
+    samples = open_samples([take_sample(train, config), test], recipe, config, ALONE)[0]
+
+    def read_batch(size: int) -> Any:
+        indices = torch.arange(size) % len(samples)
+        return next(iter(samples.batches([indices], 1)))
+
+    try:
         read_batch(1)
         process_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return Estimate(recipe, config, read_batch), process_bytes
+    except Exception as error:
+        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise ConfigError(f"recipe: expected one whose step runs on a CPU, got {what}") from error
+
+
+def find_excess(made: Estimate, config: TrainingConfig, num_ranks: int, device_bytes: float) -> str:
+    """Return how a rank takes more than its GPU has, with what would fit; "" if it does not."""
+    batch_size = math.ceil(config.global_batch_size / (num_ranks * config.gradient_accumulation))
+    memory = made.memory(config.parallel, num_ranks, batch_size)
+    if memory.device <= made.allowed(device_bytes):
+        return ""
+    largest = made.largest_batch(config.parallel, num_ranks, device_bytes)
+    return (
+        f"a rank is estimated to take {_gib(memory.device)}, with {batch_size} samples in a forward pass, of a GPU "
+        f"with {_gib(device_bytes)}, of which {_gib(made.allowed(device_bytes))} count: at most {largest:,} fit with "
+        f"{config.parallel}. See flyte-ddp estimate"
+    )
 
 
 def describe(made: Estimate, config: TrainingConfig, num_ranks: int, device_bytes: float) -> list[str]:

@@ -17,7 +17,15 @@ from typing import Any
 from flyte_ddp.cluster.admission import Allowed, check_allowed
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.api import ApiRefused, call, find, is_in_pod
-from flyte_ddp.cluster.kubernetes.manifest import GROUP, PLURAL, POLICY_GROUP, POLICY_PLURAL, VERSION, merge_pod
+from flyte_ddp.cluster.kubernetes.manifest import (
+    GROUP,
+    PLURAL,
+    POLICY_GROUP,
+    POLICY_PLURAL,
+    VERSION,
+    cluster_spec,
+    merge_pod,
+)
 from flyte_ddp.cluster.kubernetes.resources import describe, needs_of, quantities, quantity, requests_of, short
 from flyte_ddp.errors import ConfigError
 
@@ -354,6 +362,19 @@ def _find_lack_of_room(setup: Setup, nodes: list[Any]) -> str:
         return ""
     others = "a scheduler and the task's own pod" if setup.driver is not None else "and a scheduler"
     return f"the nodes are too small together for {what}, {others}: they have {', '.join(lacking)}"
+
+
+def gpu_memory(config: ClusterConfig) -> float:
+    """Return the bytes of the smallest GPU that workers may get, as labels of nodes have it; 0 where none has any.
+
+    Raises:
+        ClusterError: the API server does not answer, or refuses.
+    """
+    pod = cluster_spec(config, "estimate", None)["spec"]["worker"]["spec"]
+    label = f"{config.kubernetes.gpu_resource}.memory"  # in MiB, which NVIDIA's GPU feature discovery sets
+    nodes = [each for each in call("CoreV1Api", "list_node").items if not _why_not(pod, each)]
+    sizes = [float((each.metadata.labels or {}).get(label, 0)) for each in nodes]
+    return min(filter(None, sizes), default=0.0) * 2**20
 
 
 def _why_not(pod: Mapping[str, Any], node: Any) -> str:
