@@ -163,6 +163,8 @@ def test_a_slow_rank_is_a_notice_and_each_change_a_row():
     events = [sample_run.started(), sample_run.loaded(), *sample_run.steps(1, 50), StragglersFound(20, [slow])]
     text = text_of(report_of(events, closed=False))
     assert text.count(str(slow)) == 2, "and in its section"
+    of_function = [events[0], *events[2:]]  # that loads nothing
+    assert text_of(report_of(of_function, closed=False)).count(str(slow)) == 2
     assert "rank 1 (node 1) is slow in data: 300 ms per step" in text
     for end in (StragglersFound(40, []), AttemptEnded(40, "node 1 was lost", 0.0)):
         text = text_of(report_of([*events, end], closed=False))

@@ -150,8 +150,6 @@ class Report(Page):
 
     def _notices(self) -> list[str]:
         state, loaded = self._state, self._state.loaded
-        if loaded is None:
-            return []
         named = [str(each) for found in state.stragglers[-1:] for each in found.stragglers]
         grace, seconds = state.grace_seconds, state.writing_seconds
         is_short = 0 < grace < seconds
@@ -159,11 +157,11 @@ class Report(Page):
             f"The store took {seconds:.0f} s for the newest checkpoint, and a node that is told to go has {grace:.0f} "
             "s: an announced loss would cost steps. A longer termination grace of the pods avoids that"
         )
-        resumed = f"Resumed at step {loaded.step:,} from {loaded.url}"
+        resumed = f"Resumed at step {loaded.step:,} from {loaded.url}" if loaded and loaded.url else ""
         return [
             *named,
-            *loaded.skipped[-MAX_CHECKPOINTS:],
-            *([resumed] if loaded.url else []),
+            *(loaded.skipped[-MAX_CHECKPOINTS:] if loaded else []),
+            *([resumed] if resumed else []),
             *([slow] if is_short else []),
         ]
 
