@@ -50,7 +50,7 @@ def assign_nodes(workers: Sequence[Worker], num_nodes: int, config: ClusterConfi
     """Return `num_nodes` of the workers as nodes, with their ranks; where the ranks meet is still open.
 
     Those that have run ranks before are chosen first. Workers on one host are neighbours, so that their ranks are too.
-    Hosts and workers are sorted by the workers' names: a node that comes back under another address gets its ranks back.
+    Hosts and workers are sorted by the workers' names: a node that comes back elsewhere gets its ranks back.
 
     Raises:
         ConfigError: a worker has fewer GPUs than its node needs.
