@@ -46,6 +46,7 @@ MISTAKES = {
     "MetricsOfText": r"metrics: mae: expected a torchmetrics.Metric, or a function .*, got 'MeanAbsoluteError'",
     "MetricsWithoutNames": r"metrics: expected a dict of metrics by name, got a list",
     "MetricOverAll": r"metrics: expected mae of each sample, shape \(8,\), got shape \(\): do not sum over the samples",
+    "AccuracyInPercent": r"metrics: accuracy: expected at most 1 for a sample, the number of its targets, got 100$",
     "MetricClass": r"metrics: mae: expected a torchmetrics.Metric, or a function .*, got <class",
     "MetricOfOtherShapes": r"metrics: f1: \w+: .* \(outputs \(8,\), targets \(8,\)\)",
     "MetricForEachClass": r"metrics: f1: expected one number, got shape \(2,\): take a mean, or one metric each",

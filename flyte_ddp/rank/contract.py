@@ -264,8 +264,12 @@ def _check_metrics(recipe: Recipe, config: TrainingConfig, outputs: Any, targets
     for name, function in metrics.functions.items():
         if function == recipe.num_correct:
             _check_num_correct(recipe, outputs, targets, counts)
-        else:
-            _check_shape(recipe, "metrics", f"{name} of each sample", function(outputs, targets), len(counts))
+            continue
+        value = function(outputs, targets)
+        _check_shape(recipe, "metrics", f"{name} of each sample", value, len(counts))
+        if name == "accuracy" and bool((value > counts).any()):  # which is shown in percent
+            expected = f"expected at most {_number(counts.max())} for a sample, the number of its targets"
+            raise ConfigError(f"{place}: {name}: {expected}, got {_number(value.max())}")
     names = ["test_loss", *metrics.functions]
     for name, metric in metrics.objects.items():
         metric.sync_on_compute = False

@@ -197,6 +197,11 @@ class MetricOverAll(Line):
         return {"mae": lambda outputs, targets: (outputs - targets).abs().mean()}
 
 
+class AccuracyInPercent(Line):
+    def metrics(self):
+        return {"accuracy": lambda outputs, targets: 100 * ((outputs - targets).abs() < 9)}
+
+
 class MetricClass(Line):
     def metrics(self):
         from torchmetrics import MeanAbsoluteError
