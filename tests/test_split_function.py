@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -318,6 +319,23 @@ def test_a_wrong_call_is_one_line_and_no_hang(tmp_path):
     assert len(messages) == len(expected), messages
     for message, pattern in zip(messages, expected, strict=True):
         assert re.fullmatch(pattern, message), message
+
+
+def save_on_rank_0_alone():
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    state = {"weights": distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (2,)), [Shard(0)])}
+    dist.barrier()
+    if dist.get_rank() == 0:
+        session.save(state, 1)
+    else:
+        dist.all_reduce(torch.ones(1))  # which fails after 30 s, and by NCCL ends the process
+
+
+@pytest.mark.slow
+def test_a_save_that_a_rank_does_not_call_is_named_before_a_collective_fails(tmp_path):
+    expected = "session.save: expected a call on every rank, .*, got none on rank 1 for 15 s, at step 1"
+    with pytest.raises(RankFailure, match=expected):
+        flyte_ddp.run(save_on_rank_0_alone, nproc_per_node=2, checkpoints=str(tmp_path))
 
 
 def save_and_load_another_shape_on_rank_1():

@@ -34,6 +34,14 @@ def function_world() -> World:
     return World(dist.get_rank(), 0, dist.get_world_size(), torch.device("cuda" if on_gpu else "cpu"))
 
 
+def collective_timeout(world: World) -> float:
+    """Return the seconds after which a collective that waits for a rank fails; years where the backend has none."""
+    assert dist.group.WORLD is not None
+    options = getattr(dist.group.WORLD._get_backend(world.device), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", timedelta.max)
+    return timeout.total_seconds()
+
+
 def check_call(state: Any, step: int, number: int, world: World, store: Store, timeout: float) -> None:
     """Check that every rank saves the same step of a state with the same keys. For the `number`-th save of a rank.
 

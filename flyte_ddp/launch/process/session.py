@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from flyte_ddp.rank.batches import EpochBatches
 
 NUM_KEPT = 2  # newest checkpoints that stay
-SAVE_TIMEOUT_SHARE = 0.5  # of `stall_timeout`, for which a rank waits for the others to save a split state
+# Of `stall_timeout`, and of a collective's timeout, for which a rank waits for the others to save a split state: they
+# may wait for it in a collective, whose failure would end the run without the reason.
+SAVE_TIMEOUT_SHARE = 0.5
 
 logger = logging.getLogger(__name__)
 
@@ -92,13 +94,13 @@ class Session:
         """Write this rank's part of `state`; return False where it is not split."""
         from flyte_ddp.checkpoints.peers import Peers
         from flyte_ddp.rank.sharding import split_state
-        from flyte_ddp.rank.split_state import check_call, function_world, has_split
+        from flyte_ddp.rank.split_state import check_call, collective_timeout, function_world, has_split
 
         if not has_split(state):
             return False
         world = function_world()
         self._num_split_saves += 1
-        timeout = SAVE_TIMEOUT_SHARE * self.process.job.program.stall_timeout
+        timeout = SAVE_TIMEOUT_SHARE * min(self.process.job.program.stall_timeout, collective_timeout(world))
         check_call(state, step, self._num_split_saves, world, self.open_store(), timeout)
         if self._num_split_saves == 1:
             self.wait()  # for what rank 0 may have saved whole
