@@ -32,14 +32,17 @@ FRAMEWORKS = (  # of which importing takes ten seconds for each rank; `make test
 
 
 class Listener:
-    """Keeps the metrics that are reported."""
+    """Keeps the metrics that are reported, and what was loaded."""
 
     def __init__(self):
         self.metrics = []
+        self.loaded = []
 
     def handle(self, event):
         if isinstance(event, events.Reported):
             self.metrics.append(event.values)
+        elif isinstance(event, events.CheckpointLoaded):
+            self.loaded.append(event)
 
     def close(self, error):
         pass
@@ -216,6 +219,69 @@ def test_a_model_is_split_or_not_as_the_number_of_ranks_changes(tmp_path):
     for splits, num_ranks, num_steps in [(True, 2, 2), (False, 1, 4), (True, 2, 6)]:
         found = flyte_ddp.run(continue_training, splits, num_steps, nproc_per_node=num_ranks, **options)
     torch.testing.assert_close(found, flyte_ddp.run(continue_training, False, 6))
+
+
+@SLOW
+def test_a_damaged_checkpoint_of_a_split_model_is_reported(tmp_path):
+    options, listener = {"nproc_per_node": 2, "checkpoints": str(tmp_path)}, Listener()
+    flyte_ddp.run(continue_training, True, 2, **options)
+    for file in tmp_path.glob("step-0000000002*.pt"):
+        file.write_bytes(file.read_bytes()[:-100])
+    flyte_ddp.run(continue_training, True, 2, listeners=[listener], **options)
+    (loaded,) = listener.loaded
+    assert loaded.step == 1
+    assert "step-0000000002" in str(loaded.skipped)
+
+
+def train_twice(framework, directory):
+    """Call twice what trains in each framework."""
+    from torch.utils.data import DataLoader
+
+    if framework == "accelerate":
+        from accelerate import Accelerator
+
+        from flyte_ddp.integrations.accelerate import prepare
+
+        for _ in range(2):
+            prepare(Accelerator(cpu=True), torch.nn.Linear(1, 1), DataLoader(torch.ones(2, 1)))
+    elif framework == "lightning":
+        import lightning
+        from lightning.pytorch.demos.boring_classes import BoringModel
+
+        from flyte_ddp.integrations.lightning import SessionCallback
+
+        files = {"enable_checkpointing": False, "logger": False, "default_root_dir": directory}
+        for _ in range(2):
+            trainer = lightning.Trainer(
+                accelerator="cpu", max_steps=2, callbacks=[SessionCallback()], limit_val_batches=0, **files
+            )
+            trainer.fit(BoringModel())
+    else:
+        from transformers import Trainer, TrainingArguments
+
+        from benchmarks.frameworks import Counting, Samples
+        from flyte_ddp.integrations.transformers import SessionCallback
+
+        arguments = TrainingArguments(directory, max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True)
+        trainer = Trainer(Counting(8), arguments, train_dataset=Samples(8))
+        trainer.add_callback(SessionCallback(trainer))
+        for _ in range(2):
+            trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("framework", "call"),
+    [
+        pytest.param("transformers", "trainer.train", marks=SLOW),
+        pytest.param("lightning", "trainer.fit", marks=SLOW),
+        ("accelerate", "prepare"),
+    ],
+)
+def test_a_second_training_in_a_run_is_one_line(framework, call, tmp_path):
+    pytest.importorskip(framework)
+    expected = f"{call}: expected one call in a run, which has the checkpoints of one training, got a second one"
+    with pytest.raises(RankFailure, match=expected):
+        flyte_ddp.run(train_twice, framework, str(tmp_path), checkpoints=str(tmp_path / "checkpoints"))
 
 
 @pytest.mark.parametrize("framework", ["accelerate", pytest.param("transformers", marks=SLOW)])

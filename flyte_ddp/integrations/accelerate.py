@@ -46,11 +46,12 @@ def prepare(
 
     Raises:
         ConfigError: no model or no DataLoader; a way to split the model, or a version of accelerate, that is not
-            supported; a global batch that the ranks do not share evenly.
+            supported; a global batch that the ranks do not share evenly; a second call in a run.
     """
     if not session.is_in_run():
         return accelerator.prepare(*objects)
     check_split(accelerator)
+    training.begin("prepare")
     models = [each for each in objects if isinstance(each, nn.Module)]
     index = next((index for index, each in enumerate(objects) if isinstance(each, DataLoader)), -1)
     if len(models) != 1 or index < 0:

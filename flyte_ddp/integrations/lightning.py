@@ -55,6 +55,7 @@ class SessionCallback(Callback):  # type: ignore[misc]
         if not session.is_in_run():
             return
         training.check_has("lightning", trainer.fit_loop, *HOOKS)
+        training.begin("trainer.fit")
         if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)):
             kind = type(trainer.strategy).__name__
             raise ConfigError(f"strategy: expected ddp, or ModelParallelStrategy for FSDP2, got {kind}")

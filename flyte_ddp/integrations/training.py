@@ -38,6 +38,21 @@ def check_has(package: str, value: Any, *names: str) -> None:
             raise ConfigError(f"{package}: {expected}, got {package} {version(package)}")
 
 
+def begin(call: str) -> None:
+    """Note that a framework's loop begins, which the run's checkpoints are of.
+
+    Args:
+        call: that begins it, for the error.
+
+    Raises:
+        ConfigError: another one has begun in this run: after a restart each would go on from the other's checkpoint.
+    """
+    if session.current().has_trainer and session.checkpoints:
+        expected = "expected one call in a run, which has the checkpoints of one training"
+        raise ConfigError(f"{call}: {expected}, got a second one")
+    session.current().has_trainer = True
+
+
 def save(model: nn.Module, optimizers: Sequence[Optimizer], step: int, values: Mapping[str, Any]) -> None:
     """Save a training in the session's place: each rank its own part of what is split. For all ranks together.
 

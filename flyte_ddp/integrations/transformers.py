@@ -64,8 +64,10 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **options: Any) -> Any:
         """Train as `Trainer.train`, from the session's newest checkpoint on if there is one."""
+        training.begin("trainer.train")
         trainer = self.trainer
-        found = self._found = training.load_values(trainer.is_fsdp_enabled)
+        is_split = trainer.is_fsdp_enabled or training.is_split_model(trainer.model)
+        found = self._found = training.load_values(is_split)
         loaders.check_length(found, trainer.train_dataset)
         self._keep_global_batch(found["global_batch_size"] if found else self.global_batch_size)
         if found is None:

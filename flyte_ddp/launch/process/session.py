@@ -44,6 +44,7 @@ class Session:
         process: of the rank.
         results: figures of the whole run by their names in `events.RunFinished`, on rank 0.
         can_resume: there is a checkpoint, or will be one whenever the run is asked to stop.
+        has_trainer: a framework's loop has begun, which the checkpoints are of.
     """
 
     def __init__(self, process: RankProcess, open_store: Callable[[], Store]) -> None:
@@ -55,7 +56,9 @@ class Session:
         self._link = process.link
         self.open_store = open_store
         self.stop = StopAgreement(process, open_store)
+        self.has_trainer = False
         self._store: CheckpointStore | None = None
+        self._skipped: list[str] = []  # damaged checkpoints that `load_values` has set aside, for the load that follows
         self._has_warned = False
         self._num_loads = 0
         self._num_split_saves = 0
@@ -158,14 +161,17 @@ class Session:
     def load_values(self) -> dict[str, Any] | None:
         """Return what the newest checkpoint has besides split tensors, which it leaves empty. For all ranks together.
 
-        A `load` has to follow, which counts.
+        A `load` has to follow where there is one, which counts.
         """
         from flyte_ddp.rank.split_state import function_world
 
         if not self.checkpoints:
             return None
-        found, *_ = self.open_checkpoints().load_latest(function_world(), lambda _, tensor: [range(0)] * tensor.dim())
+        found, url, self._skipped = self.open_checkpoints().load_latest(
+            function_world(), lambda _, tensor: [range(0)] * tensor.dim()
+        )
         if found is None:
+            self._emit_loaded(None, url, [])
             return None
         values: dict[str, Any] = found["state"]
         return values
@@ -177,7 +183,7 @@ class Session:
         if not has_split(into):
             return self._load_whole(maps=True)
         found, url, skipped = self.open_checkpoints().load_latest(function_world(), own_boxes(into), maps=True)
-        self.emit(events.CheckpointLoaded(found["step"] if found else 0, url, skipped=skipped))
+        self._emit_loaded(found, url, skipped)
         return found
 
     def _load_whole(self, maps: bool) -> dict[str, Any] | None:
@@ -196,12 +202,16 @@ class Session:
             if not is_alone:
                 checkpoints.retention.keeps_resumed = found is not None
                 self.open_store().set(key, str(found["step"] if found else -1))
-            self._link.emit(events.CheckpointLoaded(found["step"] if found else 0, url, skipped=skipped))
+            self._emit_loaded(found, url, skipped)
         else:
             step = int(self.open_store().get(key))
             found = checkpoints.load(step, maps=maps) if step >= 0 else None
             self.open_store().add(f"{key}/num_readers", 1)
         return found
+
+    def _emit_loaded(self, found: dict[str, Any] | None, url: str, skipped: list[str]) -> None:
+        self.emit(events.CheckpointLoaded(found["step"] if found else 0, url, skipped=[*self._skipped, *skipped]))
+        self._skipped = []
 
     def track(self, batches: EpochBatches, epoch: int) -> Iterator[tuple[Any, float]]:
         """Yield what is left of an epoch, and note for `save` how much of it is done."""
