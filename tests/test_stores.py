@@ -20,6 +20,7 @@ from flyte_ddp.errors import ConfigError, StorageDenied, StorageUnavailable
 from flyte_ddp.storage import Storage, directory, filesystem
 from tests.support.dask_runs import eventually
 from tests.support.emulators import PROGRAMS, abfs, gs  # noqa: F401 - fixtures
+from tests.support.image_store import image_tree, prepare, write_tree
 from tests.support.runs import how_it_ended, new_run, start_parent
 from tests.test_checkpoint import load_state, take_away
 from tests.test_storage import fast  # noqa: F401 - a fixture
@@ -141,6 +142,23 @@ def test_bytes_that_are_stored_are_counted_while_they_are_sent(emulator):
     assert place.stored_bytes == 0
 
 
+def test_a_data_set_in_a_store_is_prepared_and_read_as_on_a_disk(emulator, tmp_path):
+    tree = image_tree()
+    url = emulator.new_bucket() + "/images"
+    for name, contents in tree.items():
+        Storage(url).write(name, contents)
+    on_disk, in_store = (tmp_path / "disk", tmp_path / "store")
+    for each in (on_disk, in_store):
+        each.mkdir()
+    _, train, test, _ = prepare(write_tree(tree, tmp_path / "images"), on_disk)
+    _, train_found, test_found, description = prepare(url, in_store)
+    assert url in description
+    assert [label for _, label in train_found] == [label for _, label in train]
+    for (found, label), (expected, expected_label) in zip(test_found, test, strict=True):
+        assert torch.equal(found, expected)
+        assert label == expected_label
+
+
 def test_a_missing_bucket_is_a_user_error_and_not_an_empty_one(emulator):
     place = Storage(f"{emulator.kind}://no-such-bucket/run", "champion")
     actions = (place.check_access, lambda: place.write("a", b""), place.names, lambda: place.replace("a", b"1", b""))
@@ -179,6 +197,16 @@ def test_an_account_or_a_bucket_that_cannot_be_is_refused_in_one_line(abfs, monk
     monkeypatch.delenv("AZURE_STORAGE_CONNECTION_STRING")
     with pytest.raises(ConfigError, match="checkpoints: expected .*account_name"):
         Storage("abfs://container/run")
+
+
+def test_missing_credentials_of_azure_are_refused_in_one_line_with_the_remedy(fast, monkeypatch, caplog):  # noqa: F811
+    monkeypatch.delenv("AZURE_STORAGE_CONNECTION_STRING", raising=False)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv("AZURE_TOKEN_CREDENTIALS", "EnvironmentCredential")  # no identity of this machine
+    with pytest.raises(StorageDenied, match=r"give this process credentials: .*AZURE_STORAGE_\*") as caught:
+        Storage("abfs://container/run").read("a")
+    assert "\n" not in str(caught.value)
+    assert not caplog.records
 
 
 @pytest.fixture

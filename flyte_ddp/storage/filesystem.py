@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import logging
 import re
 import sys
 import threading
@@ -206,6 +207,7 @@ def _azure_options(timeout: float, anonymous: bool) -> dict[str, Any]:
 
 def _limit_azure_requests(file_system: Any, timeout: float) -> None:
     """Let an adlfs file system try once, with its timeouts for all requests, and end those that get no answer."""
+    logging.getLogger("azure.identity").setLevel(logging.ERROR)  # its error says what its ten lines of warning say
     client = file_system.service_client
     client._config.retry_policy.total_retries = 0
     transport = client._pipeline._transport
