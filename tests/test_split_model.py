@@ -140,6 +140,12 @@ def test_a_rank_checks_the_memory_of_its_gpu_before_it_moves_the_model_there(mon
     assert place_model(model, TrainingConfig(parallel="fsdp"), world) is model
 
 
+def test_convolutions_that_are_to_be_split_keep_the_order_that_fsdp_takes():
+    for parallel, is_contiguous in {"ddp": False, "fsdp": True}.items():
+        model = place_model(nn.Conv2d(3, 8, 3), TrainingConfig(parallel=parallel), World(0, 0, 2, torch.device("cpu")))
+        assert model.weight.is_contiguous() is is_contiguous
+
+
 def test_a_model_without_named_blocks_is_split_by_size():
     layers = [nn.Linear(300, 300) for _ in range(3)]
     assert large_blocks(nn.ModuleDict({"body": nn.ModuleList(layers), "head": nn.Linear(300, 300)})) == layers

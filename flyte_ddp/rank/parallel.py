@@ -55,7 +55,7 @@ def place_model(model: nn.Module, config: TrainingConfig, world: World) -> nn.Mo
         check_memory(model, config, world.world_size if splits else 1, memory)
     model = synchronize(model if splits else model.to(world.device), config, world)
     accept_single_values(model)
-    if config.channels_last:
+    if config.channels_last and not splits:  # FSDP takes only tensors whose memory is in the order of their dimensions
         # Not by model.to(memory_format=...), which fails at the 5-D weights of 3-D convolutions. Not by `contiguous`,
         # which leaves the strides of a weight with one input channel, and so the slower kernels.
         for tensor in (*model.parameters(), *model.buffers()):
