@@ -161,6 +161,23 @@ print(*draw([Panel("a", "b", "c", None)]))
     ]
 
 
+def test_a_recipes_report_has_its_tables_without_the_packages_that_draw(core, tmp_path):
+    shutil.copy(REPOSITORY / "tests/support/short_run.py", tmp_path)
+    program = """
+from short_run import run_finished, whole_run
+from flyte_ddp.observers.reports.run import Report
+report = Report()
+for event in (*whole_run(), run_finished("")):
+    report.handle(event)
+report.close(None)
+print(report.render())
+"""
+    status, output = run([core, tmp_path], "-S", "-c", program, cwd=tmp_path)
+    assert status == 0, output
+    assert "plots: expected the package matplotlib" in output
+    assert ">finished<" in output
+
+
 def test_a_recipe_whose_package_is_missing_is_one_line_with_what_installs_it(core, tmp_path):
     for package, expected in (
         ("sklearn.datasets", "expected the package sklearn: pip install 'flyte-ddp[digits]'"),

@@ -176,8 +176,6 @@ class _Curves:
 
     def _metric_panel(self, name: str, panel_name: str) -> Panel:
         """Return the panel of a metric, with a ring around the best epoch if the metric decides it."""
-        from matplotlib.ticker import MaxNLocator
-
         points = [(epoch.epoch, epoch.metrics[name]) for epoch in self.state.epochs if name in epoch.metrics]
         best, is_share = self.state.best, name == "accuracy"
         found = f"now {format_figure(name, points[-1][1])}"
@@ -185,6 +183,8 @@ class _Curves:
             found = f"best {format_figure(name, best.metrics[name])} in epoch {best.epoch}"
 
         def draw(axes: Axes) -> None:
+            from matplotlib.ticker import MaxNLocator  # here: without it a report has no plots, and its tables
+
             scale = 100 if is_share else 1
             _plot_epochs(axes, [(epoch, scale * value) for epoch, value in points], 2, "")
             if best is not None and name == self.state.monitor.metric:
