@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import time
+from types import SimpleNamespace
 
 import cloudpickle
 import pytest
@@ -26,6 +27,7 @@ from flyte_ddp.launch.process.programs import Job, Program, recipe_program
 from flyte_ddp.launch.process.ranks import NodeRanks
 from flyte_ddp.launch.run import _Call
 from flyte_ddp.launch.survivors import Survivors
+from flyte_ddp.rank.last_breath import LastBreath
 from flyte_ddp.rank.recall import recall
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.world import ALONE
@@ -96,6 +98,13 @@ def test_without_the_statistics_of_rank_0_the_checkpoint_counts(tmp_path, undist
     run, resumed = train(tmp_path, LocalPlace(2, max_restarts=3), "between-0-6", checkpoint_interval=4)
     assert resumed == [(4, str(tmp_path / "checkpoints" / "step-0000000004.json"))]
     torch.testing.assert_close(run.state(), undisturbed, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_each_rank_has_what_rank_0_has_told_of_earlier_epochs(tmp_path):
+    run, resumed = train(tmp_path, LocalPlace(2, max_restarts=3), "backward-0-11", epochs=2)
+    assert resumed == [(10, "this node's memory")]
+    assert [epoch.sample for epoch in run.result.epochs] == ["a sample"] * 2
 
 
 @pytest.mark.slow
@@ -231,6 +240,19 @@ def test_a_rank_has_the_longer_the_larger_its_state_is(monkeypatch):
         survivors.take(ranks[0], "keeping", num_bytes)
         time.sleep(0.01)
         assert survivors.is_busy(KILLED, ranks, lambda rank: 5) is is_busy
+
+
+def test_one_line_says_that_a_model_with_large_buffers_is_not_kept(monkeypatch, caplog):
+    monkeypatch.setattr("flyte_ddp.rank.last_breath.MAX_BUFFER_BYTES", 8)
+    world = dataclasses.replace(ALONE, world_size=2)
+    process = SimpleNamespace(memory=SimpleNamespace(path=""), link=SimpleNamespace())
+    for model, is_kept in ((torch.nn.BatchNorm1d(1), False), (torch.nn.Linear(1, 1), True)):
+        with LastBreath(model, world, dict, lambda: 0).may_keep(process, is_compiled=False, is_sharded=False):
+            assert hasattr(process.link, "on_keep") == is_kept
+    assert caplog.messages == [
+        "a model with 16 bytes of buffers, more than 8, is not kept in memory when a rank is lost: `memory_interval` "
+        "keeps one with any"
+    ]
 
 
 def memory_with(step=5, run="run", attempt=0, epochs=(), spoil=False):

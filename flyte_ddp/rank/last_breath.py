@@ -11,6 +11,7 @@ these buffers those of rank 0 on every rank, and they are what a checkpoint of r
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -29,6 +30,8 @@ from flyte_ddp.launch.process.memory_file import has_memory_for
 from flyte_ddp.world import World
 
 MAX_BUFFER_BYTES = 16 << 20  # of buffers that are copied before each step: 1 ms
+
+logger = logging.getLogger(__name__)
 
 
 class LastBreath:
@@ -61,9 +64,15 @@ class LastBreath:
         the optimizer step that is queued behind it goes on with a part of them.
         """
         buffers = list(self._model.buffers())
-        is_small = sum(each.nbytes for each in buffers) <= MAX_BUFFER_BYTES and not (is_compiled and buffers)
-        on_gpu = self._world.device.type == "cuda"
-        if process.memory is None or self._world.world_size == 1 or is_sharded or not is_small or on_gpu:
+        num_bytes = sum(each.nbytes for each in buffers)
+        is_lone = self._world.world_size == 1 or self._world.device.type == "cuda" or is_sharded
+        if process.memory is None or is_lone or num_bytes > MAX_BUFFER_BYTES or (is_compiled and buffers):
+            if num_bytes > MAX_BUFFER_BYTES and not is_lone and self._world.is_first:
+                logger.warning(
+                    "a model with %d bytes of buffers, more than %d, is not kept in memory when a rank is lost: "
+                    "`memory_interval` keeps one with any",
+                    *(num_bytes, MAX_BUFFER_BYTES),
+                )
             yield
             return
         path = process.memory.path

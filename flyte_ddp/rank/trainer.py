@@ -398,6 +398,8 @@ class Trainer:
                 self.session.emit(
                     HistogramsTaken(progress.step, *inspection.histograms_of(self.model, self.world.is_first))
                 )
+        # All ranks keep it: the run may go on from the state of any.
+        finished = dataclasses.replace(finished, sample=world.broadcast_object(finished.sample))
         with self.last_breath.changing():
             progress.finish_epoch(finished)
         return finished

@@ -29,6 +29,9 @@ class Bereaved(Normed):
         register_optimizer_step_pre_hook(lambda *_: self.meet("between"))
         return super().model()
 
+    def generate_sample(self, model):
+        return "a sample"
+
     def losses(self, outputs, targets):
         losses = self.plain_losses(outputs, targets)
         if not outputs.requires_grad:
