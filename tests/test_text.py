@@ -21,8 +21,8 @@ from pyarrow import parquet
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.rank.data import epoch_shards, open_samples
-from flyte_ddp.rank.initial_state import load_initial_state
-from flyte_ddp.recipes import config_of
+from flyte_ddp.rank.initial_state import check_same_run, load_initial_state
+from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.text import corpus
 from flyte_ddp.recipes.text.corpus import Corpus
 from flyte_ddp.recipes.text.model import Shape, TextModel
@@ -388,6 +388,19 @@ def test_a_state_of_another_vocabulary_is_refused_also_where_sizes_are_the_same(
     with pytest.raises(ConfigError, match=r"other shapes at embedding.weight \(300, 16\) instead of \(256, 16\)"):
         load_initial_state(TextModel(Shape(256, **TINY)), str(file))
     load_initial_state(TextModel(Shape(300, **TINY), tokenizer=definitions[0]), str(file))
+
+
+def test_a_run_resumes_with_another_prompt_and_not_with_another_model():
+    def resume(**options):
+        began, config = config_of("text", {}), config_of("text", {"recipe_options": options})
+        progress = {"epoch": 2, "batch": 0}
+        checkpoint = {"config": dataclasses.asdict(began), "progress": progress}
+        checkpoint |= {"data_fingerprint": "", "initial_state": ""}
+        check_same_run(checkpoint, "run/step-1.json", config, "", "", get_recipe("text").changeable_options)
+
+    resume(prompt="Once upon a time")
+    with pytest.raises(ConfigError, match=r"recipe_options\.layers: expected 4, with which run/step-1\.json was"):
+        resume(layers=2)
 
 
 def test_the_vocabulary_of_another_model_is_used_so_that_new_text_fits_it(tmp_path):
