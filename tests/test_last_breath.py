@@ -173,6 +173,14 @@ def test_the_best_epochs_checkpoint_is_there_at_the_end(tmp_path):
     assert run.result.finished.best_epoch == plain.result.finished.best_epoch
 
 
+@pytest.mark.slow
+def test_a_best_epochs_checkpoint_that_is_still_written_is_completed_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("WRITE_SECONDS", "1.5")
+    best = {"model_state": "best", "epochs": 2}
+    _, resumed = train(tmp_path, LocalPlace(2, max_restarts=3), "forward-1-11", **best)
+    assert resumed == [(10, "this node's memory")]
+
+
 def test_what_a_function_has_saved_is_in_the_store_when_another_rank_is_lost(tmp_path, monkeypatch):
     fork_functions(monkeypatch)
     call = cloudpickle.dumps(_Call(save_and_lose_a_rank, (str(tmp_path / "lost"),)))

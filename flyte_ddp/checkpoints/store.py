@@ -253,6 +253,12 @@ class CheckpointStore:
         with self._changed:
             return bool(self._queue or self._current) and self._outage is None and self._failure is None
 
+    @property
+    def is_writing_best(self) -> bool:
+        """True while `is_writing` and the best checkpoint so far is among those."""
+        with self._changed:
+            return self.is_writing and any(write.best for write in (self._current, *self._queue) if write)
+
     @contextlib.contextmanager
     def finish_on_error(self, on_wait: Callable[[], None]) -> Iterator[None]:
         """If the block raises, wait up to `WRITE_GRACE` seconds for what was saved in it, so that a retry finds it."""

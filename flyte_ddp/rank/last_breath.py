@@ -40,15 +40,22 @@ class LastBreath:
     Args:
         state_of: returns the state, of which tensors are not copied. Called while no step is taken.
         step_of: returns the number of steps that are done.
+        finish: called at the end, to have in the store what the state is of no use without.
     """
 
     def __init__(
-        self, model: nn.Module, world: World, state_of: Callable[[], dict[str, Any]], step_of: Callable[[], int]
+        self,
+        model: nn.Module,
+        world: World,
+        state_of: Callable[[], dict[str, Any]],
+        step_of: Callable[[], int],
+        finish: Callable[[], None] = lambda: None,
     ) -> None:
         self._model = model
         self._world = world
         self._state_of = state_of
         self._step_of = step_of
+        self._finish = finish
         self._lock = threading.Lock()
         self._first_step = 0  # from which the rank has started, and which is kept already
         self._is_whole = False  # the state is that after a step
@@ -129,6 +136,7 @@ class LastBreath:
             return None
         with open(path, "wb") as file:
             entry = save_state({"format": FORMAT, **state}, file, with_crc32=False)
+        self._finish()
         return {
             "step": step,
             "num_bytes": entry["bytes"],

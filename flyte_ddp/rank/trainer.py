@@ -6,6 +6,7 @@ its peers are, or what becomes of the events that it emits.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -18,8 +19,9 @@ import torch
 from torch import nn
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.errors import CheckpointError, NonFiniteLoss, StopRequested
+from flyte_ddp.errors import CheckpointError, ConfigError, NonFiniteLoss, StopRequested, StorageUnavailable
 from flyte_ddp.events import EpochFinished, HistogramsTaken, Reported, find_best
+from flyte_ddp.launch.process.memory import KEEP_TIMEOUT
 from flyte_ddp.launch.process.session import Session
 from flyte_ddp.rank import inspection
 from flyte_ddp.rank.batch_norm import keep_frozen_statistics
@@ -85,7 +87,11 @@ class Trainer:
             self.pace.watch(model)
         self.utilization = FlopsUtilization(recipe, model, config, world)
         self.last_breath = LastBreath(
-            model, world, lambda: self._state(self._estimate_progress()), lambda: self.progress.step
+            model,
+            world,
+            lambda: self._state(self._estimate_progress()),
+            lambda: self.progress.step,
+            self._finish_writing_best,
         )
         self._memory_interval = 0  # optimizer steps between states that are kept in memory; 0 for none
         self._best_is_unsaved = False  # the run goes on from the state of the best epoch, which the store lacks
@@ -256,6 +262,12 @@ class Trainer:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
+
+    def _finish_writing_best(self) -> None:
+        """Wait for a checkpoint of the best epoch, to which a run from this state goes back at its end."""
+        if self.config.model_state == "best" and self.store.is_writing_best:
+            with contextlib.suppress(CheckpointError, ConfigError, StorageUnavailable):  # the checkpoint before counts
+                self.store.wait(seconds=KEEP_TIMEOUT / 2)
 
     def _estimate_progress(self) -> Progress:
         """Return the progress with the current epoch's sums as they are known without the other ranks."""
