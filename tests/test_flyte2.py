@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +43,51 @@ flyte.init()
 print("resumed", flyte.run(lose_a_rank).outputs().o0)
 """
 
+RECIPE = """
+import glob, os, time
+from flyte_ddp.recipes.digits import Digits
+
+class Lost(Digits):
+    num_batches = 0
+
+    def losses(self, outputs, targets):
+        from flyte_ddp import session
+
+        Lost.num_batches += 1
+        if Lost.num_batches == 60 and not os.path.exists("lost"):  # in the second epoch or later, once
+            while not glob.glob(session.checkpoints + "/step-*.json"):
+                time.sleep(0.05)
+            open("lost", "w").close()
+            os.kill(os.getpid(), 9)
+        return super().losses(outputs, targets)
+"""
+LOST_RECIPE = """
+import sys
+sys.path.insert(0, {examples!r})
+import flyte
+import flyte_ddp
+from flyte2 import Page, checkpoints, env
+from flyte_ddp.events import CheckpointLoaded, Listener
+
+class Starts(Listener):
+    def handle(self, event):
+        if isinstance(event, CheckpointLoaded):
+            print("started after step", event.step)
+
+@env.task(retries=1, report=True)
+def lose_a_rank() -> list[int]:
+    print("report", flyte.ctx().output_path + "/report.html")
+    config = {{"epochs": 3, "global_batch_size": 64}}
+    listeners = [Page(), Starts()]
+    trained = flyte_ddp.train(
+        "mine.Lost", config, nproc_per_node=2, max_restarts=0, checkpoints=checkpoints(), listeners=listeners
+    )
+    return [epoch.epoch for epoch in trained.epochs]
+
+flyte.init()
+print("epochs", flyte.run(lose_a_rank).outputs().o0)
+"""
+
 
 @pytest.fixture(scope="module")
 def packages(installed, tmp_path_factory):  # noqa: F811
@@ -66,3 +115,30 @@ def test_a_retry_of_flyte_2_goes_on_from_the_last_checkpoint(packages, tmp_path)
     status, output = run(packages, "-S", "lost.py", cwd=tmp_path)
     assert status == 0, output
     assert "resumed [0, 4]" in output
+
+
+def test_a_retry_of_a_recipe_goes_on_too_and_its_report_is_the_tasks(packages, tmp_path):
+    (tmp_path / "mine.py").write_text(RECIPE)
+    (tmp_path / "lost.py").write_text(LOST_RECIPE.format(examples=str(REPOSITORY / "examples")))
+    status, output = run([*packages, tmp_path], "-S", "lost.py", cwd=tmp_path)
+    assert status == 0, output
+    assert "epochs [1, 2, 3]" in output
+    first, second = (int(step) for step in re.findall(r"started after step (\d+)", output))
+    assert first == 0
+    assert second % 23 == 0 < second  # an epoch's steps
+    page = Path(re.findall(r"report (\S+/report\.html)", output)[-1]).read_text()
+    assert "mine.Lost" in page
+    assert ">finished<" in page
+    assert "accuracy" in page
+
+
+def test_the_install_of_the_page_finds_versions_that_go_together(wheel, tmp_path):  # noqa: F811
+    (line,) = re.findall(r"^pip install (.*)$", (REPOSITORY / "docs/flyte2.md").read_text(), re.MULTILINE)
+    uv = shutil.which("uv") or str(REPOSITORY / ".uv/bin/uv")
+    subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, str(tmp_path / "v")], check=True, timeout=60)
+    command = [uv, "pip", "install", "--dry-run", "--python", str(tmp_path / "v/bin/python")]
+    arguments = [each.replace(wheel.name, str(wheel)) for each in shlex.split(line)]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert f" + flyte=={VERSION}" in done.stderr
+    assert " + flyte-ddp @ file:" in done.stderr
