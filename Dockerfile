@@ -34,7 +34,8 @@ COPY requirements-operator.txt /pins/
 RUN --mount=type=bind,from=pins,source=/uv,target=/uv \
     /uv/bin/uv pip install --no-cache --no-deps --require-hashes --compile-bytecode -r /pins/requirements-operator.txt
 USER 1000
-ENTRYPOINT ["tini", "--"]
+# The Helm chart sets no command, and its arguments are kopf's options.
+ENTRYPOINT ["tini", "--", "kopf", "run", "--module=dask_kubernetes.operator.controller"]
 
 FROM base
 # The gigabytes: they change with torch's version alone.

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig, cluster_config
 from tests.kubernetes.store import Store
@@ -36,6 +37,11 @@ SMALL_PODS = {
     "scheduler_memory": "512Mi",
 }
 
+
+# What a task's pod takes from the template, which the `restricted` namespaces of the tests demand.
+_TEMPLATE = yaml.safe_load((ROOT / "deploy/pod-template.yaml").read_text())["template"]["spec"]
+POD_SECURITY = {"securityContext": _TEMPLATE["securityContext"]}
+CONTAINER_SECURITY = {"securityContext": _TEMPLATE["containers"][0]["securityContext"]}
 
 CLUSTER_KINDS = ("daskclusters", "daskworkergroups")
 
@@ -126,10 +132,12 @@ class Namespace:
                 "kind": "Pod",
                 "metadata": {"name": name, "namespace": self.name},
                 "spec": {
+                    **POD_SECURITY,
                     "restartPolicy": "Never",
                     "serviceAccountName": service_account,
                     "containers": [
                         {
+                            **CONTAINER_SECURITY,
                             "name": name,
                             "image": IMAGE,
                             "imagePullPolicy": "IfNotPresent",
@@ -172,8 +180,12 @@ def operator() -> None:
     available = ("get", "deployment", "dask-operator", "--output", "jsonpath={.status.availableReplicas}")
     if kubectl("--namespace", "dask-operator", *available, check=False):
         return  # the cluster has one, which others may use at this moment
+    install_operator(OPERATOR_IMAGE)
+
+
+def install_operator(image: str) -> None:
     subprocess.run(
-        [str(ROOT / "deploy/operator/install.sh"), OPERATOR_IMAGE],
+        [str(ROOT / "deploy/operator/install.sh"), image],
         check=True,
         env={**os.environ, "PYTHON": sys.executable},
     )

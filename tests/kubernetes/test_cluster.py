@@ -20,7 +20,18 @@ from flyte_ddp.cluster.kubernetes import api as kube_api
 from flyte_ddp.cluster.kubernetes import checks, lifecycle, orphans
 from flyte_ddp.cluster.kubernetes.manifest import cluster_name, cluster_spec
 from flyte_ddp.errors import ClusterError, PreflightError
-from tests.kubernetes.conftest import IMAGE, ROOT, Namespace, Store, apply, eventually, kubectl, small_cluster
+from tests.kubernetes.conftest import (
+    CONTAINER_SECURITY,
+    IMAGE,
+    POD_SECURITY,
+    ROOT,
+    Namespace,
+    Store,
+    apply,
+    eventually,
+    kubectl,
+    small_cluster,
+)
 
 DRIVER = """
     import socket, time
@@ -139,6 +150,7 @@ def test_a_pod_of_another_run_reaches_nothing_of_a_cluster_whose_driver_may_live
     """Its driver in another namespace, its workers, DNS, the object store and the operator work meanwhile."""
     home = Namespace(f"{namespace.name}-home")
     kubectl("create", "namespace", home.name)
+    kubectl("label", "namespace", home.name, "pod-security.kubernetes.io/enforce=restricted")
     rbac = (ROOT / "deploy/rbac.yaml").read_text()
     kubectl("apply", "-f", "-", stdin=rbac.replace("NAMESPACE", home.name))
     try:
@@ -166,7 +178,13 @@ def test_a_pod_of_another_run_reaches_nothing_of_a_cluster_whose_driver_may_live
             *(f"{address}:{port}" for address in addresses for port in (8786, 40000)),
         ]
         stranger = ("run", "stranger", f"--image={IMAGE}", "--image-pull-policy=IfNotPresent", "--restart=Never")
-        namespace.kubectl(*stranger, "--labels=execution-id=another", "--command", "--", "python", "-c", TRY, *places)
+        security = {"spec": {**POD_SECURITY, "containers": [{"name": "stranger", **CONTAINER_SECURITY}]}}
+        stranger += (
+            "--labels=execution-id=another",
+            "--override-type=strategic",
+            f"--overrides={json.dumps(security)}",
+        )
+        namespace.kubectl(*stranger, "--command", "--", "python", "-c", TRY, *places)
         assert namespace.wait_for_end("stranger") == 0
         assert namespace.log("stranger").splitlines() == [f"{place} shut" for place in places]
         url = f"http://{service}:8787/api/v1/check_idle"

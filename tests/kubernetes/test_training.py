@@ -9,11 +9,13 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import tarfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,23 @@ import torch
 
 import flyte_ddp
 from flyte_ddp.__main__ import main
-from tests.kubernetes.conftest import IMAGE, ROOT, Namespace, apply, eventually, kubectl, small_cluster
+from tests.kubernetes.conftest import (
+    CONTAINER_SECURITY,
+    IMAGE,
+    OPERATOR_IMAGE,
+    POD_SECURITY,
+    ROOT,
+    Namespace,
+    apply,
+    eventually,
+    install_operator,
+    kubectl,
+    small_cluster,
+)
 from tests.kubernetes.driver import FUNCTION, FUNCTIONS, SPLIT_FUNCTION, SPLIT_SAMPLES, train_split
 from tests.kubernetes.store import Store
 
+HELM = "v3.19.0"  # built where the path has none
 RECIPE = "tests.support.recipes.Dropping"
 WITHOUT_DROPOUT = "tests.support.recipes.Tiny"  # dropout's draws depend on the number of ranks
 STEPS_PER_EPOCH = 25
@@ -163,10 +178,12 @@ def start(namespace: Namespace, store: Store, code: None) -> Callable[..., Drive
                 "kind": "Pod",
                 "metadata": {"name": pod, "namespace": namespace.name},
                 "spec": {
+                    **POD_SECURITY,
                     "restartPolicy": "Never",
                     "serviceAccountName": "flyte-ddp",
                     "containers": [
                         {
+                            **CONTAINER_SECURITY,
                             "name": "driver",
                             "image": IMAGE,
                             "imagePullPolicy": "IfNotPresent",
@@ -428,3 +445,38 @@ def test_a_deleted_driver_pod_leaves_a_checkpoint_to_resume_from_and_no_cluster(
     assert len(namespace.clusters()) == 1
     namespace.kubectl("delete", "pod", "second")
     eventually(lambda: not namespace.clusters(), 180, "the deletion of what the pod owned")
+
+
+@pytest.fixture(scope="module")
+def helm() -> str:
+    """The path of Helm's program, built with Go if there is none."""
+    if found := shutil.which("helm"):
+        return found
+    if not shutil.which("go"):
+        pytest.skip("neither helm nor go, which builds it, is on the path")
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "flyte-ddp" / f"helm-{HELM}"
+    if not (cache / "helm").exists():
+        environment = {**os.environ, "GOBIN": str(cache)}
+        subprocess.run(["go", "install", f"helm.sh/helm/v3/cmd/helm@{HELM}"], env=environment, check=True)
+    return str(cache / "helm")
+
+
+def test_a_run_trains_under_the_operator_of_the_helm_chart(helm: str, start: Callable[..., Driver]) -> None:
+    operator = ("--namespace", "dask-operator")
+    image = "jsonpath={.spec.template.spec.containers[0].image}"
+    kept = kubectl(*operator, "get", "deployment", "dask-operator", "--output", image)
+    repository, _, tag = OPERATOR_IMAGE.rpartition(":")
+    chart = files("dask_kubernetes") / "operator/deployment/helm/dask-kubernetes-operator"
+    release = (helm, *operator)
+    values = ("--values", str(ROOT / "deploy/operator/values.yaml"))
+    values += ("--set", f"image.name={repository},image.tag={tag}")
+    try:
+        # Helm refuses a service account that is not its own, and the rights have to be the chart's.
+        kubectl(*operator, "delete", "deployment,serviceaccount", "dask-operator", "--cascade=foreground")
+        kubectl("delete", "clusterrole,clusterrolebinding", "dask-operator")
+        install = (*release, "install", "dask-operator", str(chart), *values, "--wait", "--timeout=120s")
+        subprocess.run(install, check=True)
+        start("helm", "helm").succeeded()
+    finally:
+        subprocess.run([*release, "uninstall", "dask-operator", "--ignore-not-found", "--wait"], check=True)
+        install_operator(kept)
