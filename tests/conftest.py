@@ -34,7 +34,7 @@ LONGEST = (
         "test_sweep_runs",
         "test_scaling",
     ),
-    *("test_checkpoint", "test_trainer", "test_retrain", "test_text_workflow", "test_flytekit_plugin"),
+    *("test_checkpoint", "test_stores", "test_trainer", "test_retrain", "test_text_workflow", "test_flytekit_plugin"),
     *("test_sharding", "test_examples", "test_example_scripts", "test_script", "test_weights_and_biases"),
 )
 

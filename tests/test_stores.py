@@ -142,6 +142,26 @@ def test_bytes_that_are_stored_are_counted_while_they_are_sent(emulator):
     assert place.stored_bytes == 0
 
 
+def test_azure_gets_few_blocks_of_a_file_at_once(abfs, monkeypatch):  # noqa: F811
+    """More would share the time that each may take, and hold memory, for each of some thousand blocks."""
+    place, size, under_way, seen = Storage(abfs.new_bucket() + "/run"), 80 << 20, [], []
+    transport = place.file_system.service_client._pipeline._transport
+    send = transport.send
+
+    async def count(*arguments, **options):
+        under_way.append(1)
+        seen.append(len(under_way))
+        try:
+            return await send(*arguments, **options)
+        finally:
+            under_way.pop()
+
+    monkeypatch.setattr(transport, "send", count)
+    place.write("a", bytes(size))
+    assert len(place.read("a")) == size
+    assert 1 < max(seen) <= 8
+
+
 def test_a_data_set_in_a_store_is_prepared_and_read_as_on_a_disk(emulator, tmp_path):
     tree = image_tree()
     url = emulator.new_bucket() + "/images"

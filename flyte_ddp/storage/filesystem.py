@@ -202,6 +202,7 @@ def _azure_options(timeout: float, anonymous: bool) -> dict[str, Any]:
     found = storage_environment()
     options = {name.removeprefix(prefix).lower(): value for name, value in found.items() if name.startswith(prefix)}
     limits = {"connection_timeout": min(CONNECT_TIMEOUT, timeout), "read_timeout": timeout}
+    limits["max_concurrency"] = 8  # parts of 4 MB; by default some thousands, which share the time that each may take
     return {**options, **limits, "use_listings_cache": False, "anon": anonymous}
 
 
