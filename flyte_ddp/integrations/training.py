@@ -10,6 +10,7 @@ import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import numpy
@@ -19,7 +20,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from flyte_ddp import session
-from flyte_ddp.config.extras import is_installed
 from flyte_ddp.errors import ConfigError, StopRequested
 from flyte_ddp.launch.process.programs import WANDB_VARIABLE
 from flyte_ddp.rank.batches import rank_and_world_size
@@ -124,7 +124,7 @@ def importing(package: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        if not is_installed(package):
+        if find_spec(package) is None:
             raise
         raise ConfigError(
             f"{package}: expected a supported version, got {package} {version(package)}: {error}"
