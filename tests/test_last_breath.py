@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import cloudpickle
@@ -34,6 +35,7 @@ from flyte_ddp.world import ALONE
 from tests.kubernetes.store import Store
 from tests.support.bereaved import save_and_lose_a_rank
 from tests.support.dask_runs import LOCAL, events_of
+from tests.support.gang import run_gang
 from tests.support.runs import fork_functions, new_run
 from tests.test_policy import ECHO, EXITED, GPU_FULL, KILLED, LOST, OOM, OOM_POD, SHAPES, STALLED, THEIRS
 
@@ -263,7 +265,7 @@ def test_one_line_says_that_a_model_with_large_buffers_is_not_kept(monkeypatch, 
     ]
 
 
-def memory_with(step=5, run="run", attempt=0, epochs=(), spoil=False):
+def memory_with(step=5, run="run", attempt=0, epochs=(), spoil=False, version=None, digest=""):
     """A node's memory with a state."""
     memory = NodeMemory()
     file, _ = memory.begin(())
@@ -273,20 +275,21 @@ def memory_with(step=5, run="run", attempt=0, epochs=(), spoil=False):
         if spoil:
             stream.seek(-9, 2)
             stream.write(b"different")
-    values = {"num_bytes": entry["bytes"], "checksum": entry[CHECKSUM], "version": str(torch.__version__)}
-    memory.keep(run, attempt, step=step, digest="", **values)
+    values = {"num_bytes": entry["bytes"], "checksum": entry[CHECKSUM], "version": version or str(torch.__version__)}
+    memory.keep(run, attempt, step=step, digest=digest, **values)
     return memory
 
 
-def recalled(memory, directory, counted=(0,), needed=0, stored=(), known=None):
+def recalled(memory, directory, counted=(0,), needed=0, stored=(), known=None, world=ALONE):
     for step in stored:
         (directory / f"step-{step:010d}.json").write_text(json.dumps({}))
     file, kept = memory.begin(counted)
-    node = NodeRanks(0, 1, 1, "127.0.0.1", 0, "lo", False, 1, run_id="run")
+    rank, size = world.rank, world.world_size
+    node = NodeRanks(rank, 1, size, "127.0.0.1", 0, "lo", False, 1, node_rank=rank, num_nodes=size, run_id="run")
     job = Job(None, "", 0.0, stored=known or (), is_store_away=known is not None)
     process = RankProcess(job, node, 0, None, None, file, kept)
     store = CheckpointStore(str(directory), 2)
-    found = recall(ALONE, process, store, lambda place, tensor: None, lambda state: needed)
+    found = recall(world, process, store, lambda place, tensor: None, lambda state: needed)
     return (found.state and found.state["progress"]["step"]), found.skipped
 
 
@@ -302,12 +305,26 @@ def test_a_state_in_memory_is_used_if_it_is_newer_whole_and_counts(tmp_path):
 def test_a_state_in_memory_that_is_not_right_is_not_used(tmp_path):
     assert recalled(memory_with(), tmp_path, counted=()) == (None, [])  # an exception ended the attempt
     assert recalled(memory_with(run="another"), tmp_path) == (None, [])
+    assert recalled(memory_with(version="1.0"), tmp_path) == (None, [])
     place = "the state of step 5 in this node's memory is not used: "
     damaged = "its checksum is not the one that was recorded when it was written"
     assert recalled(memory_with(spoil=True), tmp_path) == (None, [place + damaged])
     best = "the store has no checkpoint of the best epoch, at step 3"
     assert recalled(memory_with(), tmp_path, needed=3) == (None, [place + best])
     assert recalled(memory_with(), tmp_path, stored=[5]) == (None, [])
+
+
+def recall_on_two_nodes(world, store, directory):
+    """What two nodes go on from that have the same state, different ones of one step, and those of two steps."""
+    both = [{"digest": "same"}, {"digest": str(world.rank)}, {"step": 5 - world.rank}]
+    return [recalled(memory_with(**values), Path(directory), world=world) for values in both]
+
+
+@pytest.mark.slow
+def test_two_nodes_that_disagree_go_on_from_the_store(tmp_path):
+    refusal = "the state of step 5 in node 0's memory is not used: it is not that of another node"
+    expected = [(5, []), (None, [refusal]), (5, [])]
+    assert run_gang(2, recall_on_two_nodes, str(tmp_path)) == [expected] * 2
 
 
 def test_the_state_that_counts_stays_until_a_newer_one_does():

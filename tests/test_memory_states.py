@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -112,13 +113,19 @@ def test_each_part_is_read_by_a_rank_that_has_it_and_passed_on():
 NODE = NodeRanks(0, 2, 2, "127.0.0.1", 0, "lo", False, 1, run_id="run")
 
 
-def node_with(*states, num_parts=2, version=None, spoilt=()):
-    """A node's memory with states that attempt 0 has saved, each as its step and the numbers of its parts."""
+def node_with(*states, num_parts=2, version=None, spoilt=(), differing=()):
+    """A node's memory with states that attempt 0 has saved, each as its step and the numbers of its parts.
+
+    Parts that are `spoilt` have another checksum than was recorded. Those that are `differing` are whole, but wrong.
+    """
     memory = NodeParts()
     memory.begin(NODE)
     for turn, (step, numbers) in enumerate(states, 1):
         for number in numbers:
-            values = {"format": FORMAT, SHARDS: [([2 * number], torch.full((2,), float(step)))]}
+            values = {
+                "format": FORMAT,
+                SHARDS: [([2 * number], torch.full((2,), step + 0.5 * ((step, number) in differing)))],
+            }
             if number == 0:
                 values |= {"progress": {"step": step, "epochs": []}, "model": {"weight": torch.empty(4, device="meta")}}
             with open(memory.slots_of(number)[turn % 2].path, "r+b") as file:
@@ -133,13 +140,13 @@ def node_with(*states, num_parts=2, version=None, spoilt=()):
     return memory
 
 
-def recalled(memory, directory, stored=(), run="run", needed=0, known=None):
+def recalled(memory, directory, stored=(), run="run", needed=0, known=None, world=ALONE):
     for step in stored:
         (directory / f"step-{step:010d}.json").write_text(json.dumps({}))
     left = memory.begin(dataclasses.replace(NODE, num_restarts=1))
     job = Job(None, "", 0.0, stored=known or (), is_store_away=known is not None)
     process = RankProcess(job, dataclasses.replace(NODE, run_id=run), 0, None, None, parts=left)
-    found = recall(ALONE, process, CheckpointStore(str(directory), 2), lambda *_: None, lambda state: needed)
+    found = recall(world, process, CheckpointStore(str(directory), 2), lambda *_: None, lambda state: needed)
     if found.state:
         assert found.state["model"]["weight"].tolist() == [float(found.state["progress"]["step"])] * 4
     return (found.state and found.state["progress"]["step"]), found.skipped
@@ -168,6 +175,16 @@ def test_a_state_in_memory_that_is_not_right_is_not_used(tmp_path):
     best = "the store has no checkpoint of the best epoch, at step 3"
     skipped = [f"the state of step 4 in this node's memory is not used: {best}"]
     assert recalled(node_with((4, both)), tmp_path, needed=3) == (None, skipped)
+
+
+def recall_on_two_nodes(world, store, directory):
+    """What two nodes go on from that have copies of all parts, of which one of the newest state differs."""
+    memory = node_with((2, (0, 1)), (4, (0, 1)), differing=[(4, 1)] if world.is_first else [])
+    return recalled(memory, Path(directory), world=world)
+
+
+def test_of_two_copies_that_differ_none_is_used(tmp_path):
+    assert run_gang(2, recall_on_two_nodes, str(tmp_path)) == [(2, [])] * 2
 
 
 def test_the_state_before_a_loss_stays_until_a_new_one_is_whole():
