@@ -26,7 +26,6 @@ from flytekit import Secret
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
-from flyte_ddp.checkpoints import EXPORT
 from flyte_ddp.errors import ConfigError, RankFailure, StorageDenied, StorageUnavailable, TrainingStopped
 from flyte_ddp.events import Event, Listener, RunFinished, RunState
 from flyte_ddp.flytekit_plugin.deck import DeckPublisher
@@ -48,6 +47,7 @@ from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.storage import Storage, fetch_file, redact_url, write_file
 
 HISTORY = "history.jsonl"
+EXPORT = "export"  # the output's name, a directory
 OUTPUTS = "outputs.json"  # the outputs that are no files, in the directory that the user gave
 FIRST_START = "first-start.json"  # a file beside the checkpoints, so that `max_hours` counts all attempts
 WANDB_SECRET = Secret(group="wandb", key="api_key")
