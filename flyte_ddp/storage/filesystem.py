@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import fsspec
 
-from flyte_ddp.config.extras import require
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage.environment import storage_environment
 from flyte_ddp.storage.failures import describe
@@ -26,6 +25,7 @@ CONNECT_TIMEOUT = 10.0  # seconds
 READ_TIMEOUT = 30.0  # seconds without a byte
 SERVER_WORK_TIMEOUT = 300.0  # seconds in which a store puts parts together or copies a file, perhaps without a byte
 MIN_UPLOAD_RATE = 128 << 10  # bytes per second of each of the parts on their way at once
+_EXTRAS = {"gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}  # that bring the package
 
 
 def open_filesystem(
@@ -57,10 +57,8 @@ def open_filesystem(
     if protocol in ("s3", "s3a"):
         own = _s3_options(num_tries, request_timeout, anonymous)
     elif protocol in ("gs", "gcs"):
-        require(f"{field}: {redact_url(url)}", "gcsfs")
         own = _google_options(request_timeout, anonymous)
     elif protocol in ("abfs", "abfss", "az"):
-        require(f"{field}: {redact_url(url)}", "adlfs")
         own = _azure_options(request_timeout, anonymous)
     if endpoint_url:
         own["endpoint_url"] = endpoint_url
@@ -77,8 +75,10 @@ def open_filesystem(
         else:
             file_system, path = fsspec.url_to_fs(url, **{**own, **options})
     except (ValueError, ImportError) as error:  # a protocol that fsspec does not know or has no package for
+        is_missing = isinstance(error, ImportError) and protocol in _EXTRAS
+        remedy = f"; pip install 'flyte-ddp[{_EXTRAS[protocol]}]'" if is_missing else ""
         raise ConfigError(
-            f"{field}: expected a path or a URL that fsspec knows, got {redact_url(url)!r}: {describe(error)}"
+            f"{field}: expected a path or a URL that fsspec knows, got {redact_url(url)!r}: {describe(error)}{remedy}"
         ) from error
     if hasattr(file_system, "stored_bytes"):  # fsspec shares its instances
         return file_system, path
