@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from flyte_ddp.events import Event, RunState
+from flyte_ddp.events import Event, RunState, Straggler, StragglersFound
 from flyte_ddp.observers.reports import drawing, plots
 from tests.support import sample_run
 
@@ -34,6 +34,14 @@ def test_a_run_has_a_panel_for_all_its_data():
     ]
     assert panels_of([sample_run.started()]) == {}
     assert panels_of([]) == {}
+
+
+def test_the_panel_of_ranks_names_those_that_are_slow_now(tmp_path):
+    slow = StragglersFound(100, [Straggler(2, "node 1", "", "data", 0.3, 0.1, 0.6, 0.4)])
+    training = sample_run.training(world_size=4)
+    for events, is_named in [([], False), ([slow], True), ([slow, StragglersFound(200, [])], False)]:
+        drawing.save_panels([panels_of([*training, *events])["ranks"]], tmp_path / "ranks.svg")
+        assert ("rank 2, slow in data" in (tmp_path / "ranks.svg").read_text()) is is_named
 
 
 UNUSUAL = {

@@ -1,6 +1,7 @@
 """The panels of a run, drawn from its state. Knows neither torch nor Flyte.
 
-From the command line: `python -m flyte_ddp.observers.reports.plots history.jsonl picture.svg` (or .png, .pdf).
+From the command line: `python -m flyte_ddp.observers.reports.plots history.jsonl picture.svg` (or .png, .pdf). Names of
+panels may follow, such as `ranks`; by default all are drawn.
 """
 
 from __future__ import annotations
@@ -216,6 +217,8 @@ class _Curves:
         times = {epoch.epoch: [1e3 * seconds for seconds in epoch.rank_step_seconds] for epoch in self.state.epochs}
         times = {epoch: ranks for epoch, ranks in times.items() if ranks}
         num_ranks = max(len(ranks) for ranks in times.values())
+        slow = self.state.stragglers[-1].stragglers if self.state.stragglers else []
+        notes = {each.rank: f", slow in {each.phase}" for each in slow}
 
         def plot_rank(rank: int, color: int, label: str) -> None:
             line = [(epoch, ranks[rank]) for epoch, ranks in times.items() if rank < len(ranks)]
@@ -223,7 +226,7 @@ class _Curves:
 
         if num_ranks <= MAX_LINES:
             for rank in range(num_ranks):
-                plot_rank(rank, rank, f"rank {rank}" if num_ranks <= 4 else f"{rank}")
+                plot_rank(rank, rank, (f"rank {rank}" if num_ranks <= 4 else f"{rank}") + notes.get(rank, ""))
         else:
             last = list(times.values())[-1]
             slowest = last.index(max(last))
@@ -251,8 +254,9 @@ def main() -> None:
     """Draw the panels of a history file; see the module's docstring."""
     import sys
 
-    history_file, picture = sys.argv[1:]
-    save_panels(run_panels(RunState.of(read_history(history_file))), picture)
+    history_file, picture, *names = sys.argv[1:]
+    panels = {each.name: each for each in run_panels(RunState.of(read_history(history_file)))}
+    save_panels([panels[name] for name in names or panels], picture)
 
 
 if __name__ == "__main__":
