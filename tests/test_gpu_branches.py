@@ -1,0 +1,104 @@
+"""Branches that only GPUs take, with stand-ins for what torch.cuda does: they show what is asked for, and no speed."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flyte_ddp.checkpoints import staging
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.rank import evaluation, main, parallel, passes
+from flyte_ddp.rank.pace import device_name
+from flyte_ddp.world import World, process_group
+
+GPU = torch.device("cuda", 1)
+WORLD = World(1, 1, 2, GPU)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The calls of torch.cuda, as (name, argument); each answers with a value of its own."""
+    found = []
+    answers = {"device_count": 2, "max_memory_allocated": 7 << 20, "get_device_name": "NVIDIA H100"}
+
+    def stand_in(name):
+        def call(*arguments):
+            found.append((name, *arguments))
+            return answers.get(name)
+
+        return call
+
+    for name in ("set_device", "manual_seed", "synchronize", "reset_peak_memory_stats", *answers):
+        monkeypatch.setattr(torch.cuda, name, stand_in(name))
+    return found
+
+
+@pytest.mark.parametrize(("local_rank", "expected"), [(0, 0), (1, 1), (2, 0)])
+def test_a_rank_takes_the_gpu_of_its_number_on_its_node(calls, monkeypatch, local_rank, expected):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(main, "avoid_importing_dynamo", lambda: None)
+    node = SimpleNamespace(num_threads=1, use_gpus=True, world_size=4)
+    process = SimpleNamespace(node=node, rank=local_rank, local_rank=local_rank)
+    world = main._prepare_torch(TrainingConfig(), process)
+    assert world.device == torch.device("cuda", expected)
+    assert calls[-1] == ("set_device", world.device)
+    assert torch.backends.cudnn.benchmark
+
+
+def test_draws_on_a_gpu_are_seeded_by_the_step_like_those_on_the_host(calls):
+    passes.seed_forward(TrainingConfig(), WORLD, step=3, micro_batch=1)
+    assert calls == [("manual_seed", torch.default_generator.initial_seed())]
+
+
+def test_memory_and_name_are_those_of_the_gpu(calls):
+    assert main._peak_memory(WORLD) == 7 << 20
+    assert device_name(GPU) == "NVIDIA H100 (cuda:1)"
+    assert calls == [("max_memory_allocated", GPU), ("get_device_name", GPU)]
+
+
+def test_ranks_on_gpus_meet_over_nccl_each_bound_to_its_gpu(monkeypatch):
+    options = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **rest: options.update(rest, backend=backend))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    for backend, expected in {"auto": ("nccl", GPU), "nccl": ("nccl", GPU), "gloo": ("gloo", None)}.items():
+        with process_group(WORLD, backend, None, 60):
+            assert (options["backend"], options["device_id"]) == expected
+
+
+def test_a_replica_on_a_gpu_names_it_and_keeps_the_interval_of_ddps_timing(monkeypatch):
+    made = []
+    monkeypatch.setattr(parallel, "DistributedDataParallel", lambda model, **options: made.append(options))
+    monkeypatch.setattr(parallel, "set_ddp_timing_interval", None)  # a call would be an error
+    monkeypatch.setattr(nn.Module, "to", lambda self, *arguments, **options: self)
+    parallel.replicate(nn.Linear(2, 1), TrainingConfig(), WORLD)
+    assert made[0]["device_ids"] == [1]
+
+
+def test_the_peak_of_a_gpu_is_measured_when_it_has_done_the_products(calls, monkeypatch):
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *size, device, dtype: ones(*size, dtype=dtype))
+    monkeypatch.setattr(evaluation, "MATRIX_SIZE_ON_GPU", 8)
+    monkeypatch.setattr(World, "all_reduce", lambda self, *values: list(values))
+    assert evaluation.measure_peak_flops(TrainingConfig(precision="bf16"), WORLD) > 0
+    assert set(calls[:-1]) == {("synchronize", GPU)}
+    assert calls[-1] == ("reset_peak_memory_stats", GPU), "or the matrices count as the training's memory"
+
+
+def test_a_checkpoint_of_a_gpus_tensors_is_copied_into_pinned_memory(monkeypatch):
+    pinned = []
+    monkeypatch.setattr(torch.UntypedStorage, "pin_memory", lambda self: pinned.append(self.nbytes()) or self)
+    assert staging._new_buffer(SimpleNamespace(nbytes=lambda: 64, device=GPU)).nbytes() == 64
+    assert pinned == [64]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_forward_pass_in_bf16_is_under_autocast_of_the_gpu(monkeypatch, precision):
+    monkeypatch.setattr(torch, "autocast", lambda kind, dtype: (kind, dtype))
+    found = passes.autocast(TrainingConfig(precision=precision), GPU)
+    assert isinstance(found, nullcontext) if precision == "fp32" else found == ("cuda", torch.bfloat16)
