@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
+import signal
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import cloudpickle
@@ -17,11 +20,18 @@ from torch.utils.data import DataLoader
 import flyte_ddp
 from benchmarks.frameworks import PROGRAMS, Task
 from flyte_ddp import events, session
-from flyte_ddp.errors import ConfigError, RankFailure
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.cluster.connect import open_cluster
+from flyte_ddp.errors import ConfigError, RankFailure, TrainingStopped
 from flyte_ddp.integrations import loaders, training
-from flyte_ddp.launch.process.programs import WANDB_VARIABLE, Program
+from flyte_ddp.launch import driver
+from flyte_ddp.launch.dask.place import DaskPlace
+from flyte_ddp.launch.process.programs import WANDB_VARIABLE, Job, Program
 from flyte_ddp.launch.run import Gang, _Call, run_program
+from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.rank.sharding import is_split
+from tests.support.dask_runs import At, events_of
+from tests.support.runs import new_run
 from tests.test_session import session_of
 
 SLOW = pytest.mark.slow
@@ -67,6 +77,52 @@ def test_a_kill_in_mid_epoch_loses_and_doubles_no_sample(framework, tmp_path):
     assert any("loss" in each for each in listener.metrics)
     expected = flyte_ddp.run(train, Task(str(tmp_path / "plain"), save_steps=0), nproc_per_node=2)
     torch.testing.assert_close(result["weights"], expected["weights"])
+
+
+class PatientTask(Task):
+    """A task whose steps take a while until its gang has grown back."""
+
+    def begin_step(self, step):
+        super().begin_step(step)
+        time.sleep(0.5 if Path(self.directory, "slow").exists() else 0)
+
+
+@SLOW
+@pytest.mark.parametrize("framework", ["transformers", "lightning", "accelerate"])
+def test_an_announced_loss_growth_and_a_stop_lose_no_step(framework, start_worker, scheduler, tmp_path):
+    pytest.importorskip(framework)
+    (tmp_path / "slow").touch()
+    task, place = PatientTask(str(tmp_path), epochs=40, save_steps=1000), str(tmp_path / "checkpoints")
+    nannies = [start_worker(scheduler, f"node-{index}") for index in range(2)]
+    config = ClusterConfig("existing", scheduler_address=scheduler, min_nodes=1, node_timeout=60, grow_delay=1)
+    config = dataclasses.replace(config, max_restarts=0, grow_interval=0)
+    run, stop = new_run(tmp_path), StopRequest(grace=120)
+
+    class Stops:
+        def handle(self, event):
+            if isinstance(event, events.Reported) and len(events_of(run, events.RunStarted)) == 3:
+                (tmp_path / "slow").unlink(missing_ok=True)
+                if not stop.is_set():
+                    stop.set("SIGTERM")
+
+        def close(self, error):
+            pass
+
+    faults = [At(4, lambda: nannies[1].send_signal(signal.SIGTERM)), At(10, lambda: start_worker(scheduler, "node-2"))]
+    call = cloudpickle.dumps(_Call(PROGRAMS[framework], (task,)))
+    program = Program(framework, call, ("tests", "benchmarks"), slow_imports=("torch", framework))
+    with open_cluster(config, "test") as client, pytest.raises(TrainingStopped):
+        driver.run(
+            Job(program, place, time.time()), DaskPlace(client, config), None, [run, *faults, Stops()], run.relay, stop
+        )
+    assert [event.num_nodes for event in events_of(run, events.RunStarted)] == [2, 1, 2]
+    ends = [event.step for event in events_of(run, events.AttemptEnded)]
+    assert [event.step for event in events_of(run, events.CheckpointLoaded)] == [0, *ends]
+    listener = Listener()
+    result = flyte_ddp.run(PROGRAMS[framework], task, checkpoints=place, listeners=[listener])
+    assert [event.step for event in listener.loaded] == [events_of(run, events.CheckpointSaved)[-1].step]
+    assert listener.loaded[0].step > ends[1]
+    assert result["counts"][0].tolist() == [task.epochs] * task.num_samples
 
 
 @SLOW
