@@ -2,6 +2,7 @@ import base64
 import dataclasses
 import html
 import html.parser
+import io
 import logging
 import math
 import threading
@@ -9,12 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from flytekit import Deck, task
 from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.deck.deck import get_deck_template
 from flytekit.loggers import logger as flytekit_logger
+from PIL import Image
 
+from flyte_ddp import Segmentation
 from flyte_ddp.errors import RankFailure, TrainingStopped
 from flyte_ddp.events import (
     AttemptEnded,
@@ -283,6 +287,23 @@ def test_numbers_are_drawn_and_other_degrees_of_error_listed_from_the_worst():
     text = text_of(report_of([*sample_run.training(), PredictionsMade(1, masks)]))
     assert "2 held-out samples, the largest error first" in text
     assert text.index("30% wrong") < text.index("10% wrong")
+
+
+def test_masks_are_wide_and_their_parts_named():
+    class Masks(Segmentation):
+        class_names = ("dark", "bright")
+
+    targets = torch.zeros(1, 8, 8, dtype=torch.long)
+    logits = torch.zeros(1, 2, 8, 8)
+    logits[:, 1, :2] = 1.0
+    made = Masks().predictions(torch.rand(1, 1, 8, 8), logits, targets)
+    page = Elements(report_of([*sample_run.training(), PredictionsMade(1, made)]).render())
+    assert "image, truth, guess: 25 % of the pixels wrong" in page.text
+    assert [names["class"] for _, names in page.elements if "samples" in (names.get("class") or "")] == [
+        "samples masks"
+    ]
+    (picture,) = page.images()
+    assert Image.open(io.BytesIO(picture)).size == (3 * 8, 8)
 
 
 def test_generated_text_and_a_recipes_own_figures_are_shown_for_every_epoch():

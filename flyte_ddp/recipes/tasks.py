@@ -136,6 +136,7 @@ class Segmentation(Recipe):
             parts = [part.to(torch.uint8) for part in [image, *masks] if part.shape == target.shape]
             counts = target != IGNORED
             error = float((guess != target)[counts].float().mean()) if counts.any() else 0.0
-            words = f"{100 * error:.0f} % of the pixels wrong"
+            names = ", ".join(("image", "truth", "guess")[-len(parts) :])
+            words = f"{names}: {100 * error:.0f} % of the pixels wrong"
             shown.append(Prediction("", words, {}, to_png(torch.cat(parts, dim=1)), error=error))
         return shown

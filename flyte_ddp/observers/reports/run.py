@@ -32,7 +32,7 @@ MAX_TILES = 6  # of reported values
 
 TEMPLATE = """
 {%- macro samples(shown) %}
-<div class="samples{% if not shown[0].image %} texts{% endif %}">
+<div class="samples{% if not shown[0].image %} texts{% elif not shown[0].kind %} masks{% endif %}">
 {%- for sample in shown %}
 <figure class="{{ sample.kind }}" title="{{ sample.scores }}">
 {%- if sample.image %}<img alt="{{ sample.words }}" src="data:image/png;base64,{{ sample.image }}">

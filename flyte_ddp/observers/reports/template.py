@@ -84,11 +84,13 @@ STYLE = """
 .training-report summary { cursor: pointer; color: var(--soft); padding: .6rem 0 .2rem; }
 .training-report .samples { display: grid; gap: .55rem; grid-template-columns: repeat(auto-fill, minmax(3.8rem, 1fr)); }
 .training-report .samples.texts { grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); }
+.training-report .samples.masks { grid-template-columns: repeat(auto-fill, minmax(12rem, 1fr)); }
 .training-report .samples figure { margin: 0; font-size: .78rem; line-height: 1.35; min-width: 0; }
 .training-report .samples img {
   display: block; width: 100%; aspect-ratio: 1; object-fit: contain; image-rendering: pixelated;
   background: #000; border-radius: 6px; border: 2px solid transparent;
 }
+.training-report .samples.masks img { aspect-ratio: auto; }
 .training-report .samples .text {
   padding: .4rem .55rem; border: 2px solid var(--rule); border-radius: 6px; font-family: ui-monospace, monospace;
 }
