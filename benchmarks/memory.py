@@ -27,7 +27,7 @@ NUM_RANKS = 2
 LARGE_TEXT = {"layers": 14, "width": 768, "heads": 12, "context": 128}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "digits": ("digits", {"epochs": 2}),
-    "names": ("pet_names", {"epochs": 1, "sample_size": 2_000}),
+    "names": ("pet_names", {"epochs": 1, "sample_size": 1_000}),
     "images": ("image_folder", {"epochs": 1, "data_workers": 0}),
     "text": ("text", {"epochs": 1, "sample_size": 32, "global_batch_size": 8, "recipe_options": LARGE_TEXT}),
 }
@@ -37,44 +37,41 @@ def measure(case: str, parallel: str) -> tuple[float, float]:
     """Return the estimated and the measured peak of a rank's process, in bytes."""
     name, overrides = CASES[case]
     overrides = {"evaluation_batch_size": 16 if case == "text" else 64, **overrides, "parallel": parallel}
-    # In a process of its own, as a rank is: what another estimate has imported would count.
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.memory", case, "--estimate", json.dumps(overrides)],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return float(done.stdout.splitlines()[-1]), _train(name, overrides)
-
-
-def _estimate(name: str, overrides: Mapping[str, Any]) -> float:
-    from flyte_ddp.rank.estimate_command import estimate_recipe
-
-    config = config_of(name, overrides)
-    made, process_bytes = estimate_recipe(name, config)
-    memory = made.memory(config.parallel, NUM_RANKS, config.global_batch_size // NUM_RANKS)
-    return process_bytes + memory.device + memory.checkpoint_copy
-
-
-def _train(name: str, overrides: Mapping[str, Any]) -> float:
     config = config_of(name, overrides)
     with tempfile.TemporaryDirectory() as directory:
         data = Path(directory, "data")
         data.mkdir()
         prepare_data(get_recipe(name, config.recipe_options), "", data)
+        # In a process of its own, as a rank is: what this one has imported, to prepare the data, would count.
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.memory", case, "--estimate", json.dumps(overrides), "--data", str(data)],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
         job = Job(recipe_program(name, config), f"{directory}/checkpoints", time.time())
         finished = driver.run(job, LocalPlace(NUM_RANKS), lambda: str(data)).finished
     assert finished is not None  # else it raises
-    return max(finished.rank_peak_memory_bytes)
+    return float(done.stdout.splitlines()[-1]), max(finished.rank_peak_memory_bytes)
+
+
+def _estimate(name: str, overrides: Mapping[str, Any], data: str) -> float:
+    from flyte_ddp.rank.estimate_command import estimate_prepared
+
+    config = config_of(name, overrides)
+    made, process_bytes = estimate_prepared(get_recipe(name, config.recipe_options), config, Path(data))
+    memory = made.memory(config.parallel, NUM_RANKS, config.global_batch_size // NUM_RANKS)
+    return process_bytes + memory.device + memory.checkpoint_copy
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("cases", nargs="*", default=list(CASES))
     parser.add_argument("--estimate", default="")
+    parser.add_argument("--data", default="")
     options = parser.parse_args()
     if options.estimate:
-        print(_estimate(CASES[options.cases[0]][0], json.loads(options.estimate)))
+        print(_estimate(CASES[options.cases[0]][0], json.loads(options.estimate), options.data))
         return
     print("| recipe | parallel | estimate | measured | estimate / measured |\n|---|---|---|---|---|")
     for case in options.cases or CASES:
