@@ -307,14 +307,14 @@ def misuse():
 
 
 def test_a_wrong_call_is_one_line_and_no_hang(tmp_path):
-    messages = flyte_ddp.run(misuse, nproc_per_node=2, checkpoints=str(tmp_path), stall_timeout=8.0)
+    messages = flyte_ddp.run(misuse, nproc_per_node=2, checkpoints=str(tmp_path), stall_timeout=24.0)
     expected = [
         "session.save: step: expected 1 on all ranks, as on rank 0, got 2 on rank 1",
         r"session.save: state: \('extra',\): expected no tensor on all ranks, .*, got a tensor \(1,\) of .* on rank 1",
         "session.save: state: expected split tensors, as in the saves before, got none",
         r"session.load: into\['weights'\]\['a'\]: expected a tensor of shape \(4, 2\), .*, got \(6, 2\)",
         "session.load: into: expected the same keys, only the checkpoint has 'note'",
-        "session.save: expected a call on every rank, .*, got none on rank 1 for 4 s, at step 3",
+        "session.save: expected a call on every rank, .*, got none on rank 1 for 12 s, at step 3",
     ]
     assert len(messages) == len(expected), messages
     for message, pattern in zip(messages, expected, strict=True):
@@ -354,7 +354,7 @@ def test_a_load_into_another_shape_on_one_rank_ends_the_run_and_names_the_rank(t
     started = time.monotonic()
     with pytest.raises(RankFailure, match=expected):
         flyte_ddp.run(save_and_load_another_shape_on_rank_1, nproc_per_node=2, checkpoints=str(tmp_path))
-    assert time.monotonic() - started < 60, "the other rank was waited for"
+    assert time.monotonic() - started < 120, "the other rank was waited for"
 
 
 def train_replicated(num_steps):
