@@ -172,7 +172,8 @@ class Present:
     gpus: tuple = ("0",)
     unfit: dict = dataclasses.field(default_factory=dict)
     prepared: list = dataclasses.field(default_factory=list)  # addresses
-    slow: set = dataclasses.field(default_factory=set)  # addresses of those that have not imported torch yet
+    importing: set = dataclasses.field(default_factory=set)  # addresses of those that have not imported torch yet
+    slow: set = dataclasses.field(default_factory=set)  # addresses
 
     def present_workers(self, leave_out=()):
         every = [
@@ -182,7 +183,7 @@ class Present:
 
     def prepare(self, address):
         self.prepared.append(address)
-        return address not in self.slow
+        return address not in self.importing
 
     def mark_unfit(self, address, why):
         self.unfit[address] = why
@@ -238,15 +239,20 @@ def test_a_newcomer_is_prepared_shortly_before_a_growth_which_is_not_late(watch)
 
 def test_a_gang_trains_on_until_the_ranks_of_a_newcomer_can_start_at_once(watch):
     address = worker("w-2", "10.0.0.1").address
-    present = Present(("w-1", "w-2"), slow={address})
+    present = Present(("w-1", "w-2"), importing={address})
     seen = watch(present, ["w-1"], [2, 1], grow_delay=1)
     assert [seen(100), seen(101), seen(102)] == [0, 0, 0]
     assert seen.pause == growth.WATCH_INTERVAL
-    present.slow.clear()
+    present.importing.clear()
     assert [seen(103), seen(104)] == [2, 2]
     assert present.prepared == [address] * 4
-    stuck = watch(Present(("w-1", "w-2"), slow={address}), ["w-1"], [2, 1], grow_delay=1)
+    stuck = watch(Present(("w-1", "w-2"), importing={address}), ["w-1"], [2, 1], grow_delay=1)
     assert [stuck(100), stuck(160), stuck(161)] == [0, 0, 2]  # it may import for as long in the gang
+
+
+def test_a_worker_that_slowed_down_a_gang_is_no_newcomer(watch):
+    seen = watch(Present(("w-1", "w-2"), slow={worker("w-2", "10.0.0.1").address}), ["w-1"], [2, 1], grow_delay=1)
+    assert [seen(100), seen(102)] == [0, 0]
 
 
 def test_only_as_many_newcomers_are_prepared_as_a_growth_needs_and_those_that_came_first_join(watch):

@@ -74,7 +74,6 @@ def test_an_exception_is_told_also_if_the_driver_ends_the_ranks_meanwhile(tmp_pa
     def on_beat(*values):
         if (tmp_path / "failed").exists() and next(num_beats) == 3:  # the error has arrived, its process is waited for
             link.obey(KEEP)
-        return False
 
     call = cloudpickle.dumps(_Call(fail_slowly, (str(tmp_path / "failed"),)))
     job = Job(Program("fail", call, ("tests",)), "", time.time())
@@ -148,10 +147,10 @@ def test_a_rank_that_leaves_ends_the_run(tmp_path, monkeypatch, survivors, fault
 def test_a_rank_that_dies_while_the_data_are_prepared_ends_the_run(tmp_path, monkeypatch, survivors):
     (tmp_path / "dies_in_ranks.py").write_text(
         "import multiprocessing\n"
-        "from flyte_ddp.recipes import Recipe\n"
+        "from tests.support.recipes import Tiny\n"
         "if multiprocessing.parent_process():\n"
         "    raise ValueError('no such thing on this node')\n"
-        "class Dying(Recipe): pass\n"
+        "class Dying(Tiny): pass\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     prepared = threading.Event()
