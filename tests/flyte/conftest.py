@@ -206,10 +206,10 @@ class Checkout:
         """Start `single_node_training_wf`."""
         return self.run("workflows/single_node.py", "single_node_training_wf", *inputs, **environment)
 
-    def train_on_cluster(self, *inputs: str, **environment: str) -> Execution:
-        """Start `multi_node_training_wf` on a small cluster of two nodes."""
-        cluster = ("--cluster", json.dumps(SMALL_CLUSTER))
-        return self.run("workflows/multi_node.py", "multi_node_training_wf", *cluster, *inputs, **environment)
+    def train_on_cluster(self, *inputs: str, **cluster: Any) -> Execution:
+        """Start `multi_node_training_wf` on a small cluster of two nodes, with values of its configuration."""
+        given = ("--cluster", json.dumps({**SMALL_CLUSTER, **cluster}))
+        return self.run("workflows/multi_node.py", "multi_node_training_wf", *given, *inputs)
 
     def started(self, done: subprocess.CompletedProcess[str]) -> Execution:
         """Return the execution that a command has started."""

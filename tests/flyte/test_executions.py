@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +14,33 @@ import pytest
 from flytekit.models.core.execution import WorkflowExecutionPhase as Phase
 from flytekit.remote import FlyteRemote
 
-from tests.flyte.conftest import DOMAIN, IMAGE, PROJECT, SMALL_CLUSTER, Checkout, Execution, eventually, items, kubectl
+from tests.flyte.conftest import (
+    DOMAIN,
+    IMAGE,
+    NAMESPACE,
+    PROJECT,
+    SMALL_CLUSTER,
+    Checkout,
+    Execution,
+    eventually,
+    items,
+    kubectl,
+)
 from tests.kubernetes.test_flyte import HUNGRY
 from tests.support.checkout import REPOSITORY, copy_repository
 
 PROBLEM = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|Traceback|Unclosed|not provided")
+PACED = """
+import time
+from flyte_ddp.recipes.digits import Digits
+
+
+class Paced(Digits):
+    def losses(self, outputs, targets):
+        time.sleep(0.1)
+        return super().losses(outputs, targets)
+"""
+LEFT = re.compile(r"leaves: the gang ended at step (\d+) and restarts from there")
 DIGITS = str.maketrans("0123456789", "ghijklmnop")
 
 
@@ -162,6 +185,44 @@ def test_a_deleted_pod_loses_only_the_last_steps(checkout: Checkout, unique: str
     assert len(outputs["epoch_accuracies"]) == 60
 
 
+def test_drained_nodes_of_a_worker_and_of_the_driver_cost_no_step(
+    checkout_with_recipes: Checkout, unique: str, aborted: list[Execution], tmp_path: Path
+) -> None:
+    """One after the other, in one execution: its gang goes on smaller, and Flyte's next attempt where it was."""
+    (checkout_with_recipes.directory / "recipes/paced.py").write_text(PACED)
+    config = json.dumps({"epochs": 15, "seed": int(unique, 16), "checkpoint_interval": 1000})
+    inputs = ("--recipe", "recipes.paced.Paced", "--config", config)
+    execution = checkout_with_recipes.train_on_cluster(*inputs, min_nodes=1)
+    aborted.append(execution)
+    driver = execution.pod_of("train-on-cluster")
+
+    def has_reached(step: int) -> bool:
+        return max(map(int, re.findall(r"step (\d+) of", execution.log(driver))), default=0) >= step
+
+    with open(tmp_path / "log", "w") as log:
+        follow = subprocess.Popen(["kubectl", "--namespace", NAMESPACE, "logs", "--follow", driver], stdout=log)
+    try:
+        eventually(lambda: has_reached(20), 600, f"step 20 in the log of {driver}")
+        nodes = {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in items("pods")}
+        (cluster,) = clusters_of(driver)
+        workers = [name for name in nodes if name.startswith(f"{cluster}-default-worker")]
+        drain(next(nodes[name] for name in workers if nodes[name] != nodes[driver]), f"dask.org/cluster-name={cluster}")
+        left = eventually(lambda: LEFT.search(execution.log(driver)), 120, "the start of a gang without the node")
+        eventually(lambda: has_reached(int(left[1]) + 20), 300, "20 steps after it")
+        drain(nodes[driver], f"execution-id={execution.name}")
+    finally:
+        follow.terminate()
+        follow.wait()
+    outputs = execution.outputs()
+    assert len(outputs["epoch_accuracies"]) == 15
+    told = (tmp_path / "log").read_text()
+    assert f"resumed at step {left[1]} of" in told
+    (stopped,) = set(re.findall(r"the run was stopped at step (\d+)", told))
+    loaded = [event["step"] for event in execution.history(outputs) if event["event"] == "CheckpointLoaded"]
+    assert loaded[0] == int(stopped) >= int(left[1]) + 20, "steps are done again"
+    assert list(execution.errors("train_on_cluster")) == [0]
+
+
 @pytest.fixture
 def mended_nodes() -> Iterator[None]:
     """No node keeps the taint of the test."""
@@ -220,6 +281,14 @@ def test_an_abort_deletes_the_dask_cluster(checkout: Checkout, unique: str, abor
     eventually(lambda: not items("pods", owned), 180, "an end to the pods of the Dask cluster")
     print(f"the Dask cluster and its pods were gone after {time.monotonic() - start:.0f} s")
     assert execution.wait().closure.phase == Phase.ABORTED
+
+
+def drain(node: str, pods: str) -> None:
+    """Drain `node` of the pods of a selector, and let it take pods again."""
+    try:
+        kubectl("drain", node, f"--pod-selector={pods}", "--delete-emptydir-data", "--force", "--timeout=180s")
+    finally:
+        kubectl("uncordon", node)
 
 
 def clusters_of(pod: str) -> list[str]:
