@@ -294,7 +294,7 @@ def test_a_change_of_what_a_recipe_imports_is_another_version_of_the_data(tmp_pa
     (package / "nets" / "sizes.py").write_text("WIDTH = 3\n")
     (package / "words.txt").write_text("apple")
     (package / "recipe.py").write_text(
-        "from flyte_ddp.recipes import Recipe\n\n\nclass Apples(Recipe):\n"
+        "from tests.support.recipes import Tiny\n\n\nclass Apples(Tiny):\n"
         "    def prepare(self, source, directory):\n"
         "        from orchard.nets.wide import sizes\n\n        return 'apples'\n"
     )
