@@ -168,5 +168,6 @@ def test_the_command_shows_a_row_for_each_way_to_train(capsys):
 def test_the_estimate_is_near_what_a_rank_takes(parallel):
     from benchmarks.memory import measure
 
-    estimated, measured = measure("images", parallel)  # of a smaller model the pages of libraries would decide
-    assert 0.85 < estimated / measured < 1.2
+    estimated, measured = measure("images", parallel)
+    # A rank is forked, and never touches some 130 MiB of libraries that the process of the estimate has read.
+    assert 0.85 < (estimated - (130 << 20)) / measured < 1.15
