@@ -172,10 +172,12 @@ def test_prometheus_finds_a_training_pod_and_each_alert_fires_for_its_fault_and_
         namespace.kubectl("delete", "pod", pod, "--wait=false")
         stops("TrainingRestartsOften")
         counts = prometheus.count_firings(3600)
-        # Ranks that stopped while a checkpoint was on its way made the checkpoint late, too.
-        assert counts.pop("CheckpointsLate") in (1, 2)
+        # Ranks that stopped while a checkpoint was on its way made the checkpoint late, too. And a busy machine that
+        # answers Prometheus too late once ends the alert that fires all the time, for a moment.
+        repeated = {"CheckpointsLate", "TrainingRestartsOften"}
+        assert {counts.pop(alert) for alert in repeated} <= {1, 2}
         alerts = {rule["alert"] for group in groups for rule in group["rules"]}
-        assert counts == dict.fromkeys(alerts - {"CheckpointsLate"}, 1)
+        assert counts == dict.fromkeys(alerts - repeated, 1)
 
 
 def start_champion_status(namespace: Namespace, store: Store, patch: pytest.MonkeyPatch) -> ChampionStore:
