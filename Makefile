@@ -20,7 +20,7 @@ test-all: $(INSTALLED)  ## also the slow ones
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not gpu and not kubernetes and not flyte'
 
 test-docs: $(INSTALLED)  ## every command and piece of code in the README, docs/ and examples/, and what else users start with
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow tests/test_docs.py tests/test_example_scripts.py \
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow -k 'not announced_loss_growth' tests/test_docs.py tests/test_example_scripts.py \
 	  tests/test_integrations.py tests/test_project.py tests/test_mlflow.py tests/test_flyte2.py tests/test_stores.py \
 	  tests/test_storage.py tests/test_ownership.py tests/test_champion.py
 
