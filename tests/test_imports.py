@@ -164,7 +164,7 @@ def _room(module):
 
 
 def test_no_code_asks_which_kind_a_program_is():
-    """What makes programs differ are fields of `Program`, so that each promise is kept in one place for all of them."""
+    """Programs differ only in the fields of `Program`, so that each promise is kept in one place for all of them."""
     defined, asked = set(), []
     for file in MODULES.values():
         for node in ast.walk(ast.parse(file.read_text())):

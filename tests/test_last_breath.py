@@ -315,7 +315,7 @@ def test_a_state_in_memory_that_is_not_right_is_not_used(tmp_path):
 
 
 def recall_on_two_nodes(world, store, directory):
-    """What two nodes go on from that have the same state, different ones of one step, and those of two steps."""
+    """Two nodes have the same state, different ones of one step, or those of two steps: what they go on from."""
     both = [{"digest": "same"}, {"digest": str(world.rank)}, {"step": 5 - world.rank}]
     return [recalled(memory_with(**values), Path(directory), world=world) for values in both]
 

@@ -178,7 +178,7 @@ def test_a_state_in_memory_that_is_not_right_is_not_used(tmp_path):
 
 
 def recall_on_two_nodes(world, store, directory):
-    """What two nodes go on from that have copies of all parts, of which one of the newest state differs."""
+    """Two nodes have copies of all parts, of which one of the newest state differs: what they go on from."""
     memory = node_with((2, (0, 1)), (4, (0, 1)), differing=[(4, 1)] if world.is_first else [])
     return recalled(memory, Path(directory), world=world)
 
