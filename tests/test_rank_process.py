@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import threading
 
 from flyte_ddp.config import TrainingConfig
@@ -73,7 +74,7 @@ def test_messages_of_two_threads_arrive_whole(monkeypatch):
     """The training's, and those of the thread that writes checkpoints. Large ones are sent in two pieces."""
     monkeypatch.setattr(SupervisorLink, "_listen", lambda link: None)  # no supervisor is there to be missed
     receiver, up = multiprocessing.Pipe(duplex=False)
-    link = SupervisorLink(up, up, [], 0)
+    link = SupervisorLink(up, up, [], 0, sys.stderr)
     texts = [name * 100_000 for name in "ab"]
     threads = [threading.Thread(target=lambda text=text: [link.send(text) for _ in range(100)]) for text in texts]
     for thread in threads:

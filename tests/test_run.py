@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import itertools
 import json
@@ -240,6 +241,28 @@ def test_only_a_function_that_has_reported_is_ended_by_the_stall_timeout(tmp_pat
         assert (tmp_path / f"reported-{rank}").exists()
     assert "--- ranks 0 and 1, at step 1" in str(caught.value)
     assert str(caught.value).count("in stand_still") == 1
+
+
+def test_a_signal_asks_for_the_stacks_only_where_no_thread_can_answer():
+    """A signal's handler reads the frames of threads that run meanwhile, which has crashed ranks."""
+
+    def function():
+        session.report()
+        if os.environ["RANK"] == "0":
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # which kills
+            stand_still()
+        hold_all_threads()
+
+    def stand_still():
+        time.sleep(60)
+
+    def hold_all_threads():
+        ctypes.PyDLL(None).sleep(60)
+
+    with pytest.raises(RankFailure) as caught:
+        flyte_ddp.run(function, nproc_per_node=2, stall_timeout=1)
+    assert "in stand_still" in str(caught.value)
+    assert "in hold_all_threads" in str(caught.value)
 
 
 def test_a_function_that_never_reports_is_ended_when_all_ranks_but_one_wait_for_it():

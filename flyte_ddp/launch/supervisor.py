@@ -50,6 +50,7 @@ END_GRACE = 3.0  # seconds for a rank that has raised to call exit handlers and 
 POLL_INTERVAL = 0.1  # seconds between checks of logs, heartbeats and the stop request
 LOG_TAIL = 20  # lines of a dead rank's output in the error
 MAX_MESSAGE = 6  # lines of an exception's own message
+NUM_STACK_LOOKS = 10
 STACK_SECONDS = 5.0  # at most, for the ranks to write their stacks, and to send which collectives they have entered
 UNKNOWN_CODE = 255  # of a forked process whose server, which alone could read its code, is gone
 SERVER_GRACE = 10.0  # seconds for the server of ranks to report the end of a rank that was killed
@@ -410,14 +411,16 @@ class _Ranks:
         """Return the failure of ranks that stand still, with every rank's stack and collectives."""
         now, silence = time.monotonic(), self._silence()
         halted = {rank.number: how for rank in self.ranks if (how := _how_halted(rank))}
-        for rank in self.ranks:
-            if rank.process.is_alive() and rank.process.pid is not None:
-                rank.tell("collectives")
-                os.kill(rank.process.pid, signal.SIGUSR1)
         asked = [rank for rank in self.ranks if rank.process.is_alive() and rank.number not in halted]
+        for rank in asked:
+            rank.tell("inspect")
         sizes, before = [0], [-1]
-        while time.monotonic() < now + STACK_SECONDS:
-            time.sleep(STACK_SECONDS / 10)
+        for look in range(NUM_STACK_LOOKS):
+            time.sleep(STACK_SECONDS / NUM_STACK_LOOKS)
+            if look == NUM_STACK_LOOKS // 2:
+                for rank, size in zip(asked, sizes, strict=True):
+                    if not size and rank.process.is_alive() and rank.process.pid is not None:
+                        os.kill(rank.process.pid, signal.SIGUSR1)  # no thread of it can answer
             for rank in self.ranks:
                 if not rank.up.closed:
                     self._read(rank, emit)

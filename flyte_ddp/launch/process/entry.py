@@ -82,11 +82,11 @@ def run_rank(
         os.close(file)
     # Lines appear while the rank runs, and before it is killed.
     typing.cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
-    # Written in C, so that it also works while the rank hangs in a collective.
+    # By a signal as well, for a rank that hangs in C code which lets no other thread run.
     stacks = open(rank_stacks(logs, rank), "w")  # noqa: SIM115 - open for the life of the process
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     faulthandler.enable()
-    link = SupervisorLink(up, down, beats, local_rank)
+    link = SupervisorLink(up, down, beats, local_rank, stacks)
     sys.excepthook = _be_quiet
     try:
         keep_freed_memory()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import math
 import os
 import signal
@@ -15,7 +16,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from flyte_ddp import events
 from flyte_ddp.launch.process.collectives import entered_collectives
@@ -38,8 +39,9 @@ class SupervisorLink:
     process and everything it started, because no other process can.
     """
 
-    def __init__(self, up: Connection, down: Connection, beats: Any, local_rank: int) -> None:
+    def __init__(self, up: Connection, down: Connection, beats: Any, local_rank: int, stacks: TextIO) -> None:
         self._up = up
+        self._stacks = stacks  # takes the stacks of all threads
         self._sending = threading.Lock()  # the thread that writes checkpoints sends as well
         self._down = down
         self._beats = beats
@@ -136,8 +138,11 @@ class SupervisorLink:
             if kind == "data":
                 self._data = values[0]
                 self._has_data.set()
-            elif kind == "collectives":
-                self.send(kind, entered_collectives() or [])
+            elif kind == "inspect":
+                # No thread runs meanwhile. A signal's handler would read the frames of those that do, and may crash.
+                if not os.fstat(self._stacks.fileno()).st_size:  # else a signal was necessary, and came first
+                    faulthandler.dump_traceback(self._stacks)
+                self.send("collectives", entered_collectives() or [])
             elif kind == "keep":
                 threading.Thread(target=self._keep, name="keep", daemon=True).start()
             elif kind == "release":

@@ -109,5 +109,5 @@ def rank_log(directory: str, rank: int) -> str:
 
 
 def rank_stacks(directory: str, rank: int) -> str:
-    """Return the path of the file where `rank` writes its Python stacks on SIGUSR1."""
+    """Return the path of the file where `rank` writes its Python stacks when it is asked to, or on SIGUSR1."""
     return os.path.join(directory, f"rank-{rank}.stacks")
