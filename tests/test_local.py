@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cloudpickle
@@ -470,11 +471,8 @@ def test_lines_go_to_standard_error_by_default(tmp_path, capfd, monkeypatch):
 def test_two_simultaneous_runs_do_not_interfere(tmp_path, finished_run):
     main_module = sys.modules["__main__"]
     runs = [new_run(tmp_path / name) for name in ("one", "two")]
-    threads = [threading.Thread(target=run.train, kwargs={"seed": seed}) for seed, run in enumerate(runs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda seed: runs[seed].train(seed=seed), (0, 1)))  # raises what a run does
 
     assert sys.modules["__main__"] is main_module
     expected = finished_run("Tiny", 2).state()
