@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from flyte_ddp import storage
 from flyte_ddp.errors import DataError, StorageDenied, StorageUnavailable
 from flyte_ddp.recipes import Recipe, get_recipe
-from flyte_ddp.recipes.prepare import describe_data, prepare_data
+from flyte_ddp.recipes.prepare import describe_data, prepare_data, recipe_version
 from flyte_ddp.storage import directory
 from tests.support.image_store import running_store
 from tests.support.runs import REPOSITORY
@@ -97,3 +100,19 @@ def test_what_ranks_of_this_machine_import_is_imported_while_the_data_are_prepar
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_several_runs_of_a_process_may_hash_their_recipes_at_once():
+    def switch_threads(*_):
+        time.sleep(0.0001)
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(switch_threads)
+    gc.set_threshold(50)
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            versions = list(threads.map(recipe_version, ["tests.support.recipes"] * 9))
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(switch_threads)
+    assert len(set(versions)) == 1

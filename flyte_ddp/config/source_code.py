@@ -12,6 +12,7 @@ import importlib.util
 import os
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from flyte_ddp.config import main_module
 
 SETTINGS_FILE = "settings.toml"
 MAX_SIZE = 32 << 20  # bytes of code; more is data that lies beside it
+_parsing = threading.Lock()  # Python counts the depth of its parsers' recursion in one variable for all threads
 
 
 def find_project() -> Path | None:
@@ -129,7 +131,9 @@ def imported_files(module: str, packages: Iterable[str]) -> dict[str, Path]:
 
 def _imported_names(file: Path, package: str) -> Iterator[str]:
     """Yield the dotted names of all that a file of `package` imports; some may be names in a module."""
-    for node in ast.walk(ast.parse(file.read_bytes())):
+    with _parsing:
+        tree = ast.parse(file.read_bytes())
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
