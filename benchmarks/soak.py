@@ -5,8 +5,6 @@ a loop of its own, or in that of another framework. At random moments a rank is 
 worker with its nanny, or a worker is told to go; it comes back under another name some seconds later. In the end it
 prints what the time went to, the samples that were lost or trained twice, and whether the weights are those of an
 undisturbed run.
-
-The model counts samples itself: each has a parameter of its own, whose gradient is the same each time it is seen.
 """
 
 from __future__ import annotations
@@ -26,10 +24,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import cloudpickle
 
+from benchmarks.counting import (
+    BATCH_SIZE,
+    LEARNING_RATE,
+    NUM_SAMPLES,
+    SAVE_STEPS,
+    STEP_SECONDS_VARIABLE,
+    Counting,
+)
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.config import resolve
@@ -38,78 +44,17 @@ from flyte_ddp.launch import driver
 from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.programs import Job, Program, recipe_program
-from flyte_ddp.recipes import Recipe
-from flyte_ddp.recipes.arrays import load_arrays, save_images
 from flyte_ddp.recipes.prepare import prepare_data
 
 if TYPE_CHECKING:
     from psutil import Process
-    from torch import Tensor, nn
+    from torch import Tensor
 
-NUM_SAMPLES, NUM_FEATURES, NUM_CLASSES = 960, 16, 4
-BATCH_SIZE, LEARNING_RATE = 24, 0.05
-STEP_SECONDS_VARIABLE = "SOAK_STEP_SECONDS"  # of the environment: how long a step lasts
 STEP_SECONDS = 0.25  # on any number of nodes, so that the run's length is known
 ABSENCE = (3.0, 15.0)  # seconds until an evicted node is back
 QUIET = 0.85  # share of the time after which nothing more is killed, so that the run ends undisturbed
-SAVE_STEPS = 8  # optimizer steps between two checkpoints
 FUNCTIONS = ("pytorch", "transformers", "lightning", "accelerate")  # of benchmarks.frameworks
-NAME = "benchmarks.soak.Counting"
-
-
-class Counting(Recipe):
-    """A small model, and for each training sample a number that grows by one step each time it is seen."""
-
-    defaults = {
-        "global_batch_size": BATCH_SIZE,
-        "optimizer": "sgd",
-        "momentum": 0.0,
-        "learning_rate": LEARNING_RATE,
-        "schedule": "constant",
-        "checkpoint_interval": SAVE_STEPS,
-        "log_interval": 4,
-        "model_state": "last",  # the counts of all epochs
-    }
-
-    def prepare(self, source: str, directory: Path) -> str:
-        import numpy as np
-
-        draw = np.random.RandomState(0)
-        for split, size in (("train", NUM_SAMPLES), ("test", 40)):
-            inputs = draw.standard_normal((size, NUM_FEATURES + 1)).astype(np.float32)
-            inputs[:, -1] = np.arange(size)  # the sample's number
-            save_images(directory / f"{split}.npz", inputs, draw.randint(NUM_CLASSES, size=size))
-        return f"{NUM_SAMPLES} samples of noise"
-
-    def datasets(self, directory: Path) -> Any:
-        return load_arrays(directory / "train.npz"), load_arrays(directory / "test.npz")
-
-    def model(self) -> nn.Module:
-        import torch
-        from torch import nn
-
-        class Model(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.layers = nn.Sequential(nn.Linear(NUM_FEATURES, 32), nn.Tanh(), nn.Linear(32, NUM_CLASSES))
-                self.seen = nn.Parameter(torch.zeros(NUM_SAMPLES))
-
-            def forward(self, inputs: Tensor) -> Tensor:
-                seen = self.seen[inputs[:, -1].long()]
-                return torch.cat([self.layers(inputs[:, :-1]), seen[:, None]], dim=1)
-
-        return Model()
-
-    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        if outputs.requires_grad:
-            time.sleep(float(os.environ.get(STEP_SECONDS_VARIABLE, "0")))
-        return super().losses(outputs[:, :-1], targets) - outputs[:, -1]
-
-    def num_correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return super().num_correct(outputs[:, :-1], targets)
-
-    def predictions(self, batch: Any, outputs: Tensor, targets: Tensor) -> Any:
-        return []
+NAME = "benchmarks.counting.Counting"
 
 
 class Nodes:

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from benchmarks.counting import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Counting
 from benchmarks.measure import (
     MeasurementError,
     Result,
@@ -23,7 +24,7 @@ from benchmarks.measure import (
 from benchmarks.recovery.__main__ import table as recovery_table
 from benchmarks.recovery.faults import Moment, Outcome, damage, seconds_to_next_step
 from benchmarks.recovery.workload import Step, longest_pause, num_redone
-from benchmarks.soak import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Counting, _job, lost_and_doubled
+from benchmarks.soak import _job, lost_and_doubled
 from benchmarks.text import num_epochs_within, quality
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.local import LocalPlace
@@ -137,7 +138,7 @@ def test_the_soak_counts_samples_that_were_lost_or_trained_twice():
 def test_each_sample_of_the_soak_counts_itself(tmp_path):
     (tmp_path / "data").mkdir()
     prepare_data(Counting(), "", tmp_path / "data")
-    run = new_run(tmp_path, "benchmarks.soak.Counting").train(2, epochs=2)
+    run = new_run(tmp_path, "benchmarks.counting.Counting").train(2, epochs=2)
     assert lost_and_doubled(run.state()["seen"], epochs=2) == (0, 0)
     assert lost_and_doubled(run.state()["seen"], epochs=1) == (0, NUM_SAMPLES)
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.counting import BATCH_SIZE, LEARNING_RATE
 from benchmarks.recovery.workload import CHECKPOINT_INTERVAL, COLLECTIVE_TIMEOUT, LoggedCounting
-from benchmarks.soak import BATCH_SIZE, LEARNING_RATE
 
 CHECKPOINT = "checkpoint.pt"
 MODEL_STATE = "model_state.pt"

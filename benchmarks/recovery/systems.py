@@ -17,10 +17,11 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.counting import STEP_SECONDS_VARIABLE
 from benchmarks.recovery.drivers import PATIENCE
 from benchmarks.recovery.script import MODEL_STATE
 from benchmarks.recovery.workload import DIRECTORY, MAX_RESTARTS, STEP_SECONDS
-from benchmarks.soak import STEP_SECONDS_VARIABLE, Nodes
+from benchmarks.soak import Nodes
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT = 180.0  # seconds for a node of Ray to start

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.soak import LEARNING_RATE, NUM_SAMPLES, Counting
+from benchmarks.counting import LEARNING_RATE, NUM_SAMPLES, Counting
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,0 +1,78 @@
+"""A recipe whose model counts how often each training sample is seen, for runs in which something fails.
+
+Each sample has a parameter of its own, whose gradient is the same each time it is seen. Its ranks import this module
+with each restart, so it imports only what a recipe does.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flyte_ddp.recipes import Recipe
+from flyte_ddp.recipes.arrays import load_arrays, save_images
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+NUM_SAMPLES, NUM_FEATURES, NUM_CLASSES = 960, 16, 4
+BATCH_SIZE, LEARNING_RATE = 24, 0.05
+STEP_SECONDS_VARIABLE = "SOAK_STEP_SECONDS"  # of the environment: how long a step lasts
+SAVE_STEPS = 8  # optimizer steps between two checkpoints
+
+
+class Counting(Recipe):
+    """A small model, and for each training sample a number that grows by one step each time it is seen."""
+
+    defaults = {
+        "global_batch_size": BATCH_SIZE,
+        "optimizer": "sgd",
+        "momentum": 0.0,
+        "learning_rate": LEARNING_RATE,
+        "schedule": "constant",
+        "checkpoint_interval": SAVE_STEPS,
+        "log_interval": 4,
+        "model_state": "last",  # the counts of all epochs
+    }
+
+    def prepare(self, source: str, directory: Path) -> str:
+        import numpy as np
+
+        draw = np.random.RandomState(0)
+        for split, size in (("train", NUM_SAMPLES), ("test", 40)):
+            inputs = draw.standard_normal((size, NUM_FEATURES + 1)).astype(np.float32)
+            inputs[:, -1] = np.arange(size)  # the sample's number
+            save_images(directory / f"{split}.npz", inputs, draw.randint(NUM_CLASSES, size=size))
+        return f"{NUM_SAMPLES} samples of noise"
+
+    def datasets(self, directory: Path) -> Any:
+        return load_arrays(directory / "train.npz"), load_arrays(directory / "test.npz")
+
+    def model(self) -> nn.Module:
+        import torch
+        from torch import nn
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = nn.Sequential(nn.Linear(NUM_FEATURES, 32), nn.Tanh(), nn.Linear(32, NUM_CLASSES))
+                self.seen = nn.Parameter(torch.zeros(NUM_SAMPLES))
+
+            def forward(self, inputs: Tensor) -> Tensor:
+                seen = self.seen[inputs[:, -1].long()]
+                return torch.cat([self.layers(inputs[:, :-1]), seen[:, None]], dim=1)
+
+        return Model()
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if outputs.requires_grad:
+            time.sleep(float(os.environ.get(STEP_SECONDS_VARIABLE, "0")))
+        return super().losses(outputs[:, :-1], targets) - outputs[:, -1]
+
+    def num_correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return super().num_correct(outputs[:, :-1], targets)
+
+    def predictions(self, batch: Any, outputs: Tensor, targets: Tensor) -> Any:
+        return []
