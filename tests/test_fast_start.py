@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 
+import flyte_ddp
 from flyte_ddp.rank import fast_start
 
 
@@ -46,6 +47,27 @@ for optimizer in (SGD, Adam):
 fast_start.avoid_importing_dynamo()
 """
     assert run(TRAIN.format(before=renamed)) == ["True"]
+
+
+def test_a_rank_that_gets_a_state_from_another_does_not_import_the_compiler(tmp_path):
+    def function():
+        from torch import distributed
+
+        from flyte_ddp.checkpoints.resharding import assemble
+        from flyte_ddp.rank.split_state import function_world
+
+        distributed.init_process_group("gloo")
+        world = function_world()
+        fast_start.avoid_importing_dynamo()
+        weights = torch.arange(6.0).view(2, 3)
+        state = assemble([{"file": "memory"}], lambda _: {"weights": weights.t()}, world, readers=[0])
+        assert torch.equal(state["weights"], weights.t())
+        assert state["weights"].stride() == weights.t().stride()
+        found = [name for name in ("torch._dynamo.convert_frame", "sympy") if name in sys.modules]
+        (tmp_path / str(world.rank)).write_text(str(found))
+
+    flyte_ddp.run(function, nproc_per_node=2)
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["[]", "[]"]
 
 
 FAULTS = """

@@ -99,7 +99,9 @@ class _Assembly:
                 self._split.append((tensor, box, number))
                 kept = None
             elif tensor.is_meta:
-                kept = tensors[number] if world.rank == reader else torch.empty_like(tensor, device="cpu")
+                # Not `empty_like`, which imports torch's compiler and SymPy for a tensor without values.
+                new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+                kept = tensors[number] if world.rank == reader else new
                 world.broadcast(kept, reader)
                 if box is not None:
                     kept = kept[slices(box)].clone()
