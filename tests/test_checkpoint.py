@@ -224,6 +224,17 @@ def test_tensors_that_no_manifest_names_are_removed_after_a_day(tmp_path):
     assert _kept(old) == [0, 1, 2, 3]
 
 
+def test_a_step_that_is_saved_again_after_a_restart_leaves_nothing_to_complain_of(tmp_path, caplog):
+    _store(tmp_path, 1, 2)
+    restarted = CheckpointStore(str(tmp_path), 2)
+    restarted.load_latest()
+    restarted.save(_state(2), 2, best=False)
+    restarted.wait()
+    assert caplog.messages == []
+    assert _kept(restarted) == [1, 2]
+    assert len(restarted.storage.names()) == 2 * 2
+
+
 class Faulty:
     """Fails operations on a store as a network would, if `fails` returns True for their name and path."""
 

@@ -85,10 +85,11 @@ class Retention:
                 self._storage.delete(name)
                 del self._own[name]
         referenced = {entry["file"] for manifest in self._own.values() for entry in manifest["files"]}
-        for name in names:
+        for name in sorted(names):
             is_half = name.startswith("step-") and name.endswith(".tmp")  # a killed writer on a local disk
             if is_half or (name in self.files and name not in referenced):
                 self._storage.delete(name)
+                names.discard(name)
                 self.files.discard(name)  # not those that a slower rank may still write
         self._remove_orphans(newest, names)
 
