@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -281,12 +280,10 @@ def memory_with(step=5, run="run", attempt=0, epochs=(), spoil=False, version=No
 
 
 def recalled(memory, directory, counted=(0,), needed=0, stored=(), known=None, world=ALONE):
-    for step in stored:
-        (directory / f"step-{step:010d}.json").write_text(json.dumps({}))
     file, kept = memory.begin(counted)
     rank, size = world.rank, world.world_size
     node = NodeRanks(rank, 1, size, "127.0.0.1", 0, "lo", False, 1, node_rank=rank, num_nodes=size, run_id="run")
-    job = Job(None, "", 0.0, stored=known or (), is_store_away=known is not None)
+    job = Job(None, "", 0.0, stored=known or tuple(stored), is_store_away=known is not None)
     process = RankProcess(job, node, 0, None, None, file, kept)
     store = CheckpointStore(str(directory), 2)
     found = recall(world, process, store, lambda place, tensor: None, lambda state: needed)
@@ -296,7 +293,7 @@ def recalled(memory, directory, counted=(0,), needed=0, stored=(), known=None, w
 def test_a_state_in_memory_is_used_if_it_is_newer_whole_and_counts(tmp_path):
     assert recalled(memory_with(), tmp_path) == (5, [])
     assert recalled(memory_with(), tmp_path, stored=[4]) == (5, [])
-    assert recalled(memory_with(), tmp_path, needed=4) == (5, [])
+    assert recalled(memory_with(), tmp_path, stored=[4], needed=4) == (5, [])
     assert recalled(memory_with(), tmp_path, known=()) == (5, [])  # the store is away
     assert recalled(memory_with(), tmp_path, known=(3, 5), needed=3) == (5, [])
     assert recalled(memory_with(), tmp_path, needed=5) == (5, [])  # its own epoch is the best: it is saved again

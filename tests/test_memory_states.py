@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,10 +140,8 @@ def node_with(*states, num_parts=2, version=None, spoilt=(), differing=()):
 
 
 def recalled(memory, directory, stored=(), run="run", needed=0, known=None, world=ALONE):
-    for step in stored:
-        (directory / f"step-{step:010d}.json").write_text(json.dumps({}))
     left = memory.begin(dataclasses.replace(NODE, num_restarts=1))
-    job = Job(None, "", 0.0, stored=known or (), is_store_away=known is not None)
+    job = Job(None, "", 0.0, stored=known or tuple(stored), is_store_away=known is not None)
     process = RankProcess(job, dataclasses.replace(NODE, run_id=run), 0, None, None, parts=left)
     found = recall(world, process, CheckpointStore(str(directory), 2), lambda *_: None, lambda state: needed)
     if found.state:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +12,10 @@ from flyte_ddp.checkpoints.files import FORMAT, Damaged, checkpoint_name
 from flyte_ddp.checkpoints.resharding import BoxOf, assemble
 from flyte_ddp.checkpoints.state_file import check_file
 from flyte_ddp.checkpoints.store import CheckpointStore
-from flyte_ddp.errors import StorageUnavailable
 from flyte_ddp.launch.process.link import RankProcess
 from flyte_ddp.launch.process.memory import Kept
 from flyte_ddp.rank.memory_states import find_states, place_of, read_state
-from flyte_ddp.world import ALONE, World, run_together
+from flyte_ddp.world import ALONE, World
 
 
 @dataclass
@@ -51,9 +49,9 @@ def recall(
     newest, states = max(steps), find_states(process, world)
     if not newest and not states:
         return Recalled()
-    asked: list[int] | None
-    asked = world.broadcast_object(run_together(lambda: _steps_in(store, process) if world.is_first else [], world))
-    stored, newest_stored = (process.job.stored, 0) if asked is None else (asked, max(asked, default=0))
+    # The driver has asked the store since the last attempt ended: its answer is not waited for once more.
+    stored = process.job.stored
+    newest_stored = 0 if process.job.is_store_away else max(stored, default=0)
     skipped = []
     for each in states:
         if each.step <= max(newest, newest_stored):
@@ -88,13 +86,6 @@ def recall(
         return Recalled(skipped=[f"{refusal}the store has no checkpoint of the best epoch, at step {needed}"])
     store.retention.resumed = f"{checkpoint_name(newest)}.json"  # older ones are removed as if it were in the store
     return Recalled(state, place)
-
-
-def _steps_in(store: CheckpointStore, process: RankProcess) -> list[int] | None:
-    """Return the steps of the checkpoints in the store; None if it is away."""
-    with contextlib.suppress(StorageUnavailable):  # the storage has logged it
-        return None if process.job.is_store_away else store.steps()
-    return None
 
 
 def _read_together(kept: Kept | None, world: World, box_of: BoxOf, reader: int, is_everywhere: bool) -> dict[str, Any]:

@@ -164,8 +164,8 @@ class Job:
     owner: str = ""  # token of the attempt that owns the checkpoints; see flyte_ddp/checkpoints/ownership.py
     is_kept: bool = True  # the checkpoints outlive the run
     counted: tuple[int, ...] = ()  # the attempts that have left a state in the memory of nodes from which to go on
-    stored: tuple[int, ...] = ()  # steps of checkpoints, as far as the driver knows: for when the store is away
-    is_store_away: bool = False  # it did not answer the driver just now
+    stored: tuple[int, ...] = ()  # steps of checkpoints after the last attempt, as far as the driver knows
+    is_store_away: bool = False  # it did not answer the driver then
 
 
 def recipe_program(recipe: str, config: TrainingConfig, initial_state: str = "") -> Program:
