@@ -191,6 +191,28 @@ def test_a_recipe_whose_package_is_missing_is_one_line_with_what_installs_it(cor
         assert output.splitlines()[-1].endswith(f"recipe: 'mine.Mine' cannot be imported: {place}{expected}")
 
 
+@pytest.mark.slow
+def test_a_project_without_extras_registers_and_a_task_names_the_one_that_it_lacks(project, core):
+    """Such as the one of an image with fewer packages than the settings and the inputs ask for."""
+    pyflyte = ("-S", "-m", "flytekit.clis.sdk_in_container.pyflyte")
+    mlflow = {"TRACKING": "mlflow", "MLFLOW_TRACKING_URI": "http://localhost:9"}
+    settings = {"IMAGE": "registry.example.com/mine:7", "RETRAIN_INPUTS": '{"recipe": "digits"}', **mlflow}
+    command = ("register", "--dry-run", "--image", settings["IMAGE"], "--version", "7", "--copy", "none", "workflows")
+    status, output = run([core, project], *pyflyte, *command, cwd=project, **settings)
+    assert status == 0, output
+    assert "Launch Plan: retrain" in output
+    grid = ("--grid", '{"learning_rate": [0.1]}')
+    for file, command, expected in (
+        ("sweep", ("sweep_wf", *grid), "a sweep or a scaling study: expected the package pandas: pip install"),
+        ("single_node", ("single_node_training_wf",), "expected the package sklearn: pip install 'flyte-ddp[digits]'"),
+    ):
+        trial = ("run", f"workflows/{file}.py", *command, "--recipe", "digits")
+        status, output = run([core, project], *pyflyte, *trial, cwd=project, **settings)
+        assert status == 2
+        assert expected in " ".join(output.replace("│", "").split())
+        assert "Traceback" not in output
+
+
 def test_a_function_trains_with_the_core_dependencies_alone(core, tmp_path):
     (tmp_path / "train.py").write_text(
         "import torch.distributed as dist\n"
