@@ -70,6 +70,18 @@ def test_a_rank_that_gets_a_state_from_another_does_not_import_the_compiler(tmp_
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["[]", "[]"]
 
 
+CHECK = """
+import sys
+from tests.test_contract import check
+check("tests.support.mistakes.Line")
+print("sympy" in sys.modules)
+"""
+
+
+def test_the_checks_before_the_first_step_import_no_library_for_symbols():
+    assert run(CHECK) == ["False"]
+
+
 FAULTS = """
 import ctypes, resource
 from flyte_ddp.launch.process import malloc
