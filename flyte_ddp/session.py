@@ -35,7 +35,7 @@ stop_requested: (
 )
 
 
-def save(state: Mapping[str, Any], step: int) -> None:
+def save(state: Mapping[str, Any], step: int, in_memory: bool = False) -> None:
     """Keep `state` as the checkpoint of optimizer step `step`. Every rank may call it; rank 0 writes.
 
     A state with DTensors, such as `torch.distributed.checkpoint.state_dict` returns of a model that is split over the
@@ -46,18 +46,26 @@ def save(state: Mapping[str, Any], step: int) -> None:
     what was saved, but NumPy's scalars as Python's numbers, its arrays as tensors (`.numpy()` makes arrays of them),
     and other mappings as dicts.
 
+    Args:
+        in_memory: keep it in the memory of this node and of one other alone, to save more often than a store allows,
+            such as at every step. It outlives ranks that are killed and the loss of a node, but not the run: it does
+            not count when the run is asked to stop, so save without it then. `load` of the next attempt finds it if
+            the store has nothing as new. It is left out while the one before is still on its way to the other node.
+            Where it does not fit, a line says so, and none is kept.
+
     Raises:
         ConfigError: `state` holds something that could not be read back, such as an object of a class of yours. The
-            message has its place and its type. Or a split state is not saved by all ranks, with the same keys.
+            message has its place and its type. Or a split state is not saved by all ranks, with the same keys. Or one
+            is saved after a whole one in memory, or a whole one after it.
         StorageDenied: the store refuses.
         StorageUnavailable: the store has been away for `store_timeout` seconds.
     """
     if _current:
-        _current.save(state, step)
+        _current.save(state, step, in_memory)
 
 
 def load(into: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """Return the newest complete checkpoint; None in a new run. For all ranks together.
+    """Return the newest complete checkpoint, in memory or in the store; None in a new run. For all ranks together.
 
     Args:
         into: a state with the same keys. Its tensors are filled in place and are those that are returned. A split one

@@ -25,12 +25,17 @@ MAX_PATIENCE = 1.0  # seconds between two times that the ranks ask each other wh
 
 @dataclass(frozen=True)
 class World:
-    """A rank's position: `rank` of `world_size` in all, `local_rank` on its own node, and the device it computes on."""
+    """A rank's position: `rank` of `world_size` in all, `local_rank` on its own node, and the device it computes on.
+
+    Args:
+        group: of the ranks; None for the process group of all.
+    """
 
     rank: int
     local_rank: int
     world_size: int
     device: torch.device
+    group: Any = None
 
     def __post_init__(self) -> None:
         # Tensors on it have a device with a number, which this one does not equal.
@@ -51,7 +56,7 @@ class World:
             [torch.as_tensor(value, dtype=torch.float64, device=self.device).detach() for value in values]
         )
         if self.world_size > 1:
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=self.group)
         result: list[float] = total.tolist()
         return result
 
@@ -66,7 +71,8 @@ class World:
         """
         if self.world_size > 1 and tensor.numel():
             contents = tensor.to(self.device).contiguous()
-            dist.broadcast(contents.view(-1).view(torch.uint8), src=source)  # as bytes: not every type can travel
+            as_bytes = contents.view(-1).view(torch.uint8)  # not every type can travel
+            dist.broadcast(as_bytes, group=self.group, group_src=source)
             if self.rank != source:
                 tensor.copy_(contents)
         return tensor

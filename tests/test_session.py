@@ -72,10 +72,11 @@ class Store:
 def session_of(rank=0, world_size=1, store=None, checkpoints=""):
     process = SimpleNamespace(
         job=Job(Program("train", b""), checkpoints, 0.0),
-        node=SimpleNamespace(world_size=world_size),
+        node=SimpleNamespace(world_size=world_size, num_ranks=1, num_nodes=1),
         rank=rank,
         link=Link(),
         slots=[],
+        free_parts=lambda *_: None,
     )
     return Session(process, lambda: store), process.link
 
@@ -110,6 +111,17 @@ def test_a_save_without_a_place_warns_once_and_nothing_is_loaded(caplog):
         "session.save: nothing is kept, because the run was given no place for checkpoints"
     ]
     assert session.load() is None
+
+
+def test_a_save_in_memory_where_there_is_none_warns_once_and_the_training_goes_on(caplog):
+    session, link = session_of()
+    with caplog.at_level(logging.WARNING):
+        session.save({"step": 1}, 1, in_memory=True)
+        session.save({"step": 2}, 2, in_memory=True)
+    assert [record.message for record in caplog.records] == [
+        "session.save: in_memory: no state is kept in memory: expected Linux, with memfd_create"
+    ]
+    assert link.events == []
 
 
 def test_one_rank_alone_stops_at_once():

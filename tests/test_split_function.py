@@ -289,6 +289,7 @@ def misuse():
 
     calls = [
         lambda: session.save(state(), 1 + rank),
+        lambda: session.save(state(), 1, in_memory=rank == 0),
         lambda: session.save(state(**({"extra": torch.ones(1)} if rank else {})), 1),
         lambda: session.save({"weights": torch.ones(1)}, 2),
         lambda: session.load(into=state(6)),
@@ -310,6 +311,7 @@ def test_a_wrong_call_is_one_line_and_no_hang(tmp_path):
     messages = flyte_ddp.run(misuse, nproc_per_node=2, checkpoints=str(tmp_path), stall_timeout=24.0)
     expected = [
         "session.save: step: expected 1 on all ranks, as on rank 0, got 2 on rank 1",
+        "session.save: in_memory: expected True on all ranks, as on rank 0, got False on rank 1",
         r"session.save: state: \('extra',\): expected no tensor on all ranks, .*, got a tensor \(1,\) of .* on rank 1",
         "session.save: state: expected split tensors, as in the saves before, got none",
         r"session.load: into\['weights'\]\['a'\]: expected a tensor of shape \(4, 2\), .*, got \(6, 2\)",

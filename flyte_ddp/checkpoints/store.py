@@ -123,6 +123,7 @@ class CheckpointStore:
         self._most_stored, self._stored_at = 0, 0.0
         self._outage: Exception | None = None  # why the last try failed
         self._failure: Exception | None = None  # final
+        self._num_in_memory = 0  # states that are being written to the memory of the node
         self._changed = threading.Condition()
         self.memory = StagingMemory()
         self._thread: threading.Thread | None = None
@@ -180,6 +181,8 @@ class CheckpointStore:
         assert self._slots is not None  # else nothing is ready
         slots = self._slots
         slots.begin()
+        with self._changed:
+            self._num_in_memory += 1
         if is_shared:
             self.memory.share(write.buffers)
 
@@ -194,6 +197,9 @@ class CheckpointStore:
             except Exception as error:  # nothing is ready any more, and the store still has its checkpoints
                 logger.warning("no more states are kept in memory: %s: %s", type(error).__name__, error)
             self._drop([write])
+            with self._changed:
+                self._num_in_memory -= 1
+                self._changed.notify_all()
 
         threading.Thread(target=run, name="memory", daemon=True).start()
 
@@ -249,9 +255,10 @@ class CheckpointStore:
 
     @property
     def is_writing(self) -> bool:
-        """True while a saved checkpoint is pending and the store is reachable."""
+        """True while what was saved is on its way to memory, or on rank 0 to a store that is reachable."""
         with self._changed:
-            return bool(self._queue or self._current) and self._outage is None and self._failure is None
+            is_pending = bool(self._queue or self._current) and not self._follows
+            return bool(self._num_in_memory) or (is_pending and self._outage is None and self._failure is None)
 
     @property
     def is_writing_best(self) -> bool:
@@ -282,7 +289,7 @@ class CheckpointStore:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             with self._changed:
-                if self._failure is None and not self._queue and not self._current:
+                if self._failure is None and not (self._queue or self._current or self._num_in_memory):
                     return
                 self._changed.wait(0 if self._failure else POLL)
             self.check()

@@ -245,14 +245,15 @@ class _Driver:
                 resumed_step = run_in_background(functools.partial(max, kept_step, stored_step))
             known = {*self.stored, *(each.step for each in self.state.checkpoints if stored_step < 0)}
             is_away = bool(memory_step) and stored_step < 0
-            run.job = dataclasses.replace(run.job, stored=tuple(sorted(known)), is_store_away=is_away)
+            run.job = dataclasses.replace(
+                run.job, stored=tuple(sorted(known)), is_store_away=is_away, is_in_memory=in_memory
+            )
 
     def _newest_step(self) -> int:
         """Return the step of the newest checkpoint in the store; -1 if that is not known."""
-        if self.run.storage:
-            with contextlib.suppress(StorageUnavailable):
-                self.stored = stored_steps(self.run.storage.url, timeout=0)
-                return max(self.stored, default=0)
+        with contextlib.suppress(StorageUnavailable):
+            self.stored = stored_steps(self.run.storage.url, timeout=0) if self.run.storage else []
+            return max(self.stored, default=0)
         return -1
 
     def _follow(self, ended: Ended, attempt: Attempt, origin: str) -> None:

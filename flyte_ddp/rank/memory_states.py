@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 def choose_interval(config: TrainingConfig, process: RankProcess, world: World, model: nn.Module) -> int:
     """Return the optimizer steps between two states in memory; 0 for none, also if they do not fit there.
 
-    Every rank calls it. Warns on rank 0 if they do not fit, or protect from less than they may seem to.
+    Every rank calls it. Warns as `has_memory`.
     """
     node, interval = process.node, config.memory_interval
     if interval < 0:
@@ -38,17 +38,30 @@ def choose_interval(config: TrainingConfig, process: RankProcess, world: World, 
     num_savers = node.num_ranks if is_sharded(model) else 1
     num_values = count_own_parameters(model) * (1 + OPTIMIZER_STATES[config.optimizer])
     num_bytes = 4 * num_values + sum(each.nbytes for each in model.buffers())
-    lacking = lacking_memory(num_savers * num_bytes, node) if process.slots else "expected Linux, with memfd_create"
+    return interval if has_memory("memory_interval", num_savers * num_bytes, process, world) else 0
+
+
+def has_memory(setting: str, num_bytes: int, process: RankProcess, world: World) -> bool:
+    """Return whether states fit into the memory of each node. Every rank of `world` calls it.
+
+    Warns on rank 0 if they do not fit, or protect from less than they may seem to.
+
+    Args:
+        setting: that asks for it, for the warning.
+        num_bytes: of a state, of what the ranks of this node save of it.
+    """
+    node = process.node
+    lacking = lacking_memory(num_bytes, node) if process.slots else "expected Linux, with memfd_create"
     if any(lacks := world.all_gather(float(bool(lacking)))):
         lacking = world.broadcast_object(lacking, lacks.index(1.0))
-        interval, line = 0, f"memory_interval: no state is kept in memory: {lacking}"
+        line = f"{setting}: no state is kept in memory: {lacking}"
     elif node.num_nodes == 1:
-        line = "memory_interval: on one node a state in memory protects from killed ranks only"
+        line = f"{setting}: on one node a state in memory protects from killed ranks only"
     else:
-        return interval
+        return True
     if world.is_first:
         logger.warning("%s", line)
-    return interval
+    return not lacking
 
 
 @dataclass(frozen=True)
@@ -85,9 +98,10 @@ def find_states(process: RankProcess, world: World) -> list[MemoryState]:
     states = []
     for state in sorted(found, reverse=True):
         holders, load, readers = found[state], Counter[int](), []
-        if len(holders) < num_parts[state] or any(len(checksums[state, number]) > 1 for number in holders):
+        numbers = range(num_parts[state])
+        if holders.keys() != set(numbers) or any(len(checksums[state, number]) > 1 for number in numbers):
             continue
-        for number in range(num_parts[state]):
+        for number in numbers:
             ranks = holders[number]
             reader = number if number in ranks else min(ranks, key=lambda rank: (load[rank], rank))
             load[reader] += 1

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from flyte_ddp.checkpoints.files import FORMAT, Damaged, checkpoint_name
 from flyte_ddp.checkpoints.resharding import BoxOf, assemble
@@ -86,6 +88,26 @@ def recall(
         return Recalled(skipped=[f"{refusal}the store has no checkpoint of the best epoch, at step {needed}"])
     store.retention.resumed = f"{checkpoint_name(newest)}.json"  # older ones are removed as if it were in the store
     return Recalled(state, place)
+
+
+def recall_for_function(
+    process: RankProcess, open_store: Callable[[], Store], key: str, checkpoints: CheckpointStore, box_of: BoxOf
+) -> Recalled:
+    """Return the newest state in memory as `recall` does, for ranks that may have no process group.
+
+    Args:
+        open_store: returns the store where the ranks meet, in which `key` is this call's alone.
+        box_of: returns what this rank keeps of each tensor.
+    """
+    rank, world_size = process.rank, process.node.world_size
+    group = None
+    if world_size > 1:
+        store = PrefixStore(key, open_store().clone())  # other threads use the connection of the first one
+        group = ProcessGroupGloo(store, rank, world_size, timedelta(seconds=process.job.program.stall_timeout))
+    world = World(rank, process.local_rank, world_size, torch.device("cpu"), group)
+    recalled = recall(world, process, checkpoints, box_of, lambda state: 0)
+    process.free_parts(*recalled.saved)
+    return recalled
 
 
 def _read_together(kept: Kept | None, world: World, box_of: BoxOf, reader: int, is_everywhere: bool) -> dict[str, Any]:

@@ -42,21 +42,23 @@ def collective_timeout(world: World) -> float:
     return timeout.total_seconds()
 
 
-def check_call(state: Any, step: int, number: int, world: World, store: Store, timeout: float) -> None:
-    """Check that every rank saves the same step of a state with the same keys. For the `number`-th save of a rank.
+def check_call(state: Any, step: int, in_memory: bool, number: int, world: World, store: Store, timeout: float) -> None:
+    """Check that every rank saves the same step in the same place, of a state with the same keys.
 
     By the store, because a collective would wait for a rank that does not call for as long as the others' do.
 
     Args:
+        number: of the save, the same on all ranks.
         timeout: seconds for which the other ranks are waited for.
 
     Raises:
         ConfigError: they do not; names rank and key.
     """
     outline = {str(place): [list(each.shape), str(each.dtype), is_split(each)] for place, each in tensors_of(state)}
-    call = json.dumps([step, hashlib.sha256(json.dumps(outline).encode()).hexdigest()])
+    call = json.dumps([step, in_memory, hashlib.sha256(json.dumps(outline).encode()).hexdigest()])
     prefix, store = f"flyte_ddp/save-{number}", store.clone()  # another thread uses the connection of the first one
     store.set(f"{prefix}/{world.rank}", call)
+    store.delete_key(f"flyte_ddp/save-{number - 2}/{world.rank}")  # all have read it: they have begun the one after it
     for rank in range(world.world_size):
         key = f"{prefix}/{rank}"
         try:
@@ -68,9 +70,10 @@ def check_call(state: Any, step: int, number: int, world: World, store: Store, t
     others = [rank for rank in range(world.world_size) if calls[rank] != calls[0]]
     if not others:
         return
-    if calls[others[0]][0] != calls[0][0]:
-        expected = f"step: expected {calls[0][0]} on all ranks, as on rank 0, got {calls[others[0]][0]}"
-        raise ConfigError(f"session.save: {expected} on rank {others[0]}")
+    for name, first, other in zip(("step", "in_memory"), calls[0], calls[others[0]], strict=False):
+        if other != first:
+            expected = f"{name}: expected {first} on all ranks, as on rank 0, got {other}"
+            raise ConfigError(f"session.save: {expected} on rank {others[0]}")
     store.set(f"{prefix}/outline-{world.rank}", json.dumps(outline))
     first, other = (json.loads(store.get(f"{prefix}/outline-{rank}")) for rank in (0, others[0]))
     for key in [*first, *other]:

@@ -86,13 +86,13 @@ class BereavedWithoutNorm(Bereaved):
         return Tiny.model(self)
 
 
-def wait_for_copies():
+def wait_for_copies(seconds=5):
     """Wait until this rank's newest part of a state in memory is where it has to be: that takes long on busy cores."""
     from flyte_ddp import session
 
     store = getattr(session._current, "_store", None)
     slots = store and store._slots
-    deadline = time.monotonic() + 5  # the other node may be gone
+    deadline = time.monotonic() + seconds  # the other node may be gone
     while slots and slots._files and not slots.is_ready and time.monotonic() < deadline:
         time.sleep(0.005)
 

@@ -174,15 +174,14 @@ class RankProcess:
         """The number of this rank among all nodes' ranks."""
         return self.node.first_rank + self.local_rank
 
-    def free_parts(self, attempt: int, turn: int) -> None:
-        """Free the parts that earlier attempts have left in memory, but for the state that this one goes on from.
-
-        This process needs none of them any more.
-        """
+    def free_parts(self, attempt: int = -1, turn: int = 0) -> None:
+        """Free the parts that earlier attempts have left in memory, but for the state that this one goes on from."""
         self.link.send("resumed", attempt, turn)
-        for file in [each.file for each in self.parts] + ([self.kept.file] if self.kept else []):
+        used = [each for each in self.parts if (each.attempt, each.turn) == (attempt, turn)]
+        unused = [each.file for each in self.parts if each not in used]
+        for file in [*unused, *([self.kept.file] if self.kept else [])]:
             file.close()
-        self.parts, self.kept = [], None
+        self.parts, self.kept = used, None
 
     def open_store(self, timeout: float) -> TCPStore:
         """Return the store where the ranks meet, which rank 0's process serves. Call it once on rank 0.

@@ -9,6 +9,7 @@ A file that was being overwritten then has another checksum than the one that is
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -147,6 +148,7 @@ class NodeParts:
 
     def _drop(self, parts: Iterable[Part]) -> None:
         for part in list(parts):
+            os.ftruncate(part.file.descriptor, 0)  # ranks may have it open, as what they have gone on from
             part.file.close()
             self._parts = {key: each for key, each in self._parts.items() if each is not part}
 

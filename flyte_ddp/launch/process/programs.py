@@ -166,6 +166,7 @@ class Job:
     counted: tuple[int, ...] = ()  # the attempts that have left a state in the memory of nodes from which to go on
     stored: tuple[int, ...] = ()  # steps of checkpoints after the last attempt, as far as the driver knows
     is_store_away: bool = False  # it did not answer the driver then
+    is_in_memory: bool = False  # the nodes have a state from which to go on that is newer than the store's
 
 
 def recipe_program(recipe: str, config: TrainingConfig, initial_state: str = "") -> Program:

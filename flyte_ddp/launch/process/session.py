@@ -22,17 +22,22 @@ from flyte_ddp.launch.process.slots import Slots
 from flyte_ddp.launch.process.stop import StopAgreement
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch._C._distributed_c10d import Store
 
     from flyte_ddp.checkpoints.peers import Peers
+    from flyte_ddp.checkpoints.resharding import BoxOf
     from flyte_ddp.checkpoints.store import CheckpointStore
     from flyte_ddp.launch.process.link import RankProcess
     from flyte_ddp.rank.batches import EpochBatches
+    from flyte_ddp.world import World
 
 NUM_KEPT = 2  # newest checkpoints that stay
 # Of `stall_timeout`, and of a collective's timeout, for which a rank waits for the others to save a split state: they
 # may wait for it in a collective, whose failure would end the run without the reason.
 SAVE_TIMEOUT_SHARE = 0.5
+NO_PLACE = "memory://flyte-ddp"  # of the checkpoints of a run that keeps states in the memory of nodes alone; empty
+POLL_INTERVAL = 0.05  # seconds
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +67,8 @@ class Session:
         self._has_warned = False
         self._num_loads = 0
         self._num_split_saves = 0
+        self._num_recalls = 0
+        self._has_memory: bool | None = None  # for a function's states; None before the first
         # Of `batches`: how much is done of which epoch of how many samples, and what it was when the rank resumed.
         self._position: dict[str, Any] = {}
         self._resumed: dict[str, Any] = {}
@@ -77,23 +84,25 @@ class Session:
         """True from the same call on in every rank, if all call it in the same steps, however far apart they are."""
         return self.stop.poll(self.can_resume)
 
-    def save(self, state: Mapping[str, Any], step: int) -> None:
-        if not self.checkpoints:
+    def save(self, state: Mapping[str, Any], step: int, in_memory: bool = False) -> None:
+        if not (self.checkpoints or in_memory):
             if not self._has_warned:
                 logger.warning("session.save: nothing is kept, because the run was given no place for checkpoints")
             self._has_warned = True
             return
-        if _may_be_split() and self._save_split(state, step):
+        if _may_be_split() and self._save_split(state, step, in_memory):
             return
         if self._num_split_saves:
             raise ConfigError("session.save: state: expected split tensors, as in the saves before, got none")
         store = self.open_checkpoints()
         if self.process.rank == 0:
+            from flyte_ddp.world import ALONE
+
             if store.retention.keeps_resumed and self._num_readers() == self.process.node.world_size - 1:
                 store.retention.keeps_resumed = False
-            self.write({"step": step, "state": state, "position": self._position}, step)
+            self._write({"step": step, "state": state, "position": self._position}, step, in_memory, ALONE)
 
-    def _save_split(self, state: Mapping[str, Any], step: int) -> bool:
+    def _save_split(self, state: Mapping[str, Any], step: int, in_memory: bool) -> bool:
         """Write this rank's part of `state`; return False where it is not split."""
         from flyte_ddp.checkpoints.peers import Peers
         from flyte_ddp.rank.sharding import split_state
@@ -104,13 +113,30 @@ class Session:
         world = function_world()
         self._num_split_saves += 1
         timeout = SAVE_TIMEOUT_SHARE * min(self.process.job.program.stall_timeout, collective_timeout(world))
-        check_call(state, step, self._num_split_saves, world, self.open_store(), timeout)
+        check_call(state, step, in_memory, self._num_split_saves, world, self.open_store(), timeout)
         if self._num_split_saves == 1:
+            if self._has_memory is not None:
+                raise ConfigError("session.save: state: expected whole tensors, as in memory before, got split ones")
             self.wait()  # for what rank 0 may have saved whole
             self.open_checkpoints().share_with(Peers(world, self.open_store()))
         whole = {"step": step, "state": state, "position": self._position}
-        self.write(split_state(whole, world.is_first), step)
+        self._write(split_state(whole, world.is_first), step, in_memory, world)
         return True
+
+    def _write(self, state: Mapping[str, Any], step: int, in_memory: bool, world: World) -> None:
+        """Keep a function's state, which the ranks of `world` save together, in the store or in memory alone.
+
+        From the first state in memory on, what the store gets is kept there as well.
+        """
+        if in_memory and self._has_memory is None:
+            from flyte_ddp.checkpoints.resharding import tensors_of
+            from flyte_ddp.rank.memory_states import has_memory
+
+            own = sum(tensor.nbytes for _, tensor in tensors_of(state) if not tensor.is_meta)
+            num_savers = min(world.world_size, self.process.node.num_ranks)
+            self._has_memory = has_memory("session.save: in_memory", num_savers * own, self.process, world)
+        if self._has_memory or not in_memory:
+            self.write(state, step, to_store=not in_memory, to_memory=bool(self._has_memory))
 
     def write(
         self,
@@ -144,9 +170,14 @@ class Session:
             self._store.wait(self._beat)
 
     def load(self, into: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-        if not self.checkpoints:
+        if not (self.checkpoints or self.process.job.is_in_memory):
             return None
-        found = self._load_parts(into) if into is not None and _may_be_split() else self._load_whole(into is not None)
+        boxes = _own_boxes(into) if into is not None and _may_be_split() else None
+        found, place = self._recall(boxes)
+        if found is not None:
+            self._emit_loaded(found, place, [])
+        else:
+            found = self._load_parts(boxes) if boxes else self._load_whole(maps=into is not None)
         if found is None:
             return None
         self.step, self.can_resume = found["step"], True
@@ -165,29 +196,48 @@ class Session:
         """
         from flyte_ddp.rank.split_state import function_world
 
-        if not self.checkpoints:
+        def keep_none(_: Any, tensor: Tensor) -> list[range]:
+            return [range(0)] * tensor.dim()
+
+        if not (self.checkpoints or self.process.job.is_in_memory):
             return None
-        found, url, self._skipped = self.open_checkpoints().load_latest(
-            function_world(), lambda _, tensor: [range(0)] * tensor.dim()
-        )
+        found, url = self._recall(keep_none)
+        if found is None:
+            found, url, self._skipped = self.open_checkpoints().load_latest(function_world(), keep_none)
         if found is None:
             self._emit_loaded(None, url, [])
             return None
         values: dict[str, Any] = found["state"]
         return values
 
-    def _load_parts(self, into: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return what this rank keeps of the newest checkpoint, which all ranks read together."""
-        from flyte_ddp.rank.split_state import function_world, has_split, own_boxes
+    def _recall(self, box_of: BoxOf | None) -> tuple[dict[str, Any] | None, str]:
+        """Return the newest state in memory, and where it was, unless the store has one as new. For all ranks together.
 
-        if not has_split(into):
-            return self._load_whole(maps=True)
-        found, url, skipped = self.open_checkpoints().load_latest(function_world(), own_boxes(into), maps=True)
+        Args:
+            box_of: returns what this rank keeps of each tensor; None for all of it.
+        """
+        if not self.process.job.is_in_memory:
+            self.process.free_parts()
+            return None, ""
+        from flyte_ddp.checkpoints.resharding import keep_all
+        from flyte_ddp.rank.recall import recall_for_function
+
+        self._num_recalls += 1
+        key = f"flyte_ddp/recall-{self._num_recalls}"
+        recalled = recall_for_function(self.process, self.open_store, key, self.open_checkpoints(), box_of or keep_all)
+        self._skipped = [*self._skipped, *recalled.skipped]
+        return recalled.state, recalled.place
+
+    def _load_parts(self, box_of: BoxOf) -> dict[str, Any] | None:
+        """Return what this rank keeps of the newest checkpoint in the store, which all ranks read together."""
+        from flyte_ddp.rank.split_state import function_world
+
+        found, url, skipped = self.open_checkpoints().load_latest(function_world(), box_of, maps=True)
         self._emit_loaded(found, url, skipped)
         return found
 
     def _load_whole(self, maps: bool) -> dict[str, Any] | None:
-        """Return the newest checkpoint, which each rank reads for itself: they may have no process group.
+        """Return the newest checkpoint in the store, which each rank reads for itself: they may have no process group.
 
         Args:
             maps: the tensors are copied at once.
@@ -210,7 +260,8 @@ class Session:
         return found
 
     def _emit_loaded(self, found: dict[str, Any] | None, url: str, skipped: list[str]) -> None:
-        self.emit(events.CheckpointLoaded(found["step"] if found else 0, url, skipped=[*self._skipped, *skipped]))
+        lines = list(dict.fromkeys([*self._skipped, *skipped]))
+        self.emit(events.CheckpointLoaded(found["step"] if found else 0, url, skipped=lines))
         self._skipped = []
 
     def track(self, batches: EpochBatches, epoch: int) -> Iterator[tuple[Any, float]]:
@@ -304,7 +355,7 @@ class Session:
         if self._store is None:
             job, is_first = self.process.job, self.process.rank == 0
             self._store = CheckpointStore(
-                self.checkpoints,
+                self.checkpoints or NO_PLACE,
                 num_kept,
                 job.program.store_timeout,
                 job.owner,
@@ -314,15 +365,17 @@ class Session:
                 peers=peers,
                 slots=Slots(self.process.slots, self._link, self.process.rank, str(torch.__version__)),
             )
-            if is_first and peers is None and self._link.on_keep is None:
+            if peers is None and self._link.on_keep is None:
                 self._link.on_keep = self._finish_writing
         return self._store
 
     def _finish_writing(self, on_begin: Callable[[int], None]) -> None:
-        """When other ranks are lost, have what was saved in the store, from a thread of its own. No state is kept."""
+        """When other ranks are lost, have what was saved where it belongs, from a thread of its own."""
         if self._store is not None and self._store.is_writing:
             on_begin(0)
-            self._store.wait(seconds=KEEP_TIMEOUT)
+            deadline = time.monotonic() + KEEP_TIMEOUT
+            while self._store.is_writing and time.monotonic() < deadline:
+                time.sleep(POLL_INTERVAL)
 
     def close(self) -> None:
         """Wait until the checkpoints are written. Raises as `save`."""
@@ -354,6 +407,13 @@ class Session:
 
     def _beat(self) -> None:
         self._link.beat(self.step)
+
+
+def _own_boxes(into: Mapping[str, Any]) -> BoxOf | None:
+    """Return a function of what this rank has of each tensor of `into`; None if none of them is split."""
+    from flyte_ddp.rank.split_state import has_split, own_boxes
+
+    return own_boxes(into) if has_split(into) else None
 
 
 def _may_be_split() -> bool:

@@ -1,0 +1,100 @@
+"""A function that saves in memory after each step, and loses ranks or workers where a test has ordered it.
+
+An order is a file in a directory that all ranks see, such as `2-rank-0-4`: of the orders that are left the first by
+name counts. It comes to rank 0 after it has saved its fourth step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flyte_ddp import session
+from tests.support.bereaved import wait_for_copies, worker_above
+
+
+def train(orders="", splits=False, to_store=0, write_seconds=0.0):
+    """Return the trained weights, whole, and how many samples this attempt has seen.
+
+    Args:
+        splits: the state is split over the ranks.
+        to_store: step that is saved in the store too.
+        write_seconds: for which a state is on its way to memory.
+    """
+    from flyte_ddp.launch.process.slots import Slots
+
+    write, samples = Slots.write, 0
+    Slots.write = lambda *arguments: (time.sleep(write_seconds), write(*arguments))[1]
+    dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1))
+    if splits:
+        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model)
+    replica = model if splits else nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.05)
+
+    def state_of():
+        if not splits:
+            return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+    step = 0
+    if state := session.load(into={**state_of(), "step": 0} if splits else None):
+        step = state["step"]
+        if splits:
+            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        else:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+    data = [(values[:5], values[5:]) for values in torch.randn(37, 6, generator=torch.Generator().manual_seed(0))]
+    _obey(orders, step)
+    for epoch in session.epochs(2):
+        for (inputs, targets), weight in session.batches(data, 8, epoch):
+            (weight * (replica(inputs) - targets).square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step, samples = step + 1, samples + len(inputs)
+            session.report(step=step)
+            wait_for_copies(60)
+            dist.barrier()
+            session.save({**state_of(), "step": step}, step, in_memory=step != to_store)
+            if step == to_store:
+                session.current().wait()
+            dist.barrier()
+            _obey(orders, step)
+    weights = {name: each.full_tensor() if splits else each for name, each in model.state_dict().items()}
+    return {name: each.tolist() for name, each in weights.items()}, samples
+
+
+def _obey(orders, step):
+    left = sorted(Path(orders).iterdir()) if orders else []
+    if not left:
+        return
+    _, what, rank, at_step = left[0].name.split("-")
+    if step < int(at_step):
+        return
+    dist.barrier()  # all have seen the order
+    if int(rank) == dist.get_rank():
+        left[0].unlink()
+        wait_for_copies(60)
+        if what == "damage":
+            _damage_newest()
+        os.kill(worker_above() if what == "worker" else os.getpid(), signal.SIGKILL)
+    time.sleep(600)  # until the supervisor notices that, no step follows
+
+
+def _damage_newest():
+    """Write over the end of the newest state in the memory of this node."""
+    slots = session.current()._store._slots
+    with open(slots._files[slots._turn % 2].path, "r+b") as file:
+        file.seek(-9, 2)
+        file.write(b"different")

@@ -1,0 +1,145 @@
+"""What a function saves in memory: a lost rank or node costs nothing that was saved there, at any number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+
+import cloudpickle
+import pytest
+import torch
+
+import flyte_ddp
+from flyte_ddp import events, session
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.launch import driver, survivors
+from flyte_ddp.launch.local import LocalPlace
+from flyte_ddp.launch.process.programs import Job, Program
+from flyte_ddp.launch.run import _Call
+from tests.support.dask_runs import LOCAL
+from tests.support.runs import fork_functions
+from tests.support.saver import train
+
+
+class Loads:
+    """Collects the steps and places from which a run has resumed, and why others were not used."""
+
+    def __init__(self):
+        self.found, self.skipped = [], []
+
+    def handle(self, event):
+        if isinstance(event, events.CheckpointLoaded):
+            self.found += [(event.step, event.url)] if event.step else []
+            self.skipped += event.skipped
+
+    def close(self, error):
+        pass
+
+
+def lose(directory, *orders, splits=False, to_store=0, **options):
+    """Train while ranks are lost; return the weights, the samples of the last attempt's rank 0, and the `Loads`."""
+    (directory / "orders").mkdir()
+    for number, order in enumerate(orders):
+        (directory / "orders" / f"{number}-{order}").touch()
+    loads = Loads()
+    given = (str(directory / "orders"), splits, to_store)
+    weights, samples = flyte_ddp.run(train, *given, listeners=[loads], **options)
+    return weights, samples, loads
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """undisturbed(whether the state is split): the weights of a run that nothing happens to."""
+
+    @functools.cache
+    def run(splits):
+        with pytest.MonkeyPatch.context() as patch:
+            fork_functions(patch)
+            return flyte_ddp.run(train, "", splits, nproc_per_node=2)[0]
+
+    return run
+
+
+MEMORY = "this node's memory"
+DAMAGED = "the checksum of part 0 is not the one that was recorded when it was written"
+
+
+def test_a_killed_rank_costs_nothing_that_was_saved_in_memory(tmp_path, undisturbed, monkeypatch, caplog):
+    """Not even what is on its way there, nor without a place for checkpoints."""
+    fork_functions(monkeypatch)
+    monkeypatch.setattr(survivors, "ANSWER_TIMEOUT", 30.0)  # on busy cores
+    for number, order in enumerate(("rank-1-0", "rank-1-3")):
+        (tmp_path / f"{number}-{order}").touch()
+    call, loads = cloudpickle.dumps(_Call(train, (str(tmp_path), False, 0, 0.2))), Loads()
+    state = driver.run(Job(Program("train", call), "", time.time()), LocalPlace(2, max_restarts=1), listeners=[loads])
+    weights, samples = cloudpickle.loads(state.finished.value)
+    assert loads.found == [(3, MEMORY)]
+    assert weights == undisturbed(False)
+    assert samples == 4 + 3 + 19  # rank 0's of the last two batches of the first epoch, of 37 samples, and the second
+    assert "restarts from step 3, from this node's memory" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_damaged_state_in_memory_is_one_line_and_the_stores_is_used(splits, tmp_path, undisturbed, monkeypatch):
+    fork_functions(monkeypatch)
+    options = {"nproc_per_node": 2, "max_restarts": 1, "checkpoints": str(tmp_path / "checkpoints")}
+    weights, _, loads = lose(tmp_path, "damage-0-6", splits=splits, to_store=5, **options)
+    assert loads.found == [(5, str(tmp_path / "checkpoints" / "step-0000000005.json"))]
+    assert loads.skipped == [f"the state of step 6 in {MEMORY} is not used: {DAMAGED}"]
+    assert weights == undisturbed(splits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("splits", "first", "second"),
+    [(False, "node 1's memory", "node 0's memory"), (True, "node 1's memory", "the memory of nodes 0 and 1")],
+)
+def test_a_lost_node_costs_nothing_that_was_saved_in_memory_without_a_place_for_checkpoints(
+    splits, first, second, tmp_path, undisturbed, client
+):
+    cluster = dataclasses.replace(LOCAL, max_restarts=1)
+    weights, _, loads = lose(
+        tmp_path, "worker-0-3", "rank-0-7", splits=splits, nnodes=2, cluster=cluster, client=client
+    )
+    assert loads.found == [(3, first), (7, second)]
+    assert weights == undisturbed(splits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("splits", [False, True])
+def test_another_number_of_ranks_goes_on_from_memory(splits, tmp_path, undisturbed, client):
+    cluster = dataclasses.replace(LOCAL, max_restarts=1, min_nodes=1, return_timeout=0.1)
+    weights, samples, loads = lose(tmp_path, "worker-0-7", splits=splits, nnodes=2, cluster=cluster, client=client)
+    assert loads.found == [(7, MEMORY)]
+    assert samples == 8 + 8 + 5  # all of the last three batches
+    for name, expected in undisturbed(splits).items():
+        torch.testing.assert_close(torch.tensor(weights[name]), torch.tensor(expected), rtol=1e-3, atol=1e-5)
+
+
+def misuse():
+    """Return the messages of wrong calls, and what the next attempt would find."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo")
+    split = distribute_tensor(torch.ones(2, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
+    messages = []
+    for state in ({"weights": torch.ones(1), "step": object()}, {"weights": split}):
+        try:
+            session.save(state, 1, in_memory=True)
+        except ConfigError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_what_cannot_be_kept_in_memory_is_one_line(monkeypatch):
+    session.save({"step": 1}, 1, in_memory=True)  # in a process without a run
+    fork_functions(monkeypatch)
+    assert flyte_ddp.run(misuse) == [
+        "save: state['step']: expected tensors, numbers, texts or bytes in dicts, lists, tuples and sets, "
+        "got a object (builtins)",
+        "session.save: state: expected whole tensors, as in memory before, got split ones",
+    ]
