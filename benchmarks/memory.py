@@ -1,7 +1,7 @@
 """Compare the estimate of a rank's memory with what its process takes on CPUs: `python -m benchmarks.memory digits`.
 
 Each recipe is trained on two ranks for some steps, with `ddp` and with `fsdp`. The process of a rank is compared whole:
-Python, torch and the data, which are measured before there is a model, and all kinds of the estimate.
+Python, torch and the data, as `flyte-ddp estimate` has them for CPUs, and all kinds of the estimate.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,44 +33,42 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def measure(case: str, parallel: str) -> tuple[float, float]:
-    """Return the estimated and the measured peak of a rank's process, in bytes."""
+    """Return the estimated and the measured peak of a rank's process, in bytes.
+
+    In a process of its own, because all ranks of one are forked from a server that has imported what the first needed.
+    """
+    arguments = [sys.executable, "-m", "benchmarks.memory", case, "--parallel", parallel]
+    done = subprocess.run(arguments, stdout=subprocess.PIPE, text=True, check=True)
+    estimated, measured = json.loads(done.stdout.splitlines()[-1])
+    return estimated, measured
+
+
+def _measure_here(case: str, parallel: str) -> tuple[float, float]:
+    from flyte_ddp.rank.estimate_command import estimate_prepared, measure_process
+
     name, overrides = CASES[case]
     overrides = {"evaluation_batch_size": 16 if case == "text" else 64, **overrides, "parallel": parallel}
     config = config_of(name, overrides)
+    recipe = get_recipe(name, config.recipe_options)
     with tempfile.TemporaryDirectory() as directory:
         data = Path(directory, "data")
         data.mkdir()
-        prepare_data(get_recipe(name, config.recipe_options), "", data)
-        # In a process of its own, as a rank is: what this one has imported, to prepare the data, would count.
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.memory", case, "--estimate", json.dumps(overrides), "--data", str(data)],
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
+        prepare_data(recipe, "", data)
+        made, process_bytes = estimate_prepared(recipe, config, data), measure_process(name, config, data)
         job = Job(recipe_program(name, config), f"{directory}/checkpoints", time.time())
         finished = driver.run(job, LocalPlace(NUM_RANKS), lambda: str(data)).finished
+    memory = made.memory(parallel, NUM_RANKS, config.global_batch_size // NUM_RANKS)
     assert finished is not None  # else it raises
-    return float(done.stdout.splitlines()[-1]), max(finished.rank_peak_memory_bytes)
-
-
-def _estimate(name: str, overrides: Mapping[str, Any], data: str) -> float:
-    from flyte_ddp.rank.estimate_command import estimate_prepared
-
-    config = config_of(name, overrides)
-    made, process_bytes = estimate_prepared(get_recipe(name, config.recipe_options), config, Path(data))
-    memory = made.memory(config.parallel, NUM_RANKS, config.global_batch_size // NUM_RANKS)
-    return process_bytes + memory.device + memory.checkpoint_copy
+    return process_bytes + memory.device + memory.checkpoint_copy, max(finished.rank_peak_memory_bytes)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("cases", nargs="*", default=list(CASES))
-    parser.add_argument("--estimate", default="")
-    parser.add_argument("--data", default="")
+    parser.add_argument("--parallel", choices=("ddp", "fsdp"), help="print the bytes of one case (default: a table)")
     options = parser.parse_args()
-    if options.estimate:
-        print(_estimate(CASES[options.cases[0]][0], json.loads(options.estimate), options.data))
+    if options.parallel:
+        print(json.dumps(_measure_here(options.cases[0], options.parallel)))
         return
     print("| recipe | parallel | estimate | measured | estimate / measured |\n|---|---|---|---|---|")
     for case in options.cases or CASES:

@@ -57,7 +57,7 @@ def _warn_if_too_large(recipe: Recipe, config: TrainingConfig, cluster: ClusterI
             from flyte_ddp.rank.estimate import SIZES
             from flyte_ddp.rank.estimate_command import estimate_prepared, find_excess  # imports torch
 
-            made, _ = estimate_prepared(recipe, dataclasses.replace(config, sample_size=SIZES[1]), directory)
+            made = estimate_prepared(recipe, dataclasses.replace(config, sample_size=SIZES[1]), directory)
             num_ranks = cluster.num_nodes * cluster.ranks_per_node
             if excess := find_excess(made, config, num_ranks, device_bytes):
                 logger.warning("memory: %s", excess)

@@ -9,10 +9,14 @@ import resource
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 from flyte_ddp import events, session
 from flyte_ddp.checkpoints import MODEL_STATE
@@ -20,22 +24,23 @@ from flyte_ddp.checkpoints.files import portable
 from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.launch.process.link import RankProcess
-from flyte_ddp.launch.process.malloc import return_freed_memory
+from flyte_ddp.launch.process.malloc import keep_freed_memory, return_freed_memory
 from flyte_ddp.launch.process.session import Session
 from flyte_ddp.rank.contract import check_contract, check_datasets
 from flyte_ddp.rank.data import open_samples, take_sample
 from flyte_ddp.rank.export import export_model
 from flyte_ddp.rank.fast_start import avoid_importing_dynamo
 from flyte_ddp.rank.inspection import layers_of, predictions_of, sample_inputs, shown
+from flyte_ddp.rank.optim import build_optimizer
 from flyte_ddp.rank.pace import device_name
 from flyte_ddp.rank.parallel import build_model
-from flyte_ddp.rank.sharding import count_own_parameters, whole_state
+from flyte_ddp.rank.sharding import count_own_parameters, shard_model, whole_state
 from flyte_ddp.rank.supervision import beat_while_compiling, keep_beating
 from flyte_ddp.rank.trainer import Trainer
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.prepare import describe_data
 from flyte_ddp.storage import redact_url
-from flyte_ddp.world import World, process_group
+from flyte_ddp.world import ALONE, World, process_group
 
 
 def main(recipe: str, config: TrainingConfig, initial_state: str = "") -> None:
@@ -61,20 +66,24 @@ def main(recipe: str, config: TrainingConfig, initial_state: str = "") -> None:
 def _prepare_torch(config: TrainingConfig, process: RankProcess) -> World:
     """Set what torch keeps for a whole process, and return the rank's place among the others."""
     node = process.node
-    if config.parallel == "fsdp":
-        return_freed_memory()
-    torch.set_num_threads(node.num_threads)
-    if config.deterministic:
-        torch.use_deterministic_algorithms(True)  # also the call with False imports torch's compiler
+    _prepare_process(config, node.num_threads)
     device = torch.device("cpu")
     if node.use_gpus:
         # A rank on a MIG slice sees that slice alone, as device 0.
         device = torch.device("cuda", process.local_rank % max(1, torch.cuda.device_count()))
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = not config.deterministic
+    return World(process.rank, process.local_rank, node.world_size, device)
+
+
+def _prepare_process(config: TrainingConfig, num_threads: int) -> None:
+    if config.parallel == "fsdp":
+        return_freed_memory()
+    torch.set_num_threads(num_threads)
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)  # also the call with False imports torch's compiler
     if not config.compile and config.parallel == "ddp":
         avoid_importing_dynamo()
-    return World(process.rank, process.local_rank, node.world_size, device)
 
 
 def train(
@@ -172,3 +181,22 @@ def _peak_memory(world: World) -> int:
     if world.device.type == "cuda":
         return torch.cuda.max_memory_allocated(world.device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def send_process_bytes(name: str, config: TrainingConfig, directory: Path, answer: Connection) -> None:
+    """Send the peak memory in bytes of a process that is a rank on a CPU, but has a model of one weight."""
+    keep_freed_memory()
+    _prepare_process(config, num_threads=1)
+    recipe = get_recipe(name, config.recipe_options)
+    train_data, test_data = check_datasets(recipe, recipe.datasets(directory))
+    samples, _ = open_samples([take_sample(train_data, config), test_data], recipe, config, ALONE)
+    next(iter(samples.batches([torch.arange(1)], epoch=1)))
+    with process_group(ALONE, "gloo", HashStore(), config.collective_timeout):
+        replica: nn.Module = nn.Linear(1, 1)
+        if config.parallel == "fsdp":
+            shard_model(replica, [], config, ALONE)
+        else:
+            replica = nn.parallel.DistributedDataParallel(replica)
+        replica(torch.ones(1, 1)).sum().backward()
+        build_optimizer(replica, config).step()
+    answer.send(_peak_memory(ALONE))
