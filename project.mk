@@ -10,6 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The image in settings.toml; if it names none, a local name for tests on a cluster.
 IMAGE ?= $(or $(shell $(BIN)/python -m tasks image 2>/dev/null),flyte-ddp:dev)
+BUILDER ?= docker build
 # uv from the path, or installed beside the environment. It takes seconds where pip takes minutes, and resolves torch and
 # torchvision to matching builds. It compiles the bytecode, so that no process compiles torch, which takes longer than
 # everything else that a rank does before it trains.
@@ -56,8 +57,8 @@ train-multi-node: $(INSTALLED)  ## train RECIPE (pet_names) on two Dask workers 
 	  --recipe $(MULTI_NODE_RECIPE) \
 	  --cluster '{"kind": "local", "num_nodes": 2}' --config '$(CONFIG)' $(if $(DATA),--data '$(DATA)')
 
-image: $(INSTALLED)  ## the image for tasks, driver, scheduler and workers, as settings.toml or IMAGE names it; BASE=, COMPILER=1
-	docker build $(foreach name,IMAGE BASE COMPILER,$(if $($(name)),--build-arg $(name)=$($(name)))) -t $(IMAGE) .
+image: $(INSTALLED)  ## the image for tasks, driver, scheduler and workers, as settings.toml or IMAGE names it; BASE=, COMPILER=1, BUILDER='podman build'
+	$(BUILDER) $(foreach name,IMAGE BASE COMPILER,$(if $($(name)),--build-arg $(name)=$($(name)))) -t $(IMAGE) .
 
 register: $(INSTALLED)  ## all workflows with Flyte, by settings.toml; DRY_RUN=1, ACTIVATE=1
 	PATH="$(abspath $(BIN)):$$PATH" deploy/register.sh

@@ -320,6 +320,9 @@ def test_the_commands_of_a_project_are_those_of_its_readme(project):
     assert "-r requirements.txt -r requirements-project.txt" in plan
     assert "--no-deps wheels/flyte_ddp-0.1.0-py3-none-any.whl" in plan
     assert "-c requirements.txt -r requirements-own.txt" in plan
+    image = ("make", "-n", "image", "IMAGE=mine:1", "BUILDER=podman build")
+    plan = subprocess.run(image, cwd=project, capture_output=True, text=True, check=True).stdout
+    assert " ".join(plan.split()).endswith(" podman build --build-arg IMAGE=mine:1 -t mine:1 .")
 
 
 def test_an_update_replaces_what_its_user_has_not_changed_and_shows_the_rest(installed, tmp_path):
