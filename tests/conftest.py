@@ -19,6 +19,7 @@ from flyte_ddp.config import resolve
 from flyte_ddp.launch import rank_start
 from flyte_ddp.launch.process.programs import recipe_program
 from tests.support import browser
+from tests.support.checkout import build_wheel
 from tests.support.runs import new_run
 
 # Files of tests that take over half a minute, the longest first.
@@ -66,6 +67,12 @@ def pytest_collection_modifyitems(items):
 def same_random_tensors():
     """Let a test draw the same tensors each time, whichever tests ran before it in its process."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory):
+    """The wheel of this checkout."""
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="session")

@@ -135,7 +135,7 @@ def test_a_block_runs_with_cheaper_settings(block, directories):
 
 def test_every_language_of_a_block_is_known_and_every_need_is_one_of_a_few():
     for block in [block for page in [*PAGES, *GUIDES] for block in blocks_of(page)]:
-        assert block.language in ("", "sh", "python", "yaml", "toml", "mermaid", "diff"), block
+        assert block.language in ("", "sh", "python", "yaml", "toml", "mermaid", "diff", "dockerfile"), block
         assert block.needs in ("", *NEEDS), block
     for page in [*PAGES, *GUIDES]:
         assert page.read_text().count("<!-- needs:") == sum(bool(block.needs) for block in blocks_of(page)), page

@@ -17,8 +17,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from flyte_ddp.config.extras import EXTRAS
+from tests.support.checkout import REPOSITORY, install_wheel, own_environment
 
-REPOSITORY = Path(__file__).parents[1]
 SHARED = (REPOSITORY / "tasks", REPOSITORY / "workflows", REPOSITORY / "deploy")
 if sys.version_info >= (3, 11):
     import tomllib
@@ -29,16 +29,6 @@ if sys.version_info >= (3, 11):
 pytestmark = pytest.mark.skipif(
     sys.version_info < (3, 11), reason="tomllib reads pyproject.toml, which is the same for all Pythons"
 )
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel of this checkout, as `make wheel` builds it."""
-    place = tmp_path_factory.mktemp("wheel")
-    options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(place)]
-    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(REPOSITORY)], check=True, timeout=120)
-    (file,) = place.glob("*.whl")
-    return file
 
 
 @pytest.fixture(scope="module")
@@ -381,10 +371,7 @@ def test_an_update_replaces_what_its_user_has_not_changed_and_shows_the_rest(ins
 @pytest.mark.slow
 def test_an_empty_environment_becomes_a_project_that_trains_and_passes_its_test(wheel, tmp_path):
     """By the commands of docs/install.md and of the project's README alone."""
-    uv = shutil.which("uv") or str(REPOSITORY / ".uv/bin/uv")
-    # The project makes an environment of its own.
-    outside = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
-    environment = {**outside, "WANDB_MODE": "disabled", "PATH": f"{Path(uv).parent}{os.pathsep}{os.environ['PATH']}"}
+    environment = {**own_environment(), "WANDB_MODE": "disabled"}
 
     def call(*command, cwd=tmp_path):
         done = subprocess.run(
@@ -393,9 +380,7 @@ def test_an_empty_environment_becomes_a_project_that_trains_and_passes_its_test(
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 
-    call(uv, "venv", "--quiet", "--seed", "--python", sys.executable, "outer")
-    call(uv, "pip", "install", "--quiet", "--python", "outer/bin/python", "-c", REPOSITORY / "requirements.txt", wheel)
-    call(tmp_path / "outer/bin/flyte-ddp", "new", "my-project", "--wheel", wheel)
+    call(install_wheel(tmp_path, wheel) / "flyte-ddp", "new", "my-project", "--wheel", wheel)
     project = tmp_path / "my-project"
     make = ("make", f"PYTHON={sys.executable}")
     with open(project / "requirements-own.txt", "a") as own:

@@ -8,6 +8,7 @@ two CPUs, so a node of two cores has to be free for it.
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from flytekit.configuration import Config
 from flytekit.models.core.execution import WorkflowExecutionPhase as Phase
 from flytekit.remote import FlyteRemote
@@ -161,14 +163,22 @@ class Execution:
         attempts = self.node(task).task_executions
         return {each.id.retry_attempt: each.closure.error.message for each in attempts if each.closure.error}
 
-    def read(self, url: str) -> str:
-        """Return the text of an object in the store of Flyte's outputs."""
+    def read_bytes(self, url: str) -> bytes:
+        """Return an object in the store of Flyte's outputs."""
         signed = self.remote.client.get_download_signed_url(url).signed_url
         with urllib.request.urlopen(signed, timeout=30) as answer:
-            return str(answer.read().decode())
+            return bytes(answer.read())
+
+    def read(self, url: str) -> str:
+        return self.read_bytes(url).decode()
 
     def deck(self, task: str) -> str:
         return self.read(self.node(task).closure.deck_uri)
+
+    def load(self, url: str) -> dict[str, torch.Tensor]:
+        """Return the state dict in a file of outputs."""
+        state: dict[str, torch.Tensor] = torch.load(io.BytesIO(self.read_bytes(url)), weights_only=True)
+        return state
 
     def history(self, outputs: Any) -> list[dict[str, Any]]:
         """Return the events of a training run."""
@@ -177,16 +187,18 @@ class Execution:
 
 @dataclasses.dataclass
 class Checkout:
-    """A copy of the repository's files, from which a user registers and runs."""
+    """A copy of the repository's files, or a project of a user's own, from which somebody registers and runs."""
 
     directory: Path
     remote: FlyteRemote
+    image: str = IMAGE
+    bin: Path = BIN  # the commands of its environment
 
     def call(self, *command: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             command,
             cwd=self.directory,
-            env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", **SETTINGS, **environment},
+            env={**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}", **SETTINGS, **environment},
             capture_output=True,
             text=True,
             timeout=timeout,
@@ -196,7 +208,7 @@ class Checkout:
     def run(self, file: str, workflow: str, *inputs: str, **environment: str) -> Execution:
         """`pyflyte run --remote`, as the README shows it."""
         done = self.call(
-            *("pyflyte", "run", "--remote", "--image", IMAGE, "--service-account", "flyte-ddp", file, workflow),
+            *("pyflyte", "run", "--remote", "--image", self.image, "--service-account", "flyte-ddp", file, workflow),
             *inputs,
             **environment,
         )
@@ -219,7 +231,7 @@ class Checkout:
 
     def register(self, version: str, **settings: str) -> subprocess.CompletedProcess[str]:
         """`make register`, as the README shows it."""
-        given = {"IMAGE": IMAGE, "VERSION": version, "PROJECT": PROJECT, "DOMAIN": DOMAIN, **SETTINGS, **settings}
+        given = {"IMAGE": self.image, "VERSION": version, "PROJECT": PROJECT, "DOMAIN": DOMAIN, **SETTINGS, **settings}
         done = self.call("make", "register", *(f"{name}={value}" for name, value in given.items()), timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
         return done
