@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 
@@ -322,6 +323,22 @@ def test_the_last_loss_of_every_trial_is_drawn_against_each_hyperparameter_that_
         assert len([line for line in axes.lines if not line.get_label().startswith("_")]) == 5
     assert [label.get_text() for label in axes.get_xticklabels()] == ["adam", "sgd"]
     assert parameter_panels([]) == parameter_panels(made_up_runs({"epochs": [8]})) == []
+
+
+@pytest.mark.parametrize("num_models", [4, 8])
+@pytest.mark.parametrize("high", [0.01, 0.1])
+def test_ticks_of_sampled_values_do_not_overlap(num_models, high):
+    (panel,) = parameter_panels(made_up_runs({"learning_rate": {"low": 0.001, "high": high, "log": True}}, num_models))
+    figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+    axes = figure.add_subplot()
+    panel.draw_on(axes)
+    figure.draw_without_rendering()
+    labels = [*axes.get_xticklabels(), *axes.get_xticklabels(minor=True)]
+    places = sorted(label.get_window_extent().intervalx.tolist() for label in labels if label.get_text())
+    left, right = axes.get_window_extent().intervalx
+    places = [place for place in places if left <= sum(place) / 2 <= right]
+    assert len(places) >= 2
+    assert all(end < start for (_, end), (start, _) in itertools.pairwise(places))
 
 
 def test_a_trial_has_one_color_in_all_panels_and_no_legend_is_cut():

@@ -12,6 +12,7 @@ From the command line: `python -m flyte_ddp.studies.plots results.csv picture.sv
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 MAX_FACETS = 6
 NUM_COLORED = 5  # of the best models, if all models share one facet
 MAX_FAINT = 100  # models beside those; more lines would become one grey area
-MIN_LOG_RATIO = 20  # of a hyperparameter's largest value to its smallest, from which on its axis is logarithmic
+CHARACTER = 0.03  # width of a tick's character, as a share of an axis
 MAX_POINTS = 60  # of one line, because there are many lines
 
 
@@ -166,10 +167,15 @@ def _parameter_panel(name: str, lines: Lines) -> Panel:
         if not are_numbers:
             axes.set_xticks(range(len(choices)), [choice[:14] for choice in choices])
             axes.set_xlim(-0.5, len(choices) - 0.5)
-        elif min(xs) > 0 and max(xs) / min(xs) >= MIN_LOG_RATIO:
-            axes.set_xscale("log")
-        if are_numbers and len(set(xs)) <= MAX_FACETS:
-            axes.set_xticks(sorted(set(xs)), [format_value(x) for x in sorted(set(xs))], minor=False)
+        else:
+            log_scale(axes, xs, axis="x")
+            ticks = sorted(set(xs))
+            labels = [format_value(x) for x in ticks]
+            places = [math.log(x) if axes.get_xscale() == "log" else x for x in ticks]
+            gap = min((after - before for before, after in itertools.pairwise(places)), default=0)
+            # Of sampled values two may be next to each other; those of a grid seldom.
+            if gap > CHARACTER * (1 + max(map(len, labels))) * (places[-1] - places[0]):
+                axes.set_xticks(ticks, labels)
         label_x(axes, name)
         axes.set_ylabel(name_metric(metric).lower(), loc="top", alpha=0.7, fontsize=9.5, labelpad=2)
         log_scale(axes, figures)

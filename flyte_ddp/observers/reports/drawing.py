@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree
 
 if TYPE_CHECKING:
@@ -161,17 +161,18 @@ def format_tick(value: float, position: object) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:g}"
 
 
-def log_scale(axes: Axes, values: Sequence[float], ratio: float = 20.0) -> None:
-    """Use a logarithmic y axis with plain numbers if `values` are positive and their range exceeds `ratio`."""
+def log_scale(axes: Axes, values: Sequence[float], ratio: float = 20.0, axis: Literal["x", "y"] = "y") -> None:
+    """Use a logarithmic axis with plain numbers if `values` are positive and their range exceeds `ratio`."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     if not values or min(values) <= 0 or max(values) / min(values) < ratio:
         return
-    axes.set_yscale("log")
+    axes.set(**{f"{axis}scale": "log"})
+    scale = axes.xaxis if axis == "x" else axes.yaxis
     decades = math.log10(max(values) / min(values))
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 1.6 else (1, 3) if decades < 3 else (1,)))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    scale.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 1.6 else (1, 3) if decades < 3 else (1,)))
+    scale.set_major_formatter(lambda value, _: f"{value:g}")
+    scale.set_minor_formatter(NullFormatter())
 
 
 def thin(points: Points, max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
