@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -28,11 +29,15 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("`monitor` of an unknown metric", f"{MODULE}.Line", '{"monitor": {"metric": "mea"}}'),
     ("a misspelt field of the config", f"{MODULE}.Line", '{"learning_rat": 0.1}'),
     ("a misspelt class of recipe", f"{MODULE}.Lines", "{}"),
+    ("a wrong import within a recipe's file", "wrong_import.Right", "{}"),
 ]
 
 
-def measure(recipe: str, config: str) -> tuple[float, str]:
+def measure(recipe: str, config: str, modules: str) -> tuple[float, str]:
     """Return the seconds from the command to the first line of its error, and that line.
+
+    Args:
+        modules: a directory with modules of recipes.
 
     Raises:
         RuntimeError: the command ended without an error's line.
@@ -45,7 +50,7 @@ def measure(recipe: str, config: str) -> tuple[float, str]:
     ]
     command += ["--recipe", recipe, "--num_processes", "2", "--config", config]
     start = time.perf_counter()
-    environment = {**os.environ, "COLUMNS": "240"}
+    environment = {**os.environ, "COLUMNS": "240", "PYTHONPATH": modules}
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -62,11 +67,13 @@ def measure(recipe: str, config: str) -> tuple[float, str]:
 
 def main() -> None:
     print("| mistake | seen after (s) |\n|---|---|")
-    for mistake, recipe, config in MISTAKES:
-        seconds, line = measure(recipe, config)
-        if mistake:
-            print(f"| {mistake} | {seconds:.1f} |", flush=True)
-            print(line, file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as modules:
+        Path(modules, "wrong_import.py").write_text("from flyte_ddp import Recipes\n")
+        for mistake, recipe, config in MISTAKES:
+            seconds, line = measure(recipe, config, modules)
+            if mistake:
+                print(f"| {mistake} | {seconds:.1f} |", flush=True)
+                print(line, file=sys.stderr, flush=True)
     print(f"\n{machine(num_cores())}")
 
 
