@@ -25,12 +25,12 @@ def train(orders="", splits=False, to_store=0, write_seconds=0.0):
     Args:
         splits: the state is split over the ranks.
         to_store: step that is saved in the store too.
-        write_seconds: for which a state is on its way to memory.
+        write_seconds: for which a state is on its way to memory, until the last loss.
     """
     from flyte_ddp.launch.process.slots import Slots
 
     write, samples = Slots.write, 0
-    Slots.write = lambda *arguments: (time.sleep(write_seconds), write(*arguments))[1]
+    Slots.write = lambda *arguments: (time.sleep(write_seconds * bool(_left(orders))), write(*arguments))[1]
     dist.init_process_group("gloo")
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1))
@@ -47,9 +47,10 @@ def train(orders="", splits=False, to_store=0, write_seconds=0.0):
             return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
-    step = 0
+    step, found = 0, session.load()
     if state := session.load(into={**state_of(), "step": 0} if splits else None):
         step = state["step"]
+        assert found["step"] == step  # a program may load more than once
         if splits:
             set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         else:
@@ -75,8 +76,12 @@ def train(orders="", splits=False, to_store=0, write_seconds=0.0):
     return {name: each.tolist() for name, each in weights.items()}, samples
 
 
+def _left(orders):
+    return sorted(Path(orders).iterdir()) if orders else []
+
+
 def _obey(orders, step):
-    left = sorted(Path(orders).iterdir()) if orders else []
+    left = _left(orders)
     if not left:
         return
     _, what, rank, at_step = left[0].name.split("-")
