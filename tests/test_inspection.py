@@ -97,3 +97,16 @@ def test_a_run_without_showable_layers_and_predictions_succeeds(tmp_path):
     assert run.started.layers == []
     assert not any(isinstance(event, PredictionsMade) for event in run.events)
     assert any("the predictions cannot be shown: KeyError: 'no such class'" in line for line in run.lines)
+
+
+def test_slow_predictions_are_no_stall(tmp_path):
+    run = new_run(tmp_path, "Slow")
+
+    def shorten_stall_timeout(line):
+        if line == "[rank 0] predicts":
+            object.__setattr__(run.job.program, "stall_timeout", 3.0)
+
+    run.relay = shorten_stall_timeout
+    run.train(num_processes=1, epochs=1)
+    assert isinstance(run.events[-1], RunFinished)
+    assert any(isinstance(event, PredictionsMade) for event in run.events)

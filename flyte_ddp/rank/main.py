@@ -127,7 +127,7 @@ def train(
     state = model.state_dict()
     num_parameters = [int(each) for each in world.all_gather(count_own_parameters(model))]
     if world.is_first or trainer.is_sharded:
-        with shown("predictions"):
+        with shown("predictions"), keep_beating(trainer.beat):  # a large model takes its time
             predictions = predictions_of(model, recipe, test, config)
             current.emit(events.PredictionsMade(kept.epoch, predictions))
         trainer.beat()
