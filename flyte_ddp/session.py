@@ -26,6 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from flyte_ddp.launch.process.session import Session
     from flyte_ddp.rank.batches import Batches
 
@@ -88,6 +90,7 @@ def batches(
     seed: int = 0,
     num_workers: int = 0,
     collate_fn: Callable[[Sequence[Any]], Any] | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Batches:
     """Return this rank's part of each global batch of an epoch, and its mean loss's weight. For all ranks together.
 
@@ -114,14 +117,17 @@ def batches(
         seed: of the order and of augmentation.
         num_workers: loader processes of this rank; at most 1 for an iterable.
         collate_fn: makes a batch of samples, as in a DataLoader; by default tensors, nested as the samples are.
+        mesh: the ranks that share the samples, by default all: with tensor parallelism the part of the device mesh that
+            `fully_shard` or DDP gets, because the ranks of a tensor-parallel group need the same samples.
 
     Raises:
-        ConfigError: `global_batch_size` is smaller than the number of ranks; the length of the data, `shuffle` or
-            `seed` are not those that the checkpoint was written with; an iterable ends before the checkpoint.
+        ConfigError: `global_batch_size` is smaller than the number of ranks that share it; the length of the data,
+            `shuffle` or `seed` are not those that the checkpoint was written with; an iterable ends before the
+            checkpoint.
     """
     from flyte_ddp.rank.batches import Batches, EpochBatches
 
-    made = EpochBatches(dataset, global_batch_size, epoch, seed, num_workers, collate_fn, shuffle)
+    made = EpochBatches(dataset, global_batch_size, epoch, seed, num_workers, collate_fn, shuffle, mesh=mesh)
     return Batches(made, functools.partial(_current.track, epoch=epoch) if _current and epoch is not None else None)
 
 

@@ -10,6 +10,7 @@ import signal
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import cloudpickle
 import numpy
@@ -90,6 +91,14 @@ def test_each_sample_is_in_one_batch_which_is_the_same_at_any_number_of_ranks(wo
         mean = sum(weight * sum(samples) / len(samples) for samples, weight in parts) / world_size
         assert mean == pytest.approx(sum(whole) / len(whole))
     assert sorted(sample for batch in alone for sample in batch) == list(range(SIZE))
+
+
+@pytest.mark.parametrize("dataset", [NUMBERS, Stream()])
+def test_the_ranks_of_a_mesh_share_a_batch_in_the_order_of_their_places(dataset, monkeypatch):
+    for row, column in ((0, 1), (1, 0)):
+        mesh = SimpleNamespace(shape=(2, 2), get_coordinate=lambda place=[row, column]: place, size=lambda: 4)
+        expected = batches_of(2 * row + column, 4, monkeypatch, dataset, 1)
+        assert batches_of(7, 8, monkeypatch, dataset, 1, mesh=mesh) == expected
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

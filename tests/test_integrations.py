@@ -381,3 +381,18 @@ def test_data_without_a_length_are_not_compared():
     loaders.check_length({"num_samples": 2}, [1, 2])
     loaders.check_length({}, [1, 2])
     loaders.check_length({"num_samples": None}, iter([1, 2]))
+
+
+@pytest.mark.slow  # of which importing takes ten seconds
+def test_lightning_refuses_batches_that_ranks_with_the_same_samples_would_share(monkeypatch):
+    callback = importlib.import_module("flyte_ddp.integrations.lightning").SessionCallback()
+    trainer = SimpleNamespace(
+        reload_dataloaders_every_n_epochs=1, current_epoch=0, distributed_sampler_kwargs={"num_replicas": 1}
+    )
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    expected = r'session.batches: mesh: expected 1 ranks, as of strategy.device_mesh\["data_parallel"\], got 2$'
+    with pytest.raises(ConfigError, match=expected):
+        callback._check_batches(trainer, session.batches(range(8), 4, 0))
+    mesh = SimpleNamespace(shape=(1,), get_coordinate=lambda: [0], size=lambda: 1)
+    batches = session.batches(range(8), 4, 0, mesh=mesh)
+    assert callback._check_batches(trainer, batches) is batches

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import TensorDataset
 
 import flyte_ddp
 from flyte_ddp import session
@@ -118,6 +119,52 @@ def test_any_number_of_ranks_reads_what_any_other_has_written(written, read, sav
     found = flyte_ddp.run(load_into, read, nproc_per_node=num_ranks(read), checkpoints=place)
     assert found == expected
     assert any("exp_avg" in name for name in found)
+
+
+def train_on_batches(mesh_shape, last_step):
+    """Return the samples of each rank in each step up to `last_step`, and the weights; without a mesh in no run."""
+    torch.manual_seed(1)
+    model, mesh, num_ranks = Model(), None, 1
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    if mesh_shape:
+        model, optimizer = build(mesh_shape)
+        mesh, num_ranks = next(model.parameters()).device_mesh["data"], dist.get_world_size()
+    # Asked for before the first step, AdamW's state has counted one already.
+    if found := session.load(into={**state_of(model, optimizer), "step": 0}):
+        set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    data = TensorDataset(torch.randn(11, 5, generator=torch.Generator().manual_seed(1)), torch.arange(11))
+    step, samples = found["step"] if found else 0, {}
+    for epoch in session.epochs(2):
+        for (batch, numbers), weight in session.batches(data, 4, epoch, mesh=mesh):
+            (weight * model(batch).square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            samples[step] = [numbers.tolist() if weight else []] * num_ranks
+            if mesh:
+                dist.all_gather_object(samples[step], samples[step][0])
+                session.save({**state_of(model, optimizer), "step": step}, step)
+            if step == last_step:
+                return samples, whole(model.state_dict())
+    raise AssertionError("the epochs end before this step")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("written", "read"), [((1, 2), (2,)), ((2, 2), (1, 2))], ids=str)
+def test_ranks_that_split_a_layer_have_the_same_samples_also_after_a_restart(written, read, tmp_path):
+    alone, expected = train_on_batches(None, 6)
+    found = {}
+    for mesh_shape, last_step in ((written, 2), (read, 6)):
+        samples, weights = flyte_ddp.run(
+            train_on_batches, mesh_shape, last_step, nproc_per_node=num_ranks(mesh_shape), checkpoints=str(tmp_path)
+        )
+        for step, ranks in samples.items():
+            groups = torch.arange(len(ranks)).view(mesh_shape[0], -1).tolist()
+            assert all(ranks[rank] == ranks[group[0]] for group in groups for rank in group)
+            found[step] = [sample for group in groups for sample in ranks[group[0]]]
+    assert found == {step: ranks[0] for step, ranks in alone.items()}
+    for name, values in expected.items():
+        torch.testing.assert_close(torch.tensor(weights[name]), torch.tensor(values), rtol=1e-4, atol=1e-5)
 
 
 KINDS = ("ddp", "fsdp")

@@ -140,8 +140,7 @@ class SessionCallback(Callback):  # type: ignore[misc]
             raise ConfigError(f"train_dataloader: expected one DataLoader, got a {type(loader).__name__}")
         loaders.check_length(self._found, loader.dataset)
         self._num_samples = loaders.num_samples_of(loader.dataset)
-        # Ranks that split a model by tensor parallelism have the same samples.
-        num_shares = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", training.world_size())
+        num_shares = _num_shares(trainer)
         if self.global_batch_size is None:
             self.global_batch_size = loader.batch_size * num_shares
         share = loaders.share_of("global_batch_size", self.global_batch_size, num_shares)
@@ -157,6 +156,9 @@ class SessionCallback(Callback):  # type: ignore[misc]
             raise ConfigError(f"session.batches: epoch: {expected}, got {loader.batches.epoch}")
         if loader.batches.length is None:  # of which Lightning reads a batch ahead
             raise ConfigError("session.batches: dataset: expected one with a length and items under Lightning")
+        if (got := loader.batches.share[1]) != (num_shares := _num_shares(trainer)):
+            expected = f'expected {num_shares} ranks, as of strategy.device_mesh["data_parallel"]'
+            raise ConfigError(f"session.batches: mesh: {expected}, got {got}")
         self.global_batch_size = loader.batches.global_batch_size
         return loader
 
@@ -167,3 +169,8 @@ class SessionCallback(Callback):  # type: ignore[misc]
         epoch = trainer.current_epoch + min(1.0, progress.ready / max(1, trainer.num_training_batches))
         metrics = training.numbers_of(trainer.callback_metrics) if has_metrics else {}
         session.report(step=trainer.global_step, epoch=epoch, **metrics)
+
+
+def _num_shares(trainer: Trainer) -> int:
+    """Return the ranks that share a batch: those that split a layer by tensor parallelism have the same samples."""
+    return int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", training.world_size()))

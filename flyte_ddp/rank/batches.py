@@ -11,7 +11,7 @@ import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -21,6 +21,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.data import SeededDataset, derived_seed, epoch_order, seed_generators
 from flyte_ddp.rank.nested import collate
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class EpochBatches:
         epoch: seeds the order and what samples draw; None for the data set's own order.
         first: samples of the epoch that are done.
         collate_fn: makes a batch of samples; None for that of recipes.
+        mesh: of the ranks that share the samples; None for all ranks.
 
     Raises:
         ConfigError: `global_batch_size` has not a sample for each rank, or an iterable is to be shuffled or has several
@@ -46,11 +50,12 @@ class EpochBatches:
     collate_fn: Callable[[Sequence[Any]], Any] | None
     shuffle: bool = True
     first: int = 0
+    mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
-        _, world_size = rank_and_world_size()
-        if self.global_batch_size < world_size:
-            expected = f"expected at least {world_size}, a sample for each rank"
+        _, num_shares = self.share
+        if self.global_batch_size < num_shares:
+            expected = f"expected at least {num_shares}, a sample for each rank"
             raise ConfigError(f"session.batches: global_batch_size: {expected}, got {self.global_batch_size}")
         if self.length is None and self.num_workers > 1:
             expected = "expected at most 1 for an iterable data set, which each of them would read whole"
@@ -62,6 +67,16 @@ class EpochBatches:
         is_stream = isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__")
         return None if is_stream else len(self.dataset)
 
+    @property
+    def share(self) -> tuple[int, int]:
+        """Return which part of a global batch this rank takes, and the number of parts."""
+        if self.mesh is None:
+            return rank_and_world_size()
+        index = 0
+        for size, place in zip(self.mesh.shape, self.mesh.get_coordinate() or (), strict=True):
+            index = index * size + place
+        return index, self.mesh.size()
+
     def __iter__(self) -> Iterator[tuple[Any, float, int]]:
         """Yield (this rank's batch, its weight, samples of the epoch that are done with it), as `session.batches`."""
         return self._from_items(self.length) if self.length is not None else self._from_stream()
@@ -70,7 +85,7 @@ class EpochBatches:
         is_shuffled = self.shuffle and self.epoch is not None
         order = epoch_order(length, self.seed, self.epoch or 0) if is_shuffled else torch.arange(length)
         starts = range(self.first, length, self.global_batch_size)  # none where the epoch is done
-        shares = [_take_share(order[start : start + self.global_batch_size].tolist()) for start in starts]
+        shares = [self._take_share(order[start : start + self.global_batch_size].tolist()) for start in starts]
         epoch = self.epoch or 0
         loader: DataLoader[Any] = DataLoader(
             _IsolatedDataset(self.dataset, self.seed),
@@ -104,9 +119,21 @@ class EpochBatches:
                 batch = list(itertools.islice(stream, self.global_batch_size))
             if not batch:
                 return
-            mine, weight, size = _take_share(batch)
+            mine, weight, size = self._take_share(batch)
             done += size
             yield (self.collate_fn or collate)(mine), weight, done
+
+    def _take_share(self, batch: Sequence[Any]) -> tuple[Sequence[Any], float, int]:
+        """Return this rank's part of a global batch, the weight of its mean, and the batch's size.
+
+        The first ranks get one sample more of a batch that does not divide. A rank that gets none has the first one of
+        all with weight 0, because its forward and backward passes may be collectives.
+        """
+        index, num_shares = self.share
+        least, rest = divmod(len(batch), num_shares)
+        start = index * least + min(index, rest)
+        mine = batch[start : start + least + (index < rest)]
+        return mine or batch[:1], len(mine) * num_shares / len(batch), len(batch)
 
 
 Track = Callable[[EpochBatches], Iterator[tuple[Any, float]]]
@@ -156,19 +183,6 @@ def rank_and_world_size() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
-def _take_share(batch: Sequence[Any]) -> tuple[Sequence[Any], float, int]:
-    """Return this rank's part of a global batch, the weight of its mean, and the batch's size.
-
-    The first ranks get one sample more of a batch that does not divide. A rank that gets none has the first one of all
-    with weight 0, because its forward and backward passes may be collectives.
-    """
-    rank, world_size = rank_and_world_size()
-    least, rest = divmod(len(batch), world_size)
-    start = rank * least + min(rank, rest)
-    mine = batch[start : start + least + (rank < rest)]
-    return mine or batch[:1], len(mine) * world_size / len(batch), len(batch)
 
 
 class _IsolatedDataset(SeededDataset):
