@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_project import PROJECT, REPOSITORY, installed, link, run, wheel, with_dependencies  # noqa: F401
+from tests.support.checkout import REPOSITORY
+from tests.test_project import PROJECT, installed, link, run, with_dependencies  # noqa: F401
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.version_info < (3, 11), reason="one Python is enough")]
 
