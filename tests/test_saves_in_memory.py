@@ -1,4 +1,4 @@
-"""What a function saves in memory: a lost rank or node costs nothing that was saved there, at any number of ranks."""
+"""Saves of a function in memory: a lost rank or node costs nothing that was saved there, at any number of ranks."""
 
 from __future__ import annotations
 
