@@ -48,6 +48,9 @@ def pytest_configure(config):
     os.environ[MARK] = uuid.uuid4().hex
     # Threads that wait for one another spin: several tests at a time would take three times the processor time.
     os.environ["OMP_NUM_THREADS"] = "1"
+    # What `make test` tells a make below it: `make` in a test is that of a shell, whoever started the tests.
+    for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
+        os.environ.pop(name, None)
     if "PYTEST_XDIST_WORKER" in os.environ:  # has the directory of the process that started it
         return
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # for pytest's own directories

@@ -63,11 +63,7 @@ def test_the_guide_leads_from_an_empty_namespace_to_a_checked_registration(new_n
         ["bash", "-c", "\n".join(script)],
         cwd=tmp_path,
         env={
-            **{
-                name: value
-                for name, value in os.environ.items()
-                if name not in ("PYTHONPATH", "MAKEFLAGS", "MAKELEVEL")
-            },
+            **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
             "PATH": f"{ROOT / '.uv/bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "IMAGE": IMAGE,
             "OPERATOR_IMAGE": OPERATOR_IMAGE if kept == OPERATOR_IMAGE else kept,  # somebody else's stays as it is
