@@ -21,11 +21,11 @@ import pytest
 import torch
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.errors import ConfigError, DataError, OutOfMemory, RankFailure
+from flyte_ddp.errors import ConfigError, DataError, OutOfMemory, RankFailure, TrainingStopped
 from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch import driver, local, rank_start, supervisor
 from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.node import KEEP, Link
+from flyte_ddp.launch.node import KEEP, KILL, Link
 from flyte_ddp.launch.process.memory_file import UNLIMITED, free_in
 from flyte_ddp.launch.process.programs import Job, Program, recipe_program
 from flyte_ddp.launch.process.ranks import NodeRanks
@@ -82,6 +82,27 @@ def test_an_exception_is_told_also_if_the_driver_ends_the_ranks_meanwhile(tmp_pa
         ranks = NodeRanks(0, 2, 2, "127.0.0.1", listener.getsockname()[1], "lo", False, 1)
         with pytest.raises(RankFailure, match="rank 1 failed: TypeError: a bug"):
             supervisor.supervise(job, ranks, listener, None, print, link.stop, print, on_beat)
+
+
+def be_silent(marker):
+    Path(marker).touch()
+    time.sleep(600)
+
+
+def test_an_order_is_obeyed_at_once(tmp_path, monkeypatch):
+    """The supervisor does not look for it only every now and then: a restart would wait for that."""
+    fork_functions(monkeypatch)
+    monkeypatch.setattr(supervisor, "POLL_INTERVAL", 120.0)
+    link, marker = Link(lambda message: None), tmp_path / "there"
+    job = Job(Program("silent", cloudpickle.dumps(_Call(be_silent, (str(marker),))), ("tests",)), "", time.time())
+    with local.listening_socket("127.0.0.1") as listener, ThreadPoolExecutor(1) as pool:
+        ranks = NodeRanks(0, 1, 1, "127.0.0.1", listener.getsockname()[1], "lo", False, 1)
+        future = pool.submit(supervisor.supervise, job, ranks, listener, None, print, link.stop, print)
+        while not marker.exists():
+            time.sleep(0.05)
+        link.obey(KILL)
+        with pytest.raises(TrainingStopped):
+            future.result(timeout=60)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -21,6 +21,7 @@ from tests.support.dask_runs import At
 from tests.support.runs import REPOSITORY, new_run
 
 RECIPE = recipe_program("digits", resolve({}, {}))
+TRAINING_LOOP = str(REPOSITORY / "flyte_ddp/rank/main.py") if sys.version_info >= (3, 11) else ""
 FUNCTION = Program("function", b"")
 
 
@@ -30,6 +31,7 @@ def _describe(pipe):
             "parent": os.getppid(),
             "has torch": "torch" in sys.modules,
             "has compiler": "torch._dynamo" in sys.modules,
+            "training loop": getattr(sys.modules.get("flyte_ddp.rank.main"), "__file__", ""),
             "blocked": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
             **{name: os.environ.get(name) for name in ("GIVEN_LATER", "TAKEN_AWAY", "TORCH_LOGS")},
         }
@@ -61,6 +63,7 @@ def test_a_recipes_rank_has_torch_and_the_environment_of_its_start(server, monke
         "parent": server.pid,
         "has torch": True,
         "has compiler": False,
+        "training loop": TRAINING_LOOP,
         "blocked": set(),
         "GIVEN_LATER": "1",
         "TAKEN_AWAY": None,
@@ -93,10 +96,15 @@ def test_a_server_outlives_the_signals_that_are_for_the_launcher(server):
 
 def _description_in_a_process_without_server(code, directory):
     """Return the printed description of a rank of `test.RECIPE`, after `code`."""
-    code = f"from tests import test_rank_start as test\n{code}\nprint(test._description(test.RECIPE))"
+    begin = "import sys; del sys.path[0]\nfrom tests import test_rank_start as test"
+    code = f"{begin}\n{code}\nprint(test._description(test.RECIPE))"
     path = os.pathsep.join([str(REPOSITORY), str(directory)])
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=directory,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -106,6 +114,14 @@ def test_ranks_are_fresh_where_the_server_cannot_load_torch(tmp_path):
     (tmp_path / "broken.py").write_text("import os\nos._exit(3)\n")
     code = "import dataclasses; test.RECIPE = dataclasses.replace(test.RECIPE, slow_imports=['broken'])"
     assert "'has torch': False" in _description_in_a_process_without_server(code, tmp_path)
+
+
+def test_a_server_has_the_training_loop_of_this_process_and_not_of_the_working_directory(tmp_path):
+    package = tmp_path / "flyte_ddp/rank"
+    package.mkdir(parents=True)
+    for name in ("main.py", "__init__.py", "../__init__.py"):
+        (package / name).write_text("")
+    assert f"'training loop': '{TRAINING_LOOP}'" in _description_in_a_process_without_server("", tmp_path)
 
 
 def test_a_rank_that_needs_torchs_compiler_has_it_from_the_server(tmp_path):

@@ -8,6 +8,7 @@ import threading
 import time
 import types
 from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Pipe
 
 from flyte_ddp.launch.process.programs import STOP_SIGNALS, stop_grace
 
@@ -17,6 +18,9 @@ class StopRequest:
 
     Args:
         grace: seconds from the request until the run is killed; by default as long as this process has after SIGTERM.
+
+    Attributes:
+        news: the end of a pipe from which a byte can be read for each request, for a thread that waits for other pipes.
     """
 
     def __init__(self, grace: float | None = None) -> None:
@@ -25,18 +29,21 @@ class StopRequest:
         self.num_requests = 0
         self.keeps_state = False  # in the memory of this node, before the ranks are killed
         self.deadline = float("inf")  # monotonic; the run is killed then if it has not ended
+        self.news, self._told = Pipe(duplex=False)
 
     def set(self, reason: str) -> None:
         """Request the end of the run. The second request is urgent."""
         self.reason = self.reason or reason
         self.deadline = min(self.deadline, time.monotonic() + self.grace)
         self.num_requests += 1
+        self._told.send_bytes(b".")
 
     def revise(self, reason: str, grace: float) -> None:
         """Request the end of the run within `grace` seconds for this reason, without urgency, whatever was before."""
         self.reason = reason
         self.deadline = min(self.deadline, time.monotonic() + grace)
         self.num_requests = max(1, self.num_requests)
+        self._told.send_bytes(b".")
 
     def is_set(self) -> bool:
         return self.num_requests > 0

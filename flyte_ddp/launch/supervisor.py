@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -39,7 +39,7 @@ from flyte_ddp.launch.process.memory import NodeMemory
 from flyte_ddp.launch.process.output import RankStream, rank_stacks, read_error
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NUM_SLOTS, PHASES, NodeRanks, semaphore_prefix
-from flyte_ddp.launch.rank_start import ForkedProcess, kill_server, start_rank
+from flyte_ddp.launch.rank_start import ForkedProcess, kill_server, set_environment, start_rank
 from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.launch.stalls import MAX_FRAMES, StalledRank, head_line, stall_failure
 from flyte_ddp.launch.survivors import Survivors
@@ -193,7 +193,7 @@ class _Ranks:
         rank_down, down = Pipe(duplex=False)
         memory = (*self.memory, self.parts.slots_of(number), self.left_parts)
         arguments = (self.job, self.node, local_rank, listener, rank_up, rank_down, self.beats, self.logs, memory)
-        with _environment({"CUDA_VISIBLE_DEVICES": self.slices[local_rank]} if self.slices else {}):
+        with set_environment({"CUDA_VISIBLE_DEVICES": self.slices[local_rank]} if self.slices else {}):
             process = start_rank(self.job.program, run_rank, arguments, f"rank-{number}")
         # Only the rank holds its ends now, so that either side sees the other's death as the end of a pipe.
         rank_up.close()
@@ -217,7 +217,9 @@ class _Ranks:
         while any(not rank.outcome or rank.is_running() for rank in self.ranks):
             live = [rank for rank in self.ranks if not rank.up.closed or not rank.outcome]
             pipes = [rank.up for rank in live if not rank.up.closed]
-            ready = wait([*pipes, *(rank.process.sentinel for rank in live)], timeout=POLL_INTERVAL)
+            ready = wait([*pipes, *(rank.process.sentinel for rank in live), stop.news], timeout=POLL_INTERVAL)
+            if stop.news in ready:
+                stop.news.recv_bytes()
             for rank in live:
                 # A process that the rank forked may hold the rank's pipes open, its sentinel's too: ask the kernel.
                 has_exited = rank.process.exitcode is not None
@@ -511,21 +513,6 @@ def _how_halted(rank: _Rank) -> str:
 def print_line(line: str) -> None:
     """Print a line of a rank's output on standard error."""
     print(line, file=sys.stderr, flush=True)  # noqa: T201 - a rank's output belongs on the terminal
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables, for a child to inherit, for the length of the block."""
-    previous = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in previous.items():
-            if value is None:
-                os.environ.pop(name)
-            else:
-                os.environ[name] = value
 
 
 def _remove_semaphores(prefix: str) -> None:
