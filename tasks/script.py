@@ -50,14 +50,16 @@ def run_script(
     arguments: list[str] = [],  # noqa: B006 - Flyte's form of a default
     cluster: OptionalCluster = None,
     checkpoints: str = "",
+    output: str = "",
 ) -> ScriptOutputs:
     """Run a script in every rank of a Dask cluster that is started for it and taken down afterwards.
 
-    This task is the driver: it requests no GPU, and the ranks run in the cluster's worker pods.
+    This task is the driver: it requests no GPU, and the ranks run in the cluster's worker pods. `output` is the
+    directory in which a local run leaves its outputs; by default a temporary one.
     """
     name = Path(entry_point or location(script)).stem
     report = Report(name)
-    with open_task_frame(report, name, checkpoints) as frame:
+    with open_task_frame(report, name, checkpoints, output) as frame:
         config = cluster or ClusterInput()
         check_urls(script=location(script))
         file = unpack_script(script, entry_point, frame.directory / "script")
@@ -82,8 +84,8 @@ def run_script(
 def _place_of_outputs(frame: Frame) -> str:
     """Return a directory of this machine in a local run; in a pod, a URL that belongs to this attempt."""
     if frame.is_local:
-        directory = frame.directory / "outputs"
-        directory.mkdir()
+        directory = (frame.output_directory or frame.directory) / "outputs"
+        directory.mkdir(exist_ok=True)
         return str(directory)
     return f"{flytekit.current_context().raw_output_prefix.rstrip('/')}/outputs"
 

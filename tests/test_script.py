@@ -57,7 +57,7 @@ def converted(source):
     return TypeEngine.to_python_value(context, literal, ScriptSource)
 
 
-def test_a_script_runs_with_the_files_beside_it_and_returns_what_it_wrote(project, monkeypatch):
+def test_a_script_runs_with_the_files_beside_it_and_returns_what_it_wrote(project, tmp_path, monkeypatch):
     figures = record_figures(monkeypatch)
     own = tempfile.mkdtemp(prefix="s-")  # where no other test leaves anything; a short path, for sockets
     monkeypatch.setattr(tempfile, "tempdir", own)
@@ -66,8 +66,12 @@ def test_a_script_runs_with_the_files_beside_it_and_returns_what_it_wrote(projec
         script=FlyteFile(str(project / "train.py"), remote_path=False),
         arguments=["0.1", "{outputs}"],
         cluster=ClusterInput(kind="local", num_nodes=1, processes_per_node=2),
+        output=str(tmp_path / "kept"),
     )
 
+    kept = tmp_path / "kept"
+    assert {"outputs", "log.txt", "report.html"} < {each.name for each in kept.iterdir()}
+    assert str(results.outputs) == str(kept / "outputs")
     assert (Path(str(results.outputs)) / "deep" / "model.txt").read_text() == "0.1"
     log = Path(str(results.log)).read_text().splitlines()
     assert sorted(line.partition("the value")[2] for line in log) == [" of rank 0", " of rank 1"]

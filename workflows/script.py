@@ -18,6 +18,7 @@ def script_wf(
     arguments: list[str] = [],  # noqa: B006 - Flyte's form of a default
     cluster: OptionalCluster = None,
     checkpoints: str = "",
+    output: str = "",
 ) -> ScriptOutputs:
     """Run a script in every rank, in torchrun's environment: start a Dask cluster, run it there, take it down.
 
@@ -33,7 +34,13 @@ def script_wf(
             local run, and on Kubernetes in a remote one; flyte_ddp/cluster/config.py lists all fields with units
         checkpoints: directory or URL for session.save that all nodes reach; by default a place of the execution's own,
             which its retries share
+        output: directory in which a local run leaves its outputs; by default a temporary one
     """
     return run_script(
-        script=script, entry_point=entry_point, arguments=arguments, cluster=cluster, checkpoints=checkpoints
+        script=script,
+        entry_point=entry_point,
+        arguments=arguments,
+        cluster=cluster,
+        checkpoints=checkpoints,
+        output=output,
     )
