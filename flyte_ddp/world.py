@@ -129,7 +129,7 @@ def process_group(world: World, backend: str, store: Store, timeout: float) -> I
     dist.destroy_process_group()
 
 
-def run_together(work: Callable[[], T], world: World) -> T:
+def call_together(work: Callable[[], T], world: World) -> T:
     """Return the result of `work()` once every rank's has ended. Every rank calls it.
 
     `work` runs in a thread, such as to read a large file. Meanwhile the ranks ask each other about once a second if all
@@ -139,13 +139,13 @@ def run_together(work: Callable[[], T], world: World) -> T:
         return work()
     done: concurrent.futures.Future[T] = concurrent.futures.Future()
 
-    def run() -> None:
+    def call() -> None:
         try:
             done.set_result(work())
         except BaseException as error:
             done.set_exception(error)
 
-    threading.Thread(target=run, name="run-together", daemon=True).start()
+    threading.Thread(target=call, name="call-together", daemon=True).start()
     patience = 0.01  # seconds
     while True:
         concurrent.futures.wait([done], patience)

@@ -13,7 +13,7 @@ from torch import nn
 from flyte_ddp.checkpoints import staging
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.rank import evaluation, main, parallel, passes
-from flyte_ddp.rank.pace import device_name
+from flyte_ddp.rank.step_timer import device_name
 from flyte_ddp.world import World, process_group
 
 GPU = torch.device("cuda", 1)

@@ -24,12 +24,12 @@ from flyte_ddp.launch.process.link import RankProcess
 from flyte_ddp.launch.process.parts import NodeParts
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NodeRanks
+from flyte_ddp.rank.memory_load import load_from_memory
 from flyte_ddp.rank.memory_states import choose_interval
-from flyte_ddp.rank.recall import recall
 from flyte_ddp.world import ALONE
 from tests.support.dask_runs import LOCAL
 from tests.support.gang import run_gang
-from tests.test_last_breath import RECIPE, train
+from tests.test_state_keeper import RECIPE, train
 
 pytestmark = pytest.mark.usefixtures("server_with_compiler")
 
@@ -140,11 +140,11 @@ def node_with(*states, num_parts=2, version=None, spoilt=(), differing=()):
     return memory
 
 
-def recalled(memory, directory, stored=(), run="run", needed=0, known=None, world=ALONE):
+def loaded(memory, directory, stored=(), run="run", needed=0, known=None, world=ALONE):
     left = memory.begin(dataclasses.replace(NODE, num_restarts=1))
     job = Job(None, "", 0.0, stored=known or tuple(stored), is_store_away=known is not None)
     process = RankProcess(job, dataclasses.replace(NODE, run_id=run), 0, None, None, parts=left)
-    found = recall(world, process, CheckpointStore(str(directory), 2), lambda *_: None, lambda state: needed)
+    found = load_from_memory(world, process, CheckpointStore(str(directory), 2), lambda *_: None, lambda state: needed)
     if found.state:
         assert found.state["model"]["weight"].tolist() == [float(found.state["progress"]["step"])] * 4
     return (found.state and found.state["progress"]["step"]), found.skipped
@@ -152,37 +152,37 @@ def recalled(memory, directory, stored=(), run="run", needed=0, known=None, worl
 
 def test_the_newest_whole_state_in_memory_is_used(tmp_path):
     both = (0, 1)
-    assert recalled(node_with((2, both), (4, both), (6, both)), tmp_path) == (6, [])
-    assert recalled(node_with((2, both), (4, (0,))), tmp_path) == (2, [])  # a rank was lost before it wrote its part
-    assert recalled(node_with((2, both), (4, both), (6, (1,))), tmp_path) == (4, [])
-    assert recalled(node_with((2, both), (2, both)), tmp_path) == (2, [])  # before and after an evaluation
-    assert recalled(node_with((4, both)), tmp_path, stored=[3]) == (4, [])
-    assert recalled(node_with((4, both)), tmp_path, stored=[4]) == (None, [])
-    assert recalled(node_with((4, both)), tmp_path, known=(3, 4), needed=3) == (4, [])  # the store is away
-    assert recalled(NodeParts(), tmp_path) == (None, [])
+    assert loaded(node_with((2, both), (4, both), (6, both)), tmp_path) == (6, [])
+    assert loaded(node_with((2, both), (4, (0,))), tmp_path) == (2, [])  # a rank was lost before it wrote its part
+    assert loaded(node_with((2, both), (4, both), (6, (1,))), tmp_path) == (4, [])
+    assert loaded(node_with((2, both), (2, both)), tmp_path) == (2, [])  # before and after an evaluation
+    assert loaded(node_with((4, both)), tmp_path, stored=[3]) == (4, [])
+    assert loaded(node_with((4, both)), tmp_path, stored=[4]) == (None, [])
+    assert loaded(node_with((4, both)), tmp_path, known=(3, 4), needed=3) == (4, [])  # the store is away
+    assert loaded(NodeParts(), tmp_path) == (None, [])
 
 
 def test_a_state_in_memory_that_is_not_right_is_not_used(tmp_path):
     both = (0, 1)
-    assert recalled(node_with((4, both), version="1.0"), tmp_path) == (None, [])
-    assert recalled(node_with((4, both)), tmp_path, run="another") == (None, [])
+    assert loaded(node_with((4, both), version="1.0"), tmp_path) == (None, [])
+    assert loaded(node_with((4, both)), tmp_path, run="another") == (None, [])
     damaged = "the checksum of part 1 is not the one that was recorded when it was written"
     skipped = [f"the state of step 4 in this node's memory is not used: {damaged}"]
-    assert recalled(node_with((2, both), (4, both), spoilt=[(4, 1)]), tmp_path) == (2, skipped)
-    assert recalled(node_with((4, both), spoilt=[(4, 1)]), tmp_path) == (None, skipped)
+    assert loaded(node_with((2, both), (4, both), spoilt=[(4, 1)]), tmp_path) == (2, skipped)
+    assert loaded(node_with((4, both), spoilt=[(4, 1)]), tmp_path) == (None, skipped)
     best = "the store has no checkpoint of the best epoch, at step 3"
     skipped = [f"the state of step 4 in this node's memory is not used: {best}"]
-    assert recalled(node_with((4, both)), tmp_path, needed=3) == (None, skipped)
+    assert loaded(node_with((4, both)), tmp_path, needed=3) == (None, skipped)
 
 
-def recall_on_two_nodes(world, store, directory):
+def load_on_two_nodes(world, store, directory):
     """Two nodes have copies of all parts, of which one of the newest state differs: what they go on from."""
     memory = node_with((2, (0, 1)), (4, (0, 1)), differing=[(4, 1)] if world.is_first else [])
-    return recalled(memory, Path(directory), world=world)
+    return loaded(memory, Path(directory), world=world)
 
 
 def test_of_two_copies_that_differ_none_is_used(tmp_path):
-    assert run_gang(2, recall_on_two_nodes, str(tmp_path)) == [(2, [])] * 2
+    assert run_gang(2, load_on_two_nodes, str(tmp_path)) == [(2, [])] * 2
 
 
 def test_the_state_before_a_loss_stays_until_a_new_one_is_whole():

@@ -21,7 +21,7 @@ from flyte_ddp.events import AttemptEnded, RunState, StragglersFound
 from flyte_ddp.launch import paces
 from flyte_ddp.launch.dask import growth, place, placement
 from flyte_ddp.launch.paces import PaceWatch
-from flyte_ddp.rank.pace import BACKWARD, DATA, FORWARD, STEP, LastGradient, Pace, watch_ddp
+from flyte_ddp.rank.step_timer import BACKWARD, DATA, FORWARD, STEP, LastGradient, StepTimer, watch_ddp
 from flyte_ddp.studies.runner import resize_cluster
 from tests.support.dask_runs import events_of, train
 from tests.support.runs import new_run
@@ -373,7 +373,7 @@ def test_ranks_are_compared_with_those_on_the_same_kind_of_gpu(monkeypatch):
 def test_a_phase_with_waits_in_it_is_not_compared(monkeypatch):
     """Such as a compiled backward pass: the faster rank waits in it for the other one, as if it was slow there."""
     published = []
-    pace = Pace(lambda steps, seconds: published.append(list(seconds)), torch.device("cpu"), waiting=[BACKWARD])
+    pace = StepTimer(lambda steps, seconds: published.append(list(seconds)), torch.device("cpu"), waiting=[BACKWARD])
     for phase in (DATA, FORWARD, BACKWARD):
         pace.begin(phase)
         time.sleep(0.01)
@@ -428,7 +428,7 @@ class Event:
 def test_passes_on_a_gpu_are_timed_by_events_that_no_step_waits_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     published = []
-    pace = Pace(lambda steps, seconds: published.append((steps, list(seconds))), torch.device("cuda", 0))
+    pace = StepTimer(lambda steps, seconds: published.append((steps, list(seconds))), torch.device("cuda", 0))
     parameter = nn.Parameter(torch.ones(1))
     pace.watch(parameters := nn.ParameterList([parameter]))
     for _ in range(3):

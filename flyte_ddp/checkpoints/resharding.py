@@ -16,7 +16,7 @@ from torch import Tensor
 from flyte_ddp.checkpoints.files import Damaged, Entry
 from flyte_ddp.checkpoints.staging import map_tensors
 from flyte_ddp.errors import CheckpointError
-from flyte_ddp.world import World, run_together
+from flyte_ddp.world import World, call_together
 
 SHARDS = "shards"  # key of a file's parts of split tensors: pairs of where they start, in each dimension, and the part
 
@@ -68,7 +68,7 @@ def _read_together(entry: Entry | None, read: Callable[[Entry], dict[str, Any]],
         except Damaged as error:
             return {}, str(error)
 
-    contents, damage = run_together(read_own, world)
+    contents, damage = call_together(read_own, world)
     is_damaged = world.all_gather(float(bool(damage)))
     if any(is_damaged):
         raise Damaged(world.broadcast_object(damage, source=is_damaged.index(1.0)))

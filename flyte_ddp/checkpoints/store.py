@@ -35,7 +35,7 @@ from flyte_ddp.checkpoints.staging import Buffers, StagingMemory, readable
 from flyte_ddp.checkpoints.state_file import CHECKSUM, save_state
 from flyte_ddp.errors import CheckpointError, ConfigError, StorageUnavailable
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
-from flyte_ddp.world import ALONE, World, run_together
+from flyte_ddp.world import ALONE, World, call_together
 
 FIRST_PAUSE, MAX_PAUSE = 0.5, 15.0  # seconds between two tries to write
 POLL = 0.2  # seconds between looks at the writer while something waits for it
@@ -190,7 +190,7 @@ class CheckpointStore:
             write.save_to(file)
             return write.entry["bytes"], write.entry[CHECKSUM]
 
-        def run() -> None:
+        def keep() -> None:
             _yield_cores_to_training()
             try:
                 slots.write(write.step, self._peers.size if self._peers else 1, save)
@@ -201,7 +201,7 @@ class CheckpointStore:
                 self._num_in_memory -= 1
                 self._changed.notify_all()
 
-        threading.Thread(target=run, name="memory", daemon=True).start()
+        threading.Thread(target=keep, name="memory", daemon=True).start()
 
     def _make_room(self, write: _Write) -> None:
         """Drop the states that `write` replaces, on all ranks those of rank 0; their memory is for this one."""
@@ -326,7 +326,7 @@ class CheckpointStore:
             return self._find_latest(skipped)
 
         while True:
-            name, manifest = world.broadcast_object(run_together(find, world))
+            name, manifest = world.broadcast_object(call_together(find, world))
             if not name:
                 return None, "", skipped
             try:
@@ -367,7 +367,7 @@ class CheckpointStore:
                 return {"damage": str(damage)}
 
         try:
-            manifest = world.broadcast_object(run_together(find, world))
+            manifest = world.broadcast_object(call_together(find, world))
             if "damage" in manifest:
                 raise Damaged(manifest["damage"])
             state = assemble(manifest["files"], lambda entry: read_file(self.storage, entry, maps), world, box_of)
@@ -384,7 +384,7 @@ class CheckpointStore:
             self._queue = self._choose([*self._queue, write])
             self._changed.notify_all()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+            self._thread = threading.Thread(target=self._write_queue, name="checkpoint", daemon=True)
             self._thread.start()
 
     def _drop(self, writes: Iterable[_Write]) -> None:
@@ -392,7 +392,7 @@ class CheckpointStore:
             self.memory.release(write.buffers)
             write.buffers = []
 
-    def _run(self) -> None:
+    def _write_queue(self) -> None:
         _yield_cores_to_training()
         pause = FIRST_PAUSE
         while True:

@@ -30,7 +30,7 @@ class Dispatcher:
         self._queue: queue.SimpleQueue[events.Event | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         context = contextvars.copy_context()
-        self._thread = threading.Thread(target=context.run, args=(self._run,), name="listeners", daemon=True)
+        self._thread = threading.Thread(target=context.run, args=(self._deliver,), name="listeners", daemon=True)
 
     def emit(self, event: events.Event) -> None:
         """Pass `event` on, with the time: one clock for all of a run's processes."""
@@ -49,7 +49,7 @@ class Dispatcher:
         if self._thread.is_alive():
             logger.warning("a listener did not finish within %.0f s of the end of the run", CLOSE_TIMEOUT)
 
-    def _run(self) -> None:
+    def _deliver(self) -> None:
         active = list(self._listeners)
         while (event := self._queue.get()) is not None:
             for listener in list(active):

@@ -34,7 +34,7 @@ from flyte_ddp.launch.attempt import Attempt, Nodes
 from flyte_ddp.launch.dispatch import Dispatcher
 from flyte_ddp.launch.failures import first_line
 from flyte_ddp.launch.policy import Before, Ended, Next, Rules, decide, leaves_state_whole
-from flyte_ddp.launch.process.background import run_in_background
+from flyte_ddp.launch.process.background import call_in_background
 from flyte_ddp.launch.process.output import PREFIX
 from flyte_ddp.launch.process.programs import WANDB_VARIABLE, Job
 from flyte_ddp.launch.signals import StopRequest, stop_on_signals
@@ -163,7 +163,7 @@ def run(
         _say_where_to_resume(job),
         stopping as stop,
     ):
-        prepared = run_in_background(data) if data else None
+        prepared = call_in_background(data) if data else None
         name = f"training-{uuid.uuid4().hex[:12]}"
         begun = Run(name, job, storage, stop, dispatcher.emit, relay or print_line, prepared)
         try:
@@ -200,7 +200,7 @@ class _Driver:
     def drive(self) -> None:
         """Make attempts until one succeeds. Raises as `run`."""
         run, latest, needs_store = self.run, None, True
-        resumed_step = run_in_background(self._newest_step)
+        resumed_step = call_in_background(self._newest_step)
         while True:
             begun = time.time() if self.num_attempts else run.job.launched_at  # since then the nodes were started
             nodes = self.place.gather(run, latest)
@@ -227,7 +227,7 @@ class _Driver:
                 counted = (*run.job.counted, self.num_attempts - 1)
                 run.job = dataclasses.replace(run.job, counted=counted)
             memory_step, place = attempt.in_memory(failure)
-            newest_step = run_in_background(self._newest_step)
+            newest_step = call_in_background(self._newest_step)
             if memory_step:  # the store may be away
                 concurrent.futures.wait([newest_step], STORE_PATIENCE)
             else:
@@ -239,10 +239,10 @@ class _Driver:
             self._follow(latest, attempt, f"step {memory_step}, from {place}" if in_memory else "its last checkpoint")
             needs_store = not memory_step or latest.is_store_outage
             if run.storage and needs_store:
-                run.wait_for(run_in_background(run.storage.names))  # raises StorageUnavailable
-                resumed_step = run_in_background(self._newest_step)
+                run.wait_for(call_in_background(run.storage.names))  # raises StorageUnavailable
+                resumed_step = call_in_background(self._newest_step)
             else:
-                resumed_step = run_in_background(functools.partial(max, kept_step, stored_step))
+                resumed_step = call_in_background(functools.partial(max, kept_step, stored_step))
             known = {*self.stored, *(each.step for each in self.state.checkpoints if stored_step < 0)}
             is_away = bool(memory_step) and stored_step < 0
             run.job = dataclasses.replace(

@@ -1,6 +1,6 @@
 """Compare the ranks' own times per step, and name the ranks that are slower than the others for a minute.
 
-The nodes' heartbeats bring the sums that flyte_ddp/rank/pace.py makes. Knows nothing of processes and nodes.
+The nodes' heartbeats bring the sums that flyte_ddp/rank/step_timer.py makes. Knows nothing of processes and nodes.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from flyte_ddp.errors import OUT_OF_MEMORY, RankFailure, TrainingStopped
 from flyte_ddp.launch.devices import visible_gpus
 from flyte_ddp.launch.failures import first_line, shorten, shorten_traceback
 from flyte_ddp.launch.log_tail import LogTail, logs_directory
-from flyte_ddp.launch.process.background import run_in_background
+from flyte_ddp.launch.process.background import call_in_background
 from flyte_ddp.launch.process.cgroups import count_oom_kills
 from flyte_ddp.launch.process.entry import run_rank
 from flyte_ddp.launch.process.memory import NodeMemory
@@ -90,7 +90,7 @@ def supervise(
         TrainingStopped: the run was stopped.
     """
     with logs_directory() as logs:
-        prepared = run_in_background(data) if data else None
+        prepared = call_in_background(data) if data else None
         ranks = _Ranks(job, node, listener, logs, relay or print_line, memory or NodeMemory())
         try:
             ranks.watch(prepared, emit, stop, on_beat)

@@ -30,12 +30,12 @@ from flyte_ddp.rank.contract import check_contract, check_datasets
 from flyte_ddp.rank.data import open_samples, take_sample
 from flyte_ddp.rank.export import export_model
 from flyte_ddp.rank.fast_start import avoid_importing_dynamo
+from flyte_ddp.rank.heartbeat import beat_while_compiling, keep_beating
 from flyte_ddp.rank.inspection import layers_of, predictions_of, sample_inputs, shown
 from flyte_ddp.rank.optim import build_optimizer
-from flyte_ddp.rank.pace import device_name
 from flyte_ddp.rank.parallel import build_model
 from flyte_ddp.rank.sharding import count_own_parameters, shard_model, whole_state
-from flyte_ddp.rank.supervision import beat_while_compiling, keep_beating
+from flyte_ddp.rank.step_timer import device_name
 from flyte_ddp.rank.trainer import Trainer
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.prepare import describe_data

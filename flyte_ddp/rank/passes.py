@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.rank.data import Batch, BatchShard, derived_seed
 from flyte_ddp.rank.nested import tensors_in
-from flyte_ddp.rank.pace import BACKWARD, DATA, FORWARD, Pace
 from flyte_ddp.rank.sharding import is_sharded, set_gradient_sync, whole
+from flyte_ddp.rank.step_timer import BACKWARD, DATA, FORWARD, StepTimer
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.world import World
 
@@ -72,14 +72,14 @@ def compute_gradients(
     shard: BatchShard,
     batches: Iterator[Batch],
     step: int,
-    pace: Pace,
+    timer: StepTimer,
 ) -> tuple[Tensor, float | Tensor, float | Tensor]:
     """Add the gradient of the global batch's mean loss to the parameters of `replica`, one micro-batch after another.
 
     Args:
         batches: yields the micro-batches of `shard` next.
         step: optimizer steps done so far; seeds the forward passes.
-        pace: that the phases are booked on.
+        timer: that the phases are booked on.
 
     Returns:
         The sum of this rank's losses, and the targets of this rank and of all.
@@ -88,9 +88,9 @@ def compute_gradients(
     own_targets, num_targets = shard.own_targets, shard.num_targets
     counted = torch.zeros((), dtype=torch.float64)
     for micro_batch, weight in enumerate(shard.weights):
-        pace.begin(DATA)
+        timer.begin(DATA)
         inputs, targets = next(batches)
-        pace.begin(FORWARD)
+        timer.begin(FORWARD)
         seed_forward(config, world, step, micro_batch)
         # Gradients are exchanged once per optimizer step, with its last micro-batch.
         exchanges = micro_batch == len(shard.weights) - 1 or world.world_size == 1
@@ -101,11 +101,11 @@ def compute_gradients(
             with nullcontext() if splits else autocast(config, world.device):  # its precision is part of the shards
                 outputs = replica(model_inputs(recipe, config, inputs))
             loss_sum = recipe.losses(outputs, targets).sum() * weight
-            pace.begin(BACKWARD)
+            timer.begin(BACKWARD)
             # DDP averages over the ranks. Times their number that is the sum, and over the targets of the whole global
             # batch the mean, however the batch was shared: the uneven last one included.
             (loss_sum * (world.world_size / (1.0 if num_targets is None else num_targets))).backward()
-            pace.end()
+            timer.end()
         if num_targets is None:
             counted += count_targets(recipe, targets).cpu() * weight
         total += loss_sum.detach()

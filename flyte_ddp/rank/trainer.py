@@ -28,18 +28,18 @@ from flyte_ddp.rank.batch_norm import keep_frozen_statistics
 from flyte_ddp.rank.data import Samples, epoch_shards, num_batches
 from flyte_ddp.rank.evaluation import Evaluation, FlopsUtilization, evaluate, share_buffers
 from flyte_ddp.rank.initial_state import check_same_run, load_initial_state
-from flyte_ddp.rank.last_breath import LastBreath
+from flyte_ddp.rank.memory_load import load_from_memory
 from flyte_ddp.rank.memory_states import choose_interval
 from flyte_ddp.rank.metrics import check_monitor, read_figures
 from flyte_ddp.rank.optim import build_optimizer, learning_rate
-from flyte_ddp.rank.pace import BACKWARD, FORWARD, Pace
 from flyte_ddp.rank.parallel import exchange_seconds, replicate
 from flyte_ddp.rank.passes import clip_gradients, compute_gradients, gradient_norm
 from flyte_ddp.rank.progress import MetricSums, Progress
-from flyte_ddp.rank.recall import recall
 from flyte_ddp.rank.sharding import is_sharded, load_model, load_optimizer, own_boxes, split_state
+from flyte_ddp.rank.state_keeper import StateKeeper
+from flyte_ddp.rank.step_timer import BACKWARD, FORWARD, StepTimer
 from flyte_ddp.recipes import Recipe
-from flyte_ddp.world import World, run_together
+from flyte_ddp.world import World, call_together
 
 REMEDY = "a lower learning_rate, warmup_steps or gradient_clip_norm may help, or the data holds such values"
 LONG_EVALUATION = 5.0  # seconds after which an evaluation saves what was trained before it
@@ -82,11 +82,11 @@ class Trainer:
         waiting = [BACKWARD] * config.compile
         if self.is_sharded:
             waiting = [FORWARD, BACKWARD] if world.device.type == "cuda" else []  # elsewhere Python sees the waits
-        self.pace = Pace(self.session.process.link.set_pace, world.device, waiting)
+        self.timer = StepTimer(self.session.process.link.set_pace, world.device, waiting)
         if not (self.is_sharded or config.compile):
-            self.pace.watch(model)
+            self.timer.watch(model)
         self.utilization = FlopsUtilization(recipe, model, config, world)
-        self.last_breath = LastBreath(
+        self.state_keeper = StateKeeper(
             model,
             world,
             lambda: self._state(self._estimate_progress()),
@@ -112,7 +112,7 @@ class Trainer:
             ConfigError: the recipe has no figure called `monitor.metric`.
         """
         self._memory_interval = choose_interval(self.config, self.session.process, self.world, self.model)
-        with self.last_breath.may_keep(self.session.process, self.config.compile, self.is_sharded):
+        with self.state_keeper.may_keep(self.session.process, self.config.compile, self.is_sharded):
             if self._best_is_unsaved:
                 self.save_checkpoint(best=True)
             while not self.is_done:
@@ -164,7 +164,7 @@ class Trainer:
         shards = epoch_shards(self.train, config, self.world, progress.epoch, progress.batch)
         batches = self.train.batches([index for shard in shards for index in shard.micro_batches], progress.epoch)
         earlier = dataclasses.replace(progress)  # the epoch's sums as an earlier attempt left them
-        epoch_sums, log_sums, own_seconds = self._new_sums(), self._new_sums(), sum(self.pace.seconds)
+        epoch_sums, log_sums, own_seconds = self._new_sums(), self._new_sums(), sum(self.timer.seconds)
         self._num_replaced = self.train.num_replaced + self.test.num_replaced
         self.replica.train()
         keep_frozen_statistics(self.model)
@@ -173,7 +173,7 @@ class Trainer:
         for shard in shards:
             self.optimizer.zero_grad()
             loss_sum, own_targets, num_targets = compute_gradients(
-                self.replica, self.recipe, config, self.world, shard, batches, progress.step, self.pace
+                self.replica, self.recipe, config, self.world, shard, batches, progress.step, self.timer
             )
             log_sums.add(loss_sum, own_targets, num_targets, shard.num_samples)
             is_logged = (progress.step + 1) % config.log_interval == 0 or progress.step == 0
@@ -182,13 +182,13 @@ class Trainer:
             norm = clip_gradients(self.model, config.gradient_clip_norm, needed=is_logged)
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(config, progress.step, self.num_steps)
-            with self.last_breath.changing():
+            with self.state_keeper.changing():
                 self.optimizer.step()
                 epoch_sums.add(loss_sum, own_targets, num_targets, shard.num_samples)
                 progress.step += 1
                 progress.batch += 1
 
-            self.pace.end_step()
+            self.timer.end_step()
             self.first_step_at = self.first_step_at or time.time()
             self.beat()
             self.store.check()
@@ -205,7 +205,7 @@ class Trainer:
                 raise StopRequested
         self._update_progress(epoch_sums, earlier)
         self._unsummed = None
-        return epoch_sums, (sum(self.pace.seconds) - own_seconds) / max(1, epoch_sums.num_steps)
+        return epoch_sums, (sum(self.timer.seconds) - own_seconds) / max(1, epoch_sums.num_steps)
 
     def evaluate(self) -> Evaluation:
         """Measure the model on the held-out data. What was trained before is saved if that takes long, or on a stop.
@@ -230,7 +230,7 @@ class Trainer:
                 raise StopRequested
 
         share_buffers(self.evaluated_model, self.world)
-        self.last_breath.note_buffers()
+        self.state_keeper.note_buffers()
         result = evaluate(self.evaluated_model, self.recipe, self.test, self.config, self.world, on_batch)
         if not math.isfinite(result.loss):
             raise NonFiniteLoss(
@@ -297,12 +297,12 @@ class Trainer:
             StorageUnavailable: the store has been away for `store_timeout`.
         """
         boxes = own_boxes(self.model, self.optimizer)
-        recalled = recall(self.world, self.session.process, self.store, boxes, self._needed_step)
-        state, url, skipped = recalled.state, recalled.place, recalled.skipped
+        loaded = load_from_memory(self.world, self.session.process, self.store, boxes, self._needed_step)
+        state, url, skipped = loaded.state, loaded.place, loaded.skipped
         if state is None:
             state, url, others = self.store.load_latest(self.world, boxes)
             skipped = [*skipped, *others]
-        self.session.process.free_parts(*recalled.saved)
+        self.session.process.free_parts(*loaded.saved)
         if state is not None:
             check_same_run(
                 state,
@@ -314,11 +314,11 @@ class Trainer:
             )
             load_model(self.model, state["model"])
             load_optimizer(self.optimizer, state["optimizer"])
-            self._best_is_unsaved = bool(recalled.place) and self._needed_step(state) == state["progress"]["step"]
+            self._best_is_unsaved = bool(loaded.place) and self._needed_step(state) == state["progress"]["step"]
             self.progress = Progress.from_dict(state["progress"])
         elif self.initial_state:
             timeout, fresh = self.config.store_timeout, self.config.fresh_layers
-            run_together(lambda: load_initial_state(self.model, self.initial_state, timeout, fresh), self.world)
+            call_together(lambda: load_initial_state(self.model, self.initial_state, timeout, fresh), self.world)
         return url, skipped
 
     def _needed_step(self, state: Mapping[str, Any]) -> int:
@@ -412,6 +412,6 @@ class Trainer:
                 )
         # All ranks keep it: the run may go on from the state of any.
         finished = dataclasses.replace(finished, sample=world.broadcast_object(finished.sample))
-        with self.last_breath.changing():
+        with self.state_keeper.changing():
             progress.finish_epoch(finished)
         return finished

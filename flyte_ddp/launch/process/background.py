@@ -11,7 +11,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def run_in_background(function: Callable[[], T]) -> Future[T]:
+def call_in_background(function: Callable[[], T]) -> Future[T]:
     """Call `function` in a thread that sees the caller's context variables, such as Flyte's context."""
     future: Future[T] = Future()
     context = contextvars.copy_context()

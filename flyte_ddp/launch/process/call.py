@@ -19,7 +19,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from flyte_ddp import events, session
 from flyte_ddp.errors import StopRequested
-from flyte_ddp.launch.process.background import run_in_background
+from flyte_ddp.launch.process.background import call_in_background
 from flyte_ddp.launch.process.collectives import watch_main_thread
 from flyte_ddp.launch.process.end import end_forked_processes, run_exit_handlers
 from flyte_ddp.launch.process.session import Session
@@ -86,7 +86,7 @@ def _watch_ddp(link: SupervisorLink, current: Session) -> None:
     """Have the passes of the function's DistributedDataParallel timed, or its reports, once it has imported torch."""
     while not _has_imported_torch():
         time.sleep(POLL_INTERVAL)
-    from flyte_ddp.rank.pace import watch_ddp
+    from flyte_ddp.rank.step_timer import watch_ddp
 
     current.on_report = watch_ddp(link.set_pace, lambda name: link.send("device", name))
 
@@ -99,13 +99,13 @@ class _Store:
         self._lock = threading.Lock()
         self._is_needed = threading.Event()  # now, even if that imports torch
         self._is_for_others = is_for_others  # processes below this one's use it, and this one imports no torch itself
-        self._opened = run_in_background(self._open) if process.rank == 0 else None
+        self._opened = call_in_background(self._open) if process.rank == 0 else None
 
     def open(self) -> Store:
         """Return the store, as a client on all ranks but rank 0."""
         self._is_needed.set()
         with self._lock:
-            self._opened = self._opened or run_in_background(self._open)
+            self._opened = self._opened or call_in_background(self._open)
         return self._opened.result()
 
     def open_for_other_nodes(self) -> None:

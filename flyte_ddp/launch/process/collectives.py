@@ -55,7 +55,7 @@ def watch_main_thread(set_waiting_since: Callable[[float], None], timeout: float
     assert main is not None
     clock = time.pthread_getcpuclockid(main)
 
-    def run() -> None:
+    def watch() -> None:
         since, used = 0.0, time.clock_gettime(clock)
         while True:
             time.sleep(timeout / NUM_LOOKS)
@@ -68,7 +68,7 @@ def watch_main_thread(set_waiting_since: Callable[[float], None], timeout: float
                 since = since or time.monotonic() - timeout / NUM_LOOKS
             set_waiting_since(since)
 
-    threading.Thread(target=run, name="waiting", daemon=True).start()
+    threading.Thread(target=watch, name="waiting", daemon=True).start()
 
 
 def _waiting_since() -> float:

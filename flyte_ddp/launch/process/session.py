@@ -67,7 +67,7 @@ class Session:
         self._has_warned = False
         self._num_loads = 0
         self._num_split_saves = 0
-        self._num_recalls = 0
+        self._num_memory_loads = 0
         self._has_memory: bool | None = None  # for a function's states; None before the first
         # Of `batches`: how much is done of which epoch of how many samples, and what it was when the rank resumed.
         self._position: dict[str, Any] = {}
@@ -173,7 +173,7 @@ class Session:
         if not (self.checkpoints or self.process.job.is_in_memory):
             return None
         boxes = _own_boxes(into) if into is not None and _may_be_split() else None
-        found, place = self._recall(boxes)
+        found, place = self._load_from_memory(boxes)
         if found is not None:
             self._emit_loaded(found, place, [])
         else:
@@ -201,7 +201,7 @@ class Session:
 
         if not (self.checkpoints or self.process.job.is_in_memory):
             return None
-        found, url = self._recall(keep_none)
+        found, url = self._load_from_memory(keep_none)
         if found is None:
             found, url, self._skipped = self.open_checkpoints().load_latest(function_world(), keep_none)
         if found is None:
@@ -210,7 +210,7 @@ class Session:
         values: dict[str, Any] = found["state"]
         return values
 
-    def _recall(self, box_of: BoxOf | None) -> tuple[dict[str, Any] | None, str]:
+    def _load_from_memory(self, box_of: BoxOf | None) -> tuple[dict[str, Any] | None, str]:
         """Return the newest state in memory, and where it was, unless the store has one as new. For all ranks together.
 
         Args:
@@ -220,13 +220,13 @@ class Session:
             self.process.free_parts()
             return None, ""
         from flyte_ddp.checkpoints.resharding import keep_all
-        from flyte_ddp.rank.recall import recall_for_function
+        from flyte_ddp.rank.memory_load import load_for_function
 
-        self._num_recalls += 1
-        key = f"flyte_ddp/recall-{self._num_recalls}"
-        recalled = recall_for_function(self.process, self.open_store, key, self.open_checkpoints(), box_of or keep_all)
-        self._skipped = [*self._skipped, *recalled.skipped]
-        return recalled.state, recalled.place
+        self._num_memory_loads += 1
+        key = f"flyte_ddp/memory-load-{self._num_memory_loads}"
+        loaded = load_for_function(self.process, self.open_store, key, self.open_checkpoints(), box_of or keep_all)
+        self._skipped = [*self._skipped, *loaded.skipped]
+        return loaded.state, loaded.place
 
     def _load_parts(self, box_of: BoxOf) -> dict[str, Any] | None:
         """Return what this rank keeps of the newest checkpoint in the store, which all ranks read together."""

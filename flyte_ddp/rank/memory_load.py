@@ -21,7 +21,7 @@ from flyte_ddp.world import ALONE, World
 
 
 @dataclass
-class Recalled:
+class LoadedState:
     """A state from memory, and where it was; or None, and why one that is there cannot be used."""
 
     state: dict[str, Any] | None = None
@@ -30,13 +30,13 @@ class Recalled:
     skipped: list[str] = field(default_factory=list)
 
 
-def recall(
+def load_from_memory(
     world: World,
     process: RankProcess,
     store: CheckpointStore,
     box_of: BoxOf,
     needed_step: Callable[[dict[str, Any]], int],
-) -> Recalled:
+) -> LoadedState:
     """Return the newest state in the memory of the nodes, unless the store has one as new. Every rank calls it.
 
     If the store is away, what it has is not waited for, and counts only as the checkpoint of the best epoch.
@@ -50,7 +50,7 @@ def recall(
     steps = [int(step) for step in world.all_gather(kept.step if kept else 0)]
     newest, states = max(steps), find_states(process, world)
     if not newest and not states:
-        return Recalled()
+        return LoadedState()
     # The driver has asked the store since the last attempt ended: its answer is not waited for once more.
     stored = process.job.stored
     newest_stored = 0 if process.job.is_store_away else max(stored, default=0)
@@ -68,32 +68,32 @@ def recall(
         needed = needed_step(state)
         if needed in (0, each.step, *stored):
             store.retention.resumed = f"{checkpoint_name(each.step)}.json"
-            return Recalled(state, place, (each.attempt, each.turn), skipped)
+            return LoadedState(state, place, (each.attempt, each.turn), skipped)
         skipped.append(f"{refusal}the store has no checkpoint of the best epoch, at step {needed}")
     if newest <= newest_stored:
-        return Recalled(skipped=skipped)
+        return LoadedState(skipped=skipped)
     kept = kept if kept and kept.step == newest else None
     reader = steps.index(newest)
     digest = world.broadcast_object(kept.digest if kept else "", reader)
     place = place_of([reader], process, world)
     refusal = f"the state of step {newest} in {place} is not used: "
     if world.all_reduce(float(kept is not None and kept.digest != digest))[0]:
-        return Recalled(skipped=[f"{refusal}it is not that of another node"])
+        return LoadedState(skipped=[f"{refusal}it is not that of another node"])
     try:
         state = _read_together(kept, world, box_of, reader, is_everywhere=min(steps) == newest)
     except Damaged as damage:
-        return Recalled(skipped=[f"{refusal}{damage}"])
+        return LoadedState(skipped=[f"{refusal}{damage}"])
     needed = needed_step(state)
     if needed not in (0, newest, *stored):
-        return Recalled(skipped=[f"{refusal}the store has no checkpoint of the best epoch, at step {needed}"])
+        return LoadedState(skipped=[f"{refusal}the store has no checkpoint of the best epoch, at step {needed}"])
     store.retention.resumed = f"{checkpoint_name(newest)}.json"  # older ones are removed as if it were in the store
-    return Recalled(state, place)
+    return LoadedState(state, place)
 
 
-def recall_for_function(
+def load_for_function(
     process: RankProcess, open_store: Callable[[], Store], key: str, checkpoints: CheckpointStore, box_of: BoxOf
-) -> Recalled:
-    """Return the newest state in memory as `recall` does, for ranks that may have no process group.
+) -> LoadedState:
+    """Return the newest state in memory as `load_from_memory` does, for ranks that may have no process group.
 
     Args:
         open_store: returns the store where the ranks meet, in which `key` is this call's alone.
@@ -105,9 +105,9 @@ def recall_for_function(
         store = PrefixStore(key, open_store().clone())  # other threads use the connection of the first one
         group = ProcessGroupGloo(store, rank, world_size, timedelta(seconds=process.job.program.stall_timeout))
     world = World(rank, process.local_rank, world_size, torch.device("cpu"), group)
-    recalled = recall(world, process, checkpoints, box_of, lambda state: 0)
-    process.free_parts(*recalled.saved)
-    return recalled
+    loaded = load_from_memory(world, process, checkpoints, box_of, lambda state: 0)
+    process.free_parts(*loaded.saved)
+    return loaded
 
 
 def _read_together(kept: Kept | None, world: World, box_of: BoxOf, reader: int, is_everywhere: bool) -> dict[str, Any]:

@@ -24,13 +24,13 @@ def keep_beating(beat: Callable[[], None]) -> Iterator[None]:
     """
     is_over = threading.Event()
 
-    def run() -> None:
+    def beat_until_over() -> None:
         deadline = time.monotonic() + MAX_OPERATION_SECONDS
         while time.monotonic() < deadline and not is_over.wait(BEAT_INTERVAL):
             beat()
 
     beat()
-    thread = threading.Thread(target=run, name="beats", daemon=True)
+    thread = threading.Thread(target=beat_until_over, name="beats", daemon=True)
     thread.start()
     try:
         yield

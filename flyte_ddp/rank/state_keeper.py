@@ -34,7 +34,7 @@ MAX_BUFFER_BYTES = 16 << 20  # of buffers that are copied before each step: 1 ms
 logger = logging.getLogger(__name__)
 
 
-class LastBreath:
+class StateKeeper:
     """One rank's part in it.
 
     Args:

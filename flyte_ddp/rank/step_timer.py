@@ -27,7 +27,7 @@ _waited = 0.0  # seconds that Python has waited for collectives in this process
 _is_waiting = False
 
 
-class Pace:
+class StepTimer:
     """The account of one rank.
 
     Args:
@@ -187,38 +187,38 @@ def watch_ddp(publish: Callable[[int, list[float]], None], send_device: Callable
     """
     from torch.nn.parallel import DistributedDataParallel
 
-    pace: _FunctionPace | None = None
-    reports = Pace(publish, torch.device("cpu"))
+    timer: _FunctionTimer | None = None
+    reports = StepTimer(publish, torch.device("cpu"))
     models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
     forward: Any = DistributedDataParallel.forward
 
     def note_report() -> None:
-        if pace is None:
+        if timer is None:
             reports.end_step()
             reports.begin(STEP)
 
     def timed(self: nn.Module, *inputs: Any, **options: Any) -> Any:
-        nonlocal pace
+        nonlocal timer
         if torch.compiler.is_compiling() or not (self.training and torch.is_grad_enabled()):
             return forward(self, *inputs, **options)
-        if pace is None:
+        if timer is None:
             device = next(self.parameters()).device
-            pace = _FunctionPace(publish, device)
-            pace.num_steps, pace.seconds = reports.num_steps, reports.seconds
+            timer = _FunctionTimer(publish, device)
+            timer.num_steps, timer.seconds = reports.num_steps, reports.seconds
             send_device(device_name(device))
         if self not in models:
             models.add(self)
-            pace.watch(self)
-        pace.begin_forward()
+            timer.watch(self)
+        timer.begin_forward()
         outputs = forward(self, *inputs, **options)
-        pace.begin(BACKWARD)
+        timer.begin(BACKWARD)
         return outputs
 
     DistributedDataParallel.forward = timed  # type: ignore[method-assign]
     return note_report
 
 
-class _FunctionPace(Pace):
+class _FunctionTimer(StepTimer):
     """The account of a function, whose backward pass only its gradients show."""
 
     _is_ending = False

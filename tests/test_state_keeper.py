@@ -27,8 +27,8 @@ from flyte_ddp.launch.process.programs import Job, Program, recipe_program
 from flyte_ddp.launch.process.ranks import NodeRanks
 from flyte_ddp.launch.run import _Call
 from flyte_ddp.launch.survivors import Survivors
-from flyte_ddp.rank.last_breath import LastBreath
-from flyte_ddp.rank.recall import recall
+from flyte_ddp.rank.memory_load import load_from_memory
+from flyte_ddp.rank.state_keeper import StateKeeper
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.world import ALONE
 from tests.kubernetes.store import Store
@@ -252,11 +252,11 @@ def test_a_rank_has_the_longer_the_larger_its_state_is(monkeypatch):
 
 
 def test_one_line_says_that_a_model_with_large_buffers_is_not_kept(monkeypatch, caplog):
-    monkeypatch.setattr("flyte_ddp.rank.last_breath.MAX_BUFFER_BYTES", 8)
+    monkeypatch.setattr("flyte_ddp.rank.state_keeper.MAX_BUFFER_BYTES", 8)
     world = dataclasses.replace(ALONE, world_size=2)
     process = SimpleNamespace(memory=SimpleNamespace(path=""), link=SimpleNamespace())
     for model, is_kept in ((torch.nn.BatchNorm1d(1), False), (torch.nn.Linear(1, 1), True)):
-        with LastBreath(model, world, dict, lambda: 0).may_keep(process, is_compiled=False, is_sharded=False):
+        with StateKeeper(model, world, dict, lambda: 0).may_keep(process, is_compiled=False, is_sharded=False):
             assert hasattr(process.link, "on_keep") == is_kept
     assert caplog.messages == [
         "a model with 16 bytes of buffers, more than 8, is not kept in memory when a rank is lost: `memory_interval` "
@@ -279,49 +279,49 @@ def memory_with(step=5, run="run", attempt=0, epochs=(), spoil=False, version=No
     return memory
 
 
-def recalled(memory, directory, counted=(0,), needed=0, stored=(), known=None, world=ALONE):
+def loaded(memory, directory, counted=(0,), needed=0, stored=(), known=None, world=ALONE):
     file, kept = memory.begin(counted)
     rank, size = world.rank, world.world_size
     node = NodeRanks(rank, 1, size, "127.0.0.1", 0, "lo", False, 1, node_rank=rank, num_nodes=size, run_id="run")
     job = Job(None, "", 0.0, stored=known or tuple(stored), is_store_away=known is not None)
     process = RankProcess(job, node, 0, None, None, file, kept)
     store = CheckpointStore(str(directory), 2)
-    found = recall(world, process, store, lambda place, tensor: None, lambda state: needed)
+    found = load_from_memory(world, process, store, lambda place, tensor: None, lambda state: needed)
     return (found.state and found.state["progress"]["step"]), found.skipped
 
 
 def test_a_state_in_memory_is_used_if_it_is_newer_whole_and_counts(tmp_path):
-    assert recalled(memory_with(), tmp_path) == (5, [])
-    assert recalled(memory_with(), tmp_path, stored=[4]) == (5, [])
-    assert recalled(memory_with(), tmp_path, stored=[4], needed=4) == (5, [])
-    assert recalled(memory_with(), tmp_path, known=()) == (5, [])  # the store is away
-    assert recalled(memory_with(), tmp_path, known=(3, 5), needed=3) == (5, [])
-    assert recalled(memory_with(), tmp_path, needed=5) == (5, [])  # its own epoch is the best: it is saved again
+    assert loaded(memory_with(), tmp_path) == (5, [])
+    assert loaded(memory_with(), tmp_path, stored=[4]) == (5, [])
+    assert loaded(memory_with(), tmp_path, stored=[4], needed=4) == (5, [])
+    assert loaded(memory_with(), tmp_path, known=()) == (5, [])  # the store is away
+    assert loaded(memory_with(), tmp_path, known=(3, 5), needed=3) == (5, [])
+    assert loaded(memory_with(), tmp_path, needed=5) == (5, [])  # its own epoch is the best: it is saved again
 
 
 def test_a_state_in_memory_that_is_not_right_is_not_used(tmp_path):
-    assert recalled(memory_with(), tmp_path, counted=()) == (None, [])  # an exception ended the attempt
-    assert recalled(memory_with(run="another"), tmp_path) == (None, [])
-    assert recalled(memory_with(version="1.0"), tmp_path) == (None, [])
+    assert loaded(memory_with(), tmp_path, counted=()) == (None, [])  # an exception ended the attempt
+    assert loaded(memory_with(run="another"), tmp_path) == (None, [])
+    assert loaded(memory_with(version="1.0"), tmp_path) == (None, [])
     place = "the state of step 5 in this node's memory is not used: "
     damaged = "its checksum is not the one that was recorded when it was written"
-    assert recalled(memory_with(spoil=True), tmp_path) == (None, [place + damaged])
+    assert loaded(memory_with(spoil=True), tmp_path) == (None, [place + damaged])
     best = "the store has no checkpoint of the best epoch, at step 3"
-    assert recalled(memory_with(), tmp_path, needed=3) == (None, [place + best])
-    assert recalled(memory_with(), tmp_path, stored=[5]) == (None, [])
+    assert loaded(memory_with(), tmp_path, needed=3) == (None, [place + best])
+    assert loaded(memory_with(), tmp_path, stored=[5]) == (None, [])
 
 
-def recall_on_two_nodes(world, store, directory):
+def load_on_two_nodes(world, store, directory):
     """Two nodes have the same state, different ones of one step, or those of two steps: what they go on from."""
     both = [{"digest": "same"}, {"digest": str(world.rank)}, {"step": 5 - world.rank}]
-    return [recalled(memory_with(**values), Path(directory), world=world) for values in both]
+    return [loaded(memory_with(**values), Path(directory), world=world) for values in both]
 
 
 @pytest.mark.slow
 def test_two_nodes_that_disagree_go_on_from_the_store(tmp_path):
     refusal = "the state of step 5 in node 0's memory is not used: it is not that of another node"
     expected = [(5, []), (None, [refusal]), (5, [])]
-    assert run_gang(2, recall_on_two_nodes, str(tmp_path)) == [expected] * 2
+    assert run_gang(2, load_on_two_nodes, str(tmp_path)) == [expected] * 2
 
 
 def test_the_state_that_counts_stays_until_a_newer_one_does():
