@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from moto.server import ThreadedMotoServer
 
 from flyte_ddp import load_champion
 from flyte_ddp.errors import (
@@ -31,29 +30,8 @@ from flyte_ddp.promotion.champion import ChampionStore, Manifest
 from flyte_ddp.storage import Storage
 from tests.kubernetes.store import FORBIDDEN, Store
 from tests.support.dask_runs import eventually
-from tests.support.emulators import KINDS, abfs, gs  # noqa: F401 - fixtures
+from tests.support.emulators import KINDS, abfs, gs, place_url, s3, s3_bucket  # noqa: F401 - fixtures
 from tests.support.runs import to_safetensors
-
-
-@pytest.fixture(scope="module")
-def bucket():
-    """The URL of an empty bucket on an S3 server of this machine, which the environment names."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        patch.setenv("AWS_ACCESS_KEY_ID", "test")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        import s3fs
-
-        s3fs.S3FileSystem.clear_instance_cache()
-        name = f"bucket-{uuid.uuid4().hex}"
-        s3fs.S3FileSystem().mkdir(name)
-        yield f"s3://{name}"
-        s3fs.S3FileSystem.clear_instance_cache()
-    server.stop()
 
 
 @pytest.fixture
@@ -72,18 +50,6 @@ def guarded_store(monkeypatch):
     yield store
     s3fs.S3FileSystem.clear_instance_cache()
     store.stop()
-
-
-@pytest.fixture(params=["disk", "s3", "memory", *KINDS])
-def url(request, tmp_path):
-    """A place without a champion: on a disk, in a bucket, and in a store that knows no condition for a put."""
-    if request.param == "disk":
-        return str(tmp_path / "champion")
-    if request.param in ("gs", "abfs"):
-        return request.getfixturevalue(request.param).new_bucket() + "/champion"
-    if request.param == "s3":
-        return f"{request.getfixturevalue('bucket')}/{uuid.uuid4().hex}"
-    return f"memory://{uuid.uuid4().hex}"
 
 
 def state_file(number):

@@ -10,33 +10,20 @@ import os
 import signal
 import threading
 import time
-import uuid
 from pathlib import Path
 
 import pytest
 import torch
 
-from flyte_ddp.checkpoints import newest_step, ownership
+from flyte_ddp.checkpoints import ownership, stored_steps
 from flyte_ddp.checkpoints.ownership import OWNER, Ownership, check_owner, read_owner
 from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.errors import ConfigError, StorageUnavailable
 from flyte_ddp.storage import Storage
-from tests.support.emulators import KINDS, abfs, gs  # noqa: F401 - fixtures
+from tests.support.emulators import abfs, gs, place_url, s3  # noqa: F401 - fixtures
 from tests.support.runs import new_run
-from tests.test_champion import bucket  # noqa: F401 - a fixture
 
 ELSEWHERE = {"machine": "another", "host": "other-host"}
-
-
-@pytest.fixture(params=["disk", "s3", "memory", *KINDS])
-def url(request, tmp_path):
-    if request.param == "disk":
-        return str(tmp_path / "run")
-    if request.param in ("gs", "abfs"):
-        return request.getfixturevalue(request.param).new_bucket() + "/run"
-    if request.param == "s3":
-        return f"{request.getfixturevalue('bucket')}/{uuid.uuid4().hex}"
-    return f"memory://{uuid.uuid4().hex}"
 
 
 def owns(url, run=""):
@@ -100,7 +87,7 @@ def test_ranks_hold_what_they_write_until_a_store_that_was_away_has_their_token(
         store.save({"weight": torch.zeros(3)}, 1, best=False)
         is_back.set()
         store.wait()
-        assert newest_step(str(tmp_path)) == 1
+        assert stored_steps(str(tmp_path)) == [1]
         for token in (first, second):
             with pytest.raises(ConfigError, match="belongs to run f1-n0"):
                 check_owner(storage, token)

@@ -23,9 +23,9 @@ from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage.weights import from_bytes
 from tasks.retrain import plan_retraining
+from tests.support.emulators import s3, s3_bucket  # noqa: F401 - fixtures
 from tests.support.recipes import Tiny
 from tests.support.runs import new_run
-from tests.test_champion import bucket  # noqa: F401 - a fixture
 
 TINY = "tests.support.recipes.Tiny"
 
@@ -448,7 +448,7 @@ def test_a_retry_after_a_promotion_writes_the_record_that_was_not_written(store,
         judge(store, make(seed=2), PromotionCriteria(), model_state(1))
 
 
-def test_a_challenge_is_judged_in_a_bucket_as_on_a_disk(bucket, make):  # noqa: F811
+def test_a_challenge_is_judged_in_a_bucket_as_on_a_disk(bucket, make):
     store = ChampionStore(f"{bucket}/retrain")
     assert judge(store, make(), PromotionCriteria(), model_state(5)).outcome == Outcome.PROMOTED_FIRST
     planned = plan(store, make("5"), PromotionCriteria())
@@ -596,7 +596,7 @@ def test_bad_input_is_refused_before_anything_is_trained(retrain, inputs, expect
     assert "epoch" not in "".join(capfd.readouterr())
 
 
-def test_the_default_champion_is_shared_and_outside_the_raw_output_prefix(bucket, make):  # noqa: F811
+def test_the_default_champion_is_shared_and_outside_the_raw_output_prefix(bucket, make):
     from flyte_ddp.flytekit_plugin.flyte_context import Execution
     from tasks.retrain import _default_champion
 

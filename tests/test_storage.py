@@ -32,7 +32,7 @@ def store():
 
 @pytest.fixture
 def url(store):
-    return store.fill({"": b""}).replace("/images", "/run")
+    return store.new_bucket() + "/run"
 
 
 @pytest.fixture(params=["disk", "s3", *KINDS])

@@ -14,22 +14,13 @@ EXPORTED_STATE = "model_state.safetensors"  # in that directory, with the tensor
 WRITE_GRACE = 20.0  # seconds in which a checkpoint that is being written may be completed after a rank has failed
 
 
-def newest_step(url: str, timeout: float | None = None) -> int:
-    """Return the step of the newest checkpoint at `url`, from which the next attempt resumes; 0 if there is none.
-
-    Args:
-        timeout: seconds in which requests are repeated; None for the store's default.
+def stored_steps(url: str) -> list[int]:
+    """Return the steps of the checkpoints at `url`. Asks the store once.
 
     Raises:
         StorageUnavailable, StorageDenied: what is there could not be found out.
     """
-    return max(stored_steps(url, timeout), default=0)
-
-
-def stored_steps(url: str, timeout: float | None = None) -> list[int]:
-    """Return the steps of the checkpoints at `url`. Arguments and errors as of `newest_step`."""
-    storage = Storage(url) if timeout is None else Storage(url, timeout=timeout)
-    return steps_among(storage.names())
+    return steps_among(Storage(url, timeout=0).names())
 
 
 def steps_among(names: Iterable[str]) -> list[int]:

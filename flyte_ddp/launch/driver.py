@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from flyte_ddp import events
-from flyte_ddp.checkpoints import newest_step, stored_steps
+from flyte_ddp.checkpoints import stored_steps
 from flyte_ddp.checkpoints.ownership import Ownership
 from flyte_ddp.errors import (
     ConfigError,
@@ -252,7 +252,7 @@ class _Driver:
     def _newest_step(self) -> int:
         """Return the step of the newest checkpoint in the store; -1 if that is not known."""
         with contextlib.suppress(StorageUnavailable):
-            self.stored = stored_steps(self.run.storage.url, timeout=0) if self.run.storage else []
+            self.stored = stored_steps(self.run.storage.url) if self.run.storage else []
             return max(self.stored, default=0)
         return -1
 
@@ -369,7 +369,7 @@ def _say_where_to_resume(job: Job) -> Iterator[None]:
         hint = ""
         if job.checkpoints and job.is_kept:
             with contextlib.suppress(StorageUnavailable, ConfigError):  # then nobody knows
-                step, place = newest_step(job.checkpoints, timeout=0), redact_url(job.checkpoints)
+                step, place = max(stored_steps(job.checkpoints), default=0), redact_url(job.checkpoints)
                 hint = f". Its checkpoints are in {place}: the same run resumes there, at step {step}"
                 if not step:
                     hint = f". No checkpoint is in {place}: the same run starts at step 0"

@@ -1,6 +1,6 @@
-"""Google's and Azure's stores on this machine: fake-gcs-server, which Go builds, and Azurite from npm.
+"""Stores on this machine, as fixtures: moto for S3, fake-gcs-server, which Go builds, and Azurite from npm.
 
-Azurite checks keys, the other does not. `make emulators` fetches them, which needs Go and npm.
+Azurite checks keys, the others do not. `make emulators` fetches those that are no packages of Python: it needs Go, npm.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from flyte_ddp.storage import open_filesystem
+from tests.support.image_store import running_store
 from tests.support.ports import free_port
 
 REPOSITORY = Path(__file__).parents[2]
@@ -118,3 +119,25 @@ def running(kind):
 
 
 gs, abfs = running("gs"), running("abfs")
+
+
+@pytest.fixture(scope="module")
+def s3():
+    with running_store() as store:
+        yield store
+
+
+@pytest.fixture(name="bucket")
+def s3_bucket(s3):
+    """The URL of an empty bucket on an S3 server of this machine, which the environment names."""
+    return s3.new_bucket()
+
+
+@pytest.fixture(params=["disk", "s3", "memory", *KINDS], name="url")
+def place_url(request, tmp_path):
+    """An empty place: on a disk, in a bucket of each kind, and in a store that knows no condition for a put."""
+    if request.param == "disk":
+        return str(tmp_path / "place")
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4().hex}"
+    return request.getfixturevalue(request.param).new_bucket() + "/place"

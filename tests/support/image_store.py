@@ -103,20 +103,24 @@ class ImageStore:
         start_response(*answer[:2])
         return [body]
 
-    def fill(self, tree):
-        """A new bucket with the files of `tree`, which anybody may read: its URL."""
+    def new_bucket(self):
+        """The URL of a bucket that is empty."""
         bucket = f"bucket-{uuid.uuid4().hex}"
-        backend = s3_backends["123456789012"]["aws"]
-        backend.create_bucket(bucket, "us-east-1")
+        s3_backends["123456789012"]["aws"].create_bucket(bucket, "us-east-1")
+        return f"s3://{bucket}"
+
+    def fill(self, tree):
+        """The URL of `tree`'s files in a new bucket, which anybody may read."""
+        url = f"{self.new_bucket()}/images"
         for name, contents in tree.items():
-            backend.put_object(bucket, f"images/{name}", contents).set_acl(get_canned_acl("public-read"))
-        return f"s3://{bucket}/images"
+            self.put(url, name, contents).set_acl(get_canned_acl("public-read"))
+        return url
 
     def delete(self, url, name):
         s3_backends["123456789012"]["aws"].delete_object(url.split("/")[2], f"images/{name}")
 
     def put(self, url, name, contents):
-        s3_backends["123456789012"]["aws"].put_object(url.split("/")[2], f"images/{name}", contents)
+        return s3_backends["123456789012"]["aws"].put_object(url.split("/")[2], f"images/{name}", contents)
 
     def asked_for(self, name):
         """The methods of the requests for the object."""
