@@ -69,8 +69,8 @@ UNKNOWN_IMAGE = "unknown.invalid/image"  # stands for the image of a task's pod 
 class Finding:
     """The result of a check, with its remedy if it is not good."""
 
-    level: str  # GOOD, WARNING, BAD or UNKNOWN
     text: str
+    level: str = BAD  # or GOOD, WARNING, UNKNOWN
     # STARTING: the operator may be there in a minute; NODES: they may be others when Flyte tries again; PULLING: the
     # first start pulls the image
     passes: str = ""
@@ -114,7 +114,7 @@ def run_checks(setup: Setup) -> tuple[list[Finding], list[str]]:
                 raise
             unseen.append(what)
         else:
-            findings += [Finding(GOOD, what)] * (len(findings) == num_before)
+            findings += [Finding(what, GOOD)] * (len(findings) == num_before)
         if check in (_check_access, _check_namespace) and any(each.level == BAD for each in findings[num_before:]):
             break  # everything else would fail for the same reason
     return findings, unseen
@@ -125,31 +125,28 @@ def _check_access(setup: Setup) -> Iterator[Finding]:
         call("VersionApi", "get_code")
     except ApiRefused as error:  # it refuses, has no valid certificate, or is not named
         yield Finding(
-            BAD,
             f"this process has no access to a Kubernetes API server ({error}); set KUBECONFIG to a valid "
-            "kubeconfig, or run in a pod whose service account's token is mounted",
+            "kubeconfig, or run in a pod whose service account's token is mounted"
         )
 
 
 def _check_config(setup: Setup) -> Iterator[Finding]:
     if not _worker_image(setup):
         yield Finding(
-            BAD,
             "no image is set, and this process runs in no pod whose image could be used; set `kubernetes.image` in the "
-            "cluster's configuration to an image built from this project's Dockerfile",
+            "cluster's configuration to an image built from this project's Dockerfile"
         )
     pods = setup.config.kubernetes
     if quantity(pods.shared_memory) > quantity(pods.worker_memory):
         yield Finding(
-            BAD,
             f"shared_memory ({pods.shared_memory}) is a part of worker_memory, which is {pods.worker_memory} only; "
-            "raise worker_memory or lower shared_memory",
+            "raise worker_memory or lower shared_memory"
         )
     if setup.allowed is not None:
         try:
             check_allowed(setup.config, setup.allowed, setup.namespace)
         except ConfigError as error:
-            yield Finding(BAD, f"the tasks would refuse this cluster: {error}; add the value there and register again")
+            yield Finding(f"the tasks would refuse this cluster: {error}; add the value there and register again")
 
 
 def _check_kinds(setup: Setup) -> Iterator[Finding]:
@@ -157,13 +154,12 @@ def _check_kinds(setup: Setup) -> Iterator[Finding]:
     missing = sorted(KINDS - {each.name for each in known.resources}) if known else []
     if known is None:
         yield Finding(
-            BAD,
             f"the Dask operator is not installed: this Kubernetes cluster does not know {PLURAL}.{GROUP}; "
-            "install it as in deploy/README.md",
+            "install it as in deploy/README.md"
         )
     elif missing:
         level = BAD if NEEDED_KINDS & set(missing) else WARNING
-        yield Finding(level, f"the API server does not know {', '.join(missing)} of {GROUP}; {UPGRADE}")
+        yield Finding(f"the API server does not know {', '.join(missing)} of {GROUP}; {UPGRADE}", level)
 
 
 def _check_operator(setup: Setup) -> Iterator[Finding]:
@@ -172,7 +168,6 @@ def _check_operator(setup: Setup) -> Iterator[Finding]:
     operators = [each for each in deployments if _is_operator(each)]
     if not operators:
         yield Finding(
-            BAD,
             "the Dask operator does not run: no Deployment of any namespace runs it, so nothing makes pods of a "
             "DaskCluster; install it as in deploy/README.md",
             passes=STARTING,
@@ -182,14 +177,12 @@ def _check_operator(setup: Setup) -> Iterator[Finding]:
         name = f"deployment {operator.metadata.name}"
         if operator.spec.replicas == 0:
             yield Finding(
-                BAD,
                 "the Dask operator does not run: it is scaled to 0, so nothing makes pods of a DaskCluster; start it: "
                 f"kubectl {where} scale {name} --replicas=1",
                 passes=STARTING,
             )
         elif not (operator.status and operator.status.available_replicas):
             yield Finding(
-                BAD,
                 f"the Dask operator is installed but not running ({operator.metadata.namespace}/"
                 f"{operator.metadata.name} has no available pod); find out why with: kubectl {where} describe {name}",
                 passes=STARTING,
@@ -216,27 +209,26 @@ def _compare_version(operator: Any) -> Finding:
         installed = image.rpartition(":")[2]
     where = f"{image} in namespace {operator.metadata.namespace}"
     if not installed:
-        return Finding(UNKNOWN, f"the version of the operator {where}; install.sh labels the pod of one that it makes")
+        return Finding(f"the version of the operator {where}; install.sh labels the pod of one that it makes", UNKNOWN)
     if installed != pinned:
         return Finding(
-            WARNING, f"the operator has version {installed}, and this package pins {pinned}: {where}; {UPGRADE}"
+            f"the operator has version {installed}, and this package pins {pinned}: {where}; {UPGRADE}", WARNING
         )
-    return Finding(GOOD, f"the operator has the pinned version {pinned}: {where}")
+    return Finding(f"the operator has the pinned version {pinned}: {where}", GOOD)
 
 
 def _check_namespace(setup: Setup) -> Iterator[Finding]:
     namespace = find("CoreV1Api", "read_namespace", setup.namespace)
     if namespace is None:
         yield Finding(
-            BAD,
             f"namespace {setup.namespace} does not exist; create it with kubectl create namespace {setup.namespace}, "
-            "or name another in the cluster's configuration",
+            "or name another in the cluster's configuration"
         )
     elif (namespace.metadata.labels or {}).get(PSA, "privileged") == "privileged":
         yield Finding(
-            WARNING,
             f"namespace {setup.namespace} lets privileged pods in; refuse them: "
             f"kubectl label --overwrite namespace {setup.namespace} {PSA}=baseline",
+            WARNING,
         )
 
 
@@ -263,7 +255,7 @@ def _check_rights(setup: Setup) -> Iterator[Finding]:
     else:
         who = "this pod's service account" if is_in_pod() else "the kubeconfig's user"
         remedy = "have deploy/rbac.yaml applied to that namespace and bound to it"
-    yield Finding(BAD, f"{who} may not {', '.join(missing)} in namespace {namespace}; {remedy}")
+    yield Finding(f"{who} may not {', '.join(missing)} in namespace {namespace}; {remedy}")
 
 
 def _check_references(setup: Setup) -> Iterator[Finding]:
@@ -284,7 +276,7 @@ def _check_references(setup: Setup) -> Iterator[Finding]:
     ]
     if missing:
         yield Finding(
-            BAD, f"namespace {setup.namespace} has no {', no '.join(missing)}; see deploy/README.md, Rights and Secrets"
+            f"namespace {setup.namespace} has no {', no '.join(missing)}; see deploy/README.md, Rights and Secrets"
         )
 
 
@@ -305,9 +297,8 @@ def _check_quotas(setup: Setup) -> Iterator[Finding]:
             for who, (need, remedy) in needs.items():
                 if need.get(resource, Decimal(0)) > quantity(limit):
                     yield Finding(
-                        BAD,
                         f"quota {quota.metadata.name} of namespace {setup.namespace} allows {resource} up to {limit}, "
-                        f"and {who} needs {short(need[resource])}; {remedy}, or have the quota raised",
+                        f"and {who} needs {short(need[resource])}; {remedy}, or have the quota raised"
                     )
 
 
@@ -318,7 +309,7 @@ def _requests(setup: Setup, role: str) -> dict[str, Decimal]:
 
 def _check_nodes(setup: Setup) -> Iterator[Finding]:
     if setup.config.kubernetes.autoscaled_nodes:
-        yield Finding(UNKNOWN, "whether the pods fit on nodes: they are made on demand")
+        yield Finding("whether the pods fit on nodes: they are made on demand", UNKNOWN)
         return
     nodes = call("CoreV1Api", "list_node").items
     fits = True
@@ -328,7 +319,6 @@ def _check_nodes(setup: Setup) -> Iterator[Finding]:
             fits = False
             counts = "; ".join(f"{reasons.count(reason)} {reason}" for reason in sorted(set(reasons)))
             yield Finding(
-                BAD,
                 f"no node could ever run a {role} pod, which requests {describe(_requests(setup, role))} (of "
                 f"{len(nodes)} nodes: {counts}); request less, correct {template}, or set autoscaled_nodes where nodes "
                 "are made on demand",
@@ -336,7 +326,7 @@ def _check_nodes(setup: Setup) -> Iterator[Finding]:
             )
     if fits and (problem := _find_lack_of_room(setup, nodes)):
         remedy = "request less, add nodes, or set autoscaled_nodes where nodes are made on demand"
-        yield Finding(BAD, f"{problem}; {remedy}", passes=NODES)
+        yield Finding(f"{problem}; {remedy}", passes=NODES)
 
 
 def _find_lack_of_room(setup: Setup, nodes: list[Any]) -> str:
@@ -402,24 +392,23 @@ def _check_images(setup: Setup) -> Iterator[Finding]:
         return  # a run's own driver may have pulled it on another node
     if image == UNKNOWN_IMAGE or setup.config.kubernetes.autoscaled_nodes:
         why = "it is not named" if image == UNKNOWN_IMAGE else "they are made on demand"
-        yield Finding(UNKNOWN, f"whether nodes can get the image: {why}")
+        yield Finding(f"whether nodes can get the image: {why}", UNKNOWN)
         return
     images = [node.status.images or [] for node in call("CoreV1Api", "list_node").items]
     if any(_short_name(image) == _short_name(name) for each in images for found in each for name in found.names or []):
-        yield Finding(GOOD, f"a node has the image {image}")
+        yield Finding(f"a node has the image {image}", GOOD)
     elif any(len(each) >= MAX_NODE_IMAGES for each in images):
-        yield Finding(UNKNOWN, f"whether a node has the image {image}: nodes name {MAX_NODE_IMAGES} images at most")
+        yield Finding(f"whether a node has the image {image}: nodes name {MAX_NODE_IMAGES} images at most", UNKNOWN)
     elif setup.config.kubernetes.image_pull_policy == "Never":
         yield Finding(
-            BAD,
             f"no node has the image {image}, and image_pull_policy is Never; correct `kubernetes.image`, or load the "
-            "image into the nodes",
+            "image into the nodes"
         )
     else:
         yield Finding(
-            WARNING,
             f"no node has the image {image} yet: the first start pulls it, or waits for it until start_timeout; see "
             "whether the registry has it: docker manifest inspect " + image,
+            WARNING,
             passes=PULLING,
         )
 
@@ -455,11 +444,11 @@ def _check_admission(setup: Setup) -> Iterator[Finding]:
                 remedy = setting if what.startswith("a task") else "correct `pod_template`"
             elif "quota" in refusal:
                 remedy = "wait for other runs to end, or have the quota raised"
-            yield Finding(BAD, f"the API server would refuse {what}: {refusal}; {remedy}")
+            yield Finding(f"the API server would refuse {what}: {refusal}; {remedy}")
     if _worker_image(setup) == UNKNOWN_IMAGE:
         yield Finding(
-            UNKNOWN,
             "whether policies admit the image: name it as kubernetes.image in --cluster, where the tasks name none",
+            UNKNOWN,
         )
         return
     cluster = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "DaskCluster", "spec": spec}
@@ -467,7 +456,7 @@ def _check_admission(setup: Setup) -> Iterator[Finding]:
     request = ("CustomObjectsApi", "create_namespaced_custom_object", GROUP, VERSION, namespace, PLURAL, cluster)
     if refusal := _dry_run(*request):
         remedy = "correct the cluster's configuration, or the lists in deploy/admission-policy.yaml and apply it"
-        yield Finding(BAD, f"the API server would refuse the DaskCluster: {refusal}; {remedy}")
+        yield Finding(f"the API server would refuse the DaskCluster: {refusal}; {remedy}")
 
 
 def _dry_run(*request: Any, **body: Any) -> str:
@@ -519,16 +508,16 @@ def _task_template(setup: Setup) -> tuple[dict[str, Any], str]:
 def _check_policies(setup: Setup) -> Iterator[Finding]:
     if find("NetworkingV1Api", "read_namespaced_network_policy", "flyte-ddp", setup.namespace) is None:
         yield Finding(
-            WARNING,
             f"namespace {setup.namespace} lacks the policy that keeps everybody away until a run's own is there; apply "
             f"it: kubectl --namespace {setup.namespace} apply -f deploy/networkpolicy.yaml",
+            WARNING,
         )
     names = [each.metadata.name for each in call("AppsV1Api", "list_daemon_set_for_all_namespaces").items]
     if not any(part in name for name in names for part in ENFORCERS):
         yield Finding(
-            UNKNOWN,
             f"no DaemonSet is known to enforce NetworkPolicies ({', '.join(ENFORCERS)}); the log of a run's driver "
             "warns if none does",
+            UNKNOWN,
         )
 
 

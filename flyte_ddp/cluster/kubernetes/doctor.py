@@ -34,8 +34,8 @@ DRIVER = "driver"  # the class of tasks that drive a cluster
 def diagnose(
     config: ClusterConfig,
     service_account: str,
-    tasks: Mapping[str, Mapping[str, str]] | None = None,
-    pod_template: str = "",
+    tasks: Mapping[str, Mapping[str, str]],
+    pod_template: str,
 ) -> tuple[list[Finding], int]:
     """Check the cluster that the kubeconfig names, for runs with this config whose tasks have `service_account`.
 
@@ -52,17 +52,17 @@ def diagnose(
     """
     with one_try():
         namespace, origin = _namespace(config, service_account)
-        findings, unseen = _check(config, service_account, tasks or {}, pod_template, namespace)
-    findings.insert(0, Finding(GOOD, f"namespace {namespace} is checked, {origin}"))
+        findings, unseen = _check(config, service_account, tasks, pod_template, namespace)
+    findings.insert(0, Finding(f"namespace {namespace} is checked, {origin}", GOOD))
     if not tasks:
         text = 'the tasks\' own pods were not checked; pass --tasks "$(python -m tasks requests --json)"'
-        findings.append(Finding(UNKNOWN, text))
+        findings.append(Finding(text, UNKNOWN))
     if unseen:
         findings.append(
             Finding(
-                UNKNOWN,
                 f"the kubeconfig's user may not see {', '.join(unseen)}, so nothing says whether a run could start; "
                 "ask with an administrator's kubeconfig",
+                UNKNOWN,
             )
         )
     if any(each.level == BAD for each in findings):
@@ -70,7 +70,7 @@ def diagnose(
     if unseen:
         return findings, 2
     pulled = " if its image can be pulled" * any(each.passes == PULLING for each in findings)
-    findings.append(Finding(GOOD, f"a run of {config.num_nodes} nodes could start in namespace {namespace}{pulled}"))
+    findings.append(Finding(f"a run of {config.num_nodes} nodes could start in namespace {namespace}{pulled}", GOOD))
     return findings, 0
 
 

@@ -156,7 +156,7 @@ def terminate_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def delete_cluster(name: str, namespace: str, uid: str, patience: float = DELETE_PATIENCE) -> None:
+def delete_cluster(name: str, namespace: str, uid: str) -> None:
     """Ask for the deletion of the cluster of this name, if it still has this uid.
 
     In the foreground: Kubernetes itself ends the pods, at once. In the background it would wait for the operator's
@@ -164,7 +164,7 @@ def delete_cluster(name: str, namespace: str, uid: str, patience: float = DELETE
     """
     request = ("CustomObjectsApi", "delete_namespaced_custom_object", GROUP, VERSION, namespace, PLURAL, name)
     options = {"propagationPolicy": "Foreground", "preconditions": {"uid": uid}}
-    call(*request, body=options, patience=patience, ignored=(404, 409))  # deleted already, or replaced by another's
+    call(*request, body=options, patience=DELETE_PATIENCE, ignored=(404, 409))  # gone, or another's by now
 
 
 def _create(
