@@ -194,8 +194,7 @@ class Mlflow(Listener):
                 metrics += _metrics(event.figures(), event.at, done)
         if not self._run:
             return
-        for first in range(0, len(metrics), MAX_METRICS):
-            self._call("POST", "runs/log-batch", run_id=self._id, metrics=metrics[first : first + MAX_METRICS])
+        self._log("metrics", metrics, MAX_METRICS)
         self._done = done  # only now: a try that failed is repeated whole
         if isinstance(status := items[-1], str):
             self._call("POST", "runs/update", run_id=self._id, status=status, end_time=_milliseconds(0))
@@ -228,23 +227,13 @@ class Mlflow(Listener):
         counts = ("num_train_samples", "num_test_samples", "num_steps")  # a function's are not known
         values |= {name: str(count) for name in counts if (count := getattr(event, name))}
         values |= {"data_fingerprint": event.data_fingerprint, "recipe_version": event.recipe_version}
-        parameters = [
-            {"key": name, "value": value[:MAX_VALUE]}
-            for name, value in {**_flat(self.config), **_flat(event.config), **values}.items()
-            if name not in known and value
-        ]
-        for first in range(0, len(parameters), MAX_PARAMETERS):
-            some = parameters[first : first + MAX_PARAMETERS]
-            self._call("POST", "runs/log-batch", run_id=self._id, params=some)
+        values = {**_flat(self.config), **_flat(event.config), **values}
+        parameters = _entries({name: value[:MAX_VALUE] for name, value in values.items() if name not in known})
+        self._log("params", parameters, MAX_PARAMETERS)
         self._run["data"]["params"] = [*self._run["data"].get("params", []), *parameters]
-        # A later attempt may have others.
-        tags = {"world_size": event.world_size, "num_nodes": event.num_nodes}
-        self._call(
-            "POST",
-            "runs/log-batch",
-            run_id=self._id,
-            tags=[{"key": name, "value": str(value)} for name, value in tags.items()],
-        )
+        # No parameters: a later attempt may have others.
+        tags = {"world_size": str(event.world_size), "num_nodes": str(event.num_nodes)}
+        self._log("tags", _entries(tags), MAX_PARAMETERS)
 
     def _open(self, event: RunStarted) -> None:
         """Find MLflow's run of this `run_id`, or create it."""
@@ -269,19 +258,15 @@ class Mlflow(Listener):
                 if axis := AXES.get(metric["key"].partition("/")[0]):
                     self._done[axis] = max(self._done[axis], float(metric.get("step", 0)))
         else:
-            tags = {
-                RUN_TAG: self.run_id,
-                "mlflow.note.content": self.notes or "",
-                "group": self.group or "",
-                "model": self.model_artifact,
-            }
+            tags = {RUN_TAG: self.run_id, "mlflow.note.content": self.notes or ""}
+            tags |= {"group": self.group or "", "model": self.model_artifact}
             created = self._call(
                 "POST",
                 "runs/create",
                 experiment_id=experiment,
                 run_name=self.name or self.run_id,
                 start_time=_milliseconds(event.at),
-                tags=[{"key": name, "value": value} for name, value in tags.items() if value],
+                tags=_entries(tags),
             )
             self._run = created["run"]
             self._run.setdefault("data", {})
@@ -303,6 +288,11 @@ class Mlflow(Listener):
                 self._request("PUT", path, contents, headers)
         elif root.scheme not in ("", "file"):  # the server's own disk, of which this process knows nothing
             write_file(f"{uri}/{name}", file, timeout=FILE_TIMEOUT)
+
+    def _log(self, kind: str, entries: list[dict[str, Any]], max_entries: int) -> None:
+        for first in range(0, len(entries), max_entries):
+            some = {kind: entries[first : first + max_entries]}
+            self._call("POST", "runs/log-batch", run_id=self._id, **some)
 
     def _call(self, method: str, path: str, /, **values: Any) -> dict[str, Any]:
         body = json.dumps(values).encode() if values else None
@@ -365,6 +355,11 @@ def _metrics(figures: Figures, at: float, done: dict[str, float]) -> list[dict[s
         for name, value in figures.values.items()
         if math.isfinite(value)  # not every store of MLflow's has the others
     ]
+
+
+def _entries(values: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return values that are not empty in MLflow's form."""
+    return [{"key": name, "value": value} for name, value in values.items() if value]
 
 
 def _milliseconds(at: float) -> int:
