@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,45 +50,32 @@ def load_from_memory(
         kept = None
     steps = [int(step) for step in world.all_gather(kept.step if kept else 0)]
     newest, states = max(steps), find_states(process, world)
-    if not newest and not states:
-        return LoadedState()
     # The driver has asked the store since the last attempt ended: its answer is not waited for once more.
     stored = process.job.stored
     newest_stored = 0 if process.job.is_store_away else max(stored, default=0)
-    skipped = []
-    for each in states:
-        if each.step <= max(newest, newest_stored):
-            break
-        place = place_of(each.readers, process, world)
-        refusal = f"the state of step {each.step} in {place} is not used: "
+    found: list[tuple[int, list[int], tuple[int, int], Callable[[], dict[str, Any]]]] = [
+        (each.step, each.readers, (each.attempt, each.turn), partial(read_state, each, process, world, box_of))
+        for each in states
+        if each.step > max(newest, newest_stored)
+    ]
+    if newest > newest_stored:
+        found.append((newest, [steps.index(newest)], (-1, 0), partial(_read_kept, kept, steps, world, box_of)))
+    skipped: list[str] = []
+    for step, readers, saved, read in found:
+        place = place_of(readers, process, world)
         try:
-            state = read_state(each, process, world, box_of)
+            state = read()
         except Damaged as damage:
-            skipped.append(f"{refusal}{damage}")
-            continue
-        needed = needed_step(state)
-        if needed in (0, each.step, *stored):
-            store.retention.resumed = f"{checkpoint_name(each.step)}.json"
-            return LoadedState(state, place, (each.attempt, each.turn), skipped)
-        skipped.append(f"{refusal}the store has no checkpoint of the best epoch, at step {needed}")
-    if newest <= newest_stored:
-        return LoadedState(skipped=skipped)
-    kept = kept if kept and kept.step == newest else None
-    reader = steps.index(newest)
-    digest = world.broadcast_object(kept.digest if kept else "", reader)
-    place = place_of([reader], process, world)
-    refusal = f"the state of step {newest} in {place} is not used: "
-    if world.all_reduce(float(kept is not None and kept.digest != digest))[0]:
-        return LoadedState(skipped=[f"{refusal}it is not that of another node"])
-    try:
-        state = _read_together(kept, world, box_of, reader, is_everywhere=min(steps) == newest)
-    except Damaged as damage:
-        return LoadedState(skipped=[f"{refusal}{damage}"])
-    needed = needed_step(state)
-    if needed not in (0, newest, *stored):
-        return LoadedState(skipped=[f"{refusal}the store has no checkpoint of the best epoch, at step {needed}"])
-    store.retention.resumed = f"{checkpoint_name(newest)}.json"  # older ones are removed as if it were in the store
-    return LoadedState(state, place)
+            problem = str(damage)
+        else:
+            needed = needed_step(state)
+            if needed in (0, step, *stored):
+                # Older ones are removed as if it were in the store.
+                store.retention.resumed = f"{checkpoint_name(step)}.json"
+                return LoadedState(state, place, saved, skipped)
+            problem = f"the store has no checkpoint of the best epoch, at step {needed}"
+        skipped.append(f"the state of step {step} in {place} is not used: {problem}")
+    return LoadedState(skipped=skipped)
 
 
 def load_for_function(
@@ -110,18 +98,24 @@ def load_for_function(
     return loaded
 
 
-def _read_together(kept: Kept | None, world: World, box_of: BoxOf, reader: int, is_everywhere: bool) -> dict[str, Any]:
-    """Return the state. Raises Damaged on every rank if it is damaged on one.
+def _read_kept(kept: Kept | None, steps: list[int], world: World, box_of: BoxOf) -> dict[str, Any]:
+    """Return the newest state that a rank has left. Raises Damaged on every rank if it is damaged on one.
 
     Args:
-        reader: the rank that has it.
-        is_everywhere: each rank has it on its own node, so that none waits for another.
+        kept: what this rank's node has.
+        steps: of what each rank's node has.
     """
-    if not is_everywhere:
+    newest = max(steps)
+    reader = steps.index(newest)
+    kept = kept if kept and kept.step == newest else None
+    digest = world.broadcast_object(kept.digest if kept else "", reader)
+    if world.all_reduce(float(kept is not None and kept.digest != digest))[0]:
+        raise Damaged("it is not that of another node")
+    if min(steps) < newest:
         return assemble([{"file": "memory"}], lambda _: _read(kept), world, box_of, [reader])
     damage = ""
     state: dict[str, Any] = {}
-    try:
+    try:  # each rank has it on its own node, so that none waits for another
         state = assemble([{"file": "memory"}], lambda _: _read(kept), ALONE, box_of)
     except Damaged as error:
         damage = str(error)
