@@ -32,7 +32,7 @@ class Pace:
     num_steps: int
     seconds: list[float]
     device: str = ""  # its GPU, for people
-    node: str = ""  # likewise
+    node: str = ""  # its name, for people
 
     @property
     def kind(self) -> str:

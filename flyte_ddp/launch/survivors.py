@@ -1,4 +1,4 @@
-"""Have one of the ranks that a loss has left keep its state in the memory of the node, before all are killed."""
+"""After a loss, have one of the ranks that are left keep its state in the memory of the node before all are killed."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Survivor(Protocol):
 class Survivors:
     """The ranks of a node after a loss, of which one is asked to keep its state: the one with the highest step.
 
-    If that one has none, the next is asked, also if it does not answer: then it is killed first. Those that are not
-    asked are released: they would wait.
+    If it has no state, the next rank is asked; also if it does not answer, but then it is killed first. Ranks that are
+    not asked are released, because they would wait.
 
     Args:
         keep: called with what is known of a state that was kept.

@@ -342,7 +342,7 @@ def find_server() -> str:
 
 
 def _metrics(figures: Figures, at: float, done: dict[str, float]) -> list[dict[str, Any]]:
-    """Return figures as MLflow has them, those of an axis only beyond what is `done`, which they add to."""
+    """Return figures in MLflow's form; those of an axis only if they are beyond `done`, which is updated."""
     prefix, step = "", 0
     if figures.axis:
         place = figures.step if figures.axis == "step" else figures.epoch
@@ -375,7 +375,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _legal(name: str) -> str:
-    """Return a name in MLflow's characters, and not like a path that has a shorter form."""
+    """Return `name` in the characters that MLflow allows, as a normalized path."""
     path = posixpath.normpath("/" + re.sub(r"[^/\w.\- ]", "_", name))
     return path.lstrip("/")[: MAX_NAME - len("epoch/")] or "_"
 

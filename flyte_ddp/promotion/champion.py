@@ -52,7 +52,7 @@ class Manifest:
     version: str  # sorts by the time of the promotion
     parent: str  # the version in use before it; "" for the first
     created_at: str  # of the promotion, UTC, ISO 8601
-    kickoff_time: str  # of the retraining, likewise
+    kickoff_time: str  # of the retraining, in the same form
     recipe: str
     recipe_version: str  # SHA-256 of the code that a run of the recipe ships
     config: dict[str, Any]
@@ -66,7 +66,7 @@ class Manifest:
     execution: str  # that trained it; "" for a local run
     outcome: str  # why it replaced its parent, such as promoted or promoted_over_missing
     sha256: str = ""  # of the file with the state dict
-    bytes: int = 0  # likewise
+    bytes: int = 0  # of the same file
     advantage: list[float] = field(default_factory=list)  # as of `PromotionResult`
     file: str = MODEL_STATE  # with the state dict; its name says in which format
 

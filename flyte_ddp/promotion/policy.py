@@ -49,7 +49,7 @@ class Outcome(str, Enum):
 REPLACEMENTS = (Outcome.PROMOTED_OVER_MISSING, Outcome.PROMOTED_OVER_CORRUPT)  # of what nothing was compared with
 PROMOTIONS = (Outcome.PROMOTED, Outcome.PROMOTED_FIRST, *REPLACEMENTS)
 
-# The next retraining ends likewise until a person corrects something.
+# The next retraining ends in the same way until a person corrects something.
 NEEDS_ATTENTION = (Outcome.NOT_FINITE, Outcome.TOO_LITTLE_DATA, Outcome.INCOMPATIBLE)
 
 
@@ -65,7 +65,7 @@ class PromotionCriteria:
     # share of the champion's monitored figure by which the challenger's must be better, with 97.5 % confidence
     margin: float = limited(0.01, minimum=0)
     min_samples: int = limited(1, minimum=1)  # training samples, and held-out samples, without which nothing is trained
-    min_share: float = limited(0.5, minimum=0, maximum=1)  # likewise, as a share of those of the champion
+    min_share: float = limited(0.5, minimum=0, maximum=1)  # the same, as a share of the champion's samples
     # an outcome that replaces a champion without a comparison, because its files are missing or damaged; "": none
     allow: str = limited(
         "",
@@ -108,7 +108,7 @@ class PromotionResult:
     reason: str
     challenger: Mapping[str, float] = field(default_factory=dict)  # test_loss and metrics; empty if not measured
     champion: Mapping[str, float] = field(default_factory=dict)  # those of the champion before it, on the same data
-    # Between these lies, with 95 % confidence, by how much the challenger is better; empty without a comparison.
+    # 95 % confidence interval of how much better the challenger is; empty without a comparison
     advantage: tuple[float, ...] = ()
 
 
@@ -183,7 +183,7 @@ def judge(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteri
         pointer = store.pointer()
         current = _load_current(store, pointer, criteria)
         if (manifest := current.manifest) and _is_promoted(challenge, manifest, state):
-            # It may have written no record, without which a champion that is lost would seem never to have been.
+            # That attempt may have written no record. Without one, a lost champion would look as if it never existed.
             outcome = Outcome(manifest.outcome)
             reason = "an earlier attempt of this task promoted it"
             result = PromotionResult(outcome, reason, values, manifest.parent_metrics, tuple(manifest.advantage))

@@ -1,4 +1,4 @@
-"""Reports of progress on behalf of an operation that makes none."""
+"""Report progress during an operation that reports none itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flyte_ddp.rank.fast_start import call_around_compilations
 
 T = TypeVar("T")
 
-BEAT_INTERVAL = 1.0  # seconds between two reports of progress on behalf of an operation that makes none
+BEAT_INTERVAL = 1.0  # seconds between two such reports
 MAX_OPERATION_SECONDS = 1800.0  # after which such an operation counts as a stall
 
 

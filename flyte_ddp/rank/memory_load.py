@@ -1,4 +1,4 @@
-"""Go on from the state that a lost attempt has left in the memory of nodes, if it is newer than the store's newest."""
+"""Load the state that a lost attempt left in the memory of nodes, if it is newer than the newest in the store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flyte_ddp.world import ALONE, World
 
 @dataclass
 class LoadedState:
-    """A state from memory, and where it was; or None, and why one that is there cannot be used."""
+    """The state that was loaded from memory, and its place; or None. `skipped` says why others were refused."""
 
     state: dict[str, Any] | None = None
     place: str = ""
@@ -40,7 +40,7 @@ def load_from_memory(
 ) -> LoadedState:
     """Return the newest state in the memory of the nodes, unless the store has one as new. Every rank calls it.
 
-    If the store is away, what it has is not waited for, and counts only as the checkpoint of the best epoch.
+    A store that is away is not waited for. What it is known to have counts only as the checkpoint of the best epoch.
 
     Args:
         needed_step: returns the step of the checkpoint that a run from this state will ask the store for; 0 for none.
@@ -50,7 +50,7 @@ def load_from_memory(
         kept = None
     steps = [int(step) for step in world.all_gather(kept.step if kept else 0)]
     newest, states = max(steps), find_states(process, world)
-    # The driver has asked the store since the last attempt ended: its answer is not waited for once more.
+    # The driver has asked the store since the last attempt ended, so this does not ask again.
     stored = process.job.stored
     newest_stored = 0 if process.job.is_store_away else max(stored, default=0)
     found: list[tuple[int, list[int], tuple[int, int], Callable[[], dict[str, Any]]]] = [

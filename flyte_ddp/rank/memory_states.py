@@ -44,11 +44,11 @@ def choose_interval(config: TrainingConfig, process: RankProcess, world: World, 
 def has_memory(setting: str, num_bytes: int, process: RankProcess, world: World) -> bool:
     """Return whether states fit into the memory of each node. Every rank of `world` calls it.
 
-    Warns on rank 0 if they do not fit, or protect from less than they may seem to.
+    Warns on rank 0 if they do not fit, or if they protect from killed ranks only.
 
     Args:
-        setting: that asks for it, for the warning.
-        num_bytes: of a state, of what the ranks of this node save of it.
+        setting: the name of what asks for it, for the warning.
+        num_bytes: of what the ranks of this node save of a state.
     """
     node = process.node
     lacking = lacking_memory(num_bytes, node) if process.slots else "expected Linux, with memfd_create"
@@ -81,7 +81,7 @@ class MemoryState:
 def find_states(process: RankProcess, world: World) -> list[MemoryState]:
     """Return the whole states in the memory of all nodes, the newest first. Every rank calls it.
 
-    Parts of which two nodes have different ones count as missing.
+    A part that differs between two nodes counts as missing.
     """
     own = [each for each in process.parts if _is_of_this_run(each, process)]
     if not any(world.all_gather(float(len(own)))):
@@ -111,7 +111,7 @@ def find_states(process: RankProcess, world: World) -> list[MemoryState]:
 
 
 def read_state(state: MemoryState, process: RankProcess, world: World, box_of: BoxOf) -> dict[str, Any]:
-    """Return a state, of which each rank reads the parts that it has alone. Every rank calls it.
+    """Return a state, of which each rank reads the parts that are on its node. Every rank calls it.
 
     Raises:
         Damaged: on every rank, if a part is damaged.

@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 
 
 class StateKeeper:
-    """One rank's part in it.
+    """Keeps the state of one rank.
 
     Args:
         state_of: returns the state, of which tensors are not copied. Called while no step is taken.
         step_of: returns the number of steps that are done.
-        finish: called at the end, to have in the store what the state is of no use without.
+        finish: called at the end; completes in the store what a run from this state will need.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class StateKeeper:
     def may_keep(self, process: RankProcess, is_compiled: bool, is_sharded: bool) -> Iterator[None]:
         """Keep the state if peers are lost in the block.
 
-        Not where a rank has a part alone, where a forward pass changes much, or where it is compiled so that nothing
-        can be done before it. Not on a GPU either: its steps are queued, and when NCCL aborts an exchange of gradients,
-        the optimizer step that is queued behind it goes on with a part of them.
+        Not if the rank has a part of the model only, if its buffers are large, or if it has buffers and is compiled, so
+        that no hook runs before a forward pass. Not on a GPU either: its steps are queued, and when NCCL aborts an
+        exchange of gradients, the optimizer step queued behind it uses a part of them.
         """
         buffers = list(self._model.buffers())
         num_bytes = sum(each.nbytes for each in buffers)
@@ -114,7 +114,7 @@ class StateKeeper:
                 self._buffers_step = step
 
     def _keep(self, path: str, on_begin: Callable[[int], None]) -> dict[str, Any] | None:
-        """Write the state to `path`; return what `Kept` has of it, or None if there is none worth it."""
+        """Write the state to `path` and return its fields of `Kept`; None if there is no state worth keeping."""
         if not self._lock.acquire(timeout=LOCK_TIMEOUT):  # never released: no step follows
             return None
         step = self._step_of()

@@ -28,7 +28,7 @@ _is_waiting = False
 
 
 class StepTimer:
-    """The account of one rank.
+    """Adds up the time of one rank in each phase.
 
     Args:
         publish: called after each step with the number of steps and the seconds of each phase, since the start.
@@ -55,7 +55,7 @@ class StepTimer:
         _count_waits()
 
     def watch(self, model: nn.Module) -> None:
-        """Note when the last gradient of this model is there, too. Without it a backward pass counts as a whole."""
+        """Note the last gradient of this model, too. Without one, the whole backward pass counts."""
         self._last_gradients[model] = LastGradient(model, self._note_gradient)
 
     def begin(self, phase: int) -> None:
@@ -104,10 +104,10 @@ class StepTimer:
 
 
 class LastGradient:
-    """Calls `note` when the last gradient of a model in a backward pass is there, at last once per pass.
+    """Calls `note` when the last gradient of a backward pass is there; after some passes, once per pass.
 
-    A hook on each parameter would cost a call of Python each. So after the first passes only that of the parameter
-    stays whose gradient came last; all come back if that one gets none. It keeps no model or parameter alive.
+    A hook on each parameter would cost a call of Python each. So after the first passes only the parameter whose
+    gradient came last keeps its hook; all get theirs back if it gets no gradient. Keeps no model or parameter alive.
     """
 
     def __init__(self, model: nn.Module, note: Callable[[], None]) -> None:
@@ -119,7 +119,7 @@ class LastGradient:
         self._hook(model.parameters())
 
     def settle(self, is_found: bool) -> None:
-        """Take note of the end of a pass, and whether it had a gradient, of this model or of another one."""
+        """Note the end of a pass, and whether any model got a gradient in it."""
         latest = self._latest() if self._latest else None
         if not is_found:
             if self._num_searched > NUM_SEARCHED and (model := self._model()):
@@ -177,10 +177,10 @@ def device_name(device: torch.device) -> str:
 
 
 def watch_ddp(publish: Callable[[int, list[float]], None], send_device: Callable[[str], None]) -> Callable[[], None]:
-    """Account for the passes of a function's DistributedDataParallel from now on; each backward pass is a step.
+    """Time the passes of a function's DistributedDataParallel from now on; each backward pass is a step.
 
-    Its data phase has all that a step does between two passes, such as the optimizer's update. Several models, such as
-    a GAN's, have one account.
+    The data phase is all that a step does between two passes, such as the optimizer's update. Several models, such as
+    a GAN's, share one timer.
 
     Returns:
         What a report of the function calls: while there are no such passes, each ends a step.
@@ -219,16 +219,13 @@ def watch_ddp(publish: Callable[[int, list[float]], None], send_device: Callable
 
 
 class _FunctionTimer(StepTimer):
-    """The account of a function, whose backward pass only its gradients show."""
+    """The timer of a function, of which only gradients show when a backward pass runs."""
 
     _is_ending = False
     _num_missed = 0
 
     def begin_forward(self) -> None:
-        """Begin a forward pass. What follows one that no backward pass has followed counts for nothing.
-
-        Nor does a pass that has raised, for lack of memory for example.
-        """
+        """Begin a forward pass. Drop the time since one that raised, or that no backward pass followed."""
         self._is_ending = False
         self._num_missed += 1
         if self._phase != DATA:

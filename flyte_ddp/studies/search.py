@@ -94,8 +94,8 @@ def expand_grid(grid: Any, num_models: int = 0, seed: int = 0) -> list[dict[str,
     Args:
         grid: a list of the choices themselves; or by the name of a field, or by "recipe_options." and the name of a
             recipe's option: a list of values, or where choices are sampled also a range {"low": ..., "high": ...}, both
-            ends included, with "log": true for a logarithmic one or "step" for a stepped one. What is drawn for a field
-            that is a whole number is one; for an option, if the bounds are.
+            ends included, with "log": true for a logarithmic one or "step" for a stepped one. Whole numbers are drawn
+            for a field of that type, and for an option whose bounds are whole.
         num_models: 0 for every combination; otherwise so many are drawn at random, or fewer where there are not as many
             different ones.
         seed: of the sampling. The same seed samples the same choices.

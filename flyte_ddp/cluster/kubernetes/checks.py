@@ -81,7 +81,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Setup:
-    """What the checks are about."""
+    """The cluster of a run that is checked, and what is known of the tasks that start it."""
 
     config: ClusterConfig
     spec: Mapping[str, Any]  # of the DaskCluster

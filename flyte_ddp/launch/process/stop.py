@@ -114,10 +114,10 @@ class StopAgreement:
             self._publish(self._open_store())
 
     def _announce(self, can_resume: bool) -> bool:
-        """Have it known, once, that the run can be stopped and resumed: then its gang may end to grow.
+        """Announce, once, that the run can be stopped and resumed, so that its gang may end in order to grow.
 
-        For that it can resume, and every rank reads `stop_requested`. One that does not would be sent a
-        SIGTERM. Returns True when this rank has no more to say.
+        That needs a checkpoint, and a function that reads `stop_requested` on every rank: a rank that does not read it
+        would be sent a SIGTERM. Returns True when this rank has announced what it knows.
         """
         others = self._process.node.world_size - 1
         if self._process.rank > 0:
