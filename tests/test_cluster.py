@@ -72,7 +72,8 @@ def test_with_a_runs_certificate_only_those_who_have_its_key_reach_scheduler_and
 
     def start(role: str, address: str, *arguments: str) -> subprocess.Popen[bytes]:
         (container,) = pods[role]["spec"]["containers"]
-        variables = {each["name"]: each["value"].replace(CERTIFICATE_MOUNT, str(tmp_path)) for each in container["env"]}
+        given = {each["name"]: each.get("value", "worker") for each in container["env"]}
+        variables = {name: value.replace(CERTIFICATE_MOUNT, str(tmp_path)) for name, value in given.items()}
         assert variables.get("DASK_SCHEDULER_ADDRESS", address).startswith("tls://")
         command = [Path(sys.executable).with_name("dask"), *container["args"][1:], *arguments]
         command = [str(each).replace("$(DASK_WORKER_NAME)", "worker") for each in command]

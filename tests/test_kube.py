@@ -206,6 +206,7 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
                                 {"name": "DASK_SCHEDULER_ADDRESS", "value": "tls://ddp-x-00000000-0-scheduler:8786"},
                                 {"name": "FLYTE_DDP_TERMINATION_GRACE", "value": "60"},
                                 {"name": "NCCL_DEBUG", "value": "INFO"},
+                                {"name": "DASK_WORKER_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
                             ],
                             "envFrom": [{"secretRef": {"name": "storage"}}],
                             "resources": {"requests": worker_resources, "limits": worker_resources},
@@ -393,7 +394,7 @@ def test_a_pod_template_is_merged_by_name() -> None:
     assert pod["securityContext"] == {**POD_SECURITY, "fsGroup": 1000}
     assert [each["value"] for each in worker["env"] if each["name"] == "DASK_DISTRIBUTED__WORKER__DAEMON"] == ["True"]
     assert pod["terminationGracePeriodSeconds"] == 45
-    assert worker["env"][len(GANG_SETTINGS) :] == [{"name": "FLYTE_DDP_TERMINATION_GRACE", "value": "45"}]
+    assert worker["env"][len(GANG_SETTINGS)] == {"name": "FLYTE_DDP_TERMINATION_GRACE", "value": "45"}
     assert worker["args"][:2] == ["dask", "worker"]
     assert [mount["mountPath"] for mount in worker["volumeMounts"]] == ["/dev/shm", "/tmp", "/scratch"]
     assert sidecar == {"name": "sidecar", "image": "sidecar"}
@@ -913,39 +914,41 @@ def test_the_choice_of_credentials_is_not_printed(api_server: ApiServer, capfd: 
     assert capfd.readouterr() == ("", "")
 
 
+WORKER = "ddp-x-00000000-0-default-worker-3f2a-6b7c"
+
+
 def worker_pod(last_end: dict[str, Any] | None, **metadata: Any) -> dict[str, Any]:
     status = {"name": "worker", "ready": True, "restartCount": 1, "image": "", "imageID": "", "state": {"running": {}}}
     status["lastState"] = {} if last_end is None else {"terminated": {"exitCode": 137, **last_end}}
-    name = "ddp-x-00000000-0-default-worker-3f2a-6b7c"
     return {
-        "metadata": {"name": name, **metadata},
+        "metadata": {"name": WORKER, **metadata},
         "spec": {"containers": [{"name": "worker"}]},
         "status": {"phase": "Running", "containerStatuses": [status]},
     }
 
 
 @pytest.mark.parametrize(
-    ("pods", "reason"),
+    ("pod", "reason"),
     [
-        ([worker_pod({"reason": "OOMKilled", "finishedAt": "now"})], "OOMKilled"),
-        ([worker_pod({"reason": "Error", "finishedAt": "now"})], "Error"),
-        ([worker_pod({"reason": "OOMKilled", "finishedAt": "2026-01-01T00:00:00Z"})], ""),  # an earlier failure's
-        ([worker_pod(None)], ""),
-        ([worker_pod(None, deletionTimestamp="2026-01-01T00:00:00Z")], ""),  # evicted
-        ([], ""),
+        (worker_pod({"reason": "OOMKilled", "finishedAt": "now"}), "OOMKilled"),
+        (worker_pod({"reason": "Error", "finishedAt": "now"}), "Error"),
+        (worker_pod({"reason": "OOMKilled", "finishedAt": "2026-01-01T00:00:00Z"}), ""),  # an earlier failure's
+        (worker_pod(None), ""),
+        (worker_pod(None, deletionTimestamp="2026-01-01T00:00:00Z"), ""),  # evicted
+        (None, ""),
     ],
 )
 def test_a_lost_workers_end_is_read_from_its_pods_status(
-    api_server: ApiServer, monkeypatch: pytest.MonkeyPatch, pods: list[dict[str, Any]], reason: str
+    api_server: ApiServer, monkeypatch: pytest.MonkeyPatch, pod: dict[str, Any] | None, reason: str
 ) -> None:
     monkeypatch.setattr(api, "END_TIMEOUT", 0.5)
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    listed = json.loads(json.dumps({"items": pods}).replace('"now"', f'"{now}"'))
-    api_server.reply = lambda method, path, body: (  # type: ignore[method-assign]
-        (200, None) if path.split("?")[0].endswith("/log") else (200, listed)
+    read = json.loads(json.dumps(pod).replace('"now"', f'"{now}"'))
+    answers = {"/log": (200, None), f"/{WORKER}": (200, read) if pod else (404, {"message": "not found"})}
+    api_server.reply = lambda method, path, body: next(  # type: ignore[method-assign]
+        answer for end, answer in answers.items() if path.split("?")[0].endswith(end)
     )
-    config = ClusterConfig(kind="kubernetes", kubernetes=PODS)
-    end = worker_end(config, "ddp-x-00000000-0-default-worker-3f2a")
+    end = worker_end(ClusterConfig(kind="kubernetes", kubernetes=PODS), WORKER)
     assert (end.reason, end.is_out_of_memory) == (reason, reason == "OOMKilled")
     assert str(end).endswith("raise kubernetes.worker_memory") is end.is_out_of_memory
 
@@ -966,20 +969,16 @@ def test_the_memory_of_gpus_is_read_from_labels_of_nodes_that_workers_may_get(ap
         assert checks.gpu_memory(config) == expected * 2**20
 
 
-def test_the_pod_of_a_slow_worker_is_deleted_and_no_other(
-    api_server: ApiServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    slow, other = worker_pod(None), worker_pod(None)
-    other["metadata"]["name"] = "ddp-x-00000000-0-default-worker-77aa-1"
-    api_server.answers["/pods"] = {"items": [slow, other]}
+def test_the_pod_of_a_slow_worker_is_deleted(api_server: ApiServer, caplog: pytest.LogCaptureFixture) -> None:
     config = ClusterConfig(kind="kubernetes", kubernetes=PODS)
-    api.delete_worker(config, "ddp-x-00000000-0-default-worker-3f2a")
-    deleted = [path.rpartition("/")[2] for method, path in api_server.requests if method == "DELETE"]
-    assert deleted == [slow["metadata"]["name"]]
+    api.delete_worker(config, WORKER)
+    assert api_server.requests == [("DELETE", f"/api/v1/namespaces/team/pods/{WORKER}")]
+    api_server.faults = [404]  # it has left by itself
+    api.delete_worker(config, WORKER)
     assert not caplog.messages
-    api_server.forbidden = deleted[0]
-    api.delete_worker(config, "ddp-x-00000000-0-default-worker-3f2a")
-    assert caplog.messages[0].startswith("worker ddp-x-00000000-0-default-worker-3f2a is slow, and its pod cannot be")
+    api_server.forbidden = WORKER
+    api.delete_worker(config, WORKER)
+    assert caplog.messages[0].startswith(f"worker {WORKER} is slow, and its pod cannot be")
 
 
 def test_a_run_that_replaces_slow_nodes_may_delete_pods(api_server: ApiServer) -> None:
@@ -990,17 +989,10 @@ def test_a_run_that_replaces_slow_nodes_may_delete_pods(api_server: ApiServer) -
         assert len(reviews) == len(checks.NEEDED_EVERYWHERE) + replaces
 
 
-def test_the_end_of_a_deleted_pod_is_not_waited_for_although_its_successor_runs(
-    api_server: ApiServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    successor = worker_pod(None)
-    successor["metadata"]["name"] += "-successor"
-    pods = [worker_pod(None, deletionTimestamp="2026-01-01T00:00:00Z"), successor]
-    api_server.reply = lambda method, path, body: (  # type: ignore[method-assign]
-        (200, "a line") if path.split("?")[0].endswith("/log") else (200, {"items": pods})
-    )
+def test_the_end_of_a_deleted_pod_is_not_waited_for(api_server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    api_server.answers |= {"/log": "a line", f"/{WORKER}": worker_pod(None, deletionTimestamp="2026-01-01T00:00:00Z")}
     monkeypatch.setattr(api, "time", SimpleNamespace(monotonic=time.monotonic))  # to sleep is an error
-    end = worker_end(ClusterConfig(kind="kubernetes", kubernetes=PODS), "ddp-x-00000000-0-default-worker-3f2a")
+    end = worker_end(ClusterConfig(kind="kubernetes", kubernetes=PODS), WORKER)
     assert "a line" in end.log
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import itertools
 import json
 import logging
 import os
@@ -163,19 +162,17 @@ def explain(config: ClusterConfig, run_name: str) -> str:
 
 
 def worker_end(config: ClusterConfig, worker_name: str, num_lines: int) -> WorkerEnd:
-    """Return how the container of a lost worker ended, and the last lines of its log."""
+    """Return how the container of a lost worker ended, and the last lines of its log. Its name is its pod's."""
     namespace = target_namespace(config)
-    name = worker_name.rpartition("-default-worker-")[0]  # the operator's names for a cluster's workers
     deadline = time.monotonic() + END_TIMEOUT
     try:
         while True:
-            pods = pods_of(name, namespace, "worker")
-            pods = [pod for pod in pods if pod.metadata.name.startswith(f"{worker_name}-")]
-            reason = next((reason for reason in map(_end_reason, pods) if reason), "")
-            # A deleted pod's container reports no end, and its successor is another pod.
-            is_deleted = not pods or any(pod.metadata.deletion_timestamp is not None for pod in pods)
+            pod = find("CoreV1Api", "read_namespaced_pod", worker_name, namespace, patience=0)
+            reason = _end_reason(pod) if pod else ""
+            # A deleted pod's container reports no end.
+            is_deleted = not pod or pod.metadata.deletion_timestamp is not None
             if reason or is_deleted or time.monotonic() > deadline:
-                return WorkerEnd(reason, _last_lines(pods, namespace, num_lines))
+                return WorkerEnd(reason, _last_lines(pod, namespace, num_lines) if pod else "")
             time.sleep(0.25)
     except Exception as error:  # of any kind: a diagnosis must not hide the failure that it is about
         logger.debug("how worker %s ended is unknown: %s", worker_name, error)
@@ -184,11 +181,8 @@ def worker_end(config: ClusterConfig, worker_name: str, num_lines: int) -> Worke
 
 def delete_worker(config: ClusterConfig, worker_name: str) -> None:
     """Delete the pod of a worker, in whose place the operator's Deployment makes another. Does not raise."""
-    name, namespace = worker_name.rpartition("-default-worker-")[0], target_namespace(config)
     try:
-        for pod in pods_of(name, namespace, "worker"):
-            if pod.metadata.name.startswith(f"{worker_name}-"):
-                call("CoreV1Api", "delete_namespaced_pod", pod.metadata.name, namespace)
+        find("CoreV1Api", "delete_namespaced_pod", worker_name, target_namespace(config))
     except ClusterError as error:
         logger.warning("worker %s is slow, and its pod cannot be deleted: %s", worker_name, error)
 
@@ -278,9 +272,9 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def pods_of(name: str, namespace: str, component: str = "") -> list[Any]:
-    """Return the pods of the cluster called `name`, all or those of one component."""
-    selector = f"dask.org/cluster-name={name}" + (f",dask.org/component={component}" if component else "")
+def pods_of(name: str, namespace: str) -> list[Any]:
+    """Return the pods of the cluster called `name`."""
+    selector = f"dask.org/cluster-name={name}"
     return list(call("CoreV1Api", "list_namespaced_pod", namespace, label_selector=selector, patience=0).items)
 
 
@@ -334,9 +328,9 @@ def _end_reason(pod: Any) -> str:
     return ""
 
 
-def _last_lines(pods: list[Any], namespace: str, num_lines: int) -> str:
+def _last_lines(pod: Any, namespace: str, num_lines: int) -> str:
     logs = []
-    for pod, previous in itertools.product(pods, (True, False)):
+    for previous in (True, False):
         options: dict[str, Any] = {"container": "worker", "previous": previous, "tail_lines": num_lines, "patience": 0}
         with contextlib.suppress(ApiRefused):  # there is no previous container, or none has started yet
             log = call("CoreV1Api", "read_namespaced_pod_log", pod.metadata.name, namespace, **options)

@@ -208,6 +208,8 @@ def _worker_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
     pod = _pod(config, name, "worker", arguments, {}, variables, resources)
     pod["terminationGracePeriodSeconds"] = grace
     (container,) = pod["containers"]
+    # The operator's is the Deployment's, which Dask gives no second pod until the one that it replaces has left.
+    container["env"].append({"name": "DASK_WORKER_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}})
     if pods.env_from_secrets:
         container["envFrom"] = [{"secretRef": {"name": secret}} for secret in pods.env_from_secrets]
     container["volumeMounts"].insert(0, {"name": "shared-memory", "mountPath": "/dev/shm"})

@@ -32,7 +32,7 @@ class Worker:
 
 @dataclass(kw_only=True)
 class DaskNode(Node):
-    """A worker that takes part in an attempt. Its name stays the same when it comes back, unlike its address."""
+    """A worker that takes part in an attempt. Its name stays the same when it starts anew, unlike its address."""
 
     address: str
     host: str
