@@ -86,6 +86,35 @@ def test_two_nodes_keep_the_state_on_the_one_that_is_left(tmp_path, undisturbed,
     torch.testing.assert_close(run.state(), undisturbed, rtol=0, atol=0)
 
 
+def test_a_rank_that_dies_while_it_keeps_its_state_is_replaced_by_the_next(tmp_path):
+    plain, _ = train(tmp_path / "plain", LocalPlace(3))
+    run, resumed = train(tmp_path / "lost", LocalPlace(3, max_restarts=3), "backward-1-4", "keep-0-4")
+    assert resumed == [(3, "this node's memory")]
+    torch.testing.assert_close(run.state(), plain.state(), rtol=1e-3, atol=1e-5)  # DDP's order of sums, see the docs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["keep", "keepnode"])
+def test_the_last_rank_that_is_lost_while_it_keeps_its_state_costs_the_steps_since_the_checkpoint(
+    tmp_path, undisturbed, client, how
+):
+    place = DaskPlace(client, dataclasses.replace(LOCAL, max_restarts=3))
+    run, resumed = train(tmp_path, place, "backward-1-4", f"{how}-0-4", checkpoint_interval=2)
+    assert resumed == [(2, str(tmp_path / "checkpoints" / "step-0000000002.json"))]
+    torch.testing.assert_close(run.state(), undisturbed, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_a_loss_while_the_next_ranks_read_the_state_leaves_it_where_it_was(tmp_path, undisturbed, client):
+    """On rank 0, which has it, and on the new rank 1, which gets it from there. With the node of rank 0 it is gone."""
+    place = DaskPlace(client, dataclasses.replace(LOCAL, max_restarts=9))
+    orders = ("worker-1-4", "read-0-0", "read-1-0", "readnode-1-0", "backward-1-3", "readnode-0-0")
+    run, resumed = train(tmp_path, place, *orders, checkpoint_interval=4)
+    assert resumed == [(3, "node 0's memory"), (4, str(tmp_path / "checkpoints" / "step-0000000004.json"))]
+    assert not any((tmp_path / "orders").iterdir())
+    torch.testing.assert_close(run.state(), undisturbed, rtol=0, atol=0)
+
+
 @pytest.mark.slow
 def test_a_rank_that_hangs_costs_no_step(tmp_path, undisturbed):
     run, resumed = train(tmp_path, LocalPlace(2, max_restarts=3), "hang-1-4", stall_timeout=10.0)

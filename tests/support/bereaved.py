@@ -1,7 +1,9 @@
 """A recipe with BatchNorm and momentum whose ranks are lost where a test has ordered it, one after the other.
 
 An order is a file in a directory that all ranks see, such as `2-backward-0-4`: of the orders that are left the first by
-name counts. It comes to rank 0 in its fourth step since the start of its process, or in a later one.
+name counts. It comes to rank 0 in its fourth step since the start of its process, or in a later one. The places "keep"
+and "read" are the hand-over: a rank that is left has written half of its state, or the next one is about to read it.
+With "node" at the end of its name, the rank's node is lost there.
 """
 
 from __future__ import annotations
@@ -27,7 +29,26 @@ class Bereaved(Normed):
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         register_optimizer_step_pre_hook(lambda *_: self.meet("between"))
+        self.meet_in_hand_over()
         return super().model()
+
+    def meet_in_hand_over(self):
+        from flyte_ddp.rank import last_breath, recall
+
+        save, read = last_breath.save_state, recall.assemble
+
+        def save_state(state, file, with_crc32):
+            save(state, file, with_crc32)
+            file.truncate(file.tell() // 2)
+            file.seek(0)
+            self.meet("keep")
+            return save(state, file, with_crc32)
+
+        def assemble(*arguments):
+            self.meet("read")
+            return read(*arguments)
+
+        last_breath.save_state, recall.assemble = save_state, assemble
 
     def generate_sample(self, model):
         return "a sample"
@@ -59,7 +80,7 @@ class Bereaved(Normed):
             evaluating.mkdir(exist_ok=True)
             (evaluating / str(dist.get_rank())).touch()
         _, where, rank, num_steps = orders[0].name.split("-")
-        if where != place or int(rank) != dist.get_rank() or self._num_steps < int(num_steps):
+        if where not in (place, f"{place}node") or int(rank) != dist.get_rank() or self._num_steps < int(num_steps):
             return
         if place == "hold":  # until the order is another one
             while orders[0].exists():
@@ -74,7 +95,8 @@ class Bereaved(Normed):
             time.sleep(600)
         if place == "raise":
             raise ConnectionError("on purpose")
-        os.kill(worker_above() if place == "worker" else os.getpid(), signal.SIGKILL)
+        is_node = place == "worker" or where != place
+        os.kill(worker_above() if is_node else os.getpid(), signal.SIGKILL)
         time.sleep(600)  # until the supervisor notices that its worker is gone, no step follows
 
 
