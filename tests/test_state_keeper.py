@@ -211,6 +211,22 @@ def test_a_best_epochs_checkpoint_that_is_still_written_is_completed_first(tmp_p
     assert resumed == [(10, "this node's memory")]
 
 
+@pytest.mark.slow
+def test_a_best_epochs_checkpoint_that_is_lost_with_rank_0_costs_the_steps_since_the_one_before(tmp_path):
+    """The run ends with the weights of that epoch all the same, because it trains it again."""
+    best = {"model_state": "best", "epochs": 2, "checkpoint_interval": 4}
+    plain, _ = train(tmp_path / "plain", LocalPlace(2), **best)
+    run, resumed = train(tmp_path / "lost", LocalPlace(2, max_restarts=3), "write-0-11", **best)
+    ((step, place),) = resumed
+    assert step in (4, 8)
+    assert place == str(tmp_path / "lost" / "checkpoints" / f"step-{step:010}.json")
+    why = "the store has no checkpoint of the best epoch, at step 9"
+    loaded = events_of(run, events.CheckpointLoaded)[-1]
+    assert loaded.skipped == [f"the state of step 10 in this node's memory is not used: {why}"]
+    torch.testing.assert_close(run.state(), plain.state(), rtol=0, atol=0)
+    assert run.result.finished.best_epoch == plain.result.finished.best_epoch
+
+
 def test_what_a_function_has_saved_is_in_the_store_when_another_rank_is_lost(tmp_path, monkeypatch):
     fork_functions(monkeypatch)
     call = cloudpickle.dumps(_Call(save_and_lose_a_rank, (str(tmp_path / "lost"),)))

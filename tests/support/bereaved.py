@@ -3,7 +3,8 @@
 An order is a file in a directory that all ranks see, such as `2-backward-0-4`: of the orders that are left the first by
 name counts. It comes to rank 0 in its fourth step since the start of its process, or in a later one. The places "keep"
 and "read" are the hand-over: a rank that is left has written half of its state, or the next one is about to read it.
-With "node" at the end of its name, the rank's node is lost there.
+With "node" at the end of its name, the rank's node is lost there. At "write" rank 0 writes an epoch's checkpoint, and
+does not end that before the step has come.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ class Bereaved(Normed):
         return super().model()
 
     def meet_in_hand_over(self):
+        from flyte_ddp.checkpoints import store
         from flyte_ddp.rank import last_breath, recall
 
-        save, read = last_breath.save_state, recall.assemble
+        save, read, write = last_breath.save_state, recall.assemble, store.save_state
 
         def save_state(state, file, with_crc32):
             save(state, file, with_crc32)
@@ -48,7 +50,12 @@ class Bereaved(Normed):
             self.meet("read")
             return read(*arguments)
 
-        last_breath.save_state, recall.assemble = save_state, assemble
+        def write_state(state, file, with_crc32):
+            if state.get("progress", {}).get("epochs"):
+                self.meet("write")
+            return write(state, file, with_crc32)
+
+        last_breath.save_state, recall.assemble, store.save_state = save_state, assemble, write_state
 
     def generate_sample(self, model):
         return "a sample"
@@ -80,6 +87,8 @@ class Bereaved(Normed):
             evaluating.mkdir(exist_ok=True)
             (evaluating / str(dist.get_rank())).touch()
         _, where, rank, num_steps = orders[0].name.split("-")
+        while where == place == "write" and self._num_steps < int(num_steps):
+            time.sleep(PACE)
         if where not in (place, f"{place}node") or int(rank) != dist.get_rank() or self._num_steps < int(num_steps):
             return
         if place == "hold":  # until the order is another one
