@@ -35,9 +35,9 @@ class Bereaved(Normed):
 
     def meet_in_hand_over(self):
         from flyte_ddp.checkpoints import store
-        from flyte_ddp.rank import last_breath, recall
+        from flyte_ddp.rank import memory_load, state_keeper
 
-        save, read, write = last_breath.save_state, recall.assemble, store.save_state
+        save, read, write = state_keeper.save_state, memory_load.assemble, store.save_state
 
         def save_state(state, file, with_crc32):
             save(state, file, with_crc32)
@@ -55,7 +55,7 @@ class Bereaved(Normed):
                 self.meet("write")
             return write(state, file, with_crc32)
 
-        last_breath.save_state, recall.assemble, store.save_state = save_state, assemble, write_state
+        state_keeper.save_state, memory_load.assemble, store.save_state = save_state, assemble, write_state
 
     def generate_sample(self, model):
         return "a sample"
