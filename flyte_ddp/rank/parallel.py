@@ -99,9 +99,35 @@ def replicate(model: nn.Module, config: TrainingConfig, world: World, recipe: Re
         )
         if not on_gpu:  # where each timed step would wait for the device, DDP's own interval stays
             set_ddp_timing_interval(replica, TIMED_INTERVAL)
+            if world.world_size > 2:  # the sum of two is the same in either order
+                _arrange_buckets(model, replica)
     if config.compile:
         return torch.compile(model), torch.compile(replica)
     return model, replica
+
+
+class _Zero(nn.Module):
+    """Zero, with a gradient of zeros for each weight of a model, from the last one to the first."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self) -> torch.Tensor:
+        weights = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        return torch.stack([0 * weight.sum() for weight in weights]).sum()
+
+
+def _arrange_buckets(model: nn.Module, replica: nn.Module) -> None:
+    """Have DDP arrange the gradients in buckets as it does after its first backward pass, by one that changes nothing.
+
+    Where a gradient lies in its bucket decides in which order the ranks' are added up. Else the first step of every
+    attempt would have another order than the same step of an undisturbed run, whose weights it could not repeat.
+    """
+    replica.module = _Zero(model)  # not the model itself, which may have hooks
+    replica().backward()
+    replica.module = model
+    model.zero_grad()
 
 
 def exchange_seconds(replica: Any, world: World) -> dict[str, Any]:
