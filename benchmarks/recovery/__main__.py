@@ -46,7 +46,7 @@ class Suite:
         self.data = directory / "data"
         self.data.mkdir()
         prepare_data(LoggedCounting(), "", self.data)
-        self._undisturbed: dict[tuple[bool, int], dict[str, Any]] = {}
+        self._undisturbed: dict[tuple[bool, int, str], dict[str, Any]] = {}
 
     def try_run(self, kind: type[System], name: str, fault: Fault) -> dict[str, Outcome]:
         """Return the outcomes as `run` does, or that this could not measure them: the other faults are still made."""
@@ -60,12 +60,16 @@ class Suite:
         """Return the outcomes of a fault for a system, by the fault's titles."""
         if fault.needs_store and not kind.has_store:
             return {title: Outcome(None, 0, None, "- (it has no store)") for title in fault.titles}
+        if fault.config and kind is not Ours:
+            return {title: Outcome(None, 0, None, "- (its own settings)") for title in fault.titles}
         if fault.on_one_node and not kind.has_one_node:
             return {title: Outcome(None, 0, None, "- (it always starts a cluster)") for title in fault.titles}
         directory = self.directory / f"{kind.__name__}-{name}"
         directory.mkdir()
         url = f"{BUCKET}/{kind.__name__}" if fault.needs_store else ""
-        with running(kind, Task(self.data, directory, fault.epochs, url), fault.on_one_node) as system:
+        with running(kind, Task(self.data, directory, fault.epochs, url, fault.config), fault.on_one_node) as system:
+            for _ in range(fault.num_spare):
+                system.add_node()
             results = measure(system, fault, self.store)
             code = system.exit_code()
             equal = self._weights_are_right(system) if code == 0 else None
@@ -81,26 +85,27 @@ class Suite:
 
         from flyte_ddp.checkpoints.files import load_state
 
-        is_ours, epochs = isinstance(system, Ours), system.task.epochs
-        if (is_ours, epochs) not in self._undisturbed:
-            self._undisturbed[is_ours, epochs] = load_state(self._train_undisturbed(is_ours, epochs))
+        is_ours, task = isinstance(system, Ours), system.task
+        key = (is_ours, task.epochs, str(task.config))
+        if key not in self._undisturbed:
+            self._undisturbed[key] = load_state(self._train_undisturbed(is_ours, task))
         try:
-            torch.testing.assert_close(dict(load_state(system.weights_url())), dict(self._undisturbed[is_ours, epochs]))
+            torch.testing.assert_close(dict(load_state(system.weights_url())), dict(self._undisturbed[key]))
         except AssertionError:
             return False
         return True
 
-    def _train_undisturbed(self, is_ours: bool, epochs: int) -> str:
+    def _train_undisturbed(self, is_ours: bool, task: Task) -> str:
         """Train with two ranks, without a fault and without waiting in steps; return the URL of the weights."""
-        directory = self.directory / f"undisturbed-{is_ours}-{epochs}"
+        directory = self.directory / f"undisturbed-{len(self._undisturbed)}"
         directory.mkdir()
         if is_ours:
-            config = resolve(LoggedCounting.defaults, {"epochs": epochs})
+            config = resolve(LoggedCounting.defaults, {"epochs": task.epochs, **task.config})
             job = Job(recipe_program(RECIPE, config), str(directory), time.time())
             driver.run(job, LocalPlace(2), lambda: str(self.data))
         else:
             launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-            options = Task(self.data, directory, epochs).options()
+            options = Task(self.data, directory, task.epochs).options()
             command = (*launcher, "-m", "benchmarks.recovery.script", *options)
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
             subprocess.run(command, env=environment, cwd=ROOT, check=True, stderr=subprocess.DEVNULL)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ PATIENCE = 1.0  # seconds that a system waits for a node before it goes on witho
 PLACEMENT_TIMEOUT = 5.0  # seconds for Ray to find places for the workers, before it tries fewer
 
 
-def run_ours(address: str, data: Path, directory: Path, epochs: int, store: str) -> None:
+def run_ours(address: str, data: Path, directory: Path, epochs: int, store: str, overrides: Mapping[str, Any]) -> None:
     """Train on the Dask cluster at `address`; on this machine where that is ""."""
     from flyte_ddp.cluster.config import ClusterConfig
     from flyte_ddp.cluster.connect import open_cluster
@@ -36,7 +38,7 @@ def run_ours(address: str, data: Path, directory: Path, epochs: int, store: str)
         grow_delay=PATIENCE,
         grow_interval=0.0,
     )
-    config = resolve(LoggedCounting.defaults, {"epochs": epochs, "stall_timeout": COLLECTIVE_TIMEOUT})
+    config = resolve(LoggedCounting.defaults, {"epochs": epochs, "stall_timeout": COLLECTIVE_TIMEOUT, **overrides})
     job = Job(recipe_program(RECIPE, config), store or str(directory), time.time())
     if not address:
         driver.run(job, LocalPlace(2, MAX_RESTARTS), lambda: str(data))
@@ -84,5 +86,10 @@ if __name__ == "__main__":
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--store", default="", help="URL of an object store's directory for the checkpoints")
+    parser.add_argument("--config", type=json.loads, default={}, help="of ours, besides the benchmark's, as JSON")
     options = vars(parser.parse_args())
-    {"ours": run_ours, "ray": run_ray}[options.pop("system")](**options)
+    overrides = options.pop("config")
+    if options.pop("system") == "ours":
+        run_ours(**options, overrides=overrides)
+    else:
+        run_ray(**options)

@@ -6,18 +6,22 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.recovery.systems import System
 from benchmarks.recovery.workload import CHECKPOINT_INTERVAL, Step, longest_pause, num_redone, read_steps
 
 FAULT_STEP = 2 * CHECKPOINT_INTERVAL + 7  # the first step after which a fault may come
 FIRST_STEP_TIMEOUT = 180.0  # seconds from the start of a system
-TIMEOUT = 300.0  # seconds from a fault to the end of the run
+TIMEOUT = 900.0  # seconds from a fault to the end of the run
 OUTAGE = 60.0  # seconds for which the store is away
 ABSENCE = 2.0  # seconds until nodes that were evicted come back
+LAST_WORDS = 0.5  # seconds after a loss in which a step may still end; no restart with 1.2 GB is as fast
+BALLAST = 300_000_000  # numbers: 1.2 GB
+SELDOM = {"checkpoint_interval": 1000}  # of the runs in which no checkpoint is there when the fault comes
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,23 @@ def lose_store(system: System, store: Store) -> list[Moment]:
     return [Moment(begin, ranks_die=False)]
 
 
+def lose_nodes_and_store(system: System, store: Store) -> list[Moment]:
+    """Stop the object store, and kill the second rank's node twice: a third one takes its place, then none."""
+    store.stop()
+    begins = []
+    for _ in range(2):
+        begins.append(time.time())
+        system.kill_node(system.node_of(system.rank_process(1)))
+        wait_until(system, functools.partial(_has_step, system, begins[-1] + LAST_WORDS))
+    end = time.time()
+    store.start()
+    return [Moment(begins[0], begins[1]), Moment(begins[1], end)]
+
+
+def _has_step(system: System, since: float) -> bool:
+    return any(step.at > since for step in read_steps(system.task.directory))
+
+
 def damage_checkpoint(system: System, store: Store) -> list[Moment]:
     """Kill the second rank, and overwrite a part of the newest checkpoint."""
     begin = time.time()
@@ -136,6 +157,8 @@ class Fault:
     epochs: int = 3
     needs_store: bool = False
     on_one_node: bool = False  # both ranks on one node, without a cluster
+    num_spare: int = 0  # nodes besides the two
+    config: Mapping[str, Any] = field(default_factory=dict)  # of our run; with any, only ours is measured
 
 
 FAULTS = {
@@ -149,6 +172,24 @@ FAULTS = {
     "store": Fault((f"store away for {OUTAGE:.0f} s",), lose_store, epochs=36, needs_store=True),
     "damage": Fault(("rank killed, newest checkpoint damaged",), damage_checkpoint),
     "evict": Fault(("all nodes evicted",), evict_all),
+    "kill-seldom": Fault(("rank killed, a checkpoint every 1,000 steps",), kill_rank, config=SELDOM),
+    "kill-seldom-on-one-node": Fault(
+        ("one node, rank killed, a checkpoint every 1,000 steps",), kill_rank, on_one_node=True, config=SELDOM
+    ),
+    "node-fsdp": Fault(
+        ("node lost, fsdp, a state in memory every 10 steps", "node back, fsdp"),
+        lose_node,
+        epochs=12,
+        config={**SELDOM, "parallel": "fsdp", "memory_interval": 10},
+    ),
+    "node-and-store": Fault(
+        ("store away, 1.2 GB, node lost, a third one there", "store away, 1.2 GB, node lost, none in its place"),
+        lose_nodes_and_store,
+        epochs=1,
+        needs_store=True,
+        num_spare=1,
+        config={**SELDOM, "recipe_options": {"ballast": BALLAST}, "stall_timeout": 300.0},
+    ),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import signal
@@ -12,8 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -35,6 +37,7 @@ class Task:
     directory: Path  # of this run alone
     epochs: int
     store: str = ""  # URL for the checkpoints; "" is `directory`
+    config: Mapping[str, Any] = field(default_factory=dict)  # of our run, besides the benchmark's
 
     def options(self) -> tuple[str, ...]:
         return ("--data", str(self.data), "--directory", str(self.directory), "--epochs", str(self.epochs))
@@ -153,13 +156,15 @@ class Ours(System):
         self.nodes.append(self.dask.workers[self.dask.add()])
 
     def launch_on_one_node(self) -> None:
-        command = (sys.executable, "-m", "benchmarks.recovery.drivers", "ours", "--address", "")
-        self.others.append(self.popen(*command, *self.task.options()))
+        self._start_driver("")
 
     def start_driver(self) -> None:
-        store = ("--store", self.task.store) if self.task.store else ()
-        command = (sys.executable, "-m", "benchmarks.recovery.drivers", "ours", "--address", self.dask.address)
-        self.others.append(self.popen(*command, *self.task.options(), *store))
+        self._start_driver(self.dask.address)
+
+    def _start_driver(self, address: str) -> None:
+        command = (sys.executable, "-m", "benchmarks.recovery.drivers", "ours", "--address", address)
+        options = ("--store", self.task.store, "--config", json.dumps(self.task.config))
+        self.others.append(self.popen(*command, *self.task.options(), *options))
 
     def weights_url(self) -> str:
         return f"{self.task.store or self.task.directory}/{MODEL_STATE}"

@@ -29,14 +29,22 @@ STEPS = "steps.log"
 RECIPE = "benchmarks.recovery.workload.LoggedCounting"
 
 
+@dataclass
 class LoggedCounting(Counting):
     """The soak's model; its ranks log their steps."""
 
     defaults = {**Counting.defaults, "checkpoint_interval": CHECKPOINT_INTERVAL}
+    ballast: int = 0  # numbers that the state has besides, and no step changes
 
     def model(self) -> nn.Module:
+        import torch
+        from torch import nn
+
         log_steps()
-        return super().model()
+        model = super().model()
+        if self.ballast:
+            model.ballast = nn.Parameter(torch.ones(self.ballast), requires_grad=False)
+        return model
 
 
 @dataclass(frozen=True)
@@ -64,10 +72,13 @@ def log_steps() -> None:
     def after_step(optimizer: Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if log and parameter.shape == (NUM_SAMPLES,):
-                    number = round(parameter.sum().item() / LEARNING_RATE)
-                    log.write(f"{time.time()} {number} {world_size}\n")
-                    log.flush()
+                if parameter.shape == (NUM_SAMPLES,):
+                    total = parameter.detach().sum()
+                    total = total.full_tensor() if hasattr(total, "full_tensor") else total  # by all ranks, with fsdp
+                    number = round(total.item() / LEARNING_RATE)
+                    if log:
+                        log.write(f"{time.time()} {number} {world_size}\n")
+                        log.flush()
 
     register_optimizer_step_post_hook(after_step)
 
