@@ -145,12 +145,15 @@ def test_an_empty_prefix_is_refused(store, prepared):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"trainable": "tail"}, "trainable: expected all or head, got 'tail'"),
-        ({"unreadable": "ignore"}, "unreadable: expected fail or skip, got 'ignore'"),
-        ({"held_out": 1.0}, "held_out: expected a share above 0 and below 1, got 1.0"),
-        ({"store_timeout": 0.0}, "store_timeout: expected a finite number above 0, got 0.0"),
-        ({"image_size": 8}, "image_size: expected 0, or at least 16 pixels, got 8"),
-        ({"architecture": "vit_b_16", "image_size": 100}, "image_size: expected a multiple of 16, got 100"),
+        ({"trainable": "tail"}, "recipe_options.trainable: expected one of all, head, got 'tail'"),
+        ({"unreadable": "ignore"}, "recipe_options.unreadable: expected one of fail, skip, got 'ignore'"),
+        ({"held_out": 1.0}, "recipe_options.held_out: expected a finite number above 0 and below 1, got 1.0"),
+        ({"store_timeout": 0.0}, "recipe_options.store_timeout: expected a finite number above 0, got 0.0"),
+        ({"image_size": 8}, "recipe_options.image_size: expected 0, or at least 16 pixels, got 8"),
+        (
+            {"architecture": "vit_b_16", "image_size": 100},
+            "recipe_options.image_size: expected a multiple of 16, got 100",
+        ),
         ({"endpoint_url": "https://me:secret@store"}, "endpoint_url: expected a URL without a user name or a password"),
     ],
 )

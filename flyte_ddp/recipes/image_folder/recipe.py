@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from flyte_ddp.errors import DataError
+from flyte_ddp.config.fields import field, validate
+from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.events import Prediction
 from flyte_ddp.recipes.base import Recipe
 from flyte_ddp.recipes.image_folder import shapes
@@ -57,22 +57,22 @@ class ImageFolder(Recipe):
     """A torchvision model with a new last layer on images of yours.
 
     Raises:
-        ValueError: an option outside the range given beside it.
+        ConfigError: an option lies outside the limits given beside it.
     """
 
     architecture: str = "resnet18"  # of torchvision's classification models, such as mobilenet_v3_small or vit_b_16
     weights: str = "none"  # to begin with: none, default (torchvision's), or the path or URL of a state dict
-    trainable: str = "all"  # layers that are trained: all, or head (the last one)
-    image_size: int = 0  # pixels of each side of what the model sees; 0 is 224, and for the drawn images their own 64
+    trainable: str = field("all", choices=("all", "head"))  # layers that are trained: all, or head (the last one)
+    image_size: int = field(0, minimum=0)  # pixels of a side that the model sees; 0: 224, the drawn images' own 64
     augment: bool = True  # crop and flip training images randomly
-    held_out: float = 0.2  # share of the images, where there is no directory of held-out ones; in (0, 1)
-    min_images: int = 2  # training images that each class must have, >= 1
-    unreadable: str = "fail"  # for an image that cannot be read: fail, or skip (another one of its class replaces it)
+    held_out: float = field(0.2, above=0, below=1)  # share of the images, where there is no directory of held-out ones
+    min_images: int = field(2, minimum=1)  # training images that each class must have
+    unreadable: str = field("fail", choices=("fail", "skip"))  # image: skip takes another one of its class
     endpoint_url: str = ""  # of an object store other than Amazon's or Google's
     anonymous: bool = False  # no credentials, for public buckets; else they come from the environment
-    timeout: float = 30.0  # seconds without a byte before one try at one image fails, > 0
-    store_timeout: float = 240.0  # seconds to wait for a store that is away, > 0; less than the config's stall_timeout
-    concurrent_reads: int = 8  # images that each loader process reads at once, >= 1
+    timeout: float = field(30.0, above=0)  # seconds without a byte before one try at one image fails
+    store_timeout: float = field(240.0, above=0)  # seconds to wait for a store that is away; below stall_timeout
+    concurrent_reads: int = field(8, minimum=1)  # images that each loader process reads at once
     cache: str = ""  # local directory in which each node keeps the images it has read; "" for none
 
     changeable_options = (
@@ -95,25 +95,12 @@ class ImageFolder(Recipe):
     }
 
     def __post_init__(self) -> None:
-        for name, holds, expected in (
-            ("trainable", self.trainable in ("all", "head"), "all or head"),
-            ("unreadable", self.unreadable in ("fail", "skip"), "fail or skip"),
-            ("image_size", self.image_size == 0 or self.image_size >= 16, "0, or at least 16 pixels"),
-            ("held_out", 0 < self.held_out < 1, "a share above 0 and below 1"),
-            *(
-                (name, 0 < getattr(self, name) < math.inf, "a finite number above 0")
-                for name in ("timeout", "store_timeout")
-            ),
-            *(
-                (name, getattr(self, name) >= 1, "a whole number of at least 1")
-                for name in ("min_images", "concurrent_reads")
-            ),
-        ):
-            if not holds:
-                raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
+        validate(self, "recipe_options.")
+        if 0 < self.image_size < 16:
+            raise ConfigError(f"recipe_options.image_size: expected 0, or at least 16 pixels, got {self.image_size}")
         patch = patch_size(self.architecture)
         if self.image_size % patch:
-            raise ValueError(f"image_size: expected a multiple of {patch}, got {self.image_size}")
+            raise ConfigError(f"recipe_options.image_size: expected a multiple of {patch}, got {self.image_size}")
         for name in ("endpoint_url", "weights"):
             refuse_credentials(name, getattr(self, name))
         # Set by `datasets` for `model`.
