@@ -23,9 +23,7 @@ from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.launch.stalls import join_stalls
 
 ECHO_GRACE = 3.0  # seconds in which the cause of a failure that looks like another's consequence may be reported
-TRAINING_SHARE = (
-    0.5  # of a leaving node's time, in which it trains until its replacement is there; the rest is for the save
-)
+TRAINING_SHARE = 0.5  # of a leaving node's time, for training until its replacement is there; the rest is for the save
 LEAVE_RESERVE = 1.0  # seconds before a node is gone in which its ranks, if they have not ended, are killed
 KILL_TIMEOUT = KILL_GRACE + 2.0  # seconds for the nodes to confirm that their ranks are gone
 

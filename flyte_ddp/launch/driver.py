@@ -157,8 +157,11 @@ def run(
             job = dataclasses.replace(job, program=dataclasses.replace(job.program, slow_imports=modules))
     state = events.RunState(keep_reports=False)
     stopping = contextlib.nullcontext(stop) if stop else stop_on_signals(program.signals, program.stop_grace)
+    owning: contextlib.AbstractContextManager[Ownership | None] = contextlib.nullcontext()
+    if job.checkpoints:
+        owning = Ownership(job.checkpoints, job.run, program.store_timeout)
     with (
-        _own_place(job) as ownership,
+        owning as ownership,
         Dispatcher([state, *listeners]) as dispatcher,
         _say_where_to_resume(job),
         stopping as stop,
@@ -348,16 +351,6 @@ class _Driver:
 
     def _notes(self) -> Storage:
         return Storage(self.run.job.checkpoints, timeout=0)
-
-
-@contextlib.contextmanager
-def _own_place(job: Job) -> Iterator[Ownership | None]:
-    """Own the place of the job's checkpoints for the length of the block; None if it has none."""
-    if not job.checkpoints:
-        yield None
-        return
-    with Ownership(job.checkpoints, job.run, job.program.store_timeout) as ownership:
-        yield ownership
 
 
 @contextlib.contextmanager

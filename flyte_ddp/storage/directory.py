@@ -119,14 +119,10 @@ class Storage:
         Raises:
             FileChanged: another process has replaced it.
         """
-        if self.is_local:
-            with _locked(os.path.join(self.root, ".lock")):
+        if not self._kind:
+            with _locked(os.path.join(self.root, ".lock")) if self.is_local else contextlib.nullcontext():
                 self._check_unchanged(name, replaced)
                 self.write(name, contents)
-            return
-        if not self._kind:
-            self._check_unchanged(name, replaced)
-            self.write(name, contents)
             return
         field, put = CONDITIONAL_PUTS[self._kind]
         tag = self.retry(lambda: self._tag(name, field))  # before the look: if it changes in between, the put fails
