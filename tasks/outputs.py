@@ -42,8 +42,6 @@ class RetrainingOutputs(NamedTuple):
     outcome: str  # one of flyte_ddp.promotion.policy.Outcome
     reason: str  # for the outcome, one line for people
     champion: str  # the version in use now; "" for none
-    metrics: dict[
-        str, float
-    ]  # test_loss and the recipe's metrics of the challenger and of the champion before it, if measured
+    metrics: dict[str, float]  # test_loss and the recipe's metrics, of challenger and champion, as far as measured
     report: FlyteFile  # the HTML page that the Deck shows too
     export: FlyteDirectory | None  # of the challenger, as of `TrainingOutputs`; none where nothing was trained

@@ -45,7 +45,8 @@ TWO_MEGABYTES = 2_000_000
 
 
 def report_of(events: list[Event], error: BaseException | None = None, closed: bool = True) -> Report:
-    made = Report(links={"W&B run": "https://wandb.ai/team/project/runs/1"})
+    made = Report()
+    made.links["W&B run"] = "https://wandb.ai/team/project/runs/1"
     for event in events:
         made.handle(event)
     if closed:

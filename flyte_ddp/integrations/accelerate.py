@@ -127,7 +127,7 @@ class _Training:
         self.global_batch_size = found["global_batch_size"] if found else total
         if self.global_batch_size is None:
             self.global_batch_size = loader.batch_size * training.world_size()
-        share = loaders.share_of("global_batch_size", self.global_batch_size)
+        share = loaders.split_batch(self.global_batch_size)
         self._generator = getattr(loader.sampler, "generator", None)
         if isinstance(loader.sampler, RandomSampler) and self._generator is None:
             # As Accelerate does for several ranks; one alone would draw the order from the process's own generator.

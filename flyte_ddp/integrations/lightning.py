@@ -143,7 +143,7 @@ class SessionCallback(Callback):  # type: ignore[misc]
         num_shares = _num_shares(trainer)
         if self.global_batch_size is None:
             self.global_batch_size = loader.batch_size * num_shares
-        share = loaders.share_of("global_batch_size", self.global_batch_size, num_shares)
+        share = loaders.split_batch(self.global_batch_size, num_shares)
         return loaders.with_batch_size(loader, share)
 
     def _check_batches(self, trainer: Trainer, loader: Batches) -> Batches:

@@ -16,20 +16,20 @@ KEPT = (
 )
 
 
-def share_of(name: str, total: int, num_shares: int | None = None) -> int:
-    """Return the samples of each rank of a global batch of `total`.
+def split_batch(global_batch_size: int, num_shares: int | None = None) -> int:
+    """Return the samples of each rank of a global batch.
 
     Args:
-        name: of what sets it, for the error.
         num_shares: groups of ranks that have the same samples; by default each rank has its own.
 
     Raises:
         ConfigError: the ranks cannot share it evenly.
     """
     shares = num_shares or rank_and_world_size()[1]
-    if total % shares:
-        raise ConfigError(f"{name}: expected a global batch that {shares} ranks share evenly, got {total} samples")
-    return total // shares
+    if global_batch_size % shares:
+        expected = f"expected a global batch that {shares} ranks share evenly"
+        raise ConfigError(f"global_batch_size: {expected}, got {global_batch_size} samples")
+    return global_batch_size // shares
 
 
 def num_samples_of(dataset: Any) -> int | None:

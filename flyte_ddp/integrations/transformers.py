@@ -142,7 +142,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         trainer, args = self.trainer, self.trainer.args
         batch_size, num_batches = args.per_device_train_batch_size, args.gradient_accumulation_steps
         self.global_batch_size = total or batch_size * num_batches * args.world_size
-        share = loaders.share_of("global_batch_size", self.global_batch_size)
+        share = loaders.split_batch(self.global_batch_size)
         if share != batch_size * num_batches:
             batch_size = next(size for size in range(min(batch_size, share), 0, -1) if share % size == 0)
             args.per_device_train_batch_size, args.gradient_accumulation_steps = batch_size, share // batch_size

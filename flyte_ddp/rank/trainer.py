@@ -96,9 +96,7 @@ class Trainer:
         self._memory_interval = 0  # optimizer steps between states that are kept in memory; 0 for none
         self._best_is_unsaved = False  # the run goes on from the state of the best epoch, which the store lacks
         self.first_step_at = 0.0  # seconds since the epoch
-        self._unsummed: tuple[MetricSums, Progress] | None = (
-            None  # this epoch's own sums, and those of earlier attempts
-        )
+        self._unsummed: tuple[MetricSums, Progress] | None = None  # this epoch's sums: own, and of earlier attempts
         self._num_replaced = 0  # before the current epoch, of this rank
 
     def fit(self) -> Progress:

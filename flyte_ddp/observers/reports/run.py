@@ -92,8 +92,8 @@ class Report(Page):
     template = TEMPLATE
     progress_label = "optimizer steps done"
 
-    def __init__(self, title: str = "", links: Mapping[str, str] | None = None) -> None:
-        super().__init__(links)
+    def __init__(self, title: str = "") -> None:
+        super().__init__()
         self.outputs: dict[str, str] = {}
         self._title = title
         self._state = RunState()
