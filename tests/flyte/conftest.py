@@ -14,10 +14,9 @@ import os
 import re
 import subprocess
 import sys
-import time
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from flytekit.models.core.execution import WorkflowExecutionPhase as Phase
 from flytekit.remote import FlyteRemote
 from flytekit.remote.executions import FlyteNodeExecution, FlyteWorkflowExecution
 
+from tests.kubernetes.conftest import eventually
 from tests.support.checkout import copy_repository
 
 BIN = Path(sys.executable).parent
@@ -67,15 +67,6 @@ def kubectl(*arguments: str, check: bool = True) -> str:
 def items(kind: str, selector: str = "") -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads(kubectl("get", kind, "--selector", selector, "--output", "json"))["items"]
     return found
-
-
-def eventually(condition: Callable[[], Any], timeout: float, what: str) -> Any:
-    """Return the first true value of `condition` within `timeout` seconds."""
-    deadline = time.monotonic() + timeout
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout:g} s: {what}"
-        time.sleep(1)
-    return value
 
 
 @dataclasses.dataclass

@@ -167,7 +167,10 @@ class Flyte:
 
     def run(self, package: Package, task: str, node: str, inputs: LiteralMap) -> LiteralMap:
         """The outputs of a task that ends well at its first attempt, without a word of warning."""
-        pod = self.start(package, task, node, inputs)
+        return self.finish(self.start(package, task, node, inputs), node)
+
+    def finish(self, pod: str, node: str) -> LiteralMap:
+        """As `run`, of a task that was started."""
         code = self.namespace.wait_for_end(pod, timeout=900)
         log = self.namespace.log(pod)
         outputs = self.outputs(node)

@@ -22,7 +22,7 @@ from flytekit.types.file import FlyteFile
 from flyte_ddp.cluster.kubernetes.manifest import cluster_name
 from flyte_ddp.recipes import config_of
 from tests.kubernetes.conftest import ROOT, Namespace, eventually, small_cluster
-from tests.kubernetes.flyte import DOMAIN, NESTED, PROJECT, UNHEALTHY, Flyte, Package, listed, literals
+from tests.kubernetes.flyte import DOMAIN, NESTED, PROJECT, Flyte, Package, listed, literals
 from tests.kubernetes.store import FORBIDDEN, Store
 from tests.support import kubernetes_task
 
@@ -232,11 +232,7 @@ def test_a_multi_node_task_runs_the_registered_code_and_the_users_recipe_on_its_
     name = cluster["metadata"]["name"]
     policy = flyte.namespace.policy(name)
     workers = eventually(lambda: flyte.namespace.pods(name, "worker"), 300, "a worker's pod")
-    code = flyte.namespace.wait_for_end(pod, timeout=900)
-    log = flyte.namespace.log(pod)
-    outputs = flyte.outputs(NESTED)
-    assert outputs is not None, f"exit code {code}\n{flyte.error(NESTED)}\n{log}"
-    assert [line for line in log.splitlines() if UNHEALTHY.search(line)] == []
+    outputs, log = flyte.finish(pod, NESTED), flyte.namespace.log(pod)
     assert name == cluster_name(pod)
     assert cluster["metadata"]["ownerReferences"][0]["name"] == pod
     assert flyte.namespace.clusters() == []
