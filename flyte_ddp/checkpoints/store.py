@@ -22,11 +22,11 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO, Protocol
 
-from flyte_ddp.checkpoints import WRITE_GRACE, steps_among
+from flyte_ddp.checkpoints import steps_among
 from flyte_ddp.checkpoints.files import FORMAT, Damaged, Entry, checkpoint_name, is_manifest, read_file, read_manifest
 from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.checkpoints.resharding import SHARDS, BoxOf, assemble, keep_all
@@ -78,12 +78,12 @@ class Slots(Protocol):
 class CheckpointStore:
     """The checkpoints of one run below one URL.
 
-    A thread writes, so that training never waits for the store. One state is being written and one waits; a newer state
-    replaces the one that waits (the best one so far waits besides). While the store is away, the thread tries again.
+    A thread writes, so that training never waits for the store. While it writes one state, another one waits, which a
+    newer one replaces; the best one so far waits too. While the store is away, the thread tries again.
 
     Args:
         url: any fsspec URL or local path; created where missing.
-        num_kept: newest checkpoints that stay; the best one stays besides.
+        num_kept: number of newest checkpoints that are kept; the best one is kept too.
         timeout: seconds that the store may be away before `check`, `save` and `wait` raise.
         owner: the token of the run that owns the place (`ownership.Ownership`). Checked before anything is written,
             renamed or deleted; "" for a place that nothing else uses.
@@ -118,8 +118,7 @@ class CheckpointStore:
         self._num_saves = 0
         self._current: _Write | None = None  # what is being written
         self._stuck_since = 0.0  # monotonic: when the state being written was begun; 0 while idle
-        # Progress of an upload: more bytes than any try has stored since the last complete checkpoint, also of a newer
-        # state, and since when.
+        # Progress of an upload: the most bytes that any try has stored since the last complete checkpoint, and when.
         self._most_stored, self._stored_at = 0, 0.0
         self._outage: Exception | None = None  # why the last try failed
         self._failure: Exception | None = None  # final
@@ -143,7 +142,7 @@ class CheckpointStore:
         `state` is copied before this returns; nested dicts and lists of tensors and plain values are fine.
 
         Args:
-            to_memory: keep it in the memory of the node as well, or alone, unless the one before is not whole yet.
+            to_store, to_memory: where. In memory it is left out while the state before it is incomplete there.
 
         Returns:
             "" for a state in memory alone; None if that was left out.
@@ -162,7 +161,7 @@ class CheckpointStore:
             state = readable(state, is_part=SHARDS in state)
         except RecursionError:
             raise ConfigError("save: state: expected containers in containers, got one that contains itself") from None
-        # A name of its own also where this step was saved before, whose tensors must stay until this is complete.
+        # A new name even for a step that was saved before: its tensors must stay until this checkpoint is complete.
         self._num_saves += to_store
         name = f"{checkpoint_name(step)}-{uuid.uuid4().hex[:8]}"
         write = _Write(None, name, step, best, number=self._num_saves)
@@ -218,7 +217,7 @@ class CheckpointStore:
         self._drop(each for each in self._queue if each.number not in numbers)
         self._queue = [each for each in self._queue if each.number in numbers]
 
-    def save_file(self, name: str, state: Mapping[str, Any], on_wait: Callable[[], None] | None = None) -> str:
+    def save_file(self, name: str, state: Mapping[str, Any], on_wait: Callable[[], None]) -> str:
         """Write `state` to `name` beside the checkpoints, wait until it is there, and return its URL.
 
         Raises:
@@ -265,16 +264,6 @@ class CheckpointStore:
         """True while `is_writing` and the best checkpoint so far is among those."""
         with self._changed:
             return self.is_writing and any(write.best for write in (self._current, *self._queue) if write)
-
-    @contextlib.contextmanager
-    def finish_on_error(self, on_wait: Callable[[], None]) -> Iterator[None]:
-        """If the block raises, wait up to `WRITE_GRACE` seconds for what was saved in it, so that a retry finds it."""
-        try:
-            yield
-        except Exception:
-            with contextlib.suppress(Exception):  # the block's error is the one to report
-                self.wait(on_wait, WRITE_GRACE)
-            raise
 
     def wait(self, on_wait: Callable[[], None] | None = None, seconds: float = math.inf) -> None:
         """Return when everything saved so far is in place, or after `seconds`.

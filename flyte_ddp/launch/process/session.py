@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import events
+from flyte_ddp.checkpoints import WRITE_GRACE
 from flyte_ddp.errors import ConfigError, StopRequested
 from flyte_ddp.launch.process.memory import KEEP_TIMEOUT
 from flyte_ddp.launch.process.slots import Slots
@@ -384,13 +385,13 @@ class Session:
 
     @contextlib.contextmanager
     def finish_on_error(self) -> Iterator[None]:
-        """If the block raises, wait a while for what was saved in it, so that a retry finds it."""
+        """If the block raises, wait up to `WRITE_GRACE` seconds for what was saved in it, so that a retry finds it."""
         try:
             yield
         except Exception:
             if self._store is not None:
-                with self._store.finish_on_error(self._beat):
-                    raise
+                with contextlib.suppress(Exception):  # the block's error is the one to report
+                    self._store.wait(self._beat, WRITE_GRACE)
             raise
 
     def _num_readers(self) -> int:
