@@ -104,7 +104,7 @@ def test_slow_predictions_are_no_stall(tmp_path):
 
     def shorten_stall_timeout(line):
         if line == "[rank 0] predicts":
-            object.__setattr__(run.job.program, "stall_timeout", 3.0)
+            object.__setattr__(run.job.program, "stall_timeout", 6.0)
 
     run.relay = shorten_stall_timeout
     run.train(num_processes=1, epochs=1)

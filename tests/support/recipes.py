@@ -184,7 +184,7 @@ class Slow(Tiny):
 
     def predictions(self, batch, outputs, targets):
         print("predicts")
-        time.sleep(5)
+        time.sleep(9)
         return super().predictions(batch, outputs, targets)
 
 
