@@ -143,6 +143,15 @@ def rows(data: Path, names: str = "") -> dict[str, list[Row]]:
                 "samples_per_second_without",
             ),
         ],
+        "memory_interval": [
+            Row(
+                "throughput with a state of 1.2 GB in memory every 5 steps, a store of 50 MB/s / without",
+                speed,
+                *(2 * [checkpoints("memory")]),
+                ">= 0.98",
+                "samples_per_second_without",
+            ),
+        ],
         "pet_names": [
             Row(
                 "pet names: time to the tutorial's held-out loss / tutorial",

@@ -1,9 +1,13 @@
-"""The cost of checkpoints: `python -m benchmarks.checkpoints stall`; or copy, training.
+"""The cost of checkpoints: `python -m benchmarks.checkpoints stall`; or copy, training, memory.
 
 The model has 100 million parameters, and AdamW two more numbers for each: 1.2 GB. `stall` is the time for which a save
 keeps the training, and `copy` a plain copy of the same bytes into memory that was written to before. `training` trains
 with a checkpoint every 50 steps. The first ten steps after a save have its whole cost, and the other forty none. The
 time of each of the fifty is its median over all saves, because the machine is slower for some seconds now and then.
+
+`memory` trains with a state in memory every 5 steps for 20 steps, without any for as many, and so on, while a store of
+50 MB/s takes the checkpoints of both. The steps in which the state of the phase before may still be written are left
+out, and each of the others is its median over all phases of its kind.
 """
 
 from __future__ import annotations
@@ -30,6 +34,11 @@ SAVE_INTERVAL = 50  # steps
 NUM_AFFECTED = 10  # steps after a save, in which it is copied and written: twice as many as that takes
 NUM_SAVES = 5
 NUM_SAVES_IN_TRAINING = 9
+PHASE = 20  # steps with states in memory, and as many without
+NUM_ROUNDS = 3  # of both, after the first
+MEMORY_INTERVAL = 5  # steps
+MEMORY_BATCH_SIZE = 256
+STORE_BANDWIDTH = 50e6  # bytes per second
 
 
 class Wide(MnistLike):
@@ -42,6 +51,34 @@ class Wide(MnistLike):
         for size, next_size in itertools.pairwise(SIZES):
             layers += [nn.Linear(size, next_size), nn.ReLU()]
         return nn.Sequential(*layers[:-1])
+
+
+class Alternating(Wide):
+    """Keeps states in memory in every other phase alone, and writes to its checkpoints' directory slowly."""
+
+    def model(self) -> nn.Module:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        from flyte_ddp.launch.process.slots import Slots
+        from flyte_ddp.storage.uncached_file import UncachedFile
+
+        steps, is_ready, write = itertools.count(1), Slots.is_ready, UncachedFile.write
+        step = 0
+
+        def count(*_: Any) -> None:
+            nonlocal step
+            step = next(steps)
+
+        def write_slowly(file: UncachedFile, data: Any) -> int:
+            started = time.monotonic()
+            num_bytes = write(file, data)
+            time.sleep(max(0.0, started + num_bytes / STORE_BANDWIDTH - time.monotonic()))
+            return num_bytes
+
+        register_optimizer_step_post_hook(count)
+        Slots.is_ready = property(lambda slots: step // PHASE % 2 == 1 and is_ready.fget(slots))
+        UncachedFile.write = write_slowly
+        return super().model()
 
 
 def stall() -> float:
@@ -79,25 +116,10 @@ def copy() -> float:
 
 def train() -> dict[str, float]:
     """Return the samples per second with a checkpoint every `SAVE_INTERVAL` steps, and those without any."""
-    from flyte_ddp.config import resolve
-    from flyte_ddp.launch import driver
-    from flyte_ddp.launch.local import LocalPlace
-    from flyte_ddp.launch.process.programs import Job, recipe_program
-    from flyte_ddp.recipes.prepare import prepare_data
-
-    config = {"global_batch_size": BATCH_SIZE, "epochs": 1, "log_interval": 1, "checkpoint_interval": SAVE_INTERVAL}
-    program = recipe_program("benchmarks.checkpoints.Wide", resolve(Wide.defaults, config))
-    steps = Steps()
-    num_steps = (1 + NUM_SAVES_IN_TRAINING) * SAVE_INTERVAL
-    with tempfile.TemporaryDirectory() as directory:
-        data = Path(directory) / "data"
-        data.mkdir()
-        prepare_data(Wide(), str(num_steps * BATCH_SIZE), data)
-        driver.run(Job(program, f"{directory}/run", time.time()), LocalPlace(1), lambda: str(data), [steps])
+    steps = step_seconds("Wide", BATCH_SIZE, (1 + NUM_SAVES_IN_TRAINING) * SAVE_INTERVAL, SAVE_INTERVAL)
     # Not the steps before the second save: they are the model's first, and the first save needs new memory.
     seconds = [
-        statistics.median(steps.seconds[position::SAVE_INTERVAL])
-        for position in range(2 * SAVE_INTERVAL, 3 * SAVE_INTERVAL)
+        statistics.median(steps[position::SAVE_INTERVAL]) for position in range(2 * SAVE_INTERVAL, 3 * SAVE_INTERVAL)
     ]
     return {
         "samples_per_second": BATCH_SIZE / statistics.fmean(seconds),
@@ -105,15 +127,51 @@ def train() -> dict[str, float]:
     }
 
 
+def train_in_memory() -> dict[str, float]:
+    """Return the samples per second with a state in memory every `MEMORY_INTERVAL` steps, and those without any."""
+    num_steps, interval = 2 * (1 + NUM_ROUNDS) * PHASE, {"memory_interval": MEMORY_INTERVAL}
+    steps = step_seconds("Alternating", MEMORY_BATCH_SIZE, num_steps, PHASE, **interval)
+
+    def mean(first: int) -> float:
+        """Of the steps of the phases that begin with this step."""
+        affected = range(first + MEMORY_INTERVAL, first + PHASE)
+        return statistics.fmean(statistics.median(steps[position :: 2 * PHASE]) for position in affected)
+
+    return {
+        "samples_per_second": MEMORY_BATCH_SIZE / mean(3 * PHASE),
+        "samples_per_second_without": MEMORY_BATCH_SIZE / mean(2 * PHASE),
+    }
+
+
+def step_seconds(recipe: str, batch_size: int, num_steps: int, interval: int, **overrides: Any) -> list[float]:
+    """Train a recipe of this module with a checkpoint every `interval` steps; return the seconds of each step."""
+    from flyte_ddp.config import resolve
+    from flyte_ddp.launch import driver
+    from flyte_ddp.launch.local import LocalPlace
+    from flyte_ddp.launch.process.programs import Job, recipe_program
+    from flyte_ddp.recipes.prepare import prepare_data
+
+    config = {"global_batch_size": batch_size, "epochs": 1, "log_interval": 1, "checkpoint_interval": interval}
+    program = recipe_program(f"benchmarks.checkpoints.{recipe}", resolve(Wide.defaults, {**config, **overrides}))
+    steps = Steps(batch_size)
+    with tempfile.TemporaryDirectory() as directory:
+        data = Path(directory) / "data"
+        data.mkdir()
+        prepare_data(Wide(), str(num_steps * batch_size), data)
+        driver.run(Job(program, f"{directory}/run", time.time()), LocalPlace(1), lambda: str(data), [steps])
+    return steps.seconds
+
+
 class Steps:
     """A listener that keeps the seconds of each step."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
         self.seconds: list[float] = []
 
     def handle(self, event: Event) -> None:
         if isinstance(event, Reported):
-            self.seconds.append(BATCH_SIZE / event.values["samples_per_second"])
+            self.seconds.append(self.batch_size / event.values["samples_per_second"])
 
     def close(self, error: BaseException | None) -> None:
         pass
@@ -138,8 +196,8 @@ def trained() -> tuple[nn.Module, Optimizer]:
 
 def main(name: str) -> None:
     outcome: dict[str, Any] = {"first_step_at": time.time()}
-    if name == "training":
-        outcome |= train()
+    if name in ("training", "memory"):
+        outcome |= {"training": train, "memory": train_in_memory}[name]()
     else:
         outcome["stall_seconds"] = {"stall": stall, "copy": copy}[name]()
     print(json.dumps(outcome), flush=True)
