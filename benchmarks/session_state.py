@@ -122,9 +122,9 @@ def _dcp(state: dict[str, Any], directory: str) -> tuple[Callable[[int], None], 
 def _tensors(state: Any) -> list[Any]:
     import torch
 
-    from flyte_ddp.checkpoints.resharding import tensors_of
+    from flyte_ddp.checkpoints.resharding import find_tensors
 
-    found = [each.to_local() if hasattr(each, "to_local") else each for _, each in tensors_of(state)]
+    found = [each.to_local() if hasattr(each, "to_local") else each for _, each in find_tensors(state)]
     return [each for each in found if isinstance(each, torch.Tensor)]
 
 

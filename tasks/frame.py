@@ -43,7 +43,7 @@ def open_task_frame(report: Page, name: str, checkpoints: str, output: str = "")
         yield frame
 
 
-def origin_of(frame: Frame) -> dict[str, str]:
+def describe_origin(frame: Frame) -> dict[str, str]:
     """Return what the run card of a task has besides the run's events."""
     image = os.environ.get(IMAGE_VARIABLE, "")
     return {"code_version": code_version(), "image": image, "execution": frame.execution.run_id}

@@ -16,7 +16,7 @@ from flytekit import Cache, Resources
 from flytekit.extras.accelerators import GPUAccelerator
 
 from flyte_ddp.cluster.config import GRACE_VARIABLE
-from flyte_ddp.config.source_code import digest_of, recipe_packages
+from flyte_ddp.config.source_code import compute_digest, recipe_packages
 from flyte_ddp.flytekit_plugin.frame import MLFLOW_SECRET, WANDB_SECRET
 from flyte_ddp.flytekit_plugin.pods import pod_with
 from flyte_ddp.launch.devices import REQUESTED_VARIABLE
@@ -125,7 +125,7 @@ def code_version(packages: Iterable[str] = ()) -> str:
 
     A hash of the recipe's own files travels with the prepared data.
     """
-    code = digest_of(["flyte_ddp", *packages])
+    code = compute_digest(["flyte_ddp", *packages])
     return hashlib.sha256((version("torch") + code).encode()).hexdigest()[:16]
 
 

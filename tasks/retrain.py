@@ -149,7 +149,7 @@ def _default_champion(execution: Execution, recipe: str) -> str:
     # Beside the checkpoints of this execution, whose URL ends in checkpoints/PROJECT/DOMAIN/EXECUTION/NODE.
     root, _, place = execution.checkpoints.rpartition("/checkpoints/")
     project, domain, *_ = place.split("/")
-    url, earlier = ("/".join([place, "champions", project, domain, recipe]) for place in (_bucket_of(root), root))
+    url, earlier = ("/".join([place, "champions", project, domain, recipe]) for place in (_find_bucket(root), root))
     if url != earlier and ChampionStore(earlier).pointer() and not ChampionStore(url).pointer():
         raise ConfigError(
             f"champion: expected it in {redact_url(url)}, where no lifecycle rule for raw outputs deletes it, got one "
@@ -158,7 +158,7 @@ def _default_champion(execution: Execution, recipe: str) -> str:
     return url
 
 
-def _bucket_of(url: str) -> str:
+def _find_bucket(url: str) -> str:
     """Return the URL of the bucket that `url` lies in; `url` itself where its store has no buckets."""
     scheme, separator, path = url.partition("://")
     return url if not separator or scheme in ("file", "memory") else f"{scheme}://{path.partition('/')[0]}"

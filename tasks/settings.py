@@ -18,7 +18,7 @@ import click
 
 from flyte_ddp.cluster.admission import Allowed
 from flyte_ddp.config.fields import LIMITS, check, check_names, field, validate
-from flyte_ddp.config.source_code import SETTINGS_FILE, digest_of, read_settings, recipe_packages
+from flyte_ddp.config.source_code import SETTINGS_FILE, compute_digest, read_settings, recipe_packages
 from flyte_ddp.errors import ConfigError
 
 PROFILES = ("production", "sandbox")
@@ -108,7 +108,7 @@ def require_image(image: str) -> str:
 
 def shipped_code() -> str:
     """Return a hash of everything that a registration ships: library, tasks, workflows, recipes and settings."""
-    return digest_of([*PACKAGES, *recipe_packages()], extra_files=[ROOT / SETTINGS_FILE])
+    return compute_digest([*PACKAGES, *recipe_packages()], extra_files=[ROOT / SETTINGS_FILE])
 
 
 def load_settings(file: Path = ROOT / SETTINGS_FILE, environment: Mapping[str, str] = os.environ) -> Settings:

@@ -22,7 +22,7 @@ from flyte_ddp.recipes import config_of
 from flyte_ddp.studies.results import FINISHED, OUTCOME, STOPPED_EARLY, TrialRun, build_table, find_best
 from flyte_ddp.studies.scaling import build_scaling_table, by_world_size, estimate
 from flyte_ddp.studies.search import EarlyStopping, build_trials, expand_grid, expand_world_sizes
-from tasks.frame import FRAMED, check_initial_state, open_task_cluster, open_task_frame, origin_of
+from tasks.frame import FRAMED, check_initial_state, describe_origin, open_task_cluster, open_task_frame
 from tasks.inputs import (
     ClusterInput,
     Grid,
@@ -244,7 +244,7 @@ class _Observer:
             *self.frame.figures(recipe=self.report.recipe, trial=str(run.trial.number)),
             self.frame.tracker(
                 f"{self.group}-{run.key}",
-                origin_of(self.frame),
+                describe_origin(self.frame),
                 f"{run.url}/{OUTCOME}",
                 name=str(run.trial),
                 group=self.group,
@@ -260,7 +260,7 @@ class _Observer:
         assert best is not None  # a sweep without a finished trial has failed
         assert best.state.finished is not None
         results, csv = self._save_table(build_table(self.report.runs))
-        finished, card = best.state.finished, run_card(best.state, **origin_of(self.frame))
+        finished, card = best.state.finished, run_card(best.state, **describe_origin(self.frame))
         outputs = SweepOutputs(
             results=results,
             csv=csv,

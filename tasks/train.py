@@ -15,7 +15,7 @@ from flyte_ddp.launch.run import Gang
 from flyte_ddp.observers.reports.drawing import format_figure
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.observers.reports.run_card import run_card
-from tasks.frame import FRAMED, check_cluster, check_initial_state, open_task_frame, origin_of, wandb_link
+from tasks.frame import FRAMED, check_cluster, check_initial_state, describe_origin, open_task_frame, wandb_link
 from tasks.inputs import ClusterInput
 from tasks.outputs import TrainingOutputs, list_accuracies, list_metrics
 from tasks.prepare import PreparedData
@@ -108,7 +108,7 @@ def _train(
     earlier_failure: RankFailure | None = None,
 ) -> TrainingOutputs:
     """Train at `place`; return the task's outputs, and print where they are."""
-    origin = {**origin_of(frame), "parent_champion": parent_champion}
+    origin = {**describe_origin(frame), "parent_champion": parent_champion}
     result = frame.run(
         report,
         program,

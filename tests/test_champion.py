@@ -208,7 +208,7 @@ def test_the_second_of_two_promotions_over_one_champion_fails_and_leaves_nothing
 
     assert number_in(load_champion(url)) == 2
     assert sorted(each.metrics["test_loss"] for each in store.versions()) == [1, 2]
-    names = {name for each in Storage(f"{store.url}/versions").names() for name in store._storage_of(each).names()}
+    names = {name for each in Storage(f"{store.url}/versions").names() for name in store._open_storage(each).names()}
     assert names == {"manifest.json", "model_state.pt"}
 
 

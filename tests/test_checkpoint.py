@@ -20,7 +20,7 @@ import torch
 from flyte_ddp.checkpoints import store as checkpoint
 from flyte_ddp.checkpoints.files import load_state, portable
 from flyte_ddp.checkpoints.staging import StagingMemory
-from flyte_ddp.checkpoints.state_file import CHECKSUM, checksum_of, save_state
+from flyte_ddp.checkpoints.state_file import CHECKSUM, compute_checksum, save_state
 from flyte_ddp.checkpoints.store import WRITER_NICENESS, CheckpointStore
 from flyte_ddp.errors import CheckpointError, ConfigError, RankFailure, StorageUnavailable
 from flyte_ddp.events import Reported
@@ -148,8 +148,8 @@ def test_the_checksum_is_that_of_the_whole_file_and_of_a_disk_that_is_full_the_d
         entry = save_state(_state(1), file, with_crc32=False)
     contents = (tmp_path / "state.pt").read_bytes()
     assert entry["bytes"] == len(contents)
-    assert checksum_of(contents) == entry[CHECKSUM]
-    assert checksum_of(contents[:-1]) != entry[CHECKSUM]
+    assert compute_checksum(contents) == entry[CHECKSUM]
+    assert compute_checksum(contents[:-1]) != entry[CHECKSUM]
     assert torch.serialization.get_crc32_options()  # as before, for what users save
     with open("/dev/full", "wb", buffering=0) as full, pytest.raises(OSError, match="No space left") as raised:
         save_state(_state(1), full, with_crc32=False)

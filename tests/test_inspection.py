@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flyte_ddp.events import EpochFinished, HistogramsTaken, PredictionsMade, RunFinished
-from flyte_ddp.rank.inspection import histograms_of, layers_of
+from flyte_ddp.rank.inspection import describe_layers, take_histograms
 from tests.support.runs import new_run
 from tests.support.trainers import new_trainer
 
@@ -41,13 +41,13 @@ class Odd(nn.Module):
 
 
 def test_a_layer_that_returns_no_tensor_has_no_shape():
-    layers = layers_of(Odd(), torch.zeros(1, 4))
+    layers = describe_layers(Odd(), torch.zeros(1, 4))
 
     assert [(layer.name, layer.output_shape) for layer in layers] == [("nothing", []), ("pair", [1, 4])]
 
 
 def test_a_histogram_counts_the_finite_values():
-    parameters, gradients = histograms_of(Odd())
+    parameters, gradients = take_histograms(Odd())
 
     assert gradients == {}
     assert "empty" not in parameters
@@ -68,14 +68,14 @@ def test_a_histogram_counts_the_finite_values():
 def test_histograms_need_no_operation_that_has_no_deterministic_kernel_on_gpus(monkeypatch):
     monkeypatch.setattr(torch, "histc", lambda *arguments, **options: pytest.fail("raises on CUDA floats"))
 
-    assert histograms_of(nn.Linear(3, 2))[0].keys() == {"weight", "bias"}
+    assert take_histograms(nn.Linear(3, 2))[0].keys() == {"weight", "bias"}
 
 
 def test_an_error_in_inspection_is_logged_and_the_run_continues(tmp_path, monkeypatch, caplog):
     def broken(*arguments):
         raise ZeroDivisionError("broken on purpose")
 
-    monkeypatch.setattr("flyte_ddp.rank.inspection.histograms_of", broken)
+    monkeypatch.setattr("flyte_ddp.rank.inspection.take_histograms", broken)
     trainer = new_trainer(new_run(tmp_path), epochs=1)
     trainer.recipe.figures = trainer.recipe.generate_sample = broken
     with caplog.at_level(logging.WARNING):

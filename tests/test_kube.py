@@ -33,7 +33,7 @@ from flyte_ddp.cluster.kubernetes.manifest import (
     merge_pod,
     network_policy,
 )
-from flyte_ddp.cluster.kubernetes.resources import requests_of
+from flyte_ddp.cluster.kubernetes.resources import sum_requests
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import parse_duration
 from flyte_ddp.errors import ClusterError, ConfigError, OutOfMemory, PreflightError
@@ -586,7 +586,7 @@ def test_the_requests_of_a_pod_count_its_sidecars() -> None:
             {},
         ]
     }
-    assert requests_of(pod) == {"cpu": Decimal("1.5"), "memory": Decimal(1 << 30)}
+    assert sum_requests(pod) == {"cpu": Decimal("1.5"), "memory": Decimal(1 << 30)}
 
 
 def test_the_requests_of_a_drivers_own_pod_are_read_as_the_client_has_them() -> None:
@@ -594,7 +594,7 @@ def test_the_requests_of_a_drivers_own_pod_are_read_as_the_client_has_them() -> 
 
     resources = [None, V1ResourceRequirements(requests={"cpu": "10m"}), V1ResourceRequirements(limits={"cpu": "1"})]
     pod = V1PodSpec(containers=[V1Container(name="c", resources=each) for each in resources])
-    assert requests_of(ApiClient().sanitize_for_serialization(pod)) == {"cpu": Decimal("1.010")}
+    assert sum_requests(ApiClient().sanitize_for_serialization(pod)) == {"cpu": Decimal("1.010")}
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("30s", 30), ("90m", 5400), ("1.5h", 5400), ("1d", 86400)])

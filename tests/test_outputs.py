@@ -25,7 +25,7 @@ from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.text.export import save_for_transformers
 from flyte_ddp.recipes.text.generate import load_model
 from flyte_ddp.recipes.text.model import Shape, TextModel
-from flyte_ddp.recipes.text.tokens import tokenizer_of, train_bpe
+from flyte_ddp.recipes.text.tokens import make_tokenizer, train_bpe
 from flyte_ddp.storage.weights import from_bytes, is_safetensors
 from tests.support.runs import to_safetensors
 from tests.support.short_run import run_finished, started
@@ -182,7 +182,7 @@ def test_our_safetensors_file_of_text_has_the_tokenizer_too():
 def test_transformers_loads_text_with_equal_logits_and_tokens(tokens, tmp_path):
     transformers = pytest.importorskip("transformers")
     definition = "" if tokens == "bytes" else train_bpe(iter(["the cat sat on the mat, née "] * 50), 300).definition
-    tokenizer = tokenizer_of(definition)
+    tokenizer = make_tokenizer(definition)
     model = TextModel(Shape(tokenizer.size, 32, 3, 64, 4), tokenizer=definition)
     model.reset_parameters(1)
     save_for_transformers(model.eval().state_dict(), tmp_path)

@@ -27,7 +27,7 @@ from flyte_ddp.recipes.text import corpus
 from flyte_ddp.recipes.text.corpus import Corpus
 from flyte_ddp.recipes.text.model import Shape, TextModel
 from flyte_ddp.recipes.text.shards import HELD_OUT, TRAIN, read_facts
-from flyte_ddp.recipes.text.tokens import Bytes, tokenizer_of, train_bpe
+from flyte_ddp.recipes.text.tokens import Bytes, make_tokenizer, train_bpe
 from flyte_ddp.world import World
 from tests.support import sample_run
 from tests.support.image_store import running_store
@@ -49,7 +49,7 @@ def text_of(file, tokenizer):
 
 def documents_of(directory, name):
     """The documents in one of the files of tokens."""
-    tokenizer = tokenizer_of(read_facts(directory / "data").tokenizer)
+    tokenizer = make_tokenizer(read_facts(directory / "data").tokenizer)
     kind = np.uint8 if tokenizer.size == 256 else np.int16
     return text_of(np.fromfile(directory / "data" / name, dtype=kind), tokenizer)
 
@@ -187,7 +187,7 @@ def test_bpe_gives_any_text_back_and_marks_no_end_within_it(tmp_path):
         assert tokenizer.num_bytes(tokens) == len(text.encode())
         assert tokenizer.end not in tokens
     assert len(tokenizer.encode([b" alpha beta"])[0]) < 5  # it has learnt the words
-    again = tokenizer_of(train_bpe(iter(DOCUMENTS), 320).definition)
+    again = make_tokenizer(train_bpe(iter(DOCUMENTS), 320).definition)
     assert again.definition == tokenizer.definition
     assert again.end == tokenizer.end == tokenizer.size - 1
 
@@ -212,7 +212,7 @@ def test_nats_per_byte_compare_between_tokenizers(tmp_path):
         num_bytes = sum(len(text.encode()) for text in documents_of(tmp_path / tokens, HELD_OUT))
         epoch = sample_epoch(test_loss=1000.0 / num_targets)
         # With a context of one token all but the first token are targets, and that has one byte in both.
-        first = tokenizer_of(read_facts(tmp_path / tokens / "data").tokenizer).num_bytes(test.tensors[0][0].numpy())
+        first = make_tokenizer(read_facts(tmp_path / tokens / "data").tokenizer).num_bytes(test.tensors[0][0].numpy())
         assert recipe.figures(epoch)["nats_per_byte"] == pytest.approx(1000.0 / (num_bytes - first))
         assert recipe.figures(epoch)["perplexity"] == pytest.approx(math.exp(epoch.test_loss))
         assert recipe.figures(epoch)["bits_per_byte"] == pytest.approx(

@@ -13,7 +13,7 @@ from flyte_ddp.rank import evaluation
 from flyte_ddp.rank.evaluation import FlopsUtilization
 from flyte_ddp.rank.optim import build_optimizer
 from flyte_ddp.recipes import get_recipe
-from flyte_ddp.recipes.text.model import Shape, TextModel, rotate, rotation_of
+from flyte_ddp.recipes.text.model import Shape, TextModel, compute_rotation, rotate
 from flyte_ddp.world import World
 from tests.support import sample_run
 from tests.support.text_recipe import TINY, prepared
@@ -51,7 +51,7 @@ def test_rotary_positions_make_products_depend_on_the_distance_alone():
     queries, keys = torch.randn(2, 1, 1, 1, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
 
     def product(at, other):
-        places = [rotation_of(place, 1, 16, CPU) for place in (at, other)]
+        places = [compute_rotation(place, 1, 16, CPU) for place in (at, other)]
         return (rotate(queries, places[0]) * rotate(keys, places[1])).sum()
 
     torch.testing.assert_close(product(7, 3), product(104, 100), atol=1e-4, rtol=1e-4)
@@ -63,7 +63,7 @@ def test_attention_is_the_textbooks():
     """A block's attention without the library's kernel, its mask and its layout."""
     block = new_model(seed=3).blocks[0].attention
     inputs = torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(1))
-    rotation = rotation_of(0, 5, 8, CPU)
+    rotation = compute_rotation(0, 5, 8, CPU)
     queries, keys, values = (part.view(5, 2, 8).transpose(0, 1) for part in block.qkv(inputs)[0].chunk(3, dim=1))
     queries, keys = (rotate(part[None], rotation)[0] for part in (queries, keys))
     scores = (queries @ keys.transpose(1, 2) / 8**0.5).masked_fill(~torch.ones(5, 5).tril().bool(), -float("inf"))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from flyte_ddp.checkpoints.state_file import CHECKSUM, check_file, checksum_of
+from flyte_ddp.checkpoints.state_file import CHECKSUM, check_file, compute_checksum
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
 from flyte_ddp.storage.weights import from_bytes
@@ -85,7 +85,7 @@ def read_file(storage: Storage, entry: Entry, maps: bool = False) -> dict[str, A
             size, checksum = storage.retry(lambda: check_file(source))
         else:
             contents = storage.read(name)
-            size, checksum, source = len(contents), checksum_of(contents), io.BytesIO(contents)
+            size, checksum, source = len(contents), compute_checksum(contents), io.BytesIO(contents)
     except FileNotFoundError as error:
         raise Damaged(f"{name} is missing") from error
     if size != entry["bytes"]:

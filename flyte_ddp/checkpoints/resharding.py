@@ -83,7 +83,7 @@ class _Assembly:
     def __init__(self, contents: Mapping[str, Any], world: World, box_of: BoxOf, reader: int) -> None:
         self._world = world
         state = {key: value for key, value in contents.items() if key != SHARDS}
-        tensors = [tensor for _, tensor in tensors_of(state)]
+        tensors = [tensor for _, tensor in find_tensors(state)]
         self._outline = world.broadcast_object(
             map_tensors(state, lambda each: each.to("meta") if _is_plain(each) else each), reader
         )
@@ -91,7 +91,7 @@ class _Assembly:
         self._tensors: list[Tensor | None] = []
         # (the whole one's shape, the box kept, where it is in `_tensors`: None before anything is kept of it)
         self._split: list[tuple[Tensor, Box, int]] = []
-        for number, (place, tensor) in enumerate(tensors_of(self._outline)):
+        for number, (place, tensor) in enumerate(find_tensors(self._outline)):
             box = box_of(place, tensor)
             kept: Tensor | None
             if is_split[number]:
@@ -179,14 +179,14 @@ def _overlap(ours: Box, theirs: Box) -> Box:
     return [range(start, max(start, stop)) for start, stop in zip(starts, stops, strict=True)]
 
 
-def tensors_of(state: Any, place: Place = ()) -> Iterator[tuple[Place, Tensor]]:
+def find_tensors(state: Any, place: Place = ()) -> Iterator[tuple[Place, Tensor]]:
     """Yield the tensors in nested dicts, lists and tuples with their places, in the order of `map_tensors`."""
     if isinstance(state, Mapping):
         for key, each in state.items():
-            yield from tensors_of(each, (*place, key))
+            yield from find_tensors(each, (*place, key))
     elif isinstance(state, (list, tuple)):
         for number, each in enumerate(state):
-            yield from tensors_of(each, (*place, number))
+            yield from find_tensors(each, (*place, number))
     elif isinstance(state, Tensor):
         yield place, state
 

@@ -63,7 +63,7 @@ class StagingMemory:
                 buffers.append(_new_buffer(source) if buffer is None else buffer)
                 on_gpu = source.device.type == "cuda"
                 devices.update([source.device] if on_gpu else [])
-                _bytes_of(buffers[index]).copy_(_bytes_of(source), non_blocking=on_gpu)
+                _view_bytes(buffers[index]).copy_(_view_bytes(source), non_blocking=on_gpu)
                 copies[source._cdata] = buffers[index]
             copy = torch.empty(0, dtype=value.dtype)
             return copy.set_(copies[source._cdata], value.storage_offset(), value.size(), value.stride())
@@ -174,5 +174,5 @@ def _new_buffer(source: UntypedStorage) -> UntypedStorage:
     return buffer
 
 
-def _bytes_of(storage: UntypedStorage) -> torch.Tensor:
+def _view_bytes(storage: UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

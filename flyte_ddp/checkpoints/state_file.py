@@ -41,7 +41,7 @@ def save_state(state: Mapping[str, Any], file: BinaryIO, with_crc32: bool) -> di
     return {"bytes": stream.size, CHECKSUM: stream.checksum.hexdigest()}
 
 
-def checksum_of(contents: bytes) -> str:
+def compute_checksum(contents: bytes) -> str:
     """Return the checksum of `contents`, as their entry in a manifest records it."""
     return str(xxhash.xxh3_128_hexdigest(contents))
 

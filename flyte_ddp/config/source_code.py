@@ -57,7 +57,7 @@ def recipe_packages() -> list[str]:
     return list(read_settings().get("recipes", []))
 
 
-def packages_of(module: str) -> list[str]:
+def list_packages(module: str) -> list[str]:
     """Return the top-level packages whose code decides what a recipe defined in `module` does."""
     return sorted({"flyte_ddp", module.split(".")[0], *recipe_packages()})
 
@@ -69,7 +69,7 @@ def packages_beside(module: str) -> tuple[str, ...]:
     installed packages. A notebook counts as a module of the working directory.
     """
     own = sys.modules.get(module.partition(".")[0])
-    root = root_of(own) or (Path.cwd() if module in main_module.NAMES else None)
+    root = find_root(own) or (Path.cwd() if module in main_module.NAMES else None)
     if root is None:
         return ()
     installed = {
@@ -78,11 +78,11 @@ def packages_beside(module: str) -> tuple[str, ...]:
     beside = {module.partition(".")[0]}
     if root not in installed:
         loaded = [name for name in sys.modules if "." not in name]
-        beside |= {name for name in loaded if root_of(sys.modules.get(name)) == root}
+        beside |= {name for name in loaded if find_root(sys.modules.get(name)) == root}
     return tuple(sorted(beside.difference(main_module.NAMES)))  # its functions travel by value
 
 
-def root_of(module: Any) -> Path | None:
+def find_root(module: Any) -> Path | None:
     """Return the directory in which a top-level package or module lies."""
     if file := getattr(module, "__file__", None):
         path = Path(file).resolve()
@@ -154,12 +154,12 @@ def files_below(directory: Path) -> dict[str, Path]:
     return found
 
 
-def digest_of(packages: Iterable[str], extra_files: Iterable[Path] = ()) -> str:
-    """Return a SHA-256 of the files of `packages` and their names, as `digest_of_files`."""
-    return digest_of_files({**source_files(packages), **{file.name: file for file in extra_files}})
+def compute_digest(packages: Iterable[str], extra_files: Iterable[Path] = ()) -> str:
+    """Return a SHA-256 of the files of `packages` and their names, as `compute_digest_of_files`."""
+    return compute_digest_of_files({**source_files(packages), **{file.name: file for file in extra_files}})
 
 
-def digest_of_files(files: Mapping[str, Path]) -> str:
+def compute_digest_of_files(files: Mapping[str, Path]) -> str:
     """Return a SHA-256 of files and their names. What is too large to be code alone counts by its Python files."""
     if sum(file.stat().st_size for file in files.values()) > MAX_SIZE:
         files = {name: file for name, file in files.items() if file.suffix == ".py"}

@@ -26,7 +26,7 @@ def from_dict(values: dict[str, Any]) -> Event:
     """Return the event that `to_dict` made `values` from."""
     values = dict(values)
     kind: Any = KINDS[values.pop("event")]
-    for name, part in _parts_of(kind).items():
+    for name, part in _find_parts(kind).items():
         found = values[name]
         if isinstance(found, list):
             values[name] = [part(**each) for each in found]
@@ -37,7 +37,7 @@ def from_dict(values: dict[str, Any]) -> Event:
 
 
 @functools.cache
-def _parts_of(kind: Any) -> dict[str, Any]:
+def _find_parts(kind: Any) -> dict[str, Any]:
     """Return the fields of `kind` that are lists or dicts of dataclasses, each with that dataclass."""
     parts = {name: typing.get_args(hint)[-1:] for name, hint in typing.get_type_hints(kind).items()}
     return {name: part[0] for name, part in parts.items() if part and dataclasses.is_dataclass(part[0])}

@@ -29,7 +29,7 @@ from flyte_ddp.cluster.admission import Allowed, check_allowed, check_urls, load
 from flyte_ddp.cluster.config import KubernetesConfig
 from flyte_ddp.cluster.kubernetes.api import own_namespace
 from flyte_ddp.config.fields import check
-from flyte_ddp.config.source_code import packages_beside, root_of
+from flyte_ddp.config.source_code import find_root, packages_beside
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.flyte_context import is_flyte_task
@@ -336,7 +336,7 @@ class _MetadataItem:
 @contextlib.contextmanager
 def _importable(module: str) -> Iterator[None]:
     """Keep the directory of a module on sys.path, where `pyflyte run` had it while it loaded the module."""
-    root = str(root_of(sys.modules.get(module.partition(".")[0])) or "")
+    root = str(find_root(sys.modules.get(module.partition(".")[0])) or "")
     is_missing = bool(root) and root not in sys.path
     if is_missing:
         sys.path.append(root)

@@ -70,7 +70,7 @@ def prepare(
     log = accelerator.log
 
     def report_and_log(values: dict[str, Any], step: int | None = None, **options: Any) -> None:
-        session.report(step=task.step, **training.numbers_of(values))
+        session.report(step=task.step, **training.select_numbers(values))
         log(values, step, **options)
 
     accelerator.log = report_and_log
@@ -116,7 +116,7 @@ class _Training:
         ]
         found = self._found = training.load(self._model, self._optimizers)
         loaders.check_length(found, loader.dataset)
-        self._num_samples = loaders.num_samples_of(loader.dataset)
+        self._num_samples = loaders.count_samples(loader.dataset)
         if found:
             self.step, self.num_batches = found["step"], found["num_batches"]
             self._resumed_epoch = found["epoch"]

@@ -139,7 +139,7 @@ class SessionCallback(Callback):  # type: ignore[misc]
         if not hasattr(loader, "batch_size"):
             raise ConfigError(f"train_dataloader: expected one DataLoader, got a {type(loader).__name__}")
         loaders.check_length(self._found, loader.dataset)
-        self._num_samples = loaders.num_samples_of(loader.dataset)
+        self._num_samples = loaders.count_samples(loader.dataset)
         num_shares = _num_shares(trainer)
         if self.global_batch_size is None:
             self.global_batch_size = loader.batch_size * num_shares
@@ -167,7 +167,7 @@ class SessionCallback(Callback):  # type: ignore[misc]
             return
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
         epoch = trainer.current_epoch + min(1.0, progress.ready / max(1, trainer.num_training_batches))
-        metrics = training.numbers_of(trainer.callback_metrics) if has_metrics else {}
+        metrics = training.select_numbers(trainer.callback_metrics) if has_metrics else {}
         session.report(step=trainer.global_step, epoch=epoch, **metrics)
 
 

@@ -32,7 +32,7 @@ def split_batch(global_batch_size: int, num_shares: int | None = None) -> int:
     return global_batch_size // shares
 
 
-def num_samples_of(dataset: Any) -> int | None:
+def count_samples(dataset: Any) -> int | None:
     """Return the length of a data set; None for an iterable without one."""
     return len(dataset) if hasattr(dataset, "__len__") else None
 
@@ -46,7 +46,7 @@ def check_length(found: Mapping[str, Any] | None, dataset: Any) -> None:
     Raises:
         ConfigError: they are not.
     """
-    expected, got = (found or {}).get("num_samples"), num_samples_of(dataset)
+    expected, got = (found or {}).get("num_samples"), count_samples(dataset)
     if expected is not None and got != expected:
         raise ConfigError(f"dataset: expected {expected} samples, with which the checkpoint was written, got {got}")
 

@@ -59,7 +59,7 @@ def save(model: nn.Module, optimizers: Sequence[Optimizer], step: int, values: M
     Args:
         values: what else belongs to the training: plain values, and no tensors where the model is split.
     """
-    state = {**_state_of(model, optimizers), **values, "generators": _gather(generator_states())}
+    state = {**_collect_state(model, optimizers), **values, "generators": _gather(generator_states())}
     session.save(state, step)
 
 
@@ -84,7 +84,7 @@ def load(
         return None
     was_split = isinstance(state["optimizers"], Mapping)
     if splits:
-        state = session.load({**dict.fromkeys(state), **_state_of(model, optimizers)} if was_split else None)
+        state = session.load({**dict.fromkeys(state), **_collect_state(model, optimizers)} if was_split else None)
         assert state is not None
     if splits or was_split:
         from torch.distributed.checkpoint import state_dict as named
@@ -153,7 +153,7 @@ def world_size() -> int:
     return rank_and_world_size()[1]
 
 
-def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
+def select_numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """Return those of `values` that are numbers, as `session.report` takes them besides step and epoch."""
     found = {}
     for name, value in values.items():
@@ -200,7 +200,7 @@ def _gather(value: Any) -> list[Any]:
     return found
 
 
-def _state_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+def _collect_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     if not is_split_model(model):
         return {"model": model.state_dict(), "optimizers": [each.state_dict() for each in optimizers]}
     from torch.distributed.checkpoint.state_dict import get_state_dict

@@ -106,7 +106,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any, **given: Any
     ) -> None:
-        session.report(step=state.global_step, epoch=state.epoch, **training.numbers_of(logs))
+        session.report(step=state.global_step, epoch=state.epoch, **training.select_numbers(logs))
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
@@ -121,7 +121,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         scaler = trainer.accelerator.scaler
         values = {
             "global_batch_size": self.global_batch_size,
-            "num_samples": loaders.num_samples_of(trainer.train_dataset),
+            "num_samples": loaders.count_samples(trainer.train_dataset),
             "trainer": json.dumps(dataclasses.asdict(dataclasses.replace(trainer.state, stateful_callbacks=stateful))),
             "scheduler": trainer.lr_scheduler.state_dict(),
             "scaler": scaler.state_dict() if scaler is not None else {},

@@ -17,7 +17,7 @@ from flyte_ddp.launch.node import GO, KEEP, KILL, KILL_GRACE, STALL, STOP
 from flyte_ddp.launch.paces import PaceWatch
 from flyte_ddp.launch.policy import leaves_state_whole
 from flyte_ddp.launch.process.memory import MAX_KEEP_TIMEOUT
-from flyte_ddp.launch.process.parts import memory_of
+from flyte_ddp.launch.process.parts import name_memory
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.launch.stalls import join_stalls
@@ -235,7 +235,7 @@ class Attempt:
             *((step, [*of.values()]) for (step, *_, num_parts), of in self._parts.items() if len(of) == num_parts),
         ]
         step, nodes = max(found, default=(0, [0]), key=lambda each: each[0])
-        return step, memory_of(nodes, len(self.nodes.nodes))
+        return step, name_memory(nodes, len(self.nodes.nodes))
 
     def ended(self, reason: str) -> events.AttemptEnded:
         """Return the event of the end of this attempt, now."""

@@ -74,7 +74,7 @@ def join_stalls(failures: Sequence[RankFailure]) -> RankFailure:
 def find_culprits(ranks: Sequence[StalledRank]) -> Culprits:
     """Return the ranks that the others wait for, by the number of collectives that each rank has entered."""
     halted = ", ".join(rank.halted for rank in ranks if rank.halted)
-    found = [culprits for name in _group_names(ranks) if (culprits := _culprits_of(name, ranks)).why]
+    found = [culprits for name in _group_names(ranks) if (culprits := _find_culprits(name, ranks)).why]
     by_number = {rank.number: rank for rank in ranks}
     # One that waits in another group's collective is waiting for a rank itself.
     found.sort(key=lambda each: any(number in by_number and by_number[number].pending for number in each.numbers))
@@ -88,7 +88,7 @@ def _group_names(ranks: Sequence[StalledRank]) -> list[tuple[str, tuple[int, ...
     return list(dict.fromkeys(named))
 
 
-def _culprits_of(name: tuple[str, tuple[int, ...]], ranks: Sequence[StalledRank]) -> Culprits:
+def _find_culprits(name: tuple[str, tuple[int, ...]], ranks: Sequence[StalledRank]) -> Culprits:
     """Return the ranks of a process group that its other ranks wait for."""
     members = {rank.number: rank for rank in ranks if rank.number in name[1]}
     states = {}  # of the group, by the number of the rank

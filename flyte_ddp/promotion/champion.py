@@ -175,7 +175,7 @@ class ChampionStore:
             bytes=len(state),
             file=EXPORTED_STATE if is_safetensors(state) else MODEL_STATE,
         )
-        storage = self._storage_of(manifest.version)
+        storage = self._open_storage(manifest.version)
         contents = _json(dataclasses.asdict(manifest))
         storage.write(manifest.file, state)
         if card:
@@ -293,7 +293,7 @@ class ChampionStore:
             pointer = self.parse(self.pointer())  # again each time: somebody may roll back meanwhile
             if version in (pointer.version, pointer.parent):
                 continue
-            storage = self._storage_of(version)
+            storage = self._open_storage(version)
             for name in sorted(storage.names()):  # the manifest first: without it there is no such version
                 storage.delete(name)
             if storage.is_local:
@@ -326,11 +326,11 @@ class ChampionStore:
 
     def _read(self, version: str, name: str) -> bytes:
         try:
-            return self._storage_of(version).read(name)
+            return self._open_storage(version).read(name)
         except FileNotFoundError as error:
             raise MissingChampion(f"{self._url(version, name)} is missing") from error
 
-    def _storage_of(self, version: str) -> Storage:
+    def _open_storage(self, version: str) -> Storage:
         return Storage(f"{self.url}/{VERSIONS}/{version}", "champion", self.timeout)
 
     def _list_versions(self) -> list[str]:

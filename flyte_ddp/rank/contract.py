@@ -221,7 +221,7 @@ def _check_shape(
     if value.shape == (num_samples,):
         return
     hint = ""
-    if base := _base_of(recipe, method):
+    if base := _find_base(recipe, method):
         hint = f": {BASES[base]}, so the recipe needs a method of its own"
     elif value.dim() == 0:
         hint = ": use reduction='none'" if method == "losses" else ": do not sum over the samples"
@@ -238,7 +238,7 @@ def _call(recipe: Recipe, method: str, *arguments: Any) -> Any:
     try:
         return getattr(copy.copy(recipe), method)(*arguments)  # a copy: what a recipe counts in itself stays
     except Exception as error:
-        base = _base_of(recipe, method)
+        base = _find_base(recipe, method)
         if not base:
             raise  # the user's own frames say more
         shapes = ", ".join(
@@ -251,7 +251,7 @@ def _call(recipe: Recipe, method: str, *arguments: Any) -> Any:
         ) from error
 
 
-def _base_of(recipe: Recipe, method: str) -> type[Recipe] | None:
+def _find_base(recipe: Recipe, method: str) -> type[Recipe] | None:
     """Return the base class of this package that the method comes from; None if the recipe defines it."""
     own = getattr(type(recipe), method)
     return next((base for base in BASES if vars(base).get(method) is own), None)

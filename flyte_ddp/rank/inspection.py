@@ -34,7 +34,7 @@ def shown(what: str) -> Iterator[None]:
         logger.warning("the %s cannot be shown: %s: %s", what, type(error).__name__, error)
 
 
-def layers_of(model: nn.Module, sample: Any) -> list[LayerDescribed]:
+def describe_layers(model: nn.Module, sample: Any) -> list[LayerDescribed]:
     """Return the leaf modules that a forward pass visits, in this order.
 
     Args:
@@ -71,7 +71,7 @@ def sample_inputs(recipe: Recipe, samples: Samples, config: TrainingConfig) -> A
     return model_inputs(recipe, config, batch)
 
 
-def histograms_of(model: nn.Module, is_needed: bool = True) -> tuple[dict[str, Histogram], dict[str, Histogram]]:
+def take_histograms(model: nn.Module, is_needed: bool = True) -> tuple[dict[str, Histogram], dict[str, Histogram]]:
     """Return the histograms of each parameter and of its last gradient, by name. Waits for the device.
 
     They count the finite values; a tensor without any has none.
@@ -90,7 +90,7 @@ def histograms_of(model: nn.Module, is_needed: bool = True) -> tuple[dict[str, H
     return parameters, gradients
 
 
-def predictions_of(model: nn.Module, recipe: Recipe, samples: Samples, config: TrainingConfig) -> list[Prediction]:
+def make_predictions(model: nn.Module, recipe: Recipe, samples: Samples, config: TrainingConfig) -> list[Prediction]:
     """Return the predictions of `model` for the first of `samples`, as the recipe shows them."""
     indices = torch.arange(min(len(samples), MAX_PREDICTIONS), device=samples.index_device).split(PREDICTION_BATCH)
     predictions: list[Prediction] = []

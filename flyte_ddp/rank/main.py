@@ -31,7 +31,7 @@ from flyte_ddp.rank.data import open_samples, take_sample
 from flyte_ddp.rank.export import export_model
 from flyte_ddp.rank.fast_start import avoid_importing_dynamo
 from flyte_ddp.rank.heartbeat import beat_while_compiling, keep_beating
-from flyte_ddp.rank.inspection import layers_of, predictions_of, sample_inputs, shown
+from flyte_ddp.rank.inspection import describe_layers, make_predictions, sample_inputs, shown
 from flyte_ddp.rank.optim import build_optimizer
 from flyte_ddp.rank.parallel import build_model
 from flyte_ddp.rank.sharding import count_own_parameters, shard_model, whole_state
@@ -128,7 +128,7 @@ def train(
     num_parameters = [int(each) for each in world.all_gather(count_own_parameters(model))]
     if world.is_first or trainer.is_sharded:
         with shown("predictions"), keep_beating(trainer.beat):  # a large model takes its time
-            predictions = predictions_of(model, recipe, test, config)
+            predictions = make_predictions(model, recipe, test, config)
             current.emit(events.PredictionsMade(kept.epoch, predictions))
         trainer.beat()
         state = whole_state(state, keep=world.is_first)
@@ -158,7 +158,7 @@ def _describe(trainer: Trainer, data: Mapping[str, str], process: RankProcess) -
     on_gpu = world.device.type == "cuda"
     layers: list[events.LayerDescribed] = []
     with shown("layers"):
-        layers = layers_of(model, sample_inputs(recipe, trainer.test, config))
+        layers = describe_layers(model, sample_inputs(recipe, trainer.test, config))
     return {
         "config": dataclasses.asdict(config),
         "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",

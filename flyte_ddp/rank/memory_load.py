@@ -17,7 +17,7 @@ from flyte_ddp.checkpoints.state_file import check_file
 from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.launch.process.link import RankProcess
 from flyte_ddp.launch.process.memory import Kept
-from flyte_ddp.rank.memory_states import find_states, place_of, read_state
+from flyte_ddp.rank.memory_states import find_states, name_place, read_state
 from flyte_ddp.world import ALONE, World
 
 
@@ -62,7 +62,7 @@ def load_from_memory(
         found.append((newest, [steps.index(newest)], (-1, 0), partial(_read_kept, kept, steps, world, box_of)))
     skipped: list[str] = []
     for step, readers, saved, read in found:
-        place = place_of(readers, process, world)
+        place = name_place(readers, process, world)
         try:
             state = read()
         except Damaged as damage:

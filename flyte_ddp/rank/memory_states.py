@@ -16,7 +16,7 @@ from flyte_ddp.checkpoints.resharding import BoxOf, assemble
 from flyte_ddp.checkpoints.state_file import check_file
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.launch.process.link import RankProcess
-from flyte_ddp.launch.process.parts import Part, lacking_memory, memory_of
+from flyte_ddp.launch.process.parts import Part, lacking_memory, name_memory
 from flyte_ddp.rank.sharding import OPTIMIZER_STATES, count_own_parameters, is_sharded
 from flyte_ddp.world import World
 
@@ -121,10 +121,10 @@ def read_state(state: MemoryState, process: RankProcess, world: World, box_of: B
     return assemble(entries, lambda entry: _read(own[entry["number"]]), world, box_of, state.readers)
 
 
-def place_of(readers: Sequence[int], process: RankProcess, world: World) -> str:
+def name_place(readers: Sequence[int], process: RankProcess, world: World) -> str:
     """Return, for people, in whose memory a state is that these ranks read. Every rank calls it."""
     of_ranks = world.all_gather(float(process.node.node_rank))
-    return memory_of((int(of_ranks[reader]) for reader in readers), process.node.num_nodes)
+    return name_memory((int(of_ranks[reader]) for reader in readers), process.node.num_nodes)
 
 
 def _is_of_this_run(part: Part, process: RankProcess) -> bool:

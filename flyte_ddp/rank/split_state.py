@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from flyte_ddp.checkpoints.resharding import Box, BoxOf, Place, tensors_of
+from flyte_ddp.checkpoints.resharding import Box, BoxOf, Place, find_tensors
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.sharding import is_split, own_box
 from flyte_ddp.world import World
@@ -25,7 +25,7 @@ from flyte_ddp.world import World
 
 def has_split(state: Any) -> bool:
     """Return whether a tensor in nested dicts, lists and tuples is split."""
-    return any(is_split(tensor) for _, tensor in tensors_of(state))
+    return any(is_split(tensor) for _, tensor in find_tensors(state))
 
 
 def function_world() -> World:
@@ -54,7 +54,7 @@ def check_call(state: Any, step: int, in_memory: bool, number: int, world: World
     Raises:
         ConfigError: they do not; names rank and key.
     """
-    outline = {str(place): [list(each.shape), str(each.dtype), is_split(each)] for place, each in tensors_of(state)}
+    outline = {str(place): [list(each.shape), str(each.dtype), is_split(each)] for place, each in find_tensors(state)}
     call = json.dumps([step, in_memory, hashlib.sha256(json.dumps(outline).encode()).hexdigest()])
     prefix, store = f"flyte_ddp/save-{number}", store.clone()  # another thread uses the connection of the first one
     store.set(f"{prefix}/{world.rank}", call)
@@ -88,7 +88,7 @@ def own_boxes(into: Any) -> BoxOf:
 
     It raises ConfigError where `into` has no such tensor, or one of another shape. Below a key with None all is whole.
     """
-    own = dict(tensors_of(into))
+    own = dict(find_tensors(into))
 
     def box_of(place: Place, tensor: Tensor) -> Box | None:
         if place[0] != "state" or into.get(place[1], into) is None:

@@ -21,7 +21,7 @@ import xxhash
 from torch import Tensor, nn
 
 from flyte_ddp.checkpoints.files import FORMAT
-from flyte_ddp.checkpoints.resharding import tensors_of
+from flyte_ddp.checkpoints.resharding import find_tensors
 from flyte_ddp.checkpoints.staging import map_tensors, readable
 from flyte_ddp.checkpoints.state_file import CHECKSUM, save_state
 from flyte_ddp.launch.process.link import RankProcess
@@ -53,7 +53,7 @@ class StateKeeper:
     ) -> None:
         self._model = model
         self._world = world
-        self._state_of = state_of
+        self._collect_state = state_of
         self._step_of = step_of
         self._finish = finish
         self._lock = threading.Lock()
@@ -123,7 +123,7 @@ class StateKeeper:
         buffers = self._find_buffers(step)
         if buffers is None:
             return None
-        state = self._state_of()
+        state = self._collect_state()
         weights = state["model"]
         state["model"] = type(weights)(weights)
         vars(state["model"]).update(vars(weights))  # the versions of its modules' formats
@@ -159,7 +159,7 @@ class StateKeeper:
 
 def _tensors_by_place(state: Mapping[str, Any]) -> dict[Any, Tensor]:
     parts = {name: state[name] for name in ("model", "optimizer")}
-    return dict(tensors_of(parts))
+    return dict(find_tensors(parts))
 
 
 def _are_finite(tensors: Mapping[Any, Tensor]) -> bool:

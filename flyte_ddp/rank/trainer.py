@@ -406,7 +406,7 @@ class Trainer:
             self.session.emit(finished)
             with inspection.shown("histograms"):
                 self.session.emit(
-                    HistogramsTaken(progress.step, *inspection.histograms_of(self.model, self.world.is_first))
+                    HistogramsTaken(progress.step, *inspection.take_histograms(self.model, self.world.is_first))
                 )
         # All ranks keep it: the run may go on from the state of any.
         finished = dataclasses.replace(finished, sample=world.broadcast_object(finished.sample))

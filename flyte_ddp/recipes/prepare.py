@@ -11,7 +11,7 @@ import json
 import os
 from pathlib import Path
 
-from flyte_ddp.config.source_code import digest_of_files, imported_files, packages_of, source_files
+from flyte_ddp.config.source_code import compute_digest_of_files, imported_files, list_packages, source_files
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.recipes import Recipe, locate
 from flyte_ddp.storage import redact_url
@@ -53,8 +53,8 @@ def prepare_data(recipe: Recipe, source: str, directory: Path) -> None:
 
 def recipe_version(module: str) -> str:
     """Return a SHA-256 of the library and of the files that decide what a recipe defined in `module` does."""
-    packages = set(packages_of(module)) - {"flyte_ddp"}
-    return digest_of_files({**source_files(["flyte_ddp"]), **imported_files(module, packages)})
+    packages = set(list_packages(module)) - {"flyte_ddp"}
+    return compute_digest_of_files({**source_files(["flyte_ddp"]), **imported_files(module, packages)})
 
 
 def describe_data(directory: str | os.PathLike[str]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
 from flyte_ddp.errors import FileChanged, StorageDenied, StorageUnavailable
-from flyte_ddp.storage.failures import Meaning, answer, describe, is_full, meaning_of, remedy_for
+from flyte_ddp.storage.failures import Meaning, answer, classify, describe, is_full, remedy_for
 from flyte_ddp.storage.filesystem import CONDITIONAL_PUTS, open_filesystem
 from flyte_ddp.storage.uncached_file import UncachedFile
 from flyte_ddp.storage.urls import redact_url
@@ -282,7 +282,7 @@ class Storage:
 
     def _raise_if_final(self, error: Exception) -> None:
         """Raise what `error` means, if trying again cannot change it."""
-        meaning = meaning_of(error, has_answered=self._store in _reached)
+        meaning = classify(error, has_answered=self._store in _reached)
         if meaning is Meaning.FINAL:
             raise error
         if meaning is Meaning.MISSING:

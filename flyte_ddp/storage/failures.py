@@ -63,7 +63,7 @@ class Meaning(enum.Enum):
     FINAL = "the operation's own result, or a bug: another try would end the same way"
 
 
-def meaning_of(error: Exception, has_answered: bool) -> Meaning:
+def classify(error: Exception, has_answered: bool) -> Meaning:
     """Return what `error` means.
 
     Args:

@@ -23,7 +23,7 @@ from typing import Any
 from flyte_ddp.cluster.admission import IMAGE_VARIABLE
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.manifest import GROUP, KUEUE, PLURAL, VERSION, Driver, cluster_name
-from flyte_ddp.cluster.kubernetes.resources import requests_of
+from flyte_ddp.cluster.kubernetes.resources import sum_requests
 from flyte_ddp.errors import OUT_OF_MEMORY, ClusterError
 
 REQUEST_TIMEOUT = 10.0  # seconds, of one request to the API server
@@ -239,7 +239,7 @@ def driver_pod() -> Driver | None:
             error,
         )
         return None
-    requests = requests_of(ApiClient().sanitize_for_serialization(pod.spec))
+    requests = sum_requests(ApiClient().sanitize_for_serialization(pod.spec))
     return Driver(pod.metadata.name, pod.metadata.uid, namespace, _own_image(pod), pod.metadata.labels or {}, requests)
 
 

@@ -26,7 +26,7 @@ from flyte_ddp.cluster.kubernetes.manifest import (
     cluster_spec,
     merge_pod,
 )
-from flyte_ddp.cluster.kubernetes.resources import describe, needs_of, quantities, quantity, requests_of, short
+from flyte_ddp.cluster.kubernetes.resources import describe, quantities, quantity, short, sum_needs, sum_requests
 from flyte_ddp.errors import ConfigError
 
 # All requests of this folder, as (verb, API group, resource, subresource), which deploy/rbac.yaml grants.
@@ -287,9 +287,9 @@ def _check_quotas(setup: Setup) -> Iterator[Finding]:
     pods = [(1, _requests(setup, "scheduler")), (setup.config.enough_nodes, _requests(setup, "worker"))]
     if setup.driver is not None:
         who, pods = "this run with its driver", [*pods, (1, setup.driver)]
-    needs = {who: ({**needs_of(pods), f"count/{PLURAL}.{GROUP}": Decimal(1)}, remedy)}
+    needs = {who: ({**sum_needs(pods), f"count/{PLURAL}.{GROUP}": Decimal(1)}, remedy)}
     for name, task in setup.tasks.items():
-        needs[f"a task ({name})"] = needs_of([(1, quantities(task))]), "request less in settings.toml"
+        needs[f"a task ({name})"] = sum_needs([(1, quantities(task))]), "request less in settings.toml"
     for quota in call("CoreV1Api", "list_namespaced_resource_quota", setup.namespace).items:
         if quota.spec.scopes or quota.spec.scope_selector:
             continue  # it may not be about these pods
@@ -304,7 +304,7 @@ def _check_quotas(setup: Setup) -> Iterator[Finding]:
 
 def _requests(setup: Setup, role: str) -> dict[str, Decimal]:
     """Return what a pod of the scheduler or a worker requests."""
-    return requests_of(setup.spec[role]["spec"])
+    return sum_requests(setup.spec[role]["spec"])
 
 
 def _check_nodes(setup: Setup) -> Iterator[Finding]:
@@ -342,7 +342,7 @@ def _find_lack_of_room(setup: Setup, nodes: list[Any]) -> str:
     what = f"{count} workers of {describe(request)}"
     if places < count:
         return f"the nodes that may run workers have room for {places} of {what}, while nothing else runs on them"
-    total = needs_of([(count, request), (1, _requests(setup, "scheduler")), (1, setup.driver or {})])
+    total = sum_needs([(count, request), (1, _requests(setup, "scheduler")), (1, setup.driver or {})])
     lacking = []
     for resource in sorted(name.removeprefix("requests.") for name in total if name.startswith("requests.")):
         need, has = total[f"requests.{resource}"], sum((each.get(resource, Decimal(0)) for each in room), Decimal(0))
@@ -379,7 +379,7 @@ def _why_not(pod: Mapping[str, Any], node: Any) -> str:
         if not any(tolerates(toleration, taint) for toleration in pod.get("tolerations", [])):
             return f"with the taint {taint.key}={taint.value or ''}:{taint.effect}, which is not tolerated"
     has = quantities(node.status.allocatable or {})
-    for resource, amount in requests_of(pod).items():
+    for resource, amount in sum_requests(pod).items():
         if amount > has.get(resource, Decimal(0)):
             return f"with {short(has.get(resource, Decimal(0)))} {resource} at most"
     return ""

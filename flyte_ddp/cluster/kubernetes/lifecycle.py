@@ -184,7 +184,7 @@ def _create(
         made = call("CustomObjectsApi", *create, ignored=(409,))
         if made is None:
             made = read_cluster(name, namespace) or {"metadata": {}}
-            if _token_of(made) != _token_of(spec):  # else it is ours: the answer to an earlier try was lost
+            if _read_token(made) != _read_token(spec):  # else it is ours: the answer to an earlier try was lost
                 raise ClusterError(
                     f"a Dask cluster named {name} exists already in namespace {namespace}, and belongs to another run; "
                     f"if none is running, remove it with: kubectl --namespace {namespace} delete daskcluster {name}"
@@ -204,7 +204,7 @@ def _create(
         raise ClusterError(f"Dask cluster {name} was not created: {error}") from error
 
 
-def _token_of(cluster: Mapping[str, Any]) -> str:
+def _read_token(cluster: Mapping[str, Any]) -> str:
     return str(cluster["metadata"].get("annotations", {}).get(TOKEN_ANNOTATION, ""))
 
 
@@ -272,7 +272,7 @@ def _delete_own(name: str, namespace: str, token: str) -> None:
     """Ask for the deletion of the cluster, if it has this token, and let Kubernetes do it. Logs a refusal."""
     try:
         cluster = read_cluster(name, namespace, patience=DELETE_PATIENCE)
-        if cluster is not None and _token_of(cluster) == token:
+        if cluster is not None and _read_token(cluster) == token:
             delete_cluster(name, namespace, cluster["metadata"]["uid"])
             logger.info("Dask cluster %s is being deleted", name)
     except ClusterError as error:

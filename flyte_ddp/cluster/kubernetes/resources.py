@@ -9,7 +9,7 @@ from typing import Any
 from flyte_ddp.errors import PreflightError
 
 
-def requests_of(pod: Mapping[str, Any]) -> dict[str, Decimal]:
+def sum_requests(pod: Mapping[str, Any]) -> dict[str, Decimal]:
     """Return the sum of the containers' requests, by resource; a limit without a request counts as one."""
     total: dict[str, Decimal] = {}
     for container in pod["containers"]:
@@ -33,7 +33,7 @@ def quantity(amount: object) -> Decimal:
         raise PreflightError([f"{error}; correct the resources in `pod_template`"]) from error
 
 
-def needs_of(pods: Iterable[tuple[int, Mapping[str, Decimal]]]) -> dict[str, Decimal]:
+def sum_needs(pods: Iterable[tuple[int, Mapping[str, Decimal]]]) -> dict[str, Decimal]:
     """Return the resources of all pods, given as (count, requests), by the names that quotas use."""
     needs: dict[str, Decimal] = {"pods": Decimal(0)}
     for count, requests in pods:

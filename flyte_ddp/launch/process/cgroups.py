@@ -12,7 +12,7 @@ def count_oom_kills(root: Path = Path("/")) -> int:
 
     Of this process's cgroup and of the one that the container sees as its root, with both versions of cgroups.
     """
-    return sum(map(_oom_kills_of, memory_cgroups(root)))
+    return sum(map(_count_kills, memory_cgroups(root)))
 
 
 def memory_cgroups(root: Path = Path("/")) -> set[Path]:
@@ -32,7 +32,7 @@ def memory_cgroups(root: Path = Path("/")) -> set[Path]:
     return found
 
 
-def _oom_kills_of(cgroup: Path) -> int:
+def _count_kills(cgroup: Path) -> int:
     for name in ("memory.events", "memory.oom_control"):  # of version 2, of version 1
         with contextlib.suppress(OSError, ValueError):
             counters = (cgroup / name).read_text().split()

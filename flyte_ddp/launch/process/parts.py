@@ -153,7 +153,7 @@ class NodeParts:
             self._parts = {key: each for key, each in self._parts.items() if each is not part}
 
 
-def memory_of(nodes: Iterable[int], num_nodes: int) -> str:
+def name_memory(nodes: Iterable[int], num_nodes: int) -> str:
     """Return, for people, the memory of these nodes of a gang."""
     if num_nodes == 1:
         return "this node's memory"

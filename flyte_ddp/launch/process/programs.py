@@ -18,7 +18,7 @@ from typing import Any
 
 from flyte_ddp.cluster.config import termination_grace
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.config.source_code import files_below, packages_of, source_files
+from flyte_ddp.config.source_code import files_below, list_packages, source_files
 from flyte_ddp.config.training import Batch
 from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.launch.process.output import Output
@@ -187,7 +187,7 @@ def recipe_program(recipe: str, config: TrainingConfig, initial_state: str = "")
     return Program(
         name=recipe,
         call=pickle.dumps(_Training(recipe, config, initial_state)),
-        packages=tuple(packages_of(BUILTIN.get(recipe, recipe).replace(":", "."))),
+        packages=tuple(list_packages(BUILTIN.get(recipe, recipe).replace(":", "."))),
         stall_timeout=config.stall_timeout,
         store_timeout=config.store_timeout,
         variables={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if config.deterministic else {},

@@ -130,10 +130,10 @@ class Session:
         From the first state in memory on, what the store gets is kept there as well.
         """
         if in_memory and self._has_memory is None:
-            from flyte_ddp.checkpoints.resharding import tensors_of
+            from flyte_ddp.checkpoints.resharding import find_tensors
             from flyte_ddp.rank.memory_states import has_memory
 
-            own = sum(tensor.nbytes for _, tensor in tensors_of(state) if not tensor.is_meta)
+            own = sum(tensor.nbytes for _, tensor in find_tensors(state) if not tensor.is_meta)
             num_savers = min(world.world_size, self.process.node.num_ranks)
             self._has_memory = has_memory("session.save: in_memory", num_savers * own, self.process, world)
         if self._has_memory or not in_memory:

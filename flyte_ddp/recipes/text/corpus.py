@@ -82,7 +82,7 @@ class Corpus:
             with _local_copy(storage, path, size) as file:
                 name = path if storage.is_local else str(storage.file_system.unstrip_protocol(path))
                 try:
-                    yield from self._pieces_of(file, name)
+                    yield from self._read_pieces(file, name)
                 except (OSError, EOFError, zlib.error) as error:
                     raise DataError(f"data: {name} cannot be read: {type(error).__name__}: {error}") from error
 
@@ -115,16 +115,16 @@ class Corpus:
             return fnmatch.fnmatch(name, self.files)
         return name.removesuffix(".gz").lower().endswith(SUFFIXES)
 
-    def _pieces_of(self, file: Path, name: str) -> Iterator[Piece]:
+    def _read_pieces(self, file: Path, name: str) -> Iterator[Piece]:
         if name.lower().endswith(".parquet"):
-            for text in self._rows_of(file, name):
+            for text in self._read_rows(file, name):
                 yield from _cut(io.BytesIO(text), b"")
             return
         opened = gzip.open(file) if name.lower().endswith(".gz") else open(file, "rb")  # noqa: SIM115
         with opened as stream:
             yield from _cut(stream, self.separator.encode())
 
-    def _rows_of(self, file: Path, name: str) -> Iterator[bytes]:
+    def _read_rows(self, file: Path, name: str) -> Iterator[bytes]:
         require(f"data: {name}", "pyarrow")
         import pyarrow
         from pyarrow import parquet

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.recipes.text.tokens import tokenizer_of
+from flyte_ddp.recipes.text.tokens import make_tokenizer
 
 END = "<|endoftext|>"  # the token that begins and ends a document; a prompt that spells it out has that token
 
@@ -36,7 +36,7 @@ def save_for_transformers(state: Mapping[str, Any], directory: Path) -> None:
             tensors[f"{theirs}.self_attn.{name}_proj.weight"] = part.contiguous()
         for name, part in zip(("gate", "up"), state[f"{ours}.feed_forward.gate_and_up.weight"].chunk(2), strict=True):
             tensors[f"{theirs}.mlp.{name}_proj.weight"] = part.contiguous()
-    end = tokenizer_of(extra["tokenizer"]).end
+    end = make_tokenizer(extra["tokenizer"]).end
     embedding = state["embedding.weight"]
     config = {
         "architectures": ["LlamaForCausalLM"],

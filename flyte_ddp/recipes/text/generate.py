@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.recipes.text.model import Shape, TextModel
-from flyte_ddp.recipes.text.tokens import tokenizer_of
+from flyte_ddp.recipes.text.tokens import make_tokenizer
 
 MAX_TOKENS = 100_000  # of one text
 
@@ -39,7 +39,7 @@ def generate_text(
         ConfigError: an argument is out of range.
     """
     _check(max_tokens, temperature, top_p, seed)
-    tokenizer = tokenizer_of(model.tokenizer)
+    tokenizer = make_tokenizer(model.tokenizer)
     (beginning,) = tokenizer.encode([prompt.encode("utf-8", "replace")])
     tokens = [tokenizer.end, *beginning.tolist()]
     first = len(tokens)

@@ -144,7 +144,7 @@ class TextModel(nn.Module):
             caches: of `new_caches`; `tokens` then follow those of the calls before, at most `context` in all.
         """
         first = caches[0].length if caches else 0
-        rotation = rotation_of(first, tokens.shape[1], self.shape.width // self.shape.heads, tokens.device)
+        rotation = compute_rotation(first, tokens.shape[1], self.shape.width // self.shape.heads, tokens.device)
         hidden = self.embedding(tokens)
         for number, block in enumerate(self.blocks):
             hidden = block(hidden, rotation, caches[number] if caches else None)
@@ -192,7 +192,7 @@ def initial_value(name: str, shape: torch.Size, layers: int, seed: int) -> Tenso
     return torch.empty(shape, device="cpu").normal_(0.0, deviation, generator=generator)
 
 
-def rotation_of(first: int, length: int, size: int, device: torch.device) -> Rotation:
+def compute_rotation(first: int, length: int, size: int, device: torch.device) -> Rotation:
     """Return the cosines and sines for `length` positions from `first` on, of heads of width `size`."""
     frequencies = ROPE_BASE ** (-torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
     angles = torch.outer(torch.arange(first, first + length, device=device, dtype=torch.float32), frequencies)

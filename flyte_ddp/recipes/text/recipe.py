@@ -91,13 +91,13 @@ class Text(Recipe):
             require("recipe_options.tokens", "tokenizers")
         from flyte_ddp.recipes.text.corpus import Corpus
         from flyte_ddp.recipes.text.shards import prepare_shards, sample_texts
-        from flyte_ddp.recipes.text.tokens import tokenizer_of, tokenizer_of_state, train_bpe
+        from flyte_ddp.recipes.text.tokens import load_tokenizer, make_tokenizer, train_bpe
 
         corpus = Corpus(source, self.separator, self.files, self.column)
         if self.tokens == "bytes":
-            tokenizer = tokenizer_of("")
+            tokenizer = make_tokenizer("")
         elif self.vocabulary_of:
-            tokenizer = tokenizer_of_state(self.vocabulary_of, "recipe_options.vocabulary_of")
+            tokenizer = load_tokenizer(self.vocabulary_of, "recipe_options.vocabulary_of")
         else:
             tokenizer = train_bpe(sample_texts(corpus, self.held_out), self.vocabulary)
         return prepare_shards(corpus, directory, tokenizer, self.held_out, self.context)
@@ -230,8 +230,8 @@ class Text(Recipe):
         return shown
 
     def _tokenizer(self) -> Tokenizer:
-        from flyte_ddp.recipes.text.tokens import tokenizer_of
+        from flyte_ddp.recipes.text.tokens import make_tokenizer
 
         if self._facts is None:
             raise RuntimeError("text: datasets() must be called first: it reads the tokenizer of the data")
-        return tokenizer_of(self._facts.tokenizer)
+        return make_tokenizer(self._facts.tokenizer)

@@ -1,6 +1,6 @@
 """Tokenizers: bytes as they are, or byte-pair encoding (BPE) trained on the data. Imports no torch.
 
-A tokenizer has a `definition`, a string from which `tokenizer_of` makes it again.
+A tokenizer has a `definition`, a string from which `make_tokenizer` makes it again.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ class Bpe:
         return int(self._num_bytes[tokens].sum())
 
 
-def tokenizer_of(definition: str) -> Tokenizer:
+def make_tokenizer(definition: str) -> Tokenizer:
     """Return the tokenizer with this definition; "" is that of bytes."""
     return Bpe(definition) if definition else Bytes()
 
 
-def tokenizer_of_state(url: str, field: str) -> Tokenizer:
+def load_tokenizer(url: str, field: str) -> Tokenizer:
     """Return the BPE of the model whose state is at `url`, a path or URL.
 
     Args:
