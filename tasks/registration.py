@@ -57,10 +57,10 @@ def _inputs(workflow: PythonFunctionWorkflow, given: Mapping[str, Any]) -> dict[
     for name in given:
         if name not in kinds:
             raise SettingsError(f"retrain_inputs: expected {', '.join(kinds)}, got {name!r}{suggest(name, kinds)}")
-    return {name: _converted(name, value, kinds[name]) for name, value in given.items()}
+    return {name: _convert(name, value, kinds[name]) for name, value in given.items()}
 
 
-def _converted(name: str, value: Any, kind: Any) -> Any:
+def _convert(name: str, value: Any, kind: Any) -> Any:
     if name in STRUCTS:
         return STRUCTS[name].from_json(json.dumps(value))  # type: ignore[attr-defined]
     if kind in (str, int, float):

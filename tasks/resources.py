@@ -70,7 +70,7 @@ if MLFLOW:
 SECRETS = [MLFLOW_SECRET] if MLFLOW else [WANDB_SECRET] if WANDB_MODE == "online" else []
 
 
-def _requested(num_gpus: int) -> dict[str, str]:
+def _state_num_gpus(num_gpus: int) -> dict[str, str]:
     """Return the variable by which a task knows its GPUs, so that it does not train without them in silence."""
     return {REQUESTED_VARIABLE: str(num_gpus)} if num_gpus else {}
 
@@ -95,7 +95,7 @@ _PODS = (SETTINGS.termination_grace, SETTINGS.metrics_port)
 SMALL_TASK: dict[str, Any] = {**_resources(SETTINGS.small), "environment": _CODE}
 TRAINING_TASK: dict[str, Any] = {
     **_resources(SETTINGS.training, SETTINGS.gpus),
-    **training_pod(*_PODS, **_CODE, **WANDB_ENVIRONMENT, **_requested(SETTINGS.gpus)),
+    **training_pod(*_PODS, **_CODE, **WANDB_ENVIRONMENT, **_state_num_gpus(SETTINGS.gpus)),
     # Ranks and loader processes pass tensors through /dev/shm, which a container otherwise has 64 MB of.
     "shared_memory": f"{SETTINGS.training.shared_memory_gib}Gi",
     "retries": 3,
@@ -108,7 +108,7 @@ EVALUATION_TASK: dict[str, Any] = {
     **TRAINING_TASK,
     **_resources(SETTINGS.training, min(1, SETTINGS.gpus)),
     "timeout": _timeout(SETTINGS.small),
-    "environment": {**_CODE, **_requested(min(1, SETTINGS.gpus))},
+    "environment": {**_CODE, **_state_num_gpus(min(1, SETTINGS.gpus))},
     "pod_template": None,
 }
 

@@ -238,7 +238,7 @@ class _Report(Page):
         versions = [
             row(
                 each.version,
-                ", ".join(_measured(name, value) for name, value in each.metrics.items()),
+                ", ".join(_format_metric(name, value) for name, value in each.metrics.items()),
                 each.data,
                 marked=each.version == manifest.get("version"),
             )
@@ -247,7 +247,7 @@ class _Report(Page):
         return {
             "lead": f"{self.result.outcome.value}: {self.result.reason}",
             "tiles": [
-                tile(who, _measured(name, value), note)
+                tile(who, _format_metric(name, value), note)
                 for who, values, note in (
                     ("Challenger", self.result.challenger, "on the held-out data"),
                     ("Champion before", self.result.champion, "on the same data"),
@@ -261,7 +261,7 @@ class _Report(Page):
         }
 
 
-def _measured(name: str, value: float) -> str:
+def _format_metric(name: str, value: float) -> str:
     return f"{name.removeprefix('test_').replace('_', ' ')} {format_figure(name, value)}"
 
 

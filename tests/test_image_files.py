@@ -49,8 +49,8 @@ def test_an_image_costs_one_request_and_a_process_opens_one_client(store, prepar
     clients = []
     url = store.fill(image_tree())
     _, train, _, _ = prepare(url, prepared)
-    opened = FileReader._opened
-    monkeypatch.setattr(FileReader, "_opened", lambda self: clients.append(opened(self)) or clients[-1])
+    opened = FileReader._open_once
+    monkeypatch.setattr(FileReader, "_open_once", lambda self: clients.append(opened(self)) or clients[-1])
     before = len(store.requests)
 
     train.prefetch(range(12))

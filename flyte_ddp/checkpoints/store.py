@@ -132,7 +132,7 @@ class CheckpointStore:
         self._peers = peers
         self._num_saves = 0  # the ranks number them alike
         self._follows = peers is not None and peers.rank > 0  # rank 0, which chooses the states that are written
-        self._choose: Callable[[list[_Write]], list[_Write]] = list if self._follows else _wanted
+        self._choose: Callable[[list[_Write]], list[_Write]] = list if self._follows else _choose_wanted
 
     def save(
         self, state: Mapping[str, Any], step: int, best: bool, to_store: bool = True, to_memory: bool = False
@@ -206,7 +206,7 @@ class CheckpointStore:
         """Drop the states that `write` replaces, on all ranks those of rank 0; their memory is for this one."""
         with self._changed:
             if not self._follows:
-                self._keep([each.number for each in _wanted([*self._queue, write])])
+                self._keep([each.number for each in _choose_wanted([*self._queue, write])])
             kept = [each.number for each in (self._current, *self._queue) if each]
         if self._peers:
             kept = self._peers.agree(kept)
@@ -502,7 +502,7 @@ class CheckpointStore:
         return entries
 
 
-def _wanted(queue: list[_Write]) -> list[_Write]:
+def _choose_wanted(queue: list[_Write]) -> list[_Write]:
     """Return what is worth writing of `queue`, oldest first: the newest state, and the newest that was the best."""
     best = [write for write in queue if write.best][-1:]
     return [write for write in queue if write is queue[-1] or write in best]

@@ -88,7 +88,7 @@ def check_urls(urls: Mapping[str, str], allowed: Allowed) -> None:
         ConfigError: one of them is not allowed; names all of them, and where they are allowed.
     """
     _refuse(
-        f"{name}: expected {_shown(allowed.urls, 'allowed.urls')}, got {redact_url(url)!r}"
+        f"{name}: expected {_list(allowed.urls, 'allowed.urls')}, got {redact_url(url)!r}"
         for name, url in urls.items()
         # A chain such as filecache::dask://host opens more than the URL that it begins with.
         if url and ("::" in url or not _matches(url, allowed.urls))
@@ -103,9 +103,9 @@ def _refuse(findings: Iterable[str]) -> None:
 def _check_place(config: ClusterConfig, allowed: Allowed) -> Iterator[str]:
     kind, address = config.resolved_kind, config.resolved_address
     if not _matches(kind, allowed.kinds):
-        yield f"cluster.kind: expected {_shown(allowed.kinds, 'allowed.kinds')} in a pod, got {kind!r}"
+        yield f"cluster.kind: expected {_list(allowed.kinds, 'allowed.kinds')} in a pod, got {kind!r}"
     elif kind == "existing" and not _matches(address, allowed.addresses):
-        yield f"cluster.scheduler_address: expected {_shown(allowed.addresses, 'allowed.addresses')}, got {address!r}"
+        yield f"cluster.scheduler_address: expected {_list(allowed.addresses, 'allowed.addresses')}, got {address!r}"
 
 
 def _check_pods(config: ClusterConfig, allowed: Allowed, own_namespace: str) -> Iterator[str]:
@@ -121,12 +121,12 @@ def _check_pods(config: ClusterConfig, allowed: Allowed, own_namespace: str) -> 
     ]
     for name, value, patterns, defaults, table in named:
         if value not in defaults and not _matches(value, patterns):
-            yield f"cluster.kubernetes.{name}: expected {_shown(patterns, table)}, got {value!r}"
+            yield f"cluster.kubernetes.{name}: expected {_list(patterns, table)}, got {value!r}"
     rules = [tuple(pattern.split(".")) for pattern in allowed.pod_template]
     for name in ("pod_template", "scheduler_pod_template"):
         for path in _paths(getattr(pods, name)):
             if not any(_covers(rule, path) for rule in rules):
-                expected = _shown(allowed.pod_template, "allowed.pod_template")
+                expected = _list(allowed.pod_template, "allowed.pod_template")
                 yield f"cluster.kubernetes.{name}: expected {expected}, got {'.'.join(path)}"
 
 
@@ -134,7 +134,7 @@ def _matches(value: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(value, pattern) for pattern in patterns)
 
 
-def _shown(patterns: tuple[str, ...], table: str) -> str:
+def _list(patterns: tuple[str, ...], table: str) -> str:
     return f"one of {table} ({', '.join(patterns)})" if patterns else f"none, because {table} is empty"
 
 

@@ -254,7 +254,7 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             program = self._program(inputs, prefix, parameters)
             # A run from this machine on pods has no place that they would reach.
             checkpoints = "" if is_local and not gang.is_on_this_machine else None
-            with _importable(self.task_function.__module__), gang.open_place(program, frame.name) as place:
+            with _keep_importable(self.task_function.__module__), gang.open_place(program, frame.name) as place:
                 state = frame.run(
                     report,
                     program,
@@ -334,7 +334,7 @@ class _MetadataItem:
 
 
 @contextlib.contextmanager
-def _importable(module: str) -> Iterator[None]:
+def _keep_importable(module: str) -> Iterator[None]:
     """Keep the directory of a module on sys.path, where `pyflyte run` had it while it loaded the module."""
     root = str(find_root(sys.modules.get(module.partition(".")[0])) or "")
     is_missing = bool(root) and root not in sys.path

@@ -101,20 +101,20 @@ def _translate(error: Exception) -> BaseException:
         return KeyboardInterrupt(str(error))
     if isinstance(error, RankFailure):
         if error.kind in RECOVERABLE_KINDS:
-            return _shown(RecoverableError, error)
+            return _shorten_error(RecoverableError, error)
         if error.is_user_error:
             return UserError(error.cause.partition(": ")[2])
         kind = getattr(errors, error.error_name, Exception)
         may_succeed = issubclass(kind, RECOVERABLE_ERRORS) or error.error_name == FlyteRecoverableException.__name__
-        return _shown(RecoverableError if may_succeed else TaskFailed, error)
+        return _shorten_error(RecoverableError if may_succeed else TaskFailed, error)
     if isinstance(error, SweepFailed):
-        return _shown(RecoverableError, error) if error.may_succeed else UserError(str(error))
+        return _shorten_error(RecoverableError, error) if error.may_succeed else UserError(str(error))
     if isinstance(error, USER_ERRORS):
         return UserError(str(error))
-    return _shown(RecoverableError, error)
+    return _shorten_error(RecoverableError, error)
 
 
-def _shown(kind: Any, error: Exception) -> BaseException:
+def _shorten_error(kind: Any, error: Exception) -> BaseException:
     """Return an exception with the first line of `error`'s text as its message, and the rest as its one traceback."""
     text = str(error)
     message, details = first_line(text), shorten(text.partition("\n")[2])

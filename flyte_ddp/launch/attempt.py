@@ -187,7 +187,7 @@ class Attempt:
             return True
         if stop.is_set():
             mistakes = [each.error for each in self.failures if getattr(each.error, "is_user_error", False)]
-            raise mistakes[0] if mistakes else self._stopped()
+            raise mistakes[0] if mistakes else self._make_stopped()
         if (self.larger or num_leaving) and outcomes == {"stopped"}:
             return False
         if not self.failures:
@@ -330,7 +330,7 @@ class Attempt:
             return seconds > WRITE_GRACE
         return not all(failure.is_echo for failure in self.failures) or seconds > ECHO_GRACE
 
-    def _stopped(self) -> TrainingStopped:
+    def _make_stopped(self) -> TrainingStopped:
         stopped = [node.stopped for node in self.nodes.nodes if node.stopped]
         for each in stopped:
             if each.reason == self.stop.reason:  # else they had ended already, to grow

@@ -351,7 +351,7 @@ def _metrics(figures: Figures, at: float, done: dict[str, float]) -> list[dict[s
         done[figures.axis] = float(place)
         prefix, step = ("train/" if figures.axis == "step" else "epoch/"), int(place)
     return [
-        {"key": prefix + _legal(name), "value": float(value), "timestamp": _milliseconds(at), "step": step}
+        {"key": prefix + _clean(name), "value": float(value), "timestamp": _milliseconds(at), "step": step}
         for name, value in figures.values.items()
         if math.isfinite(value)  # not every store of MLflow's has the others
     ]
@@ -370,11 +370,11 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return nested values as text under dotted names."""
     flat: dict[str, str] = {}
     for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {_legal(prefix + name): str(value)}
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {_clean(prefix + name): str(value)}
     return flat
 
 
-def _legal(name: str) -> str:
+def _clean(name: str) -> str:
     """Return `name` in the characters that MLflow allows, as a normalized path."""
     path = posixpath.normpath("/" + re.sub(r"[^/\w.\- ]", "_", name))
     return path.lstrip("/")[: MAX_NAME - len("epoch/")] or "_"

@@ -109,13 +109,13 @@ class EpochBatches:
         if self.num_workers:
             samples = DataLoader(samples, batch_size=None, num_workers=1, generator=torch.Generator())
         stream, draws = iter(samples), list[Any]()
-        with _isolated(draws):
+        with _isolate_draws(draws):
             done = sum(1 for _ in itertools.islice(stream, self.first))
         if done < self.first:
             expected = f"expected at least the {self.first} samples that the checkpoint's epoch had done, got {done}"
             raise ConfigError(f"session.batches: dataset: {expected}")
         while True:
-            with _isolated(draws):
+            with _isolate_draws(draws):
                 batch = list(itertools.islice(stream, self.global_batch_size))
             if not batch:
                 return
@@ -189,7 +189,7 @@ class _IsolatedDataset(SeededDataset):
     """Leaves the loop's own random draws alone: in a loader without processes they share their generators."""
 
     def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[Any]:
-        with _isolated([]):
+        with _isolate_draws([]):
             return super().__getitems__(places)
 
 
@@ -206,7 +206,7 @@ class _SeededStream(IterableDataset[Any]):
 
 
 @contextlib.contextmanager
-def _isolated(draws: list[Any]) -> Iterator[None]:
+def _isolate_draws(draws: list[Any]) -> Iterator[None]:
     """Leave the loop's own random draws alone in the block, which goes on with those of the block before.
 
     Args:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def shown(what: str) -> Iterator[None]:
+def log_failures(what: str) -> Iterator[None]:
     """Log an error of the block instead of raising it: what is only shown never ends a run."""
     try:
         yield

@@ -31,7 +31,7 @@ from flyte_ddp.rank.data import open_samples, take_sample
 from flyte_ddp.rank.export import export_model
 from flyte_ddp.rank.fast_start import avoid_importing_dynamo
 from flyte_ddp.rank.heartbeat import beat_while_compiling, keep_beating
-from flyte_ddp.rank.inspection import describe_layers, make_predictions, sample_inputs, shown
+from flyte_ddp.rank.inspection import describe_layers, log_failures, make_predictions, sample_inputs
 from flyte_ddp.rank.optim import build_optimizer
 from flyte_ddp.rank.parallel import build_model
 from flyte_ddp.rank.sharding import count_own_parameters, shard_model, whole_state
@@ -127,7 +127,7 @@ def train(
     state = model.state_dict()
     num_parameters = [int(each) for each in world.all_gather(count_own_parameters(model))]
     if world.is_first or trainer.is_sharded:
-        with shown("predictions"), keep_beating(trainer.beat):  # a large model takes its time
+        with log_failures("predictions"), keep_beating(trainer.beat):  # a large model takes its time
             predictions = make_predictions(model, recipe, test, config)
             current.emit(events.PredictionsMade(kept.epoch, predictions))
         trainer.beat()
@@ -157,7 +157,7 @@ def _describe(trainer: Trainer, data: Mapping[str, str], process: RankProcess) -
     recipe, world, model, config = trainer.recipe, trainer.world, trainer.model, trainer.config
     on_gpu = world.device.type == "cuda"
     layers: list[events.LayerDescribed] = []
-    with shown("layers"):
+    with log_failures("layers"):
         layers = describe_layers(model, sample_inputs(recipe, trainer.test, config))
     return {
         "config": dataclasses.asdict(config),

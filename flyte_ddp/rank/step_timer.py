@@ -148,12 +148,12 @@ def _count_waits() -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     if not getattr(Work.wait, "is_counted", False):
-        Work.wait = _counted(Work.wait)  # type: ignore[method-assign]
+        Work.wait = _count_wait(Work.wait)  # type: ignore[method-assign]
         # It waits for rank 0 in C++, at the start of a forward pass.
-        DistributedDataParallel._sync_buffers = _counted(DistributedDataParallel._sync_buffers)  # type: ignore[method-assign]
+        DistributedDataParallel._sync_buffers = _count_wait(DistributedDataParallel._sync_buffers)  # type: ignore[method-assign]
 
 
-def _counted(wait: Any) -> Any:
+def _count_wait(wait: Any) -> Any:
     def counted(self: Any, *arguments: Any, **options: Any) -> Any:
         global _waited, _is_waiting
         if _is_waiting:

@@ -396,15 +396,15 @@ class Trainer:
             metrics=evaluation.metrics,
             **exchange_seconds(self.replica, world),
         )
-        with inspection.shown("figures"):
+        with inspection.log_failures("figures"):
             figures = {**read_figures(self.recipe, finished), **self.utilization.of(finished)}
             finished = dataclasses.replace(finished, metrics={**finished.metrics, **figures})
         check_monitor(self.config, ["test_loss", *finished.metrics])
         if world.is_first or self.is_sharded:
-            with inspection.shown("sample"):
+            with inspection.log_failures("sample"):
                 finished = dataclasses.replace(finished, sample=self.recipe.generate_sample(self.model))
             self.session.emit(finished)
-            with inspection.shown("histograms"):
+            with inspection.log_failures("histograms"):
                 self.session.emit(
                     HistogramsTaken(progress.step, *inspection.take_histograms(self.model, self.world.is_first))
                 )

@@ -94,7 +94,7 @@ class Storage:
         try:
             probe.write(name, contents)
         except FileNotFoundError as error:  # a directory that cannot be created, below /proc for example
-            raise probe._denied(error) from None
+            raise probe._make_denial(error) from None
         try:
             if probe.read(name) != contents:
                 raise StorageDenied(f"{probe.field}: {redact_url(self.url)} does not return what was written to it")
@@ -120,7 +120,7 @@ class Storage:
             FileChanged: another process has replaced it.
         """
         if not self._kind:
-            with _locked(os.path.join(self.root, ".lock")) if self.is_local else contextlib.nullcontext():
+            with _lock_file(os.path.join(self.root, ".lock")) if self.is_local else contextlib.nullcontext():
                 self._check_unchanged(name, replaced)
                 self.write(name, contents)
             return
@@ -288,9 +288,9 @@ class Storage:
         if meaning is Meaning.MISSING:
             raise FileNotFoundError(errno.ENOENT, describe(error))
         if meaning is Meaning.DENIED:
-            raise self._denied(error) from None
+            raise self._make_denial(error) from None
 
-    def _denied(self, error: Exception) -> StorageDenied:
+    def _make_denial(self, error: Exception) -> StorageDenied:
         return StorageDenied(
             f"{self.field}: expected a place that this process may use, got {redact_url(self.url)}: "
             f"{describe(error)}; {remedy_for(error, self.is_local)}"
@@ -322,7 +322,7 @@ def fetch_file(url: str, file: str | os.PathLike[str], field: str = "url", timeo
 
 
 @contextlib.contextmanager
-def _locked(path: str) -> Iterator[None]:
+def _lock_file(path: str) -> Iterator[None]:
     """Exclusive file lock among all processes that share the disk; released if the holder dies."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "w") as file:

@@ -314,7 +314,7 @@ def _check_nodes(setup: Setup) -> Iterator[Finding]:
     nodes = call("CoreV1Api", "list_node").items
     fits = True
     for role, template in (("worker", "pod_template"), ("scheduler", "scheduler_pod_template")):
-        reasons = [_why_not(setup.spec[role]["spec"], node) for node in nodes]
+        reasons = [_find_obstacle(setup.spec[role]["spec"], node) for node in nodes]
         if all(reasons):
             fits = False
             counts = "; ".join(f"{reasons.count(reason)} {reason}" for reason in sorted(set(reasons)))
@@ -337,7 +337,7 @@ def _find_lack_of_room(setup: Setup, nodes: list[Any]) -> str:
     places = sum(
         min((int(has.get(resource, Decimal(0)) / amount) for resource, amount in amounts), default=count)
         for has, node in zip(room, nodes, strict=True)
-        if not _why_not(setup.spec["worker"]["spec"], node)
+        if not _find_obstacle(setup.spec["worker"]["spec"], node)
     )
     what = f"{count} workers of {describe(request)}"
     if places < count:
@@ -362,12 +362,12 @@ def gpu_memory(config: ClusterConfig) -> float:
     """
     pod = cluster_spec(config, "estimate", None)["spec"]["worker"]["spec"]
     label = f"{config.kubernetes.gpu_resource}.memory"  # in MiB, which NVIDIA's GPU feature discovery sets
-    nodes = [each for each in call("CoreV1Api", "list_node").items if not _why_not(pod, each)]
+    nodes = [each for each in call("CoreV1Api", "list_node").items if not _find_obstacle(pod, each)]
     sizes = [float((each.metadata.labels or {}).get(label, 0)) for each in nodes]
     return min(filter(None, sizes), default=0.0) * 2**20
 
 
-def _why_not(pod: Mapping[str, Any], node: Any) -> str:
+def _find_obstacle(pod: Mapping[str, Any], node: Any) -> str:
     """Return why the pod can never run on the node, as a phrase after a number of nodes; "" if it can."""
     labels = node.metadata.labels or {}
     for key, value in pod.get("nodeSelector", {}).items():

@@ -104,7 +104,7 @@ def to_svg(panel: Panel) -> str:
     root.set("class", "panel")
     root.set("role", "img")
     root.set("aria-label", panel.summary)
-    return _serialized(root)
+    return _serialize(root)
 
 
 def save_panels(panels: Sequence[Panel], path: str | Path, columns: int = 2) -> None:
@@ -140,7 +140,7 @@ def save_panels(panels: Sequence[Panel], path: str | Path, columns: int = 2) -> 
     root.set("width", width)
     root.set("height", height)
     ElementTree.SubElement(root, f"{{{_SVG}}}style").text = sheet
-    path.write_text(_serialized(root))
+    path.write_text(_serialize(root))
 
 
 def plot(axes: Axes, points: Points, max_points: int = MAX_POINTS, **look: Any) -> list[tuple[float, float]]:
@@ -251,7 +251,7 @@ def _tree(figure: Any) -> ElementTree.Element:
     return root
 
 
-def _serialized(root: ElementTree.Element) -> str:
+def _serialize(root: ElementTree.Element) -> str:
     ElementTree.register_namespace("", _SVG)
     ElementTree.register_namespace("xlink", _XLINK)
     text = ElementTree.tostring(root, encoding="unicode").replace("'DejaVu Sans'", "system-ui, sans-serif")

@@ -184,10 +184,10 @@ class Report(Page):
             epoch = state.reports[-1].epoch
             tiles.append(tile("Step", f"{state.last_step:,}", "" if epoch is None else f"epoch {epoch:g}"))
         if (seconds := sum(epoch.seconds for epoch in state.epochs)) > 0:
-            rate = _rounded(started.num_train_samples * len(state.epochs) / seconds)
+            rate = _format_rounded(started.num_train_samples * len(state.epochs) / seconds)
             tiles.append(tile("Samples/s", rate, "in training, all epochs"))
         elif "samples_per_second" in latest:
-            tiles.append(tile("Samples/s", _rounded(latest["samples_per_second"]), "in training, now"))
+            tiles.append(tile("Samples/s", _format_rounded(latest["samples_per_second"]), "in training, now"))
         spent = self._time_spent()
         # A replayed history is reported within a second, so the duration in its own last event counts.
         seconds = spent.wall or max(self.seconds(), state.finished.seconds if state.finished else 0.0)
@@ -223,7 +223,7 @@ class Report(Page):
                     f"{epoch.learning_rate:.3g}",
                     duration(epoch.seconds),
                     duration(epoch.evaluation_seconds),
-                    _rounded(epoch.samples_per_second),
+                    _format_rounded(epoch.samples_per_second),
                 ],
             }
             for index, epoch in enumerate(epochs)
@@ -380,7 +380,7 @@ def _plain(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _rounded(value: float) -> str:
+def _format_rounded(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
 
 

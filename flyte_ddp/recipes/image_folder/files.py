@@ -127,7 +127,7 @@ class FileReader:
             except UnreadableImage as error:
                 return error
 
-        return list(self._opened().threads.map(read, files))
+        return list(self._open_once().threads.map(read, files))
 
     def read(self, file: File) -> bytes:
         """Return the contents of `file`.
@@ -166,7 +166,7 @@ class FileReader:
             self.cache = None
 
     def _fetch(self, file: File) -> bytes:
-        storage = self._opened().storage
+        storage = self._open_once().storage
         for _ in range(MAX_SHORT_READS):
             try:
                 contents = storage.read(file.name)
@@ -178,7 +178,7 @@ class FileReader:
         reason = f"expected the listed {file.size} bytes, got {len(contents)}"
         raise UnreadableImage(f"data: {self.join(file)} cannot be read: {reason}")
 
-    def _opened(self) -> _Client:
+    def _open_once(self) -> _Client:
         if self._client is None or self._client.process != os.getpid():
             threads = ThreadPoolExecutor(self.concurrency, thread_name_prefix="read-images")
             self._client = _Client(os.getpid(), _open(self.url, self.access), threads)

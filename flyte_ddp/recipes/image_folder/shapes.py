@@ -43,7 +43,7 @@ def draw_images(directory: Path) -> None:
                     colour = ImageColor.getrgb(f"hsl({draws.randrange(360)}, 60%, 70%)")
                     brush.point((draws.randrange(SIZE), draws.randrange(SIZE)), colour)
                 shade = (hue + draws.randint(-30, 30)) % 360, draws.randint(40, 90), draws.randint(45, 75)
-                brush.polygon(_placed(points, draws), ImageColor.getrgb("hsl({}, {}%, {}%)".format(*shade)))
+                brush.polygon(_place(points, draws), ImageColor.getrgb("hsl({}, {}%, {}%)".format(*shade)))
                 image.save(folder / f"{number:03d}.png")
 
 
@@ -54,7 +54,7 @@ def _polygon(num_corners: int, radius: float) -> list[tuple[float, float]]:
     return [(turn.real, turn.imag) for turn in turns]
 
 
-def _placed(points: list[tuple[float, float]], draws: random.Random) -> list[tuple[float, float]]:
+def _place(points: list[tuple[float, float]], draws: random.Random) -> list[tuple[float, float]]:
     import cmath
 
     turn = cmath.rect(draws.uniform(0.2, 0.32) * SIZE, draws.uniform(0, 2 * cmath.pi))

@@ -79,7 +79,7 @@ class PetNames(Recipe):
         import numpy as np
 
         raw = _read(source) if source else importlib.resources.files(__package__).joinpath("names.txt").read_text()
-        names, left_out = _usable(_parsed(raw, source) if source else raw.splitlines())
+        names, left_out = _select_usable(_parse_names(raw, source) if source else raw.splitlines())
         distinct = sorted(set(names), key=lambda name: hashlib.sha256(name.encode()).digest())
         where = source or "names.txt, the recipe's own list"
         if len(distinct) < MIN_NAMES:
@@ -181,7 +181,7 @@ def whole_names(names: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return inputs and targets of `names`, both (N, longest + 1) bytes, as `PetNames` describes them."""
     import numpy as np
 
-    letters, lengths = _letters(names)
+    letters, lengths = _encode_letters(names)
     has_letter = np.arange(lengths.max()) < lengths[:, None]
     inputs = np.full((len(names), lengths.max() + 1), BLANK, dtype=np.uint8)
     targets = np.full_like(inputs, IGNORED)
@@ -195,7 +195,7 @@ def windows(names: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return inputs and targets of every prefix of `names`, name by name: both (letters + ends, `WINDOW`) bytes."""
     import numpy as np
 
-    letters, lengths = _letters(names)
+    letters, lengths = _encode_letters(names)
     place = np.arange(lengths.max() + 1)
     rows = np.full((len(names), WINDOW + len(place)), BLANK, dtype=np.uint8)
     rows[:, WINDOW:-1][place[:-1] < lengths[:, None]] = letters
@@ -205,7 +205,7 @@ def windows(names: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
     return used[:, :-1].copy(), used[:, 1:].copy()
 
 
-def _letters(names: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
+def _encode_letters(names: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return all letters of `names` in one array, as indices into `ALPHABET`, and the lengths of the names."""
     import numpy as np
 
@@ -215,7 +215,7 @@ def _letters(names: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
     return index_of[np.frombuffer("".join(names).encode("ascii"), dtype=np.uint8)], lengths
 
 
-def _usable(raw: Sequence[str]) -> tuple[list[str], str]:
+def _select_usable(raw: Sequence[str]) -> tuple[list[str], str]:
     """Return the names in lower case that the model has letters for, and a description of those left out."""
     names, left_out = [], Counter[str]()
     for name in raw:
@@ -248,10 +248,10 @@ def _read(source: str) -> str:
         raise DataError(f"data: expected CSV, JSON or plain text in UTF-8, got {source}: {error}") from error
 
 
-def _parsed(text: str, source: str) -> list[str]:
+def _parse_names(text: str, source: str) -> list[str]:
     """Return the names in `text`: JSON, CSV or a name a line, recognized by its contents, `.json` or `.csv`."""
     if text.lstrip()[:1] in ("[", "{") or re.search(r"\.json(\.gz)?$", source):
-        return _parsed_json(text, source)
+        return _parse_json(text, source)
     rows = csv.reader(io.StringIO(text, newline=""))
     try:
         header = [column.strip().lower() for column in next(rows, [])]
@@ -268,7 +268,7 @@ def _parsed(text: str, source: str) -> list[str]:
     return text.splitlines()
 
 
-def _parsed_json(text: str, source: str) -> list[str]:
+def _parse_json(text: str, source: str) -> list[str]:
     try:
         names = json.loads(text)
     except ValueError as error:

@@ -71,7 +71,7 @@ def prepare_shards(corpus: Corpus, directory: Path, tokenizer: Tokenizer, held_o
     if not writer.num_documents:
         raise DataError(f"data: expected text, got {corpus.name}, which is empty")
     how = f"{writer.num_held_out:,} of them held out"
-    if len(_mapped(paths[1], tokenizer)) <= context:
+    if len(_map_tokens(paths[1], tokenizer)) <= context:
         how = _hold_out_end(*paths, tokenizer, held_out, context)
     shards = [
         _shard(path, tokenizer, context, name) for path, name in zip(paths, ("training", "held-out"), strict=True)
@@ -118,7 +118,7 @@ def read_windows(file: Path, tokenizer: Tokenizer, context: int) -> tuple[NDArra
 
     Every token but the first and what is left at the end is a target once.
     """
-    tokens = _mapped(file, tokenizer)
+    tokens = _map_tokens(file, tokenizer)
     count = (len(tokens) - 1) // context
     return tuple(tokens[first : first + count * context].reshape(count, context) for first in (0, 1))  # type: ignore[return-value]
 
@@ -189,7 +189,7 @@ def _hold_out_end(train: Path, held_out: Path, tokenizer: Tokenizer, share: floa
     Raises:
         ConfigError: there are not enough for a window on both sides.
     """
-    tokens = _mapped(train, tokenizer)
+    tokens = _map_tokens(train, tokenizer)
     if len(tokens) < 2 * (context + 1):
         raise ConfigError(
             f"recipe_options.context: expected at most {max(1, len(tokens) // 2 - 1):,} tokens, so that the data "
@@ -216,7 +216,7 @@ def _hold_out_end(train: Path, held_out: Path, tokenizer: Tokenizer, share: floa
 
 
 def _shard(file: Path, tokenizer: Tokenizer, context: int, name: str) -> Shard:
-    tokens = _mapped(file, tokenizer)
+    tokens = _map_tokens(file, tokenizer)
     if len(tokens) <= context:
         raise ConfigError(
             f"recipe_options.context: expected fewer tokens than the {name} text has, which is {len(tokens):,}, "
@@ -227,7 +227,7 @@ def _shard(file: Path, tokenizer: Tokenizer, context: int, name: str) -> Shard:
     return Shard(len(tokens), num_bytes / len(targets))
 
 
-def _mapped(file: Path, tokenizer: Tokenizer) -> NDArray[Any]:
+def _map_tokens(file: Path, tokenizer: Tokenizer) -> NDArray[Any]:
     """Map `file` into memory, read-only: what may be written counts as memory of the process's own."""
     kind = _type(tokenizer)
     if not file.stat().st_size:  # which cannot be mapped
