@@ -28,10 +28,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "digits": ("digits", {"epochs": 2}),
     "names": ("pet_names", {"epochs": 1, "sample_size": 1_000}),
     "images": ("image_folder", {"epochs": 1, "data_workers": 0}),
-    # It draws a text at its end, for minutes on a busy machine.
+    # It draws a text at its end, for minutes on a busy machine. Two steps come after the first copy for a checkpoint.
     "text": (
         "text",
-        {"epochs": 1, "sample_size": 32, "global_batch_size": 8, "stall_timeout": 1800, "recipe_options": LARGE_TEXT},
+        {"epochs": 1, "sample_size": 40, "global_batch_size": 8, "checkpoint_interval": 3}
+        | {"stall_timeout": 1800, "recipe_options": LARGE_TEXT},
     ),
 }
 
