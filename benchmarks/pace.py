@@ -26,6 +26,7 @@ from flyte_ddp.launch import driver
 from flyte_ddp.launch.devices import num_cores
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.programs import Job, recipe_program
+from flyte_ddp.launch.time_limit import TimeLimit
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 
@@ -59,9 +60,10 @@ class Alarms:
 
 def count_alarms(minutes: float) -> int:
     """Return how many slow ranks were named in a run of so many minutes."""
-    alarms = Alarms()
+    alarms, limit = Alarms(), TimeLimit(minutes / 60, time.time())
     with contextlib.suppress(TrainingStopped):
-        _train(MnistLike, [alarms], epochs=100_000, max_hours=minutes / 60)
+        _train(MnistLike, [alarms], epochs=100_000)
+    limit.cancel()
     return alarms.num_named
 
 
