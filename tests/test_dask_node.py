@@ -63,7 +63,7 @@ def test_a_worker_that_a_gang_may_get_has_a_server_of_ranks_before_its_first_att
     assert call_workers(client, [address], *prepare) == {address: False}
     assert eventually(lambda: call_workers(client, [address], *prepare) == {address: True})
     (server,) = servers()
-    assert "['json']" in str(server.cmdline())
+    assert "['json'" in str(server.cmdline())
     # The watch of the gang before may be late, when the next gang already trains here.
     call_workers(client, [address], worker.install, "training-x", code)
     call_workers(client, [address], worker.call, "training-x", "prepare", ["json"])
@@ -233,8 +233,9 @@ def test_the_drivers_code_is_what_ranks_run(client, tmp_path):
     """Also when the workers have imported another version of it."""
     newer = tmp_path / "newer"
     shutil.copytree(REPOSITORY / "flyte_ddp", newer / "flyte_ddp", ignore=shutil.ignore_patterns("__pycache__"))
-    module = newer / "flyte_ddp" / "world.py"
-    module.write_text(module.read_text() + '\n\nprint("newer code")\n')
+    module = newer / "flyte_ddp" / "rank" / "main.py"
+    addition = 'older = main\n\ndef main(*arguments):\n    print("newer code")\n    older(*arguments)\n'
+    module.write_text(f"{module.read_text()}\n\n{addition}")
     client.run(importlib.import_module, "flyte_ddp.launch.dask.node")
     address = client.scheduler.address
     driver = start_driver(tmp_path, {"kind": "existing", "scheduler_address": address}, code=newer)

@@ -74,6 +74,16 @@ def test_a_lost_node_costs_the_steps_since_the_newest_state_next_door(tmp_path, 
 
 
 @pytest.mark.slow
+def test_a_loss_while_the_next_ranks_read_the_state_leaves_it_where_it_was(tmp_path, undisturbed, client):
+    """With the node that has no part of it yet, too."""
+    place = DaskPlace(client, dataclasses.replace(LOCAL, max_restarts=9))
+    run, resumed = train(tmp_path, place, "worker-1-6", "read-0-0", "read-1-0", "readnode-1-0", **FSDP)
+    assert_resumed(resumed, (4, "node 0's memory"))
+    assert not any((tmp_path / "orders").iterdir())
+    torch.testing.assert_close(run.state(), undisturbed, rtol=0, atol=0)
+
+
+@pytest.mark.slow
 def test_another_world_size_goes_on_from_the_state_in_memory(tmp_path, client):
     plain, _ = train(tmp_path / "plain", LocalPlace(2), recipe=f"{RECIPE}WithoutNorm")  # over the samples of one rank
     place = DaskPlace(client, dataclasses.replace(LOCAL, max_restarts=3, min_nodes=1, return_timeout=0.1))

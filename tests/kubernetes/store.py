@@ -8,11 +8,13 @@ import re
 import secrets
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fsspec
-import torch
 from moto.server import ThreadedMotoServer
+
+if TYPE_CHECKING:
+    import torch
 
 FORBIDDEN = "forbidden"  # a bucket that nobody may use
 
@@ -92,6 +94,8 @@ class Store:
 
     def state(self, run: str) -> dict[str, torch.Tensor]:
         """The state dict that the run left."""
+        import torch  # not at the top: tests of processes without torch import this module
+
         state: dict[str, torch.Tensor] = torch.load(
             io.BytesIO(self.files.cat_file(f"runs/{run}/model_state.pt")), weights_only=True
         )

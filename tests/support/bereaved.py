@@ -35,7 +35,7 @@ class Bereaved(Normed):
 
     def meet_in_hand_over(self):
         from flyte_ddp.checkpoints import store
-        from flyte_ddp.rank import memory_load, state_keeper
+        from flyte_ddp.rank import memory_load, memory_states, state_keeper
 
         save, read, write = state_keeper.save_state, memory_load.assemble, store.save_state
 
@@ -55,7 +55,8 @@ class Bereaved(Normed):
                 self.meet("write")
             return write(state, file, with_crc32)
 
-        state_keeper.save_state, memory_load.assemble, store.save_state = save_state, assemble, write_state
+        state_keeper.save_state, store.save_state = save_state, write_state
+        memory_load.assemble = memory_states.assemble = assemble
 
     def generate_sample(self, model):
         return "a sample"
