@@ -35,14 +35,15 @@ START_TIMEOUT = 120.0  # seconds for the server to import torch and fork a rank,
 END_SIGNALS = tuple(signal.Signals[name] for name in STOP_SIGNALS)
 
 _variables_of_server: dict[str, str] | None = None
-_starting = threading.Lock()
+_starting = threading.Lock()  # held while this process's environment is that of its server
 
 
 class ForkedProcess(ForkServerProcess):
     """A process with the environment of its parent at its start, as the other start methods give it."""
 
     def start(self) -> None:
-        self._environment = dict(os.environ)
+        with _starting:
+            self._environment = dict(os.environ)
         super().start()
 
     def run(self) -> None:
@@ -137,5 +138,6 @@ def start_rank(program: Program, target: Callable[..., object], arguments: tuple
         finally:
             watchdog.cancel()
     fresh = SpawnProcess(target=target, args=arguments, name=name)
-    fresh.start()
+    with _starting:
+        fresh.start()
     return fresh

@@ -6,11 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TypeVar
 
 from flyte_ddp.rank.fast_start import call_around_compilations
-
-T = TypeVar("T")
 
 BEAT_INTERVAL = 1.0  # seconds between two such reports
 MAX_OPERATION_SECONDS = 1800.0  # after which such an operation counts as a stall
