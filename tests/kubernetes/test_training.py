@@ -56,7 +56,7 @@ CONFIGS = {
     "drained": SEES_NO_CHECKPOINT,
     "tainted": {"parallel": "fsdp", **SEES_NO_CHECKPOINT},
     "headless": SEES_NO_CHECKPOINT,
-    "killed": SEES_NO_CHECKPOINT,
+    "unannounced": SEES_NO_CHECKPOINT,
     "counted": {"num_steps": 60},
     "split": {"epochs": 3},
     "throttled": {"epochs": 100, **SEES_NO_CHECKPOINT},
@@ -257,21 +257,21 @@ def test_a_deleted_worker_pod_of_a_split_model_costs_no_step(bereaved: Bereaved,
 def test_a_worker_pod_that_is_deleted_without_grace_costs_at_most_a_step(
     start: Callable[..., Driver], namespace: Namespace, store: Store, finished_run: Callable[..., Any]
 ) -> None:
-    driver = start("killed", "killed", node_timeout=PATIENT)
-    driver.wait_for_step("killed", 5)
+    driver = start("unannounced", "unannounced", node_timeout=PATIENT)
+    driver.wait_for_step("unannounced", 5)
     pod = driver.pods("worker")[0]["metadata"]["name"]
     namespace.kubectl("delete", "pod", pod, "--force", "--grace-period=0")
     driver.succeeded()
-    driver.print_pauses("killed")
+    driver.print_pauses("unannounced")
     print([each["log"] for each in (*driver.departures(), *driver.losses_of_gang())])
-    _, resumed = driver.records(run="killed", event="CheckpointLoaded")
+    _, resumed = driver.records(run="unannounced", event="CheckpointLoaded")
     assert re.fullmatch(r"node [01]'s memory", resumed["url"])
-    (ended,) = driver.records(run="killed", event="AttemptEnded")
+    (ended,) = driver.records(run="unannounced", event="AttemptEnded")
     assert 5 <= ended["step"] <= resumed["step"] + 1
-    steps = driver.steps("killed")
+    steps = driver.steps("unannounced")
     assert sorted(set(steps)) == list(range(1, 2 * STEPS_PER_EPOCH + 1))
     assert len(steps) <= 2 * STEPS_PER_EPOCH + 1, "more than one step was done again"
-    torch.testing.assert_close(store.state("killed"), finished_run("Dropping", 2, **CONFIG).state())
+    torch.testing.assert_close(store.state("unannounced"), finished_run("Dropping", 2, **CONFIG).state())
 
 
 def test_a_function_with_a_split_model_loses_no_sample_to_a_worker_that_is_lost_and_comes_back(
@@ -452,7 +452,7 @@ def may_delete_pods(namespace: Namespace) -> None:
     rule = re.search(r"# For `replace_stragglers` .*\n((?:  # .*\n){3})", manifest("rbac.yaml", namespace.name))
     assert rule
     (rights,) = yaml.safe_load(rule[1].replace("  # ", ""))
-    (role,) = namespace.items("roles")
+    (role,) = [each for each in namespace.items("roles") if each["metadata"]["name"] == "flyte-ddp"]
     kubectl("apply", "-f", "-", stdin=json.dumps({**role, "rules": [*role["rules"], rights]}))
 
 
