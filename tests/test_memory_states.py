@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from flyte_ddp.checkpoints import steps_among
 from flyte_ddp.checkpoints.files import FORMAT
 from flyte_ddp.checkpoints.resharding import SHARDS, assemble
-from flyte_ddp.checkpoints.state_file import CHECKSUM, save_state
+from flyte_ddp.checkpoints.state_file import CHECKSUM, check_file, save_state
 from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.config import resolve
 from flyte_ddp.launch.dask.place import DaskPlace
@@ -24,6 +25,7 @@ from flyte_ddp.launch.process.link import RankProcess
 from flyte_ddp.launch.process.parts import NodeParts
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NodeRanks
+from flyte_ddp.launch.process.slots import Slots
 from flyte_ddp.rank.memory_load import load_from_memory
 from flyte_ddp.rank.memory_states import choose_interval
 from flyte_ddp.world import ALONE
@@ -208,6 +210,37 @@ def test_the_state_before_a_loss_stays_until_a_new_one_is_whole():
     left = memory.begin(dataclasses.replace(NODE, num_restarts=2))
     assert sorted(part.step for part in left) == [4, 4, 6, 6]  # the last may be there in part
     memory.keep(turn=2, step=8, number=0, **values)  # each rank that begins the next knows that the one before is whole
+    memory.close()
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_rank_writes_its_two_files_again_whatever_size_its_state_has(tmp_path, monkeypatch, on_gpu):
+    if on_gpu:  # from which a thread writes a copy
+        monkeypatch.setattr(
+            "flyte_ddp.checkpoints.store.find_tensors", lambda state: [((), SimpleNamespace(is_cuda=True))]
+        )
+    memory = NodeParts()
+    memory.begin(NODE)
+
+    class Link:
+        whole_turn = property(lambda _: memory.whole_turn(0))
+        send = staticmethod(lambda _, values: memory.keep(**values))
+
+    slots = Slots(memory.slots_of(0), Link(), 0, str(torch.__version__))
+    store = CheckpointStore(str(tmp_path), 1, slots=slots)
+    for step, size in enumerate((9, 3 << 20, 2 << 20, 5, 3 << 20, 1 << 20), 1):
+        weight = torch.randn(size, requires_grad=True)
+        store.save({"progress": {"step": step}, "weight": weight}, step, False, to_store=step % 2 == 0, to_memory=True)
+        store.wait()
+        if step == 1:
+            assert bool(store.memory._free) is on_gpu  # on a CPU only the store's states are copied
+        part = max(memory._parts.values(), key=lambda part: part.turn)
+        assert check_file(part.file.path) == (part.num_bytes, part.checksum)
+        found = torch.load(part.file.path, weights_only=True)
+        assert found["progress"]["step"] == step
+        assert torch.equal(found["weight"], weight)
+        assert not found["weight"].requires_grad
+    assert steps_among(os.listdir(tmp_path)) == [6]
     memory.close()
 
 

@@ -29,9 +29,9 @@ from typing import Any, BinaryIO, Protocol
 from flyte_ddp.checkpoints import steps_among
 from flyte_ddp.checkpoints.files import FORMAT, Damaged, Entry, checkpoint_name, is_manifest, read_file, read_manifest
 from flyte_ddp.checkpoints.peers import Peers
-from flyte_ddp.checkpoints.resharding import SHARDS, BoxOf, assemble, keep_all
+from flyte_ddp.checkpoints.resharding import SHARDS, BoxOf, assemble, find_tensors, keep_all
 from flyte_ddp.checkpoints.retention import Retention
-from flyte_ddp.checkpoints.staging import Buffers, StagingMemory, readable
+from flyte_ddp.checkpoints.staging import Buffers, StagingMemory, map_tensors, readable
 from flyte_ddp.checkpoints.state_file import CHECKSUM, save_state
 from flyte_ddp.errors import CheckpointError, ConfigError, StorageUnavailable
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
@@ -59,9 +59,9 @@ class _Write:
     buffers: Buffers = field(default_factory=list)  # the memory of `state`
     entry: Entry = field(default_factory=dict)  # size and checksum of the file, once it was written
 
-    def save_to(self, file: BinaryIO) -> None:
+    def save_to(self, file: BinaryIO, in_memory: bool = False) -> None:
         state = {"format": FORMAT, **(self.state or {})} if self.has_manifest else dict(self.state or {})
-        self.entry = save_state(state, file, with_crc32=not self.has_manifest)
+        self.entry = save_state(state, file, not self.has_manifest, in_memory)
 
 
 class Slots(Protocol):
@@ -167,40 +167,52 @@ class CheckpointStore:
         write = _Write(None, name, step, best, number=self._num_saves)
         if to_store:
             self._make_room(write)
-        write.state, write.buffers = self.memory.copy(state)
+        on_gpu = any(each.is_cuda for _, each in find_tensors(state))
+        if to_store or on_gpu:
+            write.state, write.buffers = self.memory.copy(state)
         if to_memory:
-            self._begin_in_memory(replace(write), is_shared=to_store)
+            self._save_in_memory(replace(write), state, on_gpu, is_shared=to_store)
         if not to_store:
             return ""
         self._enqueue(write)
         return self.storage.join(checkpoint_name(step) + ".json")
 
-    def _begin_in_memory(self, write: _Write, is_shared: bool) -> None:
-        """Have a thread write a copied state to the memory of the node, so that neither training nor store waits."""
+    def _save_in_memory(self, write: _Write, state: Any, on_gpu: bool, is_shared: bool) -> None:
+        """Write a state to the memory of the node: from a copy that GPUs have made, in a thread, or on a CPU at once.
+
+        A thread would need a copy there, too, which takes as long on the same cores.
+        """
         assert self._slots is not None  # else nothing is ready
         slots = self._slots
         slots.begin()
-        with self._changed:
-            self._num_in_memory += 1
-        if is_shared:
-            self.memory.share(write.buffers)
 
-        def save(file: BinaryIO) -> tuple[int, str]:
-            write.save_to(file)
+        def save_to(file: BinaryIO) -> tuple[int, str]:
+            write.save_to(file, in_memory=True)
             return write.entry["bytes"], write.entry[CHECKSUM]
 
-        def keep() -> None:
-            _yield_cores_to_training()
+        def save() -> None:
             try:
-                slots.write(write.step, self._peers.size if self._peers else 1, save)
+                slots.write(write.step, self._peers.size if self._peers else 1, save_to)
             except Exception as error:  # nothing is ready any more, and the store still has its checkpoints
                 logger.warning("no more states are kept in memory: %s: %s", type(error).__name__, error)
+
+        def save_copy() -> None:
+            _yield_cores_to_training()
+            save()
             self._drop([write])
             with self._changed:
                 self._num_in_memory -= 1
                 self._changed.notify_all()
 
-        threading.Thread(target=keep, name="memory", daemon=True).start()
+        if not on_gpu:
+            write.state, write.buffers = map_tensors(state, lambda each: each.detach()), []
+            save()
+            return
+        if is_shared:
+            self.memory.share(write.buffers)
+        with self._changed:
+            self._num_in_memory += 1
+        threading.Thread(target=save_copy, name="memory", daemon=True).start()
 
     def _make_room(self, write: _Write) -> None:
         """Drop the states that `write` replaces, on all ranks those of rank 0; their memory is for this one."""

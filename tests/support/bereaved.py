@@ -50,10 +50,10 @@ class Bereaved(Normed):
             self.meet("read")
             return read(*arguments)
 
-        def write_state(state, file, with_crc32):
+        def write_state(state, *arguments):
             if state.get("progress", {}).get("epochs"):
                 self.meet("write")
-            return write(state, file, with_crc32)
+            return write(state, *arguments)
 
         state_keeper.save_state, store.save_state = save_state, write_state
         memory_load.assemble = memory_states.assemble = assemble

@@ -7,6 +7,7 @@ it on to its ranks. The kernel frees it with the last of these processes, howeve
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 from multiprocessing import reduction
 from pathlib import Path
@@ -37,6 +38,37 @@ class MemoryFile:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.descriptor = state["descriptor"].detach()
+
+
+class MappedFile:
+    """A file in memory as one process writes it, again and again: a new page costs more than what is written to it.
+
+    In a `with` block it is written from its beginning, and ends where that has ended.
+    """
+
+    def __init__(self, file: MemoryFile) -> None:
+        self._descriptor = file.descriptor
+        os.ftruncate(self._descriptor, mmap.PAGESIZE)
+        self._pages = mmap.mmap(self._descriptor, mmap.PAGESIZE)
+        self._size = 0  # bytes that are written
+
+    def write(self, data: Any) -> int:
+        begin, self._size = self._size, self._size + len(data)
+        if self._size > len(self._pages):
+            self._pages.resize(self._size)  # the file, too
+        self._pages[begin : self._size] = data
+        return len(data)
+
+    def flush(self) -> None:
+        """Do nothing: what was written is in the file."""
+
+    def __enter__(self) -> MappedFile:
+        os.ftruncate(self._descriptor, len(self._pages))
+        self._size = 0
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.ftruncate(self._descriptor, self._size)
 
 
 def has_memory_for(num_bytes: int) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import BinaryIO
+from typing import Any
 
 from flyte_ddp.launch.process.link import SupervisorLink
-from flyte_ddp.launch.process.memory_file import MemoryFile
+from flyte_ddp.launch.process.memory_file import MappedFile, MemoryFile
 from flyte_ddp.launch.process.parts import NUM_FILES
 
 
@@ -14,7 +14,7 @@ class Slots:
     """The two files of one rank, as it writes them."""
 
     def __init__(self, files: list[MemoryFile], link: SupervisorLink, number: int, version: str) -> None:
-        self._files = files
+        self._files = [MappedFile(file) for file in files]
         self._link = link
         self._number = number
         self._version = version
@@ -29,11 +29,10 @@ class Slots:
         """Note that a part will be written: nothing is ready until then."""
         self._turn += 1
 
-    def write(self, step: int, num_parts: int, save: Callable[[BinaryIO], tuple[int, str]]) -> None:
+    def write(self, step: int, num_parts: int, save: Callable[[Any], tuple[int, str]]) -> None:
         """Write the part that was begun. `save` writes it to a file, and returns its size and checksum."""
-        with open(self._files[self._turn % NUM_FILES].path, "r+b") as file:  # whose memory is used again
+        with self._files[self._turn % NUM_FILES] as file:
             num_bytes, checksum = save(file)
-            file.truncate()
         where = {"turn": self._turn, "step": step, "number": self._number, "num_parts": num_parts}
         what = {"num_bytes": num_bytes, "checksum": checksum, "version": self._version}
         self._link.send("part", {**where, **what})
