@@ -182,7 +182,7 @@ def trained() -> tuple[nn.Module, Optimizer]:
     import torch
 
     from flyte_ddp.config import TrainingConfig
-    from flyte_ddp.launch.process.malloc import keep_freed_memory
+    from flyte_ddp.launch.process.entry import keep_freed_memory
     from flyte_ddp.rank.optim import build_optimizer
 
     keep_freed_memory()

@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore
 from benchmarks.mnist_like import MnistLike
 from flyte_ddp.config import TrainingConfig, resolve
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.launch.process.malloc import return_freed_memory
+from flyte_ddp.launch.process.entry import return_freed_memory
 from flyte_ddp.rank import passes
 from flyte_ddp.rank.initial_state import load_initial_state
 from flyte_ddp.rank.parallel import build_model, place_model, replicate

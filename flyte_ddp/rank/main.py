@@ -23,8 +23,8 @@ from flyte_ddp.checkpoints import MODEL_STATE
 from flyte_ddp.checkpoints.files import portable
 from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.config import TrainingConfig
+from flyte_ddp.launch.process.entry import keep_freed_memory, return_freed_memory
 from flyte_ddp.launch.process.link import RankProcess
-from flyte_ddp.launch.process.malloc import keep_freed_memory, return_freed_memory
 from flyte_ddp.launch.process.session import Session
 from flyte_ddp.rank.contract import check_contract, check_datasets
 from flyte_ddp.rank.data import open_samples, take_sample
