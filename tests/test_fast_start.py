@@ -84,7 +84,7 @@ def test_the_checks_before_the_first_step_import_no_library_for_symbols():
 
 FAULTS = """
 import ctypes, resource
-from flyte_ddp.launch.process import malloc
+from flyte_ddp.launch.process import entry
 {before}
 import numpy
 def faults():
@@ -100,12 +100,12 @@ print(faults())
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
 def test_freed_memory_is_kept_unless_the_c_library_has_no_mallopt():
-    (kept,) = run(FAULTS.format(before="malloc.keep_freed_memory()"))
+    (kept,) = run(FAULTS.format(before="entry.keep_freed_memory()"))
     (returned,) = run(FAULTS.format(before=""))
-    missing = "malloc.ctypes = type('', (), {'CDLL': staticmethod(lambda name: object())}); "
-    (without,) = run(FAULTS.format(before=missing + "malloc.keep_freed_memory()"))
+    missing = "entry.ctypes = type('', (), {'CDLL': staticmethod(lambda name: object())}); "
+    (without,) = run(FAULTS.format(before=missing + "entry.keep_freed_memory()"))
 
-    (returned_again,) = run(FAULTS.format(before="malloc.keep_freed_memory(); malloc.return_freed_memory()"))
+    (returned_again,) = run(FAULTS.format(before="entry.keep_freed_memory(); entry.return_freed_memory()"))
 
     assert int(kept) < 1000 < int(returned)  # page faults
     assert int(returned_again) > 1000

@@ -26,7 +26,7 @@ from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch import driver, local, rank_start, supervisor
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.node import KEEP, KILL, Link
-from flyte_ddp.launch.process.memory_file import UNLIMITED, free_in
+from flyte_ddp.launch.process.memory import UNLIMITED, free_in
 from flyte_ddp.launch.process.programs import Job, Program, recipe_program
 from flyte_ddp.launch.process.ranks import NodeRanks
 from flyte_ddp.launch.run import _Call

@@ -20,12 +20,12 @@ from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.config import resolve
 from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.process import parts
+from flyte_ddp.launch.process import memory
 from flyte_ddp.launch.process.link import RankProcess
-from flyte_ddp.launch.process.parts import NodeParts
+from flyte_ddp.launch.process.memory import NodeParts
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NodeRanks
-from flyte_ddp.launch.process.slots import Slots
+from flyte_ddp.launch.process.link import Slots
 from flyte_ddp.rank.memory_load import load_from_memory
 from flyte_ddp.rank.memory_states import choose_interval
 from flyte_ddp.world import ALONE
@@ -249,11 +249,11 @@ def test_what_does_not_fit_into_memory_is_not_kept_there_and_one_line_says_so(mo
     config = resolve({}, {"memory_interval": 5})
     node = dataclasses.replace(NODE, num_nodes=2)
     process = SimpleNamespace(node=node, slots=[object()])
-    monkeypatch.setattr(parts, "free_memory", lambda: 50 << 20)
+    monkeypatch.setattr(memory, "free_memory", lambda: 50 << 20)
     with caplog.at_level(logging.WARNING):
         assert choose_interval(config, process, ALONE, model) == 5
         assert not caplog.messages
-        monkeypatch.setattr(parts, "free_memory", lambda: 40 << 20)
+        monkeypatch.setattr(memory, "free_memory", lambda: 40 << 20)
         assert choose_interval(config, process, ALONE, model) == 0
     lacking = "expected 0.05 GiB of free memory on each node, got 0.04 GiB"
     assert caplog.messages == [f"memory_interval: no state is kept in memory: {lacking}"]

@@ -65,7 +65,7 @@ class _Write:
 
 
 class Slots(Protocol):
-    """Takes this rank's part of a state into the memory of its node: see launch/process/parts.py."""
+    """Takes this rank's part of a state into the memory of its node: see launch/process/memory.py."""
 
     @property
     def is_ready(self) -> bool: ...

@@ -16,8 +16,7 @@ from flyte_ddp.errors import NodeLost, RankFailure, TrainingStopped
 from flyte_ddp.launch.node import GO, KEEP, KILL, KILL_GRACE, STALL, STOP
 from flyte_ddp.launch.paces import PaceWatch
 from flyte_ddp.launch.policy import leaves_state_whole
-from flyte_ddp.launch.process.memory import MAX_KEEP_TIMEOUT
-from flyte_ddp.launch.process.parts import name_memory
+from flyte_ddp.launch.process.memory import MAX_KEEP_TIMEOUT, name_memory
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.launch.stalls import join_stalls

@@ -33,9 +33,8 @@ from flyte_ddp.launch.devices import visible_gpus
 from flyte_ddp.launch.failures import first_line, shorten, shorten_traceback
 from flyte_ddp.launch.log_tail import LogTail, logs_directory
 from flyte_ddp.launch.process.background import call_in_background
-from flyte_ddp.launch.process.cgroups import count_oom_kills
 from flyte_ddp.launch.process.entry import run_rank
-from flyte_ddp.launch.process.memory import NodeMemory
+from flyte_ddp.launch.process.memory import NodeMemory, count_oom_kills
 from flyte_ddp.launch.process.output import RankStream, rank_stacks, read_error
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NUM_SLOTS, PHASES, NodeRanks, semaphore_prefix

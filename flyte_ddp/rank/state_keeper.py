@@ -25,8 +25,7 @@ from flyte_ddp.checkpoints.resharding import find_tensors
 from flyte_ddp.checkpoints.staging import map_tensors, readable
 from flyte_ddp.checkpoints.state_file import CHECKSUM, save_state
 from flyte_ddp.launch.process.link import RankProcess
-from flyte_ddp.launch.process.memory import LOCK_TIMEOUT
-from flyte_ddp.launch.process.memory_file import has_memory_for
+from flyte_ddp.launch.process.memory import LOCK_TIMEOUT, free_memory
 from flyte_ddp.world import World
 
 MAX_BUFFER_BYTES = 16 << 20  # of buffers that are copied before each step: 1 ms
@@ -132,7 +131,7 @@ class StateKeeper:
         tensors = _tensors_by_place(state)
         num_bytes = sum(each.nbytes for each in tensors.values())
         on_begin(num_bytes)
-        if not has_memory_for(num_bytes) or not _are_finite(tensors):
+        if free_memory() <= num_bytes or not _are_finite(tensors):
             return None
         with open(path, "wb") as file:
             entry = save_state({"format": FORMAT, **state}, file, with_crc32=False)

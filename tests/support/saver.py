@@ -27,7 +27,7 @@ def train(orders="", splits=False, to_store=0, write_seconds=0.0):
         to_store: step that is saved in the store too.
         write_seconds: for which a state is on its way to memory, until the last loss.
     """
-    from flyte_ddp.launch.process.slots import Slots
+    from flyte_ddp.launch.process.link import Slots
 
     write, samples = Slots.write, 0
     Slots.write = lambda *arguments: (time.sleep(write_seconds * bool(_left(orders))), write(*arguments))[1]

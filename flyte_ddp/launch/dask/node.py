@@ -26,8 +26,7 @@ from typing import Any, BinaryIO
 from flyte_ddp import events
 from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, END_OF_ATTEMPT, PREPARE, PREPARED, NodeJob, decode, encode
 from flyte_ddp.launch.node import KILL_GRACE, Link, run_ranks
-from flyte_ddp.launch.process.memory import MAX_KEEP_TIMEOUT, NodeMemory
-from flyte_ddp.launch.process.parts import COPIED, TAKE, NodeParts
+from flyte_ddp.launch.process.memory import COPIED, MAX_KEEP_TIMEOUT, TAKE, NodeMemory, NodeParts
 from flyte_ddp.launch.rank_start import start_server, wait_for_server
 from flyte_ddp.storage import adopt_storage_environment, fetch_file
 

@@ -20,9 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from flyte_ddp import events
 from flyte_ddp.launch.process.collectives import entered_collectives
-from flyte_ddp.launch.process.memory import MAX_KEEP_TIMEOUT, Kept
-from flyte_ddp.launch.process.memory_file import MemoryFile
-from flyte_ddp.launch.process.parts import Part
+from flyte_ddp.launch.process.memory import MAX_KEEP_TIMEOUT, NUM_FILES, Kept, MappedFile, MemoryFile, Part
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NUM_SLOTS, PHASES, NodeRanks
 
@@ -153,6 +151,34 @@ class SupervisorLink:
                 if not self._stop.is_set():
                     self._stop.set()
                     self.on_stop()
+
+
+class Slots:
+    """The files in memory that a rank writes its parts of states to, in turn; see memory.py."""
+
+    def __init__(self, files: list[MemoryFile], link: SupervisorLink, number: int, version: str) -> None:
+        self._files = [MappedFile(file) for file in files]
+        self._link = link
+        self._number = number
+        self._version = version
+        self._turn = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """True when the last part is here and where it is copied to, so that the one before it may be overwritten."""
+        return bool(self._files) and self._link.whole_turn == self._turn
+
+    def begin(self) -> None:
+        """Note that a part will be written: nothing is ready until then."""
+        self._turn += 1
+
+    def write(self, step: int, num_parts: int, save: Callable[[Any], tuple[int, str]]) -> None:
+        """Write the part that was begun. `save` writes it to a file, and returns its size and checksum."""
+        with self._files[self._turn % NUM_FILES] as file:
+            num_bytes, checksum = save(file)
+        where = {"turn": self._turn, "step": step, "number": self._number, "num_parts": num_parts}
+        what = {"num_bytes": num_bytes, "checksum": checksum, "version": self._version}
+        self._link.send("part", {**where, **what})
 
 
 @dataclass

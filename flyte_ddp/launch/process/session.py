@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from flyte_ddp import events
 from flyte_ddp.checkpoints import WRITE_GRACE
 from flyte_ddp.errors import ConfigError, StopRequested
+from flyte_ddp.launch.process.link import RankProcess, Slots
 from flyte_ddp.launch.process.memory import KEEP_TIMEOUT
-from flyte_ddp.launch.process.slots import Slots
 from flyte_ddp.launch.process.stop import StopAgreement
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from flyte_ddp.checkpoints.peers import Peers
     from flyte_ddp.checkpoints.resharding import BoxOf
     from flyte_ddp.checkpoints.store import CheckpointStore
-    from flyte_ddp.launch.process.link import RankProcess
     from flyte_ddp.rank.batches import EpochBatches
     from flyte_ddp.world import World
 
