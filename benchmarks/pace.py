@@ -26,7 +26,7 @@ from flyte_ddp.launch import driver
 from flyte_ddp.launch.devices import num_cores
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.programs import Job, recipe_program
-from flyte_ddp.launch.time_limit import TimeLimit
+from flyte_ddp.launch.signals import TimeLimit
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 

@@ -30,7 +30,7 @@ from flyte_ddp.config.source_code import find_project
 from flyte_ddp.errors import ClusterError, ConfigError, GangLost, RankFailure, StorageUnavailable, TrainingStopped
 from flyte_ddp.launch.run import run_program
 from flyte_ddp.launch.run_options import add_run_options, note_without_effect, read_gang, read_program
-from flyte_ddp.launch.time_limit import TimeLimit
+from flyte_ddp.launch.signals import TimeLimit
 from flyte_ddp.observers.command_line import add_observer_options, make_observers, resume_command
 from flyte_ddp.observers.progress_bar import ProgressBar
 

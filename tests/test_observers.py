@@ -35,7 +35,7 @@ from flyte_ddp.events import (
     read_history,
 )
 from flyte_ddp.events.kinds import Timed
-from flyte_ddp.launch.dispatch import Dispatcher
+from flyte_ddp.launch.driver import Dispatcher
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.metrics import RunFigures
 from flyte_ddp.observers.progress_bar import ProgressBar

@@ -21,8 +21,8 @@ from torch.distributed.run import get_args_parser
 from flyte_ddp import __main__ as command_line
 from flyte_ddp.launch import run_options
 from flyte_ddp.launch.dask.messages import NodeJob
-from flyte_ddp.launch.log_tail import LogTail
 from flyte_ddp.launch.process.entry import environment
+from flyte_ddp.launch.process.output import LogTail
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NodeRanks
 from flyte_ddp.observers.progress_bar import ProgressBar

@@ -33,7 +33,7 @@ from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution, share_storage_credentials
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.process.programs import Job, Program
-from flyte_ddp.launch.time_limit import TimeLimit
+from flyte_ddp.launch.signals import TimeLimit
 from flyte_ddp.observers.command_line import keep_run_id, resume_command
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.metrics import MetricsServer, RunFigures, requested_port

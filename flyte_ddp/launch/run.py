@@ -34,8 +34,8 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.devices import default_num_processes, num_cores, num_gpus
 from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.outputs import outputs_directory
-from flyte_ddp.launch.process.programs import SCRIPT_DIRECTORY, Job, Program
+from flyte_ddp.launch.process.programs import OUTPUTS_VARIABLE, SCRIPT_DIRECTORY, Job, Program
+from flyte_ddp.storage import write_file
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -328,6 +328,25 @@ class _Script:
             sys.path[:] = [str(directory), *others, self.working_directory]
             run = functools.partial(_run_as_main, str(file))
         _call_to_exit(run)
+
+
+@contextlib.contextmanager
+def outputs_directory(url: str) -> Iterator[str]:
+    """Yield a directory of this machine in a rank, and copy its files to `url` when rank 0 leaves the block.
+
+    All ranks of a node have the same one. A local `url` is that directory itself; "" yields "".
+
+    Raises:
+        StorageUnavailable, StorageDenied: the files cannot be copied.
+    """
+    directory = os.environ[OUTPUTS_VARIABLE] if "://" in url else url
+    if directory:
+        os.makedirs(directory, exist_ok=True)
+    yield directory
+    if directory != url and os.environ["RANK"] == "0":
+        for file in sorted(Path(directory).rglob("*")):
+            if file.is_file():
+                write_file(f"{url.rstrip('/')}/{file.relative_to(directory).as_posix()}", file.read_bytes(), "outputs")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -31,11 +32,10 @@ from flyte_ddp.config.main_module import hide_main_module
 from flyte_ddp.errors import OUT_OF_MEMORY, RankFailure, TrainingStopped
 from flyte_ddp.launch.devices import visible_gpus
 from flyte_ddp.launch.failures import first_line, shorten, shorten_traceback
-from flyte_ddp.launch.log_tail import LogTail, logs_directory
 from flyte_ddp.launch.process.background import call_in_background
 from flyte_ddp.launch.process.entry import run_rank
 from flyte_ddp.launch.process.memory import NodeMemory, count_oom_kills
-from flyte_ddp.launch.process.output import RankStream, rank_stacks, read_error
+from flyte_ddp.launch.process.output import LogTail, RankStream, rank_stacks, read_error
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NUM_SLOTS, PHASES, NodeRanks, semaphore_prefix
 from flyte_ddp.launch.rank_start import ForkedProcess, kill_server, set_environment, start_rank
@@ -88,7 +88,7 @@ def supervise(
         RankFailure: a rank failed, or no rank made progress for `stall_timeout` seconds.
         TrainingStopped: the run was stopped.
     """
-    with logs_directory() as logs:
+    with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as logs:
         prepared = call_in_background(data) if data else None
         ranks = _Ranks(job, node, listener, logs, relay or print_line, memory or NodeMemory())
         try:

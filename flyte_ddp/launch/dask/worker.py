@@ -33,7 +33,7 @@ from distributed.comm import get_address_host
 
 from flyte_ddp.launch.dask.leaving import announce_departures, is_leaving
 from flyte_ddp.launch.devices import visible_gpus
-from flyte_ddp.launch.outputs import OUTPUTS_VARIABLE
+from flyte_ddp.launch.process.programs import OUTPUTS_VARIABLE
 
 CHUNK_SIZE = 4 << 20  # bytes of a state in memory that are sent at once: the worker has other things to do as well
 COPY_PAUSE = 1.0  # seconds until a copy that has failed is tried again
@@ -105,7 +105,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
     """
 
     directory: str
-    outputs: str  # where ranks leave the files of launch/outputs.py
+    outputs: str  # where ranks leave the files of `outputs_directory` in launch/run.py
     worker: Worker
 
     def __init__(self, name: str, code: bytes) -> None:

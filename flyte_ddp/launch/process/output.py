@@ -1,10 +1,14 @@
-"""Where the output of a rank goes: to the console, to files, or to both, in torchrun's terms. Imports nothing heavy."""
+"""Where the output of a rank goes, in torchrun's terms, and how its supervisor reads it while it grows.
+
+Imports nothing heavy.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -15,6 +19,7 @@ if TYPE_CHECKING:
 
 PREFIX = "[rank ${rank}] "
 STREAMS = {1: "stdout", 2: "stderr"}  # by file descriptor, which is torchrun's bit for the stream as well
+REDRAW_INTERVAL = 10.0  # seconds between two lines for a progress bar that a rank draws
 
 
 @dataclass(frozen=True)
@@ -111,3 +116,49 @@ def rank_log(directory: str, rank: int) -> str:
 def rank_stacks(directory: str, rank: int) -> str:
     """Return the path of the file where `rank` writes its Python stacks when it is asked to, or on SIGUSR1."""
     return os.path.join(directory, f"rank-{rank}.stacks")
+
+
+class LogTail:
+    """The lines that are appended to a growing file.
+
+    A line that a progress bar draws again and again, with carriage returns, is shown as last drawn, and from time to
+    time while it is incomplete.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        self.position = 0
+        self.rest = b""
+        self._next_redrawn = 0.0  # monotonic
+
+    def new_lines(self, at_end: bool = False) -> list[str]:
+        """Return the new complete lines; `at_end`, also what no line break follows."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.position)
+                contents = file.read()
+        except FileNotFoundError:
+            return []
+        self.position += len(contents)
+        contents = self.rest + contents
+        *lines, rest = contents.split(b"\n")
+        is_redrawn, self.rest = b"\r" in rest, rest if rest.endswith(b"\r") else _as_drawn(rest)
+        if at_end and self.rest:
+            lines, self.rest = [*lines, self.rest], b""
+        elif is_redrawn and time.monotonic() >= self._next_redrawn:
+            self._next_redrawn = time.monotonic() + REDRAW_INTERVAL
+            lines.append(self.rest)
+        if b"\r" in contents:
+            lines = [_as_drawn(line) for line in lines]
+        return b"\n".join(lines).decode(errors="replace").split("\n") if lines else []  # at once: ranks may print much
+
+    def last_lines(self, count: int) -> str:
+        try:
+            return "\n".join(self.path.read_text(errors="replace").splitlines()[-count:])
+        except FileNotFoundError:
+            return ""
+
+
+def _as_drawn(line: bytes) -> bytes:
+    """Return what a terminal shows of a line with carriage returns."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]

@@ -29,6 +29,7 @@ CUDA_OUT_OF_MEMORY = "OutOfMemoryError"  # class name of torch.cuda.OutOfMemoryE
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # that end a run early, as torchrun's
 END_RESERVE = 10.0  # seconds of a pod's grace for what follows the last checkpoint, such as the deletion of a cluster
 SCRIPT_DIRECTORY = "flyte_ddp_script"  # among the source files on a node: the directory of a script
+OUTPUTS_VARIABLE = "FLYTE_DDP_OUTPUTS"  # in ranks: the node's directory for a script's outputs, removed after the run
 WANDB_VARIABLE = "FLYTE_DDP_WANDB"  # of a rank's environment: set where the run itself is recorded in W&B
 TRAINING = ("flyte_ddp.rank.main", "main")  # by name, because its module imports torch
 
