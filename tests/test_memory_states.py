@@ -21,13 +21,11 @@ from flyte_ddp.config import resolve
 from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process import memory
-from flyte_ddp.launch.process.link import RankProcess
+from flyte_ddp.launch.process.link import RankProcess, Slots
 from flyte_ddp.launch.process.memory import NodeParts
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NodeRanks
-from flyte_ddp.launch.process.link import Slots
-from flyte_ddp.rank.memory_load import load_from_memory
-from flyte_ddp.rank.memory_states import choose_interval
+from flyte_ddp.rank.memory_states import choose_interval, load_from_memory
 from flyte_ddp.world import ALONE
 from tests.support.dask_runs import LOCAL
 from tests.support.gang import run_gang

@@ -27,7 +27,7 @@ from flyte_ddp.launch.process.programs import Job, Program, recipe_program
 from flyte_ddp.launch.process.ranks import NodeRanks
 from flyte_ddp.launch.run import _Call
 from flyte_ddp.launch.survivors import Survivors
-from flyte_ddp.rank.memory_load import load_from_memory
+from flyte_ddp.rank.memory_states import load_from_memory
 from flyte_ddp.rank.state_keeper import StateKeeper
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.world import ALONE

@@ -28,8 +28,7 @@ from flyte_ddp.rank.batch_norm import keep_frozen_statistics
 from flyte_ddp.rank.data import Samples, epoch_shards, num_batches
 from flyte_ddp.rank.evaluation import Evaluation, FlopsUtilization, evaluate, share_buffers
 from flyte_ddp.rank.initial_state import check_same_run, load_initial_state
-from flyte_ddp.rank.memory_load import load_from_memory
-from flyte_ddp.rank.memory_states import choose_interval
+from flyte_ddp.rank.memory_states import choose_interval, load_from_memory
 from flyte_ddp.rank.metrics import check_monitor, read_figures
 from flyte_ddp.rank.optim import build_optimizer, learning_rate
 from flyte_ddp.rank.parallel import exchange_seconds, replicate

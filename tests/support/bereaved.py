@@ -35,9 +35,9 @@ class Bereaved(Normed):
 
     def meet_in_hand_over(self):
         from flyte_ddp.checkpoints import store
-        from flyte_ddp.rank import memory_load, memory_states, state_keeper
+        from flyte_ddp.rank import memory_states, state_keeper
 
-        save, read, write = state_keeper.save_state, memory_load.assemble, store.save_state
+        save, read, write = state_keeper.save_state, memory_states.assemble, store.save_state
 
         def save_state(state, file, with_crc32):
             save(state, file, with_crc32)
@@ -56,7 +56,7 @@ class Bereaved(Normed):
             return write(state, *arguments)
 
         state_keeper.save_state, store.save_state = save_state, write_state
-        memory_load.assemble = memory_states.assemble = assemble
+        memory_states.assemble = assemble
 
     def generate_sample(self, model):
         return "a sample"

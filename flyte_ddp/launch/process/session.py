@@ -220,7 +220,7 @@ class Session:
             self.process.free_parts()
             return None, ""
         from flyte_ddp.checkpoints.resharding import keep_all
-        from flyte_ddp.rank.memory_load import load_for_function
+        from flyte_ddp.rank.memory_states import load_for_function
 
         self._num_memory_loads += 1
         key = f"flyte_ddp/memory-load-{self._num_memory_loads}"
