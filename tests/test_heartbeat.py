@@ -6,8 +6,8 @@ import time
 
 import torch
 
-from flyte_ddp.rank import heartbeat
-from flyte_ddp.rank.heartbeat import beat_while_compiling, keep_beating
+from flyte_ddp.rank import main as rank_main
+from flyte_ddp.rank.main import beat_while_compiling, keep_beating
 
 
 def wait_for(condition, seconds=60):
@@ -18,7 +18,7 @@ def wait_for(condition, seconds=60):
 
 
 def test_a_long_operation_reports_progress_until_it_ends(monkeypatch):
-    monkeypatch.setattr(heartbeat, "BEAT_INTERVAL", 0.01)
+    monkeypatch.setattr(rank_main, "BEAT_INTERVAL", 0.01)
     beats = []
     with keep_beating(lambda: beats.append(time.monotonic())):
         wait_for(lambda: len(beats) > 3)
@@ -29,15 +29,15 @@ def test_a_long_operation_reports_progress_until_it_ends(monkeypatch):
 
 
 def test_an_operation_that_takes_too_long_counts_as_a_stall(monkeypatch):
-    monkeypatch.setattr(heartbeat, "BEAT_INTERVAL", 0.01)
-    monkeypatch.setattr(heartbeat, "MAX_OPERATION_SECONDS", 0.05)
+    monkeypatch.setattr(rank_main, "BEAT_INTERVAL", 0.01)
+    monkeypatch.setattr(rank_main, "MAX_OPERATION_SECONDS", 0.05)
     beats = []
     with keep_beating(lambda: beats.append(time.monotonic())):
         wait_for(lambda: time.monotonic() > beats[-1] + 0.4)
 
 
 def test_a_cold_compilation_reports_progress(monkeypatch):
-    monkeypatch.setattr(heartbeat, "BEAT_INTERVAL", 0.01)
+    monkeypatch.setattr(rank_main, "BEAT_INTERVAL", 0.01)
     beats = []
     beat_while_compiling(lambda: beats.append(time.monotonic()))
     assert beats == []

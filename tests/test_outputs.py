@@ -18,9 +18,9 @@ from flyte_ddp.events import RunState
 from flyte_ddp.flytekit_plugin.frame import open_frame
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.observers.reports.run_card import run_card
-from flyte_ddp.rank import export
-from flyte_ddp.rank.export import export_model
+from flyte_ddp.rank import main as rank_main
 from flyte_ddp.rank.initial_state import load_initial_state
+from flyte_ddp.rank.main import export_model
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.text.export import save_for_transformers
 from flyte_ddp.recipes.text.generate import load_model
@@ -199,7 +199,7 @@ def test_transformers_loads_text_with_equal_logits_and_tokens(tokens, tmp_path):
 
 
 def test_a_store_that_takes_no_more_is_named_and_ends_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "TIMEOUT", 0.1)
+    monkeypatch.setattr(rank_main, "EXPORT_TIMEOUT", 0.1)
     (tmp_path / "export").write_text("no directory")
     results = export_model(get_recipe(TINY), {"weight": torch.ones(2)}, str(tmp_path))
     assert results["exported"] == []

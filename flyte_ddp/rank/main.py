@@ -7,7 +7,10 @@ import dataclasses
 import platform
 import resource
 import sys
-from collections.abc import Mapping
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,7 +22,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from flyte_ddp import events, session
-from flyte_ddp.checkpoints import MODEL_STATE
+from flyte_ddp.checkpoints import EXPORT, EXPORTED_STATE, MODEL_STATE
 from flyte_ddp.checkpoints.files import portable
 from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.config import TrainingConfig
@@ -28,19 +31,22 @@ from flyte_ddp.launch.process.link import RankProcess
 from flyte_ddp.launch.process.session import Session
 from flyte_ddp.rank.contract import check_contract, check_datasets
 from flyte_ddp.rank.data import open_samples, take_sample
-from flyte_ddp.rank.export import export_model
-from flyte_ddp.rank.fast_start import avoid_importing_dynamo
-from flyte_ddp.rank.heartbeat import beat_while_compiling, keep_beating
+from flyte_ddp.rank.fast_start import avoid_importing_dynamo, call_around_compilations
 from flyte_ddp.rank.inspection import describe_layers, log_failures, make_predictions, sample_inputs
 from flyte_ddp.rank.optim import build_optimizer
 from flyte_ddp.rank.parallel import build_model
 from flyte_ddp.rank.sharding import count_own_parameters, shard_model, whole_state
 from flyte_ddp.rank.step_timer import device_name
 from flyte_ddp.rank.trainer import Trainer
-from flyte_ddp.recipes import get_recipe
+from flyte_ddp.recipes import Recipe, get_recipe
 from flyte_ddp.recipes.prepare import describe_data
-from flyte_ddp.storage import redact_url
+from flyte_ddp.storage import Storage, redact_url
+from flyte_ddp.storage.weights import save_safetensors
 from flyte_ddp.world import ALONE, World, process_group
+
+BEAT_INTERVAL = 1.0  # seconds between two reports of progress during an operation that reports none itself
+MAX_OPERATION_SECONDS = 1800.0  # after which such an operation counts as a stall
+EXPORT_TIMEOUT = 60.0  # seconds for a store that is away, or a disk that is full: the model state is safe already
 
 
 def main(recipe: str, config: TrainingConfig, initial_state: str = "") -> None:
@@ -175,6 +181,65 @@ def _describe(trainer: Trainer, data: Mapping[str, str], process: RankProcess) -
         "data_license": data.get("license", ""),  # absent from data that an earlier version has prepared
         "recipe_version": data["recipe_version"],
     }
+
+
+def export_model(recipe: Recipe, state: Mapping[str, Any], checkpoints: str) -> dict[str, Any]:
+    """Write the state as safetensors and the files of `Recipe.export`; return the fields of `RunFinished` about them.
+
+    The files are written from the state's own memory, which may leave none for a copy. The model is trained and safe by
+    now. So a state that has no such form, a mistake in the recipe's `export`, and a store that takes no more are named
+    in the results and end nothing.
+
+    Args:
+        checkpoints: URL of the directory beside whose files they are kept.
+    """
+    storage = Storage(f"{checkpoints}/{EXPORT}", timeout=EXPORT_TIMEOUT)
+    written: list[str] = []
+    problems: list[str] = []
+
+    def write(make: Callable[[Path], object], what: str) -> None:
+        try:
+            with tempfile.TemporaryDirectory(prefix="export-") as place:
+                make(Path(place))
+                for file in sorted(file for file in Path(place).rglob("*") if file.is_file()):
+                    name = file.relative_to(place).as_posix()
+                    storage.write(name, file)
+                    written.append(name)
+        except Exception as error:  # of any kind: `export` may be the user's
+            problems.append(f"{what}: {' '.join(str(error).split()) or type(error).__name__}")
+
+    write(lambda place: save_safetensors(state, place / EXPORTED_STATE), EXPORTED_STATE)
+    write(lambda place: recipe.export(state, place), f"{type(recipe).__name__}.export")
+    return {"export_url": storage.url, "exported": written, "not_exported": "; ".join(problems)}
+
+
+@contextlib.contextmanager
+def keep_beating(beat: Callable[[], None]) -> Iterator[None]:
+    """Call `beat` every second, from a thread, for the length of a block that is known to take long.
+
+    No longer than `MAX_OPERATION_SECONDS`, so that a block that hangs is found.
+    """
+    is_over = threading.Event()
+
+    def beat_until_over() -> None:
+        deadline = time.monotonic() + MAX_OPERATION_SECONDS
+        while time.monotonic() < deadline and not is_over.wait(BEAT_INTERVAL):
+            beat()
+
+    beat()
+    thread = threading.Thread(target=beat_until_over, name="beats", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def beat_while_compiling(beat: Callable[[], None]) -> None:
+    """Call `beat` every second while torch compiles something in this process, such as the first step of a model."""
+    running = contextlib.ExitStack()
+    call_around_compilations(lambda: running.enter_context(keep_beating(beat)), running.close)
 
 
 def _peak_memory(world: World) -> int:
