@@ -49,7 +49,7 @@ def measure(case: str, parallel: str) -> tuple[float, float]:
 
 
 def _measure_here(case: str, parallel: str) -> tuple[float, float]:
-    from flyte_ddp.rank.estimate_command import estimate_prepared, measure_process
+    from flyte_ddp.rank.estimate import estimate_prepared, measure_process
 
     name, overrides = CASES[case]
     overrides = {"evaluation_batch_size": 16 if case == "text" else 64, **overrides, "parallel": parallel}

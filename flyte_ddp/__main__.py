@@ -36,7 +36,7 @@ from flyte_ddp.observers.progress_bar import ProgressBar
 
 # Commands of rooms that have their own options.
 ELSEWHERE = {
-    "estimate": ("flyte_ddp.rank.estimate_command", "estimate the memory of a recipe's ranks; needs no GPU"),
+    "estimate": ("flyte_ddp.rank.estimate", "estimate the memory of a recipe's ranks; needs no GPU"),
     "orphans": ("flyte_ddp.cluster.kubernetes.orphans", "delete Dask clusters whose task has ended"),
     "promotion": ("flyte_ddp.promotion.__main__", "show, roll back or release the promoted model of a recipe"),
 }

@@ -54,8 +54,7 @@ def _warn_if_too_large(recipe: Recipe, config: TrainingConfig, cluster: ClusterI
     """Log a warning if a rank is estimated to take more than the GPUs have, as the nodes' labels say."""
     try:
         if device_bytes := gpu_memory(cluster):
-            from flyte_ddp.rank.estimate import SIZES
-            from flyte_ddp.rank.estimate_command import estimate_prepared, find_excess  # imports torch
+            from flyte_ddp.rank.estimate import SIZES, estimate_prepared, find_excess  # imports torch
 
             made = estimate_prepared(recipe, dataclasses.replace(config, sample_size=SIZES[1]), directory)
             num_ranks = cluster.num_nodes * cluster.ranks_per_node
