@@ -21,12 +21,12 @@ import pytest
 import torch
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.errors import ConfigError, DataError, OutOfMemory, RankFailure, TrainingStopped
+from flyte_ddp.errors import ConfigError, DataError, OutOfMemory, RankFailure
 from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch import driver, local, rank_start, supervisor
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.node import KEEP, KILL, Link
-from flyte_ddp.launch.process.memory import UNLIMITED, free_in
+from flyte_ddp.launch.process.memory import UNLIMITED, NodeMemory, free_in
 from flyte_ddp.launch.process.programs import Job, Program, recipe_program
 from flyte_ddp.launch.process.ranks import NodeRanks
 from flyte_ddp.launch.run import _Call
@@ -70,18 +70,20 @@ def fail_slowly(marker):
 def test_an_exception_is_told_also_if_the_driver_ends_the_ranks_meanwhile(tmp_path, monkeypatch):
     """Because another node's ranks have lost their peer, which is no reason to go on."""
     fork_functions(monkeypatch)
-    link, num_beats = Link(lambda message: None), itertools.count()
+    messages, num_beats = [], itertools.count()
 
-    def on_beat(*values):
-        if (tmp_path / "failed").exists() and next(num_beats) == 3:  # the error has arrived, its process is waited for
-            link.obey(KEEP)
+    class Ending(Link):
+        def note_beat(self, *values):
+            # The error has arrived by then, and its process is waited for.
+            if (tmp_path / "failed").exists() and next(num_beats) == 3:
+                self.obey(KEEP)
 
     call = cloudpickle.dumps(_Call(fail_slowly, (str(tmp_path / "failed"),)))
     job = Job(Program("fail", call, ("tests",)), "", time.time())
     with local.listening_socket("127.0.0.1") as listener:
         ranks = NodeRanks(0, 2, 2, "127.0.0.1", listener.getsockname()[1], "lo", False, 1)
-        with pytest.raises(RankFailure, match="rank 1 failed: TypeError: a bug"):
-            supervisor.supervise(job, ranks, listener, None, print, link.stop, print, on_beat)
+        supervisor.supervise(job, ranks, listener, None, Ending(messages.append), NodeMemory())
+    assert messages[-1]["failure"]["message"].startswith("rank 1 failed: TypeError: a bug")
 
 
 def be_silent(marker):
@@ -93,16 +95,17 @@ def test_an_order_is_obeyed_at_once(tmp_path, monkeypatch):
     """The supervisor does not look for it only every now and then: a restart would wait for that."""
     fork_functions(monkeypatch)
     monkeypatch.setattr(supervisor, "POLL_INTERVAL", 120.0)
-    link, marker = Link(lambda message: None), tmp_path / "there"
+    messages, marker = [], tmp_path / "there"
+    link = Link(messages.append)
     job = Job(Program("silent", cloudpickle.dumps(_Call(be_silent, (str(marker),))), ("tests",)), "", time.time())
     with local.listening_socket("127.0.0.1") as listener, ThreadPoolExecutor(1) as pool:
         ranks = NodeRanks(0, 1, 1, "127.0.0.1", listener.getsockname()[1], "lo", False, 1)
-        future = pool.submit(supervisor.supervise, job, ranks, listener, None, print, link.stop, print)
+        future = pool.submit(supervisor.supervise, job, ranks, listener, None, link, NodeMemory())
         while not marker.exists():
             time.sleep(0.05)
         link.obey(KILL)
-        with pytest.raises(TrainingStopped):
-            future.result(timeout=60)
+        future.result(timeout=60)
+    assert messages[-1]["outcome"] == "killed"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -14,6 +14,7 @@ import functools
 import json
 import logging
 import queue
+import sys
 import threading
 import time
 import uuid
@@ -41,7 +42,6 @@ from flyte_ddp.launch.process.background import call_in_background
 from flyte_ddp.launch.process.output import PREFIX
 from flyte_ddp.launch.process.programs import WANDB_VARIABLE, Job
 from flyte_ddp.launch.signals import StopRequest, stop_on_signals
-from flyte_ddp.launch.supervisor import print_line
 from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.storage import Storage, redact_url
 
@@ -404,6 +404,11 @@ class Dispatcher:
                 listener.close(self._error)
             except Exception:
                 logger.exception("%s could not be closed", type(listener).__name__)
+
+
+def print_line(line: str) -> None:
+    """Print a line of a rank's output on standard error."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201 - a rank's output belongs on the terminal
 
 
 @contextlib.contextmanager

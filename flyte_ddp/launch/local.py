@@ -20,10 +20,11 @@ from flyte_ddp.launch.devices import (
     num_cores,
     num_gpus,
 )
-from flyte_ddp.launch.node import Link, run_ranks
+from flyte_ddp.launch.node import Link
 from flyte_ddp.launch.process.memory import NodeMemory
 from flyte_ddp.launch.process.programs import Job, stop_grace
 from flyte_ddp.launch.process.ranks import NodeRanks
+from flyte_ddp.launch.supervisor import supervise
 
 if TYPE_CHECKING:
     from flyte_ddp.launch.driver import Run
@@ -124,7 +125,7 @@ class LocalNodes:
             max_restarts=place.max_restarts,
         )
         data = self._run.prepared.result if self._run.prepared else None
-        arguments = (run_ranks, job, ranks, listener, data, self._link, place.memory)
+        arguments = (supervise, job, ranks, listener, data, self._link, place.memory)
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=context.run, args=arguments, name="supervisor", daemon=True)
         self._thread.start()

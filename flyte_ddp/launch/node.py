@@ -1,4 +1,4 @@
-"""One node's part of an attempt, on whatever machine: run its ranks, obey the driver, and tell it what happens.
+"""The link of one node's supervisor to the driver, on whatever machine: its commands, and the messages about the ranks.
 
 The same in the driver's own process (local.py) and in the supervisor that a Dask worker has started (dask/node.py).
 They differ in the `Link`, which carries commands in and messages out.
@@ -16,21 +16,13 @@ Messages, by kind:
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 from flyte_ddp import events
-from flyte_ddp.errors import ConfigError, DataError, RankFailure, TrainingStopped
-from flyte_ddp.launch.failures import shorten_traceback
-from flyte_ddp.launch.process.memory import NodeMemory
-from flyte_ddp.launch.process.programs import Job
-from flyte_ddp.launch.process.ranks import NodeRanks
 from flyte_ddp.launch.signals import StopRequest
-from flyte_ddp.launch.supervisor import supervise
 
 KILL_GRACE = 5.0  # seconds in which the ranks must be gone after a command to kill them
 GO, STOP, KILL = "go", "stop", "kill"  # the driver's commands; seconds of grace and the reason follow STOP
@@ -92,21 +84,16 @@ class Link:
         self.send_lines()
         self.send("event", event=event)
 
-    def on_beat(
+    def note_beat(
         self, step: int, is_writing: bool, is_stoppable: bool, paces: list[dict[str, Any]], waits: list[float] | None
-    ) -> float | None:
-        """Take note of what the ranks are at. What the driver must know at once is sent at once.
-
-        Returns:
-            For how many seconds the gang stands still, as the driver has noticed; None while it does not.
-        """
+    ) -> None:
+        """Take note of what the ranks are at. What the driver must know at once is sent at once."""
         urgent = {"is_writing": is_writing, "is_stoppable": is_stoppable}
         is_new = {**self.beat, **urgent} != self.beat
         self.beat = {"step": step, **urgent, "paces": paces, "waits": waits}
         self.send_lines()
         if is_new:
             self.send_beat()
-        return self.stalled_for
 
     def send_beat(self) -> None:
         leaves_in = self.leaves_at - time.monotonic() if self.leaves_at < float("inf") else None
@@ -120,30 +107,3 @@ class Link:
         lines, self._lines = self._lines, []
         if lines:
             self.send("lines", lines=lines)
-
-
-def run_ranks(
-    job: Job,
-    ranks: NodeRanks,
-    listener: socket.socket | None,
-    data: Callable[[], str] | None,
-    link: Link,
-    memory: NodeMemory,
-    relay: Callable[[str], None] | None = None,
-) -> None:
-    """Run the ranks of one node to their end, and send last how they ended. Arguments as of `supervise`."""
-    try:
-        supervise(job, ranks, listener, data, link.emit, link.stop, relay or link.relay, link.on_beat, memory)
-        end: dict[str, Any] = {"outcome": "done"}
-    except TrainingStopped as stopped:
-        end = {"outcome": "killed" if link.is_killed else "stopped", "message": str(stopped), "reason": stopped.reason}
-    except RankFailure as failure:
-        end = {"outcome": "failed", "failure": failure.to_dict()}
-    except (ConfigError, DataError) as error:
-        cause = f"{type(error).__name__}: {error}"
-        end = {"outcome": "failed", "failure": RankFailure(cause, -1, "exception", cause).to_dict()}
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}\n{shorten_traceback(traceback.format_exc())}"
-        end = {"outcome": "broken", "message": what, "cause": type(error).__name__}
-    link.send_lines()
-    link.send("end", **end, kept_steps=memory.steps, parts=memory.parts.held)

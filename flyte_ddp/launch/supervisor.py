@@ -13,9 +13,9 @@ import functools
 import os
 import signal
 import socket
-import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -29,9 +29,10 @@ from typing import Any
 from flyte_ddp import events
 from flyte_ddp.checkpoints import WRITE_GRACE
 from flyte_ddp.config.main_module import hide_main_module
-from flyte_ddp.errors import OUT_OF_MEMORY, RankFailure, TrainingStopped
+from flyte_ddp.errors import OUT_OF_MEMORY, ConfigError, DataError, RankFailure, TrainingStopped
 from flyte_ddp.launch.devices import visible_gpus
 from flyte_ddp.launch.failures import first_line, shorten, shorten_traceback
+from flyte_ddp.launch.node import Link
 from flyte_ddp.launch.process.background import call_in_background
 from flyte_ddp.launch.process.entry import run_rank
 from flyte_ddp.launch.process.memory import NodeMemory, count_oom_kills
@@ -39,7 +40,6 @@ from flyte_ddp.launch.process.output import LogTail, RankStream, rank_stacks, re
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NUM_SLOTS, PHASES, NodeRanks, semaphore_prefix
 from flyte_ddp.launch.rank_start import ForkedProcess, kill_server, set_environment, start_rank
-from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.launch.stalls import MAX_FRAMES, StalledRank, head_line, stall_failure
 from flyte_ddp.launch.survivors import Survivors
 
@@ -56,45 +56,46 @@ SERVER_GRACE = 10.0  # seconds for the server of ranks to report the end of a ra
 SEMAPHORES = Path("/dev/shm")  # where Linux keeps named semaphores; macOS does not list them
 DEATH_GRACE = 2.0  # seconds for the kernel to end killed processes, and for their new parent to reap them
 
-OnBeat = Callable[[int, bool, bool, list[dict[str, Any]], list[float] | None], float | None]
-
 
 def supervise(
     job: Job,
     node: NodeRanks,
     listener: socket.socket | None,
     data: Callable[[], str] | None,
-    emit: Callable[[events.Event], None],
-    stop: StopRequest,
+    link: Link,
+    memory: NodeMemory,
     relay: Callable[[str], None] | None = None,
-    on_beat: OnBeat | None = None,
-    memory: NodeMemory | None = None,
 ) -> None:
-    """Run the ranks of one node to their end. When this returns or raises, all their processes are gone.
+    """Run the ranks of one node to their end, and send last how they ended. Then all their processes are gone.
 
     Args:
         listener: the rendezvous' listening socket, on the node of rank 0; None elsewhere.
         data: returns the directory of the prepared data on this node; None for a program that needs none.
-        emit: called with every event, on the node of rank 0.
-        stop: ends the run early when set.
-        relay: called with every line that a rank prints; standard error by default.
-        on_beat: called about every `POLL_INTERVAL` seconds with the step that this node's ranks have reached; where
-            rank 0 is one of them also with whether it writes a checkpoint, and whether the ranks save their state on a
-            stop; and with the paces and the waits of the ranks, see launch/node.py. Returns for how many seconds the
-            gang stands still, as the driver has noticed; None while it does not.
+        link: to the driver. About every `POLL_INTERVAL` seconds it gets what the ranks are at.
         memory: takes the state of a rank that is left when others are lost.
-
-    Raises:
-        RankFailure: a rank failed, or no rank made progress for `stall_timeout` seconds.
-        TrainingStopped: the run was stopped.
+        relay: called with every line that a rank prints; by default the link's.
     """
-    with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as logs:
-        prepared = call_in_background(data) if data else None
-        ranks = _Ranks(job, node, listener, logs, relay or print_line, memory or NodeMemory())
-        try:
-            ranks.watch(prepared, emit, stop, on_beat)
-        finally:
-            ranks.kill()
+    try:
+        with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as logs:
+            prepared = call_in_background(data) if data else None
+            ranks = _Ranks(job, node, listener, logs, link, memory, relay or link.relay)
+            try:
+                ranks.watch(prepared)
+            finally:
+                ranks.kill()
+        end: dict[str, Any] = {"outcome": "done"}
+    except TrainingStopped as stopped:
+        end = {"outcome": "killed" if link.is_killed else "stopped", "message": str(stopped), "reason": stopped.reason}
+    except RankFailure as failure:
+        end = {"outcome": "failed", "failure": failure.to_dict()}
+    except (ConfigError, DataError) as error:
+        cause = f"{type(error).__name__}: {error}"
+        end = {"outcome": "failed", "failure": RankFailure(cause, -1, "exception", cause).to_dict()}
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}\n{shorten_traceback(traceback.format_exc())}"
+        end = {"outcome": "broken", "message": what, "cause": type(error).__name__}
+    link.send_lines()
+    link.send("end", **end, kept_steps=memory.steps, parts=memory.parts.held)
 
 
 @dataclass
@@ -149,12 +150,14 @@ class _Ranks:
         node: NodeRanks,
         listener: socket.socket | None,
         logs: str,
-        relay: Callable[[str], None],
+        link: Link,
         memory: NodeMemory,
+        relay: Callable[[str], None],
     ) -> None:
         self.job = job
         self.node = node
         self.logs = logs
+        self.link = link
         self.relay = relay
         self.ranks: list[_Rank] = []
         self.failures: list[tuple[bool, float, RankFailure]] = []  # (is a consequence, when noticed, failure)
@@ -168,7 +171,6 @@ class _Ranks:
         # CUDA gives a process only the first of several MIG slices, so each rank must see its own alone.
         gpus = visible_gpus() if node.use_gpus else ()
         self.slices = gpus if job.program.virtual_local_rank or any(name.startswith("MIG-") for name in gpus) else ()
-        self.stalled_for = 0.0  # seconds for which the gang stands still, as the driver has noticed
         self.sent_deadline: float | None = None  # of the stop, as the ranks know it; None before
         # Two numbers per local rank: the time of its last progress, 0 before the first, and its step. Then one per
         # local rank: not 0 when its function has ended. One more: since when it waits for other ranks, or 0.
@@ -204,15 +206,14 @@ class _Ranks:
         prefix = output.prefix_of(self.node, local_rank)
         self.ranks.append(_Rank(number, process, up, down, logs, prefix, error_file))
 
-    def watch(
-        self,
-        prepared: Future[str] | None,
-        emit: Callable[[events.Event], None],
-        stop: StopRequest,
-        on_beat: OnBeat | None,
-    ) -> None:
-        """Pass data and events on until every rank has succeeded. Raise if one fails, or if none makes progress."""
-        has_data = prepared is None
+    def watch(self, prepared: Future[str] | None) -> None:
+        """Pass data and events on until every rank has succeeded.
+
+        Raises:
+            RankFailure: a rank failed, or no rank made progress for `stall_timeout` seconds.
+            TrainingStopped: the run was stopped.
+        """
+        has_data, stop = prepared is None, self.link.stop
         while any(not rank.outcome or rank.is_running() for rank in self.ranks):
             live = [rank for rank in self.ranks if not rank.up.closed or not rank.outcome]
             pipes = [rank.up for rank in live if not rank.up.closed]
@@ -223,31 +224,30 @@ class _Ranks:
                 # A process that the rank forked may hold the rank's pipes open, its sentinel's too: ask the kernel.
                 has_exited = rank.process.exitcode is not None
                 if not rank.up.closed and (has_exited or rank.up in ready):
-                    self._read(rank, emit)
+                    self._read(rank)
                 if has_exited:
                     self._note_death(rank)
             self.beats[(NUM_SLOTS - 1) * len(self.ranks) : -2] = list(map(self.parts.whole_turn, self.node.numbers))
             self._relay_logs()
             if self.failures and not self._is_keeping() and time.monotonic() - self.failures[0][1] >= self._grace():
-                raise self._error(stop)
+                raise self._error()
             if prepared and not has_data and prepared.done():
                 has_data = True
                 self._send_data(prepared.result())
             known = (self._step(), bool(self.beats[-1]), bool(self.beats[-2]), self._paces(), self._waits())
-            stalled_for = on_beat(*known) if on_beat else None
-            has_stalled = stalled_for is not None
-            self.stalled_for = stalled_for or 0.0
+            self.link.note_beat(*known)
+            has_stalled = self.link.stalled_for is not None
             if has_data and not self.failures and (has_stalled or self._silence() >= self.job.program.stall_timeout):
-                stall = self._describe_stall(emit)
-                self._keep_state(stall, emit)
+                stall = self._describe_stall()
+                self._keep_state(stall)
                 raise stall
             if stop.is_set() and not has_data:
                 raise TrainingStopped(f"{stop.reason}: the run was stopped while its data were prepared", stop.reason)
             if stop.is_urgent or time.monotonic() > stop.deadline:
                 if stop.keeps_state:
-                    self._keep_state(None, emit)
+                    self._keep_state(None)
                 if self.failures and (cause := self._root_cause()).kind == "exception" and not cause.is_consequence:
-                    raise self._error(stop)  # other ranks' ends, for which the driver ends these, may be due to it
+                    raise self._error()  # other ranks' ends, for which the driver ends these, may be due to it
                 raise TrainingStopped(f"{stop.reason}: the ranks were killed {self._position()}", stop.reason)
             if stop.is_set() and self.sent_deadline != stop.deadline:  # a growth may become a loss
                 self.sent_deadline = stop.deadline
@@ -257,7 +257,7 @@ class _Ranks:
                 time.sleep(POLL_INTERVAL / 10)  # every pipe has ended, the processes are about to
         self._relay_logs()
         if self.failures:
-            raise self._error(stop)
+            raise self._error()
         if any(rank.outcome == "stopped" for rank in self.ranks):
             raise TrainingStopped(f"{stop.reason}: the run was stopped {self._position()}", stop.reason)
 
@@ -267,12 +267,12 @@ class _Ranks:
         cause = cause or (self._root_cause() if self.failures else None)
         return self.survivors.is_busy(cause, self.ranks, lambda rank: steps[rank.number])
 
-    def _keep_state(self, cause: RankFailure | None, emit: Callable[[events.Event], None]) -> None:
+    def _keep_state(self, cause: RankFailure | None) -> None:
         """Have a rank keep its state, and wait for that."""
         while self._is_keeping(cause):
             pipes = {rank.up: rank for rank in self.ranks if not rank.up.closed}
             for pipe in wait(list(pipes), timeout=POLL_INTERVAL):
-                self._read(pipes[pipe], emit)  # type: ignore[index]
+                self._read(pipes[pipe])  # type: ignore[index]
 
     def kill(self) -> None:
         """Kill every rank and all it started, and wait until they are gone."""
@@ -299,7 +299,7 @@ class _Ranks:
             self.beats[2 * index] = now  # no progress was possible until now
             rank.tell("data", directory)
 
-    def _read(self, rank: _Rank, emit: Callable[[events.Event], None]) -> None:
+    def _read(self, rank: _Rank) -> None:
         """Take in the messages of `rank`."""
         try:
             while rank.up.poll():
@@ -308,7 +308,7 @@ class _Ranks:
                     event = events.from_dict(values[0])
                     if isinstance(event, events.CheckpointWritten):
                         self.note_stored(event.step)
-                    emit(event)
+                    self.link.emit(event)
                     continue
                 if kind in ("collectives", "device"):
                     setattr(rank, "groups" if kind == "collectives" else "device", values[0])
@@ -394,11 +394,12 @@ class _Ranks:
         """Return the failure that explains the others: the first that is not a consequence of a dead peer."""
         return min(self.failures, key=lambda failure: failure[:2])[2]
 
-    def _error(self, stop: StopRequest) -> Exception:
+    def _error(self) -> Exception:
         """Return the error of a rank that failed. After it was asked to stop, it may have got a signal, or raise."""
         cause = self._root_cause()
         if self.sent_deadline is None or cause.is_user_error:
             return cause
+        stop = self.link.stop
         text = f"{stop.reason}: the run was stopped {self._position()} ({first_line(cause)})"
         return TrainingStopped(text, stop.reason)
 
@@ -406,9 +407,9 @@ class _Ranks:
         """Return for how many seconds no rank has made progress; 0 where none is expected."""
         last = max(self.beats[2 * index] for index in range(len(self.ranks)))
         # A function that has never reported is not expected to; the driver compares the ranks that wait.
-        return time.monotonic() - last if last else self.stalled_for
+        return time.monotonic() - last if last else self.link.stalled_for or 0.0
 
-    def _describe_stall(self, emit: Callable[[events.Event], None]) -> RankFailure:
+    def _describe_stall(self) -> RankFailure:
         """Return the failure of ranks that stand still, with every rank's stack and collectives."""
         now, silence = time.monotonic(), self._silence()
         halted = {rank.number: how for rank in self.ranks if (how := _how_halted(rank))}
@@ -424,7 +425,7 @@ class _Ranks:
                         os.kill(rank.process.pid, signal.SIGUSR1)  # no thread of it can answer
             for rank in self.ranks:
                 if not rank.up.closed:
-                    self._read(rank, emit)
+                    self._read(rank)
             # A stack that does not grow any more is whole: on a busy machine it is written line by line for a while.
             sizes, before = [len(self._stacks_of(rank)) for rank in asked], sizes
             if all(sizes) and sizes == before and all(rank.groups is not None for rank in asked):
@@ -507,11 +508,6 @@ def _how_halted(rank: _Rank) -> str:
     """Return how something outside keeps the rank from running; "" if nothing does."""
     what = {"T": "stopped (SIGSTOP)", "t": "held by a debugger"}.get(process_state(rank.process.pid), "")
     return f"rank {rank.number} is {what}" if what else ""
-
-
-def print_line(line: str) -> None:
-    """Print a line of a rank's output on standard error."""
-    print(line, file=sys.stderr, flush=True)  # noqa: T201 - a rank's output belongs on the terminal
 
 
 def _remove_semaphores(prefix: str) -> None:

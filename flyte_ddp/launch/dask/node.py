@@ -25,9 +25,10 @@ from typing import Any, BinaryIO
 
 from flyte_ddp import events
 from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, END_OF_ATTEMPT, PREPARE, PREPARED, NodeJob, decode, encode
-from flyte_ddp.launch.node import KILL_GRACE, Link, run_ranks
+from flyte_ddp.launch.node import KILL_GRACE, Link
 from flyte_ddp.launch.process.memory import COPIED, MAX_KEEP_TIMEOUT, TAKE, NodeMemory, NodeParts
 from flyte_ddp.launch.rank_start import start_server, wait_for_server
+from flyte_ddp.launch.supervisor import supervise
 from flyte_ddp.storage import adopt_storage_environment, fetch_file
 
 IDLE_TIMEOUT = 300.0  # seconds without an attempt, as after the driver's death, after which this process ends
@@ -179,7 +180,7 @@ def _run_attempt(
         return
     memory.parts.source = node_job.copies_of
     memory.parts.send = functools.partial(link.tell_worker, to=node_job.copies_to) if node_job.copies_to else None
-    run_ranks(node_job.job, ranks, listener, data, link, memory, relay)
+    supervise(node_job.job, ranks, listener, data, link, memory, relay)
 
 
 def interface_to(host: str) -> str:
