@@ -10,21 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from flyte_ddp.config import Monitor
-from flyte_ddp.events.kinds import (
-    AttemptEnded,
-    AttemptStarted,
-    CheckpointLoaded,
-    CheckpointSaved,
-    CheckpointWritten,
-    EpochFinished,
-    Event,
-    Listener,
-    PredictionsMade,
-    Reported,
-    RunFinished,
-    RunStarted,
-    StragglersFound,
-)
+from flyte_ddp.events import kinds
+from flyte_ddp.events.kinds import EpochFinished, Event, Listener
 from flyte_ddp.events.wall_time import TimeSpent, WallTime
 
 
@@ -44,14 +31,14 @@ class RunState(Listener):
     """
 
     keep_reports: bool = True
-    started: RunStarted | None = None  # the latest
-    loaded: CheckpointLoaded | None = None  # by the ranks that started last
-    reports: list[Reported] = field(default_factory=list)
+    started: kinds.RunStarted | None = None  # the latest
+    loaded: kinds.CheckpointLoaded | None = None  # by the ranks that started last
+    reports: list[kinds.Reported] = field(default_factory=list)
     epochs: list[EpochFinished] = field(default_factory=list)  # those of earlier attempts included
-    checkpoints: list[CheckpointWritten] = field(default_factory=list)  # that still exist: the newest, and the best
-    predictions: PredictionsMade | None = None
-    finished: RunFinished | None = None
-    stragglers: list[StragglersFound] = field(default_factory=list)  # each change of the slow ranks
+    checkpoints: list[kinds.CheckpointWritten] = field(default_factory=list)  # there now: the newest, the best
+    predictions: kinds.PredictionsMade | None = None
+    finished: kinds.RunFinished | None = None
+    stragglers: list[kinds.StragglersFound] = field(default_factory=list)  # each change of the slow ranks
     num_starts: int = 0
     num_announced_losses: int = 0  # ends of a gang because nodes left, as they had announced
     departure: str = ""  # why nodes left, the last time
@@ -72,35 +59,35 @@ class RunState(Listener):
     def handle(self, event: Event) -> None:
         """Update the state with the next event of the run."""
         self._time.handle(event)
-        if isinstance(event, AttemptStarted):
+        if isinstance(event, kinds.AttemptStarted):
             self.grace_seconds = event.grace_seconds
-        elif isinstance(event, CheckpointSaved):
+        elif isinstance(event, kinds.CheckpointSaved):
             self._copied_at[event.step] = event.at
-        elif isinstance(event, AttemptEnded):
+        elif isinstance(event, kinds.AttemptEnded):
             if event.num_leaving:
                 self.num_announced_losses += 1
                 self.departure = event.reason
             if self.stragglers and self.stragglers[-1].stragglers:
-                self.stragglers.append(StragglersFound(event.step, [], at=event.at))  # the next ranks are compared anew
-        elif isinstance(event, RunStarted):
+                self.stragglers.append(kinds.StragglersFound(event.step, [], at=event.at))  # compared anew
+        elif isinstance(event, kinds.RunStarted):
             self.num_starts += 1
             self.started, self.loaded = event, None
-        elif isinstance(event, CheckpointLoaded):
+        elif isinstance(event, kinds.CheckpointLoaded):
             self.loaded = event
             self.reports = [each for each in self.reports if each.step <= event.step]
             self.epochs = list(event.epochs)
-        elif isinstance(event, Reported):
+        elif isinstance(event, kinds.Reported):
             if self.keep_reports:
                 self.reports.append(event)
         elif isinstance(event, EpochFinished):
             self._add_epoch(event)
-        elif isinstance(event, CheckpointWritten):
+        elif isinstance(event, kinds.CheckpointWritten):
             self._add_checkpoint(event)
-        elif isinstance(event, PredictionsMade):
+        elif isinstance(event, kinds.PredictionsMade):
             self.predictions = event
-        elif isinstance(event, StragglersFound):
+        elif isinstance(event, kinds.StragglersFound):
             self.stragglers.append(event)
-        elif isinstance(event, RunFinished):
+        elif isinstance(event, kinds.RunFinished):
             self.finished = event
 
     @property
@@ -145,7 +132,7 @@ class RunState(Listener):
         else:
             self.epochs.append(event)
 
-    def _add_checkpoint(self, event: CheckpointWritten) -> None:
+    def _add_checkpoint(self, event: kinds.CheckpointWritten) -> None:
         self.num_checkpoints += 1
         copied_at = self._copied_at.get(event.step, 0.0)
         self.writing_seconds = event.at - copied_at if copied_at else 0.0

@@ -5,25 +5,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from flyte_ddp.events.kinds import (
-    AttemptEnded,
-    AttemptStarted,
-    CheckpointLoaded,
-    CheckpointSaved,
-    CheckpointWritten,
-    EpochFinished,
-    Event,
-    HistogramsTaken,
-    PredictionsMade,
-    Reported,
-    RunFinished,
-    RunStarted,
-    StragglersFound,
-)
+from flyte_ddp.events import kinds
+from flyte_ddp.events.kinds import Event
 
 # A history has neither histograms nor predictions, and is to give the same account. A checkpoint is written beside the
 # training, and divides none of its time; nor does the launcher's comparison of the ranks.
-NOT_BOOKED = (HistogramsTaken, PredictionsMade, CheckpointWritten, StragglersFound)
+NOT_BOOKED = (kinds.HistogramsTaken, kinds.PredictionsMade, kinds.CheckpointWritten, kinds.StragglersFound)
 
 
 @dataclass(frozen=True)
@@ -69,36 +56,36 @@ class WallTime:
         """Book the time since the last event. Events without a time are ignored."""
         if not event.at or isinstance(event, NOT_BOOKED):
             return
-        if isinstance(event, AttemptStarted) and event.launched_at > self.last:
+        if isinstance(event, kinds.AttemptStarted) and event.launched_at > self.last:
             self.pause = self.phase = "restarting" if self.last else "starting"
             self.last = event.launched_at  # another process: nobody waited in between
         elapsed = max(0.0, event.at - self.last) if self.last else 0.0
         self.last = max(self.last, event.at)
         self.seconds[self.phase] += elapsed
-        if isinstance(event, AttemptStarted):
+        if isinstance(event, kinds.AttemptStarted):
             self._move(min(event.waited_seconds, elapsed), self.phase, "waiting_for_nodes")
             self.phase = self.pause
-        elif isinstance(event, AttemptEnded):
+        elif isinstance(event, kinds.AttemptEnded):
             self.pause = "announced_losses" if event.num_leaving else "restarting"
             self._move(min(event.idle_seconds, elapsed), self.phase, self.pause)
             self.phase = self.pause
             self.reached.append((event.step, dict(self.seconds)))
-        elif isinstance(event, Reported):
+        elif isinstance(event, kinds.Reported):
             self.reached.append((event.step, dict(self.seconds)))
-        elif isinstance(event, RunStarted):
+        elif isinstance(event, kinds.RunStarted):
             if not any(step for step, _ in self.saved):  # else the program says what it resumes from
                 self._start_training(0)
             self.phase = "stepping"
-        elif isinstance(event, CheckpointLoaded):
+        elif isinstance(event, kinds.CheckpointLoaded):
             self._move(elapsed, "stepping", self.pause)
             self._start_training(event.step)
-        elif isinstance(event, EpochFinished):
+        elif isinstance(event, kinds.EpochFinished):
             self._move(event.evaluation_seconds, "stepping", "evaluating")
-        elif isinstance(event, CheckpointSaved):
+        elif isinstance(event, kinds.CheckpointSaved):
             self._move(min(event.seconds, elapsed), "stepping", "checkpoint_stalls")
             self.saved.append((event.step, dict(self.seconds)))
             self.reached = []
-        elif isinstance(event, RunFinished):  # after the last uploads
+        elif isinstance(event, kinds.RunFinished):  # after the last uploads
             self._move(elapsed, "stepping", "checkpoint_stalls")
 
     def spent(self, until: float) -> TimeSpent:
