@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from flyte_ddp.checkpoints import steps_among
+from flyte_ddp.checkpoints import stored_steps
 from flyte_ddp.checkpoints.files import FORMAT
 from flyte_ddp.checkpoints.resharding import SHARDS, assemble
 from flyte_ddp.checkpoints.state_file import CHECKSUM, check_file, save_state
@@ -238,7 +238,7 @@ def test_a_rank_writes_its_two_files_again_whatever_size_its_state_has(tmp_path,
         assert found["progress"]["step"] == step
         assert torch.equal(found["weight"], weight)
         assert not found["weight"].requires_grad
-    assert steps_among(os.listdir(tmp_path)) == [6]
+    assert stored_steps(str(tmp_path)) == [6]
     memory.close()
 
 

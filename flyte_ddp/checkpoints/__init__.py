@@ -4,7 +4,6 @@ Supervisors use this file and ownership.py, which import no torch.
 """
 
 import re
-from collections.abc import Iterable
 
 from flyte_ddp.storage import Storage
 
@@ -20,9 +19,5 @@ def stored_steps(url: str) -> list[int]:
     Raises:
         StorageUnavailable, StorageDenied: what is there could not be found out.
     """
-    return steps_among(Storage(url, timeout=0).names())
-
-
-def steps_among(names: Iterable[str]) -> list[int]:
-    """Return the steps of the checkpoints whose manifests are among the files with these names."""
+    names = Storage(url, timeout=0).names()
     return [int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d+)\.json", name))]

@@ -5,11 +5,9 @@ And the trained weights, which are one file.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import re
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -112,18 +110,6 @@ def _foreign(storage: Storage, name: str, why: str) -> ConfigError:
         f"checkpoints: {redact_url(storage.join(name))} cannot be read by torch {torch.__version__} and this version "
         f"of flyte-ddp: {why}; the file is whole, so resume with the versions that wrote it, or give another place"
     )
-
-
-def set_aside(storage: Storage, manifest_name: str, damage: Damaged) -> str:
-    """Rename the files of a damaged checkpoint; return the line that reports it."""
-    mark = f"skipped-{uuid.uuid4().hex[:8]}-"
-    stem = manifest_name.removesuffix(".json")
-    # The manifest goes last: without it, tensors that are left would be found by nothing.
-    names = [name for name in storage.names() if name.startswith(f"{stem}-") and name.endswith(".pt")]
-    for name in (*names, manifest_name):
-        with contextlib.suppress(FileNotFoundError):
-            storage.rename(name, mark + name)
-    return f"{storage.join(manifest_name)} is damaged and was renamed to {mark}{manifest_name}: {damage}"
 
 
 def load_state(url: str, timeout: float = STORE_TIMEOUT) -> Any:

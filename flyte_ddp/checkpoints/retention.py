@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import uuid
 from typing import Any
 
-from flyte_ddp.checkpoints.files import (
-    Damaged,
-    is_manifest,
-    is_tensors,
-    read_file,
-    read_manifest,
-    set_aside,
-)
+from flyte_ddp.checkpoints.files import Damaged, is_manifest, is_tensors, read_file, read_manifest
 from flyte_ddp.checkpoints.ownership import check_owner
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage import Storage
@@ -55,7 +50,14 @@ class Retention:
     def set_aside(self, storage: Storage, manifest_name: str, damage: Damaged) -> str:
         """Rename the files of a damaged checkpoint; return the line that reports it."""
         self.check_owner(storage)
-        return set_aside(storage, manifest_name, damage)
+        mark = f"skipped-{uuid.uuid4().hex[:8]}-"
+        stem = manifest_name.removesuffix(".json")
+        # The manifest goes last: without it, tensors that are left would be found by nothing.
+        names = [name for name in storage.names() if name.startswith(f"{stem}-") and name.endswith(".pt")]
+        for name in (*names, manifest_name):
+            with contextlib.suppress(FileNotFoundError):
+                storage.rename(name, mark + name)
+        return f"{storage.join(manifest_name)} is damaged and was renamed to {mark}{manifest_name}: {damage}"
 
     def keep_least(self, keeps_best: bool) -> bool:
         """Delete all checkpoints but the newest and the best; return whether there were others.

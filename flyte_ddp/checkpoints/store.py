@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO, Protocol
 
-from flyte_ddp.checkpoints import steps_among
 from flyte_ddp.checkpoints.files import FORMAT, Damaged, Entry, checkpoint_name, is_manifest, read_file, read_manifest
 from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.checkpoints.resharding import SHARDS, BoxOf, assemble, find_tensors, keep_all
@@ -338,10 +337,6 @@ class CheckpointStore:
                 self.retention.resumed = name
                 self.retention.note_whole(name, manifest)
                 return state, self.storage.join(name), skipped
-
-    def steps(self) -> list[int]:
-        """Return the steps of the checkpoints. Asks the store once, and raises StorageUnavailable if it is away."""
-        return steps_among(self._sink.names())
 
     def _find_latest(self, skipped: list[str]) -> tuple[str, dict[str, Any]]:
         """Return the name of the newest manifest that can be read, and the manifest; ("", {}) where there is none."""

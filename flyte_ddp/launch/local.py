@@ -8,7 +8,7 @@ import queue
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.errors import ConfigError
@@ -104,11 +104,6 @@ class LocalNodes:
         pass  # there is no other machine
 
     def start(self, job: Job, num_restarts: int) -> None:
-        """Start the ranks.
-
-        Raises:
-            ConfigError: another process has the port.
-        """
         place = self._place
         listener = self._stack.enter_context(listening_socket("127.0.0.1", place.port))
         ranks = NodeRanks(
@@ -153,9 +148,8 @@ class LocalNodes:
         self._stack.close()
 
 
-@contextlib.contextmanager
-def listening_socket(host: str, port: int = 0) -> Iterator[socket.socket]:
-    """Open a listening socket on `port` of `host`; 0 for a free one.
+def listening_socket(host: str, port: int = 0) -> socket.socket:
+    """Return a listening socket on `port` of `host`; 0 for a free one.
 
     It is bound before its port is known, and passed to rank 0 open, so no other process can take the port in between.
 
@@ -163,10 +157,8 @@ def listening_socket(host: str, port: int = 0) -> Iterator[socket.socket]:
         ConfigError: another process has the port.
     """
     try:
-        listener = socket.create_server((host, port), backlog=1024)
+        return socket.create_server((host, port), backlog=1024)
     except OSError as error:
         if not port:
             raise
         raise ConfigError(f"master_port: expected a port that is free, or 0, got {port}: {error}") from None
-    with listener:
-        yield listener

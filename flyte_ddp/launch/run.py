@@ -312,7 +312,8 @@ class _Script:
         shipped = Path(__file__).parents[2] / SCRIPT_DIRECTORY
         directory = shipped if self.directory and shipped.is_dir() else Path(self.directory)
         file = directory / Path(self.script).name
-        is_here = not self.directory or _are_equal(Path(self.directory, file.name), file)
+        given = Path(self.directory, file.name)
+        is_here = not self.directory or (given.is_file() and given.read_bytes() == file.read_bytes())
         if is_here and os.path.isdir(self.working_directory):
             os.chdir(self.working_directory)
         elif self.directory:
@@ -373,10 +374,6 @@ def _run_as_main(file: str) -> None:
     main.__loader__ = SourceFileLoader("__main__", file)
     sys.modules["__main__"] = main
     exec(compile(Path(file).read_bytes(), file, "exec", dont_inherit=True), main.__dict__)
-
-
-def _are_equal(one: Path, other: Path) -> bool:
-    return one.is_file() and one.read_bytes() == other.read_bytes()
 
 
 def _call_to_exit(call: Callable[[], T]) -> T | None:

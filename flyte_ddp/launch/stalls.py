@@ -74,18 +74,14 @@ def join_stalls(failures: Sequence[RankFailure]) -> RankFailure:
 def find_culprits(ranks: Sequence[StalledRank]) -> Culprits:
     """Return the ranks that the others wait for, by the number of collectives that each rank has entered."""
     halted = ", ".join(rank.halted for rank in ranks if rank.halted)
-    found = [culprits for name in _group_names(ranks) if (culprits := _find_culprits(name, ranks)).why]
+    groups = ((group["name"], tuple(group["ranks"])) for rank in ranks for group in rank.groups or ())
+    found = [culprits for name in dict.fromkeys(groups) if (culprits := _find_culprits(name, ranks)).why]
     by_number = {rank.number: rank for rank in ranks}
     # One that waits in another group's collective is waiting for a rank itself.
     found.sort(key=lambda each: any(number in by_number and by_number[number].pending for number in each.numbers))
     if not found:
         return Culprits(why=halted)
     return dataclasses.replace(found[0], why=f"{halted}; {found[0].why}") if halted else found[0]
-
-
-def _group_names(ranks: Sequence[StalledRank]) -> list[tuple[str, tuple[int, ...]]]:
-    named = ((group["name"], tuple(group["ranks"])) for rank in ranks for group in rank.groups or ())
-    return list(dict.fromkeys(named))
 
 
 def _find_culprits(name: tuple[str, tuple[int, ...]], ranks: Sequence[StalledRank]) -> Culprits:

@@ -232,8 +232,10 @@ class _Ranks:
             if self.failures and not self._is_keeping() and time.monotonic() - self.failures[0][1] >= self._grace():
                 raise self._error()
             if prepared and not has_data and prepared.done():
-                has_data = True
-                self._send_data(prepared.result())
+                has_data, directory = True, prepared.result()
+                for index, rank in enumerate(self.ranks):
+                    self.beats[2 * index] = time.monotonic()  # no progress was possible until now
+                    rank.tell("data", directory)
             known = (self._step(), bool(self.beats[-1]), bool(self.beats[-2]), self._paces(), self._waits())
             self.link.note_beat(*known)
             has_stalled = self.link.stalled_for is not None
@@ -292,12 +294,6 @@ class _Ranks:
             time.sleep(POLL_INTERVAL / 10)
         _remove_semaphores(semaphore_prefix(self.logs))
         self._relay_logs(at_end=True)
-
-    def _send_data(self, directory: str) -> None:
-        now = time.monotonic()
-        for index, rank in enumerate(self.ranks):
-            self.beats[2 * index] = now  # no progress was possible until now
-            rank.tell("data", directory)
 
     def _read(self, rank: _Rank) -> None:
         """Take in the messages of `rank`."""

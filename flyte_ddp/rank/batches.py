@@ -148,9 +148,7 @@ class Batches(IterableDataset[tuple[Any, float]]):
         track: notes how far a pass is, and leaves out what was done before a restart; None where nobody asks.
     """
 
-    def __init__(
-        self, batches: EpochBatches, track: Callable[[EpochBatches], Iterator[tuple[Any, float]]] | None
-    ) -> None:
+    def __init__(self, batches: EpochBatches, track: Track | None) -> None:
         self.batches = batches
         self._track = track
 

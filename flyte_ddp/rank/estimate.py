@@ -108,7 +108,9 @@ class Estimate:
             self.training, self.evaluation = (_fit(measure, is_fake=True, trains=trains) for trains in (True, False))
         except Exception as error:  # whatever a recipe makes of a tensor without contents
             what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"
-            is_about_shapes = isinstance(error, _data_dependent())
+            from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+            is_about_shapes = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
             shapes = "the shapes depend on the data" if is_about_shapes else "it needs real tensors"
             activations = f"activations are those of a step on {SIZES[1]} samples"
             self.problem = f"{shapes} ({what}): {activations}; other samples may take more"
@@ -259,12 +261,6 @@ class _PeakBytes(TorchDispatchMode):
         result = operation(*arguments, **(options or {}))
         self.add(result)
         return result
-
-
-def _data_dependent() -> tuple[type[Exception], ...]:
-    from torch._subclasses import fake_tensor
-
-    return (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:

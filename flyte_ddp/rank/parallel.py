@@ -30,15 +30,11 @@ TIMED_INTERVAL = 10  # steps between two exchanges of gradients that DDP's timer
 def build_model(recipe: Recipe, config: TrainingConfig, world: World) -> nn.Module:
     """Return the recipe's model as `place_model` does; without contents if it is split and can be filled afterwards."""
     splits = config.parallel == "fsdp" and world.world_size > 1
-    with torch.device("meta") if splits and fills_by_tensor(recipe) else nullcontext():
+    fills_by_tensor = type(recipe).initial_value is not Recipe.initial_value
+    with torch.device("meta") if splits and fills_by_tensor else nullcontext():
         model = check_model(recipe, recipe.model())
     freeze_layers(model, config.frozen_layers)
     return place_model(model, config, world)
-
-
-def fills_by_tensor(recipe: Recipe) -> bool:
-    """Return whether a recipe can draw each weight of its model alone."""
-    return type(recipe).initial_value is not Recipe.initial_value
 
 
 def place_model(model: nn.Module, config: TrainingConfig, world: World) -> nn.Module:

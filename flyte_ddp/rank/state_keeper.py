@@ -128,7 +128,7 @@ class StateKeeper:
         vars(state["model"]).update(vars(weights))  # the versions of its modules' formats
         state["model"].update({name: buffer for name, buffer in buffers.items() if name in weights})
         state = map_tensors(readable(state), lambda each: each.detach())
-        tensors = _tensors_by_place(state)
+        tensors = dict(find_tensors({name: state[name] for name in ("model", "optimizer")}))
         num_bytes = sum(each.nbytes for each in tensors.values())
         on_begin(num_bytes)
         if free_memory() <= num_bytes or not _are_finite(tensors):
@@ -154,11 +154,6 @@ class StateKeeper:
         before = self._buffers
         are_constant = before.keys() == now.keys() and all(torch.equal(now[name], before[name]) for name in now)
         return now if are_constant else None
-
-
-def _tensors_by_place(state: Mapping[str, Any]) -> dict[Any, Tensor]:
-    parts = {name: state[name] for name in ("model", "optimizer")}
-    return dict(find_tensors(parts))
 
 
 def _are_finite(tensors: Mapping[Any, Tensor]) -> bool:

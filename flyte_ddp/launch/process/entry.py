@@ -149,7 +149,9 @@ def call_program(process: RankProcess) -> None:
         if process.node.world_size > 1:
             watch_main_thread(process.link.set_waiting_since, program.stall_timeout)
             threading.Thread(target=_watch_ddp, args=(process.link, current), name="pace", daemon=True).start()
-    _be_a_main_process()
+    # Nothing shows that multiprocessing has started this process: a script may ask, or choose a start method.
+    multiprocessing.set_start_method(None, force=True)
+    multiprocessing.current_process().name = "MainProcess"
     with current.finish_on_error(), end_forked_processes():
         value = b""
         with contextlib.suppress(StopRequested):
@@ -160,19 +162,14 @@ def call_program(process: RankProcess) -> None:
             "write it to session.checkpoints, and return where it is"
         )
     current.close()
-    store.open_for_other_nodes()  # may import torch, which a process that has shut down its threads cannot
+    if process.node.num_nodes > 1:  # whose ranks learn by it that this one has ended, or this one of them
+        store.open()  # may import torch, which a process that has shut down its threads cannot
     run_exit_handlers()
     store.wait_until_all_ended()
     if current.stop.is_reached or current.was_terminated:
         raise StopRequested
     seconds = time.time() - process.job.launched_at
     current.emit(events.RunFinished(current.step, seconds, value, **current.results))
-
-
-def _be_a_main_process() -> None:
-    """Undo what shows that the process was started by multiprocessing: a script may ask, or choose a start method."""
-    multiprocessing.set_start_method(None, force=True)  # none is chosen
-    multiprocessing.current_process().name = "MainProcess"
 
 
 def _has_imported_torch() -> bool:
@@ -205,11 +202,6 @@ class _Store:
         with self._lock:
             self._opened = self._opened or call_in_background(self._open)
         return self._opened.result()
-
-    def open_for_other_nodes(self) -> None:
-        """Open the store if the ranks of other nodes have to learn by it that this one has ended, or this of them."""
-        if self._process.node.num_nodes > 1:
-            self.open()
 
     def wait_until_all_ended(self) -> None:
         """Wait, on rank 0, for the functions of all ranks: they may use the store until they return."""

@@ -72,7 +72,7 @@ class Output:
                 path = str(self._attempt(node) / str(local_rank) / f"{name}.log")
                 found[bit] = RankStream(path, is_shown and bool(tee & bit), filters, filtered)
             else:
-                found[bit] = RankStream(rank_log(logs, node.first_rank + local_rank), is_shown)
+                found[bit] = RankStream(os.path.join(logs, f"rank-{node.first_rank + local_rank}.log"), is_shown)
         return found
 
     def error_file(self, logs: str, node: NodeRanks, local_rank: int) -> str:
@@ -106,11 +106,6 @@ def read_error(path: str) -> str:
         return str(message["message"] if isinstance(message, dict) else message)
     except (OSError, ValueError, KeyError, TypeError):
         return ""
-
-
-def rank_log(directory: str, rank: int) -> str:
-    """Return the path of the file with everything that `rank` prints."""
-    return os.path.join(directory, f"rank-{rank}.log")
 
 
 def rank_stacks(directory: str, rank: int) -> str:

@@ -98,8 +98,9 @@ class Session:
         if self.process.rank == 0:
             from flyte_ddp.world import ALONE
 
-            if store.retention.keeps_resumed and self._num_readers() == self.process.node.world_size - 1:
-                store.retention.keeps_resumed = False
+            if store.retention.keeps_resumed:  # until the other ranks have read the one that rank 0 has chosen
+                num_readers = int(self.open_store().add(f"flyte_ddp/load-{self._num_loads}/num_readers", 0))
+                store.retention.keeps_resumed = num_readers < self.process.node.world_size - 1
             self._write({"step": step, "state": state, "position": self._position}, step, in_memory, ALONE)
 
     def _save_split(self, state: Mapping[str, Any], step: int, in_memory: bool) -> bool:
@@ -172,7 +173,11 @@ class Session:
     def load(self, into: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
         if not (self.checkpoints or self.process.job.is_in_memory):
             return None
-        boxes = _own_boxes(into) if into is not None and _may_be_split() else None
+        boxes = None  # of what this rank has of each tensor; None where none is split
+        if into is not None and _may_be_split():
+            from flyte_ddp.rank.split_state import has_split, own_boxes
+
+            boxes = own_boxes(into) if has_split(into) else None
         found, place = self._load_from_memory(boxes)
         if found is not None:
             self._emit_loaded(found, place, [])
@@ -393,10 +398,6 @@ class Session:
                     self._store.wait(self._beat, WRITE_GRACE)
             raise
 
-    def _num_readers(self) -> int:
-        """Return how many ranks have read the checkpoint that rank 0 has chosen last."""
-        return int(self.open_store().add(f"flyte_ddp/load-{self._num_loads}/num_readers", 0))
-
     def _terminate(self) -> None:
         """Pass a stop on as the signal that asked for it, as torchrun does, to a function that does not ask."""
         if self.stop.is_heeded(self.can_resume):
@@ -407,13 +408,6 @@ class Session:
 
     def _beat(self) -> None:
         self._link.beat(self.step)
-
-
-def _own_boxes(into: Mapping[str, Any]) -> BoxOf | None:
-    """Return a function of what this rank has of each tensor of `into`; None if none of them is split."""
-    from flyte_ddp.rank.split_state import has_split, own_boxes
-
-    return own_boxes(into) if has_split(into) else None
 
 
 def _may_be_split() -> bool:
