@@ -18,10 +18,8 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection, Pipe, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Pipe, wait
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 from typing import Any
@@ -36,12 +34,12 @@ from flyte_ddp.launch.node import Link
 from flyte_ddp.launch.process.background import call_in_background
 from flyte_ddp.launch.process.entry import run_rank
 from flyte_ddp.launch.process.memory import NodeMemory, count_oom_kills
-from flyte_ddp.launch.process.output import LogTail, RankStream, rank_stacks, read_error
+from flyte_ddp.launch.process.output import LogTail, rank_stacks, read_error
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NUM_SLOTS, PHASES, NodeRanks, semaphore_prefix
 from flyte_ddp.launch.rank_start import ForkedProcess, kill_server, set_environment, start_rank
 from flyte_ddp.launch.stalls import MAX_FRAMES, StalledRank, head_line, stall_failure
-from flyte_ddp.launch.survivors import Survivors
+from flyte_ddp.launch.survivors import DEATH_GRACE, Rank, Survivors, process_state
 
 NEVER_CONSEQUENCES = ("SIGKILL", OUT_OF_MEMORY)  # no failure of another rank ends a rank in these ways
 CAUSE_GRACE = 0.5  # seconds in which a second failure may turn out to be the cause of the first
@@ -54,7 +52,6 @@ STACK_SECONDS = 5.0  # at most, for the ranks to write their stacks, and to send
 UNKNOWN_CODE = 255  # of a forked process whose server, which alone could read its code, is gone
 SERVER_GRACE = 10.0  # seconds for the server of ranks to report the end of a rank that was killed
 SEMAPHORES = Path("/dev/shm")  # where Linux keeps named semaphores; macOS does not list them
-DEATH_GRACE = 2.0  # seconds for the kernel to end killed processes, and for their new parent to reap them
 
 
 def supervise(
@@ -98,49 +95,6 @@ def supervise(
     link.send("end", **end, kept_steps=memory.steps, parts=memory.parts.held)
 
 
-@dataclass
-class _Rank:
-    """The supervisor's view of one rank."""
-
-    number: int
-    process: BaseProcess
-    up: Connection
-    down: Connection
-    logs: list[tuple[LogTail, RankStream]]
-    prefix: str  # of its lines
-    error_file: str
-    outcome: str = ""  # "done", "stopped" or "error", as the rank reported, or "killed"; "" before
-    groups: list[dict[str, Any]] | None = None  # the collectives that it has entered, once it was asked
-    has_lost_peers: bool = False  # which is why it has raised an exception
-    device: str = ""  # its GPU, for people
-
-    def is_running(self) -> bool:
-        # The server of ranks, which alone can reap them, may be stopped.
-        return self.process.is_alive() and process_state(self.process.pid) != "Z"
-
-    @property
-    def is_left(self) -> bool:
-        return (not self.outcome or self.has_lost_peers) and not self.up.closed and self.is_running()
-
-    def tell(self, *message: Any) -> None:
-        with contextlib.suppress(OSError):  # it has just died, and the other pipe will report that
-            self.down.send(message)
-
-    def kill(self) -> None:
-        self.outcome = "killed"  # which is no failure
-        self.begin_to_kill()
-        self.process.join(DEATH_GRACE)
-
-    def begin_to_kill(self) -> None:
-        """Kill it and all that it started, without waiting."""
-        if self.process.pid is not None:
-            # The rank makes itself the leader of a group early on. Until then it has no children.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            if self.process.is_alive():
-                self.process.kill()
-
-
 class _Ranks:
     """The rank processes of this node. The constructor starts them."""
 
@@ -159,7 +113,7 @@ class _Ranks:
         self.logs = logs
         self.link = link
         self.relay = relay
-        self.ranks: list[_Rank] = []
+        self.ranks: list[Rank] = []
         self.failures: list[tuple[bool, float, RankFailure]] = []  # (is a consequence, when noticed, failure)
         self.memory = memory.begin(job.counted)
         self.note_stored = memory.note_stored
@@ -204,7 +158,7 @@ class _Ranks:
         logs = [(LogTail(path), stream) for path, stream in streams.items()]
         error_file = output.error_file(self.logs, self.node, local_rank)
         prefix = output.prefix_of(self.node, local_rank)
-        self.ranks.append(_Rank(number, process, up, down, logs, prefix, error_file))
+        self.ranks.append(Rank(number, process, up, down, logs, prefix, error_file))
 
     def watch(self, prepared: Future[str] | None) -> None:
         """Pass data and events on until every rank has succeeded.
@@ -295,7 +249,7 @@ class _Ranks:
         _remove_semaphores(semaphore_prefix(self.logs))
         self._relay_logs(at_end=True)
 
-    def _read(self, rank: _Rank) -> None:
+    def _read(self, rank: Rank) -> None:
         """Take in the messages of `rank`."""
         try:
             while rank.up.poll():
@@ -329,7 +283,7 @@ class _Ranks:
             if rank.process.exitcode is not None or not self.job.program.may_exit:
                 self._note_death(rank)  # else it has become another program, whose exit code tells how it ended
 
-    def _note_error(self, rank: _Rank, name: str, message: str, text: str, is_consequence: bool) -> None:
+    def _note_error(self, rank: Rank, name: str, message: str, text: str, is_consequence: bool) -> None:
         rank.has_lost_peers = is_consequence
         cause = f"{name}: {message}"
         what = f"rank {rank.number} failed: {name}" + (f": {shorten(message, MAX_MESSAGE)}" if message else "")
@@ -340,7 +294,7 @@ class _Ranks:
             failure = RankFailure(text, rank.number, "exception", cause, is_consequence)
         self.failures.append((is_consequence, time.monotonic(), failure))
 
-    def _note_death(self, rank: _Rank) -> None:
+    def _note_death(self, rank: Rank) -> None:
         rank.up.close()
         if rank.outcome:
             return
@@ -351,7 +305,7 @@ class _Ranks:
             self.failures.append((False, time.monotonic(), self._describe_death(rank)))
             rank.outcome = "error"
 
-    def _describe_death(self, rank: _Rank) -> RankFailure:
+    def _describe_death(self, rank: Rank) -> RankFailure:
         """Return the failure of a rank that exited without a report."""
         self._relay_logs()
         code = rank.process.exitcode
@@ -441,7 +395,7 @@ class _Ranks:
         limit = self.job.program.stall_timeout
         return stall_failure(found, f"no rank made progress for {silence:.0f} s (stall_timeout: {limit:g})")
 
-    def _stacks_of(self, rank: _Rank) -> str:
+    def _stacks_of(self, rank: Rank) -> str:
         """Return the stacks of all threads that `rank` has written so far."""
         try:
             return Path(rank_stacks(self.logs, rank.number)).read_text()
@@ -483,24 +437,13 @@ class _Ranks:
                         file.writelines(f"{rank.prefix}{line}\n" for line in found)
 
 
-def _recorded(rank: _Rank, message: str = "") -> str:
+def _recorded(rank: Rank, message: str = "") -> str:
     """Return a line with the error that @record wrote down, such as in a process of the rank's, if it is another."""
     error = read_error(rank.error_file)
     return f"\nrecorded: {shorten(error, MAX_MESSAGE)}" if error and not (message and message in error) else ""
 
 
-def process_state(pid: int | None) -> str:
-    """Return the kernel's letter for what a process does, such as T for a stopped one and Z for one that has ended.
-
-    "" where that is not known, as on macOS.
-    """
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
-
-
-def _how_halted(rank: _Rank) -> str:
+def _how_halted(rank: Rank) -> str:
     """Return how something outside keeps the rank from running; "" if nothing does."""
     what = {"T": "stopped (SIGSTOP)", "t": "held by a debugger"}.get(process_state(rank.process.pid), "")
     return f"rank {rank.number} is {what}" if what else ""

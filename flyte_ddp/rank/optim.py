@@ -28,20 +28,16 @@ def build_optimizer(
     """
     given = [{"params": list(model.parameters())}] if groups is None else groups
     trained = [{**group, "params": [each for each in group["params"] if each.requires_grad]} for group in given]
-    _check_complete(model, trained)
+    grouped = {id(parameter) for group in trained for parameter in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in grouped:
+            raise ConfigError(f"optimizer_groups: expected every trained parameter of the model, got none with {name}")
     rate, decay = config.learning_rate, config.weight_decay
     if config.optimizer == "sgd":
         fused = not is_sharded(model)  # of torch 2.15's fused kernels, this one takes no split tensors
         return torch.optim.SGD(trained, lr=rate, momentum=config.momentum, weight_decay=decay, fused=fused)
     optimizer = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
     return optimizer(trained, lr=rate, weight_decay=decay, fused=True)
-
-
-def _check_complete(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
-    grouped = {id(parameter) for group in groups for parameter in group["params"]}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in grouped:
-            raise ConfigError(f"optimizer_groups: expected every trained parameter of the model, got none with {name}")
 
 
 def learning_rate_factor(config: TrainingConfig, step: int, num_steps: int) -> float:

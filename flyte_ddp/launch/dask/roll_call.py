@@ -50,20 +50,10 @@ class RollCall:
         )
         present = {address: facts for address, facts in answers.items() if not isinstance(facts, Exception)}
         self.silent -= present.keys()
-        present = {address: facts for address, facts in present.items() if not facts["is_leaving"]}
+        present = {address: facts for address, facts in present.items() if not facts.pop("is_leaving")}
         hosts = [facts["host"] for facts in present.values()]
         return [
-            Worker(
-                address,
-                names[address],
-                facts["host"],
-                facts["num_cores"],
-                tuple(facts["gpus"]),
-                facts["has_plugin"],
-                facts["is_busy"],
-                shares_host=hosts.count(facts["host"]) > 1,
-                has_run=facts["has_run"],
-            )
+            Worker(address, names[address], shares_host=hosts.count(facts["host"]) > 1, **facts)
             for address, facts in present.items()
         ]
 

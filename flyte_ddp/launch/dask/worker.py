@@ -334,12 +334,12 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
 
 
 def introduce(plugin: str, dask_worker: Worker) -> dict[str, Any]:
-    """Return what the driver has to know of this worker."""
+    """Return what the driver has to know of this worker: whether it leaves, and fields of `placement.Worker`."""
     supervisor = getattr(dask_worker.plugins.get(plugin), "idle", None)
     return {
         "host": get_address_host(dask_worker.address),
         "num_cores": CPU_COUNT,
-        "gpus": list(visible_gpus()),
+        "gpus": visible_gpus(),
         "has_plugin": plugin in dask_worker.plugins,
         "has_run": supervisor is not None and supervisor.has_run,
         "is_busy": dask_worker.state.executing_count >= dask_worker.state.nthreads,
