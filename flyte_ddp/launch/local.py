@@ -54,12 +54,6 @@ class LocalPlace:
         self.memory = NodeMemory()
 
     def check(self, job: Job) -> None:
-        """Check the run before any process is started for it.
-
-        Raises:
-            ConfigError: what the program cannot do (an unknown recipe, a batch that cannot be split evenly), more ranks
-                than GPUs, missing GPUs.
-        """
         num_processes = self.num_processes
         if num_processes < 1:
             raise ConfigError(f"num_processes: expected a whole number of at least 1, got {num_processes}")
@@ -73,7 +67,7 @@ class LocalPlace:
             raise ConfigError("backend: expected gloo between MIG slices of a GPU, got nccl")
 
     def gather(self, run: Run, previous: Ended | None) -> LocalNodes:
-        """Return this machine. It is there at once."""
+        """Return this machine, which is there at once."""
         return LocalNodes(self, run)
 
     def close(self, run: Run) -> None:

@@ -165,7 +165,7 @@ class DaskNodes:
         return [*found, *self._find_silent()]
 
     def explain(self, failure: Exception) -> Exception:
-        """Return the failure with the last lines of the lost worker's pod, or the loss of the scheduler."""
+        """Add the last lines of the lost worker's pod, or name the loss of the scheduler instead."""
         if not isinstance(failure, NodeLost):
             return failure
         if (now := scheduler_id(self.client)) != self._scheduler_id:

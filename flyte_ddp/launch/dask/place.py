@@ -71,15 +71,12 @@ class DaskPlace:
         self._replaced_at = -math.inf  # monotonic: when a slow node was last replaced
 
     def check(self, job: Job) -> None:
-        """Check the run before anything is asked of its cluster; see `check`."""
         check(job.program, self.config)
 
     def gather(self, run: Run, previous: Ended | None) -> DaskNodes:
         """Return the nodes of the next attempt: all workers, or after a while as many as a smaller size needs.
 
-        Raises:
-            ConfigError: the checkpoints are at a path that is another directory on one of the nodes.
-            ClusterError, WorkersLost after a failure: there are too few workers in time.
+        Raises, besides what `Place` says, ConfigError if the checkpoints are in another directory on one of the nodes.
         """
         if self._roll_call is None:
             self._roll_call = RollCall(self.client, run.name)
@@ -208,7 +205,6 @@ class DaskPlace:
         if run.storage is None:
             sizes = [len(nodes)]  # nothing is kept that a larger gang could go on from
         probe = Storage(run.job.checkpoints, timeout=0)
-
         installed: set[str] = set()
 
         def prepare(address: str) -> bool:
