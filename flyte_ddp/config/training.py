@@ -17,16 +17,11 @@ from flyte_ddp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of an optimizer step, over all ranks.
-
-    Attributes:
-        num_parts: micro-batches that every rank divides its share into.
-        may_split: into twice as many parts, if a GPU runs out of memory.
-    """
+    """The samples of an optimizer step, over all ranks."""
 
     size: int
-    num_parts: int = 1
-    may_split: bool = False
+    num_parts: int = 1  # micro-batches that every rank divides its share into
+    may_split: bool = False  # into twice as many parts, if a GPU runs out of memory
 
     def size_per_rank(self, world_size: int) -> int:
         """Return the samples of one rank in one forward pass, at `world_size` ranks.

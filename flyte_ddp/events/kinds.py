@@ -13,18 +13,12 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """The numbers that observers show of an event, by name.
-
-    Attributes:
-        axis: "step" or "epoch", the x axis of their curves; "" for the newest figures of the run, which have no curve.
-        step: optimizer steps done then; None if that is not known.
-        epoch: of the data, as many are done, such as 1.5; None if that is not known.
-    """
+    """The numbers that observers show of an event, by name."""
 
     values: dict[str, float] = field(default_factory=dict)
-    axis: str = ""
-    step: int | None = None
-    epoch: float | None = None
+    axis: str = ""  # "step" or "epoch", the x axis of their curves; "" for the newest ones, which have no curve
+    step: int | None = None  # optimizer steps done then; None if that is not known
+    epoch: float | None = None  # of the data, as many are done, such as 1.5; None if that is not known
 
 
 @dataclass(frozen=True, kw_only=True)

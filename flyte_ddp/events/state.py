@@ -25,12 +25,9 @@ class RunState(Listener):
     """The state of a run, folded from its events. A listener: give it each event in order.
 
     When the program resumes from a checkpoint, the reports and epochs after that checkpoint are removed.
-
-    Args:
-        keep_reports: keep every `Reported`. Turn it off where there are many runs and only the epochs matter.
     """
 
-    keep_reports: bool = True
+    keep_reports: bool = True  # every `Reported`; off where there are many runs and only the epochs matter
     started: kinds.RunStarted | None = None  # the latest
     loaded: kinds.CheckpointLoaded | None = None  # by the ranks that started last
     reports: list[kinds.Reported] = field(default_factory=list)

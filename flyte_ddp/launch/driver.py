@@ -57,22 +57,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Run:
-    """The parts of a run that all its attempts share.
+    """The parts of a run that all its attempts share."""
 
-    Attributes:
-        name: unique.
-        job: as it is now: a restart may have changed its program.
-        storage: of the checkpoints; None for a run that keeps none.
-        prepared: the local directory of the prepared data, in time; None for a program that needs none.
-    """
-
-    name: str
-    job: Job
-    storage: Storage | None
+    name: str  # unique
+    job: Job  # as it is now: a restart may have changed its program
+    storage: Storage | None  # of the checkpoints; None for a run that keeps none
     stop: StopRequest
     emit: Callable[[events.Event], None]
     relay: Callable[[str], None]
-    prepared: concurrent.futures.Future[str] | None
+    prepared: concurrent.futures.Future[str] | None  # local directory of the prepared data; None where none are needed
 
     def check_stop(self) -> None:
         """Raise TrainingStopped if the run is to end. For while no rank runs."""

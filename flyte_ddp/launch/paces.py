@@ -42,15 +42,10 @@ class Pace:
 
 @dataclass
 class PaceWatch:
-    """The comparison of the ranks of one attempt.
+    """The comparison of the ranks of one attempt."""
 
-    Args:
-        world_size: number of ranks.
-        emit: called with an event when the slow ranks have changed.
-    """
-
-    world_size: int
-    emit: Callable[[events.Event], None]
+    world_size: int  # number of ranks
+    emit: Callable[[events.Event], None]  # called with an event when the slow ranks have changed
     slow: dict[int, events.Straggler] = field(default_factory=dict)  # that were named, by their rank
     _latest: dict[int, Pace] = field(default_factory=dict)
     _begun: dict[int, Pace] = field(default_factory=dict)  # when the window began

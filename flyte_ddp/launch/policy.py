@@ -30,22 +30,15 @@ class Next(enum.Enum):
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of an attempt that did not finish the run.
+    """The end of an attempt that did not finish the run."""
 
-    Attributes:
-        failure: the one that explains all others; None for a gang that saved its state to start again larger, or
-            without the nodes that leave.
-        step: that it had reached; 0 if that is not known.
-        resumed_step: of the newest state, in the store or in memory, when it started; -1 if that is not known.
-        kept_step: of the newest state when it had ended; -1 if that is not known.
-        is_announced: a node of it had announced that it goes away.
-    """
-
+    # The one that explains all others; None for a gang that saved its state to start again larger, or without the nodes
+    # that leave.
     failure: RankFailure | NodeLost | None
-    step: int
-    resumed_step: int
-    kept_step: int = -1
-    is_announced: bool = False
+    step: int  # that it had reached; 0 if that is not known
+    resumed_step: int  # of the newest state, in the store or in memory, when it started; -1 if that is not known
+    kept_step: int = -1  # of the newest state when it had ended; -1 if that is not known
+    is_announced: bool = False  # a node of it had announced that it goes away
 
     @property
     def is_out_of_memory(self) -> bool:
@@ -75,44 +68,28 @@ class Ended:
 
 @dataclass(frozen=True)
 class Before:
-    """The run up to the attempt that has just ended.
+    """The run up to the attempt that has just ended."""
 
-    Attributes:
-        previous: the end of the attempt before it, in the same process.
-        num_restarts: that were counted since the last attempt that has left a newer state.
-        oom_step: from which the last attempt had started that ran out of memory, in whatever process; None if none has.
-    """
-
-    previous: Ended | None = None
-    num_restarts: int = 0
-    oom_step: int | None = None
+    previous: Ended | None = None  # the end of the attempt before it, in the same process
+    num_restarts: int = 0  # that were counted since the last attempt that has left a newer state
+    oom_step: int | None = None  # where the last attempt, of any process, that ran out of memory had started
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What the run allows.
+    """What the run allows."""
 
-    Attributes:
-        max_restarts: counted restarts without a newer state in between.
-        repeats_bugs: an exception that would repeat is answered by a restart too, as torchrun does.
-        can_shrink: the batches may be made smaller when a GPU has run out of memory.
-    """
-
-    max_restarts: int = 0
-    repeats_bugs: bool = False
-    can_shrink: bool = False
+    max_restarts: int = 0  # counted restarts without a newer state in between
+    repeats_bugs: bool = False  # an exception that would repeat is answered by a restart too, as torchrun does
+    can_shrink: bool = False  # the batches may be made smaller when a GPU has run out of memory
 
 
 @dataclass(frozen=True)
 class Decision:
-    """An answer of `decide`.
-
-    Attributes:
-        error: the class of the error to raise; None for the failure itself.
-    """
+    """An answer of `decide`."""
 
     next: Next
-    error: type[Exception] | None = None
+    error: type[Exception] | None = None  # the class of the error to raise; None for the failure itself
 
 
 def decide(ended: Ended, before: Before, rules: Rules) -> Decision:

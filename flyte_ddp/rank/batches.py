@@ -30,27 +30,20 @@ if TYPE_CHECKING:
 class EpochBatches:
     """The global batches of one epoch, of which each rank gets its part.
 
-    Args:
-        dataset: with a length and items, or an iterable of samples, which every rank reads whole.
-        epoch: seeds the order and what samples draw; None for the data set's own order.
-        first: samples of the epoch that are done.
-        collate_fn: makes a batch of samples; None for that of recipes.
-        mesh: of the ranks that share the samples; None for all ranks.
-
     Raises:
         ConfigError: `global_batch_size` has not a sample for each rank, or an iterable is to be shuffled or has several
             loader processes.
     """
 
-    dataset: Any
+    dataset: Any  # with a length and items, or an iterable of samples, which every rank reads whole
     global_batch_size: int
-    epoch: int | None
+    epoch: int | None  # seeds the order and what samples draw; None for the data set's own order
     seed: int
     num_workers: int
-    collate_fn: Callable[[Sequence[Any]], Any] | None
+    collate_fn: Callable[[Sequence[Any]], Any] | None  # makes a batch of samples; None for that of recipes
     shuffle: bool = True
-    first: int = 0
-    mesh: DeviceMesh | None = None
+    first: int = 0  # samples of the epoch that are done
+    mesh: DeviceMesh | None = None  # of the ranks that share the samples; None for all ranks
 
     def __post_init__(self) -> None:
         _, num_shares = self.share

@@ -74,16 +74,12 @@ def has_memory(setting: str, num_bytes: int, process: RankProcess, world: World)
 
 @dataclass(frozen=True)
 class MemoryState:
-    """A state of which all parts are in the memory of nodes.
-
-    Attributes:
-        readers: the ranks that have its parts, by part.
-    """
+    """A state of which all parts are in the memory of nodes."""
 
     step: int
     attempt: int
     turn: int
-    readers: list[int]
+    readers: list[int]  # the ranks that have its parts, by part
 
 
 def find_states(process: RankProcess, world: World) -> list[MemoryState]:

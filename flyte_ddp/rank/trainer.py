@@ -48,25 +48,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Trainer:
-    """One rank's model, optimizer and progress.
-
-    Args:
-        model: from `build_model`, with the same weights on every rank.
-        train, test: samples that the ranks share.
-        session: of the rank, whose checkpoints are open; the ranks of a split model are their `peers`.
-        data_fingerprint: noted in checkpoints, so that none is continued on other data.
-        initial_state: URL of the state dict from which the run starts if there is no checkpoint yet; noted in
-            checkpoints likewise. "" leaves the model's own weights.
-    """
+    """One rank's model, optimizer and progress."""
 
     recipe: Recipe
     config: TrainingConfig
     world: World
-    model: nn.Module
-    train: Samples
+    model: nn.Module  # from `build_model`, with the same weights on every rank
+    train: Samples  # samples that the ranks share
     test: Samples
-    session: Session
-    data_fingerprint: str = ""
+    session: Session  # of the rank, whose checkpoints are open; the ranks of a split model are their `peers`
+    data_fingerprint: str = ""  # noted in checkpoints, so that none is continued on other data
+    # URL of the state dict from which the run starts if there is no checkpoint yet; "" leaves the model's own weights.
+    # Noted in checkpoints likewise.
     initial_state: str = ""
 
     def __post_init__(self) -> None:

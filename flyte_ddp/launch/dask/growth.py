@@ -29,27 +29,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class GrowthWatch:
-    """Looks for workers, from a thread, until it is closed. A gang of full size has nothing to look for.
+    """Looks for workers, from a thread, until it is closed. A gang of full size has nothing to look for."""
 
-    Args:
-        gang: the workers of the gang.
-        sizes: the numbers of nodes at which the run can go on, largest first.
-        prepare: called with the address of a worker that the gang may get, so that its ranks start sooner; again until
-            it returns True, when they start at once.
-        check_nodes: raises ConfigError if one of the nodes given cannot take part, and any error if the gang could not
-            save its state just now.
-        not_before: monotonic time before which the gang may not grow.
-        grace: seconds for the gang to save its state and end.
-    """
-
-    gang: Sequence[Worker]
-    sizes: Sequence[int]
+    gang: Sequence[Worker]  # the workers of the gang
+    sizes: Sequence[int]  # the numbers of nodes at which the run can go on, largest first
     config: ClusterConfig
     roll_call: RollCall
+    # Called with the address of a worker that the gang may get, so that its ranks start sooner; again until it returns
+    # True, when they start at once.
     prepare: Callable[[str], bool]
+    # Raises ConfigError if one of the nodes given cannot take part, and any error if the gang could not save its state
+    # just now.
     check_nodes: Callable[[Sequence[DaskNode]], None]
-    not_before: float
-    grace: float
+    not_before: float  # monotonic time before which the gang may not grow
+    grace: float  # seconds for the gang to save its state and end
 
     def __post_init__(self) -> None:
         self.members: frozenset[str] = frozenset()  # addresses of the workers of the next gang, once it is possible

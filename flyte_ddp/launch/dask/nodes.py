@@ -58,24 +58,17 @@ SCHEDULER_TOPIC = "all"  # where the scheduler reports, among other things, that
 
 @dataclass(eq=False, repr=False)
 class DaskNodes:
-    """The workers in one attempt.
+    """The workers in one attempt."""
 
-    Args:
-        plugin: the name of the run's plugin in the workers.
-        code: what the plugin brings along, see `data.packed_code`.
-        make_jobs: returns what each node has to do in an attempt of a job, given the number of restarts before it.
-        growth: the watch for a larger gang.
-        replace_node: has a slow node leave, if the run does not want those.
-    """
-
-    plugin: str
-    code: bytes
+    plugin: str  # the name of the run's plugin in the workers
+    code: bytes  # what the plugin brings along, see `data.packed_code`
     client: Client
     config: ClusterConfig
     nodes: list[DaskNode]
+    # Returns what each node has to do in an attempt of a job, given the number of restarts before it.
     make_jobs: Callable[[Job, int], list[NodeJob]]
-    growth: GrowthWatch
-    replace_node: Callable[[DaskNode, str], None]
+    growth: GrowthWatch  # the watch for a larger gang
+    replace_node: Callable[[DaskNode, str], None]  # has a slow node leave, if the run does not want those
 
     def __post_init__(self) -> None:
         self.grace = self.growth.grace

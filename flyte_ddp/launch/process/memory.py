@@ -96,47 +96,32 @@ def keep_timeout(num_bytes: int) -> float:
 
 @dataclass(frozen=True)
 class Kept:
-    """A state in a node's memory.
-
-    Attributes:
-        run: names the run.
-        attempt: number of the one that left it.
-        version: of torch, which wrote it.
-        digest: of the weights and the optimizer's state, which all ranks have alike after a step.
-    """
+    """A state in a node's memory."""
 
     file: MemoryFile
-    run: str
-    attempt: int
+    run: str  # names the run
+    attempt: int  # number of the one that left it
     step: int
     num_bytes: int
     checksum: str
-    version: str
-    digest: str
+    version: str  # of torch, which wrote it
+    digest: str  # of the weights and the optimizer's state, which all ranks have alike after a step
 
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part of a state.
-
-    Attributes:
-        attempt: number of the one that saved it.
-        turn: counts the states that the attempt has saved in memory, from 1.
-        number: of the part: the rank that saved it.
-        num_parts: of the state.
-        version: of torch, which wrote it.
-    """
+    """One rank's part of a state."""
 
     file: MemoryFile
     run: str
-    attempt: int
-    turn: int
+    attempt: int  # number of the one that saved it
+    turn: int  # counts the states that the attempt has saved in memory, from 1
     step: int
-    number: int
-    num_parts: int
+    number: int  # of the part: the rank that saved it
+    num_parts: int  # of the state
     num_bytes: int
     checksum: str
-    version: str
+    version: str  # of torch, which wrote it
 
     @property
     def state(self) -> tuple[int, int, int]:

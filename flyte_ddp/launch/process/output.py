@@ -34,24 +34,17 @@ class RankStream:
 
 @dataclass(frozen=True)
 class Output:
-    """Where the lines of a run's ranks go.
+    """Where the lines of a run's ranks go."""
 
-    Args:
-        prefix: of each line on the console, with torchrun's macros ${local_rank}, ${rank} and ${hostname}; "" for none.
-        directory: of the files, made on every machine; "" for none.
-        redirects: the streams that go to files alone: 0 for none, 1 for standard output, 2 for standard error, 3 for
-            both, or local ranks with one of these each, such as 0:1,1:3.
-        tee: the streams that go to files and to the console, likewise.
-        ranks: the local ranks that the console shows, such as 0,2; "" for all.
-        stdout_filters, stderr_filters: lines of a stream that is tee'd are also written to one file for all ranks of a
-            machine if they contain one of these.
-    """
-
+    # Of each line on the console, with torchrun's macros ${local_rank}, ${rank} and ${hostname}; "" for none.
     prefix: str = PREFIX
-    directory: str = ""
+    directory: str = ""  # of the files, made on every machine; "" for none
+    # The streams that go to files alone: 0 for none, 1 for standard output, 2 for standard error, 3 for both, or local
+    # ranks with one of these each, such as 0:1,1:3.
     redirects: str = "0"
-    tee: str = "0"
-    ranks: str = ""
+    tee: str = "0"  # the streams that go to files and to the console, likewise
+    ranks: str = ""  # the local ranks that the console shows, such as 0,2; "" for all
+    # Lines of a stream that is tee'd are also written to one file for all ranks of a machine if they have one of these.
     stdout_filters: tuple[str, ...] = ()
     stderr_filters: tuple[str, ...] = ()
 

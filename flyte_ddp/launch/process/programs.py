@@ -41,54 +41,31 @@ def stop_grace() -> float:
 
 @dataclass(frozen=True)
 class Program:
-    """A program that every rank runs, with the environment variables that torchrun sets.
+    """A program that every rank runs, with the environment variables that torchrun sets."""
 
-    Attributes:
-        name: of the recipe, the function or the script, for people.
-        call: a callable without arguments that returns bytes, by cloudpickle.
-        packages: top-level packages and modules that it imports from, besides this one.
-        directory: of a script, which needs the files beside it.
-        stall_timeout: seconds without a report of any rank, counted from the first one, until the run is ended.
-        store_timeout: seconds without the checkpoints' store until the attempt ends recoverably.
-        variables: of the environment of every rank.
-        is_command: it runs another program, so torch is not imported in the rank's own process.
-        signals: that end the run early, and are passed on to a function that does not ask for a stop.
-        stop_grace: seconds from the request to stop until the ranks are killed.
-        virtual_local_rank: each rank sees its own GPU alone, and has LOCAL_RANK 0.
-        slow_imports: modules of others that every rank imports, in seconds: its ranks are forked from a process that
-            has them. Without any, each rank is a fresh process, whose program may set variables before it imports
-            torch.
-        may_exit: a rank that ends its process itself, with code 0, has succeeded.
-        repeats_bugs: an exception that would repeat is answered by a restart too, as by torchrun's `max_restarts`.
-        describes_itself: the call emits the event that the run has started, with what it knows of the run.
-        can_resume: its ranks save their state whenever they are asked to stop.
-        batch: that its ranks share; None where only the call knows it.
-        needs_compiler: it compiles its model.
-        needs_gpus: the error for several ranks without GPUs; "" where they need none.
-        uses_nccl: its ranks with GPUs talk by NCCL, as far as is known.
-    """
-
-    name: str
-    call: bytes = field(repr=False)
-    packages: tuple[str, ...] = ()
-    directory: str = ""
-    stall_timeout: float = 1800.0
-    store_timeout: float = 600.0
-    variables: dict[str, str] = field(default_factory=dict)
-    is_command: bool = False
-    signals: tuple[str, ...] = STOP_SIGNALS
-    stop_grace: float = field(default_factory=stop_grace)
+    name: str  # of the recipe, the function or the script, for people
+    call: bytes = field(repr=False)  # a callable without arguments that returns bytes, by cloudpickle
+    packages: tuple[str, ...] = ()  # top-level packages and modules that it imports from, besides this one
+    directory: str = ""  # of a script, which needs the files beside it
+    stall_timeout: float = 1800.0  # seconds without a report of any rank, from the first one on, until the run is ended
+    store_timeout: float = 600.0  # seconds without the checkpoints' store until the attempt ends recoverably
+    variables: dict[str, str] = field(default_factory=dict)  # of the environment of every rank
+    is_command: bool = False  # it runs another program, so torch is not imported in the rank's own process
+    signals: tuple[str, ...] = STOP_SIGNALS  # end the run early; passed on to a function that does not ask for a stop
+    stop_grace: float = field(default_factory=stop_grace)  # seconds from the request to stop until the ranks are killed
     output: Output = field(default_factory=Output)
-    virtual_local_rank: bool = False
+    virtual_local_rank: bool = False  # each rank sees its own GPU alone, and has LOCAL_RANK 0
+    # Modules of others that every rank imports, in seconds: its ranks are forked from a process that has them. Without
+    # any, each rank is a fresh process, whose program may set variables before it imports torch.
     slow_imports: tuple[str, ...] = ()
-    may_exit: bool = True
-    repeats_bugs: bool = True
-    describes_itself: bool = False
-    can_resume: bool = False
-    batch: Batch | None = None
-    needs_compiler: bool = False
-    needs_gpus: str = ""
-    uses_nccl: bool = False
+    may_exit: bool = True  # a rank that ends its process itself, with code 0, has succeeded
+    repeats_bugs: bool = True  # an exception that would repeat is answered by a restart too, as by torchrun
+    describes_itself: bool = False  # the call emits the event that the run has started, with what it knows of the run
+    can_resume: bool = False  # its ranks save their state whenever they are asked to stop
+    batch: Batch | None = None  # that its ranks share; None where only the call knows it
+    needs_compiler: bool = False  # it compiles its model
+    needs_gpus: str = ""  # the error for several ranks without GPUs; "" where they need none
+    uses_nccl: bool = False  # its ranks with GPUs talk by NCCL, as far as is known
 
     @property
     def environment(self) -> dict[str, str]:
