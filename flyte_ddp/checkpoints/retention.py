@@ -24,18 +24,13 @@ class Retention:
         storage: of the checkpoints, in which a failed try is not repeated.
         num_kept: newest checkpoints that stay; the best one stays besides.
         owner: as of `CheckpointStore`.
-
-    Attributes:
-        files: tensors that were read or written here, or begun.
-        resumed: the manifest that the run goes on from.
-        keeps_resumed: it stays, because other ranks may still read it.
     """
 
     def __init__(self, storage: Storage, num_kept: int, owner: str) -> None:
         self.num_kept = num_kept
-        self.files: set[str] = set()
-        self.resumed = ""
-        self.keeps_resumed = False
+        self.files: set[str] = set()  # tensors that were read or written here, or begun
+        self.resumed = ""  # the manifest that the run goes on from
+        self.keeps_resumed = False  # it stays, because other ranks may still read it
         self._storage = storage
         self._owner = owner
         self._own: dict[str, dict[str, Any]] = {}  # manifests that were written or read whole here, by name

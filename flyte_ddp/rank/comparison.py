@@ -32,9 +32,6 @@ MAX_BLOCKS = 100  # of samples, for a metric of torchmetrics, which has no value
 class Measurement:
     """A model's figures on the held-out data, and what the monitored one is made of. On the GPU if there is one.
 
-    Attributes:
-        values: test_loss and the recipe's metrics, by name, and the monitored figure if it follows from these.
-
     Raises:
         ConfigError: the state is not one of the recipe's model.
         NonFiniteLoss: the loss is NaN or infinite.
@@ -64,6 +61,7 @@ class Measurement:
             size = min(config.evaluation_batch_size, math.ceil(num_samples / MAX_BLOCKS))
             config = dataclasses.replace(config, evaluation_batch_size=size)
         result = evaluate_state(recipe, config, state, directory, self._add)
+        # test_loss and the recipe's metrics, by name, and the monitored figure if it follows from these.
         self.values = self._with_figures({"test_loss": result.loss, **result.metrics})
 
     @property

@@ -83,14 +83,11 @@ class Estimate:
 
     Args:
         read_batch: returns as many real samples, of which the shapes count.
-
-    Attributes:
-        problem: what the estimate cannot know; "" for nothing.
     """
 
     def __init__(self, recipe: Recipe, config: TrainingConfig, read_batch: Callable[[int], Batch]) -> None:
         self.config = config
-        self.problem = ""
+        self.problem = ""  # what the estimate cannot know; "" for nothing
         with _fake_mode():
             model = recipe.model()
             freeze_layers(model, config.frozen_layers)

@@ -35,18 +35,14 @@ RESERVED = ("loss", "train_loss", "test_loss", "learning_rate", "samples_per_sec
 class HeldOutMetrics:
     """The metrics of one evaluation.
 
-    Attributes:
-        functions: that return a value for each sample, by name.
-        objects: of torchmetrics, by name, on the rank's device.
-
     Raises:
         ConfigError: `Recipe.metrics` returns something else.
     """
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         self.recipe = recipe
-        self.functions: dict[str, Any] = {}
-        self.objects: dict[str, Any] = {}
+        self.functions: dict[str, Any] = {}  # that return a value for each sample, by name
+        self.objects: dict[str, Any] = {}  # of torchmetrics, by name, on the rank's device
         found: Any = recipe.metrics()
         if not isinstance(found, (Mapping, nn.ModuleDict)):  # the latter for a MetricCollection
             raise ConfigError(f"expected a dict of metrics by name, got a {type(found).__name__}")

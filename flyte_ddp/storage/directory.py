@@ -48,9 +48,6 @@ class Storage:
         timeout: seconds that an operation waits for the store; 0 for a single try.
         options: of `open_filesystem`.
 
-    Attributes:
-        stop: set it to end waiting: what waits raises StorageUnavailable.
-
     Raises:
         ConfigError: no such kind of URL is known here.
 
@@ -63,7 +60,7 @@ class Storage:
         self.url = url if "?" in url else url.rstrip("/") or "/"
         self.field = field
         self.timeout = timeout
-        self.stop = threading.Event()
+        self.stop = threading.Event()  # set it to end waiting: what waits raises StorageUnavailable
         # `retry` is what tries again.
         self.file_system, self.root = open_filesystem(self.url, field, **{"num_tries": 1, **options})
         protocol = self.file_system.protocol

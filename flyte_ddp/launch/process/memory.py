@@ -130,17 +130,12 @@ class Part:
 
 
 class NodeParts:
-    """The parts in the memory of a node, from one attempt to the next. Called from several threads.
-
-    Attributes:
-        send: passes a line for the Dask worker on, of which the first argument is the kind; None where there is no
-            other node.
-        source: the node whose ranks' parts are copied here, by its number.
-    """
+    """The parts in the memory of a node, from one attempt to the next. Called from several threads."""
 
     def __init__(self) -> None:
+        # Passes a line for the Dask worker on, with its kind first; None where there is no other node.
         self.send: Callable[..., None] | None = None
-        self.source = 0
+        self.source = 0  # the node whose ranks' parts are copied here, by its number
         self._run = ""
         self._attempt = 0
         self._slots: dict[int, list[MemoryFile]] = {}  # of this attempt, by rank

@@ -43,25 +43,18 @@ logger = logging.getLogger(__name__)
 
 
 class Session:
-    """The session of one rank's call. The module's functions and names are those of the current one.
-
-    Attributes:
-        process: of the rank.
-        results: figures of the whole run by their names in `events.RunFinished`, on rank 0.
-        can_resume: there is a checkpoint, or will be one whenever the run is asked to stop.
-        has_trainer: a framework's loop has begun, which the checkpoints are of.
-    """
+    """The session of one rank's call. The module's functions and names are those of the current one."""
 
     def __init__(self, process: RankProcess, open_store: Callable[[], Store]) -> None:
         self.process = process
         self.checkpoints = process.job.checkpoints
-        self.results: dict[str, Any] = {}
+        self.results: dict[str, Any] = {}  # figures of the whole run by their names in `events.RunFinished`, on rank 0
         self.was_terminated = False  # the function was sent a signal, because it does not ask for a stop
         self.step = 0  # the last one that was reported
         self._link = process.link
         self.open_store = open_store
         self.stop = StopAgreement(process, open_store)
-        self.has_trainer = False
+        self.has_trainer = False  # a framework's loop has begun, which the checkpoints are of
         self._store: CheckpointStore | None = None
         self._skipped: list[str] = []  # damaged checkpoints that `load_values` has set aside, for the load that follows
         self._has_warned = False
@@ -77,6 +70,7 @@ class Session:
         self._has_begun = False  # with the first batch
         self._link.on_stop = self._terminate
         self.on_report: Callable[[], None] = lambda: None  # called in each rank at each report
+        # There is a checkpoint, or will be one whenever the run is asked to stop.
         self.can_resume = process.job.program.can_resume
 
     @property

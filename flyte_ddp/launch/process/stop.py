@@ -20,18 +20,12 @@ CAN_RESUME = "flyte_ddp/can_resume"  # the store's key for: rank 0 has saved
 
 
 class StopAgreement:
-    """One rank's part of it.
-
-    Attributes:
-        num_polls: calls so far, and ends of batches of a function that does not ask.
-        is_asked: the function itself has called.
-        is_reached: a call has been told to stop.
-    """
+    """One rank's part of it."""
 
     def __init__(self, process: RankProcess, open_store: Callable[[], Store]) -> None:
-        self.num_polls = 0
-        self.is_asked = False
-        self.is_reached = False
+        self.num_polls = 0  # calls so far, and ends of batches of a function that does not ask
+        self.is_asked = False  # the function itself has called
+        self.is_reached = False  # a call has been told to stop
         self._process = process
         self._open_store = open_store
         self._is_stoppable = False  # the supervisors know, or another rank tells them
