@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import uuid
+from dataclasses import dataclass
 from typing import Any
 
 from flyte_ddp.checkpoints.files import Damaged, is_manifest, is_tensors, read_file, read_manifest
@@ -17,22 +18,18 @@ ORPHAN_SECONDS = 24 * 3600.0  # after which a file that no manifest names is one
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Retention:
-    """Deletes what newer checkpoints replace.
+    """Deletes what newer checkpoints replace."""
 
-    Args:
-        storage: of the checkpoints, in which a failed try is not repeated.
-        num_kept: newest checkpoints that stay; the best one stays besides.
-        owner: as of `CheckpointStore`.
-    """
+    storage: Storage  # of the checkpoints, in which a failed try is not repeated
+    num_kept: int  # newest checkpoints that stay; the best one stays besides
+    owner: str  # as of `CheckpointStore`
 
-    def __init__(self, storage: Storage, num_kept: int, owner: str) -> None:
-        self.num_kept = num_kept
+    def __post_init__(self) -> None:
         self.files: set[str] = set()  # tensors that were read or written here, or begun
         self.resumed = ""  # the manifest that the run goes on from
         self.keeps_resumed = False  # it stays, because other ranks may still read it
-        self._storage = storage
-        self._owner = owner
         self._own: dict[str, dict[str, Any]] = {}  # manifests that were written or read whole here, by name
         self._unreadable: set[str] = set()  # manifests of whole checkpoints that this process cannot read
         self._has_removed_orphans = False
@@ -70,7 +67,7 @@ class Retention:
 
     def prune(self, newest: str) -> None:
         """Delete what newer checkpoints replace. Only what was written or read whole here counts and goes."""
-        names = set(self._storage.names())
+        names = set(self.storage.names())
         self._adopt_one(names)
         self._own = {name: manifest for name, manifest in self._own.items() if name in names}
         own = sorted(name for name in self._own if name <= newest)
@@ -79,13 +76,13 @@ class Retention:
         # Manifests go first: without one a checkpoint does not exist, with one it must be whole.
         for name in own:
             if name not in kept:
-                self._storage.delete(name)
+                self.storage.delete(name)
                 del self._own[name]
         referenced = {entry["file"] for manifest in self._own.values() for entry in manifest["files"]}
         for name in sorted(names):
             is_half = name.startswith("step-") and name.endswith(".tmp")  # a killed writer on a local disk
             if is_half or (name in self.files and name not in referenced):
-                self._storage.delete(name)
+                self.storage.delete(name)
                 names.discard(name)
                 self.files.discard(name)  # not those that a slower rank may still write
         self._remove_orphans(newest, names)
@@ -98,13 +95,13 @@ class Retention:
         files = {name for name in names if is_tensors(name) and name not in self.files}
         for name in filter(is_manifest, names if files else ()):
             try:
-                files -= {entry["file"] for entry in read_manifest(self._storage, name)["files"]}
+                files -= {entry["file"] for entry in read_manifest(self.storage, name)["files"]}
             except (ConfigError, Damaged):  # whatever it named stays
                 files = {file for file in files if not file.startswith(f"{name.removesuffix('.json')}-")}
-        now = self._storage.modified(newest)  # by the store's clock, as the files' times
+        now = self.storage.modified(newest)  # by the store's clock, as the files' times
         for name in files:
-            if now - self._storage.modified(name) > ORPHAN_SECONDS:
-                self._storage.delete(name)
+            if now - self.storage.modified(name) > ORPHAN_SECONDS:
+                self.storage.delete(name)
 
     def _adopt_one(self, names: set[str]) -> None:
         """Read the oldest checkpoint of an earlier attempt whole, so that it may be deleted when its time has come."""
@@ -112,11 +109,11 @@ class Retention:
         older = [name for name in older if name not in self._unreadable]
         if older:
             try:
-                manifest = read_manifest(self._storage, min(older))
+                manifest = read_manifest(self.storage, min(older))
                 for entry in manifest["files"]:  # one in memory at a time
-                    read_file(self._storage, entry)
+                    read_file(self.storage, entry)
             except Damaged as damage:
-                logger.warning("%s", self.set_aside(self._storage, min(older), damage))
+                logger.warning("%s", self.set_aside(self.storage, min(older), damage))
             except (ConfigError, MemoryError) as error:  # it is whole, and not ours to delete
                 self._unreadable.add(min(older))
                 logger.warning("an older checkpoint stays: %s", error)
@@ -124,5 +121,5 @@ class Retention:
                 self.note_whole(min(older), manifest)
 
     def check_owner(self, storage: Storage) -> None:
-        if self._owner:
-            check_owner(storage, self._owner)
+        if self.owner:
+            check_owner(storage, self.owner)

@@ -74,45 +74,34 @@ class Slots(Protocol):
     def write(self, step: int, num_parts: int, save: Callable[[BinaryIO], tuple[int, str]]) -> None: ...
 
 
+@dataclass(eq=False)
 class CheckpointStore:
     """The checkpoints of one run below one URL.
 
     A thread writes, so that training never waits for the store. While it writes one state, another one waits, which a
     newer one replaces; the best one so far waits too. While the store is away, the thread tries again.
-
-    Args:
-        url: any fsspec URL or local path; created where missing.
-        num_kept: number of newest checkpoints that are kept; the best one is kept too.
-        timeout: seconds that the store may be away before `check`, `save` and `wait` raise.
-        owner: the token of the run that owns the place (`ownership.Ownership`). Checked before anything is written,
-            renamed or deleted; "" for a place that nothing else uses.
-        on_busy: called with True when a state is about to be written, and with False when none is being written.
-        on_written: called in the writing thread with the step and URL of a checkpoint that the store now has whole, and
-            whether it was saved as the best. On rank 0 only, where each rank saves a part.
-        peers: the ranks that each save a part of every state; None where this process saves whole ones.
-        slots: take states in memory.
     """
 
-    def __init__(
-        self,
-        url: str,
-        num_kept: int,
-        timeout: float = STORE_TIMEOUT,
-        owner: str = "",
-        on_busy: Callable[[bool], None] | None = None,
-        on_written: Callable[[int, str, bool], None] | None = None,
-        peers: Peers | None = None,
-        slots: Slots | None = None,
-    ) -> None:
-        self.storage = Storage(url, timeout=timeout)
-        self.timeout = timeout
+    url: str  # any fsspec URL or local path; created where missing
+    num_kept: int  # number of newest checkpoints that are kept; the best one is kept too
+    timeout: float = STORE_TIMEOUT  # seconds that the store may be away before `check`, `save` and `wait` raise
+    # The token of the run that owns the place (`ownership.Ownership`), checked before anything is written, renamed or
+    # deleted; "" for a place that nothing else uses.
+    owner: str = ""
+    # Called with True when a state is about to be written, and with False when none is being written.
+    on_busy: Callable[[bool], None] = lambda is_busy: None
+    # Called in the writing thread with the step and URL of a checkpoint that the store now has whole, and whether it is
+    # the best. On rank 0 only, where each rank saves a part.
+    on_written: Callable[[int, str, bool], None] = lambda step, url, best: None
+    peers: Peers | None = None  # that each save a part of every state; None where this process saves whole ones
+    slots: Slots | None = None  # take states in memory
+
+    def __post_init__(self) -> None:
+        self.storage = Storage(self.url, timeout=self.timeout)
         self.has_finished = False  # nothing resumes any more: on a full disk the model counts more than checkpoints
-        self._on_busy = on_busy or (lambda is_busy: None)
-        self._on_written = on_written or (lambda step, url, best: None)
-        self.share_with(peers)
-        self._slots = slots
-        self._sink = Storage(url, timeout=0)  # a failed try must not keep a newer state waiting
-        self.retention = Retention(self._sink, num_kept, owner)
+        self.share_with(self.peers)
+        self._sink = Storage(self.url, timeout=0)  # a failed try must not keep a newer state waiting
+        self.retention = Retention(self._sink, self.num_kept, self.owner)
         self._queue: list[_Write] = []
         self._num_saves = 0
         self._current: _Write | None = None  # what is being written
@@ -128,7 +117,7 @@ class CheckpointStore:
 
     def share_with(self, peers: Peers | None) -> None:
         """Have each of `peers` save a part of every state from now on. Nothing may be waiting to be written."""
-        self._peers = peers
+        self.peers = peers
         self._num_saves = 0  # the ranks number them alike
         self._follows = peers is not None and peers.rank > 0  # rank 0, which chooses the states that are written
         self._choose: Callable[[list[_Write]], list[_Write]] = list if self._follows else _choose_wanted
@@ -152,8 +141,8 @@ class CheckpointStore:
         """
         self.check()
         if to_memory:
-            is_ready = self._slots is not None and self._slots.is_ready
-            to_memory = self._peers.all(is_ready) if self._peers else is_ready
+            is_ready = self.slots is not None and self.slots.is_ready
+            to_memory = self.peers.all(is_ready) if self.peers else is_ready
         if not (to_store or to_memory):
             return None
         try:
@@ -181,8 +170,8 @@ class CheckpointStore:
 
         A thread would need a copy there, too, which takes as long on the same cores.
         """
-        assert self._slots is not None  # else nothing is ready
-        slots = self._slots
+        assert self.slots is not None  # else nothing is ready
+        slots = self.slots
         slots.begin()
 
         def save_to(file: BinaryIO) -> tuple[int, str]:
@@ -191,7 +180,7 @@ class CheckpointStore:
 
         def save() -> None:
             try:
-                slots.write(write.step, self._peers.size if self._peers else 1, save_to)
+                slots.write(write.step, self.peers.size if self.peers else 1, save_to)
             except Exception as error:  # nothing is ready any more, and the store still has its checkpoints
                 logger.warning("no more states are kept in memory: %s: %s", type(error).__name__, error)
 
@@ -219,8 +208,8 @@ class CheckpointStore:
             if not self._follows:
                 self._keep([each.number for each in _choose_wanted([*self._queue, write])])
             kept = [each.number for each in (self._current, *self._queue) if each]
-        if self._peers:
-            kept = self._peers.agree(kept)
+        if self.peers:
+            kept = self.peers.agree(kept)
         with self._changed:
             self._keep(kept)
 
@@ -375,7 +364,7 @@ class CheckpointStore:
     # --- Writing: everything below runs in the writing thread -----------------------------------------------------
 
     def _enqueue(self, write: _Write) -> None:
-        self._on_busy(True)
+        self.on_busy(True)
         with self._changed:
             self._queue = self._choose([*self._queue, write])
             self._changed.notify_all()
@@ -395,30 +384,30 @@ class CheckpointStore:
             write: _Write | None = None
             try:
                 write = self._next()
-                self._on_busy(True)
+                self.on_busy(True)
                 self._write(write)
                 self._drop([write])
             except StorageUnavailable as error:  # the storage has logged it
-                self._on_busy(False)
+                self.on_busy(False)
                 self._outage = error
                 with self._changed:
                     waiting = [write, *self._queue] if write else self._queue
                     self._queue, self._current = self._choose(waiting), None
-                if error.is_full and self.has_finished and self._peers is None and self._make_space():
+                if error.is_full and self.has_finished and self.peers is None and self._make_space():
                     continue
                 time.sleep(pause)
                 pause = min(2 * pause, MAX_PAUSE)
             except Exception as error:
                 with self._changed:
                     self._failure, self._current = error, None
-                    self._on_busy(False)
+                    self.on_busy(False)
                     self._changed.notify_all()
                 return
             else:
                 pause = FIRST_PAUSE
                 with self._changed:
                     self._outage, self._current = None, None
-                    self._on_busy(bool(self._queue))
+                    self.on_busy(bool(self._queue))
                     self._stuck_since, self._most_stored = 0.0, 0
                     self._changed.notify_all()
 
@@ -429,7 +418,7 @@ class CheckpointStore:
             with self._changed:
                 while not self._queue:
                     self._changed.wait()
-            number, name = self._peers.begun() if self._peers and self._follows else (0, "")
+            number, name = self.peers.begun() if self.peers and self._follows else (0, "")
             with self._changed:
                 if self._follows:  # older ones are not written any more
                     self._keep([each.number for each in self._queue if each.number >= number])
@@ -443,7 +432,7 @@ class CheckpointStore:
             pause = min(2 * pause, MAX_PEER_POLL)  # all followers ask one process
 
     def _write(self, write: _Write) -> None:
-        peers = self._peers if write.has_manifest else None
+        peers = self.peers if write.has_manifest else None
         if peers and not self._follows:
             self.retention.files.update(peers.file(write.name, rank) for rank in range(peers.size))
             peers.begin(write.number, write.name)
@@ -469,7 +458,7 @@ class CheckpointStore:
         name = checkpoint_name(write.step) + ".json"
         self._sink.write(name, json.dumps(manifest).encode())
         self.retention.note_whole(name, manifest)
-        self._on_written(write.step, self.storage.join(name), write.best)
+        self.on_written(write.step, self.storage.join(name), write.best)
         try:
             self.retention.prune(name)
         except Exception as error:  # the checkpoint is in place: what could not be deleted now goes the next time

@@ -119,22 +119,17 @@ class Failure:
         return self.is_echo, getattr(self.error, "kind", "") == "exception", self.noticed_at
 
 
+@dataclass(eq=False)
 class Attempt:
     """One gang, from its start to its end on every node."""
 
-    def __init__(
-        self,
-        nodes: Nodes,
-        emit: Callable[[events.Event], None],
-        relay: Callable[[str], None],
-        stop: StopRequest,
-        shows_nodes: bool = False,
-    ) -> None:
-        self.nodes = nodes
-        self.emit = emit
-        self.relay = relay
-        self.stop = stop
-        self.shows_nodes = shows_nodes  # a line of a rank's begins with its node
+    nodes: Nodes
+    emit: Callable[[events.Event], None]
+    relay: Callable[[str], None]
+    stop: StopRequest
+    shows_nodes: bool = False  # a line of a rank's begins with its node
+
+    def __post_init__(self) -> None:
         self.larger = 0  # nodes of the gang that follows this one
         self.step = 0  # that the gang has reached
         # What its nodes have in memory when it has ended: steps of states, and the node of each part of others.
@@ -145,7 +140,7 @@ class Attempt:
         self.is_killed = False
         self.has_stalled = False  # its ranks wait for one another, and were ordered to end
         self.failures: list[Failure] = []
-        self.paces = PaceWatch(nodes.world_size, emit)
+        self.paces = PaceWatch(self.nodes.world_size, self.emit)
 
     def train(self, job: Job, num_restarts: int) -> bool:
         """Run the gang to its end. When this returns or raises, no rank runs on a node that can be reached.

@@ -19,7 +19,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, TypeVar
 
@@ -176,18 +176,18 @@ def run(
     return state
 
 
+@dataclass
 class _Driver:
     """A run: attempt after attempt, until one succeeds or another would be of no use."""
 
-    def __init__(self, run: Run, place: Place, ownership: Ownership | None, state: events.RunState) -> None:
-        self.run = run
-        self.place = place
-        self.ownership = ownership
-        self.state = state
-        self.stored: list[int] = []  # steps of checkpoints in the store, when it answered last
-        self.num_attempts = 0
-        self.num_restarts = 0  # those that count, since the last attempt that has left a newer state
-        self.previous: Ended | None = None  # the last attempt that failed
+    run: Run
+    place: Place
+    ownership: Ownership | None
+    state: events.RunState
+    stored: list[int] = field(default_factory=list)  # steps of checkpoints in the store, when it answered last
+    num_attempts: int = 0
+    num_restarts: int = 0  # those that count, since the last attempt that has left a newer state
+    previous: Ended | None = None  # the last attempt that failed
 
     def look_back(self, failure: RankFailure) -> None:
         """Raise OutOfMemory if the attempt of an earlier process ended for the second time for lack of memory."""

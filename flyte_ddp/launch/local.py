@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.errors import ConfigError
@@ -33,23 +34,20 @@ if TYPE_CHECKING:
 MESSAGE_INTERVAL = 0.1  # seconds that the driver waits for a message before it looks at anything else
 
 
+@dataclass(eq=False)
 class LocalPlace:
-    """The ranks of a run on this machine.
+    """The ranks of a run on this machine."""
 
-    Args:
-        num_processes: ranks; 0 is one per GPU, or two on a machine without.
-        max_restarts: how often all ranks start again, without a newer state in between, after one was killed,
-            hung, or failed in a way that another attempt may not repeat.
-        port: where the ranks meet; 0 for any free one.
-    """
-
+    num_processes: int = 0  # ranks; 0 is one per GPU, or two on a machine without
+    # How often all ranks start again, without a newer state in between, after one was killed, hung, or failed in a way
+    # that another attempt may not repeat.
+    max_restarts: int = 0
+    port: int = 0  # where the ranks meet; 0 for any free one
     larger_memory = "memory: expected a larger limit of the task (training.memory_gib in settings.toml)"
     is_cluster = False
 
-    def __init__(self, num_processes: int = 0, max_restarts: int = 0, port: int = 0) -> None:
-        self.num_processes = num_processes or default_num_processes()
-        self.max_restarts = max_restarts
-        self.port = port
+    def __post_init__(self) -> None:
+        self.num_processes = self.num_processes or default_num_processes()
         self.notice_seconds = stop_grace()
         self.memory = NodeMemory()
 

@@ -20,9 +20,6 @@ class StopRequest:
 
     Args:
         grace: seconds from the request until the run is killed; by default as long as this process has after SIGTERM.
-
-    Attributes:
-        news: the end of a pipe from which a byte can be read for each request, for a thread that waits for other pipes.
     """
 
     def __init__(self, grace: float | None = None) -> None:
@@ -31,6 +28,7 @@ class StopRequest:
         self.num_requests = 0
         self.keeps_state = False  # in the memory of this node, before the ranks are killed
         self.deadline = float("inf")  # monotonic; the run is killed then if it has not ended
+        # A byte can be read from `news` for each request, by a thread that waits for other pipes too.
         self.news, self._told = Pipe(duplex=False)
 
     def set(self, reason: str) -> None:

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,28 +34,17 @@ MAX_BUFFER_BYTES = 16 << 20  # of buffers that are copied before each step: 1 ms
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class StateKeeper:
-    """Keeps the state of one rank.
+    """Keeps the state of one rank."""
 
-    Args:
-        state_of: returns the state, of which tensors are not copied. Called while no step is taken.
-        step_of: returns the number of steps that are done.
-        finish: called at the end; completes in the store what a run from this state will need.
-    """
+    model: nn.Module
+    world: World
+    collect_state: Callable[[], dict[str, Any]]  # returns it without copies of its tensors, while no step is taken
+    step_of: Callable[[], int]  # returns the number of steps that are done
+    finish: Callable[[], None] = lambda: None  # completes in the store what a run from this state will need
 
-    def __init__(
-        self,
-        model: nn.Module,
-        world: World,
-        state_of: Callable[[], dict[str, Any]],
-        step_of: Callable[[], int],
-        finish: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._model = model
-        self._world = world
-        self._collect_state = state_of
-        self._step_of = step_of
-        self._finish = finish
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._first_step = 0  # from which the rank has started, and which is kept already
         self._is_whole = False  # the state is that after a step
@@ -69,11 +59,11 @@ class StateKeeper:
         that no hook runs before a forward pass. Not on a GPU either: its steps are queued, and when NCCL aborts an
         exchange of gradients, the optimizer step queued behind it uses a part of them.
         """
-        buffers = list(self._model.buffers())
+        buffers = list(self.model.buffers())
         num_bytes = sum(each.nbytes for each in buffers)
-        is_lone = self._world.world_size == 1 or self._world.device.type == "cuda" or is_sharded
+        is_lone = self.world.world_size == 1 or self.world.device.type == "cuda" or is_sharded
         if process.memory is None or is_lone or num_bytes > MAX_BUFFER_BYTES or (is_compiled and buffers):
-            if num_bytes > MAX_BUFFER_BYTES and not is_lone and self._world.is_first:
+            if num_bytes > MAX_BUFFER_BYTES and not is_lone and self.world.is_first:
                 logger.warning(
                     "a model with %d bytes of buffers, more than %d, is not kept in memory when a rank is lost: "
                     "`memory_interval` keeps one with any",
@@ -82,10 +72,10 @@ class StateKeeper:
             yield
             return
         path = process.memory.path
-        self._first_step = self._step_of()
+        self._first_step = self.step_of()
         self._is_whole = True
         process.link.on_keep = lambda on_begin: self._keep(path, on_begin)
-        hook = self._model.register_forward_pre_hook(self._before_forward) if buffers else None
+        hook = self.model.register_forward_pre_hook(self._before_forward) if buffers else None
         yield
         with self._lock:
             self._is_whole = False  # the model becomes that of the best epoch
@@ -106,23 +96,23 @@ class StateKeeper:
 
     def note_buffers(self) -> None:
         """Copy the buffers, which are those of rank 0 now, unless this was done since the last step."""
-        step = self._step_of()
+        step = self.step_of()
         if self._is_whole and step != self._buffers_step:
             with self._lock:
-                self._buffers = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
+                self._buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
                 self._buffers_step = step
 
     def _keep(self, path: str, on_begin: Callable[[int], None]) -> dict[str, Any] | None:
         """Write the state to `path` and return its fields of `Kept`; None if there is no state worth keeping."""
         if not self._lock.acquire(timeout=LOCK_TIMEOUT):  # never released: no step follows
             return None
-        step = self._step_of()
+        step = self.step_of()
         if not self._is_whole or step <= self._first_step:
             return None
         buffers = self._find_buffers(step)
         if buffers is None:
             return None
-        state = self._collect_state()
+        state = self.collect_state()
         weights = state["model"]
         state["model"] = type(weights)(weights)
         vars(state["model"]).update(vars(weights))  # the versions of its modules' formats
@@ -135,7 +125,7 @@ class StateKeeper:
             return None
         with open(path, "wb") as file:
             entry = save_state({"format": FORMAT, **state}, file, with_crc32=False)
-        self._finish()
+        self.finish()
         return {
             "step": step,
             "num_bytes": entry["bytes"],
@@ -146,10 +136,10 @@ class StateKeeper:
 
     def _find_buffers(self, step: int) -> dict[str, Tensor] | None:
         """Return the buffers that rank 0 has after `step` steps; None if this rank does not know them."""
-        now = dict(self._model.named_buffers())
+        now = dict(self.model.named_buffers())
         if self._buffers_step == step:
             return self._buffers
-        if self._world.is_first or not now:  # no forward pass has begun since, and none can
+        if self.world.is_first or not now:  # no forward pass has begun since, and none can
             return now
         before = self._buffers
         are_constant = before.keys() == now.keys() and all(torch.equal(now[name], before[name]) for name in now)

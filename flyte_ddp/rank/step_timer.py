@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,26 +28,18 @@ _waited = 0.0  # seconds that Python has waited for collectives in this process
 _is_waiting = False
 
 
+@dataclass(eq=False)
 class StepTimer:
-    """Adds up the time of one rank in each phase.
+    """Adds up the time of one rank in each phase."""
 
-    Args:
-        publish: called after each step with the number of steps and the seconds of each phase, since the start.
-        device: on which the passes run. On a GPU they are timed by events, which no step waits for.
-        waiting: phases in which waits for other ranks cannot be told from work: they are not published.
-    """
+    publish: Callable[[int, list[float]], None]  # gets the steps and the seconds of each phase, since the start
+    device: torch.device  # on which the passes run; on a GPU they are timed by events, which no step waits for
+    waiting: Collection[int] = ()  # phases in which waits for other ranks cannot be told from work: not published
 
-    def __init__(
-        self,
-        publish: Callable[[int, list[float]], None],
-        device: torch.device,
-        waiting: Collection[int] = (),
-    ) -> None:
+    def __post_init__(self) -> None:
         self.seconds = [0.0] * len(PHASES)
         self.num_steps = 0
-        self._publish = publish
-        self._waiting = waiting
-        self._on_gpu = device.type == "cuda"
+        self._on_gpu = self.device.type == "cuda"
         self._phase = -1
         self._since: Any = 0.0
         self._pending: deque[tuple[int, Any, Any]] = deque()  # phases on the GPU that may not have ended
@@ -84,8 +77,8 @@ class StepTimer:
         while self._pending and self._pending[0][2].query():
             phase, since, until = self._pending.popleft()
             self.seconds[phase] += since.elapsed_time(until) / 1e3
-        seconds = [0.0 if phase in self._waiting else each for phase, each in enumerate(self.seconds)]
-        self._publish(self.num_steps, seconds)
+        seconds = [0.0 if phase in self.waiting else each for phase, each in enumerate(self.seconds)]
+        self.publish(self.num_steps, seconds)
 
     def _settle(self, is_found: bool) -> None:
         for each in list(self._last_gradients.values()):

@@ -123,7 +123,7 @@ def wait_for_copies(seconds=5):
     from flyte_ddp import session
 
     store = getattr(session._current, "_store", None)
-    slots = store and store._slots
+    slots = store and store.slots
     deadline = time.monotonic() + seconds  # the other node may be gone
     while slots and slots._files and not slots.is_ready and time.monotonic() < deadline:
         time.sleep(0.005)

@@ -99,6 +99,6 @@ def _obey(orders, step):
 
 def _damage_newest():
     """Write over the end of the newest state in the memory of this node."""
-    slots = session.current()._store._slots
+    slots = session.current()._store.slots
     file = slots._files[slots._turn % 2]
     file._pages[file._size - 9 : file._size] = b"different"

@@ -13,6 +13,7 @@ import tempfile
 import uuid
 import zipfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from distributed import Client
@@ -28,19 +29,14 @@ from flyte_ddp.recipes.prepare import NOTE, describe_data
 from flyte_ddp.storage import Storage
 
 
+@dataclass
 class SharedData:
-    """The data of one run, and the copy of them for nodes that do not see the driver's directory.
+    """The data of one run, and the copy of them for nodes that do not see the driver's directory."""
 
-    Args:
-        storage: the run's checkpoints.
-        pool: shares the copy between runs that train at the same time.
-    """
-
-    def __init__(self, client: Client, storage: Storage, pool: Pool | None) -> None:
-        self.client = client
-        self.storage = pool.shared if pool else storage
-        self.pool = pool
-        self.archive = ""  # URL of the copy
+    client: Client
+    storage: Storage  # where the copy is: the run's checkpoints, or what a pool shares
+    pool: Pool | None  # shares the copy between runs that train at the same time
+    archive: str = ""  # URL of the copy
 
     def locate(self, directory: str, nodes: Sequence[DaskNode]) -> tuple[set[str], str]:
         """Return the addresses of the nodes that see `directory`, and the file name of the copy for the others.

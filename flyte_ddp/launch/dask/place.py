@@ -9,6 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distributed import Client
@@ -40,23 +41,21 @@ REPLACE_INTERVAL = 3600.0  # seconds between two replacements of a slow node, at
 REUNION_TIMEOUT = 5.0  # seconds for all workers of a larger gang to be idle, after the smaller one has ended
 
 
+@dataclass(eq=False)
 class DaskPlace:
-    """The ranks of a run on the workers of a Dask cluster, of which each is a node.
+    """The ranks of a run on the workers of a Dask cluster, of which each is a node."""
 
-    Args:
-        client: from `cluster.open_cluster`.
-        run_name: as given to `open_cluster`, to find out what missing workers wait for.
-        pool: shared with other runs that train on the cluster at the same time, each on one node and with a client of
-            its own, because a client has one handler for each kind of Dask's events.
-    """
+    client: Client  # from `cluster.open_cluster`
+    config: ClusterConfig
+    run_name: str = ""  # as given to `open_cluster`, to find out what missing workers wait for
+    # Shared with other runs that train on the cluster at the same time, each on one node and with a client of its own,
+    # because a client has one handler for each kind of Dask's events.
+    pool: Pool | None = None
+    is_cluster = True
 
-    def __init__(self, client: Client, config: ClusterConfig, run_name: str = "", pool: Pool | None = None) -> None:
-        self.client = client
-        self.config = config
-        self.run_name = run_name
-        self.pool = pool
+    def __post_init__(self) -> None:
+        config = self.config
         self.max_restarts = config.max_restarts
-        self.is_cluster = True
         is_own = config.resolved_kind == "kubernetes"
         grace = config.kubernetes.worker_grace if is_own else DEFAULT_GRACE
         self.notice_seconds = max(1.0, grace - CLOSE_RESERVE)
@@ -82,7 +81,7 @@ class DaskPlace:
             self._roll_call = RollCall(self.client, run.name)
             self._code = packed_code(run.job.program)
             if run.prepared and run.storage:
-                self._data = SharedData(self.client, run.storage, self.pool)
+                self._data = SharedData(self.client, self.pool.shared if self.pool else run.storage, self.pool)
         if self._latest and self._latest.scheduler_leaves_at < float("inf"):
             while not self._latest.change_scheduler():
                 run.check_stop()

@@ -6,6 +6,7 @@ import importlib.metadata
 import logging
 import platform
 from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from distributed import Client
 
@@ -19,21 +20,17 @@ SILENT_ANSWER_TIMEOUT = 0.5  # seconds for a worker that has been silent before 
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class RollCall:
-    """The workers that answer and run the same versions as this process.
+    """The workers that answer and run the same versions as this process. Sets of workers are of their addresses."""
 
-    Args:
-        plugin: the name of the run's plugin in the workers.
-    """
-
-    def __init__(self, client: Client, plugin: str) -> None:
-        self.client = client
-        self.plugin = plugin
-        self.is_strict = True  # raise for a worker with other versions; later, in mid-run, leave it out
-        self.known: set[str] = set()  # addresses of workers that were found to have our versions
-        self.silent: set[str] = set()  # addresses of workers that were lost without a report; asked with less patience
-        self.slow: set[str] = set()  # addresses of workers without which a gang does better, if there are enough others
-        self.unfit: dict[str, str] = {}  # why a worker cannot take part, by its address
+    client: Client
+    plugin: str  # the name of the run's plugin in the workers
+    is_strict: bool = True  # raise for a worker with other versions; later, in mid-run, leave it out
+    known: set[str] = field(default_factory=set)  # were found to have our versions
+    silent: set[str] = field(default_factory=set)  # were lost without a report; asked with less patience
+    slow: set[str] = field(default_factory=set)  # without which a gang does better, if there are enough others
+    unfit: dict[str, str] = field(default_factory=dict)  # why a worker cannot take part, by its address
 
     def present_workers(self, leave_out: Collection[str] = ()) -> list[Worker]:
         """Return the workers that answer, stay and are not known to be unfit, but for the addresses in `leave_out`.

@@ -359,7 +359,7 @@ class Session:
                 job.program.store_timeout,
                 job.owner,
                 # A supervisor waits for rank 0's writing, which ends last: it waits for the other ranks'.
-                on_busy=self._link.set_writing if is_first else None,
+                on_busy=self._link.set_writing if is_first else lambda is_busy: None,
                 on_written=lambda step, url, best: self._link.emit(events.CheckpointWritten(step, url, best)),
                 peers=peers,
                 slots=Slots(self.process.slots, self._link, self.process.rank, str(torch.__version__)),
