@@ -150,11 +150,7 @@ class _Assembly:
         kept[slices(within, box)] = values
 
     def finish(self) -> dict[str, Any]:
-        """Return the state.
-
-        Raises:
-            CheckpointError: a part of a tensor is missing.
-        """
+        """Return the state. Raises CheckpointError if a part of a tensor is missing."""
         for (tensor, _, _), num_values in zip(self._split, self._num_values, strict=True):
             if num_values != tensor.numel():
                 expected = f"expected {tensor.numel()} values of a split tensor in all files"

@@ -180,11 +180,7 @@ def check_names(config_class: Any, values: Mapping[str, Any], name: str) -> None
 
 
 def parse_duration(name: str, text: str) -> float:
-    """Return the seconds of a number with s, m, h or d.
-
-    Raises:
-        ConfigError: `text`, the value of `name`, is not such a number.
-    """
+    """Return the seconds of a number with s, m, h or d. Raises ConfigError, which names `name`, for another text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
     if match is None:
         raise ConfigError(f"{name}: expected a number with s, m, h or d, such as 90m, got {text!r}")

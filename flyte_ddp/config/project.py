@@ -91,11 +91,7 @@ def update_project(directory: str, wheel: str = "") -> Iterator[str]:
 
 
 def _files_of_installation() -> dict[str, bytes]:
-    """Return the files of a new project by their names relative to it.
-
-    Raises:
-        ConfigError: this package is not installed from a wheel.
-    """
+    """Return the files of a new project by their names. Raises ConfigError if this is not installed from a wheel."""
     try:
         files = metadata.distribution(DISTRIBUTION).files or []
     except metadata.PackageNotFoundError:
@@ -113,11 +109,7 @@ def _files_of_installation() -> dict[str, bytes]:
 
 
 def _find_wheel(given: str) -> Path:
-    """Return the wheel that this package is installed from.
-
-    Raises:
-        ConfigError: it is not there, or another version.
-    """
+    """Return the wheel that this is installed from. Raises ConfigError if it is not there, or another version."""
     version = metadata.version(DISTRIBUTION)
     name = given
     if not name and (noted := metadata.distribution(DISTRIBUTION).read_text("direct_url.json")):

@@ -72,11 +72,7 @@ def parse_history(contents: bytes, name: str) -> list[Event]:
 
 
 def read_history(path: str | Path) -> list[Event]:
-    """Return the events in a history file, as `parse_history`.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-    """
+    """Return the events in a history file, as `parse_history`. Raises FileNotFoundError if there is none."""
     return parse_history(Path(path).read_bytes(), str(path))
 
 

@@ -95,11 +95,7 @@ class PaceWatch:
             logger.warning("%s: %s", what, shown)
 
     def _compare(self, rank: int, means: dict[int, list[float]], interval: float) -> events.Straggler | None:
-        """Return how a rank is slower than the others on its kind of GPU; None if it is not.
-
-        Args:
-            interval: seconds from step to step.
-        """
+        """Return how a rank is slower than others on its kind of GPU, if so. Steps begin every `interval` seconds."""
         own, kind = means[rank], self._latest[rank].kind
         others = [each for number, each in means.items() if number != rank and self._latest[number].kind == kind]
         if not others:

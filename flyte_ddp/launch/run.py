@@ -95,11 +95,7 @@ class Gang:
         return self.max_nodes > 1 or self.cluster is not None
 
     def num_processes(self) -> int:
-        """Return the number of ranks on this machine.
-
-        Raises:
-            ConfigError: one per GPU is wanted, and there is none.
-        """
+        """Return the number of ranks on this machine. Raises ConfigError if one per GPU is wanted, without any."""
         if self.nproc_per_node == "gpu" and not num_gpus():
             raise ConfigError("nproc_per_node: expected a number or cpu on a machine without GPUs, got 'gpu'")
         counts = {"auto": default_num_processes, "gpu": num_gpus, "cpu": num_cores}
@@ -270,11 +266,7 @@ def command_program(command: Sequence[str], stall_timeout: float = Program.stall
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a function, whose value is pickled on rank 0.
-
-    Raises:
-        ConfigError: the value cannot be pickled.
-    """
+    """A call of a function, whose value is pickled on rank 0. Raises ConfigError if it cannot be."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -377,11 +369,7 @@ def _run_as_main(file: str) -> None:
 
 
 def _call_to_exit(call: Callable[[], T]) -> T | None:
-    """Return what `call` returns; None if it exits with code 0.
-
-    Raises:
-        SystemExit: it exits with another code.
-    """
+    """Return what `call` returns; None if it exits with code 0. Raises SystemExit if it exits with another one."""
     try:
         return call()
     except SystemExit as end:

@@ -94,11 +94,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_gang(options: argparse.Namespace) -> Gang:
-    """Return the ranks that the options ask for.
-
-    Raises:
-        ConfigError: a wrong value, or flags that contradict each other.
-    """
+    """Return the ranks that the options ask for. Raises ConfigError for wrong values, or contradicting flags."""
     cluster = read_object("--cluster", options.cluster) if options.cluster else None
     gang = Gang(
         options.nnodes,

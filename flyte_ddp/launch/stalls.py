@@ -47,11 +47,7 @@ class Culprits:
 
 
 def stall_failure(ranks: Sequence[StalledRank], what: str) -> RankFailure:
-    """Return the failure of a gang, or of one node's ranks.
-
-    Args:
-        what: begins the message.
-    """
+    """Return the failure of a gang, or of one node's ranks. `what` begins the message."""
     culprits = find_culprits(ranks)
     halted = sorted(rank.number for rank in ranks if rank.halted)
     numbers = culprits.numbers or tuple(halted)

@@ -63,11 +63,7 @@ def check_datasets(recipe: Recipe, found: Any) -> tuple[Dataset[Any], Dataset[An
 
 
 def check_model(recipe: Recipe, found: Any) -> nn.Module:
-    """Return the model that `recipe.model` has returned.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Return the model that `recipe.model` has returned. Raises ConfigError if it is none."""
     if not isinstance(found, nn.Module):
         got = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
         raise ConfigError(f"{locate(recipe, 'model')}: expected an nn.Module, got {got}")

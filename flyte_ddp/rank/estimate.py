@@ -266,11 +266,7 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parse_memory(text: str) -> float:
-    """Return the bytes of such as 80GiB.
-
-    Raises:
-        ConfigError: there is no number, or no unit.
-    """
+    """Return the bytes of such as 80GiB. Raises ConfigError if there is no number, or no unit."""
     units: Mapping[str, int] = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
     for unit, size in units.items():
         if text.endswith(unit):
@@ -337,11 +333,7 @@ def measure_process(name: str, config: TrainingConfig, directory: Path) -> int:
 
 
 def estimate_prepared(recipe: Recipe, config: TrainingConfig, directory: Path) -> Estimate:
-    """Return the estimate by the prepared data in `directory`.
-
-    Raises:
-        ConfigError: the recipe's own code raises.
-    """
+    """Return the estimate by the prepared data in `directory`. Raises ConfigError if the recipe's own code raises."""
     train, test = check_datasets(recipe, recipe.datasets(directory))
     config = dataclasses.replace(config, data_workers=0)
     samples = open_samples([take_sample(train, config), test], recipe, config, ALONE)[0]

@@ -35,11 +35,7 @@ def log_failures(what: str) -> Iterator[None]:
 
 
 def describe_layers(model: nn.Module, sample: Any) -> list[LayerDescribed]:
-    """Return the leaf modules that a forward pass visits, in this order.
-
-    Args:
-        sample: a batch of one, as the model takes it.
-    """
+    """Return the leaf modules that a forward pass of `sample`, a batch of one, visits, in this order."""
     layers: list[LayerDescribed] = []
     handles = []
 

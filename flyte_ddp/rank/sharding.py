@@ -49,11 +49,7 @@ def shard_model(model: nn.Module, blocks: Sequence[nn.Module], config: TrainingC
 
 
 def fill_model(model: nn.Module, initial_value: Callable[[str, torch.Size], Tensor], device: torch.device) -> None:
-    """Give a split model its fresh weights, one tensor after another.
-
-    Args:
-        initial_value: `Recipe.initial_value`.
-    """
+    """Give a split model its fresh weights by `Recipe.initial_value`, one tensor after another."""
     model.to_empty(device=device)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -237,11 +233,7 @@ def _part_like(value: Any, own: Any) -> Any:
 
 
 def own_box(split: Any) -> Box:
-    """Return the part that this rank has of a split tensor, over any mesh.
-
-    Raises:
-        ConfigError: it is a part of a sum.
-    """
+    """Return the part that this rank has of a split tensor, over any mesh. Raises ConfigError for a part of a sum."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if any(each.is_partial() for each in split.placements):

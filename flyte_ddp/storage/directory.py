@@ -192,11 +192,7 @@ class Storage:
             raise
 
     def read(self, name: str) -> bytes:
-        """Return the contents of `name`.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-        """
+        """Return the contents of `name`. Raises FileNotFoundError if there is none."""
         contents: bytes = self.retry(lambda: self.file_system.cat_file(f"{self.root}/{name}"))
         return contents
 
@@ -206,11 +202,7 @@ class Storage:
             self.retry(lambda: self.file_system.rm_file(f"{self.root}/{name}"))
 
     def rename(self, name: str, new_name: str) -> None:
-        """Give the file `name` another name, replacing what has that name.
-
-        Raises:
-            FileNotFoundError: there is no `name`.
-        """
+        """Give `name` another name, replacing what has that. Raises FileNotFoundError if there is no `name`."""
         path, new_path = f"{self.root}/{name}", f"{self.root}/{new_name}"
         if self.is_local:
             self.retry(lambda: os.replace(path, new_path))

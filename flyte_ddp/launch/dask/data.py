@@ -91,11 +91,7 @@ def packed_directory(directory: Path, target: Path) -> None:
 
 
 def packed_code(program: Program) -> bytes:
-    """Return a zip of the program's source files. Equal code has an equal zip.
-
-    Raises:
-        ConfigError: they are too large to be code alone.
-    """
+    """Return a zip of the program's files, equal for equal code. Raises ConfigError if they are too large for code."""
     files = program.source_files()
     if sum(file.stat().st_size for file in files.values()) > MAX_SIZE:
         folders = [program.directory] if program.directory else sorted({name.split("/")[0] for name in files})

@@ -49,11 +49,7 @@ class Output:
     stderr_filters: tuple[str, ...] = ()
 
     def streams(self, logs: str, node: NodeRanks, local_rank: int) -> dict[int, RankStream]:
-        """Return the streams of a rank by their file descriptors.
-
-        Args:
-            logs: directory for the length of the run.
-        """
+        """Return the streams of a rank by their file descriptors. `logs` is a directory for the length of the run."""
         tee = _parse_streams(self.tee, local_rank)
         redirects = _parse_streams(self.redirects, local_rank) | tee
         is_shown = not self.ranks or str(local_rank) in self.ranks.split(",")

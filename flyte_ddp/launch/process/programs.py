@@ -76,11 +76,7 @@ class Program:
         return {name: os.environ.get(name, "1"), **signals, **local_rank, **self.variables}
 
     def check(self, world_size: int, has_gpus: bool) -> None:
-        """Check the program before anything is started for it.
-
-        Raises:
-            ConfigError: a batch that cannot be split evenly, missing GPUs.
-        """
+        """Raise ConfigError if the program's batch cannot be split evenly over the ranks, or if it lacks GPUs."""
         self.check_world_size(world_size)
         if self.needs_gpus and world_size > 1 and not has_gpus:
             raise ConfigError(self.needs_gpus)
