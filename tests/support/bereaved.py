@@ -96,11 +96,11 @@ class Bereaved(Normed):
             while orders[0].exists():
                 time.sleep(PACE)
             return
+        while place == "evaluation" and len(list(evaluating.iterdir())) < dist.get_world_size():
+            time.sleep(PACE)  # before the order is gone, without which none of them says so
         orders[0].unlink()
         if place == "between":
             time.sleep(0.5)  # the other ranks take this step
-        while place == "evaluation" and len(list(evaluating.iterdir())) < dist.get_world_size():
-            time.sleep(PACE)
         if place == "hang":
             time.sleep(600)
         if place == "raise":
