@@ -4,12 +4,14 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import dask
 import pytest
 from distributed import LocalCluster, Security
 
@@ -18,6 +20,7 @@ from flyte_ddp.cluster.config import ADDRESS_VARIABLE, ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.cluster.kubernetes.manifest import CERTIFICATE_MOUNT, cluster_spec
 from flyte_ddp.errors import ClusterError, ConfigError
+from tests.support.dask_runs import eventually
 
 
 def double_in_a_child(number: int) -> int:
@@ -43,6 +46,17 @@ def test_a_local_cluster_has_one_thread_per_node_and_workers_that_may_have_child
     host, port = address.removeprefix("tcp://").split(":")
     with pytest.raises(ConnectionError), socket.create_connection((host, int(port)), timeout=5):
         pass
+
+
+def test_a_local_worker_comes_back_however_long_it_takes() -> None:
+    """Dask waits 15 s for one that was lost, and then ends its nanny. A busy machine or a second loss take longer."""
+    with (
+        dask.config.set({"distributed.deploy.lost-worker-timeout": "10ms"}),
+        open_cluster(ClusterConfig(kind="local", num_nodes=1), "run") as client,
+    ):
+        (pid,) = client.run(os.getpid).values()
+        os.kill(pid, signal.SIGKILL)
+        assert eventually(lambda: set(client.run(os.getpid, on_error="ignore").values()) - {pid}, timeout=100)
 
 
 @pytest.mark.parametrize("through_environment", [False, True])
