@@ -27,15 +27,12 @@ def generate(
     max_length: int,
 ) -> list[str]:
     """Generate `count` names that are not in `data`, with the model in `model_state` that a pet-name recipe trained."""
-    from flyte_ddp.recipes.pet_names.generate import TooFewNames, generate_names, load_model
+    from flyte_ddp.recipes.pet_names.generate import generate_names, load_model
 
     known = Path(data.download() or data.path, TRAINING_NAMES).read_text().splitlines()
     with flyte_errors():
-        state = _read_state(model_state, "pet_names or pet_name_windows")
-        try:
-            return generate_names(load_model(state), count, temperature, seed, prefix, known, max_length)
-        except (ConfigError, TooFewNames) as error:
-            raise ConfigError(" ".join(str(error).split())) from error  # torch lists a state's gaps on many lines
+        model = load_model(_read_state(model_state, "pet_names or pet_name_windows"))
+        return generate_names(model, count, temperature, seed, prefix, known, max_length)
 
 
 @task(**SMALL_TASK, retries=2)
@@ -46,12 +43,8 @@ def generate_text(
     from flyte_ddp.recipes.text import generate as generator
 
     with flyte_errors():
-        state = _read_state(model_state, "text")
-        try:
-            model = generator.load_model(state)
-            return generator.generate_text(model, prompt, max_tokens, temperature, top_p, seed)
-        except ConfigError as error:
-            raise ConfigError(" ".join(str(error).split())) from error
+        model = generator.load_model(_read_state(model_state, "text"))
+        return generator.generate_text(model, prompt, max_tokens, temperature, top_p, seed)
 
 
 def _read_state(model_state: PythonPickledFile, recipe: str) -> Any:

@@ -86,7 +86,7 @@ def test_one_machine_and_several_generate_the_same_names(state_file):
         ({"count": 0}, "count: expected a whole number of at least 1, got 0"),
         ({"temperature": -1.0}, "temperature: expected a finite number above 0, got -1.0"),
         ({"prefix": "Zoë"}, "prefix: expected letters from a to z"),
-        ({"max_length": 31}, "max_length: expected a whole number from 1 to 30, got 31"),
+        ({"max_length": 31}, "max_length: expected a whole number of at least 1 and of at most 30, got 31"),
         ({"count": 5, "prefix": "b", "max_length": 1}, "prefix: expected fewer characters"),
         ({"count": 100, "max_length": 1}, "count: expected 100 new names, got "),
         ({"data": FlyteFile(__file__)}, "usable names"),

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flyte_ddp.config.fields import Limits, check
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.recipes.pet_names import ALPHABET, BLANK, END
-from flyte_ddp.recipes.pet_names.model import NameModel, State
+from flyte_ddp.recipes.pet_names.model import NameModel
 
 CHUNK = 1792  # names drawn as one batch, which usually has a thousand new ones; a few rows cost as much as many
 MAX_LETTERS = 30  # of a name
@@ -24,7 +25,7 @@ MAX_DRAWS = 50  # per name wanted, before `TooFewNames`
 MIN_CHUNKS = 2  # drawn before `TooFewNames`, however few names are wanted
 
 
-class TooFewNames(RuntimeError):
+class TooFewNames(ConfigError):
     """The draws gave fewer new names than requested. `names` has those found."""
 
     def __init__(self, message: str, names: list[str]) -> None:
@@ -55,7 +56,14 @@ def generate_names(
         ConfigError: an argument is out of range, or `prefix` has characters that the model does not know.
         TooFewNames: a bounded number of draws did not give so many new names.
     """
-    _check(count, temperature, seed, prefix, max_length)
+    check("count", count, int, Limits(minimum=1))
+    check("temperature", temperature, float, Limits(above=0))
+    check("seed", seed, int, Limits(minimum=0))
+    check("max_length", max_length, int, Limits(minimum=1, maximum=MAX_LETTERS))
+    expected = "letters from a to z, hyphen, full stop and space"
+    check("prefix", prefix, str, Limits(pattern=r"\s*[A-Za-z. -]*", example=expected))
+    if len(prefix.lstrip()) >= max_length:
+        raise ConfigError(f"prefix: expected fewer characters than max_length, which is {max_length}, got {prefix!r}")
     num_chunks = max(MIN_CHUNKS, math.ceil(MAX_DRAWS * count / CHUNK))
     chunks = (draw_chunk(model, chunk, temperature, seed, prefix, max_length) for chunk in range(num_chunks))
     names = pick_new(chunks, count, known)
@@ -78,8 +86,9 @@ def load_model(state: Mapping[str, Any]) -> NameModel:
     try:
         model.load_state_dict(state)
     except (RuntimeError, TypeError, KeyError) as error:
+        gaps = " ".join(str(error).split())  # torch lists them on many lines
         raise ConfigError(
-            f"model_state: expected the state of recipe pet_names or pet_name_windows, got another model's: {error}"
+            f"model_state: expected the state of recipe pet_names or pet_name_windows, got another model's: {gaps}"
         ) from error
     return model
 
@@ -106,7 +115,7 @@ def draw_chunk(model: NameModel, chunk: int, temperature: float, seed: int, pref
             letters = _sample(logits, temperature, draws[growing, place])
             spelled[growing, place] = letters
             goes_on = letters != END
-            growing, letters, state = growing[goes_on], letters[goes_on], _rows(state, goes_on)
+            growing, letters, state = growing[goes_on], letters[goes_on], tuple(part[:, goes_on] for part in state)
             if not len(growing):
                 break
             logits, state = model.next_letter(letters, state)
@@ -137,22 +146,3 @@ def _sample(logits: Tensor, temperature: float, draws: Tensor) -> Tensor:
     cumulated = logits.softmax(dim=1).cumsum(dim=1)
     drawn = torch.searchsorted(cumulated, draws[:, None] * cumulated[:, -1:], right=True)
     return drawn[:, 0].clamp_(max=len(ALPHABET) - 1)  # a draw next to 1 may be rounded up to it
-
-
-def _rows(state: State, kept: Tensor) -> State:
-    return tuple(part[:, kept] for part in state)
-
-
-def _check(count: int, temperature: float, seed: int, prefix: str, max_length: int) -> None:
-    beginning = prefix.lstrip().lower()
-    unknown = sorted(set(beginning) - set(ALPHABET[2:]))
-    for name, value, holds, expected in (
-        ("count", count, count >= 1, "a whole number of at least 1"),
-        ("temperature", temperature, 0 < temperature < math.inf, "a finite number above 0"),
-        ("seed", seed, seed >= 0, "a whole number of at least 0"),
-        ("max_length", max_length, 1 <= max_length <= MAX_LETTERS, f"a whole number from 1 to {MAX_LETTERS}"),
-        ("prefix", prefix, not unknown, "letters from a to z, hyphen, full stop and space"),
-        ("prefix", prefix, len(beginning) < max_length, f"fewer characters than max_length, which is {max_length}"),
-    ):
-        if not holds:
-            raise ConfigError(f"{name}: expected {expected}, got {value!r}")

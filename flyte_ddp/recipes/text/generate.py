@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flyte_ddp.config.fields import Limits, check
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.recipes.text.model import Shape, TextModel
 from flyte_ddp.recipes.text.tokens import make_tokenizer
@@ -38,7 +38,10 @@ def generate_text(
     Raises:
         ConfigError: an argument is out of range.
     """
-    _check(max_tokens, temperature, top_p, seed)
+    check("max_tokens", max_tokens, int, Limits(minimum=1, maximum=MAX_TOKENS))
+    check("temperature", temperature, float, Limits(minimum=0))
+    check("top_p", top_p, float, Limits(above=0, maximum=1))
+    check("seed", seed, int, Limits(minimum=0))
     tokenizer = make_tokenizer(model.tokenizer)
     (beginning,) = tokenizer.encode([prompt.encode("utf-8", "replace")])
     tokens = [tokenizer.end, *beginning.tolist()]
@@ -72,7 +75,8 @@ def load_model(state: Mapping[str, Any]) -> TextModel:
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
-        raise ConfigError(f"{expected} one that does not fit its own description: {error}") from error
+        gaps = " ".join(str(error).split())  # torch lists them on many lines
+        raise ConfigError(f"{expected} one that does not fit its own description: {gaps}") from error
     return model
 
 
@@ -106,14 +110,3 @@ def pick_token(logits: Tensor, temperature: float, top_p: float, draw: float) ->
     num_kept = min(int((cumulated < top_p).sum()) + 1, len(tokens))
     place = int(torch.searchsorted(cumulated[:num_kept], draw * float(cumulated[num_kept - 1]), right=True))
     return int(tokens[min(place, num_kept - 1)])
-
-
-def _check(max_tokens: int, temperature: float, top_p: float, seed: int) -> None:
-    for name, value, holds, expected in (
-        ("max_tokens", max_tokens, 1 <= max_tokens <= MAX_TOKENS, f"a whole number from 1 to {MAX_TOKENS:,}"),
-        ("temperature", temperature, 0 <= temperature < math.inf, "a finite number of at least 0"),
-        ("top_p", top_p, 0 < top_p <= 1, "a number above 0 and of at most 1"),
-        ("seed", seed, seed >= 0, "a whole number of at least 0"),
-    ):
-        if not holds:
-            raise ConfigError(f"{name}: expected {expected}, got {value!r}")
