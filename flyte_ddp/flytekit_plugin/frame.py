@@ -27,7 +27,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.errors import ConfigError, RankFailure, StorageDenied, StorageUnavailable, TrainingStopped
-from flyte_ddp.events import Event, Listener, RunFinished, RunState
+from flyte_ddp.events import Listener, RunFinished, RunState
 from flyte_ddp.flytekit_plugin.deck import DeckPublisher
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution, share_storage_credentials
@@ -113,10 +113,6 @@ class Frame:
         self.storage.write(FIRST_START, json.dumps(note).encode())
         return self.opened_at
 
-    def explain(self, error: BaseException) -> BaseException:
-        """Return `error`, or what caused it if that was the time limit."""
-        return self._time_limit.explain(error)
-
     def run(
         self,
         report: Report,
@@ -143,9 +139,9 @@ class Frame:
         """
         listeners: list[Listener] = [self.bar, HistoryFile(self.directory / HISTORY)]
         if self.wandb_project or self.mlflow:
-            history = self._output_url(HISTORY) or str(self.directory / HISTORY)
-            tracker = self.tracker(self.run_id(), origin, history, model_artifact=model_artifact)
-            listeners += [tracker, _ReportLink(tracker, report)]
+            history = self.output_url(HISTORY) or str(self.directory / HISTORY)
+            report.tracker = self.tracker(self.run_id(), origin, history, model_artifact=model_artifact)
+            listeners.append(report.tracker)
         listeners += [report, self.publisher, *self.figures(**labels)]
         url = self.storage.url if checkpoints is None else checkpoints
         job = Job(program, url, self.opened_at, run=self.execution.run_id, is_kept=is_kept)
@@ -193,13 +189,13 @@ class Frame:
         """Return file `name` of the task's directory as an output, in a pod with a URL that is known already."""
         if self.output_directory:
             return FlyteFile(shutil.copy(self.directory / name, self.output_directory / name))
-        return FlyteFile(str(self.directory / name), remote_path=self._output_url(name))
+        return FlyteFile(str(self.directory / name), remote_path=self.output_url(name))
 
     def model_state(self, name: str, url: str) -> PythonPickledFile:
         """Return the state dict at `url`, as `output`."""
         file = (self.output_directory or self.directory) / name
         fetch_file(url, file)
-        return PythonPickledFile(str(file), remote_path=self._output_url(name))
+        return PythonPickledFile(str(file), remote_path=self.output_url(name))
 
     def exported(self, finished: RunFinished, card: Mapping[str, Any]) -> FlyteDirectory:
         """Return the files that other programs load, with the run card, as `output`."""
@@ -215,7 +211,7 @@ class Frame:
             (directory / name).write_bytes(contents)
         if finished.not_exported:
             self.say(f"not exported: {finished.not_exported}")
-        return FlyteDirectory(str(directory), remote_directory=self._output_url(EXPORT))
+        return FlyteDirectory(str(directory), remote_directory=self.output_url(EXPORT))
 
     def saved_report(self) -> FlyteFile:
         """Write the report to a file and return it, as `output`."""
@@ -233,7 +229,7 @@ class Frame:
         Does not raise: the run has ended, and the task's own outputs are what counts.
         """
         file = self.directory / HISTORY
-        url = self._output_url(HISTORY) or str(file)
+        url = self.output_url(HISTORY) or str(file)
         if not file.is_file():
             return
         if not self.is_local:
@@ -272,22 +268,11 @@ class Frame:
         if error is not None and self.output_directory:  # else the task saves it with its outputs
             (self.output_directory / "report.html").write_text(self.report.render(), encoding="utf-8")
 
-    def _output_url(self, name: str) -> str | None:
+    def output_url(self, name: str) -> str | None:
+        """Return the URL that an output will have, in a pod; None in a local run."""
         if self.is_local:
             return None
         return f"{flytekit.current_context().raw_output_prefix.rstrip('/')}/{name}"
-
-
-class _ReportLink(Listener):
-    """A listener that adds the URL of W&B's or MLflow's run to the report when its server has answered."""
-
-    def __init__(self, tracker: Wandb | Mlflow, report: Page) -> None:
-        self.tracker = tracker
-        self.report = report
-
-    def handle(self, event: Event) -> None:
-        if self.tracker.url:
-            self.report.links[self.tracker.label] = self.tracker.url
 
 
 @contextlib.contextmanager
@@ -329,7 +314,7 @@ def open_frame(
             with _launcher_log(frame.say):
                 yield frame
         except BaseException as error:
-            reason = frame.explain(error)
+            reason = frame._time_limit.explain(error)
             frame.close(reason)
             if isinstance(reason, TrainingStopped) and frame.is_local:
                 frame.say_how_to_resume(reason)

@@ -35,6 +35,7 @@ class Page(ABC):
         style: its own CSS rules.
         progress_label: what the progress bar counts.
         links: URLs of other pages by name, such as the run's W&B page. They may be added at any time.
+        tracker: the observer of W&B or MLflow, whose URL is a link as soon as its server has answered; None for none.
         notes: lines below the title. They may be added at any time.
     """
 
@@ -44,6 +45,7 @@ class Page(ABC):
 
     def __init__(self, links: Mapping[str, str] | None = None) -> None:
         self.links = dict(links or {})
+        self.tracker: Any = None
         self.notes: list[str] = []
         self.error: BaseException | None = None
         self.opened_at = time.time()
@@ -78,9 +80,10 @@ class Page(ABC):
     def render_fragment(self) -> str:
         """Return the report as a piece of HTML with its own style, for another page."""
         text = '{% extends "base" %}{% from "macros" import pairs, numbers, panels, facts %}' + self.template
+        tracked = {self.tracker.label: self.tracker.url} if self.tracker and self.tracker.url else {}
         links = [
             {"name": name, "url": url, "is_safe": url.startswith(("https://", "http://"))}
-            for name, url in self.links.items()
+            for name, url in {**self.links, **tracked}.items()
         ]
         ended = datetime.datetime.fromtimestamp(self.closed_at or time.time(), datetime.timezone.utc)
         return _template(text).render(
