@@ -7,14 +7,11 @@ it converts the input, so a local run and a remote one ship the same files.
 from __future__ import annotations
 
 import os
-import threading
 import typing
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import flytekit
 from flytekit import FlyteContextManager, task
 from flytekit.core.type_engine import TypeEngine
 from flytekit.types.directory import FlyteDirectory
@@ -23,7 +20,7 @@ from flytekit.types.file import FlyteFile
 from flyte_ddp.config.source_code import MAX_SIZE, files_below
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin.failures import InputError
-from flyte_ddp.flytekit_plugin.frame import HISTORY, Frame
+from flyte_ddp.flytekit_plugin.frame import HISTORY
 from flyte_ddp.launch.run import Gang, script_program
 from flyte_ddp.observers.reports.run import Report
 from tasks.frame import FRAMED, check_cluster, check_urls, open_task_frame, wandb_link
@@ -63,12 +60,21 @@ def run_script(
         config = cluster or ClusterInput()
         check_urls(script=location(script))
         file = unpack_script(script, entry_point, frame.directory / "script")
-        outputs = _place_of_outputs(frame)
+        directory = (frame.output_directory or frame.directory) / "outputs"
+        directory.mkdir(exist_ok=True)
+        outputs = frame.output_url("outputs") or str(directory)
         program = script_program(str(file), arguments, outputs=outputs)
         check_cluster(config)
         gang = Gang(config.num_nodes, cluster=config)
-        with _Log(frame, report) as log, gang.open_place(program, frame.name) as place:
-            frame.run(report, program, place, labels={"script": name}, relay=log.add)
+        with open(frame.directory / "log.txt", "w", encoding="utf-8") as log:
+
+            def relay(line: str) -> None:
+                log.write(f"{line}\n")
+                frame.say(line)
+                report.add_line(line)
+
+            with gang.open_place(program, frame.name) as place:
+                frame.run(report, program, place, labels={"script": name}, relay=relay)
         report.outputs["outputs"] = outputs
         files = {name: frame.output(name) for name in ("log.txt", HISTORY)}
         frame.say_outputs(log=files["log.txt"], history=files[HISTORY])
@@ -79,39 +85,6 @@ def run_script(
             history=files[HISTORY],
             report=frame.saved_report(),
         )
-
-
-def _place_of_outputs(frame: Frame) -> str:
-    """Return a directory of this machine in a local run; in a pod, a URL that belongs to this attempt."""
-    if frame.is_local:
-        directory = (frame.output_directory or frame.directory) / "outputs"
-        directory.mkdir(exist_ok=True)
-        return str(directory)
-    return f"{flytekit.current_context().raw_output_prefix.rstrip('/')}/outputs"
-
-
-class _Log:
-    """The lines of the ranks: printed, in the report, and in a file."""
-
-    def __init__(self, frame: Frame, report: Report) -> None:
-        self._receivers: list[Callable[[str], None]] = [frame.say, report.add_line]
-        self._file = open(frame.directory / "log.txt", "w", encoding="utf-8")  # noqa: SIM115 - closed by the block
-        self._lock = threading.Lock()
-
-    def add(self, line: str) -> None:
-        """Add a line. Any thread may call this."""
-        with self._lock:
-            self._file.write(f"{line}\n")
-            for receive in self._receivers:
-                receive(line)
-
-    def __enter__(self) -> _Log:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._file.close()
-            self._file = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - a late line goes nowhere
 
 
 def pack_script(path: Path) -> str:
