@@ -49,25 +49,13 @@ def abort_execution(name: str, project: str, domain: str) -> None:
     Raises:
         SettingsError: Flyte refuses it, knows no such execution, or cannot be reached.
     """
-    from flytekit.configuration import Config
-    from flytekit.exceptions.system import FlyteSystemException
-    from flytekit.exceptions.user import FlyteUserException
     from flytekit.models.core.identifier import WorkflowExecutionIdentifier
-    from flytekit.remote import FlyteRemote
 
-    from tasks.limits import flyte_message
+    from tasks.limits import open_flyte
 
-    remote = FlyteRemote(Config.auto(), default_project=project, default_domain=domain)
-    try:
-        remote.client.terminate_execution(
-            WorkflowExecutionIdentifier(project, domain, name), "aborted by `python -m tasks abort`"
-        )
-    except FlyteSystemException as error:
-        raise SettingsError(
-            f"Flyte does not answer ({flyte_message(error)}); name it in ~/.flyte/config.yaml or FLYTECTL_CONFIG"
-        ) from error
-    except FlyteUserException as error:
-        raise SettingsError(f"Flyte refuses to abort {name} in {project}-{domain}: {flyte_message(error)}") from error
+    with open_flyte(f"to abort {name} in {project}-{domain}") as client:
+        identifier = WorkflowExecutionIdentifier(project, domain, name)
+        client.terminate_execution(identifier, "aborted by `python -m tasks abort`")
 
 
 if __name__ == "__main__":

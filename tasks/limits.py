@@ -6,7 +6,9 @@ and its version cannot be used again.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 from flytekit import Resources
@@ -54,30 +56,21 @@ def check_limits(project: str, domain: str, version: str, image: str) -> None:
         SettingsError: Flyte refuses it, or cannot be reached. Nothing else was registered.
     """
     from flytekit import ContainerTask
-    from flytekit.clients.friendly import SynchronousFlyteClient
-    from flytekit.configuration import Config, ImageConfig, SerializationSettings
-    from flytekit.exceptions.system import FlyteSystemException
-    from flytekit.exceptions.user import FlyteEntityAlreadyExistsException, FlyteUserException
+    from flytekit.configuration import ImageConfig, SerializationSettings
+    from flytekit.exceptions.user import FlyteEntityAlreadyExistsException
     from flytekit.tools.translator import get_serializable_task
 
     most = Resources(**{attribute: _largest(attribute) for attribute in POD_RESOURCES.values()})
     probe = ContainerTask(PROBE, image, ["true"], requests=most, limits=most)
     settings = SerializationSettings(ImageConfig.auto(img_name=image), project, domain, version)
     task = get_serializable_task(OrderedDict(), settings, probe)
-    try:
-        SynchronousFlyteClient(Config.auto().platform).create_task(task.template.id, task)
-    except FlyteEntityAlreadyExistsException:
-        return  # an earlier registration of this version got as far as this
-    except FlyteSystemException as error:
-        raise SettingsError(
-            f"Flyte does not answer ({flyte_message(error)}); name it in ~/.flyte/config.yaml or FLYTECTL_CONFIG"
-        ) from error
-    except FlyteUserException as error:
-        raise SettingsError(
-            f"Flyte refuses what the tasks request: {flyte_message(error)}. Nothing was registered in "
-            f"{project}-{domain}: request less in settings.toml, or configure Flyte as deploy/README.md describes "
-            "(task_resources)"
-        ) from error
+    remedy = (
+        f". Nothing was registered in {project}-{domain}: request less in settings.toml, or configure Flyte as "
+        "deploy/README.md describes (task_resources)"
+    )
+    # An earlier registration of this version may have got as far as this.
+    with open_flyte("what the tasks request", remedy) as client, contextlib.suppress(FlyteEntityAlreadyExistsException):
+        client.create_task(task.template.id, task)
 
 
 def _largest(attribute: str) -> str | None:
@@ -85,8 +78,21 @@ def _largest(attribute: str) -> str | None:
     return max(values, key=lambda value: int(value.removesuffix("Gi")), default=None)
 
 
-def flyte_message(error: Any) -> str:
-    """Return what Flyte said, without gRPC's frame."""
-    cause = error.__cause__ or error
-    details = getattr(cause, "details", None)
-    return str(details() if callable(details) else error).strip().rstrip(".")
+@contextlib.contextmanager
+def open_flyte(what: str, remedy: str = "") -> Iterator[Any]:
+    """Yield a client of Flyte's API. Where that refuses `what`, or is away, raise a SettingsError with the `remedy`."""
+    from flytekit.clients.friendly import SynchronousFlyteClient
+    from flytekit.configuration import Config
+    from flytekit.exceptions.system import FlyteSystemException
+    from flytekit.exceptions.user import FlyteUserException
+
+    try:
+        yield SynchronousFlyteClient(Config.auto().platform)
+    except (FlyteSystemException, FlyteUserException) as error:
+        details = getattr(error.__cause__ or error, "details", None)  # without gRPC's frame
+        message = str(details() if callable(details) else error).strip().rstrip(".")
+        if isinstance(error, FlyteUserException):
+            raise SettingsError(f"Flyte refuses {what}: {message}{remedy}") from error
+        raise SettingsError(
+            f"Flyte does not answer ({message}); name it in ~/.flyte/config.yaml or FLYTECTL_CONFIG"
+        ) from error
