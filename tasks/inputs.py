@@ -25,21 +25,19 @@ from flyte_ddp.promotion.policy import PromotionCriteria
 from flyte_ddp.studies.search import expand_grid
 
 
-def _json_object(field: str, text: str) -> dict[str, Any]:
+def _parse(field: str, text: str, make: Callable[[dict[str, Any]], Any]) -> Any:
+    """Parse the JSON object of an option of `pyflyte run`, or the contents of its JSON or YAML file."""
     values = json.loads(text)
     if not isinstance(values, dict):
         raise InputError(f"{field}: expected a JSON object or the name of a file with one, got {values!r}")
-    return values
+    try:
+        return make(values)
+    except ConfigError as error:
+        raise InputError(str(error)) from None
 
 
 def _from_json(cls: type, text: str) -> Any:
-    """Parse the JSON object of `pyflyte run --config`, or the contents of its JSON or YAML file."""
-    values = _json_object("config", text)
-    values = {name: value for name, value in values.items() if value is not None}  # null: not given
-    try:
-        return make_overrides(values)
-    except ConfigError as error:
-        raise InputError(str(error)) from None
+    return _parse("config", text, lambda values: make_overrides(_leave_out_nulls(values)))
 
 
 def make_overrides(values: Mapping[str, Any]) -> Any:
@@ -59,7 +57,7 @@ def _pre_deserialize(cls: type, values: dict[Any, Any]) -> dict[Any, Any]:
     return values
 
 
-def _post_serialize(self: Any, values: dict[str, Any]) -> dict[str, Any]:
+def _leave_out_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out what the user did not give. mashumaro's own option for it breaks its JSON schema."""
     return {name: value for name, value in values.items() if value is not None}
 
@@ -73,7 +71,7 @@ TrainingOverrides = dataclasses.make_dataclass(
         "__module__": __name__,
         "from_json": classmethod(_from_json),
         "__pre_deserialize__": classmethod(_pre_deserialize),
-        "__post_serialize__": _post_serialize,
+        "__post_serialize__": lambda self, values: _leave_out_nulls(values),
     },
 )
 
@@ -84,17 +82,11 @@ class ClusterInput(ClusterConfig):
 
     @classmethod
     def from_json(cls, text: str) -> ClusterInput:
-        """Parse the value of `pyflyte run --cluster`."""
-        values = _json_object("cluster", text)
-        try:
-            cluster_config(values)
-            return cls(**values)
-        except ConfigError as error:
-            raise InputError(str(error)) from None
+        return _parse("cluster", text, lambda values: cls(**cls.__pre_deserialize__(values)))
 
     @classmethod
     def __pre_deserialize__(cls, values: dict[Any, Any]) -> dict[Any, Any]:
-        """Refuse unknown fields that come some other way, such as from Flyte's console."""
+        """Refuse unknown fields, also of what comes from Flyte's console."""
         cluster_config(values)
         return values
 
@@ -124,15 +116,19 @@ class OptionalTransformer(UnionTransformer):
 
     flytekit tries all variants of a union and drops their errors. What none of them accepted arrives here as the text
     that was typed, and is "Cannot convert from ... to ..." to flytekit.
+
+    Args:
+        refuse: names the mistake in a value of the types `refused`, if there is one.
     """
 
-    def __init__(self, kind: Any, refuse: Callable[[str], None]) -> None:
+    def __init__(self, kind: Any, refuse: Callable[[Any], None], refused: Any = str) -> None:
         super().__init__()
         self._t = kind
         self._refuse = refuse
+        self._refused = refused
 
     def assert_type(self, t: type, v: Any) -> None:
-        if isinstance(v, str):
+        if isinstance(v, self._refused):
             self._refuse(v)
         super().assert_type(t, v)
 
@@ -159,15 +155,6 @@ def _refuse_grid(grid: Any) -> None:
         expand_grid(grid)
 
 
-class _GridTransformer(OptionalTransformer):
-    """Name the mistake in a list too, of which flytekit would only tell that no variant takes it."""
-
-    def assert_type(self, t: type, v: Any) -> None:
-        if isinstance(v, list):
-            self._refuse(v)
-        super().assert_type(t, v)
-
-
 # The inputs of the workflows, None where the user gives none: any other default of a JSON object crashes flytekit's
 # commands for what is registered, such as `pyflyte run remote-launchplan`. In the form `X | None`, flytekit would not
 # find the transformers registered below.
@@ -183,14 +170,13 @@ for _kind in (TrainingOverrides, ClusterInput):
     TypeEngine.register(_ConfigTransformer(_kind))
     TypeEngine.register(OptionalTransformer(typing.Optional[_kind], functools.partial(_refuse_text, _kind)))  # noqa: UP045
 TypeEngine.register(OptionalTransformer(OptionalSource, _refuse_source))
-TypeEngine.register(_GridTransformer(Grid, _refuse_grid))
+# Of a list too flytekit would only tell that no variant takes it.
+TypeEngine.register(OptionalTransformer(Grid, _refuse_grid, (str, list)))
 
 
 def given(overrides: Any) -> Mapping[str, Any]:
     """Return the fields of `overrides` that the user gave."""
-    if overrides is None:
-        return {}
-    return {name: value for name, value in dataclasses.asdict(overrides).items() if value is not None}
+    return {} if overrides is None else _leave_out_nulls(dataclasses.asdict(overrides))
 
 
 def location(source: OptionalSource) -> str:

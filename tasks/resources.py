@@ -44,12 +44,8 @@ def _resources(size: Size, num_gpus: int = 0) -> dict[str, Any]:
         ephemeral_storage=f"{size.disk_gib}Gi",
         gpu=str(num_gpus) if num_gpus else None,
     )
-    return {"requests": asked, "limits": asked, "timeout": _timeout(size)}
-
-
-def _timeout(size: Size) -> timedelta:
-    """Return how long an attempt may take, its waiting for a node included. Zero is no limit."""
-    return timedelta(hours=size.timeout_hours)
+    # Of an attempt, its waiting for a node included. Zero is no limit.
+    return {"requests": asked, "limits": asked, "timeout": timedelta(hours=size.timeout_hours)}
 
 
 # W&B's own variables, for the tasks that record a run. Only the mode online needs the key. Flyte mounts secrets as
@@ -107,7 +103,7 @@ TRAINING_TASK: dict[str, Any] = {
 EVALUATION_TASK: dict[str, Any] = {
     **TRAINING_TASK,
     **_resources(SETTINGS.training, min(1, SETTINGS.gpus)),
-    "timeout": _timeout(SETTINGS.small),
+    "timeout": SMALL_TASK["timeout"],
     "environment": {**_CODE, **_state_num_gpus(min(1, SETTINGS.gpus))},
     "pod_template": None,
 }
