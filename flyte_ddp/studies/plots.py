@@ -35,7 +35,7 @@ from flyte_ddp.observers.reports.drawing import (
     plot,
     save_panels,
 )
-from flyte_ddp.studies.results import FAILED, FINISHED, STOPPED_EARLY, TrialRun, find_best, read_table
+from flyte_ddp.studies.results import FAILED, FINISHED, STOPPED_EARLY, TrialRun, find_best, rank_of, read_table
 from flyte_ddp.studies.scaling import Row, Study, by_world_size, estimate
 from flyte_ddp.studies.search import BATCH_SIZE_PER_RANK, SEED, WORLD_SIZE, Trial, format_value
 
@@ -118,16 +118,10 @@ def _facets(runs: Sequence[TrialRun]) -> tuple[str, dict[str, Lines]]:
 
 def _rank(runs: Sequence[TrialRun]) -> Lines:
     """Return the models from the best on; the first have colors, and are labelled by their numbers."""
-    ranked = sorted(((run, "", "") for run in runs), key=_order)
-    return [
-        (run, PALETTE[place] if place < NUM_COLORED else "", f"{run.trial.number}" if place < NUM_COLORED else "")
-        for place, (run, _, _) in enumerate(ranked[: NUM_COLORED + MAX_FAINT])
-    ]
-
-
-def _order(line: tuple[TrialRun, str, str]) -> tuple[float, int]:
-    run = line[0]
-    return run.score(run.kept), run.trial.number
+    ranked = sorted(runs, key=rank_of)
+    colored = zip(ranked, PALETTE[:NUM_COLORED], strict=False)
+    faint = ranked[NUM_COLORED : NUM_COLORED + MAX_FAINT]
+    return [*((run, color, f"{run.trial.number}") for run, color in colored), *((run, "", "") for run in faint)]
 
 
 def parameter_panels(runs: Sequence[TrialRun]) -> list[Panel]:
@@ -138,7 +132,8 @@ def parameter_panels(runs: Sequence[TrialRun]) -> list[Panel]:
     _, facets = _facets([run for run in runs if run.epochs])
     lines: Lines = []
     labelled: set[str] = set()  # every facet has a legend, the panel one
-    for run, color, label in sorted((line for each in facets.values() for line in each), key=_order):
+    every = [line for each in facets.values() for line in each]
+    for run, color, label in sorted(every, key=lambda line: rank_of(line[0])):
         if math.isfinite(run.score(run.kept)):
             lines.append((run, color, "" if label in labelled else label))
             labelled.add(label)

@@ -120,10 +120,14 @@ class TrialRun(Listener):
         return made
 
 
+def rank_of(run: TrialRun) -> tuple[float, int]:
+    """Return a key that sorts trials from the best on, in their kept epochs, and equals by their numbers."""
+    return run.score(run.kept), run.trial.number
+
+
 def find_best(runs: Iterable[TrialRun]) -> TrialRun | None:
     """Return the finished trial that is the best in its kept epoch, the first of equals; None if none finished."""
-    finished = [run for run in runs if run.status == FINISHED]
-    return min(finished, key=lambda run: (run.score(run.kept), run.trial.number), default=None)
+    return min((run for run in runs if run.status == FINISHED), key=rank_of, default=None)
 
 
 def build_table(runs: Sequence[TrialRun]) -> pandas.DataFrame:
@@ -139,20 +143,18 @@ def build_table(runs: Sequence[TrialRun]) -> pandas.DataFrame:
     numbers = ("train_loss", "test_loss", *metrics, "last_learning_rate", "seconds", "elapsed_seconds")
     rows: list[dict[str, Any]] = []
     for run in runs:
-        found: list[tuple[Any, ...]] = [
-            (
-                each.epoch,
-                *(each.train_loss, each.test_loss),
-                *(each.metrics.get(name) for name in metrics),
-                *(each.learning_rate, each.seconds, elapsed),
-            )
+        known = {"model": run.trial.number, "status": run.status, **run.trial.values, "error": run.error or None}
+        epochs = [
+            {"epoch": each.epoch, "train_loss": each.train_loss, "test_loss": each.test_loss, **each.metrics}
+            | {"last_learning_rate": each.learning_rate, "seconds": each.seconds, "elapsed_seconds": elapsed}
             for each, elapsed in zip(run.epochs, run.elapsed, strict=True)
         ]
-        for epoch, *values in found or [(None,) * (1 + len(numbers))]:
-            known = {"model": run.trial.number, "status": run.status, "epoch": epoch, **run.trial.values}
-            rows.append({**known, **dict(zip(numbers, values, strict=True)), "error": run.error or None})
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    for name in runs[0].trial.values:
+        rows += [{**known, **epoch} for epoch in epochs or [{}]]
+    names = list(runs[0].trial.values)
+    columns = {
+        name: [row.get(name) for row in rows] for name in ("model", "status", "epoch", *names, *numbers, "error")
+    }
+    for name in names:
         # A column has one type. Mixed values, such as an option that is a number or a list, become text.
         if len({type(value) for value in columns[name]}) > 1 or isinstance(columns[name][0], (list, dict)):
             columns[name] = [format_value(value) for value in columns[name]]

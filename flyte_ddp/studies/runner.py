@@ -169,7 +169,11 @@ class TrialRunner:
             lines = [f"{run.trial}: {run.error}" for run in self.runs if run.status == FAILED]
             raise SweepFailed(
                 "\n".join([f"none of the {len(self.runs)} trials finished", *lines]),
-                may_succeed=any(_may_succeed(error) for error in self.failures),
+                # Machines or processes were lost, which another attempt may not lose.
+                may_succeed=any(
+                    isinstance(error, GangLost) or (isinstance(error, RankFailure) and error.kind != "exception")
+                    for error in self.failures
+                ),
             )
         return self.runs
 
@@ -310,11 +314,6 @@ def _name_directory(recipe: str, trial: Trial, data_version: Sequence[str]) -> s
     """Return a name unique to recipe, configuration, world size and data: trials are reused only if nothing differs."""
     values = [recipe, dataclasses.asdict(trial.config), trial.world_size, data_version]
     return f"trials/{hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]}"
-
-
-def _may_succeed(error: Exception) -> bool:
-    """Return whether machines or processes were lost, which another attempt may not lose."""
-    return isinstance(error, GangLost) or (isinstance(error, RankFailure) and error.kind != "exception")
 
 
 def _one_line(error: Exception) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -69,10 +70,8 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 def by_world_size(rows: Iterable[Row]) -> dict[int, list[Row]]:
     """Return the rows of a series in the order of their world size, those of the repeats of a trial as one list."""
-    repeats: dict[int, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: row.world_size):
-        repeats.setdefault(row.world_size, []).append(row)
-    return repeats
+    size = operator.attrgetter("world_size")
+    return {world_size: list(repeats) for world_size, repeats in itertools.groupby(sorted(rows, key=size), size)}
 
 
 class Study:
