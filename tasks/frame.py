@@ -20,12 +20,9 @@ from flyte_ddp.flytekit_plugin.frame import Frame, open_frame
 from flyte_ddp.observers.reports.page import Page
 from tasks.resources import MLFLOW, SECRETS, SETTINGS, WANDB_ENVIRONMENT, WANDB_MODE, code_version
 
-# Arguments of @task for a task with a frame.
-FRAMED: dict[str, Any] = {
-    "secret_requests": SECRETS,
-    "enable_deck": True,
-    "deck_fields": (),  # the report alone: flytekit's own tabs repeat the source and the inputs
-}
+# Arguments of @task for a Deck with the report alone: flytekit's own tabs repeat the source and the inputs.
+WITH_DECK: dict[str, Any] = {"enable_deck": True, "deck_fields": ()}
+FRAMED = {"secret_requests": SECRETS, **WITH_DECK}  # for a task with a frame
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from flyte_ddp.promotion.policy import (
     plan,
 )
 from flyte_ddp.storage import read_file, redact_url
-from tasks.frame import check_urls
+from tasks.frame import WITH_DECK, check_urls
 from tasks.outputs import RetrainingOutputs
 from tasks.prepare import PreparedData
 from tasks.resources import EVALUATION_TASK, SMALL_TASK, code_version
@@ -39,7 +39,6 @@ from tasks.resources import EVALUATION_TASK, SMALL_TASK, code_version
 ONE_NODE, CLUSTER, NOTHING = "one_node", "cluster", "nothing"
 DECK_NAME = "Retraining"
 MAX_VERSIONS = 20  # in the report
-WITH_DECK = {"enable_deck": True, "deck_fields": ()}
 
 
 class RetrainingPlan(NamedTuple):

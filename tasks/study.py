@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flytekit import task
@@ -136,10 +135,9 @@ def train_sweep(
     A retry of this task skips the trials that are done and continues the others from their checkpoints.
     """
     report = StudyReport(recipe)
-    with _train(
+    return _train(
         report, config, trials, data, cluster, checkpoints, initial_model_state, output, stop_early=stop_early
-    ) as study:
-        return study.sweep_outputs()
+    )
 
 
 # Not cached: the measurements are true only for the machines and the network of that day.
@@ -160,13 +158,9 @@ def train_at_world_sizes(
     A retry of this task continues the interrupted trial; finished trials are not repeated.
     """
     report = StudyReport(recipe, target_loss=target_loss)
-    with _train(
-        report, config, trials, data, cluster, checkpoints, initial_model_state, output, one_at_a_time=True
-    ) as study:
-        return study.scaling_outputs()
+    return _train(report, config, trials, data, cluster, checkpoints, initial_model_state, output, one_at_a_time=True)
 
 
-@contextlib.contextmanager
 def _train(
     report: StudyReport,
     config: TrainingOverrides,
@@ -177,8 +171,8 @@ def _train(
     initial_model_state: str,
     output: str,
     **options: Any,
-) -> Iterator[_Observer]:
-    """Train the trials, for the outputs that the block makes in the frame of the current task.
+) -> Any:
+    """Train the trials, and return the outputs of the current task.
 
     Args:
         options: of `TrialRunner`.
@@ -211,7 +205,7 @@ def _train(
                 **options,
             ).train(trials)
         frame.close(None)
-        yield observer
+        return observer.scaling_outputs() if report.is_scaling else observer.sweep_outputs()
 
 
 class _Observer:
