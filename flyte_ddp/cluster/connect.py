@@ -22,7 +22,7 @@ from flyte_ddp.config.main_module import hide_main_module
 from flyte_ddp.errors import ClusterError, ConfigError
 
 if typing.TYPE_CHECKING:
-    from distributed import Client, Security
+    from distributed import Client, LocalCluster, Security
 
 CLIENT_CLOSE_TIMEOUT = 3.0  # seconds; of the 30 that Kubernetes gives a pod to end, most belong to a last checkpoint
 # Run by each local worker. A terminal sends Ctrl-C to its foreground process group, which must be the driver alone: it
@@ -56,14 +56,19 @@ def open_cluster(config: ClusterConfig, run_name: str) -> Iterator[Client]:
     with contextlib.ExitStack() as stack:
         kind = config.resolved_kind
         stack.enter_context(dask.config.set(dask_config(config)))
-        stack.enter_context(_warnings_only(logging.getLogger("distributed")))
+        dask_logger = logging.getLogger("distributed")
+        stack.callback(dask_logger.setLevel, dask_logger.level)
+        dask_logger.setLevel(logging.WARNING)  # informative lines would hide the epochs that `pyflyte run` shows
         security = None  # as Dask's own configuration has it
         if kind == "kubernetes":
             address, security = stack.enter_context(lifecycle.kube_cluster(config, run_name, deadline))
         elif kind == "local":
-            address = stack.enter_context(_local_cluster(config))
+            address = stack.enter_context(_local_cluster(config)).scheduler_address
         else:
-            address = _existing_address(config)
+            address = config.resolved_address
+            if not address:
+                expected = f"an address such as tcp://10.0.0.7:8786, here or in {ADDRESS_VARIABLE}"
+                raise ConfigError(f"scheduler_address: expected {expected}, got ''")
         client = stack.enter_context(closing(_connect(address, deadline, security)))
         if kind == "kubernetes":
             stack.enter_context(lifecycle.keep_alive(client, config.kubernetes.idle_timeout))
@@ -86,33 +91,12 @@ def worker_end(config: ClusterConfig, worker_name: str, num_lines: int = 20) -> 
     return api.worker_end(config, worker_name, num_lines)
 
 
-@contextlib.contextmanager
-def _warnings_only(logger: logging.Logger) -> Iterator[None]:
-    """Keep informative lines from the terminal, where `pyflyte run` shows the epochs."""
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-def _existing_address(config: ClusterConfig) -> str:
-    address = config.resolved_address
-    if not address:
-        raise ConfigError(
-            f"scheduler_address: expected an address such as tcp://10.0.0.7:8786, here or in {ADDRESS_VARIABLE}, got ''"
-        )
-    return address
-
-
-@contextlib.contextmanager
-def _local_cluster(config: ClusterConfig) -> Iterator[str]:
+def _local_cluster(config: ClusterConfig) -> LocalCluster:
     import dask
     from distributed import LocalCluster
 
     with hide_main_module():
-        cluster = LocalCluster(
+        return LocalCluster(
             n_workers=config.num_nodes,
             threads_per_worker=1,
             processes=True,
@@ -121,8 +105,6 @@ def _local_cluster(config: ClusterConfig) -> Iterator[str]:
             silence_logs=logging.WARNING,
             preload=[*dask.config.get("distributed.worker.preload", []), LEAVE_PROCESS_GROUP],
         )
-    with cluster:
-        yield cluster.scheduler_address
 
 
 @contextlib.contextmanager

@@ -250,15 +250,9 @@ def _own_image(pod: Any) -> str:
     """
     registered = os.environ.get(IMAGE_VARIABLE)
     marked = (pod.metadata.annotations or {}).get("primary_container_name")
-    containers = pod.spec.containers
-    for is_own in (
-        lambda each: each.image == registered,
-        lambda each: each.name == marked,
-        lambda each: each.name == pod.metadata.name,
-    ):
-        for container in filter(is_own, containers):
-            return str(container.image)
-    return str(containers[0].image)
+    name = pod.metadata.name
+    own = max(pod.spec.containers, key=lambda each: (each.image == registered, each.name == marked, each.name == name))
+    return str(own.image)
 
 
 def _describe(error: Exception) -> str:
