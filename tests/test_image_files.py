@@ -58,7 +58,7 @@ def test_an_image_costs_one_request_and_a_process_opens_one_client(store, prepar
 
     assert len(images) == 12
     assert [method for method, *_ in store.requests[before:]] == ["GET"] * 12
-    assert len({id(client) for client in clients}) == 1
+    assert len({id(storage) for storage, _ in clients}) == 1
 
 
 def test_neither_index_nor_note_nor_config_holds_credentials(store, prepared):

@@ -27,7 +27,7 @@ from flyte_ddp.recipes.text import corpus
 from flyte_ddp.recipes.text.corpus import Corpus
 from flyte_ddp.recipes.text.model import Shape, TextModel
 from flyte_ddp.recipes.text.shards import HELD_OUT, TRAIN, read_facts
-from flyte_ddp.recipes.text.tokens import Bytes, make_tokenizer, train_bpe
+from flyte_ddp.recipes.text.tokens import Tokenizer, make_tokenizer, train_bpe
 from flyte_ddp.world import World
 from tests.support import sample_run
 from tests.support.image_store import running_store
@@ -196,7 +196,7 @@ def test_any_bytes_are_tokens_of_the_default(tmp_path):
     (tmp_path / "one.txt").write_bytes(bytes(range(255)) * 4)
     prepared(tmp_path, tmp_path / "one.txt")
     whole = (tmp_path / "data" / TRAIN).read_bytes() + (tmp_path / "data" / HELD_OUT).read_bytes()
-    assert whole == bytes(range(255)) * 4 + bytes([Bytes.end])
+    assert whole == bytes(range(255)) * 4 + bytes([Tokenizer.end])
 
 
 def test_nats_per_byte_compare_between_tokenizers(tmp_path):

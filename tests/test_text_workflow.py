@@ -15,7 +15,7 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished, RunState, read_history
 from flyte_ddp.recipes.text.generate import generate_text, load_model, pick_token, predict_next
 from flyte_ddp.recipes.text.model import Shape, TextModel
-from flyte_ddp.recipes.text.tokens import Bytes
+from flyte_ddp.recipes.text.tokens import Tokenizer
 from tasks.inputs import InputError
 from tests.support.commands import run_command
 from workflows.text import generate_text_wf
@@ -154,7 +154,7 @@ def test_the_model_ends_a_text_and_any_bytes_are_shown():
     model.forward = lambda tokens, caches: script(tokens)  # one token after the other
 
     def script(tokens):
-        follows = {Bytes.end: 65, 65: 0xC3, 0xC3: 66, 66: Bytes.end}
+        follows = {Tokenizer.end: 65, 65: 0xC3, 0xC3: 66, 66: Tokenizer.end}
         logits = torch.full((1, 1, 256), -math.inf)
         logits[0, 0, follows[int(tokens[0, -1])]] = 0.0
         return logits

@@ -84,15 +84,6 @@ def refuse_credentials(field: str, url: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Client:
-    """The connections and threads of one process."""
-
-    process: int
-    storage: Storage
-    threads: ThreadPoolExecutor
-
-
 class FileReader:
     """Reads files below `url`, each process through one client of its own.
 
@@ -109,7 +100,7 @@ class FileReader:
         self.access = access
         self.concurrency = concurrency
         self.cache = Path(cache).expanduser() if cache else None
-        self._client: _Client | None = None
+        self._client: tuple[int, Storage, ThreadPoolExecutor] | None = None  # of the process with this id
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_client": None}
@@ -127,7 +118,8 @@ class FileReader:
             except UnreadableImage as error:
                 return error
 
-        return list(self._open_once().threads.map(read, files))
+        _, threads = self._open_once()
+        return list(threads.map(read, files))
 
     def read(self, file: File) -> bytes:
         """Return the contents of `file`.
@@ -166,7 +158,7 @@ class FileReader:
             self.cache = None
 
     def _fetch(self, file: File) -> bytes:
-        storage = self._open_once().storage
+        storage, _ = self._open_once()
         for _ in range(MAX_SHORT_READS):
             try:
                 contents = storage.read(file.name)
@@ -178,11 +170,11 @@ class FileReader:
         reason = f"expected the listed {file.size} bytes, got {len(contents)}"
         raise UnreadableImage(f"data: {self.join(file)} cannot be read: {reason}")
 
-    def _open_once(self) -> _Client:
-        if self._client is None or self._client.process != os.getpid():
+    def _open_once(self) -> tuple[Storage, ThreadPoolExecutor]:
+        if self._client is None or self._client[0] != os.getpid():
             threads = ThreadPoolExecutor(self.concurrency, thread_name_prefix="read-images")
-            self._client = _Client(os.getpid(), _open(self.url, self.access), threads)
-        return self._client
+            self._client = os.getpid(), _open(self.url, self.access), threads
+        return self._client[1:]
 
     def join(self, file: File) -> str:
         """Return the full URL of `file`."""

@@ -97,7 +97,7 @@ class Text(Recipe):
         if self.tokens == "bytes":
             tokenizer = make_tokenizer("")
         elif self.vocabulary_of:
-            tokenizer = load_tokenizer(self.vocabulary_of, "recipe_options.vocabulary_of")
+            tokenizer = load_tokenizer(self.vocabulary_of)
         else:
             tokenizer = train_bpe(sample_texts(corpus, self.held_out), self.vocabulary)
         return prepare_shards(corpus, directory, tokenizer, self.held_out, self.context)

@@ -6,7 +6,7 @@ A tokenizer has a `definition`, a string from which `make_tokenizer` makes it ag
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class Tokenizer(Protocol):
-    """Texts to tokens and back."""
+class Tokenizer:
+    """Texts to tokens and back: each byte is a token. 0xFF, which UTF-8 does not have, ends a document."""
 
-    definition: str
-    size: int  # of the vocabulary
-    end: int  # the token that ends a document
+    definition = ""
+    size = 256  # of the vocabulary
+    end = 0xFF  # the token that ends a document
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[Any]]:
         """Return the tokens of each text, without `end`, in the smallest type that holds them.
@@ -30,32 +30,18 @@ class Tokenizer(Protocol):
         Raises:
             UnicodeDecodeError: the tokenizer needs UTF-8 and a text has something else.
         """
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of `tokens`; what is not UTF-8 becomes U+FFFD."""
-
-    def num_bytes(self, tokens: NDArray[Any]) -> int:
-        """Return how many bytes of text `tokens` stand for."""
-
-
-class Bytes:
-    """Each byte is a token. 0xFF, which UTF-8 does not have, ends a document."""
-
-    definition = ""
-    size = 256
-    end = 0xFF
-
-    def encode(self, texts: Sequence[bytes]) -> list[NDArray[Any]]:
         return [np.frombuffer(text, dtype=np.uint8) for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of `tokens`; what is not UTF-8 becomes U+FFFD."""
         return bytes(tokens).decode("utf-8", errors="replace")
 
     def num_bytes(self, tokens: NDArray[Any]) -> int:
+        """Return how many bytes of text `tokens` stand for."""
         return int(np.count_nonzero(tokens != self.end))
 
 
-class Bpe:
+class Bpe(Tokenizer):
     """Byte-level BPE as GPT-2 has it, by the library `tokenizers`.
 
     The end of a document is no token of the library's: it would be found in texts that spell it out.
@@ -91,14 +77,11 @@ class Bpe:
 
 def make_tokenizer(definition: str) -> Tokenizer:
     """Return the tokenizer with this definition; "" is that of bytes."""
-    return Bpe(definition) if definition else Bytes()
+    return Bpe(definition) if definition else Tokenizer()
 
 
-def load_tokenizer(url: str, field: str) -> Tokenizer:
+def load_tokenizer(url: str) -> Tokenizer:
     """Return the BPE of the model whose state is at `url`, a path or URL.
-
-    Args:
-        field: named in errors.
 
     Raises:
         ConfigError: there is no state of such a model.
@@ -107,6 +90,7 @@ def load_tokenizer(url: str, field: str) -> Tokenizer:
     """
     from flyte_ddp.storage.weights import from_bytes  # imports torch
 
+    field = "recipe_options.vocabulary_of"
     expected = f"{field}: expected the model_state.pt of a run of recipe text with a bpe, got {url!r}, which"
     try:
         state = from_bytes(read_file(url, field))
