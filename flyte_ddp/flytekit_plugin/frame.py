@@ -53,10 +53,7 @@ FIRST_START = "first-start.json"  # a file beside the checkpoints, so that `max_
 WANDB_SECRET = Secret(group="wandb", key="api_key")
 MLFLOW_SECRET = Secret(group="mlflow", key="token")
 # In a local run, and in a pod in which Flyte passes secrets as variables.
-KEY_VARIABLES = (
-    *("WANDB_API_KEY", "_FSEC_WANDB_API_KEY"),
-    *("_FSEC_MLFLOW_TOKEN", "MLFLOW_TOKEN", *MLFLOW_VARIABLES),
-)
+KEY_VARIABLES = ("WANDB_API_KEY", "_FSEC_WANDB_API_KEY", "_FSEC_MLFLOW_TOKEN", "MLFLOW_TOKEN", *MLFLOW_VARIABLES)
 
 
 @dataclass
@@ -168,7 +165,6 @@ class Frame:
             return Mlflow(*self.mlflow, run_id, **{**shared, **options})
         settings = {
             "project": os.environ.get("WANDB_PROJECT", self.wandb_project),
-            "entity": os.environ.get("WANDB_ENTITY"),
             "run_id": run_id,
             "notes": self.execution.url,
             "directory": str(self.directory),

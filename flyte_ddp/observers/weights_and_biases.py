@@ -66,7 +66,6 @@ class Wandb:
         project: W&B's project; created if missing.
         run_id: the same in every attempt of one run; letters, digits, "-" and "_".
         directory: for W&B's files; created if missing.
-        entity: the user or team that owns the project; None is the default of the key's owner.
         name: of the run on W&B's pages.
         group: of runs that belong together, such as a sweep.
         notes: shown with the run, such as the URL of the Flyte execution.
@@ -86,7 +85,6 @@ class Wandb:
     run_id: str
     directory: str | Path
     _: KW_ONLY
-    entity: str | None = None
     name: str | None = None
     group: str | None = None
     notes: str | None = None
@@ -246,7 +244,6 @@ class Wandb:
         self._run = wandb.init(
             project=self.project,
             id=self.run_id,
-            entity=self.entity,
             name=self.name,
             group=self.group,
             notes=self.notes,
