@@ -43,8 +43,7 @@ class DeckPublisher:
         # Taken here, in the task's thread, because events may arrive in another one.
         self._context = contextvars.copy_context()
         parameters = FlyteContextManager.current_context().user_space_params
-        self._is_shown = parameters is not None and parameters.enable_deck
-        self._deck = _ReportDeck(report) if self._is_shown else None
+        self._deck = _ReportDeck(report) if parameters is not None and parameters.enable_deck else None
         self._upload: threading.Thread | None = None
         self._lock = threading.Lock()  # the runs of a sweep have a thread of events each
 

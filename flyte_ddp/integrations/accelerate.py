@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from flyte_ddp import session
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.integrations import loaders, training
+from flyte_ddp.rank.batches import rank_and_world_size
 
 with training.importing("accelerate"):
     from accelerate import Accelerator, skip_first_batches
@@ -126,7 +127,7 @@ class _Training:
                 accelerator.scaler.load_state_dict(found["scaler"])
         self.global_batch_size = found["global_batch_size"] if found else total
         if self.global_batch_size is None:
-            self.global_batch_size = loader.batch_size * training.world_size()
+            self.global_batch_size = loader.batch_size * rank_and_world_size()[1]
         share = loaders.split_batch(self.global_batch_size)
         self._generator = getattr(loader.sampler, "generator", None)
         if isinstance(loader.sampler, RandomSampler) and self._generator is None:

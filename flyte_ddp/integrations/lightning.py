@@ -16,7 +16,7 @@ from typing import Any
 from flyte_ddp import session
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.integrations import loaders, training
-from flyte_ddp.rank.batches import Batches
+from flyte_ddp.rank.batches import Batches, rank_and_world_size
 
 with training.importing("lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -173,4 +173,4 @@ class SessionCallback(Callback):  # type: ignore[misc]
 
 def _num_shares(trainer: Trainer) -> int:
     """Return the ranks that share a batch: those that split a layer by tensor parallelism have the same samples."""
-    return int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", training.world_size()))
+    return int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", rank_and_world_size()[1]))

@@ -148,11 +148,6 @@ def end_if_stopped(save_now: Any) -> None:
         raise StopRequested
 
 
-def world_size() -> int:
-    """Return the number of ranks."""
-    return rank_and_world_size()[1]
-
-
 def select_numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """Return those of `values` that are numbers, as `session.report` takes them besides step and epoch."""
     found = {}

@@ -117,7 +117,8 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         """Save the training as it is after an optimizer step. For all ranks together."""
         trainer = self.trainer
         trainer.store_flos()
-        stateful = [each for each in [*trainer.callback_handler.callbacks, trainer.control] if _is_stateful(each)]
+        objects: list[Any] = [*trainer.callback_handler.callbacks, trainer.control]
+        stateful = [each for each in objects if isinstance(each, ExportableState)]
         scaler = trainer.accelerator.scaler
         values = {
             "global_batch_size": self.global_batch_size,
@@ -147,7 +148,3 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
             batch_size = next(size for size in range(min(batch_size, share), 0, -1) if share % size == 0)
             args.per_device_train_batch_size, args.gradient_accumulation_steps = batch_size, share // batch_size
             trainer._train_batch_size = args.train_batch_size
-
-
-def _is_stateful(callback: Any) -> bool:
-    return isinstance(callback, ExportableState)

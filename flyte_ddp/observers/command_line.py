@@ -61,29 +61,25 @@ def make_observers(
     Raises:
         ConfigError: a file cannot be written.
     """
-    try:
-        return _make(options, name, bar)
-    except OSError as error:
-        raise ConfigError(
-            f"--history, --report: expected files that can be written, got {error.filename}: {error.strerror}"
-        ) from None
-
-
-def _make(options: argparse.Namespace, name: str, bar: ProgressBar) -> tuple[list[Listener], Callable[[str], None]]:
     from flyte_ddp.observers.metrics import MetricsServer, requested_port
 
     listeners: list[Listener] = [bar]
     receivers = [bar.write]
-    if options.history:
-        from flyte_ddp.observers.history import HistoryFile
+    try:
+        if options.history:
+            from flyte_ddp.observers.history import HistoryFile
 
-        listeners.append(HistoryFile(options.history))
-    if options.report:
-        from flyte_ddp.observers.reports.run import Report
+            listeners.append(HistoryFile(options.history))
+        if options.report:
+            from flyte_ddp.observers.reports.run import Report
 
-        report = Report(name)
-        listeners.append(_ReportFile(report, Path(options.report)))
-        receivers.append(report.add_line)
+            report = Report(name)
+            listeners.append(_ReportFile(report, Path(options.report)))
+            receivers.append(report.add_line)
+    except OSError as error:
+        raise ConfigError(
+            f"--history, --report: expected files that can be written, got {error.filename}: {error.strerror}"
+        ) from None
     if options.wandb or options.mlflow:
         run_id = f"{Path(name).stem}-{os.urandom(4).hex()}"
         if options.checkpoints:

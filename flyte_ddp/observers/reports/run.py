@@ -317,12 +317,17 @@ class Report(Page):
         if finished.model_state_url:
             kept = f"of epoch {finished.model_state_epoch}" if finished.model_state_epoch else ""
             checkpoints.insert(0, row("Model state", finished.model_state_url, kept))
+        none = "no rank is slower than the others any more"
+        stragglers = [
+            row(f"Step {found.step:,}", "; ".join(map(str, found.stragglers)) or none)
+            for found in reversed(state.stragglers[-MAX_CHECKPOINTS:])
+        ]
         size = f"{started.num_parameters:,} parameters"
         kept = f"{state.num_checkpoints:,} written, the newest and the best are kept"
         sections = [
             section("Outputs", [row(name, url) for name, url in self.outputs.items()], has_long_values=True),
             section("Time", time_rows, "their sum is the wall time"),
-            section("Slow ranks", _straggler_rows(state), "when they changed", has_long_values=True),
+            section("Slow ranks", stragglers, "when they changed", has_long_values=True),
             section("Configuration", _configuration(started.config), "bold: not the package's default"),
             section("Environment", [each for each in environment if each["value"]]),
             section("Data", data if started.data else [], has_long_values=True),
@@ -330,15 +335,6 @@ class Report(Page):
             section("Checkpoints", checkpoints, kept, has_long_values=True),
         ]
         return [each for each in sections if each["rows"]]
-
-
-def _straggler_rows(state: RunState) -> list[dict[str, str]]:
-    """Return a row for each rank whenever the slow ranks changed, the newest first."""
-    none = "no rank is slower than the others any more"
-    return [
-        row(f"Step {found.step:,}", "; ".join(map(str, found.stragglers)) or none)
-        for found in reversed(state.stragglers[-MAX_CHECKPOINTS:])
-    ]
 
 
 def _error(prediction: Prediction) -> float:
