@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.recipes import Recipe
-from flyte_ddp.recipes.arrays import load_arrays, save_images
+from flyte_ddp.recipes.arrays import load_arrays
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -44,7 +44,7 @@ class Counting(Recipe):
         for split, size in (("train", NUM_SAMPLES), ("test", 40)):
             inputs = draw.standard_normal((size, NUM_FEATURES + 1)).astype(np.float32)
             inputs[:, -1] = np.arange(size)  # the sample's number
-            save_images(directory / f"{split}.npz", inputs, draw.randint(NUM_CLASSES, size=size))
+            np.savez(directory / f"{split}.npz", images=inputs, labels=draw.randint(NUM_CLASSES, size=size))
         return f"{NUM_SAMPLES} samples of noise"
 
     def datasets(self, directory: Path) -> Any:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flyte_ddp.recipes.arrays import save_images
 from flyte_ddp.recipes.mnist import Mnist
 
 if TYPE_CHECKING:
@@ -28,9 +27,12 @@ class MnistLike(Mnist):
     """MNIST's model and shapes on noise; `source` is the number of training images, as a decimal number."""
 
     def prepare(self, source: str, directory: Path) -> str:
+        import numpy as np
+
         num_samples = int(source or NUM_SAMPLES)
         for split, count in (("train", num_samples), ("test", NUM_TEST_SAMPLES)):
-            save_images(directory / f"{split}.npz", *noise(count))
+            images, labels = noise(count)
+            np.savez(directory / f"{split}.npz", images=images, labels=labels)
         return f"noise, {num_samples:,} training and {NUM_TEST_SAMPLES:,} held-out images of 28x28"
 
 

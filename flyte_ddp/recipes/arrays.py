@@ -6,19 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from torch.utils.data import Dataset
 
 
-def save_images(file: Path, images: NDArray[Any], labels: NDArray[Any]) -> None:
-    """Write images in bytes, (N, H, W) or (N, C, H, W), and their labels (N,), uncompressed for a fast start."""
-    import numpy as np
-
-    np.savez(file, images=images, labels=labels)
-
-
 def load_arrays(file: Path) -> Dataset[Any]:
-    """Return the arrays in `file` as a TensorDataset, in the order in which they were saved: inputs, then targets."""
+    """Return the arrays that `numpy.savez` wrote to `file`, inputs and then targets, as a TensorDataset."""
     import numpy as np
     import torch
     from torch.utils.data import TensorDataset

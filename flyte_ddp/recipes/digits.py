@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.config.extras import how_to_install
 from flyte_ddp.errors import DataError
-from flyte_ddp.recipes.arrays import load_arrays, save_images
+from flyte_ddp.recipes.arrays import load_arrays
 from flyte_ddp.recipes.base import Recipe
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ class Digits(Recipe):
         labels = table[:, 64].astype(np.int64)
         order = np.random.RandomState(SPLIT_SEED).permutation(len(labels))
         test, train = order[:NUM_HELD_OUT], order[NUM_HELD_OUT:]
-        save_images(directory / "train.npz", images[train], labels[train])
-        save_images(directory / "test.npz", images[test], labels[test])
+        np.savez(directory / "train.npz", images=images[train], labels=labels[train])
+        np.savez(directory / "test.npz", images=images[test], labels=labels[test])
         return f"scikit-learn's handwritten digits: {len(train):,} training and {len(test):,} held-out images of 8x8"
 
     def data_license(self, source: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.errors import DataError
-from flyte_ddp.recipes.arrays import load_arrays, save_images
+from flyte_ddp.recipes.arrays import load_arrays
 from flyte_ddp.recipes.base import Recipe
 from flyte_ddp.recipes.download import download
 from flyte_ddp.storage import Storage
@@ -54,7 +54,7 @@ class Mnist(Recipe):
         for split, prefix in (("train", "train"), ("test", "t10k")):
             images = _idx(contents[f"{prefix}-images-idx3-ubyte"])
             labels = _idx(contents[f"{prefix}-labels-idx1-ubyte"]).astype(np.int64)
-            save_images(directory / f"{split}.npz", images, labels)
+            np.savez(directory / f"{split}.npz", images=images, labels=labels)
         where = f"read from {source}" if source else "downloaded from torchvision's mirrors"
         return f"MNIST, 60,000 training and 10,000 held-out images of 28x28, {where}"
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from flyte_ddp.recipes import Recipe
-from flyte_ddp.recipes.arrays import load_arrays, save_images
+from flyte_ddp.recipes.arrays import load_arrays
 from flyte_ddp.recipes.image_folder.recipe import ImageFolder
 
 NUM_FEATURES, NUM_CLASSES = 8, 3
@@ -48,7 +48,7 @@ class Tiny(Recipe):
         random_state = np.random.RandomState(int(source or 0))
         for name, size in (("train", self.num_train), ("test", self.num_test)):
             inputs = random_state.standard_normal((size, NUM_FEATURES)).astype(np.float32)
-            save_images(directory / f"{name}.npz", inputs, self.draw_targets(random_state, size))
+            np.savez(directory / f"{name}.npz", images=inputs, labels=self.draw_targets(random_state, size))
         return f"{self.num_train} samples of noise, seed {source or 0}"
 
     def draw_targets(self, random_state, size):

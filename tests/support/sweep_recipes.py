@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from flyte_ddp.recipes.arrays import save_images
 from tests.support.recipes import FAULTS, NUM_FEATURES, Tiny
 
 
@@ -33,7 +32,8 @@ class Swept(Tiny):
         random_state = np.random.RandomState(int(source or 0))
         for name, size in (("train", self.num_train), ("test", self.num_test)):
             inputs = random_state.standard_normal((size, NUM_FEATURES)).astype(np.float32)
-            save_images(directory / f"{name}.npz", inputs, np.stack([inputs[:, :3].argmax(1), np.arange(size)], axis=1))
+            labels = np.stack([inputs[:, :3].argmax(1), np.arange(size)], axis=1)
+            np.savez(directory / f"{name}.npz", images=inputs, labels=labels)
         return "samples of the class of their largest feature"
 
     def datasets(self, directory):
