@@ -14,7 +14,6 @@ from tasks.settings import SettingsError, load_settings, require_image
 
 
 def main(arguments: list[str]) -> str:
-    """Return the output of a command."""
     settings = load_settings()
     match arguments:
         case ["image"]:

@@ -31,8 +31,6 @@ ScriptSource = typing.Union[FlyteFile, FlyteDirectory]  # noqa: UP007 - a script
 
 
 class ScriptOutputs(NamedTuple):
-    """The outputs of a script's run."""
-
     outputs: FlyteDirectory  # what rank 0's node has written to {outputs}
     log: FlyteFile  # every line that the ranks printed
     history: FlyteFile  # every event of the run, as JSON lines

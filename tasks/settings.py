@@ -32,8 +32,6 @@ class SettingsError(click.UsageError, ValueError):
 
 @dataclass(frozen=True)
 class Size:
-    """The resources and the time of one task."""
-
     cpus: int = field(minimum=1)
     memory_gib: int = field(minimum=1)
     disk_gib: int = field(minimum=0)

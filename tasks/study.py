@@ -59,8 +59,6 @@ class SweepOutputs(NamedTuple):
 
 
 class ScalingOutputs(NamedTuple):
-    """The outputs of a scaling study."""
-
     table: StructuredDataset  # a row for every trial: `flyte_ddp.studies.scaling.Row`
     csv: FlyteFile  # the same as a CSV file
     history: FlyteFile  # every event of every trial, as JSON lines, one trial after the other

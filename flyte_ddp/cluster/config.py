@@ -181,7 +181,6 @@ class ClusterConfig:
 
     @property
     def ranks_per_node(self) -> int:
-        """Return the number of ranks that each node runs."""
         return self.processes_per_node or self.gpus_per_node or 1
 
     @property

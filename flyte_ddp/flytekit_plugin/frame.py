@@ -58,8 +58,6 @@ KEY_VARIABLES = ("WANDB_API_KEY", "_FSEC_WANDB_API_KEY", "_FSEC_MLFLOW_TOKEN", "
 
 @dataclass
 class Frame:
-    """An open frame."""
-
     report: Page
     execution: Execution
     directory: Path  # of the task's own files, in the pod

@@ -71,7 +71,6 @@ class TaskCall:
 
 
 def parse_literals(message: bytes) -> LiteralMap:
-    """Return the LiteralMap whose protobuf message is given."""
     return LiteralMap.from_flyte_idl(literals_pb2.LiteralMap.FromString(message))
 
 

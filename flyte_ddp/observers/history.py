@@ -43,7 +43,6 @@ class HistoryFile:
         self._file.truncate(len_of_whole_lines(path.read_bytes()))
 
     def handle(self, event: Event) -> None:
-        """Add the event to the file."""
         self._state.handle(event)
         if isinstance(event, NOT_IN_HISTORY):
             return

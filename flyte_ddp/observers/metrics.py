@@ -57,7 +57,6 @@ class RunFigures:
         self._lock = threading.Lock()
 
     def handle(self, event: Event) -> None:
-        """Keep the figures of the event."""
         figures = event.figures()
         found = {"last_event_timestamp_seconds": time.time(), **figures.values}
         position = {"step": figures.step, "epoch": figures.epoch}
@@ -80,7 +79,6 @@ class RunFigures:
         return {name: known[figure] for name, (figure, _) in METRICS.items() if figure in known}
 
     def close(self, error: BaseException | None) -> None:
-        """Serve the run no more."""
         self.is_open = False
 
 
@@ -125,7 +123,6 @@ class MetricsServer(Collector):
             yield metric
 
     def close(self) -> None:
-        """Stop serving."""
         if self.port:
             self._server.shutdown()
             self._server.server_close()

@@ -122,7 +122,6 @@ class Mlflow(Listener):
         self._thread = threading.Thread(target=self._work, name="mlflow-listener", daemon=True)
 
     def handle(self, event: Event) -> None:
-        """Queue the event for MLflow's thread."""
         self._state.handle(event)  # read after the last event alone
         figures = event.figures()
         is_needed = figures.axis == "epoch" or isinstance(event, (RunStarted, CheckpointLoaded, RunFinished))

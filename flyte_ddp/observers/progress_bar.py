@@ -44,7 +44,6 @@ class ProgressBar:
         self._is_flush_due = False
 
     def handle(self, event: Event) -> None:
-        """Show starts, steps, epochs and the end."""
         with self._lock:
             if isinstance(event, RunStarted):
                 self._start(event)

@@ -113,7 +113,6 @@ class Wandb:
         self._thread = threading.Thread(target=self._work, name="wandb-listener", daemon=True)
 
     def handle(self, event: Event) -> None:
-        """Queue the event for W&B's thread."""
         if self._is_off:
             return
         if not self._thread.is_alive():

@@ -25,7 +25,6 @@ STORE_TIMEOUT = 30.0  # seconds to wait for a store that is away: a person is wa
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m flyte_ddp.promotion",
         description="The champion, which is the model in use, and the versions before it.",

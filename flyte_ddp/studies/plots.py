@@ -360,7 +360,6 @@ def read_study(history_file: str) -> list[TrialRun]:
 
 
 def main() -> None:
-    """Draw the figures of a study's results; see the module's docstring."""
     import sys
 
     import pandas  # type: ignore[import-untyped]

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the study's table."""
-
     trial: int  # number
     world_size: int
     learning_rate: float

@@ -61,8 +61,6 @@ class ApiRefused(ClusterError):
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """The end of a worker's container."""
-
     reason: str  # as in the pod's status, such as OOMKilled or Error; "" where no container has ended
     log: str  # the last lines of it and of its successor; "" where there is no pod
 
@@ -267,7 +265,6 @@ def _describe(error: Exception) -> str:
 
 
 def pods_of(name: str, namespace: str) -> list[Any]:
-    """Return the pods of the cluster called `name`."""
     selector = f"dask.org/cluster-name={name}"
     return list(call("CoreV1Api", "list_namespaced_pod", namespace, label_selector=selector, patience=0).items)
 
@@ -281,12 +278,10 @@ def is_ready(pod: Any) -> bool:
 
 
 def is_scheduler(pod: Any) -> bool:
-    """Return whether the pod of a cluster is its scheduler's."""
     return (pod.metadata.labels or {}).get("dask.org/component") == "scheduler"
 
 
 def read_cluster(name: str, namespace: str, patience: float = API_PATIENCE) -> dict[str, Any] | None:
-    """Return the DaskCluster of this name, or None."""
     request = ("get_namespaced_custom_object", GROUP, VERSION, namespace, PLURAL, name)
     cluster: dict[str, Any] | None = find("CustomObjectsApi", *request, patience=patience)
     return cluster

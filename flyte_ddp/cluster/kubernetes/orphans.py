@@ -21,8 +21,6 @@ from flyte_ddp.errors import ClusterError, ConfigError
 
 @dataclass(frozen=True)
 class FoundCluster:
-    """A cluster that this package made."""
-
     name: str
     namespace: str
     uid: str
@@ -63,7 +61,6 @@ def _why_ownerless(owner: Mapping[str, Any], namespace: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m flyte_ddp.cluster.kubernetes.orphans",
         description="List the Dask clusters of this package; with --delete remove those that outlived their driver.",

@@ -60,5 +60,4 @@ def quantities(requests: Mapping[str, str]) -> dict[str, Decimal]:
 
 
 def describe(requests: Mapping[str, Decimal]) -> str:
-    """Format requests for people."""
     return ", ".join(f"{short(amount)} {resource}" for resource, amount in requests.items())

@@ -251,7 +251,6 @@ def _circle(axes: Axes, epoch: int, value: float, color: int) -> None:
 
 
 def main() -> None:
-    """Draw the panels of a history file; see the module's docstring."""
     import sys
 
     history_file, picture, *names = sys.argv[1:]

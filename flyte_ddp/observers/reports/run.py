@@ -110,7 +110,6 @@ class Report(Page):
 
     @property
     def status(self) -> str:
-        """One of running, finished, failed and interrupted."""
         return "finished" if self._state.finished and self.error is None else super().status
 
     @property

@@ -77,7 +77,6 @@ def card_files(card: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def card_page(card: Mapping[str, Any]) -> str:
-    """Return the card as a page of Markdown."""
     data, model, ranks, seconds = (card[name] for name in ("data", "model", "ranks", "seconds"))
     sizes = ", ".join(map(str, ranks["world_sizes"]))
     facts = {

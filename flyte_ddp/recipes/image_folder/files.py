@@ -177,7 +177,6 @@ class FileReader:
         return self._client[1:]
 
     def join(self, file: File) -> str:
-        """Return the full URL of `file`."""
         return f"{self.url}/{file.name}"
 
 

@@ -43,7 +43,6 @@ class ImageList:
         return len(self.labels)
 
     def file(self, sample: int) -> File:
-        """The file of sample number `sample`."""
         return File(os.fsdecode(self.names[sample]), int(self.sizes[sample]), os.fsdecode(self.versions[sample]))
 
 
@@ -76,7 +75,6 @@ def write_index(directory: Path, url: str, image_size: int, train: Labelled, tes
 
 
 def read_index(directory: Path) -> Index:
-    """Read the index in `directory`."""
     import numpy as np
 
     lists = []

@@ -81,7 +81,6 @@ def build_model(architecture: str, num_classes: int, image_size: int) -> tuple[n
 
 
 def freeze_all_but(model: nn.Module, head: str) -> None:
-    """Train only the parameters of layer `head`."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad = name.startswith(head + ".")
 

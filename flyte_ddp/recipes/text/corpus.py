@@ -29,8 +29,6 @@ OWN = "the reference topics that come with Python (pydoc_data.topics)"
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a document."""
-
     text: bytes
     ends: bool  # the document ends with it
 

@@ -25,8 +25,6 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines, (T, head width / 2) each
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model."""
-
     vocabulary: int  # tokens that it knows
     context: int  # tokens that it sees at once
     layers: int
@@ -151,7 +149,6 @@ class TextModel(nn.Module):
         return functional.linear(self.norm(hidden), self.embedding.weight)
 
     def new_caches(self) -> list[KeysAndValues]:
-        """Return an empty cache for each layer."""
         return [KeysAndValues(self.shape.context) for _ in self.blocks]
 
     def reset_parameters(self, seed: int) -> None:

@@ -29,8 +29,6 @@ BLOCK = 1 << 20  # tokens of a file that are looked at at once
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of tokens."""
-
     tokens: int
     bytes_per_token: float  # of the tokens that are targets
 
@@ -108,7 +106,6 @@ def sample_texts(corpus: Corpus, held_out: float) -> Iterator[str]:
 
 
 def read_facts(directory: Path) -> Facts:
-    """Read what `prepare_shards` has written."""
     values = json.loads((directory / FACTS).read_text())
     return Facts(**{**values, **{name: Shard(**values[name]) for name in ("train", "held_out")}})
 
