@@ -20,14 +20,7 @@ from flyte_ddp.launch.rank_start import start_server
 from flyte_ddp.recipes import Recipe, config_of, get_recipe
 from flyte_ddp.recipes.prepare import describe_data, prepare_data
 from tasks.frame import check_cluster, check_initial_state, check_urls
-from tasks.inputs import (
-    ClusterInput,
-    OptionalCluster,
-    OptionalOverrides,
-    OptionalSource,
-    given,
-    location,
-)
+from tasks.inputs import ClusterInput, OptionalCluster, OptionalOverrides, OptionalSource, given, location
 from tasks.resources import SMALL_TASK
 
 logger = logging.getLogger(__name__)

@@ -21,15 +21,7 @@ from flyte_ddp.launch.devices import check_requested_gpus
 from flyte_ddp.observers.reports.drawing import format_figure
 from flyte_ddp.observers.reports.page import Page, row, section, tile
 from flyte_ddp.promotion.champion import CARD, ChampionStore
-from flyte_ddp.promotion.policy import (
-    PROMOTIONS,
-    Challenge,
-    Outcome,
-    PromotionCriteria,
-    PromotionResult,
-    judge,
-    plan,
-)
+from flyte_ddp.promotion.policy import PROMOTIONS, Challenge, Outcome, PromotionCriteria, PromotionResult, judge, plan
 from flyte_ddp.storage import read_file, redact_url
 from tasks.frame import WITH_DECK, check_urls
 from tasks.outputs import RetrainingOutputs

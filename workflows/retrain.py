@@ -121,9 +121,7 @@ def retrain_wf(
             )
         )
         .else_()
-        .then(
-            keep_champion(champion=planned.champion, recipe=recipe, outcome=planned.outcome, reason=planned.reason),
-        )
+        .then(keep_champion(champion=planned.champion, recipe=recipe, outcome=planned.outcome, reason=planned.reason))
     )
 
 

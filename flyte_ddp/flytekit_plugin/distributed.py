@@ -256,12 +256,7 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             checkpoints = "" if is_local and not gang.is_on_this_machine else None
             with _keep_importable(self.task_function.__module__), gang.open_place(program, frame.name) as place:
                 state = frame.run(
-                    report,
-                    program,
-                    place,
-                    labels={"task": name},
-                    checkpoints=checkpoints,
-                    is_kept=not is_local,
+                    report, program, place, labels={"task": name}, checkpoints=checkpoints, is_kept=not is_local
                 )
                 frame.keep_history(report)
         outputs, decks = unpack(returned_value(state))

@@ -22,9 +22,7 @@ from flyte_ddp.events import (
     parse_history,
     to_line,
 )
-from flyte_ddp.events import (
-    find_best as find_best_epoch,
-)
+from flyte_ddp.events import find_best as find_best_epoch
 from flyte_ddp.storage import Storage
 from flyte_ddp.studies.search import Trial, format_value
 

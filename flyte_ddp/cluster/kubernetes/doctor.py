@@ -32,10 +32,7 @@ DRIVER = "driver"  # the class of tasks that drive a cluster
 
 
 def diagnose(
-    config: ClusterConfig,
-    service_account: str,
-    tasks: Mapping[str, Mapping[str, str]],
-    pod_template: str,
+    config: ClusterConfig, service_account: str, tasks: Mapping[str, Mapping[str, str]], pod_template: str
 ) -> tuple[list[Finding], int]:
     """Check the cluster that the kubeconfig names, for runs with this config whose tasks have `service_account`.
 

@@ -168,11 +168,7 @@ def delete_cluster(name: str, namespace: str, uid: str) -> None:
 
 
 def _create(
-    spec: Mapping[str, Any],
-    namespace: str,
-    driver: Driver | None,
-    operator_namespace: str,
-    security: Security | None,
+    spec: Mapping[str, Any], namespace: str, driver: Driver | None, operator_namespace: str, security: Security | None
 ) -> None:
     """Create the DaskCluster, and before the operator makes any pods of it, what it owns.
 

@@ -123,10 +123,7 @@ class _Curves:
         points = self.reported[name]
         marker = "o" if len(thin(points)) == 1 else ""
         return self._panel(
-            panel_name,
-            title,
-            self._now(name, ".4g"),
-            lambda axes: plot(axes, points, color=PALETTE[0], marker=marker),
+            panel_name, title, self._now(name, ".4g"), lambda axes: plot(axes, points, color=PALETTE[0], marker=marker)
         )
 
     def _set_x(self, axes: Axes) -> None:

@@ -57,14 +57,7 @@ class PetNames(Recipe):
         "schedule": "one_cycle",
         "gradient_clip_norm": 1.0,
     }
-    class_names: Sequence[str] = (
-        "(nothing)",
-        "(end)",
-        *ALPHABET[2:-3],
-        "(hyphen)",
-        "(full stop)",
-        "(space)",
-    )
+    class_names: Sequence[str] = ("(nothing)", "(end)", *ALPHABET[2:-3], "(hyphen)", "(full stop)", "(space)")
 
     def prepare(self, source: str, directory: Path) -> str:
         """Write `train.npz` and `test.npz`, and the distinct training names to `TRAINING_NAMES`.

@@ -119,9 +119,7 @@ def train_bpe(texts: Iterator[str], vocabulary: int) -> Bpe:
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary - 1,
-        show_progress=False,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        vocab_size=vocabulary - 1, show_progress=False, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())
     )
     library.train_from_iterator(texts, trainer)
     return Bpe(library.to_str())
