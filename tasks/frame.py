@@ -55,11 +55,7 @@ def open_task_cluster(config: ClusterConfig, run_name: str) -> AbstractContextMa
 
 
 def check_cluster(config: ClusterConfig | None) -> None:
-    """Compare `config` with the table `allowed` of settings.toml.
-
-    Raises:
-        ConfigError: it names what is not allowed.
-    """
+    """Compare `config` with the table `allowed` of settings.toml. Raises ConfigError for what is not allowed."""
     from flyte_ddp.cluster.kubernetes import api
 
     if config is not None:
@@ -67,11 +63,7 @@ def check_cluster(config: ClusterConfig | None) -> None:
 
 
 def check_urls(**urls: str) -> None:
-    """Compare a launch's URLs with the table `allowed`. A local run may name any file of its machine.
-
-    Raises:
-        ConfigError: it names what is not allowed.
-    """
+    """Compare a launch's URLs with the table `allowed`; a local run may name any file. Raises ConfigError."""
     if is_flyte_task():
         admission.check_urls(urls, SETTINGS.allowed)
 

@@ -48,11 +48,7 @@ def generate_text(
 
 
 def _read_state(model_state: PythonPickledFile, recipe: str) -> Any:
-    """Return the state dict in the file of a run of `recipe`.
-
-    Raises:
-        ConfigError: it is no state dict.
-    """
+    """Return the state dict in the file of a run of `recipe`. Raises ConfigError if it is none."""
     from flyte_ddp.storage.weights import from_bytes  # imports torch
 
     file = Path(model_state.download() or model_state.path)

@@ -111,11 +111,7 @@ def pack_script(path: Path) -> str:
 
 
 def unpack_script(script: Any, entry_point: str, directory: Path) -> Path:
-    """Return the script among its files in `directory`, which is made.
-
-    Raises:
-        ConfigError: there is no such file, or none is named.
-    """
+    """Return the script among its files in `directory`, which is made. Raises ConfigError if there is none."""
     source = Path(str(script.download()))
     directory.mkdir(parents=True)
     entry = entry_point

@@ -44,11 +44,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings, those of the chosen profile included.
-
-    Raises:
-        ConfigError: a value has the wrong type or lies outside the limits given beside its field.
-    """
+    """All settings, those of the chosen profile included. Raises ConfigError for a value of the wrong type or range."""
 
     profile: str = field(choices=PROFILES)
     image: str = field()
@@ -91,11 +87,7 @@ class Settings:
 
 
 def require_image(image: str) -> str:
-    """Return `image`.
-
-    Raises:
-        SettingsError: there is none, or it has no tag.
-    """
+    """Return `image`. Raises SettingsError if there is none, or it has no tag."""
     where = f"{SETTINGS_FILE}, in IMAGE or by --image"
     if not image:
         raise SettingsError(f"image: expected the name of your image in {where}, got none")
@@ -110,11 +102,7 @@ def shipped_code() -> str:
 
 
 def load_settings(file: Path = ROOT / SETTINGS_FILE, environment: Mapping[str, str] = os.environ) -> Settings:
-    """Read `file` and the environment variables that win over it.
-
-    Raises:
-        SettingsError: no file, a name that is unknown or missing, or a value that cannot be used.
-    """
+    """Read `file`, and the variables that win over it. Raises SettingsError for what is missing, unknown or bad."""
     if not file.is_file():
         raise SettingsError(f"{file.name}: expected in {file.parent}, got no such file")
     try:

@@ -170,11 +170,7 @@ def _train(
     output: str,
     **options: Any,
 ) -> Any:
-    """Train the trials, and return the outputs of the current task.
-
-    Args:
-        options: of `TrialRunner`.
-    """
+    """Train the trials, and return the outputs of the current task. The `options` are those of `TrialRunner`."""
     from flyte_ddp.studies.runner import TrialRunner, resize_cluster
 
     recipe = report.recipe

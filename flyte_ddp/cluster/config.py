@@ -37,11 +37,7 @@ _MEMORY: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class KubernetesConfig:
-    """The pods of a Dask cluster on Kubernetes.
-
-    Raises:
-        ConfigError: a value has the wrong type or lies outside the limits given beside its field.
-    """
+    """The pods of a Dask cluster on Kubernetes. Raises ConfigError for a value of the wrong type or out of bounds."""
 
     image: str = field("", help="of scheduler and workers; by default that of the pod that this process runs in")
     namespace: str = field("", help="by default this pod's, or the kubeconfig's")
@@ -118,11 +114,7 @@ class KubernetesConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """The machines of one run.
-
-    Raises:
-        ConfigError: a value has the wrong type or lies outside the limits given beside its field.
-    """
+    """The machines of one run. Raises ConfigError for a value of the wrong type or out of bounds."""
 
     kind: str = field(
         "auto",
@@ -204,11 +196,7 @@ class ClusterConfig:
 
 
 def cluster_config(values: Mapping[str, Any]) -> ClusterConfig:
-    """Return the config with `values` in place of the defaults.
-
-    Raises:
-        ConfigError: an unknown field, or a value of the wrong type or range.
-    """
+    """Return the config with `values` for its defaults. Raises ConfigError for an unknown field or a bad value."""
     check_names(ClusterConfig, values, "cluster")
     return ClusterConfig(**values)
 

@@ -118,11 +118,7 @@ class Distributed:
             self.gang().cluster_config()
 
     def gang(self, pods: Mapping[str, Any] | None = None) -> Gang:
-        """Return where the ranks run.
-
-        Args:
-            pods: fields of the cluster's `kubernetes`, and gpus_per_node, that `cluster` need not name.
-        """
+        """Return where the ranks run. `cluster` need not name what `pods` has of `kubernetes`, and gpus_per_node."""
         gang = Gang(self.nnodes, self.nproc_per_node, self.max_restarts, self.cluster, self.stall_timeout)
         if not gang.needs_cluster:
             return gang
@@ -267,11 +263,7 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         return outputs
 
     def check_allowed(self, gang: Gang, inputs: LiteralMap) -> None:
-        """Compare the gang's cluster, and in a task that Flyte started the URLs of `inputs`, with what is allowed.
-
-        Raises:
-            ConfigError: a value is not allowed.
-        """
+        """Raise ConfigError for a cluster of the gang, or in a task of Flyte a URL of `inputs`, that is not allowed."""
         allowed = load_allowed(self.task_config.allowed)
         if gang.needs_cluster:
             check_allowed(gang.cluster_config(), allowed, own_namespace())

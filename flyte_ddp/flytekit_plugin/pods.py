@@ -110,11 +110,7 @@ def pod_with(grace: int, ports: Mapping[str, int]) -> PodTemplate:
 
 
 def describe_elastic(gang: Gang, run_policy: Any) -> dict[str, Any]:
-    """Return the description of a job that Elastic registers for several nodes.
-
-    Args:
-        run_policy: kfpytorch's `RunPolicy`, or None.
-    """
+    """Return the job that Elastic registers for several nodes. `run_policy` is kfpytorch's `RunPolicy`, or None."""
     from flyteidl.plugins.kubeflow import common_pb2 as kubeflow
     from flyteidl.plugins.kubeflow import pytorch_pb2 as pytorch
 

@@ -38,11 +38,7 @@ def runs_file_of_checkout() -> bool:
 
 
 def ship_all_files() -> None:
-    """Have the command that registers from this checkout ship all files.
-
-    Raises:
-        ClickException: it was told to ship less.
-    """
+    """Have the command that registers from this checkout ship all files. Raises ClickException if told to ship less."""
     command = registering_command()
     if command is None or IS_INSTALLED:
         return

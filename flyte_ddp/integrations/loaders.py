@@ -52,11 +52,7 @@ def check_length(found: Mapping[str, Any] | None, dataset: Any) -> None:
 
 
 def with_batch_size(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any]:
-    """Return the loader with batches of another size.
-
-    Raises:
-        ConfigError: it makes its batches itself.
-    """
+    """Return the loader with batches of another size. Raises ConfigError if it makes its batches itself."""
     if loader.batch_size == batch_size:
         return loader
     if loader.batch_size is None:

@@ -27,11 +27,7 @@ from flyte_ddp.rank.sharding import is_split
 
 
 def check_has(package: str, value: Any, *names: str) -> None:
-    """Check that an object of a framework has what the integration uses of it.
-
-    Raises:
-        ConfigError: it has not: this version of the framework is not supported.
-    """
+    """Raise ConfigError where an object of a framework lacks what we use of it: its version is not supported."""
     for name in names:
         if not hasattr(value, name):
             expected = f"expected a version whose {type(value).__name__} has {name}"
@@ -116,11 +112,7 @@ def record_once() -> bool:
 
 @contextlib.contextmanager
 def importing(package: str) -> Iterator[None]:
-    """Import names of a framework in the block.
-
-    Raises:
-        ConfigError: it has not all of them: this version is not supported.
-    """
+    """Import names of a framework in the block. Raises ConfigError if this version has not all of them."""
     try:
         yield
     except ImportError as error:
@@ -138,11 +130,7 @@ def beat() -> None:
 
 
 def end_if_stopped(save_now: Any) -> None:
-    """End the program after a checkpoint, if the run is to stop. Call it once per optimizer step, on all ranks.
-
-    Raises:
-        StopRequested: it is.
-    """
+    """Save and raise StopRequested if the run is to stop. Call it once per optimizer step, on all ranks."""
     if session.stop_requested:
         save_now()
         raise StopRequested
@@ -224,11 +212,7 @@ def _split_like(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any
 
 
 def _load_module(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Load whole weights.
-
-    Raises:
-        ConfigError: the checkpoint is of another model; names the key.
-    """
+    """Load whole weights. Raises ConfigError, which names the key, if the checkpoint is of another model."""
     own = model.state_dict()
     for key in [*own, *weights]:
         if key not in own or key not in weights:

@@ -83,11 +83,7 @@ class RunFigures:
 
 
 class MetricsServer(Collector):
-    """A server of the figures of open runs. A port that is taken is a warning, not an error.
-
-    Args:
-        port: to listen on, at all addresses; 0 for any free one.
-    """
+    """Serves the figures of open runs at `port` of all addresses, 0 for any. A port that is taken is a warning."""
 
     def __init__(self, port: int) -> None:
         self.port = 0  # at which it listens; 0 if it does not

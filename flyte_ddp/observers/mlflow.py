@@ -330,11 +330,7 @@ class Mlflow(Listener):
 
 
 def find_server() -> str:
-    """Return the URL of MLflow's server for functions and scripts.
-
-    Raises:
-        ConfigError: neither the environment nor settings.toml names one.
-    """
+    """Return the URL of MLflow's server for functions and scripts. Raises ConfigError if none is named."""
     if url := os.environ.get("MLFLOW_TRACKING_URI") or read_settings().get("mlflow", {}).get("url", ""):
         return str(url)
     raise ConfigError("MLFLOW_TRACKING_URI: expected the URL of MLflow's server there or in settings.toml, got none")

@@ -55,11 +55,7 @@ NEEDS_ATTENTION = (Outcome.NOT_FINITE, Outcome.TOO_LITTLE_DATA, Outcome.INCOMPAT
 
 @dataclass(frozen=True)
 class PromotionCriteria:
-    """Conditions for training a challenger and for promoting it.
-
-    Raises:
-        ConfigError: a value lies outside the limits of its field.
-    """
+    """Conditions for training a challenger and for promoting it. Raises ConfigError for a value out of bounds."""
 
     start_from: str = limited(FROM_CHAMPION, choices=(FROM_CHAMPION, FROM_SCRATCH))  # the challenger's first weights
     # share of the champion's monitored figure by which the challenger's must be better, with 97.5 % confidence

@@ -51,11 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_trials(recipe: str, trials: Sequence[Trial], cluster: ClusterConfig) -> None:
-    """Validate all trials before the first one starts.
-
-    Raises:
-        ConfigError: as `resize_cluster`, and as `place.check` for the ranks of each trial.
-    """
+    """Validate all trials before one starts. Raises ConfigError as `resize_cluster`, and as `place.check` for each."""
     for trial in trials:
         check(recipe_program(recipe, trial.config), resize_cluster(cluster, trial.world_size))
 

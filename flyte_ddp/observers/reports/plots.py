@@ -100,11 +100,7 @@ class _Curves:
         spoken: str = "",
         from_zero: bool = False,
     ) -> Panel:
-        """Return a panel over epochs or steps, whose summary says what was `found`.
-
-        Args:
-            spoken: the title in the summary, where it is another one.
-        """
+        """Return a panel over epochs or steps, whose summary has `spoken`, or else the title, and what was `found`."""
 
         def draw_curves(axes: Axes) -> None:
             draw(axes)
@@ -234,11 +230,7 @@ class _Curves:
 
 
 def _plot_epochs(axes: Axes, points: Points, color: int, label: str) -> Points:
-    """Draw a line through one value per epoch, with a marker for each while there are few, and return its points.
-
-    Args:
-        color: its number in the palette.
-    """
+    """Draw a line in color number `color` through a value per epoch, with markers while few, and return its points."""
     marker = "o" if len(points) <= 30 else ""
     return plot(axes, points, color=PALETTE[color], linewidth=2, marker=marker, markersize=3.5, label=label or None)
 

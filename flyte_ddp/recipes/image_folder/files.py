@@ -106,11 +106,7 @@ class FileReader:
         return {**self.__dict__, "_client": None}
 
     def read_all(self, files: Sequence[File]) -> list[bytes | UnreadableImage]:
-        """Return the contents of each of `files`, or the reason why it has none. Several are read at once.
-
-        Raises:
-            StorageUnavailable: as `read`.
-        """
+        """Return the contents of each file, several read at once, or why it has none. Raises StorageUnavailable."""
 
         def read(file: File) -> bytes | UnreadableImage:
             try:

@@ -86,11 +86,7 @@ def freeze_all_but(model: nn.Module, head: str) -> None:
 
 
 def fetch_weights(weights: str, architecture: str, file: Path) -> None:
-    """Copy the state dict named by `weights` to `file`: torchvision's for "default", else that at the path or URL.
-
-    Raises:
-        DataError: it cannot be fetched.
-    """
+    """Copy the state dict of `weights`, "default" for torchvision's, to `file`. Raises DataError if that fails."""
     if weights == "default":
         _fetch_default(architecture, file)
         return

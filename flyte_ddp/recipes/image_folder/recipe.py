@@ -54,11 +54,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ImageFolder(Recipe):
-    """A torchvision model with a new last layer on images of yours.
-
-    Raises:
-        ConfigError: an option lies outside the limits given beside it.
-    """
+    """A torchvision model with a new last layer on images of yours. Raises ConfigError for an option out of bounds."""
 
     architecture: str = "resnet18"  # of torchvision's classification models, such as mobilenet_v3_small or vit_b_16
     weights: str = "none"  # to begin with: none, default (torchvision's), or the path or URL of a state dict

@@ -77,11 +77,7 @@ def generate_names(
 
 
 def load_model(state: Mapping[str, Any]) -> NameModel:
-    """Return the model of a state dict that a run of `pet_names` or `pet_name_windows` wrote, on the CPU.
-
-    Raises:
-        ConfigError: it is the state of another model.
-    """
+    """Return the model, on the CPU, of a state that a pet-name recipe wrote. Raises ConfigError for another model's."""
     model = NameModel()
     try:
         model.load_state_dict(state)

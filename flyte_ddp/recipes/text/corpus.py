@@ -56,11 +56,7 @@ class Corpus:
         return self.source or OWN
 
     def num_bytes(self) -> int:
-        """Return the size of all files as they are stored.
-
-        Raises:
-            DataError: there are no files.
-        """
+        """Return the size of all files as they are stored. Raises DataError if there are none."""
         return sum(len(text) for text in _topics()) if not self.source else sum(size for _, size in self._list_files())
 
     def pieces(self) -> Iterator[Piece]:
@@ -153,11 +149,7 @@ def _topics() -> list[bytes]:
 
 @contextlib.contextmanager
 def _local_copy(storage: Storage, path: str, size: int) -> Iterator[Path]:
-    """Yield a local path of the file: its own, or a copy for as long as the block runs.
-
-    Args:
-        size: bytes that the store has listed; 0 if unknown.
-    """
+    """Yield a local path of the file, or of a copy for the block. `size` is what the store has listed, 0 if unknown."""
     if storage.is_local:
         yield Path(path)
         return

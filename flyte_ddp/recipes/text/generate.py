@@ -61,11 +61,7 @@ def generate_text(
 
 
 def load_model(state: Mapping[str, Any]) -> TextModel:
-    """Return the model of a state dict that a run of recipe `text` wrote, on the CPU.
-
-    Raises:
-        ConfigError: it is the state of another model.
-    """
+    """Return the model, on the CPU, of a state that recipe `text` wrote. Raises ConfigError for another model's."""
     expected = "model_state: expected the state of recipe text, got"
     try:
         extra = state["_extra_state"]

@@ -162,11 +162,7 @@ class TextModel(nn.Module):
         return {"shape": asdict(self.shape), "tokenizer": self.tokenizer}
 
     def set_extra_state(self, state: Any) -> None:
-        """Refuse the state of a model with another vocabulary, also where all sizes are the same.
-
-        Raises:
-            ConfigError: it has one.
-        """
+        """Raise ConfigError for the state of a model with another vocabulary, also where all sizes are the same."""
         if state["tokenizer"] != self.tokenizer:
             raise ConfigError(
                 f"vocabulary: expected a state with the vocabulary of this data, {_describe(self.tokenizer)}, got one "

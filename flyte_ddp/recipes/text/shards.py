@@ -88,11 +88,7 @@ def prepare_shards(corpus: Corpus, directory: Path, tokenizer: Tokenizer, held_o
 
 
 def sample_texts(corpus: Corpus, held_out: float) -> Iterator[str]:
-    """Yield texts of the training documents, `BPE_SAMPLE` bytes of a large corpus, taken from all over it.
-
-    Raises:
-        DataError: a text is not UTF-8.
-    """
+    """Yield training texts, `BPE_SAMPLE` bytes from all over a large corpus. Raises DataError if one is not UTF-8."""
     share = BPE_SAMPLE / max(1, corpus.num_bytes())
     split, taken = _Split(held_out), 0
     for number, piece in enumerate(corpus.pieces()):

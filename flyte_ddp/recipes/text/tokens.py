@@ -107,11 +107,7 @@ def load_tokenizer(url: str) -> Tokenizer:
 
 
 def train_bpe(texts: Iterator[str], vocabulary: int) -> Bpe:
-    """Train a BPE on `texts`.
-
-    Args:
-        vocabulary: tokens, the end of a document included, at most 32,768; a small text may give fewer.
-    """
+    """Train a BPE with up to `vocabulary` tokens, at most 32,768, the end of a document included."""
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
