@@ -30,22 +30,15 @@ from flyte_ddp.storage import flyte_storage_environment
 
 @dataclass(frozen=True)
 class TaskCall:
-    """A call of a task's function, to be made in every rank.
+    """A call of a task's function, to be made in every rank."""
 
-    Attributes:
-        module, attribute: where the ranks find the task; "" if they cannot import it.
-        task: pickled, where they cannot.
-        inputs: of the task, a LiteralMap.
-        raw_output_prefix, output_metadata_prefix, checkpoints: of the task's execution. The last are Flyte's own.
-    """
-
-    module: str
+    module: str  # where the ranks find the task, as `attribute`; "" if they cannot import it
     attribute: str
-    task: bytes
-    inputs: bytes
-    raw_output_prefix: str
+    task: bytes  # pickled, where they cannot
+    inputs: bytes  # of the task, a LiteralMap
+    raw_output_prefix: str  # of the task's execution, as what follows
     output_metadata_prefix: str
-    checkpoints: tuple[str | None, str | None]
+    checkpoints: tuple[str | None, str | None]  # Flyte's own
 
     def __call__(self) -> bytes:
         os.environ.update(flyte_storage_environment())

@@ -73,51 +73,35 @@ class Mlflow(Listener):
     `FINISH_TIMEOUT` seconds after the end, and files that the artifact store refuses, can be sent later from the
     history, by the command of this module. A run with the same `run_id` is continued: only what it does not have yet is
     logged.
-
-    Args:
-        server: its URL, such as http://mlflow.team:5000.
-        experiment: created if missing.
-        run_id: the same in every attempt of one run.
-        name, notes: of the run on MLflow's pages.
-        group: of runs that belong together, such as a sweep: a tag.
-        config: parameters besides the run's own.
-        environment: variables with the token, or the user name and the password; they appear in no message.
-        model_artifact: a name, shown as a tag, has the weights uploaded as safetensors; "" for none.
-        origin: see `run_card`.
-        history: path or URL of the run's history, for the command that uploads the rest.
-        say: prints a line for people.
-        is_failure: whether an error that ends the run is a failure of it; by default each is.
-
-    Attributes:
-        url: of the run's page; "" until the server has answered.
-        is_incomplete: True if the server or its store has not taken everything.
     """
 
-    server: str
-    experiment: str
-    run_id: str
+    server: str  # its URL, such as http://mlflow.team:5000
+    experiment: str  # created if missing
+    run_id: str  # the same in every attempt of one run
     _: KW_ONLY
-    name: str | None = None
-    notes: str | None = None
-    group: str | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
+    name: str | None = None  # of the run on MLflow's pages
+    notes: str | None = None  # there, too
+    group: str | None = None  # of runs that belong together, such as a sweep: a tag
+    config: Mapping[str, Any] = field(default_factory=dict)  # parameters besides the run's own
+    # Variables with the token, or the user name and the password; they appear in no message.
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ, repr=False)
-    model_artifact: str = ""
-    origin: Mapping[str, str] = field(default_factory=dict)
-    history: str = "history.jsonl"
-    say: Callable[[str], None] = logger.warning
-    is_failure: Callable[[BaseException], bool] = lambda error: True
+    model_artifact: str = ""  # a name, shown as a tag, has the weights uploaded as safetensors; "" for none
+    origin: Mapping[str, str] = field(default_factory=dict)  # see `run_card`
+    history: str = "history.jsonl"  # path or URL of the run's, for the command that uploads the rest
+    say: Callable[[str], None] = logger.warning  # prints a line for people
+    is_failure: Callable[[BaseException], bool] = lambda error: True  # whether an error that ends the run is one of it
 
     label = "MLflow run"
 
     def __post_init__(self) -> None:
-        self.url = ""
+        self.url = ""  # of the run's page, when the server has answered
         self._run: dict[str, Any] = {}  # as MLflow has it
         self._done = {"step": 0.0, "epoch": 0.0}  # what MLflow's run has, by axis
         self._state = RunState(keep_reports=False)
         self._queue: list[Event | str] = []  # a str is the status at the end, the last item
         self._changed = threading.Condition()
-        self._is_off = self._was_away = self.is_incomplete = False
+        self._is_off = self._was_away = False
+        self.is_incomplete = False  # True if the server or its store has not taken everything
         self._pause = threading.Event()  # set: try at once
         self._thread = threading.Thread(target=self._work, name="mlflow-listener", daemon=True)
 

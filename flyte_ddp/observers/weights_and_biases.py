@@ -61,44 +61,29 @@ class Wandb:
 
     A resumed run continues the W&B run with the same `run_id` and logs what that run does not have yet. W&B's own step
     counter cannot go back as a resumed run's steps do, so the x axes are metrics of ours, "step" and "epoch".
-
-    Args:
-        project: W&B's project; created if missing.
-        run_id: the same in every attempt of one run; letters, digits, "-" and "_".
-        directory: for W&B's files; created if missing.
-        name: of the run on W&B's pages.
-        group: of runs that belong together, such as a sweep.
-        notes: shown with the run, such as the URL of the Flyte execution.
-        api_key: None is that of WANDB_API_KEY or `wandb login`. It appears in no file and no message.
-        model_artifact: the name of an artifact with the model state, uploaded at the end; "" for none.
-        config: shown besides the run's own configuration.
-        offline_url: of a directory to which an offline run is copied at the end, as one archive. Set it if `directory`
-            is lost with the process, as in a pod; "" leaves the run in `directory`.
-        say: prints a line for people; by default as a warning of this module's logger.
-        is_failure: whether an error that ends the run is a failure of it; by default each is.
-
-    Attributes:
-        url: of the run's page; "" until W&B answers, and offline.
     """
 
-    project: str
-    run_id: str
-    directory: str | Path
+    project: str  # created if missing
+    run_id: str  # the same in every attempt of one run; letters, digits, "-" and "_"
+    directory: str | Path  # for W&B's files; created if missing
     _: KW_ONLY
-    name: str | None = None
-    group: str | None = None
-    notes: str | None = None
+    name: str | None = None  # of the run on W&B's pages
+    group: str | None = None  # of runs that belong together, such as a sweep
+    notes: str | None = None  # shown with the run, such as the URL of the Flyte execution
+    # None is that of WANDB_API_KEY or `wandb login`. It appears in no file and no message.
     api_key: str | None = field(default=None, repr=False)
-    model_artifact: str = ""
-    config: Mapping[str, Any] = field(default_factory=dict)
+    model_artifact: str = ""  # the name of an artifact with the model state, uploaded at the end; "" for none
+    config: Mapping[str, Any] = field(default_factory=dict)  # shown besides the run's own configuration
+    # Of a directory to which an offline run is copied at the end, as one archive. Set it if `directory` is lost with
+    # the process, as in a pod; "" leaves the run in `directory`.
     offline_url: str = ""
-    say: Callable[[str], None] = logger.warning
-    is_failure: Callable[[BaseException], bool] = lambda error: True
+    say: Callable[[str], None] = logger.warning  # prints a line for people
+    is_failure: Callable[[BaseException], bool] = lambda error: True  # whether an error that ends the run is one of it
 
     label = "W&B run"
 
     def __post_init__(self) -> None:
-        self.url = ""
+        self.url = ""  # of the run's page, when W&B has answered; "" offline
         self._directory = Path(self.directory).absolute()
         self._wandb: Any = None  # the module
         self._run: Any = None  # W&B's

@@ -83,40 +83,27 @@ def resize_cluster(cluster: ClusterConfig, world_size: int = 0) -> ClusterConfig
 
 @dataclass
 class TrialRunner:
-    """Runs the trials of a study to their end; `train` does it.
-
-    Args:
-        checkpoints: URL of a directory that every worker reaches; each trial has a subdirectory named by its hash.
-        data: the directory of the prepared data.
-        client: from `cluster.open_cluster`.
-        one_at_a_time: the trials are timed, and start with the largest world size. All their ranks get the number of
-            CPU threads that its ranks get: otherwise one rank with a whole machine, compared with two that share it,
-            would measure the cores and not the ranks. Without it each trial has one of the cluster's nodes.
-        stop_early: the stopping rule, see `EarlyStopping`.
-        observe: called with a trial and its event. The event is None before the first trial starts (once for every
-            trial, in order) and when a trial has ended. One call at a time, in any thread.
-        make_listeners: returns the listeners of one trial's run.
-        relay: called with every line a rank prints, prefixed with its trial.
-        runs: receives all trials, in order, before the first one starts.
-        run_name: as given to `open_cluster`.
-        run: the same for all attempts of the study, see `Job`.
-        initial_state: URL of the state dict that every trial starts from; "" for fresh weights.
-    """
+    """Runs the trials of a study to their end; `train` does it."""
 
     recipe: str
-    checkpoints: str
-    data: str
-    client: Client
+    checkpoints: str  # URL of a directory that every worker reaches; each trial has a subdirectory named by its hash
+    data: str  # the directory of the prepared data
+    client: Client  # from `cluster.open_cluster`
     cluster: ClusterConfig
+    # The trials are timed, and start with the largest world size. All their ranks get the number of CPU threads that
+    # its ranks get: otherwise one rank with a whole machine, compared with two that share it, would measure the cores
+    # and not the ranks. Without it each trial has one of the cluster's nodes.
     one_at_a_time: bool = False
-    stop_early: str = "none"
+    stop_early: str = "none"  # the stopping rule, see `EarlyStopping`
+    # Called with a trial and its event. The event is None before the first trial starts (once for every trial, in
+    # order) and when a trial has ended. One call at a time, in any thread.
     observe: Observer = lambda run, event: None
-    make_listeners: Callable[[TrialRun], Sequence[Listener]] = lambda run: ()
-    relay: Callable[[str], None] = print_line
-    run_name: str = ""
-    run: str = ""
-    initial_state: str = ""
-    runs: list[TrialRun] = field(default_factory=list)
+    make_listeners: Callable[[TrialRun], Sequence[Listener]] = lambda run: ()  # of one trial's run
+    relay: Callable[[str], None] = print_line  # called with every line a rank prints, prefixed with its trial
+    run_name: str = ""  # as given to `open_cluster`
+    run: str = ""  # the same for all attempts of the study, see `Job`
+    initial_state: str = ""  # URL of the state dict that every trial starts from; "" for fresh weights
+    runs: list[TrialRun] = field(default_factory=list)  # receives all trials, in order, before the first one starts
 
     def __post_init__(self) -> None:
         self.storage = Storage(self.checkpoints)

@@ -38,18 +38,12 @@ class Corpus:
     """The documents of `source`. They can be read again and again, in the same order.
 
     A document is a file, a row of a Parquet file, or what lies between two `separator`s in a text file.
-
-    Args:
-        source: path or URL of a file or a directory; "" for Python's own topics.
-        separator: text between two documents in a file; "" makes each file one document.
-        files: pattern of the names of the files in a directory, such as "*.py"; "" for text and Parquet.
-        column: of the text in Parquet files.
     """
 
-    source: str = ""
-    separator: str = ""
-    files: str = ""
-    column: str = "text"
+    source: str = ""  # path or URL of a file or a directory; "" for Python's own topics
+    separator: str = ""  # text between two documents in a file; "" makes each file one document
+    files: str = ""  # pattern of the names of the files in a directory, such as "*.py"; "" for text and Parquet
+    column: str = "text"  # of the text in Parquet files
 
     @property
     def name(self) -> str:
