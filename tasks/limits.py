@@ -50,11 +50,7 @@ def requests_of_pods() -> dict[str, dict[str, str]]:
 
 
 def check_limits(project: str, domain: str, version: str, image: str) -> None:
-    """Ask Flyte to accept one task that requests the most of each resource.
-
-    Raises:
-        SettingsError: Flyte refuses it, or cannot be reached. Nothing else was registered.
-    """
+    """Ask Flyte to accept one task that requests the most of each resource. Raises SettingsError if it does not."""
     from flytekit import ContainerTask
     from flytekit.configuration import ImageConfig, SerializationSettings
     from flytekit.exceptions.user import FlyteEntityAlreadyExistsException

@@ -86,11 +86,7 @@ def run_script(
 
 
 def pack_script(path: Path) -> str:
-    """Return a zip of a script's directory, with the script's name as its comment, or of a directory.
-
-    Raises:
-        InputError: it is too large to be code alone.
-    """
+    """Return a zip of a directory, or of a script's with its name as comment. Raises InputError if it is too large."""
     directory = path if path.is_dir() else path.parent
     files, size = files_below(directory), 0
     for file in files.values():

@@ -20,11 +20,7 @@ CODE_VARIABLE = "FLYTE_DDP_CODE"  # of every task: the hash of the code that was
 
 
 def check_code() -> None:
-    """Compare the code of this process with the one that was registered.
-
-    Raises:
-        SettingsError: they differ, so that results would be filed under code that did not compute them.
-    """
+    """Raise SettingsError if this process's code is not the registered one, under which its results would be filed."""
     registered = os.environ.get(CODE_VARIABLE)
     if registered and registered != shipped_code():
         raise SettingsError(
@@ -35,11 +31,7 @@ def check_code() -> None:
 
 
 def prepare_registration() -> None:
-    """Complete the parameters of the pyflyte command that imports the tasks, if it registers them.
-
-    Raises:
-        SettingsError: no image is named, or not all of the code would be shipped.
-    """
+    """Complete a pyflyte command that registers the tasks. Raises SettingsError without an image or all code."""
     command = registering_command()
     if command is None:
         return

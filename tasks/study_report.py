@@ -111,9 +111,6 @@ class StudyReport(Page):
     Args:
         target_loss: of a scaling study: held-out loss to which the time is measured, 0 for one that all trials reach;
             None for a sweep.
-
-    Attributes:
-        runs: the study's trials. They are added when they are known.
     """
 
     template = TEMPLATE
@@ -123,7 +120,7 @@ class StudyReport(Page):
     def __init__(self, recipe: str, runs: Sequence[TrialRun] = (), target_loss: float | None = None) -> None:
         super().__init__()
         self.recipe = recipe
-        self.runs = list(runs)
+        self.runs = list(runs)  # the study's trials, added when they are known
         self.target_loss = target_loss
         self.is_scaling = target_loss is not None
 

@@ -87,11 +87,7 @@ class Frame:
             receive(line)
 
     def limit_time(self, max_hours: float) -> None:
-        """End the task `max_hours` after the start of its first attempt as SIGTERM does; 0 is no limit.
-
-        Raises:
-            ConfigError: earlier attempts have taken that long.
-        """
+        """End the task as SIGTERM does after `max_hours`; 0: never. Raises ConfigError if earlier attempts took it."""
         if max_hours:
             hint = f". Its checkpoints are in {redact_url(self.storage.url)}"
             self._time_limit = TimeLimit(max_hours, self._first_start(), hint)
@@ -151,12 +147,7 @@ class Frame:
         return keep_run_id(self.storage, self.execution.run_id or f"run-{os.urandom(4).hex()}")
 
     def tracker(self, run_id: str, origin: Mapping[str, str], history: str, **options: Any) -> Wandb | Mlflow:
-        """Return an observer of W&B or MLflow with the settings that all runs of this task share.
-
-        Args:
-            origin: see `run_card`.
-            history: URL or path of the run's.
-        """
+        """Return an observer of W&B or MLflow for a run with this `history`, path or URL; `origin` as of `run_card`."""
         if self.mlflow is not None:
             shared = {"notes": self.execution.url, "environment": self.keys, "say": self.say}
             options |= {"origin": origin, "history": history}

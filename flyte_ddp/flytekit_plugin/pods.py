@@ -96,12 +96,7 @@ def describe_pods(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def pod_with(grace: int, ports: Mapping[str, int]) -> PodTemplate:
-    """Return the template of a task's pod.
-
-    Args:
-        grace: seconds from SIGTERM until it is killed.
-        ports: that it declares, by the names by which others find them.
-    """
+    """Return the template of a task's pod that is killed `grace` seconds after SIGTERM and declares named `ports`."""
     from kubernetes.client import V1Container, V1ContainerPort, V1PodSpec
 
     declared = [V1ContainerPort(name=name, container_port=number) for name, number in ports.items()]

@@ -31,11 +31,7 @@ def add_observer_options(parser: argparse.ArgumentParser) -> None:
 
 
 def resume_command(checkpoints: str = "") -> str:
-    """Return the command that started this process, for a shell, which resumes an interrupted run.
-
-    Args:
-        checkpoints: where the run's are, if the command did not say it.
-    """
+    """Return this process's command, for a shell, which resumes its run; with `checkpoints` if it did not name them."""
     name = os.path.basename(sys.argv[0])
     start = ["python", "-m", "flyte_ddp"] if name == "__main__.py" else [name]
     return shlex.join([*start, *sys.argv[1:], *(["--checkpoints", checkpoints] if checkpoints else [])])

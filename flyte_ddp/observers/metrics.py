@@ -41,12 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunFigures:
-    """The listener of one run: its newest figures, until the run has ended.
-
-    Args:
-        labels: of every figure.
-        attempt: Flyte's number of the task's attempt, from 0.
-    """
+    """The listener of a run in Flyte's `attempt`, from 0: its newest figures, with `labels`, until it has ended."""
 
     def __init__(self, labels: dict[str, str], attempt: int = 0) -> None:
         self.labels = labels

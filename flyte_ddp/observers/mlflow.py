@@ -283,12 +283,7 @@ class Mlflow(Listener):
         return dict(json.loads(answer)) if answer else {}
 
     def _request(self, method: str, path: str, body: bytes | BinaryIO | None, headers: dict[str, str]) -> bytes:
-        """Return the server's answer.
-
-        Raises:
-            _Away: there is none, or one that says to come again.
-            _Refused: it has refused.
-        """
+        """Return the server's answer. Raises _Away if there is none now, and _Refused if it has refused."""
         import urllib3
 
         values = self.environment

@@ -240,12 +240,7 @@ class ChampionStore:
         return was_held
 
     def parse(self, pointer: bytes) -> Pointer:
-        """Parse the contents of `champion.json`.
-
-        Raises:
-            NoChampion: they are empty.
-            CorruptChampion: they name no version.
-        """
+        """Parse `champion.json`. Raises NoChampion if it is empty, and CorruptChampion if it names no version."""
         if not pointer:
             raise NoChampion(f"{self._shown} has no champion yet")
         try:
@@ -266,12 +261,7 @@ class ChampionStore:
         return self._read_record(LAST_RUN)
 
     def record_run(self, outcome: str, execution: str, has_promoted: bool) -> None:
-        """Record the time and the outcome of a retraining, for `status`.
-
-        Args:
-            outcome: of the retraining, such as unchanged.
-            execution: which it was; "" for a local run.
-        """
+        """Record the time and `outcome` of a retraining, for `status`; `execution` is "" for a local run."""
         ended_at = _utc_now()
         promoted_at = ended_at if has_promoted else self.last_run().get("promoted_at", "")
         record = {"ended_at": ended_at, "outcome": outcome, "execution": execution, "promoted_at": promoted_at}

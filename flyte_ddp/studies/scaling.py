@@ -73,21 +73,15 @@ def by_world_size(rows: Iterable[Row]) -> dict[int, list[Row]]:
 
 
 class Study:
-    """Comparison of the finished trials of a scaling study.
-
-    Attributes:
-        names: of what the study varies beside the world size.
-        series: rows by world size, for each combination of the values of these.
-        target_loss: held-out loss to which the time is measured; by default the worst of the trials' best held-out
-            losses, which all trials reach.
-    """
+    """Comparison of the finished trials of a scaling study."""
 
     def __init__(self, runs: Iterable[TrialRun], target_loss: float = 0.0) -> None:
         finished = [run for run in runs if run.state.finished and run.epochs]
         best_losses = [min(epoch.test_loss for epoch in run.epochs) for run in finished]
+        # The held-out loss to which the time is measured; by default the worst of the trials' best, which all reach.
         self.target_loss = target_loss or max(best_losses, default=0.0)
         self.device_unit = "core" if not finished or started_of(finished[0]).device == "cpu" else "GPU"
-        self.names = [
+        self.names = [  # of what the study varies beside the world size
             name
             for name in (finished[0].trial.values if finished else ())
             if name not in (WORLD_SIZE, SEED) and len({run.trial.values[name] for run in finished}) > 1
@@ -95,6 +89,7 @@ class Study:
         series: dict[tuple[float, ...], list[TrialRun]] = {}
         for run in sorted(finished, key=lambda run: started_of(run).world_size):
             series.setdefault(tuple(run.trial.values[name] for name in self.names), []).append(run)
+        # Rows by world size, for each combination of the values of these names.
         self.series = {values: [self._row(run, runs) for run in runs] for values, runs in sorted(series.items())}
 
     def describe(self, values: tuple[float, ...]) -> str:

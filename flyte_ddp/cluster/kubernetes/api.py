@@ -43,15 +43,11 @@ class ApiUnavailable(ClusterError):
 
 
 class ApiRefused(ClusterError):
-    """The API server refuses a request, or this process has no access to one. The text is the server's message.
-
-    Attributes:
-        status: of HTTP; 0 without access.
-    """
+    """The API server refuses a request, or this process has no access to one. The text is the server's message."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
-        self.status = status
+        self.status = status  # of HTTP; 0 without access
 
     @property
     def is_right_missing(self) -> bool:

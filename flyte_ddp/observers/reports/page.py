@@ -28,25 +28,16 @@ NOTHING = "-"  # in place of a value that is not known
 
 
 class Page(ABC):
-    """A report that can be rendered at any time.
+    """A report that can be rendered at any time."""
 
-    Attributes:
-        template: what the report adds to the base template, in Jinja.
-        style: its own CSS rules.
-        progress_label: what the progress bar counts.
-        links: URLs of other pages by name, such as the run's W&B page. They may be added at any time.
-        tracker: the observer of W&B or MLflow, whose URL is a link as soon as its server has answered; None for none.
-        notes: lines below the title. They may be added at any time.
-    """
-
-    template = ""
-    style = ""
-    progress_label = ""
+    template = ""  # what the report adds to the base template, in Jinja
+    style = ""  # its own CSS rules
+    progress_label = ""  # what the progress bar counts
 
     def __init__(self, links: Mapping[str, str] | None = None) -> None:
-        self.links = dict(links or {})
-        self.tracker: Any = None
-        self.notes: list[str] = []
+        self.links = dict(links or {})  # URLs of other pages by name; may be added at any time, as notes
+        self.tracker: Any = None  # the run's W&B or MLflow, whose URL is a link as soon as its server has answered
+        self.notes: list[str] = []  # lines below the title
         self.error: BaseException | None = None
         self.opened_at = time.time()
         self.closed_at = 0.0  # 0 while it is open

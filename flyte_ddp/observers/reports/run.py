@@ -83,18 +83,14 @@ TEMPLATE = """
 
 
 class Report(Page):
-    """The report of one run. A listener: give it each event in order.
-
-    Attributes:
-        outputs: where they are, by name. To be set at the end.
-    """
+    """The report of one run. A listener: give it each event in order."""
 
     template = TEMPLATE
     progress_label = "optimizer steps done"
 
     def __init__(self, title: str = "") -> None:
         super().__init__()
-        self.outputs: dict[str, str] = {}
+        self.outputs: dict[str, str] = {}  # where they are, by name; to be set at the end
         self._title = title
         self._state = RunState()
         self._lines: deque[str] = deque(maxlen=MAX_LINES)
