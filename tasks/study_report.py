@@ -106,12 +106,7 @@ for (const table of document.querySelectorAll(".training-report .trials table"))
 
 
 class StudyReport(Page):
-    """The report of a study.
-
-    Args:
-        target_loss: of a scaling study: held-out loss to which the time is measured, 0 for one that all trials reach;
-            None for a sweep.
-    """
+    """The report of a study. `target_loss` is of a scaling study, 0 for one that all trials reach; None for a sweep."""
 
     template = TEMPLATE
     style = STYLE

@@ -335,11 +335,7 @@ def _keep_importable(module: str) -> Iterator[None]:
 
 
 def _check_places(gang: Gang, inputs: LiteralMap, outputs: Mapping[str, Any], raw_output_prefix: str) -> None:
-    """Refuse files of this machine in a run whose ranks are on others.
-
-    Raises:
-        ConfigError: an input is a local file, or the outputs are files and would be written to a local directory.
-    """
+    """Raise ConfigError for a local file as input, or local outputs, in a run whose ranks are on other machines."""
     if not gang.needs_cluster or gang.cluster_config().resolved_kind != "kubernetes":
         return
     for name, url in _list_urls(inputs):

@@ -79,11 +79,7 @@ def prepare(
 
 
 def check_split(accelerator: Accelerator) -> None:
-    """Check that the session can save what the accelerator makes of a model.
-
-    Raises:
-        ConfigError: it splits the model in another way than by FSDP2, or this version of accelerate is not supported.
-    """
+    """Raise ConfigError if the model is split otherwise than by FSDP2, or this accelerate is not supported."""
     training.check_has("accelerate", accelerator, "sync_gradients", "scaler", "distributed_type", "is_fsdp2")
     kind, layout = accelerator.distributed_type, getattr(accelerator, "parallelism_config", None)
     is_other_fsdp = kind == DistributedType.FSDP and not accelerator.is_fsdp2

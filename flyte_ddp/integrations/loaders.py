@@ -17,14 +17,7 @@ KEPT = (
 
 
 def split_batch(global_batch_size: int, num_shares: int | None = None) -> int:
-    """Return the samples of each rank of a global batch.
-
-    Args:
-        num_shares: groups of ranks that have the same samples; by default each rank has its own.
-
-    Raises:
-        ConfigError: the ranks cannot share it evenly.
-    """
+    """Return the samples of one of `num_shares`, or else ranks, of a global batch. Raises ConfigError if uneven."""
     shares = num_shares or rank_and_world_size()[1]
     if global_batch_size % shares:
         expected = f"expected a global batch that {shares} ranks share evenly"

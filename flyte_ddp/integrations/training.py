@@ -160,10 +160,7 @@ def generator_states() -> dict[str, Any]:
 
 
 def set_generators(state: Mapping[str, Any]) -> None:
-    """Set this process's random generators to those that this rank had when the checkpoint was written.
-
-    A rank that was not there then keeps its own.
-    """
+    """Set this rank's random generators to those in a checkpoint. A rank that was not there keeps its own."""
     rank, _ = rank_and_world_size()
     if rank >= len(state["generators"]):
         return

@@ -49,14 +49,7 @@ def keep_run_id(storage: Storage, new: str) -> str:
 def make_observers(
     options: argparse.Namespace, name: str, bar: ProgressBar
 ) -> tuple[list[Listener], Callable[[str], None]]:
-    """Return the listeners of a run, and what receives the lines that its ranks print.
-
-    Args:
-        name: of the script.
-
-    Raises:
-        ConfigError: a file cannot be written.
-    """
+    """Return a script's listeners, and what gets its ranks' lines. Raises ConfigError if a file cannot be written."""
     from flyte_ddp.observers.metrics import MetricsServer, requested_port
 
     listeners: list[Listener] = [bar]

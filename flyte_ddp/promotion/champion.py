@@ -118,11 +118,7 @@ class ChampionStore:
         return _manifest(contents)
 
     def load(self, pointer: bytes | None = None) -> tuple[dict[str, Any], Manifest]:
-        """Return state dict, tensors on the CPU, and manifest of the version in use; `pointer` as in `manifest`.
-
-        Raises:
-            NoChampion, MissingChampion, CorruptChampion: there is no such state.
-        """
+        """Return the state dict, tensors on the CPU, and manifest of the version in use, as `manifest`."""
         from flyte_ddp.storage.weights import from_bytes  # imports torch
 
         manifest = self.manifest(pointer)

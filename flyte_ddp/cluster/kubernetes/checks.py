@@ -355,11 +355,7 @@ def _find_lack_of_room(setup: Setup, nodes: list[Any]) -> str:
 
 
 def gpu_memory(config: ClusterConfig) -> float:
-    """Return the bytes of the smallest GPU that workers may get, as labels of nodes have it; 0 where none has any.
-
-    Raises:
-        ClusterError: the API server does not answer, or refuses.
-    """
+    """Return the bytes of the smallest GPU for workers, by nodes' labels, or 0. Raises ClusterError as `call` does."""
     pod = cluster_spec(config, "estimate", None)["spec"]["worker"]["spec"]
     label = f"{config.kubernetes.gpu_resource}.memory"  # in MiB, which NVIDIA's GPU feature discovery sets
     nodes = [each for each in call("CoreV1Api", "list_node").items if not _find_obstacle(pod, each)]

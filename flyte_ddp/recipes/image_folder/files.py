@@ -118,12 +118,7 @@ class FileReader:
         return list(threads.map(read, files))
 
     def read(self, file: File) -> bytes:
-        """Return the contents of `file`.
-
-        Raises:
-            UnreadableImage: it is missing or forbidden, or its size is never the listed one.
-            StorageUnavailable: timeouts, throttling or other errors lasted longer than `store_timeout`.
-        """
+        """Return the contents of `file`. Raises UnreadableImage, or StorageUnavailable after `store_timeout`."""
         if self.cache is None:
             return self._fetch(file)
         # The version is in the name: a file that has changed since is another file.

@@ -175,13 +175,7 @@ def _not_utf8(corpus: Corpus, error: UnicodeDecodeError) -> DataError:
 
 
 def _hold_out_end(train: Path, held_out: Path, tokenizer: Tokenizer, share: float, context: int) -> str:
-    """Move the last documents from `train` to `held_out`, because too few have come there by chance, and say so.
-
-    A single document is cut.
-
-    Raises:
-        ConfigError: there are not enough for a window on both sides.
-    """
+    """Move the last documents, or the end of one, to `held_out`, and say so. Raises ConfigError if they are too few."""
     tokens = _map_tokens(train, tokenizer)
     if len(tokens) < 2 * (context + 1):
         raise ConfigError(

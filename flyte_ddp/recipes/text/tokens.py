@@ -81,13 +81,7 @@ def make_tokenizer(definition: str) -> Tokenizer:
 
 
 def load_tokenizer(url: str) -> Tokenizer:
-    """Return the BPE of the model whose state is at `url`, a path or URL.
-
-    Raises:
-        ConfigError: there is no state of such a model.
-        StorageDenied: it may not be read.
-        StorageUnavailable: its store could not be reached.
-    """
+    """Return the BPE of the model with the state at `url`. Raises ConfigError if there is none, or a store's error."""
     from flyte_ddp.storage.weights import from_bytes  # imports torch
 
     field = "recipe_options.vocabulary_of"
