@@ -26,7 +26,6 @@ from flyte_ddp.errors import CheckpointError, ConfigError, RankFailure, StorageU
 from flyte_ddp.events import Reported
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.storage import Storage, filesystem
-from tests.kubernetes.store import Store
 from tests.support.image_store import running_store
 from tests.support.runs import REPOSITORY, new_run
 
@@ -670,20 +669,8 @@ def test_other_data_are_refused_at_resume(tmp_path, one_epoch):
 
 
 @pytest.fixture(scope="module")
-def server():
-    """An S3 server of this machine, which the environment names."""
-    server = Store("127.0.0.1")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**server.keys, "AWS_ENDPOINT_URL": server.url}.items():
-            patch.setenv(name, value)
-        yield server
-    server.stop()
-
-
-@pytest.fixture(scope="module")
-def bucket(server):
+def bucket(store_server):
     """The URL of an empty bucket."""
-    server.files.mkdir("bucket")
     return "s3://bucket"
 
 
@@ -739,23 +726,23 @@ def take_away(outage, seconds=4.0, run=None, step=0):
     return steps
 
 
-def test_a_run_survives_outages_in_mid_run_and_at_resume(server, bucket, tmp_path, finished_run, monkeypatch):
+def test_a_run_survives_outages_in_mid_run_and_at_resume(store_server, bucket, tmp_path, finished_run, monkeypatch):
     monkeypatch.setenv("STEP_SECONDS", "0.2")
     config = {"checkpoints": f"{bucket}/training", "checkpoint_interval": 1}
     first, second = new_run(tmp_path / "first"), new_run(tmp_path / "second")
-    hung = take_away(server.hanging, run=first, step=2)  # beyond its last step, and the wait for its last checkpoint
+    hung = take_away(store_server.hanging, run=first, step=2)  # beyond its last step and checkpoint
     first.train(2, epochs=1, **config)
     assert hung[1] >= 9
-    take_away(server.refusing)
-    refused = take_away(server.refusing, 2, second, 12)
-    del server.requests[:]
+    take_away(store_server.refusing)
+    refused = take_away(store_server.refusing, 2, second, 12)
+    del store_server.requests[:]
     run = second.train(2, **config)
 
     assert refused[1] > refused[0]
     for expected in ("cannot be reached", "answers again"):  # once, for the outage in mid-run
         assert sum(expected in line for line in run.lines) == 1, run.lines
     assert run.loaded.step == 9
-    reads = [path for method, path in server.requests if method == "GET" and "step-0000000009-" in path]
+    reads = [path for method, path in store_server.requests if method == "GET" and "step-0000000009-" in path]
     assert len(reads) == 1  # the other rank got the state from the one that read it
     assert run.loaded.url.startswith(f"{bucket}/training/step-0000000009")
     assert run.loaded.skipped == []

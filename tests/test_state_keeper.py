@@ -31,7 +31,6 @@ from flyte_ddp.rank.memory_states import load_from_memory
 from flyte_ddp.rank.state_keeper import StateKeeper
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.world import ALONE
-from tests.kubernetes.store import Store
 from tests.support.bereaved import save_and_lose_a_rank
 from tests.support.dask_runs import LOCAL, events_of
 from tests.support.gang import run_gang
@@ -166,29 +165,17 @@ class Outage:
         pass
 
 
-@pytest.fixture(scope="module")
-def server():
-    """An S3 server of this machine, which the environment names."""
-    server = Store("127.0.0.1")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**server.keys, "AWS_ENDPOINT_URL": server.url}.items():
-            patch.setenv(name, value)
-        server.files.mkdir("bucket")
-        yield server
-    server.stop()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["refusing", "hanging"])
-def test_a_loss_while_the_store_is_away_costs_no_step(tmp_path, server, how):
+def test_a_loss_while_the_store_is_away_costs_no_step(tmp_path, store_server, how):
     """Nor is the store waited for, which has the best epoch's checkpoint. What is saved is held until it is back."""
     best = {"model_state": "best", "epochs": 2, "store_timeout": 60.0}
     plain, _ = train(tmp_path / "plain", LocalPlace(2), **best)
     place, options = LocalPlace(2, max_restarts=3), {"checkpoints": f"s3://bucket/{how}", **best}
-    outage = Outage(getattr(server, how)(), tmp_path / "lost" / "orders")
+    outage = Outage(getattr(store_server, how)(), tmp_path / "lost" / "orders")
     run, resumed = train(tmp_path / "lost", place, "hold-1-12", listeners=[outage], **options)
     assert resumed == [(11, "this node's memory")]
-    final = torch.load(io.BytesIO(server.files.cat_file(run.result.finished.model_state_url)), weights_only=True)
+    final = torch.load(io.BytesIO(store_server.files.cat_file(run.result.finished.model_state_url)), weights_only=True)
     torch.testing.assert_close(final, plain.state(), rtol=0, atol=0)
     assert run.result.finished.best_epoch == plain.result.finished.best_epoch
 
