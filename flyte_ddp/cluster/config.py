@@ -212,13 +212,8 @@ def termination_grace() -> float:
 
 def dask_config(config: ClusterConfig) -> dict[str, Any]:
     """Return the settings of scheduler and workers, by their name in Dask's configuration."""
-    return {
-        **DASK_CONFIG,
-        # Dask checks once in this time, so it drops a silent worker after one to two of them.
-        "distributed.scheduler.worker-ttl": f"{config.node_timeout:g}s",
-        # After it a local cluster gives a lost worker up, which may be back by now, or lost for the second time.
-        "distributed.deploy.lost-worker-timeout": f"{config.start_timeout:g}s",
-    }
+    # Dask checks once in this time, so it drops a silent worker after one to two of them.
+    return {**DASK_CONFIG, "distributed.scheduler.worker-ttl": f"{config.node_timeout:g}s"}
 
 
 def _with_whole_numbers(value: Any) -> Any:

@@ -63,6 +63,9 @@ def open_cluster(config: ClusterConfig, run_name: str) -> Iterator[Client]:
         if kind == "kubernetes":
             address, security = stack.enter_context(lifecycle.kube_cluster(config, run_name, deadline))
         elif kind == "local":
+            # After it Dask gives a lost worker up for good, also one that came back and is lost again just then.
+            patience = {"distributed.deploy.lost-worker-timeout": f"{config.start_timeout:g}s"}
+            stack.enter_context(dask.config.set(patience))
             address = stack.enter_context(_local_cluster(config)).scheduler_address
         else:
             address = config.resolved_address
