@@ -220,9 +220,13 @@ def test_a_rank_writes_its_two_files_again_whatever_size_its_state_has(tmp_path,
     memory = NodeParts()
     memory.begin(NODE)
 
+    def keep(kind, values):
+        assert store.is_writing  # a loss at this moment waits for the state
+        memory.keep(**values)
+
     class Link:
         whole_turn = property(lambda _: memory.whole_turn(0))
-        send = staticmethod(lambda _, values: memory.keep(**values))
+        send = staticmethod(keep)
 
     slots = Slots(memory.slots_of(0), Link(), 0, str(torch.__version__))
     store = CheckpointStore(str(tmp_path), 1, slots=slots)

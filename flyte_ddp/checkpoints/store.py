@@ -183,23 +183,23 @@ class CheckpointStore:
                 slots.write(write.step, self.peers.size if self.peers else 1, save_to)
             except Exception as error:  # nothing is ready any more, and the store still has its checkpoints
                 logger.warning("no more states are kept in memory: %s: %s", type(error).__name__, error)
-
-        def save_copy() -> None:
-            _yield_cores_to_training()
-            save()
             self._drop([write])
             with self._changed:
                 self._num_in_memory -= 1
                 self._changed.notify_all()
 
+        def save_copy() -> None:
+            _yield_cores_to_training()
+            save()
+
+        with self._changed:
+            self._num_in_memory += 1
         if not on_gpu:
             write.state, write.buffers = map_tensors(state, lambda each: each.detach()), []
             save()
             return
         if is_shared:
             self.memory.share(write.buffers)
-        with self._changed:
-            self._num_in_memory += 1
         threading.Thread(target=save_copy, name="memory", daemon=True).start()
 
     def _make_room(self, write: _Write) -> None:
