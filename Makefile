@@ -11,12 +11,15 @@ PINS := requirements.txt requirements-dev.txt requirements-uv.txt
 # they started; tests/conftest.py has the order of the files.
 PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: test test-all test-docs emulators test-gpu test-kubernetes test-flyte lint audit format bench soak sbom wheel requirements
+.PHONY: test test-long test-all test-docs emulators test-gpu test-kubernetes test-flyte lint audit format bench soak sbom wheel requirements
 
 test: $(INSTALLED)  ## the tests that need nothing but this machine, in eight minutes on two cores
-	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not gpu and not kubernetes and not flyte'
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not long and not slow and not gpu and not kubernetes and not flyte'
 
-test-all: $(INSTALLED)  ## also the slow ones
+test-long: $(INSTALLED)  ## the next longest tests, in four minutes: losses, several nodes, outages
+	$(BIN)/python -m pytest $(PARALLEL) -m 'long and not slow'
+
+test-all: $(INSTALLED)  ## also these and the slow ones
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not gpu and not kubernetes and not flyte'
 
 test-docs: $(INSTALLED)  ## every command and piece of code in the README, docs/ and examples/, and what else users start with

@@ -290,6 +290,7 @@ def train(directory, dies_at):
     return total.item()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_sizes", [(2, 3), pytest.param((3, 1), marks=pytest.mark.slow)])
 def test_a_restart_at_another_number_of_ranks_loses_and_doubles_no_sample(world_sizes, tmp_path):
     for name in ("whole", "log"):
@@ -329,6 +330,7 @@ def count_without_looking(directory):
     return done
 
 
+@pytest.mark.long
 def test_a_function_that_does_not_look_loses_no_step_to_a_worker_that_leaves_and_to_growth(
     start_worker, scheduler, tmp_path, monkeypatch
 ):

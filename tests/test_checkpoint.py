@@ -726,6 +726,7 @@ def take_away(outage, seconds=4.0, run=None, step=0):
     return steps
 
 
+@pytest.mark.long
 def test_a_run_survives_outages_in_mid_run_and_at_resume(store_server, bucket, tmp_path, finished_run, monkeypatch):
     monkeypatch.setenv("STEP_SECONDS", "0.2")
     config = {"checkpoints": f"{bucket}/training", "checkpoint_interval": 1}

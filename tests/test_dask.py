@@ -55,6 +55,7 @@ def fault(client):
     client.run(lambda: [os.environ.pop(name, None) for name in ("FAULT", "WRITE_SECONDS")])
 
 
+@pytest.mark.long
 def test_two_nodes_give_the_weights_and_the_events_of_two_processes(client, tmp_path, finished_run):
     on_one_machine = finished_run()
     run = train(new_run(tmp_path), client, LOCAL)
@@ -157,6 +158,7 @@ def test_a_gpu_out_of_memory_restarts_with_smaller_micro_batches_without_using_u
     assert [event.config["gradient_accumulation"] for event in events_of(run, events.RunStarted)] == [1, 2]
 
 
+@pytest.mark.long
 def test_nodes_have_the_drivers_storage_keys_and_a_restart_waits_for_the_store(
     client, tmp_path, monkeypatch, caplog, finished_run
 ):

@@ -229,6 +229,7 @@ def test_packed_code_does_not_depend_on_its_path(tmp_path, monkeypatch):
         packed_code(flowers)
 
 
+@pytest.mark.long
 def test_the_drivers_code_is_what_ranks_run(client, tmp_path):
     """Also when the workers have imported another version of it."""
     newer = tmp_path / "newer"
@@ -268,6 +269,7 @@ def test_workers_with_other_versions_that_join_in_mid_run_are_left_out(client, m
     ]
 
 
+@pytest.mark.long
 def test_nodes_that_do_not_see_the_data_get_a_copy(start_worker, scheduler, tmp_path, finished_run, monkeypatch):
     """On a cluster that somebody else has started, as Flyte's own Dask plugin does, of workers without the package."""
     monkeypatch.setattr(worker, "holds_file", lambda path, contents: not path.endswith("data.json"))
@@ -308,6 +310,7 @@ def test_cleaning_up_never_fails_a_finished_run(tmp_path, monkeypatch, caplog):
     ]
 
 
+@pytest.mark.long
 def test_sigterm_ends_a_run_after_a_last_checkpoint(tmp_path, monkeypatch, survivors):
     monkeypatch.setenv("STEP_SECONDS", "0.2")
     driver = start_driver(tmp_path, {"kind": "local"})

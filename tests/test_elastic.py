@@ -38,6 +38,7 @@ from tests.support.dask_runs import (
 from tests.support.runs import new_run
 
 
+@pytest.mark.long
 def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
     start_worker, scheduler, tmp_path, finished_run, caplog
 ):
@@ -130,6 +131,7 @@ def test_a_stop_leaves_ranks_that_end_to_grow_less_time():
     assert not link.stop.is_urgent
 
 
+@pytest.mark.long
 def test_a_silent_node_is_abandoned_and_kills_its_ranks_when_it_returns(
     start_worker, scheduler, tmp_path, caplog, monkeypatch
 ):

@@ -58,6 +58,7 @@ class Listener:
         pass
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_kill_in_mid_epoch_loses_and_doubles_no_sample(framework, tmp_path):
     pytest.importorskip(framework.split()[0])
@@ -233,6 +234,7 @@ def train_recorded(framework, directory):
         trainer.train()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "framework", [*(pytest.param(each, marks=SLOW) for each in ("transformers", "lightning")), "accelerate"]
 )

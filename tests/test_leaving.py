@@ -79,6 +79,7 @@ def check_no_step_was_lost(run):
     assert steps[-1] == NUM_STEPS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "function"])
 def test_a_worker_that_is_told_to_go_costs_no_step_and_no_restart(pair, tmp_path, kind, monkeypatch, caplog):
     config, nannies = pair

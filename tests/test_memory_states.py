@@ -66,6 +66,7 @@ def test_two_nodes_go_on_from_the_memory_of_both(tmp_path, undisturbed, client):
     torch.testing.assert_close(run.state(), undisturbed, rtol=0, atol=0)
 
 
+@pytest.mark.long
 def test_a_lost_node_costs_the_steps_since_the_newest_state_next_door(tmp_path, undisturbed, client):
     place = DaskPlace(client, dataclasses.replace(LOCAL, max_restarts=3))
     run, resumed = train(tmp_path, place, "worker-1-6", "worker-0-9", **FSDP)

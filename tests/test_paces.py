@@ -111,6 +111,7 @@ def test_a_slow_rank_of_a_function_is_named_with_its_phase(short, caplog, phase,
     check(listener.found, phase, caplog)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("phase", "num_ranks"), all_but(("backward", 2)))
 def test_a_slow_rank_of_a_recipe_is_named_with_its_phase(short, caplog, tmp_path, monkeypatch, phase, num_ranks):
     monkeypatch.setenv("SLOW", f"{phase} 1 2")
@@ -120,6 +121,7 @@ def test_a_slow_rank_of_a_recipe_is_named_with_its_phase(short, caplog, tmp_path
     assert times[1] > 1.1 * times[0], "without the wait for the others"
 
 
+@pytest.mark.long
 def test_the_wait_for_rank_0s_buffers_is_no_slow_forward_pass(short, caplog, tmp_path, monkeypatch):
     """DDP gives every rank the statistics of rank 0's BatchNorm before a forward pass, for which the others wait."""
     monkeypatch.setenv("SLOW", "data 0 3")
@@ -176,6 +178,7 @@ def test_on_one_node_there_is_nothing_to_replace_a_slow_one_by():
     assert not resize_cluster(ClusterConfig(replace_stragglers=True)).replace_stragglers
 
 
+@pytest.mark.long
 def test_a_slow_rank_of_a_function_that_only_reports_is_named(short, caplog):
     def train():
         import torch

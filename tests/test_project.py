@@ -239,6 +239,7 @@ def test_the_extras_are_those_of_the_messages():
     assert everything.extras == extras.keys() - {"all", "dev", "bench"}
 
 
+@pytest.mark.long
 def test_a_new_project_has_the_files_of_this_checkout_and_trains_and_passes_its_test(project, installed, wheel):
     for directory in SHARED:
         for file in directory.rglob("*"):

@@ -85,6 +85,7 @@ def both(tmp_path_factory):
     return found
 
 
+@pytest.mark.long
 def test_a_script_finds_the_environment_that_torchrun_gives_it(both):
     for theirs, ours in zip(both["torchrun"][0], both["ours"][0], strict=True):
         theirs, ours = dict(theirs["environment"]), dict(ours["environment"])
@@ -265,6 +266,7 @@ def test_a_signal_asks_for_the_stacks_only_where_no_thread_can_answer():
     assert "in hold_all_threads" in str(caught.value)
 
 
+@pytest.mark.long
 def test_a_function_that_never_reports_is_ended_when_all_ranks_but_one_wait_for_it():
     def function():
         import torch
@@ -321,6 +323,7 @@ def test_a_rank_of_another_node_that_does_not_arrive_is_named(client):
     assert "in function" in str(caught.value)
 
 
+@pytest.mark.long
 def test_ranks_that_wait_for_a_node_that_prepares_are_not_ended(client):
     """All ranks of one node wait for longer than the timeout, and none of the other: it has to be over one rank."""
 
@@ -705,6 +708,7 @@ def test_the_example_of_session_trains_every_step_once_when_it_is_killed():
     assert flyte_ddp.run(follow_the_example, source, max_restarts=1) == 1000
 
 
+@pytest.mark.long
 def test_a_plain_script_runs_its_own_functions_and_tasks_on_several_nodes(tmp_path):
     """Without a guard, so that a process that imports the main module again starts a run in that."""
     (tmp_path / "beside.py").write_text("def double(value):\n    return 2 * value\n")

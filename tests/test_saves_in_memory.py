@@ -66,6 +66,7 @@ MEMORY = "this node's memory"
 DAMAGED = "the checksum of part 0 is not the one that was recorded when it was written"
 
 
+@pytest.mark.long
 def test_a_killed_rank_costs_nothing_that_was_saved_in_memory(tmp_path, undisturbed, monkeypatch, caplog):
     """Not even what is on its way there, nor without a place for checkpoints."""
     fork_functions(monkeypatch)

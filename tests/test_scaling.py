@@ -348,6 +348,7 @@ def outputs(checkpoints, figures):
     return found
 
 
+@pytest.mark.long
 def test_each_run_of_a_study_has_its_figures_for_prometheus(outputs, figures):
     for trial, world_size in ((1, 2), (2, 1)):
         labels = rf'recipe="{TINY}",run="",trial="{trial}"'

@@ -83,6 +83,7 @@ def resharded_run(text, tmp_path_factory):
     return first, run_text(directory).train(3, source=text, **{**CONFIG, **options, "gradient_accumulation": 1})
 
 
+@pytest.mark.long
 def test_shards_on_two_and_then_three_ranks_train_to_the_weights_of_one_process(resharded_run, whole_run):
     first, second = resharded_run
 

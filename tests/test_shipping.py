@@ -169,6 +169,7 @@ def expected_files(checkout):
     return {file.as_posix() for file in found if (checkout / file).is_file() and "__pycache__" not in file.parts}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["auto", "all", "register", "own"])
 def test_every_way_of_registering_ships_all_of_the_code_and_the_users_recipes(registered, checkout, way):
     record = registered[way]

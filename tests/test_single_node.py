@@ -307,6 +307,7 @@ def write_inputs(tmp_path, **config):
     return str(file)
 
 
+@pytest.mark.long
 def test_a_retry_resumes_from_the_newest_checkpoint_of_any_attempt(tmp_path, inputs, monkeypatch):
     """Attempt 0 is killed in mid-epoch, attempt 1 before it writes anything, and attempt 2 finishes the run."""
     from flyteidl.core import literals_pb2
@@ -351,6 +352,7 @@ def test_a_retry_resumes_from_the_newest_checkpoint_of_any_attempt(tmp_path, inp
     assert "Training" in (prefix / "deck.html").read_text()
 
 
+@pytest.mark.long
 def test_a_run_ends_for_good_when_all_its_attempts_have_taken_max_hours(tmp_path):
     from flyteidl.core import errors_pb2
 

@@ -105,6 +105,7 @@ def num_ranks(mesh_shape):
     return functools.reduce(int.__mul__, mesh_shape)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("written", "read"),
     [
@@ -354,6 +355,7 @@ def misuse():
     return messages
 
 
+@pytest.mark.long
 def test_a_wrong_call_is_one_line_and_no_hang(tmp_path):
     messages = flyte_ddp.run(misuse, nproc_per_node=2, checkpoints=str(tmp_path), stall_timeout=24.0)
     expected = [
@@ -428,6 +430,7 @@ def train_replicated(num_steps):
     )
 
 
+@pytest.mark.long
 def test_whole_state_that_two_ranks_save_is_loaded_bitwise_by_one(tmp_path):
     options = {"checkpoints": str(tmp_path)}
     saved = flyte_ddp.run(train_replicated, 3, nproc_per_node=2, **options)

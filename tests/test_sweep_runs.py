@@ -162,6 +162,7 @@ def pid_of_worker_with(record, label):
     return next((int(file.name) for file in record.iterdir() if label in file.read_text().split()), 0)
 
 
+@pytest.mark.long
 def test_a_lost_worker_a_sigterm_and_a_retry_cost_only_time(tmp_path, data, client, record, four):
     go = tmp_path / "go"
     slow = {"recipe_options": [{"label": "slow", "slow_until": str(go)}], "learning_rate": [0.1], "epochs": [40]}

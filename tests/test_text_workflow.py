@@ -46,6 +46,7 @@ def trained(tmp_path_factory):
     return output + errors, *map(Path, outputs.groups())
 
 
+@pytest.mark.long
 def test_a_run_on_pythons_topics_learns_and_reports_nats_per_byte_speed_and_text(trained):
     output, _, report, history = trained
     state = RunState.of(read_history(history))
