@@ -16,7 +16,7 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.flyte_context import is_flyte_task
-from flyte_ddp.flytekit_plugin.frame import Frame, open_frame
+from flyte_ddp.flytekit_plugin.frame import Frame, make_output_directory, open_frame
 from flyte_ddp.observers.reports.page import Page
 from tasks.resources import MLFLOW, SECRETS, SETTINGS, WANDB_ENVIRONMENT, WANDB_MODE, code_version
 
@@ -30,14 +30,20 @@ def open_task_frame(report: Page, name: str, checkpoints: str, output: str = "")
     """Check the URL of the checkpoints, and open the frame of the current task as `open_frame` does."""
     with flyte_errors():
         check_urls(checkpoints=checkpoints)
-        if output and is_flyte_task():
-            raise ConfigError(
-                f"output: expected none in a run on Flyte, which keeps the outputs itself, got {output!r}"
-            )
+        check_output(output)
     with open_frame(
         report, name, checkpoints, WANDB_ENVIRONMENT["WANDB_PROJECT"], output=output, mlflow=MLFLOW
     ) as frame:
         yield frame
+
+
+def check_output(output: str) -> None:
+    """Raise ConfigError for a directory of outputs that takes no files, or in a run on Flyte."""
+    if not output:
+        return
+    if is_flyte_task():
+        raise ConfigError(f"output: expected none in a run on Flyte, which keeps the outputs itself, got {output!r}")
+    make_output_directory(output)
 
 
 def describe_origin(frame: Frame) -> dict[str, str]:

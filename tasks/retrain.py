@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,13 +18,14 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ChampionError, ConfigError
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution, share_storage_credentials
+from flyte_ddp.flytekit_plugin.frame import make_output_directory
 from flyte_ddp.launch.devices import check_requested_gpus
 from flyte_ddp.observers.reports.drawing import format_figure
 from flyte_ddp.observers.reports.page import Page, row, section, tile
 from flyte_ddp.promotion.champion import CARD, ChampionStore
 from flyte_ddp.promotion.policy import PROMOTIONS, Challenge, Outcome, PromotionCriteria, PromotionResult, judge, plan
 from flyte_ddp.storage import read_file, redact_url
-from tasks.frame import WITH_DECK, check_urls
+from tasks.frame import WITH_DECK, check_output, check_urls
 from tasks.outputs import RetrainingOutputs
 from tasks.prepare import PreparedData
 from tasks.resources import EVALUATION_TASK, SMALL_TASK, code_version
@@ -60,6 +62,7 @@ def plan_retraining(
     min_share: float,
     allow: str,
     initial_model_state: str = "",
+    output: str = "",
 ) -> RetrainingPlan:
     """Decide, before a GPU is requested, if there is a challenger to train, and from which weights.
 
@@ -69,6 +72,7 @@ def plan_retraining(
         if train_on not in (ONE_NODE, CLUSTER):
             raise ConfigError(f"train_on: expected one of {ONE_NODE}, {CLUSTER}, got {train_on!r}")
         check_urls(champion=champion, initial_model_state=initial_model_state)
+        check_output(output)
         execution = _execution()
         criteria = PromotionCriteria(start_from, margin, min_samples, min_share, allow)
         store = ChampionStore(champion or _default_champion(execution, recipe))
@@ -95,11 +99,13 @@ def judge_challenger(
     challenger: PythonPickledFile,
     export: FlyteDirectory,
     criteria: PromotionCriteria,
+    output: str = "",
 ) -> RetrainingOutputs:
     """Measure challenger and champion on the same held-out data, and promote the challenger if it is better.
 
     Args:
         export: the challenger's; a promoted version keeps the run card, and the retraining returns all of it.
+        output: directory of a local run's outputs, where the challenger's are already; "" for a temporary one.
     """
     with flyte_errors():
         check_requested_gpus()
@@ -113,16 +119,16 @@ def judge_challenger(
             criteria,
             Path(challenger.download()).read_bytes(),
         )
-        return _outputs(store, recipe, result, execution, export)
+        return _outputs(store, recipe, result, execution, output, export)
 
 
 @task(**SMALL_TASK, retries=2, **WITH_DECK)
-def keep_champion(champion: str, recipe: str, outcome: str, reason: str) -> RetrainingOutputs:
-    """Report why nothing was trained."""
+def keep_champion(champion: str, recipe: str, outcome: str, reason: str, output: str = "") -> RetrainingOutputs:
+    """Report why nothing was trained. `output` is as of `judge_challenger`."""
     with flyte_errors():
         check_urls(champion=champion)
         execution = _execution()
-        return _outputs(ChampionStore(champion), recipe, PromotionResult(Outcome(outcome), reason), execution)
+        return _outputs(ChampionStore(champion), recipe, PromotionResult(Outcome(outcome), reason), execution, output)
 
 
 def _execution() -> Execution:
@@ -173,6 +179,7 @@ def _outputs(
     recipe: str,
     result: PromotionResult,
     execution: Execution,
+    output: str,
     export: FlyteDirectory | None = None,
 ) -> RetrainingOutputs:
     """Return the outputs of the last task, print the outcome and show the report in the Deck."""
@@ -182,23 +189,23 @@ def _outputs(
     page = _Report(store, recipe, result, execution)
     page.close(None)
     Deck(DECK_NAME, page.render_fragment())
-    directory = Path(flytekit.current_context().working_directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    report = directory / "report.html"
+    directory = make_output_directory(output or flytekit.current_context().working_directory)
+    report = directory / "retraining.html"
     report.write_text(page.render(), encoding="utf-8")
-    return RetrainingOutputs(
-        outcome=outcome,
-        reason=result.reason,
-        champion=store.version_in_use(),
-        metrics={
+    values = {
+        "outcome": outcome,
+        "reason": result.reason,
+        "champion": store.version_in_use(),
+        "metrics": {
             f"{who}_{name}": value
-            for who, values in (("challenger", result.challenger), ("champion", result.champion))
-            for name, value in values.items()
+            for who, metrics in (("challenger", result.challenger), ("champion", result.champion))
+            for name, value in metrics.items()
         }
         | dict(zip(("advantage_low", "advantage_high"), result.advantage, strict=False)),
-        report=FlyteFile(str(report)),
-        export=export,
-    )
+    }
+    if output:
+        (directory / "retraining.json").write_text(json.dumps(values, indent=1) + "\n")
+    return RetrainingOutputs(**values, report=FlyteFile(str(report)), export=export)
 
 
 class _Report(Page):

@@ -22,6 +22,7 @@ from flyte_ddp.promotion.policy import Challenge, Outcome, PromotionCriteria, ju
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage.weights import from_bytes
+from tasks.frame import check_output
 from tasks.retrain import plan_retraining
 from tests.support.emulators import s3, s3_bucket  # noqa: F401 - fixtures
 from tests.support.recipes import Tiny
@@ -512,9 +513,12 @@ def status(store, capfd, max_age):
     return code, "".join(capfd.readouterr()).strip().rpartition("; ")[2]
 
 
-def test_retrainings_promote_the_first_and_then_only_better_models(retrain, capfd):
-    first = retrain()
+def test_retrainings_promote_the_first_and_then_only_better_models(retrain, capfd, tmp_path):
+    first = retrain(output=str(tmp_path / "first"))
     assert first.outcome == "promoted_first"
+    challengers = {"export", "history.jsonl", "model_state.pt", "outputs.json", "report.html"}
+    own = {"retraining.html", "retraining.json"}
+    assert {each.name for each in (tmp_path / "first").iterdir()} == challengers | own
     assert "epoch 1/1: train loss" in "".join(capfd.readouterr())
 
     record = (store := ChampionStore(retrain.place)).last_run()
@@ -523,8 +527,11 @@ def test_retrainings_promote_the_first_and_then_only_better_models(retrain, capf
     assert status(store, capfd, "26h") == (1, "expected one within 26 h: look at the executions of the launch plan")
     assert status(store, capfd, "1s") == (1, "expected one within 1 s: look at the executions of the launch plan")
 
-    same = retrain()
+    same = retrain(output=str(tmp_path / "same"))
     assert same.outcome == "unchanged"
+    assert {each.name for each in (tmp_path / "same").iterdir()} == own
+    kept = json.loads((tmp_path / "same" / "retraining.json").read_text())
+    assert (kept["outcome"], kept["reason"], kept["champion"]) == ("unchanged", same.reason, first.champion)
     assert store.last_run()["promoted_at"] == record["promoted_at"]
     assert status(store, capfd, "26h") == (0, f"{first.champion} is in use")
     assert "epoch" not in "".join(capfd.readouterr())  # it trained nothing
@@ -587,6 +594,10 @@ def test_an_outage_while_the_report_is_made_is_recoverable(store, monkeypatch):
         ({"champion": ""}, "champion: expected a directory or a URL in a local run, got ''"),
         ({"train_on": "moon"}, "train_on: expected one of one_node, cluster, got 'moon'"),
         ({"start_from": "zero"}, "start_from: expected one of champion, scratch, got 'zero'"),
+        (
+            {"output": "Makefile"},
+            "output: expected a directory that this process may write, got 'Makefile': File exists",
+        ),
         ({"champion": "/proc/none"}, "champion: expected a place that this process may use, got /proc/none"),
     ],
 )
@@ -594,6 +605,13 @@ def test_bad_input_is_refused_before_anything_is_trained(retrain, inputs, expect
     with pytest.raises(Exception, match=expected):
         retrain(recipe=TINY, **inputs)
     assert "epoch" not in "".join(capfd.readouterr())
+
+
+def test_on_flyte_the_outputs_belong_to_flyte(monkeypatch):
+    monkeypatch.setattr("tasks.frame.is_flyte_task", lambda: True)
+    with pytest.raises(ConfigError, match=r"^output: expected none in a run on Flyte, .* got 'runs/first'$"):
+        check_output("runs/first")
+    check_output("")
 
 
 def test_the_default_champion_is_shared_and_outside_the_raw_output_prefix(bucket, make):

@@ -39,6 +39,7 @@ def retrain_wf(
     checkpoints: str = "",
     model_artifact: str = "",
     initial_model_state: str = "",
+    output: str = "",
 ) -> RetrainingOutputs:
     """Train a challenger on the newest data, and make it the champion if it is better on held-out data.
 
@@ -66,6 +67,7 @@ def retrain_wf(
         model_artifact: name of the W&B artifact to keep the challenger as; none by default
         initial_model_state: path or URL of a model state that a challenger starts from which does not start from a
             champion; by default its weights are fresh
+        output: directory in which a local run leaves its outputs; by default a temporary one
     """
     prepared = prepare(
         recipe=recipe, config=config, source=data, cluster=cluster, initial_model_state=initial_model_state
@@ -83,6 +85,7 @@ def retrain_wf(
         min_share=min_share,
         allow=allow,
         initial_model_state=initial_model_state,
+        output=output,
     )
     # A branch starts as soon as its condition can be evaluated, even if other inputs are missing (flyteorg/flyte#3512).
     # This condition is an output of the last node, so all of them are there.
@@ -102,6 +105,7 @@ def retrain_wf(
                 criteria=planned.criteria,
                 checkpoints=checkpoints,
                 model_artifact=model_artifact,
+                output=output,
             )
         )
         .elif_(planned.train_on == CLUSTER)
@@ -118,10 +122,19 @@ def retrain_wf(
                 criteria=planned.criteria,
                 checkpoints=checkpoints,
                 model_artifact=model_artifact,
+                output=output,
             )
         )
         .else_()
-        .then(keep_champion(champion=planned.champion, recipe=recipe, outcome=planned.outcome, reason=planned.reason))
+        .then(
+            keep_champion(
+                champion=planned.champion,
+                recipe=recipe,
+                outcome=planned.outcome,
+                reason=planned.reason,
+                output=output,
+            )
+        )
     )
 
 
@@ -141,6 +154,7 @@ def challenge_on_one_node(
     criteria: PromotionCriteria,
     checkpoints: str,
     model_artifact: str,
+    output: str,
 ) -> RetrainingOutputs:
     """The branch of `retrain_wf` that trains on one node."""
     trained = train_on_one_node(
@@ -152,6 +166,7 @@ def challenge_on_one_node(
         model_artifact=model_artifact,
         initial_model_state=initial_model_state,
         parent_champion=parent,
+        output=output,
     )
     return judge_challenger(
         kickoff_time=kickoff_time,
@@ -162,6 +177,7 @@ def challenge_on_one_node(
         challenger=trained.model_state,
         export=trained.export,
         criteria=criteria,
+        output=output,
     )
 
 
@@ -178,6 +194,7 @@ def challenge_on_cluster(
     criteria: PromotionCriteria,
     checkpoints: str,
     model_artifact: str,
+    output: str,
 ) -> RetrainingOutputs:
     """The branch of `retrain_wf` that trains across the nodes of a Dask cluster."""
     trained = train_on_cluster(
@@ -189,6 +206,7 @@ def challenge_on_cluster(
         model_artifact=model_artifact,
         initial_model_state=initial_model_state,
         parent_champion=parent,
+        output=output,
     )
     return judge_challenger(
         kickoff_time=kickoff_time,
@@ -199,6 +217,7 @@ def challenge_on_cluster(
         challenger=trained.model_state,
         export=trained.export,
         criteria=criteria,
+        output=output,
     )
 
 

@@ -292,7 +292,7 @@ def open_frame(
     attempt = execution.attempt_id or f"{name.rpartition('.')[2]}-{os.urandom(4).hex()}"
     with flyte_errors(), _keys(hides_key) as keys:
         storage = Storage(checkpoints or execution.checkpoints)
-        kept_in = _make_directory(output) if output else None
+        kept_in = make_output_directory(output) if output else None
         frame = Frame(report, execution, directory, storage, attempt, keys, wandb_project, opened_at, mlflow, kept_in)
         try:
             storage.check_access("checkpoints")  # the W&B run's id is the first file there
@@ -309,7 +309,8 @@ def open_frame(
         frame.close(None)
 
 
-def _make_directory(output: str) -> Path:
+def make_output_directory(output: str) -> Path:
+    """Return the directory that a user gave for the outputs of a local run. Raises ConfigError if it takes no files."""
     try:
         directory = Path(output).expanduser().resolve()
         directory.mkdir(parents=True, exist_ok=True)
