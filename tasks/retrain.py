@@ -71,8 +71,8 @@ def plan_retraining(
     with flyte_errors():
         if train_on not in (ONE_NODE, CLUSTER):
             raise ConfigError(f"train_on: expected one of {ONE_NODE}, {CLUSTER}, got {train_on!r}")
-        check_urls(champion=champion, initial_model_state=initial_model_state)
         check_output(output)
+        check_urls(champion=champion, initial_model_state=initial_model_state)
         execution = _execution()
         criteria = PromotionCriteria(start_from, margin, min_samples, min_share, allow)
         store = ChampionStore(champion or _default_champion(execution, recipe))
@@ -189,7 +189,8 @@ def _outputs(
     page = _Report(store, recipe, result, execution)
     page.close(None)
     Deck(DECK_NAME, page.render_fragment())
-    directory = make_output_directory(output or flytekit.current_context().working_directory)
+    directory = make_output_directory(output) if output else Path(flytekit.current_context().working_directory)
+    directory.mkdir(parents=True, exist_ok=True)
     report = directory / "retraining.html"
     report.write_text(page.render(), encoding="utf-8")
     values = {

@@ -22,7 +22,7 @@ from flyte_ddp.promotion.policy import Challenge, Outcome, PromotionCriteria, ju
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage.weights import from_bytes
-from tasks.frame import check_output
+from tasks.frame import open_task_frame
 from tasks.retrain import plan_retraining
 from tests.support.emulators import s3, s3_bucket  # noqa: F401 - fixtures
 from tests.support.recipes import Tiny
@@ -374,20 +374,25 @@ def test_a_challenger_starts_from_the_champion_or_from_scratch(store, make):
     assert fresh.initial_state == ""
 
 
+def plan_challenge(store, challenge, **inputs):
+    """What `plan_retraining` returns for a challenge, with criteria that anything meets."""
+    criteria = {"start_from": "champion", "margin": 0.0, "min_samples": 1, "min_share": 0.0, "allow": ""}
+    return plan_retraining(
+        kickoff_time=datetime.datetime(2026, 1, 2, 3, tzinfo=datetime.timezone.utc),
+        champion=store.url,
+        recipe=challenge.recipe,
+        config=challenge.config,
+        data=FlyteDirectory(str(challenge.directory)),
+        train_on="one_node",
+        **{**criteria, **inputs},
+    )
+
+
 def test_a_challenger_that_starts_from_no_champion_starts_from_the_given_state(store, make):
     challenge = make()
 
     def initial_model_state(**criteria):
-        return plan_retraining(
-            kickoff_time=datetime.datetime(2026, 1, 2, 3, tzinfo=datetime.timezone.utc),
-            champion=store.url,
-            recipe=challenge.recipe,
-            config=challenge.config,
-            data=FlyteDirectory(str(challenge.directory)),
-            train_on="one_node",
-            initial_model_state="/given.pt",
-            **{"start_from": "champion", "margin": 0.0, "min_samples": 1, "min_share": 0.0, "allow": "", **criteria},
-        ).initial_model_state
+        return plan_challenge(store, challenge, initial_model_state="/given.pt", **criteria).initial_model_state
 
     assert initial_model_state() == "/given.pt"
     judge(store, make("5"), PromotionCriteria(), model_state(3))
@@ -607,11 +612,15 @@ def test_bad_input_is_refused_before_anything_is_trained(retrain, inputs, expect
     assert "epoch" not in "".join(capfd.readouterr())
 
 
-def test_on_flyte_the_outputs_belong_to_flyte(monkeypatch):
+def test_on_flyte_the_outputs_belong_to_flyte(store, make, monkeypatch):
     monkeypatch.setattr("tasks.frame.is_flyte_task", lambda: True)
-    with pytest.raises(ConfigError, match=r"^output: expected none in a run on Flyte, .* got 'runs/first'$"):
-        check_output("runs/first")
-    check_output("")
+    with pytest.raises(Exception, match="output: expected none in a run on Flyte, .* got 'runs/first'"):
+        plan_challenge(store, make(), output="runs/first")
+    with (
+        pytest.raises(Exception, match="output: expected none in a run on Flyte, .* got 'runs/second'"),
+        open_task_frame(None, "digits", "", "runs/second"),
+    ):
+        pass
 
 
 def test_the_default_champion_is_shared_and_outside_the_raw_output_prefix(bucket, make):
