@@ -108,7 +108,10 @@ class Suite:
             options = Task(self.data, directory, task.epochs).options()
             command = (*launcher, "-m", "benchmarks.recovery.script", *options)
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-            subprocess.run(command, env=environment, cwd=ROOT, check=True, stderr=subprocess.DEVNULL)
+            ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+            if ended.returncode:
+                log(ended.stderr)
+                ended.check_returncode()
         return f"{directory}/{MODEL_STATE}"
 
 
