@@ -22,7 +22,8 @@ from benchmarks.measure import (
     timed_to_loss,
 )
 from benchmarks.recovery.__main__ import table as recovery_table
-from benchmarks.recovery.faults import Moment, Outcome, damage, seconds_to_next_step
+from benchmarks.recovery.faults import Moment, Outcome, damage, drain_all, seconds_to_next_step
+from benchmarks.recovery.systems import System, Task
 from benchmarks.recovery.workload import Step, longest_pause, num_redone
 from benchmarks.soak import _job, lost_and_doubled
 from benchmarks.text import num_epochs_within, quality
@@ -189,6 +190,28 @@ def test_the_recovery_from_an_eviction_ends_with_its_first_step_though_a_growth_
     assert seconds_to_next_step(steps, Moment(begin=2.1)) == pytest.approx(17.9)
     assert seconds_to_next_step(steps, Moment(begin=8.5, world_size=2)) == 11.5
     assert seconds_to_next_step(steps, Moment(begin=20, ended=21)) is None
+
+
+class TwoNodes(System):
+    """Two nodes whose run has ended."""
+
+    def __init__(self, directory):
+        self.task, self.nodes = Task(directory, directory, 1), [None, None]
+
+    def drain_node(self, node):
+        self.nodes.remove(node)
+
+    def add_node(self):
+        self.nodes.append(None)
+
+    def exit_code(self):
+        return 0
+
+
+def test_the_recovery_from_a_drain_is_the_longest_time_without_a_step_of_whichever_node(tmp_path):
+    (moment,) = drain_all(TwoNodes(tmp_path), store=None)
+    after = [0.1, 10.1, 10.2, 31.2, 31.3]  # the first node trains on until its notice is over, the second for longer
+    assert seconds_to_next_step(logged(*((moment.begin + at, 1) for at in after)), moment) == pytest.approx(21)
 
 
 def test_steps_that_are_done_again_are_counted_for_the_fault_that_caused_them():

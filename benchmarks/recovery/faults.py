@@ -76,7 +76,7 @@ def drain_node(system: System, store: Store) -> list[Moment]:
     time.sleep(ABSENCE)
     back_at = time.time()
     system.add_node()
-    return [Moment(told_at, back_at)]
+    return [Moment(told_at, back_at, ranks_die=False)]
 
 
 def drain_all(system: System, store: Store) -> list[Moment]:
@@ -87,7 +87,7 @@ def drain_all(system: System, store: Store) -> list[Moment]:
         system.drain_node(node)
         system.add_node()
         wait_until(system, functools.partial(_is_whole, system, told_at + system.notice + ABSENCE), OUTAGE)
-    return [Moment(begin)]
+    return [Moment(begin, ranks_die=False)]
 
 
 def _is_whole(system: System, since: float) -> bool:
