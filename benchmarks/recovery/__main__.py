@@ -24,7 +24,7 @@ from benchmarks.measure import machine
 from benchmarks.recovery.faults import FAULTS, Fault, Outcome, Store, measure
 from benchmarks.recovery.script import MODEL_STATE
 from benchmarks.recovery.systems import ROOT, SYSTEMS, Ours, System, Task, free_port, running
-from benchmarks.recovery.workload import RECIPE, LoggedCounting
+from benchmarks.recovery.workload import MAX_RESTARTS, RECIPE, LoggedCounting
 from flyte_ddp.config import resolve
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.devices import num_cores
@@ -104,7 +104,11 @@ class Suite:
             job = Job(recipe_program(RECIPE, config), str(directory), time.time())
             driver.run(job, LocalPlace(2), lambda: str(self.data))
         else:
-            launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+            # Now and then a rank is aborted by its threads of gloo when it ends.
+            launcher = (
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+                f"--max-restarts={MAX_RESTARTS}",
+            )
             options = Task(self.data, directory, task.epochs).options()
             command = (*launcher, "-m", "benchmarks.recovery.script", *options)
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
