@@ -245,7 +245,7 @@ def save_both(place):
 
 def test_split_states_after_a_whole_one_are_of_one_step(tmp_path):
     flyte_ddp.run(save_both, "", nproc_per_node=2, checkpoints=str(tmp_path))
-    manifests = {*tmp_path.glob("step-*.json")} - {tmp_path / "step-0000000000.json"}  # the whole one, if it is still there
+    manifests = {*tmp_path.glob("step-*.json")} - {tmp_path / "step-0000000000.json"}  # the whole one, if it stayed
     for manifest in manifests:
         files = [tmp_path / each["file"] for each in json.loads(manifest.read_text())["files"]]
         values = {float(part.mean()) for file in files for _, part in torch.load(file, weights_only=True)["shards"]}
