@@ -267,6 +267,7 @@ def continue_training(splits, num_steps):
         optimizer.step()
         optimizer.zero_grad()
         training.save(model, [optimizer], step + 1, {"step": step + 1})
+        session.current().wait()  # a newer state replaces one that waits
     moments = [value for state in optimizer.state.values() for value in state.values()]
     return [each.full_tensor() if is_split(each) else each.detach() for each in [*model.parameters(), *moments]]
 
