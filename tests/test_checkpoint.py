@@ -766,7 +766,7 @@ def small_disk(request, tmp_path):
 
 
 def test_a_full_disk_is_named_at_once_and_does_not_fail_a_training_that_has_finished(tmp_path, small_disk, monkeypatch):
-    monkeypatch.setenv("STEP_SECONDS", "0.1")  # time to write each checkpoint: some that are skipped leave it space
+    monkeypatch.setenv("STEP_SECONDS", "0.1")  # else some are skipped, and the disk is never full
     run, url = new_run(tmp_path), small_disk / "run"
     run.train(1, checkpoints=str(url), epochs=2, checkpoint_interval=4, checkpoints_to_keep=50, store_timeout=5.0)
     assert run.result.finished.step == 18

@@ -375,7 +375,7 @@ def test_a_challenger_starts_from_the_champion_or_from_scratch(store, make):
 
 
 def plan_challenge(store, challenge, **inputs):
-    """What `plan_retraining` returns for a challenge, with criteria that anything meets."""
+    """Plan the retraining that would make this challenge, with criteria that every model meets."""
     criteria = {"start_from": "champion", "margin": 0.0, "min_samples": 1, "min_share": 0.0, "allow": ""}
     return plan_retraining(
         kickoff_time=datetime.datetime(2026, 1, 2, 3, tzinfo=datetime.timezone.utc),
