@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -123,9 +124,9 @@ def test_heartbeats_keep_a_place_and_its_lease_ends_without_them(url, monkeypatc
             time.sleep(0.05)
         assert read_owner(Storage(url))[1].token == first.token
     now = time.time()
-    for quiet, is_over in ((600, False), (1000, True)):
+    for quiet, is_over in ((600, False), (1000, None)):
         change(url, **ELSEWHERE, released=False, beat_at=now - quiet, lease=660.0, run="f1-n0")
-        assert read_owner(Storage(url))[1].is_over("f2-n0") == is_over
+        assert read_owner(Storage(url))[1].is_over("f2-n0") is is_over
 
 
 def test_heartbeats_survive_any_error_and_log_each_kind_once(tmp_path, monkeypatch, caplog):
@@ -168,6 +169,52 @@ def test_a_local_run_whose_process_is_gone_is_over_at_once(tmp_path):
     process.join(60)
     with owns(str(tmp_path)):
         assert read_owner(Storage(str(tmp_path)))[1].pid == os.getpid()
+
+
+@pytest.mark.parametrize("seconds", [90, -90, 3 * 86400])
+def test_a_living_run_keeps_its_place_when_the_clock_is_set(tmp_path, monkeypatch, seconds):
+    created, now = psutil.Process.create_time, time.time
+    with owns(str(tmp_path), "f1-n0") as first:
+        with monkeypatch.context() as patch:  # the clock as a process that starts now has it
+            patch.setattr(psutil.Process, "create_time", lambda process: created(process) + seconds)
+            patch.setattr(time, "time", lambda: now() + seconds)
+            for run in ("", "f2-n0", "f1-n0"):
+                with pytest.raises(ConfigError, match="belongs to run f1-n0"), owns(str(tmp_path), run):
+                    pass
+        check_owner(Storage(str(tmp_path)), first.token)
+
+
+@pytest.mark.parametrize(
+    ("number", "start", "is_alive"),
+    [
+        pytest.param(os.getpid(), None, True, id="this process"),
+        pytest.param(os.getpid(), "1", False, id="a number that was used again"),
+        pytest.param(1, None, True, id="another user's, or the first"),
+        pytest.param(2**22 + 1, "1", False, id="no process"),
+    ],
+)
+def test_a_process_is_known_by_its_number_and_its_start(number, start, is_alive):
+    start = ownership._read_process(number)[1] if start is None else start
+    assert ownership._is_alive(number, start) == is_alive
+
+
+def test_a_lease_that_ended_by_a_clock_alone_counts_only_if_no_heartbeat_comes(tmp_path, monkeypatch):
+    url, storage, looks = str(tmp_path), Storage(str(tmp_path)), []
+    with owns(url, "f1-n0"):
+        pass
+    change(url, **ELSEWHERE, released=False, beat_at=time.time() - 10_000)
+
+    def beat_meanwhile(seconds):
+        looks.append(seconds)
+        change(url, beat_at=time.time() - 9_980)  # the owner's clock is behind
+
+    monkeypatch.setattr(time, "sleep", beat_meanwhile)
+    with pytest.raises(ConfigError, match="belongs to run f1-n0 on other-host"), owns(url, "f2-n0"):
+        pass
+    monkeypatch.setattr(time, "sleep", looks.append)
+    with owns(url, "f2-n0") as second:
+        check_owner(storage, second.token)
+    assert looks == [ownership.WATCHED_BEATS * ownership.BEAT_INTERVAL] * 2
 
 
 def test_a_damaged_token_does_not_lock_the_place(tmp_path):

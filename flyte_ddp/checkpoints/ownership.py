@@ -5,9 +5,10 @@ anything is written there, sends heartbeats, and releases the place at the end. 
 everything that it writes or deletes: a process that was replaced, but lives on somewhere, changes nothing any more. A
 run's tokens are numbered, so rank 0 knows one that is only not renewed yet, because the store is away, and waits.
 
-An owner is over if it released the place, if it is an earlier attempt of the same run (Flyte retries a node under the
-same name), if its process is gone from this very machine, or if its last heartbeat is too old. Only the last of these
-compares two machines' clocks, which may differ by `CLOCK_MARGIN`.
+An owner is over if it released the place, if its process is gone from this very machine, if it is an earlier attempt of
+the same run on another one (Flyte retries a node under the same name), or if its last heartbeat is too old. Only the
+last of these compares two machines' clocks, which may differ by `CLOCK_MARGIN`. A clock may also have been set, so the
+place is watched then: an owner whose heartbeat changes meanwhile is alive, whatever the clocks say.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from flyte_ddp.storage.failures import describe
 
 OWNER = "owner.json"
 BEAT_INTERVAL = 20.0  # seconds between two heartbeats
+WATCHED_BEATS = 3  # intervals without a heartbeat, by this process's own clock, after a lease has ended
 RELEASE_TIMEOUT = 5.0  # seconds to release a place in
 CLOCK_MARGIN = 120.0  # seconds by which the clocks of two machines may differ
 
@@ -46,19 +48,25 @@ class Owner:
     host: str
     machine: str  # names the kernel and the process namespace that `pid` belongs to
     pid: int
-    process_started_at: float  # seconds since the epoch; a process number is used again
+    process_start: str  # names the process that has had `pid` since then; a process number is used again
     since: str  # UTC, ISO 8601
     beat_at: float  # last heartbeat, seconds since the epoch by the owner's clock
     lease: float  # seconds without a heartbeat for which the owner may still be alive
     released: bool = False
 
-    def is_over(self, run: str) -> bool:
-        """Return whether this owner has provably ended, as seen by an attempt of `run`."""
-        if self.released or (run and self.run == run):
+    def is_over(self, run: str) -> bool | None:
+        """Return whether this owner has provably ended, as seen by an attempt of `run`.
+
+        Returns:
+            None if only its lease has ended, by clocks that may have been set.
+        """
+        if self.released:
             return True
         if self.machine == _machine():
-            return not _is_alive(self.pid, self.process_started_at)
-        return time.time() - self.beat_at > self.lease + CLOCK_MARGIN
+            return not _is_alive(self.pid, self.process_start)
+        if run and self.run == run:
+            return True
+        return None if time.time() - self.beat_at > self.lease + CLOCK_MARGIN else False
 
     def __str__(self) -> str:
         return f"{f'run {self.run}' if self.run else f'process {self.pid}'} on {self.host} since {self.since}"
@@ -86,7 +94,7 @@ class Ownership:
             host=socket.gethostname(),
             machine=_machine(),
             pid=os.getpid(),
-            process_started_at=_started_at(os.getpid()),
+            process_start=_read_process(os.getpid())[1],
             since=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             beat_at=time.time(),
             lease=store_timeout + 3 * BEAT_INTERVAL,
@@ -157,7 +165,7 @@ class Ownership:
         while True:
             self._written, other = read_owner(self._storage)
             is_ours = other is not None and _parse(other.token)[0] == _parse(self.token)[0]
-            if other and not is_ours and not (is_first and other.is_over(owner.run)):
+            if other and not is_ours and not (is_first and self._may_replace(other)):
                 quiet = max(0.0, time.time() - other.beat_at)
                 raise ConfigError(
                     f"checkpoints: expected a place of this run's own, got {redact_url(self._storage.url)}, which "
@@ -167,6 +175,14 @@ class Ownership:
             with contextlib.suppress(FileChanged):  # another process was quicker: look again
                 self._put(self._storage, owner)
                 return
+
+    def _may_replace(self, other: Owner) -> bool:
+        if (is_over := other.is_over(self._owner.run)) is not None:
+            return is_over
+        seconds = WATCHED_BEATS * BEAT_INTERVAL
+        logger.info("checkpoints: %s has not renewed its lease; watching the place for %.0f s", other, seconds)
+        time.sleep(seconds)
+        return read_owner(self._storage)[0] == self._written
 
     def _put(self, storage: Storage, owner: Owner) -> None:
         contents = json.dumps(dataclasses.asdict(owner), indent=1).encode()
@@ -238,21 +254,37 @@ def _machine() -> str:
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # Linux: a reboot, and another container, have other processes
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(os.readlink("/proc/self/ns/pid"))
+        parts += [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "time")]
     return " ".join(parts)
 
 
-def _started_at(pid: int) -> float:
+def _read_process(pid: int) -> tuple[str, str]:
+    """Return the letter of a process's state, and what names its start: "" and "" for a process that cannot be read.
+
+    On Linux the start is in ticks since the boot, which stay where the clock is set; psutil's seconds since the epoch
+    move with it.
+    """
+    if Path("/proc/self/stat").exists():
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
+            return fields[0], fields[19]
+        except (OSError, IndexError):
+            return "", ""
     import psutil  # type: ignore[import-untyped]
 
-    return float(psutil.Process(pid).create_time())
-
-
-def _is_alive(pid: int, started_at: float) -> bool:
-    import psutil
-
     try:
-        is_zombie = psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-        return not is_zombie and abs(_started_at(pid) - started_at) < 2.0  # a clock that was set moves it a little
-    except psutil.NoSuchProcess:
+        process = psutil.Process(pid)
+        return "Z" if process.status() == psutil.STATUS_ZOMBIE else "S", str(process.create_time())
+    except psutil.Error:
+        return "", ""
+
+
+def _is_alive(pid: int, start: str) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
         return False
+    except PermissionError:  # another user's, which /proc may hide from this one
+        pass
+    state, found = _read_process(pid)
+    return state not in ("Z", "X") and found in ("", start)
