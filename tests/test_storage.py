@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from flyte_ddp import storage
@@ -121,6 +122,25 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
 
 
 # The store is away
+
+
+def test_another_librarys_file_systems_under_fsspecs_names_are_not_used(url, tmp_path, monkeypatch):
+    class Foreign(fsspec.AbstractFileSystem):  # as Flyte 2's SDK registers for its own
+        pass
+
+    registered = sys.modules["fsspec.registry"]._registry
+    for name in ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "file", "local"):
+        monkeypatch.setitem(registered, name, Foreign)
+    assert fsspec.get_filesystem_class("s3") is Foreign
+    for place in (url, url.replace("s3://", "s3a://"), str(tmp_path), f"file://{tmp_path}"):
+        found = Storage(place, timeout=5)
+        found.replace("owner.json", b"one", b"")
+        assert (found.names()[-1], found.read("owner.json")) == ("owner.json", b"one")
+        found.delete("owner.json")
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "UseDevelopmentStorage=true")
+    for address in ("gs://b/a", "gcs://b/a", "az://b/a", "abfs://b/a", "abfss://b@account.dfs.core.windows.net/a"):
+        opened, path = open_filesystem(address, anonymous=address.startswith("g"))
+        assert (type(opened).__name__, path) in [("GCSFileSystem", "b/a"), ("AzureBlobFileSystem", "b/a")]
 
 
 @pytest.mark.parametrize("fault", ["refuses", "hangs"])

@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import contextlib
 import logging
+import pkgutil
 import re
 import sys
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage.environment import storage_environment
@@ -25,7 +27,15 @@ CONNECT_TIMEOUT = 10.0  # seconds
 READ_TIMEOUT = 30.0  # seconds without a byte
 SERVER_WORK_TIMEOUT = 300.0  # seconds in which a store puts parts together or copies a file, perhaps without a byte
 MIN_UPLOAD_RATE = 128 << 10  # bytes per second of each of the parts on their way at once
-_EXTRAS = {"gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}  # that bring the package
+# Never what is registered under these names: another library, such as Flyte 2's SDK, may have put its own there. Nor
+# gcsfs' own choice, which asks another service for the kind of each bucket, and warns if that is away.
+_S3, _GOOGLE, _AZURE = "s3fs:S3FileSystem", "gcsfs:core.GCSFileSystem", "adlfs:AzureBlobFileSystem"
+_CLASSES = {
+    **dict.fromkeys(("s3", "s3a"), _S3),
+    **dict.fromkeys(("gs", "gcs"), _GOOGLE),
+    **dict.fromkeys(("abfs", "abfss", "az"), _AZURE),
+}
+_EXTRAS = {_GOOGLE: "gcs", _AZURE: "azure"}  # that bring the package
 
 
 def open_filesystem(
@@ -54,40 +64,40 @@ def open_filesystem(
     protocol = fsspec.utils.get_protocol(url)
     request_timeout = request_timeout or READ_TIMEOUT
     own: dict[str, Any] = {}
-    if protocol in ("s3", "s3a"):
+    client = _CLASSES.get(protocol)
+    if client == _S3:
         own = _s3_options(num_tries, request_timeout, anonymous)
-    elif protocol in ("gs", "gcs"):
+    elif client == _GOOGLE:
         own = _google_options(request_timeout, anonymous)
-    elif protocol in ("abfs", "abfss", "az"):
+    elif client == _AZURE:
         own = _azure_options(request_timeout, anonymous)
     if endpoint_url:
         own["endpoint_url"] = endpoint_url
     try:
         if _is_local(url):  # fsspec takes two colons in a path for a chain of file systems
-            file_system = fsspec.filesystem("file", **options)
+            file_system = LocalFileSystem(**options)
             return file_system, file_system._strip_protocol(url)
-        if protocol in ("gs", "gcs"):
-            # Not the package's own, which asks another service for the kind of each bucket, and warns if that is away.
-            from gcsfs.core import GCSFileSystem
-
-            file_system = GCSFileSystem(**{**own, **options})
+        if client:
+            cls = pkgutil.resolve_name(client)
+            in_url = {} if client == _GOOGLE else cls._get_kwargs_from_urls(url)  # such as Azure's account
+            file_system = cls(**{**in_url, **own, **options})
             path = file_system._strip_protocol(url)
         else:
             file_system, path = fsspec.url_to_fs(url, **{**own, **options})
     except (ValueError, ImportError) as error:  # a protocol that fsspec does not know or has no package for
-        is_missing = isinstance(error, ImportError) and protocol in _EXTRAS
-        remedy = f"; pip install 'flyte-ddp[{_EXTRAS[protocol]}]'" if is_missing else ""
+        extra = _EXTRAS.get(client or "") if isinstance(error, ImportError) else None
+        remedy = f"; pip install 'flyte-ddp[{extra}]'" if extra else ""
         raise ConfigError(
             f"{field}: expected a path or a URL that fsspec knows, got {redact_url(url)!r}: {describe(error)}{remedy}"
         ) from error
     if hasattr(file_system, "stored_bytes"):  # fsspec shares its instances
         return file_system, path
-    if protocol in ("s3", "s3a"):
+    if client == _S3:
         file_system.retries = 1  # s3fs has tries of its own, around those of its client
         _limit_s3_requests(file_system, request_timeout, num_tries)
-    elif protocol in ("gs", "gcs"):
+    elif client == _GOOGLE:
         _limit_google_requests(file_system, request_timeout)
-    elif protocol in ("abfs", "abfss", "az"):
+    elif client == _AZURE:
         _limit_azure_requests(file_system, request_timeout)
     return file_system, path
 
