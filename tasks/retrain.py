@@ -25,7 +25,7 @@ from flyte_ddp.observers.reports.page import Page, row, section, tile
 from flyte_ddp.promotion.champion import CARD, ChampionStore
 from flyte_ddp.promotion.policy import PROMOTIONS, Challenge, Outcome, PromotionCriteria, PromotionResult, judge, plan
 from flyte_ddp.storage import read_file, redact_url
-from tasks.frame import WITH_DECK, check_output, check_urls
+from tasks.frame import WITH_DECK, check_initial_state, check_output, check_urls
 from tasks.outputs import RetrainingOutputs
 from tasks.prepare import PreparedData
 from tasks.resources import EVALUATION_TASK, SMALL_TASK, code_version
@@ -72,7 +72,8 @@ def plan_retraining(
         if train_on not in (ONE_NODE, CLUSTER):
             raise ConfigError(f"train_on: expected one of {ONE_NODE}, {CLUSTER}, got {train_on!r}")
         check_output(output)
-        check_urls(champion=champion, initial_model_state=initial_model_state)
+        check_urls(champion=champion)
+        check_initial_state(initial_model_state)
         execution = _execution()
         criteria = PromotionCriteria(start_from, margin, min_samples, min_share, allow)
         store = ChampionStore(champion or _default_champion(execution, recipe))

@@ -47,7 +47,7 @@ CHEAPER = (
     (r"--num_models \d+", "--num_models 2"),
     (r"(s3|gs)://bucket/", "DIRECTORY/bucket/"),
     (r"/tmp/", "DIRECTORY/tmp/"),
-    (r'"weights": "default"', '"weights": "none"'),  # from torchvision's servers
+    (r"--initial_model_state torchvision:\w+", ""),  # from torchvision's servers
     (r"\$WORKFLOWS\b", "workflows"),
 )
 

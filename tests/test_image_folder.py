@@ -148,20 +148,19 @@ def test_an_empty_prefix_is_refused(store, prepared):
         ({"trainable": "tail"}, "recipe_options.trainable: expected one of all, head, got 'tail'"),
         ({"unreadable": "ignore"}, "recipe_options.unreadable: expected one of fail, skip, got 'ignore'"),
         ({"held_out": 1.0}, "recipe_options.held_out: expected a finite number above 0 and below 1, got 1.0"),
-        ({"store_timeout": 0.0}, "recipe_options.store_timeout: expected a finite number above 0, got 0.0"),
         ({"image_size": 8}, "recipe_options.image_size: expected 0, or at least 16 pixels, got 8"),
         (
             {"architecture": "vit_b_16", "image_size": 100},
             "recipe_options.image_size: expected a multiple of 16, got 100",
         ),
-        ({"endpoint_url": "https://me:secret@store"}, "endpoint_url: expected a URL without a user name or a password"),
+        ({"endpoint_url": "https://host"}, "expected one of .*, got 'endpoint_url': the store is the task's env"),
+        ({"cache": "/tmp/images"}, "expected one of .*, got 'cache': the store is the task's environment's"),
+        ({"weights": "default"}, "got 'weights': give initial_model_state, such as torchvision:resnet18"),
     ],
 )
 def test_an_option_outside_its_range_is_refused(options, reason):
-    with pytest.raises(ConfigError, match=reason) as caught:
+    with pytest.raises(ConfigError, match=reason):
         get_recipe("image_folder", options)
-
-    assert "secret@" not in str(caught.value).replace(repr(options), "")
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(prepared):

@@ -12,11 +12,13 @@ import torch
 from PIL import Image
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.errors import ConfigError, DataError
+from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.programs import Job, recipe_program
 from flyte_ddp.rank.batch_norm import keep_frozen_statistics
+from flyte_ddp.rank.initial_state import load_initial_state
 from flyte_ddp.recipes.image_folder.recipe import ImageFolder
+from tasks.frame import check_initial_state
 from tests.support.image_store import image_tree, prepare, running_store
 from tests.support.runs import new_run
 
@@ -62,64 +64,41 @@ def test_the_last_layer_is_for_the_classes_and_alone_trained_if_so_configured(pr
     assert all(model.get_parameter(name).shape[0] == 4 for name in trained)
 
 
-def test_weights_come_from_a_state_file_but_for_a_last_layer_of_other_classes(prepared, state_file):
-    recipe, *_ = prepare("", prepared, weights=str(state_file))
-    state_file_contents = torch.load(state_file, weights_only=True)
-    state = recipe.model().state_dict()
+def test_torchvisions_weights_are_an_initial_state_fetched_once_or_missing_in_one_line(tmp_path, prepared, monkeypatch):
+    from torchvision import models
 
-    assert state.keys() == state_file_contents.keys()
-    for name, value in state.items():
-        assert name.startswith("fc.") or torch.equal(value, state_file_contents[name])
-    assert state["fc.weight"].shape[0] == 4
-
-
-class _Code:
-    def __reduce__(self):
-        return print, ("this ran",)
-
-
-def test_weights_that_do_not_fit_are_refused_before_any_training(tmp_path, prepared, state_file, capsys):
-    torch.save({"conv1.weight": _Code()}, tmp_path / "code.pt")
-    (tmp_path / "text.pt").write_text("no weights")
-    for weights, options, reason in (
-        (
-            state_file,
-            {"architecture": "mobilenet_v3_small"},
-            "entries are missing, unknown or of another shape",
-        ),
-        (tmp_path / "code.pt", {}, "is damaged or more than tensors"),
-        (tmp_path / "text.pt", {}, "is damaged or more than tensors"),
-        (tmp_path / "missing.pt", {}, "weights: expected none, default, or .*missing.pt', which does not exist"),
-    ):
-        directory = prepared / weights.name
-        directory.mkdir()
-        with pytest.raises(DataError, match=reason) as caught:
-            prepare("", directory, weights=str(weights), **options)
-        assert str(caught.value).startswith("weights: ")
-        assert f"'{weights}'" in str(caught.value)
-    assert "this ran" not in capsys.readouterr().out
-
-
-def test_torchvisions_weights_are_fetched_once_or_missing_in_one_line(tmp_path, prepared, state_file, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    published = {
+        name: value for name, value in models.resnet18().state_dict().items() if not name.endswith("batches_tracked")
+    }
 
     def fetch(url, target, hash_prefix, progress):
         fetched.append((url.rpartition("/")[2], hash_prefix))
         if len(fetched) == 1:
             raise OSError("no route to host")
-        Path(target).write_bytes(state_file.read_bytes())
+        torch.save(published, target)
 
     fetched = []
     monkeypatch.setattr(torch.hub, "download_url_to_file", fetch)
-    with pytest.raises(DataError, match=r"^weights: 'default' cannot be downloaded from .*no route.*; give none"):
-        prepare("", prepared, weights="default")
-    for name in ("second", "third"):
-        (prepared / name).mkdir()
-        recipe, *_ = prepare("", prepared / name, weights="default")
-    expected = torch.load(state_file, weights_only=True)["conv1.weight"]
-
-    assert torch.equal(recipe.model().state_dict()["conv1.weight"], expected)
+    recipe, *_ = prepare("", prepared)
+    name, fresh = "torchvision:resnet18", ["fc"]
+    assert check_initial_state(name) == name  # no path
+    with pytest.raises(ConfigError, match=f"^initial_model_state: '{name}' cannot be downloaded .* no route to host"):
+        load_initial_state(recipe.model(), name, fresh_layers=fresh)
+    with pytest.raises(ConfigError, match=r"other shapes at fc.weight \(1000, 512\) instead of \(4, 512\).*fresh_lay"):
+        load_initial_state(recipe.model(), name)
+    for version in ("", ".IMAGENET1K_V1"):
+        model = recipe.model()
+        own_head = model.fc.weight.clone()
+        load_initial_state(model, name + version, fresh_layers=fresh)
+        assert torch.equal(model.fc.weight, own_head)
+        assert all(
+            torch.equal(model.state_dict()[key], published[key]) for key in published if not key.startswith("fc")
+        )
     assert fetched == [("resnet18-f37072fd.pth", "f37072fd")] * 2
+    for unknown in ("torchvision:resnet19", "torchvision:resnet18.V9", "torchvision:"):
+        with pytest.raises(ConfigError, match=f"^initial_model_state: expected .* torchvision:resnet50 .*'{unknown}'$"):
+            load_initial_state(recipe.model(), unknown)
 
 
 def test_the_statistics_of_a_frozen_batch_norm_stay_and_those_of_a_trained_one_move():
@@ -195,11 +174,10 @@ def bucket_run(request, store, tmp_path_factory):
             epochs=3,
             global_batch_size=16,
             data_workers=request.param,
-            recipe_options={"image_size": 32, "unreadable": "skip", "cache": str(directory / "cache")},
+            recipe_options={"image_size": 32, "unreadable": "skip"},
         )
     store.before_request = lambda name: None
     run.gone = gone[0]
-    run.asked = asked
     return run
 
 
@@ -213,13 +191,6 @@ def test_a_deleted_image_is_named_once_per_process_and_counted_each_epoch(bucket
     lines = [line for line in bucket_run.lines if bucket_run.gone in line]
     assert 1 <= len(lines) <= 2
     assert all("FileNotFoundError" in line and "another image of its class replaces it" in line for line in lines)
-
-
-def test_each_other_image_is_requested_once(bucket_run):
-    counts = {name: bucket_run.asked.count(name) for name in set(bucket_run.asked)} | {bucket_run.gone: 1}
-
-    assert len(counts) == 96
-    assert max(counts.values()) <= 2  # 2: both ranks at the same moment
 
 
 def test_both_ranks_evaluate_with_the_saved_statistics(bucket_run):
@@ -237,7 +208,9 @@ def test_a_frozen_backbone_stays_unchanged_on_two_ranks(tmp_path, state_file):
         2,
         epochs=1,
         data_workers=0,
-        recipe_options={"image_size": 32, "weights": str(state_file), "trainable": "head"},
+        initial_state=str(state_file),
+        fresh_layers=["fc"],
+        recipe_options={"image_size": 32, "trainable": "head"},
     )
     before, after = torch.load(state_file, weights_only=True), run.state()
 

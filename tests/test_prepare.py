@@ -82,7 +82,8 @@ def test_an_unreachable_store_is_recoverable_and_a_refusal_is_a_user_error(store
         for recipe in ("pet_names", "mnist"):
             with pytest.raises(error, match="^data: "):
                 prepare_data(get_recipe(recipe), f"{url}/names.txt", tmp_path)
-        images = get_recipe("image_folder", {"store_timeout": 1.0})
+        monkeypatch.setattr("flyte_ddp.recipes.image_folder.files.STORE_TIMEOUT", 1.0)
+        images = get_recipe("image_folder")
         with pytest.raises(error, match="^data: "):
             prepare_data(images, url, tmp_path)
     finally:

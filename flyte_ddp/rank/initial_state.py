@@ -15,6 +15,7 @@ from flyte_ddp.config.fields import suggest
 from flyte_ddp.errors import ConfigError, StorageUnavailable
 from flyte_ddp.rank.sharding import load_model
 from flyte_ddp.storage import STORE_TIMEOUT
+from flyte_ddp.storage.weights import TORCHVISION, load_torchvision_state
 
 # The fields that must stay as they are in the checkpoint. The others may change: more epochs, other intervals, ranks.
 FIXED_BY_CHECKPOINT = (
@@ -91,6 +92,8 @@ def load_initial_state(
 ) -> None:
     """Load the weights and buffers of the state dict at `url` into `model`, all of them or none.
 
+    `torchvision:NAME` stands for the weights that torchvision publishes, as of `load_torchvision_state`.
+
     Args:
         timeout: seconds to wait for a store that cannot be reached.
         fresh_layers: layers of either model, by the beginnings of their names, that are left as they are.
@@ -104,13 +107,16 @@ def load_initial_state(
     if fresh_layers:
         expected += f" except in the fresh_layers {', '.join(fresh_layers)}"
     try:
-        state = load_state(url, timeout)
+        state = load_torchvision_state(url) if url.startswith(TORCHVISION) else load_state(url, timeout)
     except StorageUnavailable:
         raise
     except (FileNotFoundError, pickle.UnpicklingError, RuntimeError, EOFError) as error:  # the middle two are torch's
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"{expected}, got {url!r}, which cannot be read: {type(error).__name__}: {reason}") from error
     own = model.state_dict()
+    if isinstance(state, dict):  # some of torchvision's states are from before torch had these counters
+        for key in [key for key in own if key.endswith(".num_batches_tracked")]:
+            state.setdefault(key, own[key])
     for layer in fresh_layers:
         _check_layer("fresh_layers", layer, own)
     if fresh_layers and isinstance(state, Mapping):

@@ -68,9 +68,8 @@ def _with_options(recipe: Recipe | type[Recipe], name: str, options: Mapping[str
     for option, value in given.items():
         if option not in types:
             expected = f"one of {', '.join(types)}" if types else "no options"
-            raise ConfigError(
-                f"recipe_options: expected {expected} for recipe {name!r}, got {option!r}{suggest(option, types)}"
-            )
+            hint = f": {instead}" if (instead := recipe.replaced_options.get(option)) else suggest(option, types)
+            raise ConfigError(f"recipe_options: expected {expected} for recipe {name!r}, got {option!r}{hint}")
         if types[option] in (int, float, bool, str):  # values of other types are checked by the recipe
             given[option] = check(f"recipe_options.{option}", value, types[option])
     try:

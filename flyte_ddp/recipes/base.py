@@ -34,6 +34,9 @@ class Recipe:
     changeable_options: ClassVar[Sequence[str]] = ()
     """Options that change neither the model nor its training on the same data: a run resumes with other values."""
 
+    replaced_options: ClassVar[Mapping[str, str]] = {}
+    """Options that there are no more, each with what takes its place, for the error."""
+
     class_names: Sequence[str] = ()
     """Names of the classes in the order of the model's outputs; "0", "1", ... where empty."""
 

@@ -45,7 +45,6 @@ def open_filesystem(
     num_tries: int = 4,
     request_timeout: float = 0.0,
     anonymous: bool = False,
-    endpoint_url: str = "",
     **options: Any,
 ) -> tuple[Any, str]:
     """Return (fsspec file system, path in it) of the path or URL `url`, with the task's storage configuration.
@@ -55,7 +54,6 @@ def open_filesystem(
         num_tries: tries of each request to S3 before its error is raised.
         request_timeout: seconds without a byte before a request fails; 0 for `READ_TIMEOUT`.
         anonymous: do without credentials, for public buckets.
-        endpoint_url: of the store; "" for that of the environment.
         options: for fsspec, over those made here.
 
     Raises:
@@ -71,8 +69,6 @@ def open_filesystem(
         own = _google_options(request_timeout, anonymous)
     elif client == _AZURE:
         own = _azure_options(request_timeout, anonymous)
-    if endpoint_url:
-        own["endpoint_url"] = endpoint_url
     try:
         if _is_local(url):  # fsspec takes two colons in a path for a chain of file systems
             file_system = LocalFileSystem(**options)

@@ -13,7 +13,10 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
+from flyte_ddp.errors import ConfigError
+
 VALUES = "flyte_ddp.values"  # key in the metadata
+TORCHVISION = "torchvision:"  # the beginning of an initial state that torchvision publishes
 
 
 def is_safetensors(contents: bytes) -> bool:
@@ -72,6 +75,34 @@ def from_bytes(contents: bytes) -> Any:
         return {**tensors, **json.loads(metadata.get(VALUES, "{}"))}
     except (safetensors.SafetensorError, ValueError, AttributeError, TypeError) as error:
         raise pickle.UnpicklingError(f"it is no safetensors file: {error}") from error
+
+
+def load_torchvision_state(name: str) -> Any:
+    """Return the published weights called `name`, from torch's own cache on this machine or downloaded.
+
+    Args:
+        name: `torchvision:` and a model, such as resnet50, whose default weights they are, or resnet50.IMAGENET1K_V1.
+
+    Raises:
+        ConfigError: there are none of this name, or they cannot be downloaded.
+    """
+    from torchvision import models
+
+    model, _, version = name.removeprefix(TORCHVISION).partition(".")
+    try:
+        weights = models.get_model_weights(model)[version or "DEFAULT"]
+    except (ValueError, KeyError):
+        raise ConfigError(
+            "initial_model_state: expected the name of a model of torchvision's, such as torchvision:resnet50 or "
+            f"torchvision:resnet50.IMAGENET1K_V1, got {name!r}"
+        ) from None
+    try:
+        return weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: another checksum
+        raise ConfigError(
+            f"initial_model_state: {name!r} cannot be downloaded from {weights.url}: {error}; give the path or URL of "
+            "a copy"
+        ) from error
 
 
 def _is_json(value: Any) -> bool:

@@ -77,10 +77,10 @@ class Run:
     def relay(self, line):
         self.lines.append(line)
 
-    def train(self, num_processes=2, source="", checkpoints="", data=None, max_restarts=0, **config):
+    def train(self, num_processes=2, source="", checkpoints="", data=None, max_restarts=0, initial_state="", **config):
         """Train to the end, or to the error, which is raised; `config` are fields that differ from the recipe's."""
         self.config = config_of(self.recipe, config)
-        program = recipe_program(self.recipe, self.config)
+        program = recipe_program(self.recipe, self.config, initial_state)
         self.job = Job(program, checkpoints or str(self.checkpoints), time.time())
         place = LocalPlace(num_processes, max_restarts)
         self.result = driver.run(self.job, place, data or (lambda: str(self.data(source))), [self], self.relay)

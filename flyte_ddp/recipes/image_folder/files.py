@@ -1,4 +1,4 @@
-"""Image files at any fsspec URL: list them, fetch them with retries, cache them on disk, decode them.
+"""Image files at any fsspec URL: list them, fetch them with retries, decode them.
 
 Knows neither classes nor models, and imports no torch. Credentials come from the environment (`flyte_ddp.storage`) and
 are in no index, option or pickle.
@@ -6,16 +6,11 @@ are in no index, option or pickle.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import io
-import logging
 import os
-import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.errors import DataError, StorageDenied
@@ -25,22 +20,13 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_SHORT_READS = 3  # reads of a file with another size than listed, before it counts as damaged
-
-logger = logging.getLogger(__name__)
+REQUEST_TIMEOUT = 30.0  # seconds without a byte before one try at one file fails
+STORE_TIMEOUT = 240.0  # seconds that a file waits for a store that cannot be reached; below the default stall_timeout
+CONCURRENT_READS = 8  # of each process
 
 
 class UnreadableImage(DataError):
     """An image is missing, forbidden, cut short or no image: another try would end the same way."""
-
-
-@dataclass(frozen=True)
-class Access:
-    """Access to a store. The same in every process, so without secrets."""
-
-    endpoint_url: str = ""  # of a store that speaks S3's or Google's protocol; "" for theirs
-    anonymous: bool = False  # for public buckets, without credentials
-    timeout: float = 30.0  # seconds without a byte before one try at one file fails, > 0
-    store_timeout: float = 240.0  # seconds that a file waits for a store that cannot be reached, > 0
 
 
 @dataclass(frozen=True)
@@ -52,17 +38,18 @@ class File:
     version: str  # ETag or time of the last change; "" where the store has neither
 
 
-def list_files(url: str, access: Access) -> tuple[str, list[File]]:
+def list_files(url: str, anonymous: bool = False) -> tuple[str, list[File]]:
     """Return (the URL in full, all files below it sorted by name). An object store is listed page by page.
 
     Raises:
         DataError: there is nothing, or the URL has a password.
         StorageDenied: it may not be listed with the credentials of this process.
-        StorageUnavailable: the store could not be reached for `access.store_timeout` seconds.
+        StorageUnavailable: the store could not be reached for `STORE_TIMEOUT` seconds.
     """
-    refuse_credentials("data", url)
+    if has_password(url):  # which every rank would store
+        raise DataError("data: expected a URL without a user name or a password; give them in the environment instead")
     # S3's own client repeats a page that fails, for which a listing need not begin again.
-    storage = _open(url, access, num_tries=4)
+    storage = _open(url, anonymous, num_tries=4)
     root = storage.root.rstrip("/")
     try:
         found = storage.retry(lambda: storage.file_system.find(root, detail=True))
@@ -76,14 +63,6 @@ def list_files(url: str, access: Access) -> tuple[str, list[File]]:
     return storage.file_system.unstrip_protocol(root), sorted(files, key=lambda file: file.name)
 
 
-def refuse_credentials(field: str, url: str) -> None:
-    """Raise DataError where `url` has a password, which every rank would store. The message does not repeat it."""
-    if has_password(url):
-        raise DataError(
-            f"{field}: expected a URL without a user name or a password; give them in the environment instead"
-        )
-
-
 class FileReader:
     """Reads files below `url`, each process through one client of its own.
 
@@ -91,15 +70,12 @@ class FileReader:
     part of a pickle.
 
     Args:
-        concurrency: files read at once.
-        cache: a local directory that all processes of a node share; "" for none.
+        anonymous: read without credentials, from a public bucket.
     """
 
-    def __init__(self, url: str, access: Access, concurrency: int = 1, cache: str = "") -> None:
+    def __init__(self, url: str, anonymous: bool = False) -> None:
         self.url = url
-        self.access = access
-        self.concurrency = concurrency
-        self.cache = Path(cache).expanduser() if cache else None
+        self.anonymous = anonymous
         self._client: tuple[int, Storage, ThreadPoolExecutor] | None = None  # of the process with this id
 
     def __getstate__(self) -> dict[str, Any]:
@@ -118,37 +94,7 @@ class FileReader:
         return list(threads.map(read, files))
 
     def read(self, file: File) -> bytes:
-        """Return the contents of `file`. Raises UnreadableImage, or StorageUnavailable after `store_timeout`."""
-        if self.cache is None:
-            return self._fetch(file)
-        # The version is in the name: a file that has changed since is another file.
-        key = f"{self.access.endpoint_url}\n{self.url}\n{file.name}\n{file.size}\n{file.version}"
-        digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
-        kept = self.cache / digest[:2] / digest
-        try:
-            contents = kept.read_bytes()
-            if file.size in (-1, len(contents)):
-                return contents
-        except OSError:  # not there, or nothing to be had from this cache
-            pass
-        contents = self._fetch(file)
-        self._keep(kept, contents)
-        return contents
-
-    def _keep(self, kept: Path, contents: bytes) -> None:
-        """Put `contents` in the cache, whole or not at all; fsspec's caches let other processes see a part."""
-        temporary = kept.with_name(f"{kept.name}.{uuid.uuid4().hex}.tmp")
-        try:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(contents)
-            os.replace(temporary, kept)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            logger.warning("cache: %s cannot be written: %s; going on without it", self.cache, error)
-            self.cache = None
-
-    def _fetch(self, file: File) -> bytes:
+        """Return the contents of `file`. Raises UnreadableImage, or StorageUnavailable after `STORE_TIMEOUT`."""
         storage, _ = self._open_once()
         for _ in range(MAX_SHORT_READS):
             try:
@@ -163,8 +109,8 @@ class FileReader:
 
     def _open_once(self) -> tuple[Storage, ThreadPoolExecutor]:
         if self._client is None or self._client[0] != os.getpid():
-            threads = ThreadPoolExecutor(self.concurrency, thread_name_prefix="read-images")
-            self._client = os.getpid(), _open(self.url, self.access), threads
+            threads = ThreadPoolExecutor(CONCURRENT_READS, thread_name_prefix="read-images")
+            self._client = os.getpid(), _open(self.url, self.anonymous), threads
         return self._client[1:]
 
     def join(self, file: File) -> str:
@@ -194,19 +140,17 @@ def decode_image(contents: bytes) -> Image:
     return image.convert("RGB")
 
 
-def _open(url: str, access: Access, num_tries: int = 1) -> Storage:
+def _open(url: str, anonymous: bool, num_tries: int = 1) -> Storage:
     """Open `url` for this process alone; `num_tries` are those of each request."""
-    field = "anonymous" if access.anonymous else "endpoint_url" if access.endpoint_url else ""
-    if field and not url.startswith(("s3://", "s3a://", "gs://", "gcs://")):
-        raise DataError(f"{field}: expected none with {url}; it is for s3:// and gs:// only")
+    if anonymous and not url.startswith(("s3://", "s3a://", "gs://", "gcs://")):
+        raise DataError(f"anonymous: expected none with {url}; it is for s3:// and gs:// only")
     return Storage(
         url,
         "data",
-        access.store_timeout,
+        STORE_TIMEOUT,
         num_tries=num_tries,
-        request_timeout=access.timeout,
-        anonymous=access.anonymous,
-        endpoint_url=access.endpoint_url,
+        request_timeout=REQUEST_TIMEOUT,
+        anonymous=anonymous,
         # fsspec's shared instance would be shared with the parent of a forked process too.
         skip_instance_cache=True,
         # More would cost each image a second request, which asks for its size.

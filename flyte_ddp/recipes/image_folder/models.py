@@ -1,18 +1,14 @@
-"""torchvision's classification models with a last layer for other classes, and the weights to begin with."""
+"""torchvision's classification models with a last layer for other classes."""
 
 from __future__ import annotations
 
 import importlib
-import pickle
 import re
-import shutil
 import sys
 import types
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.errors import DataError
-from flyte_ddp.storage import fetch_file
 
 if TYPE_CHECKING:
     from torch import nn
@@ -83,68 +79,3 @@ def build_model(architecture: str, num_classes: int, image_size: int) -> tuple[n
 def freeze_all_but(model: nn.Module, head: str) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad = name.startswith(head + ".")
-
-
-def fetch_weights(weights: str, architecture: str, file: Path) -> None:
-    """Copy the state dict of `weights`, "default" for torchvision's, to `file`. Raises DataError if that fails."""
-    if weights == "default":
-        _fetch_default(architecture, file)
-        return
-    try:
-        fetch_file(weights, file, "weights")
-    except FileNotFoundError:
-        raise DataError(
-            "weights: expected none, default, or the path or URL of a state dict, "
-            f"got {weights!r}, which does not exist"
-        ) from None
-
-
-def _fetch_default(architecture: str, file: Path) -> None:
-    import torch
-
-    url = import_torchvision().models.get_model_weights(architecture).DEFAULT.url
-    name = url.rpartition("/")[2]
-    kept = Path(torch.hub.get_dir()) / "checkpoints" / name  # torch's own cache
-    try:
-        if not kept.exists():
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            # The name ends with the beginning of the contents' SHA-256.
-            torch.hub.download_url_to_file(url, str(kept), hash_prefix=kept.stem.rpartition("-")[2], progress=False)
-        shutil.copyfile(kept, file)
-    except (OSError, RuntimeError) as error:  # RuntimeError: another sum
-        raise DataError(
-            f"weights: 'default' cannot be downloaded from {url}: {error}; give none, or a state dict's path or URL"
-        ) from error
-
-
-def load_weights(model: nn.Module, head: str, file: Path, weights: str) -> None:
-    """Load the state dict in `file`, except a last layer for other classes.
-
-    Args:
-        weights: the user's name for it, for errors.
-
-    Raises:
-        DataError: it is no state dict of tensors, or one of another model.
-    """
-    import torch
-
-    expected = "weights: expected a state dict of the same model"
-    try:
-        state: Any = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{expected}, got {weights!r}, which is damaged or more than tensors: {reason}") from error
-    if not isinstance(state, dict):
-        raise DataError(f"{expected}, got {weights!r} with a {type(state).__name__}")
-    own = model.state_dict()
-    fitting = {
-        name for name in own if isinstance(state.get(name), torch.Tensor) and state[name].shape == own[name].shape
-    }
-    wrong = sorted(name for name in own.keys() - fitting if not name.startswith(head + "."))
-    wrong += sorted(str(name) for name in state.keys() - own.keys())
-    if wrong:
-        raise DataError(
-            f"{expected}, got {weights!r}, of which {len(wrong)} entries are missing, unknown or of another shape, "
-            f"such as {', '.join(wrong[:3])}"
-        )
-    model.load_state_dict({**own, **{name: state[name] for name in fitting}})

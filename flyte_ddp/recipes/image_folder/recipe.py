@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from flyte_ddp.config.fields import field, validate
 from flyte_ddp.errors import ConfigError, DataError
@@ -20,21 +20,17 @@ from flyte_ddp.events import Prediction
 from flyte_ddp.recipes.base import Recipe
 from flyte_ddp.recipes.image_folder import shapes
 from flyte_ddp.recipes.image_folder.files import (
-    Access,
     FileReader,
     UnreadableImage,
     decode_image,
     list_files,
-    refuse_credentials,
 )
 from flyte_ddp.recipes.image_folder.index import ImageList, read_index, split_images, write_index
 from flyte_ddp.recipes.image_folder.models import (
     build_model,
     check_architecture,
-    fetch_weights,
     freeze_all_but,
     import_torchvision,
-    load_weights,
     patch_size,
 )
 
@@ -47,7 +43,7 @@ MEAN, STANDARD_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # Image
 CROP_SCALE = (0.35, 1.0)  # share of an image's area; torchvision's 0.08 is for long trainings from fresh weights
 MAX_REPLACEMENTS = 10  # images of a class tried in place of one; if none can be read, the image is not the cause
 SHOWN_SIZE, SHOWN_SCORES = 64, 10  # of a prediction in the report: pixels of a side, likeliest classes
-OWN_IMAGES, WEIGHTS = "images", "weights.pt"  # in the directory of the prepared data
+OWN_IMAGES = "images"  # in the directory of the prepared data
 
 logger = logging.getLogger(__name__)
 
@@ -57,29 +53,22 @@ class ImageFolder(Recipe):
     """A torchvision model with a new last layer on images of yours. Raises ConfigError for an option out of bounds."""
 
     architecture: str = "resnet18"  # of torchvision's classification models, such as mobilenet_v3_small or vit_b_16
-    weights: str = "none"  # to begin with: none, default (torchvision's), or the path or URL of a state dict
     trainable: str = field("all", choices=("all", "head"))  # layers that are trained: all, or head (the last one)
     image_size: int = field(0, minimum=0)  # pixels of a side that the model sees; 0: 224, the drawn images' own 64
     augment: bool = True  # crop and flip training images randomly
     held_out: float = field(0.2, above=0, below=1)  # share of the images, where there is no directory of held-out ones
     min_images: int = field(2, minimum=1)  # training images that each class must have
     unreadable: str = field("fail", choices=("fail", "skip"))  # image: skip takes another one of its class
-    endpoint_url: str = ""  # of an object store other than Amazon's or Google's
     anonymous: bool = False  # no credentials, for public buckets; else they come from the environment
-    timeout: float = field(30.0, above=0)  # seconds without a byte before one try at one image fails
-    store_timeout: float = field(240.0, above=0)  # seconds to wait for a store that is away; below stall_timeout
-    concurrent_reads: int = field(8, minimum=1)  # images that each loader process reads at once
-    cache: str = ""  # local directory in which each node keeps the images it has read; "" for none
 
-    changeable_options = (
-        "min_images",
-        "endpoint_url",
-        "anonymous",
-        "timeout",
-        "store_timeout",
-        "concurrent_reads",
-        "cache",
-    )
+    changeable_options = ("min_images", "anonymous")
+    replaced_options: ClassVar[Mapping[str, str]] = {
+        "weights": "give initial_model_state, such as torchvision:resnet18",
+        **dict.fromkeys(
+            ("endpoint_url", "timeout", "store_timeout", "concurrent_reads", "cache"),
+            "the store is the task's environment's",
+        ),
+    }
     defaults = {
         "epochs": 5,
         "global_batch_size": 32,
@@ -97,14 +86,10 @@ class ImageFolder(Recipe):
         patch = patch_size(self.architecture)
         if self.image_size % patch:
             raise ConfigError(f"recipe_options.image_size: expected a multiple of {patch}, got {self.image_size}")
-        for name in ("endpoint_url", "weights"):
-            refuse_credentials(name, getattr(self, name))
-        # Set by `datasets` for `model`.
-        self._directory = Path()
-        self._image_size = 0
+        self._image_size = 0  # set by `datasets` for `model`
 
     def prepare(self, source: str, directory: Path) -> str:
-        """Write which images there are, of which class and for which purpose, and the weights to begin with.
+        """Write which images there are, of which class and for which purpose.
 
         Args:
             source: a directory or URL with either `train` and `val` (or `test`) or the classes' folders themselves, of
@@ -112,30 +97,26 @@ class ImageFolder(Recipe):
         """
         check_architecture(self.architecture)
         if source:
-            url, files = list_files(source, self._access())
+            url, files = list_files(source, self.anonymous)
         else:
             shapes.draw_images(directory / OWN_IMAGES)
-            url, files = OWN_IMAGES, list_files(str(directory / OWN_IMAGES), Access())[1]
+            url, files = OWN_IMAGES, list_files(str(directory / OWN_IMAGES))[1]
             # The time at which they were drawn does not make them others.
             files = [dataclasses.replace(file, version="") for file in files]
         train, test, description = split_images(source or OWN_IMAGES, files, self.held_out, self.min_images)
         image_size = self.image_size or (IMAGE_SIZE if source else shapes.SIZE)
         write_index(directory, url, image_size, train, test)
-        if self.weights != "none":
-            fetch_weights(self.weights, self.architecture, directory / WEIGHTS)
-            self.datasets(directory)
-            self.model()  # if they do not fit, fails before anything waits for a GPU
         return f"{description}, " + (f"read from {url}" if source else "drawn here")
 
     def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
         """Return the images in bytes, (3, S, S), and the numbers of their classes."""
         index = read_index(directory)
         self.class_names = index.classes
-        self._directory, self._image_size = directory, index.image_size
+        self._image_size = index.image_size
         if index.url == OWN_IMAGES:
-            reader = FileReader(str(directory / OWN_IMAGES), Access())
+            reader = FileReader(str(directory / OWN_IMAGES))
         else:
-            reader = FileReader(index.url, self._access(), self.concurrent_reads, self.cache)
+            reader = FileReader(index.url, self.anonymous)
         skips = self.unreadable == "skip"
         train = Images(index.train, index.classes, reader, index.image_size, self.augment, skips)
         test = Images(index.test, index.classes, reader, index.image_size, False, skips)
@@ -146,8 +127,6 @@ class ImageFolder(Recipe):
         if not self.class_names:
             raise RuntimeError("image_folder: model() is called before datasets(), which finds out the classes")
         model, head = build_model(self.architecture, len(self.class_names), self._image_size)
-        if self.weights != "none":
-            load_weights(model, head, self._directory / WEIGHTS, self.weights)
         if self.trainable == "head":
             freeze_all_but(model, head)
         return model
@@ -168,9 +147,6 @@ class ImageFolder(Recipe):
             dataclasses.replace(shown, scores=dict(Counter(shown.scores).most_common(SHOWN_SCORES)))
             for shown in super().predictions(batch, outputs, targets)
         ]
-
-    def _access(self) -> Access:
-        return Access(self.endpoint_url, self.anonymous, self.timeout, self.store_timeout)
 
 
 @dataclass(eq=False)
