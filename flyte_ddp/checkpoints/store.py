@@ -59,7 +59,7 @@ class _Write:
     entry: Entry = field(default_factory=dict)  # size and checksum of the file, once it was written
 
     def save_to(self, file: BinaryIO, in_memory: bool = False) -> None:
-        state = {"format": FORMAT, **(self.state or {})} if self.has_manifest else dict(self.state or {})
+        state = {"format": FORMAT, **(self.state or {})} if self.has_manifest else self.state or {}
         self.entry = save_state(state, file, not self.has_manifest, in_memory)
 
 

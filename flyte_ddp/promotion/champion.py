@@ -34,7 +34,7 @@ from flyte_ddp.errors import (
     NoChampion,
 )
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
-from flyte_ddp.storage.weights import is_safetensors
+from flyte_ddp.storage.weights import class_names_of, from_bytes, is_safetensors, with_class_names
 
 POINTER = "champion.json"
 VERSIONS = "versions"
@@ -68,6 +68,7 @@ class Manifest:
     sha256: str = ""  # of the file with the state dict
     bytes: int = 0  # of the same file
     advantage: list[float] = field(default_factory=list)  # as of `PromotionResult`
+    class_names: list[str] = field(default_factory=list)  # in the order of the model's outputs; empty if not known
     file: str = MODEL_STATE  # with the state dict; its name says in which format
 
 
@@ -119,15 +120,13 @@ class ChampionStore:
 
     def load(self, pointer: bytes | None = None) -> tuple[dict[str, Any], Manifest]:
         """Return the state dict, tensors on the CPU, and manifest of the version in use, as `manifest`."""
-        from flyte_ddp.storage.weights import from_bytes  # imports torch
-
         manifest = self.manifest(pointer)
         contents = self._state(manifest)
         try:  # the checksum proves that these bytes were promoted, not that they are harmless
             state: dict[str, Any] = from_bytes(contents)
         except pickle.UnpicklingError as error:
             raise CorruptChampion(f"{self.state_url(manifest)} is not a state dict of tensors") from error
-        return state, manifest
+        return with_class_names(state, manifest.class_names or class_names_of(state)), manifest
 
     def version_in_use(self, pointer: bytes | None = None) -> str:
         """Return the version in use, now or when `pointer` was read; "" if there is none or the pointer is damaged."""

@@ -22,8 +22,9 @@ from flyte_ddp.config.fields import field as limited
 from flyte_ddp.config.fields import validate
 from flyte_ddp.errors import ChampionChanged, ConfigError, CorruptChampion, MissingChampion, NoChampion, NonFiniteLoss
 from flyte_ddp.promotion.champion import ChampionStore, Manifest
-from flyte_ddp.recipes import get_recipe
+from flyte_ddp.recipes import Recipe, get_recipe, list_class_names
 from flyte_ddp.recipes.prepare import describe_data
+from flyte_ddp.storage.weights import from_bytes
 
 if TYPE_CHECKING:
     from flyte_ddp.rank.comparison import Measurement
@@ -128,7 +129,7 @@ def plan(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria
     """
     if since := store.held():
         return _skip(Outcome.HELD, _describe_hold(since))
-    num_train, num_test = _num_samples(challenge)
+    num_train, num_test, _ = _describe_samples(challenge)
     if min(num_train, num_test) < criteria.min_samples:
         return _skip(
             Outcome.TOO_LITTLE_DATA,
@@ -170,8 +171,6 @@ def judge(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteri
     Raises:
         ConfigError: as `plan`.
     """
-    from flyte_ddp.storage.weights import from_bytes  # imports torch
-
     challenger = from_bytes(state)
     measured = _measure(challenge, challenger)
     values = measured.values if measured else {}
@@ -294,7 +293,8 @@ def _describe_mismatch(challenge: Challenge, current: CurrentModel) -> str:
     assert current.state is not None
     assert current.manifest is not None
     problem = f"it is of recipe {current.manifest.recipe!r}" if current.manifest.recipe != challenge.recipe else ""
-    problem = problem or mismatch(_model(challenge).state_dict(), current.state)
+    recipe, model = _build_model(challenge)
+    problem = problem or mismatch(model.state_dict(), current.state, list_class_names(recipe))
     if not problem:
         return ""
     return (
@@ -327,7 +327,7 @@ def _describe_not_finite(challenge: Challenge, state: Mapping[str, Any]) -> str:
     """Name the tensors of `state` that are not finite. A buffer may be infinite, as masks of attention are."""
     import torch
 
-    parameters = {name for name, _ in _model(challenge).named_parameters()}
+    parameters = {name for name, _ in _build_model(challenge)[1].named_parameters()}
     spoiled = [
         name
         for name, value in state.items()
@@ -337,17 +337,19 @@ def _describe_not_finite(challenge: Challenge, state: Mapping[str, Any]) -> str:
     return f"the challenger's weights are not finite: {', '.join(spoiled[:5])}" if spoiled else ""
 
 
-def _model(challenge: Challenge) -> Any:
+def _build_model(challenge: Challenge) -> tuple[Recipe, Any]:
     recipe = get_recipe(challenge.recipe, challenge.config.recipe_options)
-    recipe.datasets(challenge.directory)  # sets, for some recipes, the number of classes
-    return recipe.model()
+    recipe.datasets(challenge.directory)  # sets, for some recipes, the classes
+    return recipe, recipe.model()
 
 
-def _num_samples(challenge: Challenge) -> tuple[int, int]:
+def _describe_samples(challenge: Challenge) -> tuple[int, int, list[str]]:
+    """Return the numbers of training and of held-out samples, and the names of their classes."""
     recipe = get_recipe(challenge.recipe, challenge.config.recipe_options)
     train, test = recipe.datasets(challenge.directory)
     num_train = len(train)  # type: ignore[arg-type]
-    return min(num_train, challenge.config.sample_size or num_train), len(test)  # type: ignore[arg-type]
+    num_test = len(test)  # type: ignore[arg-type]
+    return min(num_train, challenge.config.sample_size or num_train), num_test, list_class_names(recipe)
 
 
 def _origin(challenge: Challenge) -> dict[str, Any]:
@@ -369,7 +371,7 @@ def _identity(challenge: Challenge, criteria: PromotionCriteria, current: Curren
 
 
 def _manifest(challenge: Challenge, result: PromotionResult) -> Manifest:
-    num_train, num_test = _num_samples(challenge)
+    num_train, num_test, class_names = _describe_samples(challenge)
     return Manifest(
         **_origin(challenge),
         version="",
@@ -379,6 +381,7 @@ def _manifest(challenge: Challenge, result: PromotionResult) -> Manifest:
         data=describe_data(challenge.directory)["description"],
         num_train_samples=num_train,
         num_test_samples=num_test,
+        class_names=class_names,
         metrics=dict(result.challenger),
         parent_metrics=dict(result.champion),
         advantage=list(result.advantage),

@@ -24,7 +24,7 @@ from flyte_ddp.rank.metrics import HeldOutMetrics
 from flyte_ddp.rank.parallel import place_model
 from flyte_ddp.rank.passes import autocast, count_targets, evaluating, model_inputs
 from flyte_ddp.rank.sharding import is_sharded
-from flyte_ddp.recipes import Recipe
+from flyte_ddp.recipes import Recipe, list_class_names
 from flyte_ddp.world import World, single_process_world
 
 # Of the products that measure a device's speed:
@@ -101,7 +101,7 @@ def evaluate_state(
     By `evaluate`, to which `on_outputs` belongs, so the figures compare with those of a run's epochs.
 
     Raises:
-        ConfigError: the state is not one of the recipe's model; names the keys that do not fit.
+        ConfigError: the state is not one of the recipe's model; names the keys, or the classes, that do not fit.
         NonFiniteLoss: the loss is NaN or infinite.
     """
     world = single_process_world()
@@ -109,7 +109,7 @@ def evaluate_state(
     _, test = recipe.datasets(directory)
     (samples,) = open_samples([test], recipe, config, world)
     model = recipe.model()
-    if problem := mismatch(model.state_dict(), state):
+    if problem := mismatch(model.state_dict(), state, list_class_names(recipe)):
         raise ConfigError(f"state: expected one of the recipe's model, got one that does not fit: {problem}")
     model.load_state_dict(state)
     result = evaluate(place_model(model, config, world), recipe, samples, config, world, on_outputs=on_outputs)

@@ -15,7 +15,9 @@ from flyte_ddp.config.fields import suggest
 from flyte_ddp.errors import ConfigError, StorageUnavailable
 from flyte_ddp.rank.sharding import load_model
 from flyte_ddp.storage import STORE_TIMEOUT
-from flyte_ddp.storage.weights import TORCHVISION, load_torchvision_state
+from flyte_ddp.storage.weights import TORCHVISION, class_names_of, load_torchvision_state, with_class_names
+
+MAX_CLASSES = 20  # in an error
 
 # The fields that must stay as they are in the checkpoint. The others may change: more epochs, other intervals, ranks.
 FIXED_BY_CHECKPOINT = (
@@ -88,7 +90,11 @@ def check_same_run(
 
 
 def load_initial_state(
-    model: nn.Module, url: str, timeout: float = STORE_TIMEOUT, fresh_layers: Sequence[str] = ()
+    model: nn.Module,
+    url: str,
+    timeout: float = STORE_TIMEOUT,
+    fresh_layers: Sequence[str] = (),
+    class_names: Sequence[str] = (),
 ) -> None:
     """Load the weights and buffers of the state dict at `url` into `model`, all of them or none.
 
@@ -96,7 +102,9 @@ def load_initial_state(
 
     Args:
         timeout: seconds to wait for a store that cannot be reached.
-        fresh_layers: layers of either model, by the beginnings of their names, that are left as they are.
+        fresh_layers: layers of either model, by the beginnings of their names, that are left as they are. A model of
+            other classes fits where they have the layer that tells the classes apart.
+        class_names: of the model.
 
     Raises:
         StorageUnavailable: the store could not be reached.
@@ -119,9 +127,15 @@ def load_initial_state(
             state.setdefault(key, own[key])
     for layer in fresh_layers:
         _check_layer("fresh_layers", layer, own)
+    fresh = [key for key in own if is_in(key, fresh_layers)]
+    if any(key == [*own][-1] or _shape(own[key])[:1] == (len(class_names),) for key in fresh):
+        class_names = ()  # the weights of these classes are not loaded
     if fresh_layers and isinstance(state, Mapping):
-        own, state = ({key: each[key] for key in each if not is_in(key, fresh_layers)} for each in (own, state))
-    if problem := mismatch(own, state):
+        own, state = (
+            with_class_names({key: each[key] for key in each if not is_in(key, fresh_layers)}, class_names_of(each))
+            for each in (own, state)
+        )
+    if problem := mismatch(own, state, class_names):
         remedy = "; layers that may differ are named by config.fresh_layers" if isinstance(state, Mapping) else ""
         raise ConfigError(f"{expected}, got {url!r}, which does not fit the model: {problem}{remedy}")
     load_model(model, state, is_whole=not fresh_layers)
@@ -160,8 +174,12 @@ def _check_layer(field: str, layer: str, names: Iterable[str]) -> None:
         )
 
 
-def mismatch(expected: Mapping[str, Any], state: Any) -> str:
-    """Describe why `state` cannot be loaded into a model with the state dict `expected`; "" if it can."""
+def mismatch(expected: Mapping[str, Any], state: Any, class_names: Sequence[str] = ()) -> str:
+    """Describe why `state` cannot be loaded into a model with the state dict `expected`; "" if it can.
+
+    Args:
+        class_names: of the model; compared where both sides have names.
+    """
     if not isinstance(state, Mapping):
         return f"it is a {type(state).__name__}"
     problems = {
@@ -173,7 +191,15 @@ def mismatch(expected: Mapping[str, Any], state: Any) -> str:
             if key in state and _shape(state[key]) != _shape(value)
         ],
     }
-    return "; ".join(f"{name} {abbreviate(keys)}" for name, keys in problems.items() if keys)
+    found = [f"{name} {abbreviate(keys)}" for name, keys in problems.items() if keys]
+    theirs, ours = class_names_of(state), list(class_names)
+    if theirs and ours and theirs != ours:
+        number = next((index for index, pair in enumerate(zip(theirs, ours, strict=False)) if pair[0] != pair[1]), 0)
+        start = number if number >= MAX_CLASSES else 0
+        shown = [abbreviate(names[start:], MAX_CLASSES) for names in (theirs, ours)]
+        since = f" from number {start} on" if start else ""
+        found.append(f"its classes{since} are {shown[0]}, those of the data are {shown[1]}")
+    return "; ".join(found)
 
 
 def _shape(value: Any) -> Any:

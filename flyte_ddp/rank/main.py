@@ -38,10 +38,10 @@ from flyte_ddp.rank.parallel import build_model
 from flyte_ddp.rank.sharding import count_own_parameters, shard_model, whole_state
 from flyte_ddp.rank.step_timer import device_name
 from flyte_ddp.rank.trainer import Trainer
-from flyte_ddp.recipes import Recipe, get_recipe
+from flyte_ddp.recipes import Recipe, get_recipe, list_class_names
 from flyte_ddp.recipes.prepare import describe_data
 from flyte_ddp.storage import Storage, redact_url
-from flyte_ddp.storage.weights import save_safetensors
+from flyte_ddp.storage.weights import save_safetensors, with_class_names
 from flyte_ddp.world import ALONE, World, process_group
 
 BEAT_INTERVAL = 1.0  # seconds between two reports of progress during an operation that reports none itself
@@ -140,7 +140,7 @@ def train(
         state = whole_state(state, keep=world.is_first)
     peak_memory = [int(each) for each in world.all_gather(_peak_memory(world))]
     if world.is_first:
-        state = portable(state)
+        state = with_class_names(portable(state), list_class_names(recipe))
         model_state = store.save_file(MODEL_STATE, state, trainer.beat)
         with keep_beating(trainer.beat):
             exported = export_model(recipe, state, store.storage.url)
@@ -178,6 +178,7 @@ def _describe(trainer: Trainer, data: Mapping[str, str], process: RankProcess) -
         "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
         "data": data["description"],
         "data_fingerprint": data["fingerprint"],
+        "class_names": list_class_names(recipe),
         "data_license": data.get("license", ""),  # absent from data that an earlier version has prepared
         "recipe_version": data["recipe_version"],
     }

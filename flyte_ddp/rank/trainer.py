@@ -37,7 +37,7 @@ from flyte_ddp.rank.progress import MetricSums, Progress
 from flyte_ddp.rank.sharding import is_sharded, load_model, load_optimizer, own_boxes, split_state
 from flyte_ddp.rank.state_keeper import StateKeeper
 from flyte_ddp.rank.step_timer import BACKWARD, FORWARD, StepTimer
-from flyte_ddp.recipes import Recipe
+from flyte_ddp.recipes import Recipe, list_class_names
 from flyte_ddp.world import World, call_together
 
 REMEDY = "a lower learning_rate, warmup_steps or gradient_clip_norm may help, or the data holds such values"
@@ -307,8 +307,8 @@ class Trainer:
             self._best_is_unsaved = bool(loaded.place) and self._needed_step(state) == state["progress"]["step"]
             self.progress = Progress.from_dict(state["progress"])
         elif self.initial_state:
-            timeout, fresh = self.config.store_timeout, self.config.fresh_layers
-            call_together(lambda: load_initial_state(self.model, self.initial_state, timeout, fresh), self.world)
+            options = self.config.store_timeout, self.config.fresh_layers, list_class_names(self.recipe)
+            call_together(lambda: load_initial_state(self.model, self.initial_state, *options), self.world)
         return url, skipped
 
     def _needed_step(self, state: Mapping[str, Any]) -> int:

@@ -24,7 +24,7 @@ from flyte_ddp.config import TrainingConfig, resolve
 from flyte_ddp.config.extras import EXTRAS, how_to_install
 from flyte_ddp.config.fields import check, suggest
 from flyte_ddp.errors import ConfigError, DataError
-from flyte_ddp.recipes.base import Recipe
+from flyte_ddp.recipes.base import Recipe, list_class_names
 
 BUILTIN = {
     "digits": "flyte_ddp.recipes.digits.Digits",
@@ -36,7 +36,7 @@ BUILTIN = {
 }
 REQUIRED = ("prepare", "datasets", "model")  # methods that a recipe defines itself
 
-__all__ = ["BUILTIN", "DataError", "Recipe", "config_of", "get_recipe", "locate"]
+__all__ = ["BUILTIN", "DataError", "Recipe", "config_of", "get_recipe", "list_class_names", "locate"]
 
 
 def config_of(name: str, overrides: Mapping[str, Any]) -> TrainingConfig:

@@ -197,7 +197,7 @@ class Recipe:
         if shapes != [2, 1] or targets.is_floating_point():
             return []
         scores = outputs.float().softmax(dim=1)
-        names = list(self.class_names) or [str(index) for index in range(scores.shape[1])]
+        names = list_class_names(self) or [str(index) for index in range(scores.shape[1])]
         return [
             Prediction(
                 truth=names[int(target)],
@@ -207,6 +207,18 @@ class Recipe:
             )
             for image, score, target in zip(to_pngs(batch, len(targets)), scores, targets, strict=True)
         ]
+
+
+def list_class_names(recipe: Recipe) -> list[str]:
+    """Return the recipe's `class_names` as text, none where it has none.
+
+    They may be numbers, an array, a dict of names and numbers, or a method that returns such.
+    """
+    found: Any = recipe.class_names() if callable(recipe.class_names) else recipe.class_names
+    if isinstance(found, Mapping):
+        is_by_number = any(isinstance(each, str) for each in found.values())
+        found = list(found.values()) if is_by_number else sorted(found, key=lambda name: found[name])
+    return [str(name) for name in (found.tolist() if hasattr(found, "tolist") else found or ())]
 
 
 def to_pngs(batch: Any, num_samples: int) -> list[bytes]:

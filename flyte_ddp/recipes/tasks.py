@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flyte_ddp.config.extras import require
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import Prediction
-from flyte_ddp.recipes.base import Recipe, to_png, to_pngs
+from flyte_ddp.recipes.base import Recipe, list_class_names, to_png, to_pngs
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -76,7 +76,7 @@ class MultiLabel(Recipe):
 
     def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
         """Return the labels of each sample, and the score of every label."""
-        names = list(self.class_names) or [str(index) for index in range(outputs.shape[1])]
+        names = list_class_names(self) or [str(index) for index in range(outputs.shape[1])]
 
         def label(marks: list[bool]) -> str:
             return ", ".join(name for name, mark in zip(names, marks, strict=True) if mark) or "(none)"
@@ -115,9 +115,10 @@ class Segmentation(Recipe):
         require("the metrics of Segmentation", "torchmetrics")
         from torchmetrics.classification import MulticlassJaccardIndex
 
-        if len(self.class_names) < 2:
-            raise ConfigError(f"class_names: expected the names of all classes, at least two, got {self.class_names!r}")
-        index = MulticlassJaccardIndex(len(self.class_names), ignore_index=IGNORED)
+        names = list_class_names(self)
+        if len(names) < 2:
+            raise ConfigError(f"class_names: expected the names of all classes, at least two, got {names!r}")
+        index = MulticlassJaccardIndex(len(names), ignore_index=IGNORED)
         return {"accuracy": self.num_correct, "miou": index}
 
     def predict(self, outputs: Tensor) -> Tensor:
@@ -127,7 +128,7 @@ class Segmentation(Recipe):
         """Return a picture of each sample: its first channel, the true and the predicted mask, side by side."""
         import torch
 
-        scale = 255 // max(1, len(self.class_names) - 1)  # from a class to its grey
+        scale = 255 // max(1, len(list_class_names(self)) - 1)  # from a class to its grey
         shown = []
         for sample, guess, target in zip(batch.flatten(1, -3)[:, 0], outputs.argmax(dim=1), targets, strict=True):
             low, high = sample.float().aminmax()

@@ -1,7 +1,8 @@
 """A state dict as a file: torch's own format, or safetensors, which many programs read.
 
 A safetensors file has tensors only. What else a state dict has, such as the sizes that a model writes into its extra
-state, is JSON in the file's metadata, under `VALUES`. Imports torch when it is called.
+state, is JSON in the file's metadata, under `VALUES`. In both formats the names of the classes travel with a state:
+equal shapes do not tell a model of cats and dogs from one of dogs and cats. Imports torch when it is called.
 """
 
 from __future__ import annotations
@@ -10,13 +11,27 @@ import io
 import json
 import os
 import pickle
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flyte_ddp.errors import ConfigError
 
-VALUES = "flyte_ddp.values"  # key in the metadata
 TORCHVISION = "torchvision:"  # the beginning of an initial state that torchvision publishes
+VALUES, CLASS_NAMES = "flyte_ddp.values", "flyte_ddp.class_names"  # keys in the metadata
+
+
+def with_class_names(state: Mapping[str, Any], names: Sequence[str]) -> OrderedDict[str, Any]:
+    """Return `state` with the names of its classes as an attribute: torch.save keeps it, load_state_dict ignores it."""
+    named = OrderedDict(state)
+    vars(named)["class_names"] = list(names)
+    return named
+
+
+def class_names_of(state: Any) -> list[str]:
+    """Return the names that `with_class_names` gave to `state`; none where they are not known."""
+    found = getattr(state, "class_names", None)
+    return [str(name) for name in found] if isinstance(found, list) else []
 
 
 def is_safetensors(contents: bytes) -> bool:
@@ -49,7 +64,8 @@ def save_safetensors(state: Mapping[str, Any], file: str | os.PathLike[str]) -> 
         if tensor.data_ptr() in addresses:  # tied to another one: the format has no such thing
             tensors[name] = tensor.clone()
         addresses.add(tensor.data_ptr())
-    metadata = {"format": "pt", **({VALUES: json.dumps(values)} if values else {})}
+    found = {VALUES: values, CLASS_NAMES: class_names_of(state)}
+    metadata = {"format": "pt", **{key: json.dumps(value) for key, value in found.items() if value}}
     try:
         safetensors.torch.save_file(tensors, file, metadata)
     except (KeyError, ValueError, RuntimeError, safetensors.SafetensorError) as error:  # a type that it does not have
@@ -72,7 +88,8 @@ def from_bytes(contents: bytes) -> Any:
         tensors: dict[str, Any] = safetensors.torch.load(contents)
         size = int.from_bytes(contents[:8], "little")
         metadata = json.loads(contents[8 : 8 + size]).get("__metadata__", {})
-        return {**tensors, **json.loads(metadata.get(VALUES, "{}"))}
+        values, names = (json.loads(metadata.get(key, "[]")) for key in (VALUES, CLASS_NAMES))
+        return with_class_names({**tensors, **dict(values)}, names)
     except (safetensors.SafetensorError, ValueError, AttributeError, TypeError) as error:
         raise pickle.UnpicklingError(f"it is no safetensors file: {error}") from error
 

@@ -51,6 +51,7 @@ def run_card(state: RunState, **origin: str) -> dict[str, Any]:
         "model": {
             "num_parameters": started.num_parameters,
             "epoch": finished.model_state_epoch,
+            **({"class_names": started.class_names} if started.class_names else {}),
             "files": finished.exported,
             **({"missing": finished.not_exported} if finished.not_exported else {}),
         },
@@ -85,6 +86,7 @@ def card_page(card: Mapping[str, Any]) -> str:
         "Its fingerprint": data["fingerprint"],
         "Samples": f"{data['num_train_samples']:,} to train on, {data['num_test_samples']:,} held out",
         "Parameters": f"{model['num_parameters']:,}",
+        "Classes": ", ".join(model.get("class_names", ())),
         "Weights": f"of epoch {model['epoch']}; the best is epoch {card['best_epoch']}",
         "Not exported": model.get("missing", ""),
         "Ranks": f"{sizes} on {ranks['num_nodes']} nodes ({ranks['device']})",
