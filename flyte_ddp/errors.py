@@ -5,8 +5,31 @@ Pickle makes an error of its message alone and sets its attributes after that, s
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
+import traceback
+from collections.abc import Iterator
 from typing import Any
+
+MAX_REASON = 400  # characters of an error in one line
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def log_failures(what: str) -> Iterator[None]:
+    """Log an error of the block in one line instead of raising it: what is only shown never ends a run."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("the %s cannot be shown: %s", what, in_one_line(error))
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return the class and the message of `error`, whatever they hold."""
+    text = " ".join("".join(traceback.format_exception_only(type(error), error)).split())
+    return text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]} ..."
 
 
 class ConfigError(ValueError):

@@ -15,7 +15,8 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.errors import ChampionError, ConfigError
+from flyte_ddp.errors import ChampionError, ConfigError, log_failures
+from flyte_ddp.events import plain
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution, share_storage_credentials
 from flyte_ddp.flytekit_plugin.frame import make_output_directory
@@ -193,7 +194,7 @@ def _outputs(
     directory = make_output_directory(output) if output else Path(flytekit.current_context().working_directory)
     directory.mkdir(parents=True, exist_ok=True)
     report = directory / "retraining.html"
-    report.write_text(page.render(), encoding="utf-8")
+    page.write(report)
     values = {
         "outcome": outcome,
         "reason": result.reason,
@@ -206,7 +207,9 @@ def _outputs(
         | dict(zip(("advantage_low", "advantage_high"), result.advantage, strict=False)),
     }
     if output:
-        (directory / "retraining.json").write_text(json.dumps(values, indent=1) + "\n")
+        with log_failures("retraining.json"):
+            text = json.dumps(plain(values), indent=1, allow_nan=False)
+            (directory / "retraining.json").write_text(f"{text}\n")
     return RetrainingOutputs(**values, report=FlyteFile(str(report)), export=export)
 
 

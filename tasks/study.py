@@ -11,6 +11,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 from flytekit.types.structured import StructuredDataset
 
+from flyte_ddp.errors import log_failures
 from flyte_ddp.events import CheckpointLoaded, EpochFinished, Event, Listener
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.frame import HISTORY, Frame
@@ -292,8 +293,8 @@ class _Observer:
 
     def _save_history(self) -> FlyteFile:
         with open(self.frame.directory / HISTORY, "wb") as history:
-            for run in self.report.runs:
-                history.write(run.history())
+            with log_failures("history"):
+                history.writelines(run.history() for run in self.report.runs)
         return self.frame.output(HISTORY)
 
     def _say(self, run: TrialRun, text: str) -> None:

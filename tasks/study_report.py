@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flyte_ddp.observers.reports.drawing import format_figure
-from flyte_ddp.observers.reports.page import NOTHING, Page, draw, duration, row, shorten, tile
+from flyte_ddp.observers.reports.drawing import Panel, format_figure
+from flyte_ddp.observers.reports.page import NOTHING, Page, duration, row, shorten, tile
 from flyte_ddp.studies.plots import metric_panels, name_metric, parameter_panels, scaling_panels
 from flyte_ddp.studies.results import DONE, FAILED, RUNNING, STOPPED_EARLY, WAITING, TrialRun, find_best
 from flyte_ddp.studies.scaling import Estimate, Study, by_world_size, estimate, started_of
@@ -140,7 +140,7 @@ class StudyReport(Page):
             "best": best and str(best.trial),
             "metric": best and best.metric.replace("_", " "),
             "best_config": best and json.dumps(best.trial.overrides),
-            "charts": _charts(runs, study),
+            "charts": self._charts(runs, study),
             "table": _table(runs, best, study) if runs else {},
             "measured_how": _facts(runs, study),
             "failures": failures[:MAX_FAILURES],
@@ -176,6 +176,29 @@ class StudyReport(Page):
             tile("Wall time", duration(self.seconds()), "so far" if self.status == "running" else "of this attempt"),
             tile("Time of the trials", duration(spent), "training and evaluation, sum of all trials"),
         ]
+
+    def _charts(self, runs: Sequence[TrialRun], study: Study) -> list[tuple[str, str, list[Any]]]:
+        """Return (heading, note, pictures) of each chart, or why there are none."""
+        try:
+            charts = _charts(runs, study)
+        except Exception as error:
+            return [("Plots", self._note(error), [])]
+        return [(heading, note, self.draw(panels.copy)) for heading, note, panels in charts if panels]
+
+
+def _charts(runs: Sequence[TrialRun], study: Study) -> list[tuple[str, str, list[Panel]]]:
+    """Return (heading, note, panels) of each chart."""
+    meaning, over_epochs, over_time = metric_panels(runs)
+    metric = name_metric(runs[0].metric) if runs else ""
+    meaning += "; a star marks the best trial, a cross one that failed or was stopped early"
+    charts = [(f"{metric} over epochs", meaning, over_epochs), (f"{metric} over elapsed time", meaning, over_time)]
+    if len(over_epochs) == 1:
+        charts = [(f"{metric} over epochs and over elapsed time", meaning, over_epochs + over_time)]
+    if not study.rows:
+        note = "of each trial, after the epoch whose weights are kept; the colors are those above"
+        charts.append((f"{metric} by hyperparameter", note, parameter_panels(runs)))
+    charts.append(("Scaling", *scaling_panels(study)))
+    return charts
 
 
 def _scaling_tiles(study: Study) -> list[dict[str, str]]:
@@ -215,21 +238,6 @@ def _facts(runs: Sequence[TrialRun], study: Study) -> list[dict[str, Any]]:
         ),
         row("Hidden", "all-reduce during the backward pass, which takes no extra time"),
     ]
-
-
-def _charts(runs: Sequence[TrialRun], study: Study) -> list[tuple[str, str, list[Any]]]:
-    """Return (heading, note, pictures) of each chart."""
-    meaning, over_epochs, over_time = metric_panels(runs)
-    metric = name_metric(runs[0].metric) if runs else ""
-    meaning += "; a star marks the best trial, a cross one that failed or was stopped early"
-    charts = [(f"{metric} over epochs", meaning, over_epochs), (f"{metric} over elapsed time", meaning, over_time)]
-    if len(over_epochs) == 1:
-        charts = [(f"{metric} over epochs and over elapsed time", meaning, over_epochs + over_time)]
-    if not study.rows:
-        note = "of each trial, after the epoch whose weights are kept; the colors are those above"
-        charts.append((f"{metric} by hyperparameter", note, parameter_panels(runs)))
-    charts.append(("Scaling", *scaling_panels(study)))
-    return [(heading, note, draw(panels)) for heading, note, panels in charts if panels]
 
 
 def _table(runs: Sequence[TrialRun], best: TrialRun | None, study: Study) -> dict[str, Any]:

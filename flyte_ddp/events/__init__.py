@@ -10,6 +10,7 @@ from flyte_ddp.events.history import NOT_IN_HISTORY as NOT_IN_HISTORY
 from flyte_ddp.events.history import from_dict as from_dict
 from flyte_ddp.events.history import len_of_whole_lines as len_of_whole_lines
 from flyte_ddp.events.history import parse_history as parse_history
+from flyte_ddp.events.history import plain as plain
 from flyte_ddp.events.history import read_history as read_history
 from flyte_ddp.events.history import to_dict as to_dict
 from flyte_ddp.events.history import to_line as to_line
@@ -32,6 +33,7 @@ from flyte_ddp.events.kinds import RunFinished as RunFinished
 from flyte_ddp.events.kinds import RunStarted as RunStarted
 from flyte_ddp.events.kinds import Straggler as Straggler
 from flyte_ddp.events.kinds import StragglersFound as StragglersFound
+from flyte_ddp.events.kinds import to_utf8 as to_utf8
 from flyte_ddp.events.state import RunState as RunState
 from flyte_ddp.events.state import find_best as find_best
 from flyte_ddp.events.wall_time import TimeSpent as TimeSpent

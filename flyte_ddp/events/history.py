@@ -1,16 +1,21 @@
-"""The form of events as plain values, and as the JSON lines of a history."""
+"""The form of events as plain values, and as the JSON lines of a history.
+
+JSON has no NaN and no infinities: they are written as null, and null is read back as NaN where a number belongs.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import json
+import math
 import time
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.events.kinds import Event, HistogramsTaken, PredictionsMade
+from flyte_ddp.events.kinds import Event, HistogramsTaken, PredictionsMade, to_utf8
 from flyte_ddp.events.wall_time import TimeSpent
 
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in typing.get_args(Event)}
@@ -25,22 +30,40 @@ def to_dict(event: Event) -> dict[str, Any]:
 def from_dict(values: dict[str, Any]) -> Event:
     """Return the event that `to_dict` made `values` from."""
     values = dict(values)
-    kind: Any = KINDS[values.pop("event")]
-    for name, part in _find_parts(kind).items():
-        found = values[name]
-        if isinstance(found, list):
-            values[name] = [part(**each) for each in found]
-        else:
-            values[name] = {key: part(**each) for key, each in found.items()}
-    event: Event = kind(**values)
+    event: Event = _restore(values, KINDS[values.pop("event")])
     return event
 
 
-@functools.cache
-def _find_parts(kind: Any) -> dict[str, Any]:
-    """Return the fields of `kind` that are lists or dicts of dataclasses, each with that dataclass."""
-    parts = {name: typing.get_args(hint)[-1:] for name, hint in typing.get_type_hints(kind).items()}
-    return {name: part[0] for name, part in parts.items() if part and dataclasses.is_dataclass(part[0])}
+def _restore(value: Any, hint: Any) -> Any:
+    """Return a plain value as what its type hint says: an object of a dataclass, or NaN for a number that is null."""
+    if dataclasses.is_dataclass(hint):
+        kind: Any = hint
+        return kind(**{name: _restore(each, _find_hints(kind)[name]) for name, each in value.items()})
+    if typing.get_origin(hint) not in (list, dict):
+        return math.nan if value is None and hint is float else value
+    part = typing.get_args(hint)[-1]
+    each_value = value.values() if isinstance(value, dict) else value
+    if not dataclasses.is_dataclass(part) and (part is not float or None not in each_value):
+        return value
+    restored = [_restore(each, part) for each in each_value]
+    return dict(zip(value, restored, strict=True)) if isinstance(value, dict) else restored
+
+
+_find_hints = functools.cache(typing.get_type_hints)
+
+
+def plain(value: Any) -> Any:
+    """Return `value` without what strict JSON and UTF-8 do not have: NaN, infinities, and halves of surrogate pairs.
+
+    The latter stand for bytes of file names that are no UTF-8. A field "url" keeps them, because the place is read.
+    """
+    if isinstance(value, str):
+        return to_utf8(value)
+    if isinstance(value, Mapping):
+        return {to_utf8(str(key)): each if str(key).endswith("url") else plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def to_line(record: Event | TimeSpent) -> str:
@@ -50,7 +73,8 @@ def to_line(record: Event | TimeSpent) -> str:
     """
     values = {name: value for name, value in dataclasses.asdict(record).items() if not isinstance(value, bytes)}
     # A user's configuration may hold values that JSON does not know. Their repr is enough for a record.
-    return json.dumps({"time": time.time(), "event": type(record).__name__, **values}, default=repr) + "\n"
+    line = plain({"time": time.time(), "event": type(record).__name__, **values})
+    return json.dumps(line, default=repr, allow_nan=False) + "\n"
 
 
 def parse_history(contents: bytes, name: str) -> list[Event]:

@@ -11,6 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
+def to_utf8(text: str) -> str:
+    """Return `text` with an escape in place of what UTF-8 cannot encode, as Python shows it on standard error."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Figures:
     """The numbers that observers show of an event, by name."""
@@ -188,6 +193,13 @@ class Prediction:
     text: str = ""  # the sample if it is text
     numbers: list[float] = field(default_factory=list)  # truth and guess, if they are numbers
     error: float | None = None  # of the guess, larger for a worse one, where it is not just right or wrong
+
+    def __post_init__(self) -> None:
+        """Turn names into texts of UTF-8: a recipe may call its classes by numbers, or by the bytes of file names."""
+        for name in ("truth", "guess", "text"):
+            object.__setattr__(self, name, to_utf8(str(getattr(self, name))))
+        if not all(isinstance(name, str) and name.isascii() for name in self.scores):
+            object.__setattr__(self, "scores", {to_utf8(str(name)): score for name, score in self.scores.items()})
 
 
 @dataclass(frozen=True)

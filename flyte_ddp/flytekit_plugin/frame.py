@@ -26,8 +26,15 @@ from flytekit import Secret
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
-from flyte_ddp.errors import ConfigError, RankFailure, StorageDenied, StorageUnavailable, TrainingStopped
-from flyte_ddp.events import Listener, RunFinished, RunState
+from flyte_ddp.errors import (
+    ConfigError,
+    RankFailure,
+    StorageDenied,
+    StorageUnavailable,
+    TrainingStopped,
+    log_failures,
+)
+from flyte_ddp.events import Listener, RunFinished, RunState, plain
 from flyte_ddp.flytekit_plugin.deck import DeckPublisher
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution, share_storage_credentials
@@ -172,8 +179,9 @@ class Frame:
 
     def output(self, name: str) -> FlyteFile:
         """Return file `name` of the task's directory as an output, in a pod with a URL that is known already."""
-        if self.output_directory:
-            return FlyteFile(shutil.copy(self.directory / name, self.output_directory / name))
+        with log_failures(name):
+            if self.output_directory:
+                return FlyteFile(shutil.copy(self.directory / name, self.output_directory / name))
         return FlyteFile(str(self.directory / name), remote_path=self.output_url(name))
 
     def model_state(self, name: str, url: str) -> PythonPickledFile:
@@ -188,25 +196,29 @@ class Frame:
         with contextlib.suppress(OSError, ValueError, KeyError):  # the files of the run before, with the same --output
             for name in json.loads((directory / CARD_JSON).read_text())["model"]["files"]:
                 (directory / name).unlink()
-        for name in finished.exported:
-            (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            fetch_file(f"{finished.export_url}/{name}", directory / name)
-        directory.mkdir(exist_ok=True)  # if nothing was exported
-        for name, contents in card_files(card).items():
-            (directory / name).write_bytes(contents)
+        directory.mkdir(parents=True, exist_ok=True)  # if nothing was exported
+        with log_failures(EXPORT):
+            for name in finished.exported:
+                (directory / name).parent.mkdir(parents=True, exist_ok=True)
+                fetch_file(f"{finished.export_url}/{name}", directory / name)
+        with log_failures(CARD_JSON):
+            for name, contents in card_files(card).items():
+                (directory / name).write_bytes(contents)
         if finished.not_exported:
             self.say(f"not exported: {finished.not_exported}")
         return FlyteDirectory(str(directory), remote_directory=self.output_url(EXPORT))
 
     def saved_report(self) -> FlyteFile:
         """Write the report to a file and return it, as `output`."""
-        (self.directory / "report.html").write_text(self.report.render(), encoding="utf-8")
+        self.report.write(self.directory / "report.html")
         return self.output("report.html")
 
     def keep_values(self, **outputs: Any) -> None:
         """Write the outputs that are no files to the user's directory, if there is one."""
         if self.output_directory:
-            (self.output_directory / OUTPUTS).write_text(json.dumps(outputs, indent=1) + "\n")
+            with log_failures(OUTPUTS):
+                text = json.dumps(plain(outputs), indent=1, default=repr, allow_nan=False)
+                (self.output_directory / OUTPUTS).write_text(f"{text}\n")
 
     def keep_history(self, report: Report) -> None:
         """Put the history where the task's outputs are, and name it in the report: for a task that does not return it.
@@ -251,7 +263,7 @@ class Frame:
             self.report.close(error)
             self.publisher.close(error)
         if error is not None and self.output_directory:  # else the task saves it with its outputs
-            (self.output_directory / "report.html").write_text(self.report.render(), encoding="utf-8")
+            self.report.write(self.output_directory / "report.html")
 
     def output_url(self, name: str) -> str | None:
         """Return the URL that an output will have, in a pod; None in a local run."""

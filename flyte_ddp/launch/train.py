@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import events
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.errors import ConfigError, log_failures
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.process.programs import Job, recipe_program
 from flyte_ddp.launch.run import Gang
@@ -99,7 +99,8 @@ def train(
         assert state.best is not None
         url, card = state.finished.model_state_url, run_card(state)
         if is_kept:
-            for name, contents in card_files(card).items():
-                write_file(f"{state.finished.export_url}/{name}", contents, "checkpoints")
+            with log_failures("run card"):
+                for name, contents in card_files(card).items():
+                    write_file(f"{state.finished.export_url}/{name}", contents, "checkpoints")
         places = (url, card, state.finished.export_url) if is_kept else ("", card, "")
         return Trained(load_state(url), state.epochs, state.best, *places)

@@ -110,4 +110,4 @@ class _ReportFile:
 
     def close(self, error: BaseException | None) -> None:
         self._report.close(error)
-        self._file.write_text(self._report.render(), encoding="utf-8")
+        self._report.write(self._file)

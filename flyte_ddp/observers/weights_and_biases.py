@@ -35,6 +35,7 @@ from flyte_ddp.events import (
     PredictionsMade,
     RunFinished,
     RunStarted,
+    plain,
 )
 from flyte_ddp.observers.wandb_log import is_complete
 from flyte_ddp.storage import fetch_file, redact_url, write_file
@@ -184,7 +185,7 @@ class Wandb:
             return
         values = {name: value for name, value in vars(event).items() if value and name not in NOT_IN_CONFIG}
         values = {"program": event.name, **values, "data": redact_url(event.data)}
-        self._run.config.update({**self.config, **event.config, **values}, allow_val_change=True)
+        self._run.config.update(plain({**self.config, **event.config, **values}), allow_val_change=True)
         if event.layers and "graph_0" not in self._run.summary.keys():  # noqa: SIM118 - no mapping, though it looks like one
             self._run.summary["graph_0"] = self._graph(event.layers)
 

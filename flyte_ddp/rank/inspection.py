@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,17 +18,6 @@ from flyte_ddp.recipes import Recipe
 NUM_BINS = 64
 PIECE = 1 << 16  # values that are counted at once: their copies take memory that malloc keeps and uses again
 PREDICTION_BATCH, MAX_PREDICTIONS = 32, 320  # samples
-
-logger = logging.getLogger(__name__)
-
-
-@contextmanager
-def log_failures(what: str) -> Iterator[None]:
-    """Log an error of the block instead of raising it: what is only shown never ends a run."""
-    try:
-        yield
-    except Exception as error:
-        logger.warning("the %s cannot be shown: %s: %s", what, type(error).__name__, error)
 
 
 def describe_layers(model: nn.Module, sample: Any) -> list[LayerDescribed]:

@@ -26,13 +26,14 @@ from flyte_ddp.checkpoints import EXPORT, EXPORTED_STATE, MODEL_STATE
 from flyte_ddp.checkpoints.files import portable
 from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.config import TrainingConfig
+from flyte_ddp.errors import log_failures
 from flyte_ddp.launch.process.entry import keep_freed_memory, return_freed_memory
 from flyte_ddp.launch.process.link import RankProcess
 from flyte_ddp.launch.process.session import Session
 from flyte_ddp.rank.contract import check_contract, check_datasets
 from flyte_ddp.rank.data import open_samples, take_sample
 from flyte_ddp.rank.fast_start import avoid_importing_dynamo, call_around_compilations
-from flyte_ddp.rank.inspection import describe_layers, log_failures, make_predictions, sample_inputs
+from flyte_ddp.rank.inspection import describe_layers, make_predictions, sample_inputs
 from flyte_ddp.rank.optim import build_optimizer
 from flyte_ddp.rank.parallel import build_model
 from flyte_ddp.rank.sharding import count_own_parameters, shard_model, whole_state

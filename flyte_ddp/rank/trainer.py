@@ -19,7 +19,14 @@ import torch
 from torch import nn
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.errors import CheckpointError, ConfigError, NonFiniteLoss, StopRequested, StorageUnavailable
+from flyte_ddp.errors import (
+    CheckpointError,
+    ConfigError,
+    NonFiniteLoss,
+    StopRequested,
+    StorageUnavailable,
+    log_failures,
+)
 from flyte_ddp.events import EpochFinished, HistogramsTaken, Reported, find_best
 from flyte_ddp.launch.process.memory import KEEP_TIMEOUT
 from flyte_ddp.launch.process.session import Session
@@ -388,15 +395,15 @@ class Trainer:
             metrics=evaluation.metrics,
             **exchange_seconds(self.replica, world),
         )
-        with inspection.log_failures("figures"):
+        with log_failures("figures"):
             figures = {**read_figures(self.recipe, finished), **self.utilization.of(finished)}
             finished = dataclasses.replace(finished, metrics={**finished.metrics, **figures})
         check_monitor(self.config, ["test_loss", *finished.metrics])
         if world.is_first or self.is_sharded:
-            with inspection.log_failures("sample"):
+            with log_failures("sample"):
                 finished = dataclasses.replace(finished, sample=self.recipe.generate_sample(self.model))
             self.session.emit(finished)
-            with inspection.log_failures("histograms"):
+            with log_failures("histograms"):
                 self.session.emit(
                     HistogramsTaken(progress.step, *inspection.take_histograms(self.model, self.world.is_first))
                 )

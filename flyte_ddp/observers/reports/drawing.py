@@ -6,16 +6,20 @@ A `Panel` is a title and a function that draws it. `to_svg` makes an element for
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import re
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree
+
+from flyte_ddp.events import to_utf8
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,6 +30,7 @@ PALETTE = ("#3b82f6", "#ea580c", "#0d9488", "#a855f7", "#db2777", "#65810d", "#0
 
 MAX_POINTS = 500  # of one line; more cannot be distinguished at the width of a page
 MAX_TITLE = 36  # characters of a title or legend for which a panel has room in one line
+MAX_TEXT = 200  # characters of any text: more have no room, and take long to lay out
 
 INK = "#010203"  # replaced with the page's own text color when the SVG is written
 WIDTH, HEIGHT = 4.2, 2.6  # inches of a panel with text of 10 points, which is about 10 pixels on a phone
@@ -57,7 +62,7 @@ class Panel:
         title = self.title if len(self.title) <= MAX_TITLE else self.title.replace(", ", ",\n")
         num_rows = 1 if fits_in_line(axes.get_legend_handles_labels()[1]) else 2  # of the legend
         pad = 24 + 15 * (num_rows - 1)
-        axes.set_title(title.replace("$", r"\$"), loc="left", fontsize=11.5, fontweight="bold", pad=pad)  # no formula
+        axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold", pad=pad)
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
         axes.spines["bottom"].set_alpha(0.4)
@@ -83,6 +88,27 @@ class Panel:
         else:
             place: dict[str, Any] = {"xycoords": "axes fraction", "xytext": (0, 8), "textcoords": "offset points"}
             axes.annotate(self.subtitle, (0, 1), **place, fontsize=9.5, alpha=0.7)
+        _make_printable(axes)
+
+
+def _make_printable(axes: Axes) -> None:
+    """Replace the characters of every text that XML or a font's layout does not take."""
+    from matplotlib.text import Text
+
+    for text in axes.findobj(Text):
+        text.set_text(printable(text.get_text()))
+    for axis in (axes.xaxis, axes.yaxis):
+        formatter: Any = axis.get_major_formatter()
+        formatter.format_ticks = functools.partial(_format_ticks, formatter.format_ticks)
+
+
+def _format_ticks(format_ticks: Callable[[Sequence[float]], list[str]], values: Sequence[float]) -> list[str]:
+    return [printable(text) for text in format_ticks(values)]
+
+
+def printable(text: str) -> str:
+    """Return `text` in characters that can be drawn. A line break stays."""
+    return "".join(each if each.isprintable() or each == "\n" else " " for each in to_utf8(text))[:MAX_TEXT]
 
 
 def fits_in_line(labels: Sequence[str]) -> bool:
@@ -103,7 +129,7 @@ def to_svg(panel: Panel) -> str:
         root = _tree(figure)
     root.set("class", "panel")
     root.set("role", "img")
-    root.set("aria-label", panel.summary)
+    root.set("aria-label", "".join(each for each in to_utf8(panel.summary) if each.isprintable()))
     return _serialize(root)
 
 
@@ -140,7 +166,7 @@ def save_panels(panels: Sequence[Panel], path: str | Path, columns: int = 2) -> 
     root.set("width", width)
     root.set("height", height)
     ElementTree.SubElement(root, f"{{{_SVG}}}style").text = sheet
-    path.write_text(_serialize(root))
+    path.write_text(_serialize(root), encoding="utf-8")
 
 
 def plot(axes: Axes, points: Points, max_points: int = MAX_POINTS, **look: Any) -> list[tuple[float, float]]:
@@ -225,8 +251,11 @@ def _settings(ink: str, salt: str) -> Iterator[None]:
         **{f"{what}.color": ink for what in ("text", "xtick", "ytick")},
         **{f"axes.{what}": ink for what in ("edgecolor", "labelcolor", "titlecolor")},
         "grid.color": ink,
+        "text.parse_math": False,  # a name with $ is no formula
+        "text.usetex": False,
     }
-    with _drawing, matplotlib.rc_context(settings):
+    with _drawing, matplotlib.rc_context(settings), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of characters that the font does not have: the reader's has them
         yield
 
 

@@ -8,23 +8,28 @@ from __future__ import annotations
 
 import datetime
 import functools
+import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from jinja2 import DictLoader, Environment, Template
 from markupsafe import Markup
 
 from flyte_ddp.config.extras import how_to_install, is_installed
-from flyte_ddp.errors import TrainingStopped
+from flyte_ddp.errors import TrainingStopped, in_one_line, log_failures
+from flyte_ddp.events import to_utf8
 from flyte_ddp.observers.reports import drawing
 from flyte_ddp.observers.reports.template import BASE, MACROS, PAGE, STYLE
 from flyte_ddp.storage import redact_url
 
 MAX_ERROR = 60_000  # characters
 NOTHING = "-"  # in place of a value that is not known
+
+logger = logging.getLogger(__name__)
 
 
 class Page(ABC):
@@ -41,6 +46,7 @@ class Page(ABC):
         self.error: BaseException | None = None
         self.opened_at = time.time()
         self.closed_at = 0.0  # 0 while it is open
+        self._failures: set[str] = set()  # lines that were logged
 
     def close(self, error: BaseException | None) -> None:
         """Record the end of the task. The first error that it is closed with is shown."""
@@ -64,13 +70,51 @@ class Page(ABC):
     def content(self) -> dict[str, Any]:
         """Return the values of the template: lead, percent_done, tiles, and those of the report's own part."""
 
+    def write(self, path: Path) -> None:
+        """Write the report as a complete HTML document. An error is logged, and leaves what there is of the file."""
+        with log_failures("report"):
+            path.touch()  # also on a full disk, so that there is a file to return
+            path.write_text(self.render(), encoding="utf-8", errors="backslashreplace")
+
     def render(self) -> str:
         """Return the report as a complete HTML document."""
         return _template(PAGE).render(title=self.title, fragment=Markup(self.render_fragment()))
 
     def render_fragment(self) -> str:
-        """Return the report as a piece of HTML with its own style, for another page."""
-        text = '{% extends "base" %}{% from "macros" import pairs, numbers, panels, facts %}' + self.template
+        """Return the report as a piece of HTML with its own style, for another page.
+
+        Where a part of it cannot be made, the reason is logged, and is the report's only text: see `log_failures`.
+        """
+        try:
+            return self._render(self.template, self.content())
+        except Exception as error:
+            return self._render("", {"lead": self._note(error), "percent_done": 0, "tiles": []})
+
+    def draw(self, make_panels: Callable[[], Iterable[drawing.Panel]]) -> list[Markup]:
+        """Return panels as SVG elements, each with a line in its place if it cannot be drawn."""
+        drawn: list[Markup] = []
+        try:
+            for panel in make_panels():
+                if not is_installed("matplotlib"):
+                    return [Markup("<p>{}</p>").format(f"plots: {how_to_install('matplotlib')}")]
+                try:
+                    drawn.append(Markup(drawing.to_svg(panel)))
+                except Exception as error:
+                    drawn.append(Markup("<p>{}: {}</p>").format(to_utf8(panel.title), self._note(error)))
+        except Exception as error:
+            drawn.append(Markup("<p>{}</p>").format(self._note(error)))
+        return drawn
+
+    def _note(self, error: Exception) -> str:
+        """Return why something cannot be shown, and log it once: a report is made again and again."""
+        line = f"cannot be shown: {to_utf8(in_one_line(error))}"
+        if line not in self._failures:
+            self._failures.add(line)
+            logger.warning("a part of the report %s", line)
+        return line
+
+    def _render(self, template: str, content: Mapping[str, Any]) -> str:
+        text = '{% extends "base" %}{% from "macros" import pairs, numbers, panels, facts %}' + template
         tracked = {self.tracker.label: self.tracker.url} if self.tracker and self.tracker.url else {}
         links = [
             {"name": name, "url": url, "is_safe": url.startswith(("https://", "http://"))}
@@ -86,7 +130,7 @@ class Page(ABC):
             notes=self.notes,
             error=self.error and {"title": type(self.error).__name__, "text": shorten(str(self.error), MAX_ERROR)},
             footer=f"{'Ended' if self.closed_at else 'As of'} {ended:%Y-%m-%d %H:%M:%S} UTC",
-            **self.content(),
+            **content,
         )
 
     def seconds(self) -> float:
@@ -102,14 +146,7 @@ def _template(text: str) -> Template:
 
 def _redact(value: Any) -> Any:
     """Remove passwords and signatures from the URLs in every text of a report. Our own HTML is `Markup`."""
-    return redact_url(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
-def draw(panels: Sequence[drawing.Panel]) -> list[Markup]:
-    """Return the panels as SVG elements, or a line in their place if nothing is installed that draws them."""
-    if panels and not is_installed("matplotlib"):
-        return [Markup("<p>{}</p>").format(f"plots: {how_to_install('matplotlib')}")]
-    return [Markup(drawing.to_svg(panel)) for panel in panels]
+    return to_utf8(redact_url(value)) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def tile(name: str, value: str, note: str) -> dict[str, str]:

@@ -115,8 +115,7 @@ class _Curves:
         return f"now {now:{form}}"
 
     def _other_panel(self, name: str, panel_name: str) -> Panel:
-        title = "".join(each if each.isprintable() else " " for each in name.replace("_", " "))  # XML has no others
-        points = self.reported[name]
+        title, points = name.replace("_", " "), self.reported[name]
         marker = "o" if len(thin(points)) == 1 else ""
         return self._panel(
             panel_name, title, self._now(name, ".4g"), lambda axes: plot(axes, points, color=PALETTE[0], marker=marker)

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import Event, Prediction, RunFinished, RunState, TimeSpent
 from flyte_ddp.observers.reports.drawing import format_count, format_figure, percent
-from flyte_ddp.observers.reports.page import Page, draw, duration, row, section, shorten, tile
+from flyte_ddp.observers.reports.page import Page, duration, row, section, shorten, tile
 from flyte_ddp.observers.reports.plots import run_panels
 
 # These keep the page below 2 MB for any run. The rest of it is 150 kB at most.
@@ -115,7 +115,7 @@ class Report(Page):
 
     def content(self) -> dict[str, Any]:
         if self._panels is None:
-            self._panels = draw(run_panels(self._state))
+            self._panels = self.draw(lambda: run_panels(self._state))
         started = self._state.started
         lead = "Waiting for the ranks to start."
         if started:

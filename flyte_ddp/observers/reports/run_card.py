@@ -7,12 +7,11 @@ image, is added by name.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from flyte_ddp.events import RunState
+from flyte_ddp.events import RunState, plain
 from flyte_ddp.observers.reports.drawing import format_figure
 from flyte_ddp.observers.reports.page import duration
 
@@ -68,13 +67,14 @@ def run_card(state: RunState, **origin: str) -> dict[str, Any]:
         "versions": started.versions,
         "config": started.config,
     }
-    return _plain(card)  # type: ignore[no-any-return]
+    return plain(card)  # type: ignore[no-any-return]
 
 
 def card_files(card: Mapping[str, Any]) -> dict[str, bytes]:
     """Return the card as the contents of its two files."""
     text = json.dumps(card, indent=1, ensure_ascii=False, default=repr, allow_nan=False)
-    return {CARD_JSON: text.encode() + b"\n", CARD_PAGE: card_page(card).encode()}
+    pages = {CARD_JSON: f"{text}\n", CARD_PAGE: card_page(card)}
+    return {name: page.encode(errors="backslashreplace") for name, page in pages.items()}
 
 
 def card_page(card: Mapping[str, Any]) -> str:
@@ -113,12 +113,3 @@ def _figure(name: str, value: Any) -> str:
 
 def _cell(value: Any) -> str:
     return " ".join(str(value).split()).replace("|", "\\|")
-
-
-def _plain(value: Any) -> Any:
-    """Return `value` without NaN and infinities, which JSON does not have."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
