@@ -25,6 +25,12 @@ def checkpoints() -> str:
     return f"{context.run_base_dir.rstrip('/')}/{context.action.name}/flyte-ddp"
 
 
+def run_id() -> str:
+    """Return the name that all attempts of this action share: a retry takes a killed pod's place over at once."""
+    action = flyte.ctx().action
+    return f"{action.run_name}-{action.name}"
+
+
 class Page(Listener):
     """The run's report, as the report of the task."""
 
@@ -57,6 +63,7 @@ def train_recipe(recipe: str, config: dict[str, int], nnodes: int = 1) -> tuple[
         nproc_per_node=ranks,
         cluster=cluster,
         checkpoints=checkpoints(),
+        run_id=run_id(),
         listeners=[Page()],
     )
     file = flyte.io.File.from_existing_remote(trained.model_state_url)
@@ -86,7 +93,13 @@ def sum_of_ranks(scale: float) -> float:
 def train_function(scale: float) -> float:
     """Call a function in two ranks."""
     return flyte_ddp.run(
-        sum_of_ranks, scale, nproc_per_node=2, max_restarts=1, checkpoints=checkpoints(), listeners=[Page()]
+        sum_of_ranks,
+        scale,
+        nproc_per_node=2,
+        max_restarts=1,
+        checkpoints=checkpoints(),
+        run_id=run_id(),
+        listeners=[Page()],
     )
 
 

@@ -156,7 +156,7 @@ def _run(options: argparse.Namespace) -> int:
             check_allowed(gang.cluster_config(), load_allowed(), own_namespace())
         if note := note_without_effect(options):
             sys.stderr.write(f"{note}\n")
-        run_program(program, gang, options.checkpoints, listeners, relay)
+        run_program(program, gang, options.checkpoints, listeners, relay, run_id=options.run_id)
     except TrainingStopped as stopped:
         if limit and isinstance(error := limit.explain(stopped), ConfigError):
             raise error from None

@@ -22,7 +22,7 @@ import os, sys
 sys.path.insert(0, {examples!r})
 import flyte
 import flyte_ddp
-from flyte2 import checkpoints, env
+from flyte2 import checkpoints, env, run_id
 
 def train():
     from flyte_ddp import session
@@ -38,7 +38,7 @@ def train():
 
 @env.task(retries=1)
 def lose_a_rank() -> list[int]:
-    return flyte_ddp.run(train, checkpoints=checkpoints())
+    return flyte_ddp.run(train, checkpoints=checkpoints(), run_id=run_id())
 
 flyte.init()
 print("resumed", flyte.run(lose_a_rank).outputs().o0)
@@ -67,7 +67,7 @@ import sys
 sys.path.insert(0, {examples!r})
 import flyte
 import flyte_ddp
-from flyte2 import Page, checkpoints, env
+from flyte2 import Page, checkpoints, env, run_id
 from flyte_ddp.events import CheckpointLoaded, Listener
 
 class Starts(Listener):
@@ -80,9 +80,8 @@ def lose_a_rank() -> list[int]:
     print("report", flyte.ctx().output_path + "/report.html")
     config = {{"epochs": 3, "global_batch_size": 64}}
     listeners = [Page(), Starts()]
-    trained = flyte_ddp.train(
-        "mine.Lost", config, nproc_per_node=2, max_restarts=0, checkpoints=checkpoints(), listeners=listeners
-    )
+    place = {{"checkpoints": checkpoints(), "run_id": run_id()}}
+    trained = flyte_ddp.train("mine.Lost", config, nproc_per_node=2, max_restarts=0, listeners=listeners, **place)
     return [epoch.epoch for epoch in trained.epochs]
 
 flyte.init()

@@ -34,7 +34,7 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.devices import default_num_processes, num_cores, num_gpus
 from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.process.programs import OUTPUTS_VARIABLE, SCRIPT_DIRECTORY, Job, Program
+from flyte_ddp.launch.process.programs import OUTPUTS_VARIABLE, SCRIPT_DIRECTORY, Job, Program, check_run_id
 from flyte_ddp.storage import write_file
 
 if TYPE_CHECKING:
@@ -166,6 +166,7 @@ def run(
     cluster: ClusterConfig | Mapping[str, Any] | None = None,
     client: Client | None = None,
     checkpoints: str = "",
+    run_id: str = "",
     stall_timeout: float = Program.stall_timeout,
     listeners: Sequence[events.Listener] = (),
 ) -> T:
@@ -178,6 +179,8 @@ def run(
         client: of a Dask cluster that is there already, of which `nnodes` workers are used.
         checkpoints: directory or URL for `session.save`, which all machines reach; an unfinished run there goes on.
             Where all ranks are on this machine, the default is a directory for the length of the run.
+        run_id: the same for all attempts of this run, and for no other: a retry on another machine takes the place over
+            at once, where it would wait for the lease of an attempt that was killed.
         listeners: receive every event of the run.
 
     Raises:
@@ -191,7 +194,7 @@ def run(
     call = cloudpickle.dumps(_Call(function, arguments))
     module = getattr(function, "__module__", None) or "__main__"
     program = Program(name, call, packages_beside(module), stall_timeout=stall_timeout)
-    state = run_program(program, gang, checkpoints, listeners, client=client)
+    state = run_program(program, gang, checkpoints, listeners, client=client, run_id=run_id)
     try:
         return cloudpickle.loads(returned_value(state))  # type: ignore[no-any-return]
     except Exception as error:
@@ -205,13 +208,16 @@ def run_program(
     listeners: Sequence[events.Listener] = (),
     relay: Callable[[str], None] | None = None,
     client: Client | None = None,
+    run_id: str = "",
 ) -> events.RunState:
     """Run `program` in the ranks of `gang`, start to end. Arguments and errors as of `run` and `driver.run`."""
+    check_run_id(run_id)
     with gang.open_place(program, client=client) as place, contextlib.ExitStack() as stack:
         is_kept = bool(checkpoints)
         if not checkpoints and client is None and gang.is_on_this_machine:  # for restarts within the run
             checkpoints = stack.enter_context(tempfile.TemporaryDirectory(prefix="checkpoints-"))
-        return driver.run(Job(program, checkpoints, time.time(), is_kept=is_kept), place, None, listeners, relay)
+        job = Job(program, checkpoints, time.time(), run_id, is_kept=is_kept)
+        return driver.run(job, place, None, listeners, relay)
 
 
 def returned_value(state: events.RunState) -> bytes:

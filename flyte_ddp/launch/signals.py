@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
+import gc
+import logging
 import os
 import signal
 import threading
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Pipe
+from typing import Any
 
 from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.launch.process.programs import STOP_SIGNALS, stop_grace
+
+LOOP_TIMEOUT = 2.0  # seconds for a loop of asyncio to call a function in
+
+logger = logging.getLogger(__name__)
 
 
 class StopRequest:
@@ -59,30 +68,75 @@ class StopRequest:
         return self.num_requests > 1
 
 
+_beside: list[StopRequest] = []  # of the runs beside the main thread, which share their handlers
+_before: dict[int, Any] = {}  # the handlers that those have replaced
+_entering = threading.Lock()
+
+
 @contextlib.contextmanager
 def stop_on_signals(signals: Sequence[str] = STOP_SIGNALS, grace: float | None = None) -> Iterator[StopRequest]:
     """Turn signals into a stop request for the length of the block.
 
-    A SIGHUP that is ignored stays so: the run was started with nohup. Signal handlers belong to the main thread. In
-    another thread this changes nothing, and the owner of the main thread has to set the request.
+    A SIGHUP that is ignored stays so: the run was started with nohup. Signal handlers belong to the main thread. Beside
+    it, as in a task of Flyte 2, the asyncio loop that runs there sets them. Without one no signal reaches the run,
+    which a line says.
     """
     stop = StopRequest(grace)
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
 
     def handle(number: int, frame: types.FrameType | None) -> None:
-        stop.set(signal.Signals(number).name)
+        for each in {*_beside, stop}:
+            each.set(signal.Signals(number).name)
 
     numbers = {signal.Signals[name] for name in signals}
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         numbers.discard(signal.SIGHUP)
-    previous = {number: signal.signal(number, handle) for number in numbers}
+    if threading.current_thread() is threading.main_thread():
+        previous = {number: signal.signal(number, handle) for number in numbers}
+        try:
+            yield stop
+        finally:
+            _set_handlers(previous)
+        return
+    with _entering:
+        if not _before and not _call_in_main_thread(
+            lambda: _before.update({number: signal.signal(number, handle) for number in numbers})
+        ):
+            logger.warning(
+                "%s: not noticed by this run, which began beside the main thread: it ends without a last checkpoint",
+                ", ".join(sorted(number.name for number in numbers - {signal.SIGHUP})),
+            )
+        _beside.append(stop)
     try:
         yield stop
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        with _entering:
+            _beside.remove(stop)
+            if not _beside and _before:
+                _call_in_main_thread(lambda: _set_handlers(_before))
+                _before.clear()
+
+
+def _set_handlers(handlers: Mapping[Any, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def _call_in_main_thread(function: Callable[[], object]) -> bool:
+    """Have the asyncio loop of the main thread call `function`; return False if none runs there."""
+    called: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def call() -> None:
+        if threading.current_thread() is threading.main_thread() and called.set_running_or_notify_cancel():
+            function()
+            called.set_result(None)
+
+    loops = [each for each in gc.get_objects() if issubclass(type(each), asyncio.AbstractEventLoop)]
+    running = [loop for loop in loops if loop.is_running()]
+    for loop in running:
+        with contextlib.suppress(RuntimeError):  # it has just ended
+            loop.call_soon_threadsafe(call)
+    concurrent.futures.wait([called], LOOP_TIMEOUT if running else 0)
+    return not called.cancel()
 
 
 class TimeLimit:

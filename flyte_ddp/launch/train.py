@@ -14,7 +14,7 @@ from flyte_ddp import events
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.errors import ConfigError, log_failures
 from flyte_ddp.launch import driver
-from flyte_ddp.launch.process.programs import Job, recipe_program
+from flyte_ddp.launch.process.programs import Job, check_run_id, recipe_program
 from flyte_ddp.launch.run import Gang
 from flyte_ddp.observers.reports.run_card import card_files, run_card
 from flyte_ddp.recipes import config_of, get_recipe
@@ -58,6 +58,7 @@ def train(
     cluster: ClusterConfig | Mapping[str, Any] | None = None,
     client: Client | None = None,
     checkpoints: str = "",
+    run_id: str = "",
     initial_model_state: str = "",
     listeners: Sequence[events.Listener] = (),
 ) -> Trained:
@@ -71,6 +72,7 @@ def train(
         client: of a Dask cluster that is there already.
         checkpoints: directory or URL, which all machines reach; an unfinished run there goes on. Where all ranks are on
             this machine, the default is a directory for the length of the run.
+        run_id: as for `launch.run.run`.
         initial_model_state: URL of the weights to start from.
         listeners: receive every event of the run.
 
@@ -78,6 +80,7 @@ def train(
         ConfigError, DataError: bad input, before any rank starts.
         RankFailure, GangLost, ClusterError, StorageUnavailable, TrainingStopped: as `launch.run.run`.
     """
+    check_run_id(run_id)
     resolved = config_of(recipe, config or {})
     gang = Gang(nnodes, nproc_per_node, max_restarts, cluster, resolved.stall_timeout)
     program = recipe_program(recipe, resolved, initial_model_state)
@@ -91,7 +94,7 @@ def train(
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="data-"))
         prepare_data(prepared, data, Path(directory))
         place = stack.enter_context(gang.open_place(program, client=client))
-        job = Job(program, checkpoints, time.time(), is_kept=is_kept)
+        job = Job(program, checkpoints, time.time(), run_id, is_kept=is_kept)
         state = driver.run(job, place, lambda: directory, listeners)
         from flyte_ddp.checkpoints.files import load_state  # imports torch
 

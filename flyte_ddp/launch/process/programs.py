@@ -30,6 +30,7 @@ STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # that end a run earl
 END_RESERVE = 10.0  # seconds of a pod's grace for what follows the last checkpoint, such as the deletion of a cluster
 SCRIPT_DIRECTORY = "flyte_ddp_script"  # among the source files on a node: the directory of a script
 OUTPUTS_VARIABLE = "FLYTE_DDP_OUTPUTS"  # in ranks: the node's directory for a script's outputs, removed after the run
+MAX_RUN_ID = 256  # characters
 WANDB_VARIABLE = "FLYTE_DDP_WANDB"  # of a rank's environment: set where the run itself is recorded in W&B
 TRAINING = ("flyte_ddp.rank.main", "main")  # by name, because its module imports torch
 
@@ -141,6 +142,12 @@ class Job:
     stored: tuple[int, ...] = ()  # steps of checkpoints after the last attempt, as far as the driver knows
     is_store_away: bool = False  # it did not answer the driver then
     is_in_memory: bool = False  # the nodes have a state from which to go on that is newer than the store's
+
+
+def check_run_id(run_id: str) -> None:
+    """Raise ConfigError if `run_id` is not one line of text. "" is that of a run without one."""
+    if not isinstance(run_id, str) or not run_id.isprintable() or len(run_id) > MAX_RUN_ID:
+        raise ConfigError(f"run_id: expected one line of at most {MAX_RUN_ID} characters, got {run_id!r:.80}")
 
 
 def recipe_program(recipe: str, config: TrainingConfig, initial_state: str = "") -> Program:
