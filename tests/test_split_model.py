@@ -85,7 +85,7 @@ def look_inside(world, store, data, checkpoints, text_data, state):
 
 def test_weights_stay_gathered_between_the_micro_batches_of_a_step(inside):
     first, *others = inside["split"]
-    assert not first  # they are still gathered from the look at the layers
+    assert first  # the look at the layers has left nothing gathered
     # The last batch has one sample, and so one micro-batch.
     assert others == [False, False] + [True, False, False] * (STEPS - 2) + [True]
 

@@ -6,10 +6,8 @@ train the wrong thing without an error. Each error here is one line with the rec
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterator, Sized
-from contextlib import contextmanager
+from collections.abc import Sized
 from typing import Any
 
 import numpy
@@ -27,11 +25,12 @@ from flyte_ddp.rank.metrics import HeldOutMetrics, check_monitor, read_figures, 
 from flyte_ddp.rank.nested import map_tensors, tensors_in
 from flyte_ddp.rank.passes import autocast, model_inputs
 from flyte_ddp.rank.sharding import is_sharded
+from flyte_ddp.rank.snapshot import unchanged
 from flyte_ddp.recipes import Recipe, locate
 from flyte_ddp.recipes.tasks import MultiLabel, Regression, Segmentation
 from flyte_ddp.world import World
 
-MAX_SAMPLES = 8  # of the batch, so that the check takes milliseconds
+MAX_SAMPLES = 8  # of the batch, so that the check takes milliseconds; all of it where the model takes no fewer
 # The base classes of recipes, with the targets and outputs that their methods take.
 BASES: dict[type[Recipe], str] = {
     Recipe: "the default is for classes (B,) and their logits (B, C)",
@@ -73,7 +72,7 @@ def check_model(recipe: Recipe, found: Any) -> nn.Module:
 def check_contract(recipe: Recipe, model: nn.Module, train: Samples, config: TrainingConfig, world: World) -> None:
     """Check what the recipe's methods return for a first micro-batch. Every rank calls it, at a new run's start.
 
-    It changes neither weights and buffers, nor gradients, nor what is drawn at random later.
+    What the methods, the model and the data change is put back: see `unchanged`.
 
     Raises:
         ConfigError: a method broke its contract; one line.
@@ -82,41 +81,32 @@ def check_contract(recipe: Recipe, model: nn.Module, train: Samples, config: Tra
     if config.global_batch_size > size:
         expected = f"expected at most {size}, the number of training samples"
         raise ConfigError(f"global_batch_size: {expected}, got {config.global_batch_size}")
-    devices = [world.device] if world.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), _unchanged_buffers(model):
-        num_samples = min(config.batch.size_per_rank(world.world_size), MAX_SAMPLES)
-        first = torch.arange(num_samples, device=train.index_device)
-        inputs, targets = next(iter(train.batches([first], epoch=1)))
-        was_training = model.training
-        model.train()
-        with autocast(config, world.device) if not is_sharded(model) else torch.enable_grad():
-            outputs = _call_model(recipe, model, model_inputs(recipe, config, inputs))
-        if num_samples == 1 and isinstance(outputs, Tensor) and outputs.shape[:1] == (1,):
-            # With another, because larger batches of the evaluation would broadcast where a batch of one does not.
-            outputs, num_samples = torch.cat([outputs, outputs / 2]), 2
-            targets = map_tensors(lambda each: torch.cat([each, torch.zeros_like(each)]), targets)
-        losses = _check_results(recipe, config, outputs, targets, num_samples)
-        (losses.sum() * 0.0).backward()
-        without = [name for name, each in model.named_parameters() if each.requires_grad and each.grad is None]
-        model.zero_grad(set_to_none=True)
-        model.train(was_training)
+    per_rank, without = config.batch.size_per_rank(world.world_size), list[str]()
+    for num_samples in sorted({min(per_rank, MAX_SAMPLES), per_rank}):
+        with unchanged(model, recipe, getattr(train, "dataset", None)):
+            first = torch.arange(num_samples, device=train.index_device)
+            inputs, targets = next(iter(train.batches([first], epoch=1)))
+            model.train()
+            try:
+                with autocast(config, world.device) if not is_sharded(model) else torch.enable_grad():
+                    outputs = _call_model(recipe, model, model_inputs(recipe, config, inputs))
+            except Exception:
+                if num_samples == per_rank or is_sharded(model):  # the pass of a part of the ranks would hang
+                    raise
+                continue  # a model may have a state of a whole batch from its start
+            if num_samples == 1 and isinstance(outputs, Tensor) and outputs.shape[:1] == (1,):
+                # With another, as larger batches of the evaluation would broadcast where a batch of one does not.
+                outputs, num_samples = torch.cat([outputs, outputs / 2]), 2
+                targets = map_tensors(lambda each: torch.cat([each, torch.zeros_like(each)]), targets)
+            losses = _check_results(recipe, config, outputs, targets, num_samples)
+            (losses.sum() * 0.0).backward()
+            without = [name for name, each in model.named_parameters() if each.requires_grad and each.grad is None]
+            break
     if without:
         raise ConfigError(
             f"{locate(recipe, 'model')}: expected a gradient for every parameter, got none for "
             f"{abbreviate(without, MAX_NAMES)}: use them in the forward pass, or freeze them by requires_grad_(False)"
         )
-
-
-@contextmanager
-def _unchanged_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the model's buffers, such as BatchNorm's running statistics, after the block."""
-    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
 
 
 def _call_model(recipe: Recipe, model: nn.Module, inputs: Any) -> Any:
@@ -232,7 +222,7 @@ def _check_shape(
 def _call(recipe: Recipe, method: str, *arguments: Any) -> Any:
     """Call a method; of one that the recipe did not define, explain an error by what it is made for."""
     try:
-        return getattr(copy.copy(recipe), method)(*arguments)  # a copy: what a recipe counts in itself stays
+        return getattr(recipe, method)(*arguments)
     except Exception as error:
         base = _find_base(recipe, method)
         if not base:

@@ -169,7 +169,7 @@ class LoadedSamples:
         # each imports torch for seconds.
         self._plan: list[list[tuple[int, int]]] = []
         workers = config.data_workers
-        self._dataset = dataset
+        self.dataset = dataset
         self._loader: DataLoader[Any] = DataLoader(
             SeededDataset(dataset, config.seed),
             batch_sampler=self._plan,
@@ -189,7 +189,7 @@ class LoadedSamples:
 
     @property
     def num_replaced(self) -> int:
-        return getattr(self._dataset, "num_replaced", 0)
+        return getattr(self.dataset, "num_replaced", 0)
 
     def batches(self, indices: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
         self._plan[:] = [[(epoch, sample) for sample in index.tolist()] for index in indices]

@@ -13,6 +13,7 @@ from flyte_ddp.rank.data import Samples
 from flyte_ddp.rank.nested import map_tensors, tensors_in
 from flyte_ddp.rank.passes import evaluating, model_inputs
 from flyte_ddp.rank.sharding import reshard, whole
+from flyte_ddp.rank.snapshot import unchanged
 from flyte_ddp.recipes import Recipe
 
 NUM_BINS = 64
@@ -73,15 +74,23 @@ def take_histograms(model: nn.Module, is_needed: bool = True) -> tuple[dict[str,
 
 
 def make_predictions(model: nn.Module, recipe: Recipe, samples: Samples, config: TrainingConfig) -> list[Prediction]:
-    """Return the predictions of `model` for the first of `samples`, as the recipe shows them."""
+    """Return the predictions of `model` for the first of `samples`, as the recipe shows them. Changes no state."""
     indices = torch.arange(min(len(samples), MAX_PREDICTIONS), device=samples.index_device).split(PREDICTION_BATCH)
     predictions: list[Prediction] = []
-    with evaluating(model):
+    with unchanged(model, recipe), evaluating(model):
         for batch, targets in samples.batches(indices, epoch=0):
             outputs = model(model_inputs(recipe, config, batch))
             shown = (map_tensors(Tensor.cpu, batch), map_tensors(_on_cpu, outputs), map_tensors(Tensor.cpu, targets))
             predictions += recipe.predictions(*shown)
     return predictions
+
+
+def generate_sample(model: nn.Module, recipe: Recipe) -> str:
+    """Return the recipe's sample text. What its forward passes change is put back: the other ranks make none."""
+    if getattr(recipe.generate_sample, "__func__", None) is Recipe.generate_sample:
+        return recipe.generate_sample(model)
+    with unchanged(model, recipe):
+        return recipe.generate_sample(model)
 
 
 def _on_cpu(output: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from flyte_ddp.rank.inspection import describe_layers, make_predictions, sample_
 from flyte_ddp.rank.optim import build_optimizer
 from flyte_ddp.rank.parallel import build_model
 from flyte_ddp.rank.sharding import count_own_parameters, shard_model, whole_state
+from flyte_ddp.rank.snapshot import unchanged
 from flyte_ddp.rank.step_timer import device_name
 from flyte_ddp.rank.trainer import Trainer
 from flyte_ddp.recipes import Recipe, get_recipe, list_class_names
@@ -164,7 +165,7 @@ def _describe(trainer: Trainer, data: Mapping[str, str], process: RankProcess) -
     recipe, world, model, config = trainer.recipe, trainer.world, trainer.model, trainer.config
     on_gpu = world.device.type == "cuda"
     layers: list[events.LayerDescribed] = []
-    with log_failures("layers"):
+    with log_failures("layers"), unchanged(model, recipe, getattr(trainer.test, "dataset", None)):
         layers = describe_layers(model, sample_inputs(recipe, trainer.test, config))
     return {
         "config": dataclasses.asdict(config),

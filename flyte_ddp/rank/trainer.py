@@ -401,7 +401,7 @@ class Trainer:
         check_monitor(self.config, ["test_loss", *finished.metrics])
         if world.is_first or self.is_sharded:
             with log_failures("sample"):
-                finished = dataclasses.replace(finished, sample=self.recipe.generate_sample(self.model))
+                finished = dataclasses.replace(finished, sample=inspection.generate_sample(self.model, self.recipe))
             self.session.emit(finished)
             with log_failures("histograms"):
                 self.session.emit(

@@ -1,0 +1,219 @@
+"""Put back what a look at a model leaves behind, so that a run with the look ends as one without it.
+
+A module may keep anything between two batches: a hidden state, a counter, a target network. It is put back in place,
+not tried on a deep copy: locks, CUDA graphs and split models have no copy, and a hook may refer to the original.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from flyte_ddp.launch.process.end import LIBRARIES
+from flyte_ddp.rank.sharding import is_sharded, is_split, reshard
+from flyte_ddp.recipes import Recipe
+
+MAX_DATA_BYTES = 64 << 20  # of one array that is no weight: a larger one is data
+MAX_ENTRIES, MAX_OBJECTS = 10_000, 1_000_000  # of one container, and of all that is looked at
+OWN = (nn.Module, Recipe, Optimizer, Dataset)  # wherever their classes come from
+# What these define, other than `OWN`, may be compiled code, or the run itself.
+CLOSED = {*sys.stdlib_module_names, "torch", "numpy", "flyte_ddp"} - {"types"}
+THREADS = {"threading", "queue", "_queue", "concurrent", "multiprocessing"}  # an object with these may change by itself
+LAZY = (LazyModuleMixin, UninitializedParameter, UninitializedBuffer)  # the first pass makes them what they are
+MODULE_FIELDS = [name for name, each in vars(nn.Module()).items() if isinstance(each, dict)]
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module, *others: object) -> Iterator[None]:
+    """Restore `model`, `others` and the random generators after the block, with all that Python can reach of them.
+
+    That is weights, buffers, gradients, hooks, modes, and the values of attributes, closures, classes, and variables of
+    the user's modules. Generators, files and large arrays that are no weights stay as the block leaves them.
+    """
+    reshard(model)
+    weights = [*model.parameters(), *model.buffers()]
+    snapshot = _Snapshot(weights)
+    if is_sharded(model):  # torch keeps there what it has gathered, and adds hooks in the first forward pass
+        for module in model.modules():
+            snapshot.seen |= {id(each): each for name, each in vars(module).items() if name in MODULE_FIELDS}
+    hidden: Any = (random.random, numpy.random.rand)  # methods of the generators that these modules hide
+    generators = [torch.default_generator, *(method.__self__ for method in hidden)]
+    if torch.cuda.is_initialized():
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    snapshot.take([*model.modules(), *weights, *others, *generators])
+    try:
+        yield
+    finally:
+        reshard(model)
+        with torch.no_grad():
+            for restore in snapshot.undo:
+                restore()
+
+
+class _Snapshot:
+    """The calls that put back objects and what they refer to."""
+
+    def __init__(self, weights: list[Tensor]) -> None:
+        self.undo: list[Callable[[], object]] = []
+        self.seen: dict[int, Any] = {}  # objects by their ids, which no others get while these are here
+        self.weights = {id(each) for each in weights}
+        num_bytes = sum(each.nbytes for each in weights if each.is_cuda)
+        self.uses_cpu = bool(num_bytes) and 2 * num_bytes > torch.cuda.mem_get_info()[0]
+
+    def take(self, values: Iterable[Any]) -> None:
+        waiting = list(values)
+        while waiting and len(self.seen) < MAX_OBJECTS:
+            value = waiting.pop()
+            if id(value) not in self.seen:
+                self.seen[id(value)] = value
+                waiting += self._take(value)
+
+    def _take(self, value: Any) -> Iterable[Any]:
+        """Remember `value` itself, and return what it refers to."""
+        parts: Iterable[Any] = ()
+        if isinstance(value, Tensor):
+            parts = self._take_tensor(value)
+        elif isinstance(value, (dict, list, set, deque, bytearray)):
+            parts = self._take_container(value)
+        elif isinstance(value, (tuple, frozenset)):
+            parts = value if len(value) <= MAX_ENTRIES else ()
+        elif isinstance(value, numpy.ndarray):
+            if value.nbytes <= MAX_DATA_BYTES and value.flags.writeable:
+                self.undo.append(partial(numpy.copyto, value, value.copy()))
+        elif isinstance(value, random.Random):
+            self.undo.append(partial(value.setstate, value.getstate()))
+        elif isinstance(value, (torch.Generator, numpy.random.RandomState)):
+            found: Any = value
+            self.undo.append(partial(found.set_state, found.get_state()))
+        elif isinstance(value, numpy.random.Generator):
+            self.undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+        elif isinstance(value, partial):
+            parts = value.func, value.args, value.keywords
+        elif isinstance(value, types.MethodType):
+            parts = value.__self__, value.__func__
+        elif isinstance(value, types.FunctionType):
+            parts = () if _is_closed(value) else (*(value.__closure__ or ()), value.__defaults__, vars(value))
+        elif isinstance(value, types.CellType):
+            with contextlib.suppress(ValueError):  # it is empty
+                parts = (value.cell_contents,)
+                self.undo.append(partial(setattr, value, "cell_contents", value.cell_contents))
+        elif isinstance(value, type):
+            if not _is_closed(value):
+                parts = [*self._take_variables(value), *value.__mro__, sys.modules.get(value.__module__)]
+        elif isinstance(value, types.ModuleType):
+            if not any(path in str(getattr(value, "__file__", "")) for path in LIBRARIES):
+                parts = [each for each in self._take_variables(value) if isinstance(each, (dict, list, Tensor, *OWN))]
+        else:
+            parts = self._take_object(value)
+        return parts
+
+    def _take_tensor(self, tensor: Any) -> list[Any]:
+        if isinstance(tensor, LAZY) or tensor.is_meta or tensor.is_inference():
+            return []
+        data = (tensor.to_local() if is_split(tensor) else tensor).detach()
+        is_weight = id(tensor) in self.weights
+        if not is_weight and data.nbytes > MAX_DATA_BYTES:
+            return []
+        copied = data.to("cpu" if is_weight and self.uses_cpu else data.device, copy=True)
+        self.undo.append(partial(_restore_tensor, tensor, data, copied))
+        if not tensor.is_leaf:
+            return []
+        hooks = [getattr(tensor, name) for name in HOOKS]
+        self.undo.append(partial(_restore_leaf, tensor, tensor.requires_grad, tensor.grad, hooks))
+        return [*hooks, tensor.__dict__]
+
+    def _take_container(self, value: Any) -> Iterable[Any]:
+        copied: Any = {key: _fork(each) for key, each in value.items()} if isinstance(value, dict) else list(value)
+        self.undo.append(partial(_restore_container, value, copied))
+        return () if len(value) > MAX_ENTRIES or isinstance(value, bytearray) else _entries(value)
+
+    def _take_variables(self, owner: Any) -> Iterable[Any]:
+        variables = _variables(owner)
+        self.undo.append(partial(_restore_variables, owner, variables))
+        return variables.values()
+
+    def _take_object(self, value: Any) -> Iterable[Any]:
+        kind, attributes = type(value), getattr(value, "__dict__", {})
+        is_own = isinstance(value, OWN) and not isinstance(value, LAZY)
+        if not is_own and (_is_closed(kind) or THREADS & {_package(type(each)) for each in attributes.values()}):
+            return ()
+        names = [name for each in kind.__mro__ for name in getattr(each, "__slots__", ()) if hasattr(value, name)]
+        slots = {name: getattr(value, name) for name in names if not name.startswith("__")}
+        for name, each in slots.items():
+            self.undo.append(partial(object.__setattr__, value, name, each))
+        return attributes, kind, *slots.values()
+
+
+def _package(owner: Any) -> str:
+    return str(owner.__module__).partition(".")[0]
+
+
+def _is_closed(owner: Any) -> bool:
+    return _package(owner) in CLOSED
+
+
+def _fork(value: Any) -> Any:
+    """Return an iterator in C from where `value` is, such as a count, if it can be copied; any other value itself."""
+    if isinstance(value, Iterator) and _package(type(value)) in ("itertools", "builtins"):
+        with contextlib.suppress(TypeError):
+            return copy.copy(value)
+    return value
+
+
+def _entries(container: Any) -> list[Any]:
+    return [*container, *(container.values() if isinstance(container, dict) else ())]
+
+
+def _variables(owner: Any) -> dict[str, Any]:
+    """Return the variables of a class or a module, without code."""
+    values = {name: each for name, each in vars(owner).items() if not name.startswith("__")}
+    return {
+        name: each
+        for name, each in values.items()
+        if not isinstance(each, (type, types.ModuleType)) and not hasattr(type(each), "__get__")
+    }
+
+
+def _restore_tensor(tensor: Any, data: Tensor, copied: Tensor) -> None:
+    with contextlib.suppress(RuntimeError):  # of entries that share their memory, such as those of `expand`
+        data.copy_(copied)
+    if not is_split(tensor) and tensor.data_ptr() != data.data_ptr():
+        tensor.data = data
+
+
+def _restore_leaf(tensor: Any, requires_grad: bool, grad: Tensor | None, hooks: list[Any]) -> None:
+    tensor.requires_grad, tensor.grad = requires_grad, grad
+    for name, before in zip(HOOKS, hooks, strict=True):
+        if before is None and getattr(tensor, name):
+            getattr(tensor, name).clear()
+
+
+def _restore_container(container: Any, copied: Any) -> None:
+    if list(map(id, _entries(container))) != list(map(id, _entries(copied))):
+        container.clear()
+        (container.update if isinstance(container, (dict, set)) else container.extend)(copied)
+
+
+def _restore_variables(owner: Any, before: dict[str, Any]) -> None:
+    now = _variables(owner)
+    for name in now.keys() - before.keys():
+        delattr(owner, name)
+    for name, value in before.items():
+        if name not in now or now[name] is not value:
+            setattr(owner, name, value)

@@ -1,0 +1,370 @@
+"""A run with its checks and its looks at the model ends in the state of a plain loop, whatever the model keeps."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import threading
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from flyte_ddp.rank.contract import check_contract
+from flyte_ddp.rank.data import SeededDataset, epoch_order
+from flyte_ddp.rank.inspection import make_predictions
+from flyte_ddp.rank.main import _describe
+from flyte_ddp.rank.nested import collate
+from flyte_ddp.rank.passes import seed_forward
+from flyte_ddp.recipes import config_of
+from flyte_ddp.world import ALONE
+from tests.support.mistakes import Line
+from tests.support.runs import new_run
+from tests.support.trainers import new_trainer
+
+CONFIG = {"epochs": 2, "global_batch_size": 20, "optimizer": "sgd", "learning_rate": 0.1, "schedule": "constant"}
+NUM_STEPS = 4  # of 40 samples
+
+num_passes = 0  # a variable of the user's module
+
+
+class Slots:
+    __slots__ = ("value",)
+
+
+class Kept(nn.Module):
+    """A line that keeps something in each pass of the training."""
+
+    count_of_class = 0
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(1, 1)
+        self.dropout = nn.Dropout(0.5)
+        self.lock = threading.Lock()
+        self.count = 0
+        self.kept = None
+        self.start()
+
+    def start(self):
+        pass
+
+    def keep(self, outputs):
+        self.count += 1
+
+    def value(self):
+        return self.count
+
+    def forward(self, inputs):
+        outputs = self.line(inputs).flatten()
+        if self.training:
+            kept = self.keep(outputs)
+            outputs = outputs if kept is None else kept
+        return outputs
+
+
+class Target(Kept):
+    def start(self):
+        del self.kept
+        self.register_buffer("kept", torch.zeros(()))
+
+    def keep(self, outputs):
+        self.kept.mul_(0.9).add_(0.1)
+
+    def value(self):
+        return round(float(self.kept), 4)
+
+
+class TargetParameter(Target):
+    def start(self):
+        self.kept = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def keep(self, outputs):
+        self.kept.data = self.kept.data * 0.9 + 0.1
+
+
+class TargetByOptimizer(Target):
+    """With an average that torch's own class keeps."""
+
+    def start(self):
+        self.average = torch.optim.swa_utils.AveragedModel(self.line).requires_grad_(False)
+
+    def keep(self, outputs):
+        self.average.update_parameters(self.line)
+
+    def value(self):
+        return int(self.average.n_averaged)
+
+
+class PlainTensor(Target):
+    def start(self):
+        self.kept = torch.zeros(())
+
+
+class Array(Target):
+    def start(self):
+        self.kept = numpy.zeros(1)
+
+    def keep(self, outputs):
+        self.kept *= 0.9
+        self.kept += 0.1
+
+    def value(self):
+        return round(float(self.kept[0]), 4)
+
+
+class Hidden(Kept):
+    """A state of each sample of the batch, which other batches do not fit."""
+
+    def keep(self, outputs):
+        outputs = outputs if self.kept is None else outputs + 0.1 * self.kept
+        self.kept = outputs.detach()
+        return outputs
+
+    def value(self):
+        return len(self.kept)
+
+
+class HiddenOfWholeBatches(Hidden):
+    def start(self):
+        self.kept = torch.ones(20)
+
+
+class History(Kept):
+    def start(self):
+        self.kept = [torch.zeros(1)]
+
+    def keep(self, outputs):
+        self.kept.append(outputs.detach().mean())
+
+    def value(self):
+        return len(self.kept) - 1
+
+
+class HookOnItself(Kept):
+    """Its hook refers to the module, which a copy would leave out."""
+
+    def start(self):
+        self.kept = {}
+        self.line.register_forward_hook(lambda module, inputs, outputs: self.kept.update(features=outputs))
+
+    def keep(self, outputs):
+        outputs = outputs + 0 * self.kept.pop("features").sum()
+        self.count += 1
+        return outputs
+
+
+class Closure(Kept):
+    def start(self):
+        count = 0
+
+        def add():
+            nonlocal count
+            count += 1
+
+        self.add, self.value = add, lambda: count
+
+    def keep(self, outputs):
+        self.add()
+
+
+class FunctionAttribute(Kept):
+    def start(self):
+        def add():
+            add.count += 1
+
+        add.count = 0
+        self.add, self.value = functools.partial(add), lambda: add.count
+
+    def keep(self, outputs):
+        self.add()
+
+
+class ClassVariable(Kept):
+    def start(self):
+        type(self).count_of_class = 0
+
+    def keep(self, outputs):
+        type(self).count_of_class += 1
+
+    def value(self):
+        return self.count_of_class
+
+
+class ModuleVariable(Kept):
+    def start(self):
+        globals()["num_passes"] = 0
+
+    def keep(self, outputs):
+        globals()["num_passes"] += 1
+
+    def value(self):
+        return num_passes
+
+
+class OtherObjects(Kept):
+    def start(self):
+        self.slots, self.space = Slots(), SimpleNamespace(count=0)
+        self.slots.value = 0
+
+    def keep(self, outputs):
+        self.slots.value += 1
+        self.space.count += 1
+
+    def value(self):
+        assert self.space.count == self.slots.value
+        return self.space.count
+
+
+class Iterator(Kept):
+    def start(self):
+        self.kept = itertools.count(1)
+
+    def keep(self, outputs):
+        self.count = next(self.kept)
+
+
+class Noise(Kept):
+    """Draws from every generator there is."""
+
+    def start(self):
+        self.own = [random.Random(0), numpy.random.default_rng(0), numpy.random.RandomState(0)]
+        self.torch_own = torch.Generator().manual_seed(0)
+
+    def keep(self, outputs):
+        noise = random.random() + numpy.random.rand() + sum(each.random() for each in self.own)
+        self.count += 1
+        return self.dropout(outputs) + noise + torch.rand((), generator=self.torch_own)
+
+
+def halve(parameter):
+    parameter.grad.mul_(0.5)
+
+
+class GradientHooks(Kept):
+    """Each pass adds a hook to a weight: the gradients shrink from pass to pass."""
+
+    def keep(self, outputs):
+        self.line.weight.register_hook(lambda gradient: gradient * 0.5)
+        self.line.bias.register_post_accumulate_grad_hook(halve)
+
+    def value(self):
+        return len(self.line.weight._backward_hooks)
+
+
+class ForwardHooks(Kept):
+    def keep(self, outputs):
+        self.line.register_forward_hook(lambda module, inputs, outputs: outputs * 0.9)
+
+    def value(self):
+        return len(self.line._forward_hooks)
+
+
+class Freezes(Kept):
+    """Trains its bias in the first two passes alone, and puts its dropout out after the third."""
+
+    def keep(self, outputs):
+        self.count += 1
+        self.line.bias.requires_grad_(self.count < 2)
+        self.dropout.train(self.count < 3)
+        return self.dropout(outputs)
+
+
+VALUES = {
+    Hidden: 20,
+    HiddenOfWholeBatches: 20,
+    **dict.fromkeys((Target, TargetParameter, PlainTensor, Array), 0.3439),
+}  # of others the passes
+KINDS = (
+    *(Kept, Target, TargetParameter, TargetByOptimizer, PlainTensor, Array, Hidden, History, HookOnItself, Closure),
+    HiddenOfWholeBatches,
+    *(FunctionAttribute, ClassVariable, ModuleVariable, OtherObjects, Iterator, Noise, GradientHooks, ForwardHooks),
+    Freezes,
+)
+OF_A_NODE = SimpleNamespace(node=SimpleNamespace(num_threads=1))
+
+
+class KeptLine(Line):
+    """Counts its calls too, and so do its samples."""
+
+    kind = Kept
+    count = num_inputs = 0
+
+    def datasets(self, directory):
+        train, test = super().datasets(directory)
+        return Counting(train), Counting(test)
+
+    def model(self):
+        return self.kind()
+
+    def inputs(self, batch):
+        self.num_inputs += 1
+        return batch
+
+    def losses(self, outputs, targets):
+        self.count += outputs.requires_grad
+        return super().losses(outputs, targets)
+
+
+class Counting(torch.utils.data.Dataset):
+    def __init__(self, samples):
+        self.samples, self.count = samples, 0
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        self.count += 1
+        return self.samples[index]
+
+
+def plain_loop(recipe, config):
+    """Train as a loop without checks, reports and predictions does, and return the model and the training samples."""
+    train, test = recipe.datasets(None)
+    torch.manual_seed(config.seed)
+    model = recipe.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.learning_rate, momentum=config.momentum, fused=True)
+    seeded, step = SeededDataset(train, config.seed), 0
+    for epoch in (1, 2):
+        model.train()
+        for order in epoch_order(len(train), config.seed, epoch).split(config.global_batch_size):
+            inputs, targets = collate(seeded.__getitems__([(epoch, index) for index in order.tolist()]))
+            optimizer.zero_grad()
+            seed_forward(config, ALONE, step, 0)
+            (recipe.losses(model(recipe.inputs(inputs)), targets).sum() * (1 / len(order))).backward()
+            optimizer.step()
+            step += 1
+        model.eval()
+        with torch.no_grad():
+            inputs, targets = collate([test[index] for index in range(len(test))])
+            recipe.losses(model(recipe.inputs(inputs)), targets)
+    return model, train
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_run_ends_as_a_plain_loop_does(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(KeptLine, "kind", kind)
+    plain_recipe = KeptLine()
+    config = config_of("tests.test_snapshot.KeptLine", CONFIG)
+    plain, plain_samples = plain_loop(plain_recipe, config)
+    plain_value = plain.value()
+
+    trainer = new_trainer(new_run(tmp_path, "tests.test_snapshot.KeptLine"), **CONFIG)
+    recipe, model = trainer.recipe, trainer.model
+    check_contract(recipe, model, trainer.train, config, ALONE)
+    data = dict.fromkeys(("description", "fingerprint", "recipe_version"), "")
+    assert next(layer.name for layer in _describe(trainer, data, OF_A_NODE)["layers"]) == "line"
+    recipe.generate_sample = lambda model: str(model.train()(torch.ones(1, 1)))
+    trainer.fit()
+    make_predictions(model, recipe, trainer.test, config)
+
+    assert plain_value == VALUES.get(kind, NUM_STEPS)
+    assert model.value() == plain_value
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[name]), name
+    assert (recipe.count, recipe.num_inputs) == (plain_recipe.count, plain_recipe.num_inputs)
+    assert trainer.train.dataset.count == plain_samples.count == 80
