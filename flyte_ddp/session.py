@@ -41,7 +41,8 @@ def save(state: Mapping[str, Any], step: int, in_memory: bool = False) -> None:
     """Keep `state` as the checkpoint of optimizer step `step`. Every rank may call it; rank 0 writes.
 
     A state with DTensors, such as `torch.distributed.checkpoint.state_dict` returns of a model that is split over the
-    ranks, is saved by all of them: each calls it, and writes the part that it has. None is gathered.
+    ranks, is saved by all of them: each calls it, and writes the part that it has. None is gathered. What is not split
+    is rank 0's. Stages of a pipeline, which have other values under the same keys, are refused.
 
     `state` is copied before this returns and written in the background: tensors and plain values, nested in dicts,
     lists, tuples and sets. It is complete or not there at all, and checksummed. The newest ones stay. `load` returns

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -437,3 +437,77 @@ def test_whole_state_that_two_ranks_save_is_loaded_bitwise_by_one(tmp_path):
     saved = flyte_ddp.run(train_replicated, 3, nproc_per_node=2, **options)
     assert flyte_ddp.run(train_replicated, 3, nproc_per_node=1, **options) == saved
     assert any("exp_avg" in name for name in saved)
+
+
+def outcome_of(state, step):
+    """Return what `session.save` says of a state; of one that is saved, whether each rank loads its own values."""
+    try:
+        session.save(state, step)
+    except ConfigError as error:
+        return str(error)
+    session.current().wait()
+    dist.barrier()
+    own = {key: each.to_local().clone() for key, each in state.items()}
+    for each in state.values():
+        each.to_local().fill_(-1)
+    session.load(into=state)
+    return all(torch.equal(state[key].to_local(), each) for key, each in own.items())
+
+
+def save_on_parts_of_the_ranks():
+    """Return each rank's {case: outcome} of tensors that are split over a part of the ranks."""
+    dist.init_process_group("gloo")
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
+    stage, data = rank // 2, mesh["data"]
+    rows, one_of_many = torch.arange(12.0).view(4, 3), torch.ones(400)
+    one_of_many[7] += stage
+    torch.manual_seed(stage)
+    model = fully_shard(nn.Linear(6, 4), mesh=data)
+    lower, everyone = DeviceMesh("cpu", [0, 1]), init_device_mesh("cpu", (4,))
+    part, placements = (torch.ones(1, 4), [Shard(0)]) if stage else (torch.ones(4, 1), [Shard(1)])
+    crossed = DTensor.from_local(part, everyone, placements, run_check=False, shape=torch.Size((4, 4)), stride=(4, 1))
+    cases = {
+        "stages": model.state_dict(),
+        "stages, of one rank each": {"w": distribute_tensor(rows + rank, mesh["stage"], [Replicate()])},
+        "a copy for each group": {"w": distribute_tensor(rows + stage, data, [Replicate()])},
+        "a number for each group": {"w": distribute_tensor(torch.tensor(1.0 + stage), data, [Replicate()])},
+        "one value of many": {"w": distribute_tensor(one_of_many, data, [Shard(0)])},
+        "equal groups": {"w": distribute_tensor(rows, data, [Shard(0)])},
+        "equal groups in bf16": {"w": distribute_tensor(rows.bfloat16().t(), data, [Shard(0)])},
+        "hybrid shards": {"w": distribute_tensor(rows, mesh, [Replicate(), Shard(0)])},
+        "some of the ranks": {"w": distribute_tensor(rows, lower, [Shard(0)])},
+        "rows here, columns there": {"w": crossed},
+    }
+    for case in cases.values():
+        for each in case.values():
+            each.requires_grad_(False)
+    found = [None] * 4
+    dist.all_gather_object(found, {name: outcome_of(case, step) for step, (name, case) in enumerate(cases.items(), 1)})
+    return found
+
+
+OTHER_VALUES = "state: {}: expected one tensor, got other values on rank {} than on rank 0 for the same part of it; .*"
+OUTCOMES = {
+    "stages": OTHER_VALUES.format(r"\('weight',\)", 2),
+    "stages, of one rank each": OTHER_VALUES.format(r"\('w',\)", 1),
+    "a copy for each group": OTHER_VALUES.format(r"\('w',\)", 2),
+    "a number for each group": OTHER_VALUES.format(r"\('w',\)", 2),
+    "one value of many": OTHER_VALUES.format(r"\('w',\)", 2),
+    "equal groups": True,
+    "equal groups in bf16": True,
+    "hybrid shards": True,
+    "some of the ranks": True,
+    "rows here, columns there": r"state: \('w',\): expected .*Shard\(dim=1\).*, got .*Shard\(dim=0\).* on rank 2",
+}
+
+
+@pytest.mark.long
+def test_a_tensor_split_over_a_part_of_the_ranks_comes_back_to_each_or_is_refused(tmp_path):
+    ranks = flyte_ddp.run(save_on_parts_of_the_ranks, nproc_per_node=4, checkpoints=str(tmp_path))
+    for found in ranks:
+        assert found.keys() == OUTCOMES.keys()
+        for case, expected in OUTCOMES.items():
+            is_refused = isinstance(found[case], str)
+            assert re.fullmatch(f"session.save: {expected}", found[case]) if is_refused else found[case] is expected, (
+                case
+            )

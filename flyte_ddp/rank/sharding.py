@@ -129,7 +129,7 @@ def split_state(state: Mapping[str, Any], is_first: bool) -> dict[str, Any]:
         if tensor.dim() == 0:  # of which every rank has a copy
             return tensor.to_local()  # type: ignore[attr-defined,no-any-return]
         starts, part = [each.start for each in own_box(tensor)], tensor.to_local()  # type: ignore[attr-defined]
-        shards.append((starts, part if _is_first_copy(tensor) else part.new_empty((0, *part.shape[1:]))))
+        shards.append((starts, part if _is_first_copy(tensor) else part.new_empty((0, *tensor.shape[1:]))))
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     outline = map_tensors(state, take_part)
@@ -233,11 +233,17 @@ def _part_like(value: Any, own: Any) -> Any:
 
 
 def own_box(split: Any) -> Box:
-    """Return the part that this rank has of a split tensor, over any mesh. Raises ConfigError for a part of a sum."""
+    """Return the part that this rank has of a split tensor, over any mesh; an empty one where the mesh is without it.
+
+    Raises:
+        ConfigError: it is a part of a sum.
+    """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if any(each.is_partial() for each in split.placements):
         raise ConfigError(f"state: expected tensors that are split or copied, got a part of a sum: {split.placements}")
+    if not in_mesh(split):
+        return [range(0)] * split.dim()
     shape, starts = compute_local_shape_and_global_offset(split.shape, split.device_mesh, split.placements)
     assert tuple(split.to_local().shape) == tuple(shape)
     return [range(start, start + size) for start, size in zip(starts, shape, strict=True)]
@@ -246,7 +252,14 @@ def own_box(split: Any) -> Box:
 def _is_first_copy(split: Any) -> bool:
     """Return whether this rank is the first of those that have the same part."""
     place = split.device_mesh.get_coordinate()
-    return all(coordinate == 0 for coordinate, each in zip(place, split.placements, strict=True) if each.is_replicate())
+    return place is not None and all(
+        coordinate == 0 for coordinate, each in zip(place, split.placements, strict=True) if each.is_replicate()
+    )
+
+
+def in_mesh(value: Any) -> bool:
+    """Return whether this rank is one of those over which a tensor is split; True for a whole one."""
+    return not is_split(value) or value.device_mesh.get_coordinate() is not None
 
 
 def is_split(value: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,8 +18,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from flyte_ddp.checkpoints.resharding import Box, BoxOf, Place, find_tensors
+from flyte_ddp.checkpoints.state_file import compute_checksum
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.rank.sharding import is_split, own_box
+from flyte_ddp.rank.sharding import in_mesh, is_split, own_box
 from flyte_ddp.world import World
 
 
@@ -43,7 +44,10 @@ def collective_timeout(world: World) -> float:
 
 
 def check_call(state: Any, step: int, in_memory: bool, number: int, world: World, store: Store, timeout: float) -> None:
-    """Check that every rank saves the same step in the same place, of a state with the same keys.
+    """Check that every rank saves the same step in the same place, of a state with the same keys, which are one state.
+
+    A tensor may be split over a part of the ranks, and each group of ranks then has all of it. That these copies are
+    equal is known by their values alone: stages of a pipeline have other values under the same keys.
 
     By the store, because a collective would wait for a rank that does not call for as long as the others' do.
 
@@ -54,8 +58,9 @@ def check_call(state: Any, step: int, in_memory: bool, number: int, world: World
     Raises:
         ConfigError: they do not; names rank and key.
     """
-    outline = {str(place): [list(each.shape), str(each.dtype), is_split(each)] for place, each in find_tensors(state)}
-    call = json.dumps([step, in_memory, hashlib.sha256(json.dumps(outline).encode()).hexdigest()])
+    outline = {str(place): [list(each.shape), str(each.dtype), _layout(each)] for place, each in find_tensors(state)}
+    digest = hashlib.sha256(json.dumps(outline).encode()).hexdigest()
+    call = json.dumps([step, in_memory, digest, _checksums(state, world)])
     prefix, store = f"flyte_ddp/save-{number}", store.clone()  # another thread uses the connection of the first one
     store.set(f"{prefix}/{world.rank}", call)
     store.delete_key(f"flyte_ddp/save-{number - 2}/{world.rank}")  # all have read it: they have begun the one after it
@@ -67,8 +72,9 @@ def check_call(state: Any, step: int, in_memory: bool, number: int, world: World
             expected = f"expected a call on every rank, because the state is split, got none on rank {rank}"
             raise ConfigError(f"session.save: {expected} for {timeout:g} s, at step {step}") from None
     calls = [json.loads(store.get(f"{prefix}/{rank}")) for rank in range(world.world_size)]
-    others = [rank for rank in range(world.world_size) if calls[rank] != calls[0]]
+    others = [rank for rank in range(world.world_size) if calls[rank][:-1] != calls[0][:-1]]
     if not others:
+        _compare_copies([checksums for *_, checksums in calls])
         return
     for name, first, other in zip(("step", "in_memory"), calls[0], calls[others[0]], strict=False):
         if other != first:
@@ -81,6 +87,42 @@ def check_call(state: Any, step: int, in_memory: bool, number: int, world: World
             expected = f"state: {key}: expected {_describe(first.get(key))} on all ranks, as on rank 0"
             raise ConfigError(f"session.save: {expected}, got {_describe(other.get(key))} on rank {others[0]}")
     raise ConfigError(f"session.save: state: expected keys in rank 0's order, got another one on rank {others[0]}")
+
+
+def _layout(tensor: Tensor) -> str:
+    """Return how a tensor is split, over which kind of mesh; "" for a whole one."""
+    split: Any = tensor
+    return f"{list(split.placements)} over {tuple(split.device_mesh.shape)} ranks" if is_split(tensor) else ""
+
+
+def _checksums(state: Any, world: World) -> list[tuple[str, list[tuple[int, int]], str]]:
+    """Return key, box and checksum of this rank's part of each tensor that is split over a part of the ranks."""
+    found = []
+    for place, tensor in find_tensors(state):
+        split: Any = tensor
+        if is_split(tensor) and split.device_mesh.size() < world.world_size and in_mesh(tensor):
+            part = split.to_local().detach().cpu().resolve_conj().resolve_neg().contiguous()
+            contents = part.reshape(-1).view(torch.uint8).numpy().data if part.numel() else b""
+            box = [(each.start, each.stop) for each in own_box(tensor)]
+            found.append((str(place), box, compute_checksum(contents)))
+    return found
+
+
+def _compare_copies(checksums: Sequence[Sequence[tuple[str, Any, str]]]) -> None:
+    """Compare the ranks' `_checksums`, of which each part has one. Raises ConfigError, which names key and ranks."""
+    known: dict[str, tuple[int, str]] = {}
+    for rank, parts in enumerate(checksums):
+        for place, box, checksum in parts:
+            first, expected = known.setdefault(f"{place} {box}", (rank, checksum))
+            if not box and first > 0:  # rank 0 writes numbers
+                raise ConfigError(
+                    f"session.save: state: {place}: expected a number that rank 0 has, got rank {first}'s"
+                )
+            if checksum != expected:
+                raise ConfigError(
+                    f"session.save: state: {place}: expected one tensor, got other values on rank {rank} than on rank "
+                    f"{first} for the same part of it; of a pipeline's stages, save tensors that rank 0 has gathered"
+                )
 
 
 def own_boxes(into: Any) -> BoxOf:
@@ -116,8 +158,8 @@ def fill(into: Any, state: Any, place: Place = ()) -> Any:
             sizes = f"expected a list of {len(state)} as in the checkpoint, got one of {len(into)}"
             raise ConfigError(f"session.load: {_name(place)}: {sizes}")
         return type(state)(fill(into[index], value, (*place, index)) for index, value in enumerate(state))
-    if not isinstance(state, Tensor):
-        return state
+    if not isinstance(state, Tensor) or not in_mesh(into):
+        return into if isinstance(state, Tensor) else state
     target = into.to_local() if is_split(into) else into
     _check(place, target, state.shape)
     with torch.no_grad():
@@ -139,5 +181,5 @@ def _name(place: Place) -> str:
 def _describe(tensor: Any) -> str:
     if tensor is None:
         return "no tensor"
-    shape, dtype, splits = tensor
-    return f"a {'split ' if splits else ''}tensor {tuple(shape)} of {dtype}"
+    shape, dtype, layout = tensor
+    return f"a {'split ' if layout else ''}tensor {tuple(shape)} of {dtype}" + f", {layout}" * bool(layout)

@@ -109,7 +109,7 @@ class Session:
         self._num_split_saves += 1
         timeout = SAVE_TIMEOUT_SHARE * min(self.process.job.program.stall_timeout, collective_timeout(world))
         check_call(state, step, in_memory, self._num_split_saves, world, self.open_store(), timeout)
-        if self._num_split_saves == 1:
+        if self.open_checkpoints().peers is None:
             if self._has_memory is not None:
                 raise ConfigError("session.save: state: expected whole tensors, as in memory before, got split ones")
             self.wait()  # for what rank 0 may have saved whole
