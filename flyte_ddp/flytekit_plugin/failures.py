@@ -21,6 +21,7 @@ from flyte_ddp import errors
 from flyte_ddp.errors import RankFailure, SweepFailed, TrainingStopped
 from flyte_ddp.flytekit_plugin.flyte_context import is_flyte_task
 from flyte_ddp.launch.failures import first_line, shorten
+from flyte_ddp.storage import redact_errors
 
 # Only the user can fix these. Another attempt would end in the same way.
 USER_ERRORS = (errors.ConfigError, errors.DataError, errors.NonFiniteLoss)
@@ -88,7 +89,8 @@ def flyte_errors() -> Iterator[None]:
         KeyboardInterrupt: Ctrl-C ended the run.
     """
     try:
-        yield
+        with redact_errors():
+            yield
     except (*USER_ERRORS, *RECOVERABLE_ERRORS, RankFailure, SweepFailed) as error:
         translated = _translate(error)
     else:

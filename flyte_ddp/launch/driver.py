@@ -43,7 +43,7 @@ from flyte_ddp.launch.process.output import PREFIX
 from flyte_ddp.launch.process.programs import WANDB_VARIABLE, Job
 from flyte_ddp.launch.signals import StopRequest, stop_on_signals
 from flyte_ddp.observers.weights_and_biases import Wandb
-from flyte_ddp.storage import Storage, redact_url
+from flyte_ddp.storage import Storage, redact_errors, redact_url, redact_values
 
 OOM_NOTE = "out-of-memory.json"  # beside the checkpoints
 STORE_PATIENCE = 1.0  # seconds for the store to answer where the next attempt goes on from memory
@@ -112,6 +112,7 @@ class Place(Protocol):
         """Remove what the run has left on the nodes. Does not raise."""
 
 
+@redact_errors()
 def run(
     job: Job,
     place: Place,
@@ -165,7 +166,8 @@ def run(
     ):
         prepared = call_in_background(data) if data else None
         name = f"training-{uuid.uuid4().hex[:12]}"
-        begun = Run(name, job, storage, stop, dispatcher.emit, relay or print_line, prepared)
+        show = relay or print_line
+        begun = Run(name, job, storage, stop, dispatcher.emit, lambda line: show(redact_url(line)), prepared)
         try:
             driver = _Driver(begun, place, ownership, state)
             if earlier_failure:
@@ -386,6 +388,7 @@ class Dispatcher:
     def _deliver(self) -> None:
         active = list(self._listeners)
         while (event := self._queue.get()) is not None:
+            event = _redact(event)
             for listener in list(active):
                 try:
                     listener.handle(event)
@@ -397,6 +400,14 @@ class Dispatcher:
                 listener.close(self._error)
             except Exception:
                 logger.exception("%s could not be closed", type(listener).__name__)
+
+
+def _redact(event: events.Event) -> events.Event:
+    """Return `event` without secrets, but with the URLs from which observers fetch the model."""
+    redacted: events.Event = redact_values(event)
+    if isinstance(event, events.RunFinished) and isinstance(redacted, events.RunFinished):
+        return dataclasses.replace(redacted, model_state_url=event.model_state_url, export_url=event.export_url)
+    return redacted
 
 
 def print_line(line: str) -> None:

@@ -19,7 +19,7 @@ from flyte_ddp.launch.run import Gang
 from flyte_ddp.observers.reports.run_card import card_files, run_card
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
-from flyte_ddp.storage import write_file
+from flyte_ddp.storage import redact_errors, write_file
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -47,6 +47,7 @@ class Trained:
     export_url: str
 
 
+@redact_errors()
 def train(
     recipe: str,
     config: Mapping[str, Any] | None = None,

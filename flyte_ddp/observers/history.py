@@ -16,6 +16,7 @@ from flyte_ddp.events import (
     read_history,
     to_line,
 )
+from flyte_ddp.storage import redact_values
 
 
 class HistoryFile:
@@ -60,7 +61,7 @@ class HistoryFile:
         self._file.close()
 
     def _write(self, event: Event | TimeSpent) -> None:
-        self._file.write(to_line(event).encode())
+        self._file.write(to_line(redact_values(event)).encode())
         self._file.flush()
         if isinstance(event, EpochFinished):
             self._epochs.add(event.epoch)

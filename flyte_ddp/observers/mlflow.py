@@ -38,7 +38,7 @@ from flyte_ddp.events import (
     parse_history,
 )
 from flyte_ddp.observers.reports.run_card import card_files, run_card
-from flyte_ddp.storage import fetch_file, read_file, redact_url, write_file
+from flyte_ddp.storage import fetch_file, read_file, redact_url, redact_values, write_file
 
 RUN_TAG = "flyte_ddp.run"  # by which a later attempt finds the run
 TIMEOUT = 10.0  # seconds, of a request
@@ -210,7 +210,7 @@ class Mlflow(Listener):
         counts = ("num_train_samples", "num_test_samples", "num_steps")  # a function's are not known
         values |= {name: str(count) for name in counts if (count := getattr(event, name))}
         values |= {"data_fingerprint": event.data_fingerprint, "recipe_version": event.recipe_version}
-        values = {**_flat(self.config), **_flat(event.config), **values}
+        values = {**_flat(redact_values(self.config)), **_flat(redact_values(event.config)), **values}
         parameters = _entries({name: value[:MAX_VALUE] for name, value in values.items() if name not in known})
         self._log("params", parameters, MAX_PARAMETERS)
         self._run["data"]["params"] = [*self._run["data"].get("params", []), *parameters]

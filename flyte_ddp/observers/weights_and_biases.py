@@ -38,7 +38,7 @@ from flyte_ddp.events import (
     plain,
 )
 from flyte_ddp.observers.wandb_log import is_complete
-from flyte_ddp.storage import fetch_file, redact_url, write_file
+from flyte_ddp.storage import fetch_file, redact_url, redact_values, write_file
 
 # Seconds for W&B, together less than the launcher waits for its listeners at the end.
 INIT_TIMEOUT = 30.0
@@ -184,8 +184,9 @@ class Wandb:
         if self._run is None:
             return
         values = {name: value for name, value in vars(event).items() if value and name not in NOT_IN_CONFIG}
-        values = {"program": event.name, **values, "data": redact_url(event.data)}
-        self._run.config.update(plain({**self.config, **event.config, **values}), allow_val_change=True)
+        values = {"program": event.name, **values}
+        config = plain(redact_values({**self.config, **event.config, **values}))
+        self._run.config.update(config, allow_val_change=True)
         if event.layers and "graph_0" not in self._run.summary.keys():  # noqa: SIM118 - no mapping, though it looks like one
             self._run.summary["graph_0"] = self._graph(event.layers)
 

@@ -24,6 +24,7 @@ from flyte_ddp.errors import ChampionChanged, ConfigError, CorruptChampion, Miss
 from flyte_ddp.promotion.champion import ChampionStore, Manifest
 from flyte_ddp.recipes import Recipe, get_recipe, list_class_names
 from flyte_ddp.recipes.prepare import describe_data
+from flyte_ddp.storage import redact_values
 from flyte_ddp.storage.weights import from_bytes
 
 if TYPE_CHECKING:
@@ -358,7 +359,7 @@ def _origin(challenge: Challenge) -> dict[str, Any]:
     return {
         "recipe": challenge.recipe,
         "recipe_version": note["recipe_version"],
-        "config": json.loads(json.dumps(dataclasses.asdict(challenge.config))),  # as it is read back
+        "config": json.loads(json.dumps(redact_values(dataclasses.asdict(challenge.config)))),  # as it is read back
         "data_fingerprint": note["fingerprint"],
         "code_version": challenge.code_version,
     }

@@ -14,7 +14,7 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import suggest
 from flyte_ddp.errors import ConfigError, StorageUnavailable
 from flyte_ddp.rank.sharding import load_model
-from flyte_ddp.storage import STORE_TIMEOUT
+from flyte_ddp.storage import STORE_TIMEOUT, redact_values
 from flyte_ddp.storage.weights import TORCHVISION, class_names_of, load_torchvision_state, with_class_names
 
 MAX_CLASSES = 20  # in an error
@@ -61,19 +61,19 @@ def check_same_run(
             f"epochs: expected at least {num_epochs}, got {config.epochs}: {url} was written in epoch {num_epochs}; "
             "fewer epochs need another place for the checkpoints"
         )
-    ours = dataclasses.asdict(config)
+    theirs, ours = redact_values([checkpoint["config"], dataclasses.asdict(config)])  # in the form that is stored
     defaults = dataclasses.asdict(TrainingConfig())  # of fields that are newer than the checkpoint
-    fixed = [(name, checkpoint["config"].get(name, defaults[name]), ours[name]) for name in FIXED_BY_CHECKPOINT]
-    options = checkpoint["config"]["recipe_options"]
+    fixed = [(name, theirs.get(name, defaults[name]), ours[name]) for name in FIXED_BY_CHECKPOINT]
+    options, our_options = theirs["recipe_options"], ours["recipe_options"]
     fixed += [
-        (f"recipe_options.{name}", options.get(name), config.recipe_options.get(name))
-        for name in {**options, **config.recipe_options}
+        (f"recipe_options.{name}", options.get(name), our_options.get(name))
+        for name in {**options, **our_options}
         if name not in changeable_options
     ]
-    for name, theirs, our_value in fixed:
-        if theirs != our_value:
+    for name, their_value, our_value in fixed:
+        if their_value != our_value:
             raise ConfigError(
-                f"{name}: expected {theirs!r}, with which {url} was written, got {our_value!r}; "
+                f"{name}: expected {their_value!r}, with which {url} was written, got {our_value!r}; "
                 "another value needs another place for the checkpoints"
             )
     if checkpoint["data_fingerprint"] != data_fingerprint:
@@ -81,7 +81,7 @@ def check_same_run(
             f"data: expected the data with which {url} was written, got others; "
             "other data need another place for the checkpoints"
         )
-    started_from = checkpoint["initial_state"]
+    started_from, initial_state = redact_values([checkpoint["initial_state"], initial_state])
     if started_from != initial_state:
         raise ConfigError(
             f"initial_model_state: expected {started_from!r}, from which the run of {url} started, got "

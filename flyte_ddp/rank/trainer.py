@@ -45,6 +45,7 @@ from flyte_ddp.rank.sharding import is_sharded, load_model, load_optimizer, own_
 from flyte_ddp.rank.state_keeper import StateKeeper
 from flyte_ddp.rank.step_timer import BACKWARD, FORWARD, StepTimer
 from flyte_ddp.recipes import Recipe, list_class_names
+from flyte_ddp.storage import redact_values
 from flyte_ddp.world import World, call_together
 
 REMEDY = "a lower learning_rate, warmup_steps or gradient_clip_norm may help, or the data holds such values"
@@ -252,9 +253,9 @@ class Trainer:
 
     def _state(self, progress: Progress) -> dict[str, Any]:
         return {
-            "config": dataclasses.asdict(self.config),
+            "config": redact_values(dataclasses.asdict(self.config)),
             "data_fingerprint": self.data_fingerprint,
-            "initial_state": self.initial_state,
+            "initial_state": redact_values(self.initial_state),
             "progress": dataclasses.asdict(progress),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),

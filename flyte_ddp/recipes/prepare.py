@@ -12,13 +12,14 @@ import os
 from pathlib import Path
 
 from flyte_ddp.config.source_code import compute_digest_of_files, imported_files, list_packages, source_files
-from flyte_ddp.errors import ConfigError, DataError
+from flyte_ddp.errors import ConfigError
 from flyte_ddp.recipes import Recipe, locate
-from flyte_ddp.storage import redact_url
+from flyte_ddp.storage import redact_errors, redact_url
 
 NOTE = "data.json"
 
 
+@redact_errors()
 def prepare_data(recipe: Recipe, source: str, directory: Path) -> None:
     """Run `recipe.prepare` into the empty `directory` and write the note that `describe_data` reads.
 
@@ -28,14 +29,10 @@ def prepare_data(recipe: Recipe, source: str, directory: Path) -> None:
         StorageDenied: the data may not be read with the credentials of this process.
         StorageUnavailable: the data's store could not be reached.
     """
-    try:
-        found: object = recipe.prepare(source, directory)
-        if not isinstance(found, str):
-            place = locate(recipe, "prepare")
-            raise ConfigError(f"{place}: expected a line that describes the data, got {found!r}: return one")
-        description = redact_url(found)
-    except DataError as error:
-        raise DataError(redact_url(str(error))) from error.__cause__
+    found: object = recipe.prepare(source, directory)
+    if not isinstance(found, str):
+        place = locate(recipe, "prepare")
+        raise ConfigError(f"{place}: expected a line that describes the data, got {found!r}: return one")
     digest = hashlib.sha256()
     for file in sorted(path for path in directory.rglob("*") if path.is_file()):
         digest.update(file.relative_to(directory).as_posix().encode() + b"\0")
@@ -43,7 +40,7 @@ def prepare_data(recipe: Recipe, source: str, directory: Path) -> None:
             while block := contents.read(1 << 20):
                 digest.update(block)
     note = {
-        "description": description,
+        "description": redact_url(found),
         "fingerprint": digest.hexdigest(),
         "recipe_version": recipe_version(type(recipe).__module__),
         "license": str(recipe.data_license(source)),

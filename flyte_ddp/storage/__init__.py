@@ -3,7 +3,7 @@
 from flyte_ddp.storage.directory import STORE_TIMEOUT, Storage, fetch_file, read_file, write_file
 from flyte_ddp.storage.environment import adopt_storage_environment, flyte_storage_environment, storage_environment
 from flyte_ddp.storage.filesystem import open_filesystem
-from flyte_ddp.storage.urls import has_password, redact_url
+from flyte_ddp.storage.urls import has_password, redact_errors, redact_url, redact_values
 
 __all__ = [
     "STORE_TIMEOUT",
@@ -14,7 +14,9 @@ __all__ = [
     "has_password",
     "open_filesystem",
     "read_file",
+    "redact_errors",
     "redact_url",
+    "redact_values",
     "storage_environment",
     "write_file",
 ]

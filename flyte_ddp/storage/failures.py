@@ -165,10 +165,11 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def describe(error: BaseException) -> str:
     """Return class and message of `error` in one line that ends, without secrets."""
-    message = " ".join(str(error).split()).partition(" Content: <")[0]  # azure's whole answer, after what it says
+    # Without azure's whole answer, after what it says.
+    message = redact_url(" ".join(str(error).split()).partition(" Content: <")[0])
     if len(message) > 300:
         message = message[:300] + "..."
-    return redact_url(f"{type(error).__name__}: {message}".removesuffix(": "))
+    return f"{type(error).__name__}: {message}".removesuffix(": ")
 
 
 def _is_forbidden(error: Exception, status: int) -> bool:

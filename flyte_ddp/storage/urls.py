@@ -1,34 +1,148 @@
-"""URLs as they may be shown: without passwords, signatures and tokens."""
+"""Text without passwords, signatures and keys, in the form in which it may leave a run.
+
+There are two doors. Records, such as events, cards, manifests and checkpoints, pass `redact_values`. Messages, such as
+lines of ranks and errors, pass `redact_url` or `redact_errors`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import re
 import urllib.parse
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+HIDDEN = "..."
+# Before their @, a name alone is part of the place, as in abfs://container@account. Elsewhere it is a token.
+_SCHEMES_WITH_USERS = re.compile(r"abfss?|adl|az|dask|git|(git\+)?ssh|hdfs|s?ftp|smb|wasbs?|webhdfs")
+# The ends of names whose values are secrets, as in api_key, X-Api-Key, AWS_SECRET_ACCESS_KEY.
+_SECRET = (
+    r"(?:passw(?:or)?d|passphrase|secret|(?:access|account|api|private|secret|shared)[_-]?key(?:[_-]?id)?|"
+    r"googleaccessid|sharedaccesssignature|x-(?:amz|goog)-(?:credential|signature)|"
+    r"(?:access|api|auth|bearer|github|hf|id|refresh|sas|security|session|tracking)[_-]?token)"
+)
+_AMBIGUOUS = r"(?<![a-z])(?:token|signature|sig|credential|pwd)"  # words with other meanings: see `_LONG`
+_VALUE = r"(?!none\b|null\b|true\b|false\b|\.\.\.)(?:[^\s\"'&,;()\[\]{}<>]+)"
+_LONG = r"(?=[^\s\"'&,;]*[a-z])(?=[^\s\"'&,;]*\d)[^\s\"'&,;()\[\]{}<>]{6,}|[\w+/=-]{32,}"  # no word of a sentence
+_QUOTED = r"\"(?!\.\.\.\")[^\"\n]+\"|'(?!\.\.\.')[^'\n]+'"
+_URL = re.compile(r"\b[a-zA-Z][\w+.-]{0,30}://[^\s'\"<>]+")
+_SECRET_NAME = re.compile(rf".*{_SECRET}|token|pwd|(?:proxy-)?authorization", re.I | re.S)
+_SIGNED = re.compile(r"\b(?:x-(?:amz|goog)-\w+|sig|signature|awsaccesskeyid|googleaccessid)=", re.I)
+_RULES = [  # the first group stays
+    re.compile(r"(private key-----)(?!\.\.\.).+?(?=-----END|\Z)", re.I | re.S),
+    re.compile(
+        r"(authorization[\"']?\s*[:=,]\s*b?[\"']?)(?:(?:basic|bearer|digest|token|apikey|sharedkey\w*|aws|goog4)\S*\s+"
+        r"(?!\.\.\.)[^\"'\n]+|[\w.~+/=-]{20,})",
+        re.I,
+    ),
+    re.compile(r"(\bbearer\s+)(?:(?=[\w.~+/=-]*[\d.][\w.~+/=-])[\w.~+/=-]{8,}|[\w~+/=-]{20,})", re.I),
+    re.compile(
+        r"(\blogin\s+\S+\s+password\s+|\bwandb login\s+(?:--\S+\s+)*)(?!-|\.\.\.)\S{8,}", re.I
+    ),  # also of .netrc
+    re.compile(rf"({_SECRET}[\"']?\s*(?:=|(?<=[\"'])\s*[:,])\s*b?)(?:{_QUOTED})", re.I),
+    re.compile(rf"({_SECRET}\s*=\s*){_VALUE}", re.I),
+    re.compile(rf"((?:{_SECRET}|{_AMBIGUOUS})[\"']?\s*[:=]\s*b?[\"']?)(?:{_LONG})", re.I),
+    re.compile(rf"(--[\w-]*{_SECRET}\s+)(?!-|\.\.\.)\S+", re.I),
+    re.compile(
+        r"((?:key|password)\W{1,3})[0-9a-f]{40}\b|\b(?:(?:AKIA|ASIA)[A-Z0-9]{16}|gh[opsur]_\w{20,}|github_pat_\w{20,}|"
+        r"glpat-[\w-]{20,}|hf_[A-Za-z0-9]{20,}|wandb_v\d_\w{10,}|local-[0-9a-f]{40}|xox[abeprs]-[\w-]{10,}|"
+        r"sk-[\w-]{20,}|AIza[\w-]{35}|ya29\.[\w-]{10,}|eyJ[\w-]{8,}\.[\w-]+\.[\w-]*)"
+    ),
+]
+_HINTS = (  # one of these is in every text that a rule changes
+    *("://", "key", "secret", "passw", "passphrase", "token", "sig", "pwd", "credential", "googleaccessid", "authoriz"),
+    *("bearer", "login", "akia", "asia", "ghp_", "gho_", "ghs_", "ghu_", "ghr_", "github", "glpat-", "hf_", "wandb"),
+    *("local-", "xox", "sk-", "aiza", "ya29.", "eyj"),
+)
 
 
 def redact_url(text: str) -> str:
-    """Return `text`, a URL or a message with URLs in it, without passwords, signatures and tokens.
-
-    Everything that is logged, shown or stored goes through here.
-    """
-    if "://" not in text:  # as in most of the many lines that ranks print
+    """Return `text`, a URL or a message, without passwords, signatures, tokens and keys; any other text unchanged."""
+    lowered = text.lower()
+    if not any(hint in lowered for hint in _HINTS):  # as in most of the many lines that ranks print
         return text
-    return re.sub(r"\b[a-zA-Z][\w+.-]*://[^\s'\"<>]+", lambda match: _redact(match[0]), text)
+    if "://" in text:
+        text = _redact_urls(text)
+    if "?" in text:
+        text = re.sub(
+            r"(?<=\?)[^\s'\"<>?]+", lambda match: _hide(match[0]) if _SIGNED.search(match[0]) else match[0], text
+        )
+    for rule in _RULES:
+        text = rule.sub(lambda match: f"{match[1] or ''}{HIDDEN}", text)
+    return text
+
+
+def redact_values(value: Any) -> Any:
+    """Return plain values, or a dataclass of such, with every string in them redacted, and what secret names have."""
+    if isinstance(value, str):
+        return redact_url(value)
+    if isinstance(value, Mapping):
+        return {
+            key: HIDDEN if each and isinstance(each, str) and _is_secret(key) else redact_values(each)
+            for key, each in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [*map(redact_values, value)] if isinstance(value, list) else tuple(map(redact_values, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(value, **{name: redact_values(each) for name, each in vars(value).items()})
+    return value
+
+
+@contextlib.contextmanager
+def redact_errors() -> Iterator[None]:
+    """Redact, in place, the text of an exception that the block raises, and of those that led to it."""
+    try:
+        yield
+    except BaseException as error:
+        _redact_error(error)
+        raise
+
+
+def _redact_error(error: BaseException | None) -> None:
+    while error is not None:
+        error.args = tuple(redact_url(each) if isinstance(each, str) else each for each in error.args)
+        # Such as the message that a class keeps beside the arguments, and notes.
+        vars(error).update(
+            {name: redact_values(each) for name, each in vars(error).items() if type(each) in (str, list)}
+        )
+        if isinstance(error, OSError) and isinstance(error.filename, str):
+            error.filename = redact_url(error.filename)
+        error = error.__cause__ or error.__context__
+
+
+def _is_secret(name: object) -> bool:
+    return isinstance(name, str) and bool(_SECRET_NAME.fullmatch(name))
+
+
+def _redact_urls(text: str) -> str:
+    return _URL.sub(lambda match: _redact(match[0]), text)
 
 
 def _redact(url: str) -> str:
     scheme, _, rest = url.partition("://")
-    if "::" in rest:  # a chain, such as zip://inner.csv::https://host/outer.zip
-        first, _, others = rest.partition("::")
-        return f"{_redact(f'{scheme}://{first}')}::{_redact(others) if '://' in others else others}"
-    address, _, query = rest.partition("?")
-    address = address.partition("#")[0]
-    user, at, host = address.partition("/")[0].rpartition("@")
-    # A name alone is a secret over HTTP (a token); elsewhere it is part of the place, as abfs://container@account.
-    if at and (":" in user or scheme in ("http", "https")):
-        address = f"...@{host}{address[len(user) + 1 + len(host) :]}"
-    names = [pair.partition("=")[0] for pair in query.split("&") if pair]
-    return f"{scheme}://{address}" + ("?" + "&".join(f"{name}=..." for name in names) if names else "")
+    if chain := re.search(r"::(?=[\w+.-]+(://|::))", rest):  # such as zip://inner.csv::https://host/outer.zip
+        return f"{_redact(f'{scheme}://{rest[: chain.start()]}')}::{_redact_urls(rest[chain.end() :])}"
+    authority = re.split("[/?#]", rest)[0]
+    # A password may have an unquoted / ? # or @ in it: it ends at the last @.
+    user, at, place = rest.rpartition("@") if ":" in authority else authority.rpartition("@")
+    if ":" not in authority:
+        place = rest[len(user) + len(at) :]
+    if at and (":" in user or not _SCHEMES_WITH_USERS.fullmatch(scheme.lower())):
+        user = HIDDEN
+    address, mark, query = place.partition("&" if "?" in rest[: len(rest) - len(place)] and "?" not in place else "?")
+    address, sharp, fragment = address.partition("#")
+    fragment = f"{sharp}{_hide(fragment)}" if not mark else ""
+    return f"{scheme}://{user}{at}{address}{fragment}" + (
+        f"?{_hide(query.partition('#')[0])}" if mark and query else ""
+    )
+
+
+def _hide(query: str) -> str:
+    """Return the names of a query with hidden values."""
+    if "=" not in query:
+        return query
+    return "&".join(f"{pair.partition('=')[0]}={HIDDEN}" for pair in query.split("&") if pair)
 
 
 def has_password(url: str) -> bool:

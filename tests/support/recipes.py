@@ -101,6 +101,7 @@ class Optional(Tiny):
     activation: str = "tanh"
     biased: bool = True
     sizes: list[int] = field(default_factory=list)
+    token: str = ""
 
     def __post_init__(self):
         if self.width < 1:
@@ -346,11 +347,17 @@ def _deny(losses):
     raise StorageDenied("checkpoints: expected a place to write to, got s3://bucket/run")
 
 
+def _leak(losses):
+    print("reading https://host/a?X-Amz-Signature=hunter2")
+    raise ConnectionError("403 for https://host/a?X-Amz-Signature=hunter2")
+
+
 FAULTS = {
     "cuda-oom": _cuda_oom,
     "fork-kill": _fork_and_kill,
     "deep": _fail_deeply,
     "deny": _deny,
+    "leak": _leak,
     "late-nan": _late_nan,
     "infinite-gradient": _infinite_gradient,
     "none": lambda losses: losses,

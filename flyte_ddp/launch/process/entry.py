@@ -41,6 +41,7 @@ from flyte_ddp.launch.process.output import rank_stacks
 from flyte_ddp.launch.process.programs import CUDA_OUT_OF_MEMORY, Job
 from flyte_ddp.launch.process.ranks import NodeRanks, semaphore_prefix
 from flyte_ddp.launch.process.session import Session
+from flyte_ddp.storage.urls import redact_url
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -247,7 +248,7 @@ def _describe(error: BaseException) -> tuple[str, str, str, bool]:
         name = f"{type(error).__module__}.{name}"  # not the one that has this name here
     if name == CUDA_OUT_OF_MEMORY:
         message += f". {MEMORY_HINT}"
-    return name, message, text, is_consequence
+    return name, redact_url(message), redact_url(text), is_consequence
 
 
 def _call_excepthook(error: BaseException) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from flyte_ddp.events import RunState, plain
 from flyte_ddp.observers.reports.drawing import format_figure
 from flyte_ddp.observers.reports.page import duration
+from flyte_ddp.storage import redact_values
 
 CARD_JSON, CARD_PAGE = "run_card.json", "README.md"  # the name under which model hubs show a page
 UNKNOWN = "not known"
@@ -67,7 +68,7 @@ def run_card(state: RunState, **origin: str) -> dict[str, Any]:
         "versions": started.versions,
         "config": started.config,
     }
-    return plain(card)  # type: ignore[no-any-return]
+    return plain(redact_values(card))  # type: ignore[no-any-return]
 
 
 def card_files(card: Mapping[str, Any]) -> dict[str, bytes]:
