@@ -100,8 +100,8 @@ class Optional(Tiny):
     slope: float = 0.5
     activation: str = "tanh"
     biased: bool = True
-    sizes: list[int] = field(default_factory=list)
     token: str = ""
+    sizes: list[int] = field(default_factory=list)
 
     def __post_init__(self):
         if self.width < 1:
