@@ -227,7 +227,7 @@ def test_no_secret_leaves_a_run(door, tmp_path):
 
 def test_a_checkpoint_has_no_secret_and_is_resumed_with_a_new_signature(tmp_path):
     url = "https://user:hunter2@host/{}?X-Amz-Signature={}"
-    run = new_run(tmp_path, "Optional")
+    run = new_run(tmp_path, "WithToken")
     trainer = new_trainer(run, url.format("m", 1), recipe_options={"activation": url.format("a", "hunter2"), **TOKEN})
     trainer.save_checkpoint(best=False)
     trainer.store.wait()

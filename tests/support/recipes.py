@@ -100,7 +100,6 @@ class Optional(Tiny):
     slope: float = 0.5
     activation: str = "tanh"
     biased: bool = True
-    token: str = ""
     sizes: list[int] = field(default_factory=list)
 
     def __post_init__(self):
@@ -109,6 +108,13 @@ class Optional(Tiny):
 
     def prepare(self, source, directory):
         return super().prepare(source, directory) + f", for width {self.width}"
+
+
+@dataclass
+class WithToken(Optional):
+    """With an option whose name is that of a secret."""
+
+    token: str = ""
 
     def model(self):
         from torch import nn
