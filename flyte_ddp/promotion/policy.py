@@ -231,9 +231,16 @@ def _compare(
         return PromotionResult(Outcome.PROMOTED, reason, measured.values)
     low, high = compare(measured, champion)
     needed = criteria.margin * abs(champion.score)
-    reason = (
+    figures = (
         f"on the same held-out data the challenger's {name} is {measured.values[metric]:.6g} and the champion's "
-        f"{champion.values[metric]:.6g}, so with 95 % confidence it is better by {low:.6g} to {high:.6g}; by more than "
+        f"{champion.values[metric]:.6g}"
+    )
+    if math.isinf(low):
+        why = "they are too few, or too many draws of them have no value"
+        reason = f"{figures}, which may be chance: {measured.num_parts} parts of the data give no interval ({why})"
+        return PromotionResult(Outcome.NOT_BETTER, reason, measured.values, champion.values)
+    reason = (
+        f"{figures}, so with 95 % confidence it is better by {low:.6g} to {high:.6g}; by more than "
         f"{needed:.6g} it would be promoted (margin {criteria.margin:g})"
     )
     outcome = Outcome.PROMOTED if low > needed else Outcome.NOT_BETTER
