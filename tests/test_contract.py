@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 from torch import nn
 
 from flyte_ddp import MultiLabel, Recipe
+from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, DataError, RankFailure
 from flyte_ddp.events import Reported
 from flyte_ddp.rank.contract import check_contract, check_datasets, check_model
 from flyte_ddp.rank.data import open_samples
 from flyte_ddp.rank.nested import collate
+from flyte_ddp.rank.optim import build_optimizer
 from flyte_ddp.recipes import config_of, get_recipe, locate
 from flyte_ddp.world import ALONE
 from tests.support import mistakes
@@ -60,7 +63,7 @@ MISTAKES = {
     "Streamed": r"datasets: expected .* each with __len__ and __getitem__, got a Stream without them",
     "WideRegression": r"losses: .* that of Regression is for numbers, .*, got outputs \(8, 2\), targets \(8,\): ",
     "LabelsOfOneColumn": r"losses: .* that of MultiLabel is for labels .*, got outputs \(8, 2\), targets \(8,\): ",
-    "UnnamedClasses": r"metrics: class_names: expected the names of all classes, at least two, got \(\)",
+    "UnnamedClasses": r"metrics: class_names: expected the names of all classes, at least two, got \[\]",
     "Segmentation": r"losses: expected one loss for each sample, shape \(8,\), got shape \(8, 6, 6\): the default is",
     "SegmentationWithoutSums": r"losses: .*: sum over a sample's targets, .* and return their number by num_targets",
     "SegmentationWithoutCounts": r"num_correct: expected at most 1 for a sample, the number of its targets",
@@ -87,6 +90,91 @@ def test_a_broken_contract_is_one_line(name):
 @pytest.mark.parametrize("name", ["SqueezedInLosses", "FlatTokens", "TimeFirst", "MetricsInACollection"])
 def test_correct_recipes_of_other_shapes_pass(name):
     check(f"tests.support.mistakes.{name}")
+
+
+# By a name that a recipe defines and nothing reads: the name that is meant.
+OTHER_NAMES = {
+    name: meant
+    for meant, names in {
+        "optimizer_groups": ("optimizer_group", "configure_optimizers", "optimizer_grups"),
+        "losses": ("loss", "training_step", "Losses", "lossses"),
+        "metrics": ("metric", "validation_step", "compute_metrics"),
+        "class_names": ("class_name", "classNames"),
+        "defaults": ("default",),
+        "num_targets": ("num_target",),
+        "datasets": ("dataset", "train_dataloader", "collate_fn"),
+        "model": ("forward",),
+        "prepare": ("prepare_data",),
+    }.items()
+    for name in names
+}
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+@pytest.mark.parametrize("value", [lambda self, *arguments: None, 0.5], ids=["method", "attribute"])
+def test_a_name_that_nothing_reads_is_refused_if_it_is_nearly_one_of_recipes(name, value, monkeypatch):
+    class Misnamed(mistakes.Line):
+        pass
+
+    monkeypatch.setattr(mistakes, "Misnamed", Misnamed, raising=False)
+    Misnamed.__module__ = mistakes.__name__
+    get_recipe("tests.support.mistakes.Misnamed")
+    setattr(Misnamed, name, value)
+    with pytest.raises(
+        ConfigError, match=rf"{name}: .*, got '{name}', .*\(did you mean {OTHER_NAMES[name]}\?\); [^\n]*$"
+    ):
+        get_recipe("tests.support.mistakes.Misnamed")
+
+
+class Loader:
+    def train_dataloader(self):
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Named(mistakes.Line, Loader, nn.Module):
+    """Names of one's own: of an option, of helpers that its code calls, of other bases, private ones, distant ones."""
+
+    loss: str = "l1"
+    metric: float = 0.5
+    criterion = staticmethod(nn.functional.l1_loss)
+    _default, num_train, class_weights, augment = 1, 2, 3, 4
+
+    def losses(self, outputs, targets):
+        return self.criterion(outputs, targets, reduction="none")
+
+    def forward(self, inputs):
+        return inputs
+
+    def train_dataloader(self):
+        return None
+
+    def dataset(self, directory):
+        return mistakes.Line().datasets(directory)
+
+    def datasets(self, directory):
+        return getattr(self, "dataset")(directory)  # noqa: B009
+
+
+def test_a_name_of_ones_own_passes():
+    assert get_recipe("tests.test_contract.Named", {"loss": "l2"}).loss == "l2"
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([{"lr": 0.1}], r"dicts with a list of parameters as params, got {'lr': 0.1}"),
+        ([torch.ones(2)], r"dicts with a list of parameters as params, got tensor"),
+        ([{"params": [], "learning_rate": 0.1}], r"settings of torch.optim in a group, got 'learning_rate'"),
+        ([{"params": [], "weight_decy": 0.1}], r"settings of .* got 'weight_decy' \(did you mean weight_decay\?\)"),
+        ([{"params": [], "lr": "0.1"}], r"lr: expected a finite number of at least 0, got '0.1'"),
+        ([{"params": [], "lr": float("nan")}], r"lr: expected a finite number of at least 0, got nan"),
+        ([{"params": [], "lr": -0.1}], r"lr: expected a finite number of at least 0, got -0.1"),
+    ],
+)
+def test_a_group_of_the_optimizer_that_torch_would_misread_is_refused(groups, expected):
+    with pytest.raises(ConfigError, match=rf"^optimizer_groups: (expected )?{expected}"):
+        build_optimizer(nn.Linear(1, 1), TrainingConfig(), groups)
 
 
 def test_every_rank_checks_before_the_first_step(tmp_path):

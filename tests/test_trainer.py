@@ -289,6 +289,36 @@ def test_a_resumed_run_with_more_epochs_takes_its_first_step_at_the_new_schedule
     assert rates == pytest.approx([0.1 * learning_rate_factor(config, step, 27) for step in range(9, 18)])
 
 
+@pytest.mark.parametrize("schedule", ["one_cycle", "cosine", "constant"])
+def test_the_schedule_scales_each_groups_own_rate_as_torchs_does_also_after_a_resume(schedule, tmp_path):
+    config = {"optimizer": "sgd", "global_batch_size": 20, "learning_rate": 0.1, "momentum": 0.9, "schedule": schedule}
+    config |= {"epochs": 3, "gradient_accumulation": 2, "warmup_steps": 0 if schedule == "one_cycle" else 2}
+    run = new_run(tmp_path, "tests.support.mistakes.TwoRates")
+    with pytest.raises(StopRequested):
+        new_trainer(run, stop_after=2, **config).fit()
+    resumed = new_trainer(run, **config)
+    resumed.resume()
+    assert resumed.progress.step == 2
+    resumed.fit()
+
+    recipe, config = resumed.recipe, resumed.config
+    torch.manual_seed(config.seed)
+    model = recipe.model()
+    options = {"lr": config.learning_rate, "momentum": config.momentum, "fused": True}
+    optimizer = torch.optim.SGD(recipe.optimizer_groups(model), **options)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(config, step, 6))
+    inputs, targets = recipe.samples()
+    for epoch in (1, 2, 3):
+        for batch in epoch_order(40, config.seed, epoch).split(20):
+            optimizer.zero_grad()
+            for part in batch.tensor_split(2):
+                (recipe.losses(model(inputs[part]), targets[part]).sum() * (1 / 20)).backward()
+            optimizer.step()
+            scheduler.step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], value), name
+
+
 @pytest.mark.parametrize(("stop_after", "where"), [(9 + 5 + 3, "in epoch 2"), (2 * (9 + 5) + 1, "in epoch 3")])
 def test_fewer_epochs_than_a_checkpoint_has_are_refused(tmp_path, stop_after, where):
     run = new_run(tmp_path)

@@ -131,15 +131,30 @@ def imported_files(module: str, packages: Iterable[str]) -> dict[str, Path]:
 
 def _imported_names(file: Path, package: str) -> Iterator[str]:
     """Yield the dotted names of all that a file of `package` imports; some may be names in a module."""
-    with _parsing:
-        tree = ast.parse(file.read_bytes())
-    for node in ast.walk(tree):
+    for node in _parse(file):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             origin = ".".join([*above, *filter(None, [node.module])])
             yield from (f"{origin}.{alias.name}" for alias in node.names)
+
+
+def names_read(module: str) -> set[str] | None:
+    """Return the attributes that a module's code reads, also by `getattr`; None where its code cannot be read."""
+    try:
+        nodes = list(_parse(Path(getattr(sys.modules[module], "__file__", ""))))
+    except (OSError, SyntaxError, ValueError):
+        return None
+    calls = [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr"]
+    by_string = {str(each.value) for node in calls for each in node.args if isinstance(each, ast.Constant)}
+    return {node.attr for node in nodes if isinstance(node, ast.Attribute)} | by_string
+
+
+def _parse(file: Path) -> Iterator[ast.AST]:
+    with _parsing:
+        tree = ast.parse(file.read_bytes())
+    return ast.walk(tree)
 
 
 def files_below(directory: Path) -> dict[str, Path]:

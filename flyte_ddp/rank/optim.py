@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from flyte_ddp.config import TrainingConfig
+from flyte_ddp.config.fields import suggest
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.sharding import is_sharded
 
@@ -24,9 +26,11 @@ def build_optimizer(
         groups: what `Recipe.optimizer_groups` returns; None for all parameters in one group.
 
     Raises:
-        ConfigError: a trained parameter is in no group.
+        ConfigError: a trained parameter is in no group, or a group has a setting that is none.
     """
     given = [{"params": list(model.parameters())}] if groups is None else groups
+    for group in given:
+        _check_group(group)
     trained = [{**group, "params": [each for each in group["params"] if each.requires_grad]} for group in given]
     grouped = {id(parameter) for group in trained for parameter in group["params"]}
     for name, parameter in model.named_parameters():
@@ -40,8 +44,22 @@ def build_optimizer(
     return optimizer(trained, lr=rate, weight_decay=decay, fused=True)
 
 
+def _check_group(group: Any) -> None:
+    if not isinstance(group, Mapping) or "params" not in group or isinstance(group["params"], torch.Tensor):
+        raise ConfigError(f"optimizer_groups: expected dicts with a list of parameters as params, got {group!r:.80}")
+    settings = {*signature(torch.optim.SGD).parameters, *signature(torch.optim.AdamW).parameters, "name"}
+    for name in group:
+        if name not in settings:  # torch would keep it, and go by the default
+            raise ConfigError(
+                f"optimizer_groups: expected settings of torch.optim in a group, got {name!r}{suggest(name, settings)}"
+            )
+    rate = group.get("lr", 0.0)
+    if not isinstance(rate, (int, float)) or not 0 <= rate < math.inf:
+        raise ConfigError(f"optimizer_groups: lr: expected a finite number of at least 0, got {rate!r}")
+
+
 def learning_rate_factor(config: TrainingConfig, step: int, num_steps: int) -> float:
-    """Return the factor, in [0, 1], of the peak learning rate at optimizer step `step` (from 0) of `num_steps`.
+    """Return the factor, in [0, 1], of each group's own rate at optimizer step `step` (from 0) of `num_steps`.
 
     A function of the step alone, so that a schedule has nothing to restore and fits any change of the run's length.
     one_cycle takes its shape from Smith, "Super-Convergence" (2018), with torch's defaults: from 1/25 up over the first

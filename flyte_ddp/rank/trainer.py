@@ -37,7 +37,7 @@ from flyte_ddp.rank.evaluation import Evaluation, FlopsUtilization, evaluate, sh
 from flyte_ddp.rank.initial_state import check_same_run, load_initial_state
 from flyte_ddp.rank.memory_states import choose_interval, load_from_memory
 from flyte_ddp.rank.metrics import check_monitor, read_figures
-from flyte_ddp.rank.optim import build_optimizer, learning_rate
+from flyte_ddp.rank.optim import build_optimizer, learning_rate, learning_rate_factor
 from flyte_ddp.rank.parallel import exchange_seconds, replicate
 from flyte_ddp.rank.passes import clip_gradients, compute_gradients, gradient_norm
 from flyte_ddp.rank.progress import MetricSums, Progress
@@ -78,6 +78,7 @@ class Trainer:
         self.evaluated_model, self.replica = replicate(model, config, world, recipe)
         self.is_sharded = is_sharded(model)  # then every forward pass, and every look at the weights, is a collective
         self.optimizer = build_optimizer(model, config, recipe.optimizer_groups(model))
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]  # which the schedule scales
         # Neither a sharded nor a compiled model gives gradients to hooks of parameters one by one.
         waiting = [BACKWARD] * config.compile
         if self.is_sharded:
@@ -178,8 +179,9 @@ class Trainer:
             if is_logged or self.world.device.type == "cpu":  # a GPU would wait for each loss that is read
                 self._check_loss(log_sums)
             norm = clip_gradients(self.model, config.gradient_clip_norm, needed=is_logged)
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate(config, progress.step, self.num_steps)
+            factor = learning_rate_factor(config, progress.step, self.num_steps)
+            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate * factor
             with self.state_keeper.changing():
                 self.optimizer.step()
                 epoch_sums.add(loss_sum, own_targets, num_targets, shard.num_samples)

@@ -7,6 +7,7 @@ Two kinds of names: those in `BUILTIN`, and the dotted name of a `Recipe` in any
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -23,6 +24,7 @@ from typing import Any
 from flyte_ddp.config import TrainingConfig, resolve
 from flyte_ddp.config.extras import EXTRAS, how_to_install
 from flyte_ddp.config.fields import check, suggest
+from flyte_ddp.config.source_code import names_read
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.recipes.base import Recipe, list_class_names
 
@@ -35,6 +37,23 @@ BUILTIN = {
     "text": "flyte_ddp.recipes.text.recipe.Text",
 }
 REQUIRED = ("prepare", "datasets", "model")  # methods that a recipe defines itself
+# Names by which other frameworks call what a recipe defines.
+OF_OTHERS = {
+    **dict.fromkeys(("loss", "loss_fn", "compute_loss", "criterion", "training_step", "train_step"), "losses"),
+    **dict.fromkeys(("validation_step", "test_step", "compute_metrics", "configure_metrics"), "metrics"),
+    **dict.fromkeys(("configure_optimizers", "create_optimizer", "optimizer", "optimizers"), "optimizer_groups"),
+    **dict.fromkeys(("param_groups", "get_optimizer"), "optimizer_groups"),
+    **dict.fromkeys(("forward", "configure_model", "build_model", "get_model", "model_init"), "model"),
+    **dict.fromkeys(("train_dataloader", "val_dataloader", "test_dataloader", "collate_fn", "setup"), "datasets"),
+    **dict.fromkeys(("train_dataset", "eval_dataset", "get_train_dataloader", "get_eval_dataloader"), "datasets"),
+    **dict.fromkeys(("prepare_data", "download"), "prepare"),
+    **dict.fromkeys(("hparams", "config", "hyperparameters"), "defaults"),
+    **dict.fromkeys(("classes", "labels", "label_names"), "class_names"),
+    "predict_step": "predict",
+    "preprocess": "inputs",
+    "postprocess": "predict",
+}
+NEAR = 0.85  # of difflib's ratios: a plural, a misspelling
 
 __all__ = ["BUILTIN", "DataError", "Recipe", "config_of", "get_recipe", "list_class_names", "locate"]
 
@@ -55,10 +74,11 @@ def get_recipe(name: str, options: Mapping[str, Any] | None = None) -> Recipe:
 
     Raises:
         ConfigError: `name` is neither built in nor the dotted name of a `Recipe` that can be imported; it has no such
-            option, or refuses the value; or one of its methods is missing, or takes other parameters than `Recipe`'s.
+            option, or refuses the value; or one of its methods is missing, has another name, or takes other parameters.
     """
     recipe = _with_options(_find(name), name, options or {})
     _check_methods(recipe)
+    _check_names(recipe)
     return recipe
 
 
@@ -100,6 +120,26 @@ def _check_methods(recipe: Recipe) -> None:
         except TypeError:
             expected = f"expected a method with the parameters ({', '.join(parameters)})"
             raise ConfigError(f"{locate(recipe, name)}: {expected}, got {got}") from None
+
+
+def _check_names(recipe: Recipe) -> None:
+    """Refuse a name that nothing reads, and that is nearly one of `Recipe`'s or stands for one in other frameworks."""
+    own = [kind for kind in type(recipe).__mro__ if issubclass(kind, Recipe) and _package(kind) != "flyte_ddp"]
+    known = {name.replace("_", ""): name for name in dir(Recipe) if not name.startswith("_")}
+    names = {name for owner in (recipe, *own) for name in vars(owner) if not name.startswith("_")}
+    names -= {name for kind in type(recipe).__mro__ if kind not in own for name in vars(kind)}
+    for name in sorted(names - _option_types(recipe).keys()):
+        near = difflib.get_close_matches(name.replace("_", "").lower(), known, n=1, cutoff=NEAR)
+        meant = OF_OTHERS.get(name.lower()) or (known[near[0]] if near else "")
+        if meant and all(name not in (names_read(kind.__module__) or [name]) for kind in own):
+            raise ConfigError(
+                f"{locate(recipe, name)}: expected a name of Recipe's, got {name!r}, which nothing reads (did you mean "
+                f"{meant}?); a helper's name may begin with _"
+            )
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 def _option_types(recipe: Any) -> dict[str, Any]:
@@ -157,7 +197,7 @@ def _suggest_module(missing: str) -> str:
 
 def locate(recipe: Recipe, method: str) -> str:
     """Return the place of a recipe's method: file, line and name; of its class where it has that of a base class."""
-    own = getattr(type(recipe), method)
+    own = getattr(type(recipe), method, None)
     is_inherited = getattr(own, "__module__", "") in (Recipe.__module__, "flyte_ddp.recipes.tasks")
     code: Any = type(recipe) if is_inherited or not callable(own) else inspect.unwrap(own)
     try:

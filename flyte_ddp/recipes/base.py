@@ -129,8 +129,8 @@ class Recipe:
     def optimizer_groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Return the optimizer's parameter groups in the form of `torch.optim`, by default all parameters in one group.
 
-        A group may have settings of its own, such as `{"params": [...], "weight_decay": 0.0}`. The learning rate is the
-        schedule's for all groups.
+        A group may have settings of its own, such as `{"params": [...], "weight_decay": 0.0}`. Its `lr`, by default the
+        config's `learning_rate`, is the rate that the schedule scales, as `torch.optim.lr_scheduler.LambdaLR` does.
         """
         return [{"params": list(model.parameters())}]
 

@@ -332,6 +332,13 @@ class NoMethod(Line):
     num_correct = 0.5
 
 
+class TwoRates(Line):
+    """Correct: its weight has a rate of its own, its bias the config's."""
+
+    def optimizer_groups(self, model):
+        return [{"params": [model[0].weight], "lr": 0.3, "name": "weight"}, {"params": [model[0].bias]}]
+
+
 class OtherName(Recipe):
     prepare, model = Line.prepare, Line.model
 
