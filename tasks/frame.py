@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -73,6 +73,11 @@ def check_urls(**urls: str) -> None:
     """Compare a launch's URLs with the table `allowed`; a local run may name any file. Raises ConfigError."""
     if is_flyte_task():
         admission.check_urls(urls, SETTINGS.allowed)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Check the URLs and paths among a recipe's options as `check_urls`."""
+    check_urls(**admission.list_places(options, "recipe_options"))
 
 
 def check_initial_state(url: str) -> str:

@@ -19,7 +19,7 @@ from flyte_ddp.launch.process.programs import slow_imports
 from flyte_ddp.launch.rank_start import start_server
 from flyte_ddp.recipes import Recipe, config_of, get_recipe
 from flyte_ddp.recipes.prepare import describe_data, prepare_data
-from tasks.frame import check_cluster, check_initial_state, check_urls
+from tasks.frame import check_cluster, check_initial_state, check_options, check_urls
 from tasks.inputs import ClusterInput, OptionalCluster, OptionalOverrides, OptionalSource, given, location
 from tasks.resources import SMALL_TASK
 
@@ -78,6 +78,7 @@ def prepare(
         resolved = config_of(recipe, given(config))
         check_cluster(cluster)
         check_urls(data=location(source))
+        check_options(resolved.recipe_options)
         directory = Path(flytekit.current_context().working_directory, "data")
         directory.mkdir(parents=True)
         prepared = get_recipe(recipe, resolved.recipe_options)

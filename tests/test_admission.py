@@ -16,14 +16,15 @@ from flytekit.types.file import FlyteFile
 
 from flyte_ddp.__main__ import main
 from flyte_ddp.cluster.admission import Allowed, check_allowed
+from flyte_ddp.cluster.admission import check_urls as check_urls_with
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.manifest import PLURAL, cluster_spec
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin import Distributed
 from flyte_ddp.flytekit_plugin.failures import UserError
 from flyte_ddp.observers.reports.run import Report
-from tasks.frame import check_cluster, check_urls, open_task_cluster, open_task_frame
-from tasks.inputs import ClusterInput
+from tasks.frame import check_cluster, check_options, check_urls, open_task_cluster, open_task_frame
+from tasks.inputs import ClusterInput, TrainingOverrides
 from tasks.prepare import prepare
 from tasks.retrain import keep_champion
 from tasks.script import run_script
@@ -205,7 +206,7 @@ def test_a_script_on_the_command_line_in_a_pod_obeys_the_same_table(pod, tmp_pat
     assert "cluster.kind: expected one of allowed.kinds (kubernetes) in a pod, got 'local'" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST")  # on a laptop
-    monkeypatch.setattr("flyte_ddp.__main__.run_program", lambda *_: (tmp_path / "ran").touch())
+    monkeypatch.setattr("flyte_ddp.__main__.run_program", lambda *_, **options: (tmp_path / "ran").touch())
     cluster = '{"kind": "kubernetes", "kubernetes": {"image": "own:1"}}'
     assert main(["run", "--nnodes", "2", "--cluster", cluster, str(script)]) == 0
     assert (tmp_path / "ran").exists()
@@ -244,6 +245,103 @@ def test_a_launch_names_no_file_of_the_pod_and_no_server_of_its_own(pod, url, mo
         with pytest.raises(UserError, match=rf"^{name}: expected one of allowed\.urls .*, got "):
             call()
     check_urls(data="s3://bucket/x", checkpoints="")
+
+
+TEAM = Allowed(
+    urls=("s3://bucket/team/*", "https://Host.example/data", "abfs://c@a.dfs.core.windows.net/team", "/mnt/team")
+)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *(
+            "s3://bucket/team",
+            "s3://bucket/team/",
+            "s3://bucket/team/a/b.csv",
+            "s3://bucket/team//a",
+            "S3://bucket/team/a",
+        ),
+        *(
+            "s3a://bucket/team/a",
+            "https://host.example/data",
+            "https://HOST.example:443/data/a?b=c#d",
+            "file:///mnt/team/a",
+        ),
+        *("az://c@a.dfs.core.windows.net/team/a", "abfss://c@a.dfs.core.windows.net/team/a", "/mnt/team/a", ""),
+        *("s3://bucket/team/..a/b..c/...", "s3://bucket/team/50% of it"),
+    ],
+)
+def test_a_url_below_an_allowed_one_is_allowed_in_any_spelling(url):
+    check_urls_of(TEAM, url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("s3://bucket/team/../other", "s3://bucket/team/%2e%2e/other", "s3://bucket/team/%252E%252e/other"),
+        *(
+            "s3://bucket/team/..",
+            "s3://bucket/team/./../other",
+            "s3://bucket/team/./a",
+            "s3://bucket/team/a%2f..%2f../other",
+        ),
+        *("s3://bucket/team\\..\\other", "s3://bucket/team/a?/../../other", "s3://bucket/team/..;/other"),
+        *("s3://bucket/team-secret", "s3://bucket/teams/a", "s3://bucket//team/a", "s3://bucket", "s3://bucket/Team/a"),
+        *("s3://bucket.evil/team/a", "s3://other/bucket/team/a", "s3://bucket/te%61m/a", "s3://bucket@evil/team/a"),
+        *(
+            "s3a://bucket/other",
+            "S3://bucket/other",
+            "gs://bucket/team/a",
+            "s3:/bucket/team/a",
+            "s3://bucket/team/a\n",
+            " s3://b",
+        ),
+        *("https://host.example:8443/data", "https://host.example@evil/data", "https://host.example.evil/data"),
+        *(
+            "https://evil?host.example/data",
+            "https://evil#@host.example/data",
+            "http://host.example/data",
+            "//host.example/data",
+        ),
+        *("abfs://c@a.evil/team", "abfs://d@a.dfs.core.windows.net/team", "simplecache::s3://bucket/team/a"),
+        *("zip://*.csv::s3://bucket/team/a.zip", "s3://bucket/team/a::file:///etc/passwd", "github://o:r@main/a"),
+        *(
+            "/mnt/team/../other",
+            "/mnt/teams",
+            "mnt/team",
+            "file:///etc/passwd",
+            "FILE:///etc/passwd",
+            "~/x",
+            "local:///etc",
+        ),
+    ],
+)
+def test_a_url_outside_of_what_is_allowed_is_refused_in_any_spelling(url):
+    with pytest.raises(ConfigError, match=r"^url: expected one of allowed\.urls .*, got "):
+        check_urls_of(TEAM, url)
+
+
+def check_urls_of(allowed, url):
+    check_urls_with({"url": url}, allowed)
+
+
+def test_a_recipes_options_name_no_place_that_is_not_allowed(pod):
+    options = {"tokens": "bpe", "prompt": "ROMEO: a/b", "vocabulary_of": "s3://bucket/state.pt", "steps": [1, 2]}
+    check_options(options)
+    for value in (
+        "http://elsewhere/x",
+        "/var/run/secrets/token",
+        "file:///etc/passwd",
+        "s3://b/../c",
+        "filecache::http://e",
+    ):
+        for given in (value, [value], {"url": value}):
+            with pytest.raises(ConfigError, match=r"^recipe_options\.vocabulary_of.*: expected one of allowed\.urls"):
+                check_options({**options, "vocabulary_of": given})
+    config = TrainingOverrides(recipe_options={"tokens": "bpe", "vocabulary_of": "http://elsewhere/x"})
+    with pytest.raises(UserError, match=r"^recipe_options\.vocabulary_of: expected one of allowed\.urls"):
+        prepare.task_function(recipe="text", config=config)
 
 
 def test_names_of_variables_labels_and_annotations_are_compared():

@@ -8,6 +8,8 @@ So the inputs are compared with a list before anything is opened.
 from __future__ import annotations
 
 import os
+import re
+import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -21,12 +23,15 @@ from flyte_ddp.storage import redact_url
 
 URLS = ("s3://*", "gs://*", "gcs://*", "abfs://*", "abfss://*", "az://*")
 OF_PODS = ("images", "service_accounts", "secrets", "namespaces", "pod_template", "env", "labels", "annotations")
+SAME_STORES = {"s3a": "s3", "gcs": "gs", "az": "abfs", "abfss": "abfs"}
+DEFAULT_PORTS = {"http": ":80", "https": ":443"}
+LOOKS_LIKE_PLACE = re.compile(r"([a-zA-Z][\w+.-]*(://|::)|~|\.{0,2}/)\S*")
 IMAGE_VARIABLE = "FLYTE_INTERNAL_IMAGE"  # the image of this task, as registered
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """Patterns of what a run may name. `*` matches any text. Defaults are always allowed.
+    """Patterns of what a run may name. `*` matches any text, in URLs up to the next slash. Defaults are always allowed.
 
     Raises:
         ConfigError: a value is not a list of strings.
@@ -43,7 +48,7 @@ class Allowed:
     annotations: tuple[str, ...] = field((), help="names of annotations of pods")
     kinds: tuple[str, ...] = field(("kubernetes",), help="of clusters, in a pod")
     addresses: tuple[str, ...] = field((), help="of existing Dask schedulers, in a pod")
-    urls: tuple[str, ...] = field(URLS, help="of inputs, in a task of Flyte")
+    urls: tuple[str, ...] = field(URLS, help="of inputs, in a task of Flyte, each with all below it")
 
     def __post_init__(self) -> None:
         validate(self)
@@ -87,12 +92,50 @@ def check_urls(urls: Mapping[str, str], allowed: Allowed) -> None:
     Raises:
         ConfigError: one of them is not allowed; names all of them, and where they are allowed.
     """
+    # At the end, * is all below, with which each pattern is read.
+    rules = [parts[:-1] if parts[-1] == "*" else parts for parts in map(_split_url, allowed.urls)]
     _refuse(
         f"{name}: expected {_list(allowed.urls, 'allowed.urls')}, got {redact_url(url)!r}"
         for name, url in urls.items()
-        # A chain such as filecache::dask://host opens more than the URL that it begins with.
-        if url and ("::" in url or not _matches(url, allowed.urls))
+        if url and (_is_ambiguous(url) or not any(_covers(rule, _split_url(url)) for rule in rules))
     )
+
+
+def list_places(options: Mapping[str, Any], name: str) -> dict[str, str]:
+    """Return the URLs and absolute paths in `options`, at any depth, by their names for `check_urls`."""
+    found: dict[str, str] = {}
+    for key, value in options.items():
+        if isinstance(value, str) and LOOKS_LIKE_PLACE.fullmatch(value):
+            found[f"{name}.{key}"] = value
+        elif isinstance(value, (list, tuple)):
+            found |= list_places(dict(enumerate(value)), f"{name}.{key}")
+        elif isinstance(value, Mapping):
+            found |= list_places(value, f"{name}.{key}")
+    return found
+
+
+def _is_ambiguous(url: str) -> bool:
+    """Return whether a URL may open another place than it seems to: stores and servers normalize it in their own ways.
+
+    A chain such as filecache::dask://host opens more than the URL that it begins with.
+    """
+    plain = url
+    while (decoded := urllib.parse.unquote(plain)) != plain:
+        plain = decoded
+    steps = re.split(r"[/?#;]", plain.partition("://")[2] or plain)
+    return "::" in plain or "\\" in plain or not plain.isprintable() or "." in steps or ".." in steps
+
+
+def _split_url(url: str) -> tuple[str, ...]:
+    """Return scheme, host and names of a path, in one form for all URLs of the same place. A path has no host."""
+    scheme, separator, rest = url.partition("://")
+    if not separator and url != "*":
+        return "file", *url.split("/")
+    scheme = SAME_STORES.get(scheme.lower(), scheme.lower())
+    if scheme in DEFAULT_PORTS:
+        host, slash, path = re.split("[?#]", rest)[0].partition("/")
+        rest = host.rpartition("@")[2].lower().removesuffix(DEFAULT_PORTS[scheme]) + slash + path
+    return (scheme, *rest.rstrip("/").split("/")) if rest else (scheme,)
 
 
 def _refuse(findings: Iterable[str]) -> None:
