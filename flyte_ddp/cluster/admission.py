@@ -108,7 +108,7 @@ def list_places(options: Mapping[str, Any], name: str) -> dict[str, str]:
         if isinstance(value, str) and LOOKS_LIKE_PLACE.fullmatch(value):
             found[f"{name}.{key}"] = value
         elif isinstance(value, (list, tuple)):
-            found |= list_places(dict(enumerate(value)), f"{name}.{key}")
+            found |= list_places({str(index): each for index, each in enumerate(value)}, f"{name}.{key}")
         elif isinstance(value, Mapping):
             found |= list_places(value, f"{name}.{key}")
     return found
