@@ -10,7 +10,7 @@ import pytest
 
 from flyte_ddp.errors import DataError, StorageUnavailable
 from flyte_ddp.recipes.image_folder import files
-from flyte_ddp.recipes.image_folder.files import FileReader, UnreadableImage, list_files
+from flyte_ddp.recipes.image_folder.files import FileReader, UnreadableImage, list_images
 from tests.support.image_store import COLOURS, image_bytes, image_tree, prepare, running_store, write_tree
 from tests.support.runs import REPOSITORY
 
@@ -24,14 +24,18 @@ def store():
 # In a bucket
 
 
-def test_a_prefix_is_listed_page_by_page(store, prepared):
-    tree = {f"{name}/{number:04d}.png": b"" for name in ("a", "b") for number in range(1100)}
-    url = store.fill(tree | {"a/": b""})  # some tools make such objects for folders
+def test_a_prefix_of_many_files_is_listed_page_by_page_and_judged_by_names(store, prepared, monkeypatch):
+    monkeypatch.setattr(files, "MAX_LOOKS", 2000)
+    tree = {f"{name}/{number:04d}.png": b"-" for name in ("a", "b") for number in range(1100)}
+    url = store.fill(tree | {"a/": b"", "a/notes.txt": b"-"})  # some tools make such objects for folders
     before = len(store.requests)
 
-    _, train, test, _ = prepare(url, prepared)
+    _, train, test, description = prepare(url, prepared)
 
     assert len(train) + len(test) == 2200
+    assert description.endswith("; 1 file left out: 1 no image by their names")
+    assert {method for method, *_ in store.requests[before:]} == {"GET"}
+    assert len(store.requests) - before == 3
     pages = [query for _, _, query, _ in store.requests[before:] if "list-type" in query]
     assert len(pages) == 3
     assert sum("continuation-token" in query for query in pages) == 2
@@ -97,7 +101,7 @@ def timeouts(monkeypatch, request):
 def _one_file(store):
     """A reader of a bucket with a single image, and the image's file and contents."""
     contents = image_bytes(COLOURS["red"])
-    url, [file] = list_files(store.fill({"a.png": contents}))
+    url, [file], _ = list_images(store.fill({"a.png": contents}))
     store.requests.clear()
     return FileReader(url), file, contents
 

@@ -47,7 +47,9 @@ def test_classes_are_the_folders_and_both_directories_are_used_as_they_are(tmp_p
     assert recipe.class_names == ["blue", "green", "red"]
     assert (len(train), len(test)) == (12, 12)
     assert {name.split("/")[0] for name in names_in(prepared)[0]} == {"train"}
-    assert description.startswith("12 training and 12 held-out images (in val/) of 3 classes, read from ")
+    assert description.startswith(
+        "12 training and 12 held-out images (in val/) of 3 classes (blue, green, red), read fr"
+    )
     for sample in range(len(train)):
         image, label = train[sample]
         assert (image.dtype, image.shape) == (torch.uint8, (3, 32, 32))
@@ -59,12 +61,13 @@ def test_validation_images_are_preferred_and_other_files_are_counted(tmp_path, p
     tree = image_tree(("train", "test", "val"), ("blue", "red")) | {
         "train/blue/.DS_Store": b"",
         "train/blue/._000.png": b"",
-        "train/red/notes.txt": b"",
-        "train/stray.png": b"",
+        "train/red/notes.txt": b"red",
+        "train/stray.png": image_bytes(COLOURS["red"]),
     }
     *_, description = prepare(write_tree(tree, tmp_path / "tree"), prepared)
 
-    assert description.startswith("8 training and 8 held-out images (in val/) of 2 classes, 12 other files left out")
+    assert description.startswith("8 training and 8 held-out images (in val/) of 2 classes (blue, red), read from")
+    assert description.endswith("; 12 files left out: 9 outside of the folders used (test/), 2 hidden, 1 no image")
 
 
 def test_without_split_directories_a_share_is_held_out_that_stays_when_images_are_added(tmp_path):
@@ -85,22 +88,25 @@ def test_without_split_directories_a_share_is_held_out_that_stays_when_images_ar
 BROKEN_TREES = {
     "empty": ({}, "holds no files"),
     "no images": (
-        {"train/a/readme.txt": b"", "val/a/b.csv": b""},
-        "expected images .*.jpg, .*, got 2 other files",
+        {"train/a/readme.txt": b"-", "val/a/b.csv": b"-"},
+        "expected images in a folder for each class, got none in .*; 2 files left out: 2 no image",
     ),
-    "no folders": ({"a.png": b"", "b.png": b""}, "at least two classes, got no class in"),
+    "no folders": ({"a.png": image_bytes(COLOURS["red"])}, "at least two classes, got no class in"),
     "one class": (image_tree(classes=("red",)), "at least two classes, got 'red' in"),
-    "train alone": (image_tree(("train",)), "expected one of val, .* beside train/, got train/ only"),
+    "train alone": (
+        image_tree(("train",)),
+        r"one folder of training images, such as train/, and beside it .* val/ or test/, got train/ in",
+    ),
     "class only held out": (
-        {name: b"" for name in image_tree() if not name.startswith("train/green")},
+        {name: each for name, each in image_tree().items() if not name.startswith("train/green")},
         "got no training images of class 'green' in",
     ),
     "class not held out": (
-        {name: b"" for name in image_tree() if not name.startswith("val/green")},
+        {name: each for name, each in image_tree().items() if not name.startswith("val/green")},
         r"got no held-out \(in val/\) images of class 'green' in",
     ),
     "too few": (
-        {name: b"" for name in image_tree() if not name.startswith("train/blue/") or name.endswith("000.png")},
+        {name: each for name, each in image_tree().items() if name[:10] != "train/blue" or name.endswith("000.png")},
         "expected at least 2 training images of each class .*, got 1 of class 'blue'",
     ),
 }
@@ -176,7 +182,10 @@ def test_without_a_source_the_images_are_drawn_and_always_the_same(tmp_path):
         fingerprints.add(describe_data(tmp_path / name)["fingerprint"])
 
     assert len(fingerprints) == 1
-    assert description == "240 training and 80 held-out images (in val/) of 4 classes, drawn here"
+    assert (
+        description
+        == "240 training and 80 held-out images (in val/) of 4 classes (circle, cross, square, triangle), drawn here"
+    )
     assert recipe.class_names == ["circle", "cross", "square", "triangle"]
     (tmp_path / "two").rename(tmp_path / "elsewhere")  # as on another machine
     train, _ = recipe.datasets(tmp_path / "elsewhere")
@@ -272,31 +281,32 @@ def test_pixels_are_normalized_as_torchvisions_weights_want():
 BROKEN_IMAGES = {
     "missing": (None, "cannot be read: FileNotFoundError"),
     "no image": (b"<html>Not found</html>", "is no image that can be read: its format is not known"),
-    "empty": (b"", "is no image that can be read"),
+    "empty": (b"", "cannot be read: expected the listed"),
     "cut": (image_bytes(COLOURS["green"], size=(200, 200), kind="JPEG")[:700], "is no image that can be read"),
 }
 
 
-def _with_broken_images(tmp_path, kind, names=("train/green/001.png",)):
+def _prepare_broken(tmp_path, prepared, kind, names=("train/green/001.png",), **options):
+    """As `prepare`, of images of which some are broken: the cut one from the beginning, others after the listing."""
     source = write_tree(image_tree(), tmp_path / "tree")
-    for name in names:
-        file = Path(source, name)
-        if BROKEN_IMAGES[kind][0] is not None:
-            file.write_bytes(BROKEN_IMAGES[kind][0])
-    return source
-
-
-def _lose(source, kind, names):
-    if kind == "missing":
-        for name in names:
-            Path(source, name).unlink()
+    contents, _ = BROKEN_IMAGES[kind]
+    files = [Path(source, name) for name in names]
+    for file in files if kind == "cut" else ():
+        file.write_bytes(contents)
+    found = prepare(source, prepared, **options)
+    for file in files:
+        if contents is None:
+            file.unlink()
+        elif kind == "no image":
+            file.write_bytes(contents.ljust(file.stat().st_size))
+        elif kind == "empty":
+            file.write_bytes(contents)
+    return found
 
 
 @pytest.mark.parametrize("kind", BROKEN_IMAGES)
 def test_an_unreadable_image_is_named_and_fatal_by_default(tmp_path, prepared, kind):
-    source = _with_broken_images(tmp_path, kind)
-    _, train, _, _ = prepare(source, prepared)
-    _lose(source, kind, ["train/green/001.png"])
+    _, train, _, _ = _prepare_broken(tmp_path, prepared, kind)
 
     with pytest.raises(DataError, match=f"^data: .*/train/green/001.png {BROKEN_IMAGES[kind][1]}"):
         [train[sample] for sample in range(len(train))]
@@ -304,9 +314,7 @@ def test_an_unreadable_image_is_named_and_fatal_by_default(tmp_path, prepared, k
 
 @pytest.mark.parametrize("kind", BROKEN_IMAGES)
 def test_an_unreadable_image_may_be_replaced_by_the_next_of_its_class(tmp_path, prepared, kind, caplog):
-    source = _with_broken_images(tmp_path, kind)
-    _, train, test, _ = prepare(source, prepared, unreadable="skip", augment=False)
-    _lose(source, kind, ["train/green/001.png"])
+    _, train, test, _ = _prepare_broken(tmp_path, prepared, kind, unreadable="skip", augment=False)
     train.prefetch(range(12))
     samples = [train[sample] for sample in range(12)]
 
@@ -324,16 +332,14 @@ def test_an_unreadable_image_may_be_replaced_by_the_next_of_its_class(tmp_path, 
 
 def test_a_class_without_readable_images_is_always_fatal(tmp_path, prepared):
     names = [f"train/green/{number:03d}.png" for number in range(4)]
-    source = _with_broken_images(tmp_path, "no image", names)
-    _, train, _, _ = prepare(source, prepared, unreadable="skip")
+    _, train, _, _ = _prepare_broken(tmp_path, prepared, "no image", names, unreadable="skip")
 
     with pytest.raises(DataError, match="nor can the images that follow it in class 'green'"):
         train[5]
 
 
 def test_an_error_in_a_loader_process_is_the_same_line(tmp_path, prepared):
-    source = _with_broken_images(tmp_path, "no image")
-    recipe, train, _, _ = prepare(source, prepared)
+    recipe, train, _, _ = _prepare_broken(tmp_path, prepared, "no image")
     (samples,) = open_samples([train], recipe, TrainingConfig(data_workers=1), ALONE)
 
     with pytest.raises(DataError) as caught:

@@ -9,10 +9,11 @@ import logging
 import os
 import random
 import shutil
+import stat
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
@@ -28,6 +29,7 @@ T = TypeVar("T")
 UPLOAD_PART = 8 << 20  # bytes of one request
 FIRST_PAUSE, MAX_PAUSE = 0.5, 15.0  # seconds between two tries
 STORE_TIMEOUT = 600.0  # seconds that an operation keeps trying while the store is away
+HEADS_AT_ONCE = 1000  # files whose beginnings one call requests
 ACCESS_CHECK_TIMEOUT = 60.0  # seconds; nothing has been started yet that would be lost
 
 logger = logging.getLogger(__name__)
@@ -226,6 +228,37 @@ class Storage:
         except FileNotFoundError:
             return []
 
+    def find(self) -> dict[str, dict[str, Any]]:
+        """Return the file system's `info` of each file below, by its name relative to `url`; none if nothing is there.
+
+        Links to files and directories are followed, but not in a circle. One that leads nowhere has the type "other".
+        """
+        root = self.root.rstrip("/")
+        list_files = (lambda: _walk(root)) if self.is_local else lambda: self.file_system.find(root, detail=True)
+        try:
+            found: dict[str, dict[str, Any]] = self.retry(list_files)
+        except FileNotFoundError:
+            return {}
+        return {path[len(root) :].lstrip("/"): info for path, info in found.items() if not path.endswith("/")}
+
+    def read_heads(self, names: Sequence[str], size: int) -> list[bytes]:
+        """Return the first `size` bytes of each file, many requested at once; b"" of one that cannot be read."""
+
+        def read(path: str) -> bytes:
+            try:
+                return cast(bytes, self.retry(lambda: self.file_system.cat_file(path, start=0, end=size)))
+            except (FileNotFoundError, StorageDenied):
+                return b""
+
+        paths = [f"{self.root}/{name}" for name in names]
+        if self.is_local:  # cat_file would ask for the size first
+            return [_read_head(path, size) for path in paths]
+        heads: list[bytes | Exception] = []
+        for first in range(0, len(paths), HEADS_AT_ONCE):
+            part = paths[first : first + HEADS_AT_ONCE]
+            heads += self.file_system.cat_ranges(part, [0] * len(part), [size] * len(part), on_error="return")
+        return [read(path) if isinstance(head, Exception) else head for path, head in zip(paths, heads, strict=True)]
+
     def modified(self, name: str) -> float:
         """Return when `name` was last written, in seconds since the epoch by the store's clock.
 
@@ -308,6 +341,35 @@ def fetch_file(url: str, file: str | os.PathLike[str], field: str = "url", timeo
         os.replace(part, file)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _walk(directory: str, above: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
+    """Return the files below `directory` by their paths. `above`: the real paths of the directories that led here."""
+    found: dict[str, dict[str, Any]] = {}
+    if not above and os.path.isfile(directory):
+        return {directory: {"type": "file", "size": os.path.getsize(directory)}}
+    real = os.path.realpath(directory)
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            try:
+                status = entry.stat()
+            except OSError:  # a link to nothing, or to itself
+                found[entry.path] = {"type": "other"}
+                continue
+            if not stat.S_ISDIR(status.st_mode):
+                kind = "file" if stat.S_ISREG(status.st_mode) else "other"
+                found[entry.path] = {"type": kind, "size": status.st_size, "mtime": status.st_mtime}
+            elif os.path.realpath(entry.path) not in (*above, real):
+                found.update(_walk(entry.path, (*above, real)))
+    return found
+
+
+def _read_head(path: str, size: int) -> bytes:
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.read(size)
+    except OSError:
+        return b""
 
 
 @contextlib.contextmanager

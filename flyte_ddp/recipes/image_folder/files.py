@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import io
 import os
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.errors import DataError, StorageDenied
+from flyte_ddp.recipes.contents import IMAGE, kind_of
 from flyte_ddp.storage import Storage, has_password
 
 if TYPE_CHECKING:
@@ -23,6 +25,10 @@ MAX_SHORT_READS = 3  # reads of a file with another size than listed, before it 
 REQUEST_TIMEOUT = 30.0  # seconds without a byte before one try at one file fails
 STORE_TIMEOUT = 240.0  # seconds that a file waits for a store that cannot be reached; below the default stall_timeout
 CONCURRENT_READS = 8  # of each process
+HEAD = 512  # bytes that tell an image from another file
+MAX_LOOKS = 10_000  # files of a store whose beginnings are read, for half a minute
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif")
+WHITES = (255, (1 << 12) - 1, (1 << 16) - 1, (1 << 31) - 1)  # of images with more than 8 bits a pixel
 
 
 class UnreadableImage(DataError):
@@ -38,8 +44,11 @@ class File:
     version: str  # ETag or time of the last change; "" where the store has neither
 
 
-def list_files(url: str, anonymous: bool = False) -> tuple[str, list[File]]:
-    """Return (the URL in full, all files below it sorted by name). An object store is listed page by page.
+def list_images(url: str, anonymous: bool = False) -> tuple[str, list[File], Counter[str]]:
+    """Return (the URL in full, all images below it sorted by name, the number of other files by what they are).
+
+    An object store is listed page by page. What is an image tells its beginning, not its name; of more than `MAX_LOOKS`
+    files in a store, which that many requests would take too long, the name does, until the image is read.
 
     Raises:
         DataError: there is nothing, or the URL has a password.
@@ -50,17 +59,31 @@ def list_files(url: str, anonymous: bool = False) -> tuple[str, list[File]]:
         raise DataError("data: expected a URL without a user name or a password; give them in the environment instead")
     # S3's own client repeats a page that fails, for which a listing need not begin again.
     storage = _open(url, anonymous, num_tries=4)
-    root = storage.root.rstrip("/")
-    try:
-        found = storage.retry(lambda: storage.file_system.find(root, detail=True))
-    except FileNotFoundError:
-        found = {}
-    files = [_file(path[len(root) :].lstrip("/"), info) for path, info in found.items() if not path.endswith("/")]
-    if not files or [file.name for file in files] == [""]:
+    found = storage.find()
+    if not found or "" in found:
         raise DataError(
             f"data: expected a directory or a prefix with a folder for each class, got {url}, which holds no files"
         )
-    return storage.file_system.unstrip_protocol(root), sorted(files, key=lambda file: file.name)
+    others: Counter[str] = Counter()
+    files = []
+    for name in sorted(found):
+        if any(part.startswith((".", "__MACOSX")) for part in name.split("/")):
+            others["hidden"] += 1
+        elif found[name]["type"] == "other":
+            others["no regular file"] += 1
+        elif found[name].get("size") == 0:
+            others["empty"] += 1
+        else:
+            files.append(_file(name, found[name]))
+    if storage.is_local or len(files) <= MAX_LOOKS:
+        heads = storage.read_heads([file.name for file in files], HEAD)
+        kinds = [kind_of(head) if head else "unreadable" for head in heads]
+        others.update("unreadable" if kind == "unreadable" else "no image" for kind in kinds if kind != IMAGE)
+        images = [file for file, kind in zip(files, kinds, strict=True) if kind == IMAGE]
+    else:
+        images = [file for file in files if file.name.lower().endswith(SUFFIXES)]
+        others["no image by their names"] += len(files) - len(images)
+    return storage.file_system.unstrip_protocol(storage.root.rstrip("/")), images, others
 
 
 class FileReader:
@@ -118,7 +141,10 @@ class FileReader:
 
 
 def decode_image(contents: bytes) -> Image:
-    """Decode an image to RGB, upright, with transparent parts on white and 16 bits scaled to 8.
+    """Decode an image to RGB, upright, with transparent parts on white and more than 8 bits scaled to 8.
+
+    White is 1 for floats, and for whole numbers the largest one of 8, 12, 16 or 31 bits: of these the smallest that no
+    pixel exceeds, because many a 12-bit picture lies in a file of 16 or 32 bits that does not tell.
 
     Raises:
         Exception: of any kind; a damaged file can fail anywhere in the reading.
@@ -131,8 +157,12 @@ def decode_image(contents: bytes) -> Image:
     except UnidentifiedImageError:
         raise ValueError("its format is not known") from None
     image: Image.Image = ImageOps.exif_transpose(opened)
-    if image.mode.startswith("I"):  # of 16 bits, of which convert() would cut off all above 255
-        return Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)).convert("RGB")
+    if image.mode[0] in "IF":  # of which convert() would cut off all above 255
+        pixels = np.nan_to_num(np.asarray(image, dtype=np.float64))
+        white = next((white for white in (1, *WHITES)[image.mode != "F" :] if white >= pixels.max()), pixels.max())
+        return Image.fromarray((pixels.clip(0) * 256 / (white + (white > 1))).clip(0, 255).astype(np.uint8)).convert(
+            "RGB"
+        )
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         opaque = Image.new("RGBA", image.size, "white")
         opaque.alpha_composite(image.convert("RGBA"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.errors import DataError
+from flyte_ddp.recipes.contents import report_left_out
 from flyte_ddp.recipes.image_folder.files import File
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-TRAIN, HELD_OUT = "train", ("val", "valid", "validation", "test")  # directories; of the held-out ones the first counts
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+_FILLER = "(?:images?|imgs?|pictures?|photos?|data|dataset|set|split|seg|folder)*"
+SPLITS = {  # names of directories, of which only the letters count; of the held-out ones the first kind is used
+    "train": re.compile(f"{_FILLER}(?:train|training|trn){_FILLER}"),
+    "val": re.compile(f"{_FILLER}(?:val|valid|validate|validation|dev|eval|evaluation|heldout|holdout){_FILLER}"),
+    "test": re.compile(f"{_FILLER}(?:test|testing|tst){_FILLER}"),
+}
+MAX_NAMES = 10  # of folders and classes in a description
 FILES = ("index.json", "train.npz", "test.npz")
 
 Labelled = Sequence[tuple[str, File]]  # images, each with the name of its class
@@ -84,44 +91,64 @@ def read_index(directory: Path) -> Index:
     return Index(**json.loads((directory / FILES[0]).read_text()), train=lists[0], test=lists[1])
 
 
-def split_images(where: str, files: Sequence[File], share: float, min_images: int) -> tuple[Labelled, Labelled, str]:
-    """Return the training and the held-out images among `files`, and a description for the report.
+def split_images(
+    where: str, images: Sequence[File], left_out: Counter[str], share: float, min_images: int
+) -> tuple[Labelled, Labelled, str]:
+    """Return the training and the held-out ones of `images`, and a description for the report.
 
-    If there are directories `train` and one of `HELD_OUT`, the folders in them are the classes. Else the top folders
-    are the classes, and `share` of their images is held out. An image's side depends on its name only, so it does not
-    change when others are added.
+    If there are directories for training and held-out images, by their names in `SPLITS`, the folders in them are the
+    classes. Else the top folders are the classes, and `share` of their images is held out. An image's side depends on
+    its name only, so it does not change when others are added.
 
     Args:
         where: the URL, for errors.
+        left_out: files by the reason why they are not used, to which those of other folders are added.
 
     Raises:
-        DataError: no images, fewer than two classes, a class that one side lacks, or one with fewer than `min_images`.
+        DataError: no images, fewer than two classes, a class that one side lacks, one with fewer than `min_images`, or
+            folders of which it is not clear what they are for.
     """
-    images = [file for file in files if file.name.lower().endswith(SUFFIXES) and not _is_hidden(file.name)]
     if not images:
-        raise DataError(f"data: expected images ({', '.join(SUFFIXES)}), got {len(files):,} other files in {where}")
-    tops = {file.name.split("/")[0] for file in images if "/" in file.name}
-    if TRAIN in tops and tops <= {TRAIN, *HELD_OUT}:
-        held_out = next((name for name in HELD_OUT if name in tops), "")
-        if not held_out:
+        raise DataError(
+            f"data: expected images in a folder for each class, got none in {where}{report_left_out(left_out)}"
+        )
+    tops = sorted({file.name.split("/")[0] for file in images if "/" in file.name})
+    nested = {file.name.split("/")[0] for file in images if file.name.count("/") > 1}
+    roles = {role: [top for top in tops if names.fullmatch(_letters(top))] for role, names in SPLITS.items()}
+    train_tops, held_out_tops = roles["train"], roles["val"] or roles["test"]
+    if (train_tops and held_out_tops) or nested.intersection(train_tops + held_out_tops):
+        if len(train_tops) != 1 or len(held_out_tops) != 1:
             raise DataError(
-                f"data: expected one of {', '.join(HELD_OUT)} beside {TRAIN}/, got {TRAIN}/ only in {where}"
+                "data: expected one folder of training images, such as train/, and beside it one of held-out images, "
+                f"such as val/ or test/, got {_list([f'{top}/' for top in tops])} in {where}"
             )
-        train, test = _in_folders(images, TRAIN + "/"), _in_folders(images, held_out + "/")
-        how = f"in {held_out}/"
+        train, test = (_in_folders(images, f"{top}/") for top in (train_tops[0], held_out_tops[0]))
+        how = f"in {held_out_tops[0]}/"
+        others = _list([f"{top}/" for top in tops if top not in (train_tops[0], held_out_tops[0])])
+        reason = f"outside of the folders used ({others})" if others else "in no class's folder"
     else:
         labelled = _in_folders(images, "")
         train = [pair for pair in labelled if _hash_to_unit(pair[1].name) >= share]
         test = [pair for pair in labelled if _hash_to_unit(pair[1].name) < share]
-        how = f"{share:g} of all, by name"
+        how, reason = f"{share:g} of all, by name", "in no class's folder"
     counts = _check_classes(where, train, test, how, min_images)
-    others = len(files) - len(train) - len(test)
-    left_out = f", {others:,} other files left out" if others else ""
+    left_out[reason] += len(images) - len(train) - len(test)
+    classes = f" ({_list(sorted(counts))})" if len(counts) <= MAX_NAMES else ""
     return (
         train,
         test,
-        f"{len(train):,} training and {len(test):,} held-out images ({how}) of {len(counts):,} classes{left_out}",
+        f"{len(train):,} training and {len(test):,} held-out images ({how}) of {len(counts):,} classes{classes}",
     )
+
+
+def _letters(name: str) -> str:
+    return re.sub("[^a-z]", "", name.lower())
+
+
+def _list(names: Sequence[str]) -> str:
+    """Return the first of `names`, which may hold any bytes, and how many more there are."""
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]).encode("utf-8", "backslashreplace").decode() + more
 
 
 def _check_classes(where: str, train: Labelled, test: Labelled, how: str, min_images: int) -> Mapping[str, int]:
@@ -154,10 +181,6 @@ def _in_folders(images: Sequence[File], directory: str) -> list[tuple[str, File]
         for file in images
         if file.name.startswith(directory) and "/" in file.name[start:]
     ]
-
-
-def _is_hidden(name: str) -> bool:
-    return any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
 
 
 def _hash_to_unit(name: str) -> float:

@@ -18,12 +18,13 @@ from flyte_ddp.config.fields import field, validate
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.events import Prediction
 from flyte_ddp.recipes.base import Recipe
+from flyte_ddp.recipes.contents import report_left_out
 from flyte_ddp.recipes.image_folder import shapes
 from flyte_ddp.recipes.image_folder.files import (
     FileReader,
     UnreadableImage,
     decode_image,
-    list_files,
+    list_images,
 )
 from flyte_ddp.recipes.image_folder.index import ImageList, read_index, split_images, write_index
 from flyte_ddp.recipes.image_folder.models import (
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 IMAGE_SIZE = 224  # pixels: what torchvision's weights were trained with
 MEAN, STANDARD_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as torchvision's weights want
 CROP_SCALE = (0.35, 1.0)  # share of an image's area; torchvision's 0.08 is for long trainings from fresh weights
+MAX_ASPECT = 16  # of an image that is resized whole
 MAX_REPLACEMENTS = 10  # images of a class tried in place of one; if none can be read, the image is not the cause
 SHOWN_SIZE, SHOWN_SCORES = 64, 10  # of a prediction in the report: pixels of a side, likeliest classes
 OWN_IMAGES = "images"  # in the directory of the prepared data
@@ -92,21 +94,21 @@ class ImageFolder(Recipe):
         """Write which images there are, of which class and for which purpose.
 
         Args:
-            source: a directory or URL with either `train` and `val` (or `test`) or the classes' folders themselves, of
-                whose images a share is then held out; "" draws images of four shapes.
+            source: a directory or URL with either folders such as `train` and `val` or the classes' folders themselves,
+                of whose images a share is then held out; "" draws images of four shapes.
         """
         check_architecture(self.architecture)
         if source:
-            url, files = list_files(source, self.anonymous)
+            url, files, others = list_images(source, self.anonymous)
         else:
             shapes.draw_images(directory / OWN_IMAGES)
-            url, files = OWN_IMAGES, list_files(str(directory / OWN_IMAGES))[1]
+            url, (_, files, others) = OWN_IMAGES, list_images(str(directory / OWN_IMAGES))
             # The time at which they were drawn does not make them others.
             files = [dataclasses.replace(file, version="") for file in files]
-        train, test, description = split_images(source or OWN_IMAGES, files, self.held_out, self.min_images)
+        train, test, description = split_images(source or OWN_IMAGES, files, others, self.held_out, self.min_images)
         image_size = self.image_size or (IMAGE_SIZE if source else shapes.SIZE)
         write_index(directory, url, image_size, train, test)
-        return f"{description}, " + (f"read from {url}" if source else "drawn here")
+        return f"{description}, " + (f"read from {url}" if source else "drawn here") + report_left_out(others)
 
     def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
         """Return the images in bytes, (3, S, S), and the numbers of their classes."""
@@ -197,7 +199,11 @@ class Images:
         if self.augments:
             image = transforms.RandomHorizontalFlip()(transforms.RandomResizedCrop(size, CROP_SCALE)(image))
         else:
-            # All but an eighth of the shorter side, as torchvision's own evaluation has it.
+            # All but an eighth of the shorter side, as torchvision's own evaluation has it. Of a very long image only
+            # the middle is resized: all of 3 x 6,000 pixels would be 256 x 512,000.
+            longest = MAX_ASPECT * min(image.size)
+            if max(image.size) > longest:
+                image = transforms.CenterCrop([min(side, longest) for side in reversed(image.size)])(image)
             image = transforms.CenterCrop(size)(transforms.Resize(size * 8 // 7)(image))
         return transforms.PILToTensor()(image), int(self.images.labels[sample])
 

@@ -1,0 +1,65 @@
+"""What a file is by its first bytes, whatever its name says, and how a recipe tells what it left out. No torch."""
+
+from __future__ import annotations
+
+import codecs
+import logging
+import re
+from collections import Counter
+from collections.abc import Mapping
+
+HEAD = 1 << 16  # bytes that tell text from other contents; every other kind shows in the first 512
+
+IMAGE, GZIP, PARQUET, EMPTY, OTHER = "image", "gzip", "Parquet", "empty", "neither text nor anything else that is read"
+NO_UTF8 = "text in neither UTF-8 nor UTF-16 with a byte order mark"
+
+_KINDS = {  # in this order
+    EMPTY: rb"\Z",
+    GZIP: rb"\x1f\x8b\x08",
+    PARQUET: rb"PAR1",
+    IMAGE: rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8[79]a|RIFF.{4}WEBP|II[*+]\0|MM\0[*+]"
+    rb"|BM.{12}[\x0c\x28\x34\x38\x6c\x7c]\0\0\0|P[1-6]\s(?:\s*#[^\n]*\n)*\s*\d+\s+\d+\s"
+    rb"|.{4}ftypavi[fs]|\0\0\0\x0cjP  |\xff\x4f\xff\x51",
+    "zip": rb"PK(?:\x03\x04|\x05\x06|\x07\x08)",
+    "PDF": rb"\s*%PDF-",
+    "bzip2": rb"BZh\d1AY&SY",
+    "xz": rb"\xfd7zXZ\0",
+    "zstd": rb"\x28\xb5\x2f\xfd",
+    # Encodings, by Python's names. The mark of UTF-32 begins with that of UTF-16.
+    "utf-8-sig": codecs.BOM_UTF8,
+    "utf-32": rb"\xff\xfe\0\0|\0\0\xfe\xff",
+    "utf-16": rb"\xff\xfe|\xfe\xff",
+}
+ENCODINGS = ("utf-8", "utf-8-sig", "utf-16", "utf-32")
+
+logger = logging.getLogger(__name__)
+
+
+def kind_of(head: bytes) -> str:
+    """Return what a file is that begins with `head`: an encoding of text, another kind, `NO_UTF8` or `OTHER`."""
+    for kind, pattern in _KINDS.items():
+        if re.match(pattern, head, re.DOTALL):
+            return kind
+    if b"\0" in head:
+        return OTHER
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)  # the last character may be cut
+    except UnicodeDecodeError:
+        return NO_UTF8
+    return "utf-8"
+
+
+def report_left_out(counts: Mapping[str, int], what: str = "file") -> str:
+    """Log and return the end of a description, such as "; 3 files left out: 2 no image, 1 empty".
+
+    Args:
+        counts: of what was left out, by its reason; the result is "" where nothing was.
+        what: was left out, in the singular.
+    """
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in Counter(counts).most_common() if count)
+    if not reasons:
+        return ""
+    total = sum(counts.values())
+    text = f"{total:,} {what}{'s' * (total != 1)} left out: {reasons}"
+    logger.warning("data: %s", text)
+    return f"; {text}"

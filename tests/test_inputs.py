@@ -1,0 +1,275 @@
+"""Input is judged by its contents, not by its name; what is left out is counted by reason and told."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from flyte_ddp.errors import DataError
+from flyte_ddp.recipes.image_folder.files import decode_image
+from flyte_ddp.recipes.image_folder.recipe import Images
+from tests.support.image_store import COLOURS, image_bytes, prepare, running_store, write_tree
+
+# Folders of images
+
+PICTURE = image_bytes(COLOURS["red"])
+
+
+def saved(image, kind, **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def folders(*names, classes=("a", "b"), count=4):
+    return {f"{top}/{name}/{n}.png": PICTURE for top in names for name in classes for n in range(count)}
+
+
+@pytest.mark.parametrize(
+    ("tree", "held_out", "left_out"),
+    [
+        (folders("Train", "Test"), "Test", ""),
+        (folders("TRAIN", "VAL"), "VAL", ""),
+        (folders("training", "testing"), "testing", ""),
+        (folders("train", "validation"), "validation", ""),
+        (folders("train", "dev"), "dev", ""),
+        (folders("train_images", "test_images"), "test_images", ""),
+        (folders("Training Set", "Validation Set"), "Validation Set", ""),
+        (folders("train2017", "val2017"), "val2017", ""),
+        (folders("seg_train", "seg_test"), "seg_test", ""),
+        (folders("train", "val", "extra"), "val", "8 outside of the folders used (extra/)"),
+        (folders("train", "valid", "test"), "valid", "8 outside of the folders used (test/)"),
+        (folders("train", "val") | {"unlabelled/1.png": PICTURE}, "val", "1 outside of the folders used (unlabelled/)"),
+        (folders("train", "val") | {"train/1.png": PICTURE}, "val", "1 in no class's folder"),
+        (folders("train", "val") | {"train/a/c/1.png": PICTURE}, "val", ""),
+    ],
+    ids=lambda value: ",".join(dict.fromkeys(name.split("/")[0] for name in value)) if isinstance(value, dict) else "",
+)
+def test_usual_names_of_splits_are_never_classes(tmp_path, prepared, tree, held_out, left_out):
+    recipe, train, test, description = prepare(write_tree(tree, tmp_path / "tree"), prepared)
+
+    assert recipe.class_names == ["a", "b"]
+    assert (len(train), len(test)) == (8 + ("train/a/c/1.png" in tree), 8)
+    assert f"(in {held_out}/) of 2 classes (a, b), read from" in description
+    told = description.partition("left out: ")[2]
+    assert told == left_out
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        (folders("train", "more"), r"one folder of training images, .* got more/, train/ in"),
+        (folders("Train", "train", "val"), r"one folder of training images, .* got Train/, train/, val/ in"),
+        (folders("train", "test", "testing"), r"beside it one of held-out images, .* got test/, testing/, train/ in"),
+        (folders("val", "test"), "one folder of training images, .* got test/, val/ in"),
+        (folders(".", "test"), "one folder of training images, .* got a/, b/, test/ in"),
+    ],
+)
+def test_folders_of_unclear_purpose_are_refused_in_one_line(tmp_path, prepared, tree, expected):
+    with pytest.raises(DataError, match=f"^data: expected .*{expected} [^\n]*$"):
+        prepare(write_tree(tree, tmp_path / "tree"), prepared)
+
+
+def test_folders_that_hold_images_themselves_are_classes_whatever_their_names(tmp_path, prepared):
+    tree = {f"{name}/{number}.png": PICTURE for name in ("train", "bus", "valid") for number in range(20)}
+    del tree["valid/0.png"]
+    vehicles = {name: contents for name, contents in tree.items() if not name.startswith("valid")}
+    recipe, *_ = prepare(write_tree(vehicles, tmp_path / "vehicles"), prepared)
+    assert recipe.class_names == ["bus", "train"]
+
+
+FILES = {  # name: (contents, its reason to be left out, "" for an image)
+    "jpeg.png": (saved(Image.new("RGB", (40, 40)), "JPEG"), ""),
+    "jpeg.txt": (saved(Image.new("RGB", (40, 40)), "JPEG"), ""),
+    "without_suffix": (saved(Image.new("RGB", (40, 40)), "WEBP"), ""),
+    "UPPER.JPG": (saved(Image.new("CMYK", (40, 40)), "JPEG"), ""),
+    "palette.gif": (saved(Image.new("P", (40, 40)), "GIF"), ""),
+    "animated.gif": (
+        saved(Image.new("P", (40, 40)), "GIF", save_all=True, append_images=[Image.new("P", (40, 40), 9)]),
+        "",
+    ),
+    "bitmap.dat": (saved(Image.new("RGB", (40, 40)), "BMP"), ""),
+    "tiff.img": (saved(Image.new("I;16", (40, 40)), "TIFF"), ""),
+    "grey.pgm": (b"P5\n# Created by a program with a long name and a long address\n40 40\n255\n" + bytes(1600), ""),
+    os.fsdecode(b"caf\xe9.jpg"): (PICTURE, ""),
+    "linked.png": (Path("a/jpeg.png"), ""),
+    "broken_link.png": (Path("nowhere.png"), "no regular file"),
+    "circle.png": (Path("a/circle.png"), "no regular file"),
+    "text.jpg": (b"404 Not Found", "no image"),
+    "page.png": (b"<!DOCTYPE html>", "no image"),
+    "BMW.txt": (b"BMW is a make of cars", "no image"),
+    "Thumbs.db": (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(99), "no image"),
+    "archive.jpg": (b"PK\x03\x04" + bytes(99), "no image"),
+    "svg.jpg": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no image"),
+    "empty.jpg": (b"", "empty"),
+    ".DS_Store": (b"\0\0\0\1Bud1", "hidden"),
+    "._jpeg.jpg": (PICTURE, "hidden"),
+}
+
+
+def test_images_are_known_by_their_contents_and_other_files_are_counted_by_reason(tmp_path, prepared, caplog):
+    tree = folders("train", "val")
+    source = tmp_path / "tree"
+    write_tree(tree | {"__MACOSX/train/a/0.png": PICTURE}, source)
+    for name, (contents, _) in FILES.items():
+        file = source / "train/a" / name
+        if isinstance(contents, Path):
+            file.symlink_to(source / "train" / contents)
+        else:
+            file.write_bytes(contents)
+    recipe, train, _, description = prepare(source, prepared)
+
+    good = {f"train/a/{name}" for name, (_, reason) in FILES.items() if not reason}
+    found = {train.images.file(sample).name for sample in range(len(train))}
+    assert found == good | {name for name in tree if name.startswith("train")}
+    told = "11 files left out: 6 no image, 3 hidden, 2 no regular file, 1 empty"
+    assert description.endswith(f"; {told.replace('11', '12')}")
+    assert any("12 files left out" in record.getMessage() for record in caplog.records)
+    assert all(train[sample][0].shape == (3, 32, 32) for sample in range(len(train)))
+    assert recipe.class_names == ["a", "b"]
+
+
+def test_the_beginnings_of_a_stores_files_decide_too_and_nothing_more_is_read(prepared):
+    with running_store() as store:
+        tree = folders("train", "val") | {
+            "train/a/photo": PICTURE,
+            "train/a/text.jpg": b"no image" * 1000,
+            "train/b/empty.jpg": b"",
+        }
+        url = store.fill(tree)
+        before = len(store.requests)
+        _, train, _, description = prepare(url, prepared)
+        methods = [method for method, *_ in store.requests[before:]]
+    assert len(train) == 9
+    assert description.endswith("; 2 files left out: 1 empty, 1 no image")
+    assert methods == ["GET"] * (1 + len(tree) - 1)  # a listing, and one of each file that is not empty
+
+
+def test_linked_folders_are_classes_and_circles_of_links_end(tmp_path, prepared):
+    source = tmp_path / "tree"
+    elsewhere = write_tree({f"{n}.png": PICTURE for n in range(4)}, tmp_path / "elsewhere")
+    write_tree(folders("train", "val", classes=("a",)), source)
+    for split in ("train", "val"):
+        (source / split / "b").symlink_to(elsewhere)
+    (source / "train/a/again").symlink_to(source)
+    (source / "val/loop").symlink_to("loop")
+    recipe, train, test, description = prepare(source, prepared)
+
+    assert recipe.class_names == ["a", "b"]
+    assert (len(train), len(test)) == (8, 8)
+    assert train[7][1] == 1
+    assert description.endswith("; 1 file left out: 1 no regular file")
+
+
+# Pixels
+
+
+def tiff_of_12_bits(value, size=8):
+    """A TIFF with 12 bits a pixel, which PIL reads but does not write."""
+    row = (value << 12 | value).to_bytes(3, "big") * (size // 2)
+    entries = [(256, size), (257, size), (258, 12), (259, 1), (262, 1), (273, 134), (277, 1), (278, size)]
+    entries.append((279, size * len(row)))
+    head = struct.pack("<2sHIH", b"II", 42, 8, len(entries))
+    fields = b"".join(struct.pack("<HHII", tag, 4 if tag > 270 else 3, 1, number) for tag, number in entries)
+    return (head + fields + bytes(4)).ljust(134, b"\0") + row * size
+
+
+def uniform(value, dtype, mode=None):
+    image = Image.fromarray(np.full((8, 8), value, dtype=dtype))
+    assert mode is None or image.mode == mode
+    return image
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        saved(uniform(0.5, np.float32, "F"), "TIFF"),
+        saved(uniform(127.5, np.float32, "F"), "TIFF"),
+        saved(uniform(1 << 30, np.int32, "I"), "TIFF"),
+        saved(uniform(1 << 15, np.int32, "I"), "TIFF"),
+        saved(uniform(128, np.int32, "I"), "TIFF"),
+        saved(uniform(1 << 15, np.uint16), "TIFF"),
+        saved(uniform(1 << 15, np.uint16), "PNG"),
+        saved(uniform(1 << 11, np.uint16), "PNG"),
+        tiff_of_12_bits(1 << 11),
+        b"P5 8 8 4095\n" + b"\x08\x00" * 64,
+        saved(uniform(128, np.uint8), "PNG"),
+    ],
+    ids=[
+        "float",
+        "float-255",
+        "int32",
+        "int32-16",
+        "int32-8",
+        "16-tiff",
+        "16-png",
+        "12-in-16",
+        "12-tiff",
+        "12-pgm",
+        "8",
+    ],
+)
+def test_half_grey_is_half_grey_at_any_depth(contents):
+    image = decode_image(contents)
+    assert (image.mode, image.size) == ("RGB", (8, 8))
+    assert image.getpixel((4, 4)) == pytest.approx((128,) * 3, abs=1)
+
+
+def test_black_and_white_of_floats_are_black_and_white():
+    pixels = np.array([[-1.0, 0.0, 0.25, 1.0, np.nan]], dtype=np.float32)
+    image = decode_image(saved(Image.fromarray(pixels), "TIFF"))
+    assert [image.getpixel((column, 0))[0] for column in range(5)] == [0, 0, 64, 255, 0]
+
+
+@pytest.mark.parametrize("size", [(3, 6000), (6000, 3), (40, 30)])
+def test_a_long_image_takes_no_more_memory_and_is_torchvisions_middle(size, monkeypatch):
+    from torchvision import transforms
+
+    noise = np.random.RandomState(0).randint(0, 256, (*size[::-1], 3), dtype=np.uint8)
+    picture = Image.fromarray(noise)
+    sizes = []
+    resize = Image.Image.resize
+
+    def watch(self, size, *arguments, **options):
+        sizes.append(size)
+        return resize(self, size, *arguments, **options)
+
+    monkeypatch.setattr(Image.Image, "resize", watch)
+    image, _ = Images(
+        images=_OneImage(),
+        classes=["a"],
+        reader=_Reader(saved(picture, "PNG")),
+        image_size=32,
+        augments=False,
+        skips=False,
+    )[0]
+
+    assert max(max(size) for size in sizes) <= 16 * 36
+    # The same part of the image as torchvision's own evaluation takes, whose 3 x 600 pixels in the middle are enough.
+    middle = transforms.CenterCrop([min(side, 600) for side in size[::-1]])(picture)
+    expected = transforms.PILToTensor()(transforms.CenterCrop(32)(transforms.Resize(36)(middle)))
+    assert (image.int() - expected.int()).abs().float().mean() < (1 if max(size) == 40 else 12)
+
+
+class _OneImage:
+    labels = np.array([0])
+
+    def __len__(self):
+        return 1
+
+    def file(self, sample):
+        return "one.png"
+
+
+class _Reader:
+    def __init__(self, contents):
+        self.contents = contents
+
+    def read(self, file):
+        return self.contents
