@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
 import struct
+import zipfile
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 from PIL import Image
+from pyarrow import parquet
 
 from flyte_ddp.errors import DataError
+from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.image_folder.files import decode_image
 from flyte_ddp.recipes.image_folder.recipe import Images
+from flyte_ddp.recipes.prepare import describe_data, prepare_data
+from flyte_ddp.recipes.text.corpus import Corpus
 from tests.support.image_store import COLOURS, image_bytes, prepare, running_store, write_tree
 
 # Folders of images
@@ -273,3 +281,92 @@ class _Reader:
 
     def read(self, file):
         return self.contents
+
+
+# Text
+
+STORIES = [f"{number}: " + "a story of its own, über alles " * 20 + "\n" for number in range(12)]
+
+
+def zipped(text):
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("one.txt", text)
+    return file.getvalue()
+
+
+def parquet_of(text):
+    file = io.BytesIO()
+    parquet.write_table(pyarrow.table({"text": [text]}), file)
+    return file.getvalue()
+
+
+TEXTS = {  # name: (how the story is stored, its reason to be left out, "" where it is read)
+    "plain.txt": (str.encode, ""),
+    "packed.txt": (lambda text: gzip.compress(text.encode()), ""),
+    "UPPER.TXT.GZ": (lambda text: gzip.compress(text.encode()), ""),
+    "not_packed.txt.gz": (str.encode, ""),
+    "with_mark.txt": (lambda text: text.encode("utf-8-sig"), ""),
+    "utf16.txt": (lambda text: text.encode("utf-16"), ""),
+    "utf16_be.md": (lambda text: b"\xfe\xff" + text.encode("utf-16-be"), ""),
+    "utf32.txt": (lambda text: text.encode("utf-32"), ""),
+    "utf16.txt.gz": (lambda text: gzip.compress(text.encode("utf-16")), ""),
+    "rows.txt": (parquet_of, ""),
+    "text.parquet": (str.encode, ""),
+    "zip.txt": (zipped, "zip archive"),
+    "document.txt": (lambda text: b"%PDF-1.7\n" + text.encode(), "PDF"),
+    "tar.txt.gz": (lambda text: gzip.compress(b"one.txt".ljust(512, b"\0") + text.encode()), "no text"),
+    "picture.md": (lambda text: PICTURE, "image"),
+    "latin.txt": (lambda text: text.encode("latin-1"), "not in UTF-8"),
+    "utf16_without_mark.txt": (lambda text: text.encode("utf-16-le"), "no text"),
+    "binary.txt": (lambda text: bytes(range(256)), "no text"),
+    "empty.txt": (lambda text: b"", "empty"),
+    "picture.png": (lambda text: PICTURE, "hidden or of other names"),
+    ".hidden/plain.txt": (str.encode, "hidden or of other names"),
+}
+
+
+def documents(corpus):
+    """The documents of a corpus, whole."""
+    found = [b""]
+    for piece in corpus.pieces():
+        found[-1] += piece.text
+        found += [b""] * piece.ends
+    return [text.decode() for text in found[:-1]]
+
+
+def test_text_is_read_in_any_packing_and_encoding_and_nothing_else_is_trained(tmp_path, caplog):
+    source = tmp_path / "texts"
+    stories = {name: f"{name}: {STORIES[0]}" * 3 for name in TEXTS}
+    write_tree({name: store(stories[name]) for name, (store, _) in TEXTS.items()}, source)
+    elsewhere = write_tree({"linked.txt": b"a linked story"}, tmp_path / "elsewhere")
+    (source / "linked").symlink_to(elsewhere)
+    (source / "linked" / "back").symlink_to(source)
+    corpus = Corpus(str(source))
+
+    expected = [stories[name] for name, (_, reason) in TEXTS.items() if not reason]
+    assert sorted(documents(corpus)) == sorted([*expected, "a linked story"])
+    assert corpus.left_out == Counter(reason for _, reason in TEXTS.values() if reason)
+    (tmp_path / "data").mkdir()
+    prepare_data(get_recipe("text", {"context": 8}), str(source), tmp_path / "data")
+    told = "10 files left out: 3 no text, 2 hidden or of other names, 1 "
+    assert told in describe_data(tmp_path / "data")["description"]
+    assert any(told in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, reason) in TEXTS.items() if "." in name[1:]])
+def test_one_file_of_text_is_read_or_refused_with_what_it_is(tmp_path, name):
+    store, reason = TEXTS[name]
+    file = tmp_path / Path(name).name
+    file.write_bytes(store(STORIES[0]))
+    if reason in ("", "empty"):
+        assert documents(Corpus(str(file))) == ([STORIES[0]] if not reason else [])
+    elif name.endswith(".png") or reason != "hidden or of other names":
+        with pytest.raises(DataError, match=f"^data: expected text in UTF-8, or in UTF-16 .*{name}: .*; convert it$"):
+            documents(Corpus(str(file)))
+
+
+def test_text_in_utf16_is_cut_at_its_separators(tmp_path):
+    file = tmp_path / "one.txt"
+    file.write_bytes("<|end|>".join(STORIES * 40).encode("utf-16"))
+    assert documents(Corpus(str(file), "<|end|>")) == STORIES * 40

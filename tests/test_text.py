@@ -132,7 +132,7 @@ def test_pieces_join_to_the_document_and_end_with_lines_or_characters(tmp_path, 
                 if "\n" in text and not piece.ends:
                     assert piece.text.endswith(b"\n")
                 found += [""] * piece.ends
-            assert found[:-1] == whole
+            assert found[:-1] == (whole if file.stat().st_size else [])
 
 
 def test_a_long_document_is_on_one_side(tmp_path, monkeypatch):
@@ -193,10 +193,11 @@ def test_bpe_gives_any_text_back_and_marks_no_end_within_it(tmp_path):
 
 
 def test_any_bytes_are_tokens_of_the_default(tmp_path):
-    (tmp_path / "one.txt").write_bytes(bytes(range(255)) * 4)
+    text = "".join(map(chr, range(1, 3000))).encode()
+    (tmp_path / "one.txt").write_bytes(text)
     prepared(tmp_path, tmp_path / "one.txt")
     whole = (tmp_path / "data" / TRAIN).read_bytes() + (tmp_path / "data" / HELD_OUT).read_bytes()
-    assert whole == bytes(range(255)) * 4 + bytes([Tokenizer.end])
+    assert whole == text + bytes([Tokenizer.end])
 
 
 def test_nats_per_byte_compare_between_tokenizers(tmp_path):
@@ -321,7 +322,7 @@ def test_text_of_any_size_is_prepared_in_bounded_memory(tmp_path, tokens, separa
             "latin.txt",
             "Käse ".encode("latin-1") * 9,
             {"tokens": "bpe"},
-            "data: expected UTF-8, .* got the byte 0xe4 in",
+            "data: expected text in UTF-8, or in UTF-16 .*, got .*latin.txt: not in UTF-8; convert it",
         ),
         ("short.txt", b"a few words", {}, r"recipe_options.context: expected at most 5 tokens, .* \(12 tokens\)"),
         ("half.txt.gz", gzip.compress(b"words " * 999, mtime=0)[:40], {}, "data: .* cannot be read: EOFError"),
@@ -336,13 +337,14 @@ def test_unusable_data_is_named_in_one_line_before_a_rank_starts(tmp_path, name,
     assert "\n" not in str(caught.value)
 
 
-def test_held_out_text_that_is_not_utf8_is_named_too(tmp_path):
+def test_held_out_text_that_is_not_utf8_is_named_too(tmp_path, monkeypatch):
     """The BPE is trained on the other documents, and does not meet it."""
     texts = [text.encode() for text in DOCUMENTS]
     for number in range(100):
         bad = f"{number} ".encode() + b"\xe4"
         if int.from_bytes(hashlib.sha256(bad).digest()[:8], "big") < 0.1 * 2**64:
             break
+    monkeypatch.setattr(corpus, "HEAD", 100)
     (tmp_path / "one.txt").write_bytes(b"\f".join([*texts, bad]))
     with pytest.raises(
         DataError, match=r"^data: expected UTF-8, .* got the byte 0xe4 in .*one.txt; convert it, or use"

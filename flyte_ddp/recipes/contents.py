@@ -10,8 +10,7 @@ from collections.abc import Mapping
 
 HEAD = 1 << 16  # bytes that tell text from other contents; every other kind shows in the first 512
 
-IMAGE, GZIP, PARQUET, EMPTY, OTHER = "image", "gzip", "Parquet", "empty", "neither text nor anything else that is read"
-NO_UTF8 = "text in neither UTF-8 nor UTF-16 with a byte order mark"
+IMAGE, GZIP, PARQUET, EMPTY, NO_UTF8, OTHER = "image", "gzip", "Parquet", "empty", "not in UTF-8", "no text"
 
 _KINDS = {  # in this order
     EMPTY: rb"\Z",
@@ -20,7 +19,7 @@ _KINDS = {  # in this order
     IMAGE: rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8[79]a|RIFF.{4}WEBP|II[*+]\0|MM\0[*+]"
     rb"|BM.{12}[\x0c\x28\x34\x38\x6c\x7c]\0\0\0|P[1-6]\s(?:\s*#[^\n]*\n)*\s*\d+\s+\d+\s"
     rb"|.{4}ftypavi[fs]|\0\0\0\x0cjP  |\xff\x4f\xff\x51",
-    "zip": rb"PK(?:\x03\x04|\x05\x06|\x07\x08)",
+    "zip archive": rb"PK(?:\x03\x04|\x05\x06|\x07\x08)",
     "PDF": rb"\s*%PDF-",
     "bzip2": rb"BZh\d1AY&SY",
     "xz": rb"\xfd7zXZ\0",

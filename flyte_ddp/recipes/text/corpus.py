@@ -5,19 +5,22 @@ Nothing here holds more than a piece in memory, however long a document is. Know
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import fnmatch
 import gzip
 import io
 import tempfile
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, cast
 
 from flyte_ddp.config.extras import require
 from flyte_ddp.errors import DataError
+from flyte_ddp.recipes.contents import EMPTY, ENCODINGS, GZIP, HEAD, PARQUET, kind_of
 from flyte_ddp.storage import Storage
 
 SUFFIXES = (".txt", ".text", ".md", ".rst", ".parquet")  # of the files read in a directory, by default; .gz may follow
@@ -37,13 +40,15 @@ class Piece:
 class Corpus:
     """The documents of `source`. They can be read again and again, in the same order.
 
-    A document is a file, a row of a Parquet file, or what lies between two `separator`s in a text file.
+    A document is a file, a row of a Parquet file, or what lies between two `separator`s in a text file. A file's contents,
+    not its name, tell what it is. Text is UTF-8, or UTF-16 or UTF-32 with a byte order mark, and comes as UTF-8.
     """
 
     source: str = ""  # path or URL of a file or a directory; "" for Python's own topics
     separator: str = ""  # text between two documents in a file; "" makes each file one document
     files: str = ""  # pattern of the names of the files in a directory, such as "*.py"; "" for text and Parquet
     column: str = "text"  # of the text in Parquet files
+    left_out: Counter[str] = field(default_factory=Counter, compare=False)  # files that were not read, by the reason
 
     @property
     def name(self) -> str:
@@ -57,7 +62,7 @@ class Corpus:
         """Yield all documents.
 
         Raises:
-            DataError: the source is missing, damaged or no text, or has no such column.
+            DataError: the source is missing, damaged or one file that is no text, or has no such column.
             StorageDenied: it may not be read.
             StorageUnavailable: its store could not be reached.
         """
@@ -65,14 +70,19 @@ class Corpus:
             for text in _topics():
                 yield Piece(text, ends=True)
             return
+        self.left_out.clear()
         storage = Storage(self.source, "data")
         for path, size in self._list_files():
             with _local_copy(storage, path, size) as file:
                 name = path if storage.is_local else str(storage.file_system.unstrip_protocol(path))
                 try:
-                    yield from self._read_pieces(file, name)
+                    reason = yield from self._read_pieces(file, name)
                 except (OSError, EOFError, zlib.error) as error:
                     raise DataError(f"data: {name} cannot be read: {type(error).__name__}: {error}") from error
+            if reason not in ("", EMPTY) and path == storage.root:
+                expected = "expected text in UTF-8, or in UTF-16 with a byte order mark"
+                raise DataError(f"data: {expected}, got {name}: {reason}; convert it")
+            self.left_out[reason] += bool(reason)
 
     def _list_files(self) -> list[tuple[str, int]]:
         """Return path and size of each file, sorted by path."""
@@ -85,32 +95,49 @@ class Corpus:
             ) from None
         if found["type"] == "file":
             return [(storage.root, found.get("size") or 0)]
-        listed: dict[str, Any] = storage.retry(lambda: storage.file_system.find(storage.root, detail=True))
-        files = sorted((path, info.get("size") or 0) for path, info in listed.items() if self._is_read(path))
+        listed = storage.find()
+        files = sorted(
+            (f"{storage.root}/{name}", info.get("size") or 0)
+            for name, info in listed.items()
+            if self._is_read(name) and info["type"] != "other"
+        )
         if not files:
             expected = f"files like {self.files}" if self.files else f"files of text ({', '.join(SUFFIXES)})"
             raise DataError(
                 f"data: expected {expected}, got {len(listed):,} other files in {self.source}; "
                 "the recipe's option files gives another pattern"
             )
+        self.left_out["hidden or of other names"] = len(listed) - len(files)
         return files
 
     def _is_read(self, path: str) -> bool:
-        name = path.rsplit("/", 1)[-1]
-        if name.startswith((".", "_")):
+        *folders, name = path.split("/")
+        if name.startswith((".", "_")) or any(folder.startswith((".", "__MACOSX")) for folder in folders):
             return False
         if self.files:
             return fnmatch.fnmatch(name, self.files)
-        return name.removesuffix(".gz").lower().endswith(SUFFIXES)
+        return name.lower().removesuffix(".gz").endswith(SUFFIXES)
 
-    def _read_pieces(self, file: Path, name: str) -> Iterator[Piece]:
-        if name.lower().endswith(".parquet"):
+    def _read_pieces(self, file: Path, name: str) -> Generator[Piece, None, str]:
+        """Yield the documents of a file. Return why it is left out; "" where it is not."""
+        with open(file, "rb") as stream:
+            kind = kind_of(stream.read(HEAD))
+        if kind == PARQUET:
             for text in self._read_rows(file, name):
-                yield from _cut(io.BytesIO(text), b"")
-            return
-        opened = gzip.open(file) if name.lower().endswith(".gz") else open(file, "rb")  # noqa: SIM115
-        with opened as stream:
-            yield from _cut(stream, self.separator.encode())
+                yield from _cut(io.BytesIO(text).read, b"")
+            return ""
+        with cast(io.BufferedReader, gzip.open(file)) if kind == GZIP else open(file, "rb") as stream:
+            if kind == GZIP:
+                kind = kind_of(stream.read(HEAD))
+            if kind not in ENCODINGS:
+                return kind
+            stream.seek(len(codecs.BOM_UTF8) if kind == "utf-8-sig" else 0)
+            read: Callable[[int], bytes] = stream.read
+            if kind in ("utf-16", "utf-32"):
+                decoded = io.TextIOWrapper(stream, kind, errors="replace", newline="")
+                read = lambda size: decoded.read(size // 4).encode()  # noqa: E731
+            yield from _cut(read, self.separator.encode())
+        return ""
 
     def _read_rows(self, file: Path, name: str) -> Iterator[bytes]:
         require(f"data: {name}", "pyarrow")
@@ -159,18 +186,18 @@ def _local_copy(storage: Storage, path: str, size: int) -> Iterator[Path]:
         yield copy
 
 
-def _cut(stream: BinaryIO | gzip.GzipFile, separator: bytes) -> Iterator[Piece]:
-    """Yield the documents of `stream`, which `separator` ends; pieces end with a line where they can.
+def _cut(read: Callable[[int], bytes], separator: bytes) -> Iterator[Piece]:
+    """Yield the documents of a stream's `read`, which `separator` ends; pieces end with a line where they can.
 
     No piece ends within a character of UTF-8.
     """
     kept = b""
-    while block := stream.read(MAX_PIECE):
+    while block := read(MAX_PIECE):
         kept += block
         if separator:
             *documents, kept = kept.split(separator)
             for text in documents:
-                yield from _cut(io.BytesIO(text), b"") if len(text) > MAX_PIECE else (Piece(text, ends=True),)
+                yield from _cut(io.BytesIO(text).read, b"") if len(text) > MAX_PIECE else (Piece(text, ends=True),)
         while len(kept) > MAX_PIECE + len(separator):  # what is left may end with the beginning of a separator
             end = kept.rfind(b"\n", 0, MAX_PIECE) + 1 or _end_of_character(kept, MAX_PIECE)
             yield Piece(kept[:end], ends=False)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from flyte_ddp.errors import ConfigError, DataError
+from flyte_ddp.recipes.contents import report_left_out
 from flyte_ddp.recipes.text.corpus import Corpus, Piece
 from flyte_ddp.recipes.text.tokens import Tokenizer
 
@@ -67,7 +68,7 @@ def prepare_shards(corpus: Corpus, directory: Path, tokenizer: Tokenizer, held_o
         except UnicodeDecodeError as error:
             raise _not_utf8(corpus, error) from error
     if not writer.num_documents:
-        raise DataError(f"data: expected text, got {corpus.name}, which is empty")
+        raise DataError(f"data: expected text, got {corpus.name}, which is empty{report_left_out(corpus.left_out)}")
     how = f"{writer.num_held_out:,} of them held out"
     if len(_map_tokens(paths[1], tokenizer)) <= context:
         how = _hold_out_end(*paths, tokenizer, held_out, context)
@@ -83,7 +84,7 @@ def prepare_shards(corpus: Corpus, directory: Path, tokenizer: Tokenizer, held_o
     kind = f"tokens of a BPE of {tokenizer.size:,}" if tokenizer.definition else "bytes"
     return (
         f"text from {corpus.name}: {writer.num_documents:,} document{'s'[: writer.num_documents > 1]}, {how}; "
-        f"{shards[0].tokens:,} {kind} to train, {shards[1].tokens:,} held out"
+        f"{shards[0].tokens:,} {kind} to train, {shards[1].tokens:,} held out{report_left_out(corpus.left_out)}"
     )
 
 
