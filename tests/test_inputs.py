@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import os
 import struct
 import zipfile
@@ -370,3 +371,68 @@ def test_text_in_utf16_is_cut_at_its_separators(tmp_path):
     file = tmp_path / "one.txt"
     file.write_bytes("<|end|>".join(STORIES * 40).encode("utf-16"))
     assert documents(Corpus(str(file), "<|end|>")) == STORIES * 40
+
+
+# Names
+
+NAMES = [f"{first}{second}{third}o" for first in "bdfhjl" for second in "aeiou" for third in "mnprst"]  # 180
+NO_ROW = "in a line that is no row of the table"
+OTHERS = "with other characters than a to z, hyphen, full stop and space"
+
+
+def table(names=NAMES, mark=",", header=("License", "Animal's Name", "Breed"), at=90, line=None):
+    rows = [mark.join(["1", name, '"Mix, large"']) for name in names]
+    return "\n".join([mark.join(header), *rows[:at], *([line] if line else []), *rows[at:]]) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "left_out"),
+    [
+        ("stray.csv", table(line='12,"Rex,Cat').encode(), f"1 {NO_ROW}"),
+        ("stray_in_breed.csv", table(line='12,Rex,"Cat').encode(), f"1 {NO_ROW}"),
+        ("stray_within.csv", table(line='12,Rex "the King,Cat').encode(), f"1 {OTHERS}"),
+        ("ended_early.csv", table(line='12,"Rex" Max,Cat').encode(), f"1 {NO_ROW}"),
+        ("too_many.csv", table(line="12,Rex,Cat,grey").encode(), f"1 {NO_ROW}"),
+        ("last.csv", table(at=180, line='12,"Rex,Cat').encode(), f"1 {NO_ROW}"),
+        ("short.csv", table(line="12").encode(), "1 empty"),
+        ("over_lines.csv", table(["abo", *NAMES[1:]], line=f'12,{NAMES[0]},"one\nand, two"').encode(), ""),
+        ("semicolons.csv", table(mark=";").encode(), ""),
+        ("tabs.txt", table(mark="\t").encode(), ""),
+        ("bars", table(mark="|").encode(), ""),
+        ("windows.csv", b"\xef\xbb\xbf" + table().replace("\n", "\r\n").encode(), ""),
+        ("old_mac.csv", table().replace("\n", "\r").encode(), ""),
+        ("utf16.csv", table().encode("utf-16"), ""),
+        ("latin.csv", table(line="12,José,Cat").encode("latin-1"), f"1 {OTHERS}"),
+        ("packed.csv", gzip.compress(table().encode()), ""),
+        ("not_packed.csv.gz", table().encode(), ""),
+        ("a_name_a_line.csv", "\n".join(NAMES).encode(), ""),
+        ("stray.txt", "\n".join([*NAMES, '"Rex']).encode(), f"1 {OTHERS}"),
+        ("list.txt", json.dumps(NAMES).encode("utf-8-sig"), ""),
+        ("list.csv", json.dumps(NAMES).encode("utf-16"), ""),
+    ],
+)
+def test_a_bad_line_costs_one_name_and_any_encoding_and_packing_is_read(tmp_path, name, contents, left_out):
+    (tmp_path / name).write_bytes(contents)
+    (tmp_path / "data").mkdir()
+    prepare_data(get_recipe("pet_names"), str(tmp_path / name), tmp_path / "data")
+    description = describe_data(tmp_path / "data")["description"]
+    count = 181 if name == "over_lines.csv" else 180
+    assert f"{name}: {count} usable, {count} of them distinct" in description
+    assert description.partition("left out: ")[2] == left_out
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "expected"),
+    [
+        ("pets", table(header=("id", "pet", "breed")).encode(), "with the columns id, pet, breed$"),
+        ("pets.txt", table(mark=";", header=("id", "pet", "breed")).encode(), "with the columns id, pet, breed$"),
+        ("zip.csv", zipped(table()), "got .*zip.csv: zip archive$"),
+        ("sheet.csv", b"PK\x05\x06" + bytes(18), "got .*sheet.csv: zip archive$"),
+        ("paper.csv", b"%PDF-1.4 name", "got .*paper.csv: PDF$"),
+        ("binary.txt", b"name\n" + bytes(99), "got .*binary.txt: no text$"),
+    ],
+)
+def test_a_file_without_names_is_refused_with_what_it_is(tmp_path, name, contents, expected):
+    (tmp_path / name).write_bytes(contents)
+    with pytest.raises(DataError, match=f"^data: expected a CSV.* {expected}"):
+        prepare_data(get_recipe("pet_names"), str(tmp_path / name), tmp_path)

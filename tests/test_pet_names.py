@@ -153,7 +153,7 @@ def test_description_counts_the_names_left_out(tmp_path):
     others = ["Chloé", "R2D2", "  ", "x" * 41, "O'Malley"]
     text = "Animal's Name,Breed\n" + "\n".join(f"{name},Cat" for name in [*NAMES, *NAMES[:4], *others])
     assert prepared(tmp_path, written(tmp_path.parent, "some.csv", text)).endswith(
-        ": 40 usable, 36 of them distinct, 3 of these held out; left out were "
+        ": 40 usable, 36 of them distinct, 3 of these held out; 5 names left out: "
         "3 with other characters than a to z, hyphen, full stop and space, 1 empty, 1 longer than 40 characters"
     )
 
@@ -172,11 +172,11 @@ def test_bundled_names_are_usable_distinct_and_enough(tmp_path):
         ("few.txt", "rex\nbo\nrex\n", "expected at least 20 distinct names .* got 2 usable names in"),
         ("none.txt", "", "got 0 usable names in"),
         ("register.csv", "id,pet\n1,rex\n", "with the columns id, pet"),
-        ("empty.csv", "", "with the columns none"),
+        ("empty.csv", "", "got 0 usable names in"),
         ("names.json", "[1, 2", "expected a JSON list of strings, got"),
         ("object.json", '{"names": []}', "expected a JSON list of strings, got a JSON dict"),
         ("mixed.json", '["rex", null]', "expected only strings in .*, got None as element 1"),
-        ("picture.txt", b"\x89PNG\xff\xfe", "expected CSV, JSON or plain text in UTF-8"),
+        ("picture.txt", b"\x89PNG\r\n\x1a\n\xff", "expected a CSV, JSON or text file with names, got .*: image"),
         ("half.csv.gz", gzip.compress(b"Animal's Name\n" + bytes(range(256)), mtime=0)[:100], "is damaged"),
         ("missing.csv", None, "which does not exist"),
     ],

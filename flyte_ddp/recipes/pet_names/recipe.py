@@ -12,7 +12,6 @@ import csv
 import gzip
 import hashlib
 import importlib.resources
-import io
 import json
 import re
 import zlib
@@ -25,6 +24,7 @@ from flyte_ddp.errors import DataError
 from flyte_ddp.events import Prediction
 from flyte_ddp.recipes.arrays import load_arrays
 from flyte_ddp.recipes.base import Recipe
+from flyte_ddp.recipes.contents import EMPTY, ENCODINGS, GZIP, NO_UTF8, kind_of, report_left_out
 from flyte_ddp.recipes.pet_names import ALPHABET, BLANK, END
 from flyte_ddp.storage import read_file
 
@@ -38,6 +38,8 @@ WINDOW = 8  # letters that the tutorial's model sees
 
 TRAINING_NAMES = "training_names.txt"  # written by `prepare`: the distinct training names, one a line
 NAME_COLUMNS = ("animal's name", "name")  # of a CSV file, lower-cased; the first is the Seattle register's
+DELIMITERS = ",;\t|"  # of a CSV file
+MAX_LINES = 20  # that one row of a CSV file may take
 MAX_LENGTH = 40  # characters; the register's longest name has 37
 MIN_NAMES = 20  # distinct names
 HELD_OUT_RATIO = 10  # one of so many distinct names is held out
@@ -72,13 +74,14 @@ class PetNames(Recipe):
         import numpy as np
 
         raw = _read(source) if source else importlib.resources.files(__package__).joinpath("names.txt").read_text()
-        names, left_out = _select_usable(_parse_names(raw, source) if source else raw.splitlines())
+        left_out: Counter[str] = Counter()
+        names = _select_usable(_parse_names(raw, source, left_out) if source else raw.splitlines(), left_out)
         distinct = sorted(set(names), key=lambda name: hashlib.sha256(name.encode()).digest())
-        where = source or "names.txt, the recipe's own list"
+        where, others = source or "names.txt, the recipe's own list", report_left_out(left_out, "name")
         if len(distinct) < MIN_NAMES:
             raise DataError(
                 f"data: expected at least {MIN_NAMES} distinct names of at most {MAX_LENGTH} letters from a to z, "
-                f"hyphens, full stops and spaces, got {len(distinct)} usable names in {where}{left_out}"
+                f"hyphens, full stops and spaces, got {len(distinct)} usable names in {where}{others}"
             )
         held_out = distinct[: len(distinct) // HELD_OUT_RATIO]
         training = distinct[len(held_out) :]
@@ -91,7 +94,7 @@ class PetNames(Recipe):
         (directory / TRAINING_NAMES).write_text("\n".join(sorted(training)) + "\n")
         return (
             f"pet names from {where}: {len(names):,} usable, {len(distinct):,} of them distinct, "
-            f"{len(held_out):,} of these held out{left_out}"
+            f"{len(held_out):,} of these held out{others}"
         )
 
     def encoded(self, names: Sequence[str], held_out: bool) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -208,9 +211,9 @@ def _encode_letters(names: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
     return index_of[np.frombuffer("".join(names).encode("ascii"), dtype=np.uint8)], lengths
 
 
-def _select_usable(raw: Sequence[str]) -> tuple[list[str], str]:
-    """Return the names in lower case that the model has letters for, and a description of those left out."""
-    names, left_out = [], Counter[str]()
+def _select_usable(raw: Sequence[str], left_out: Counter[str]) -> list[str]:
+    """Return the names in lower case that the model has letters for; count the others in `left_out`, by the reason."""
+    names = []
     for name in raw:
         name = name.strip().lower()
         if not name:
@@ -221,44 +224,67 @@ def _select_usable(raw: Sequence[str]) -> tuple[list[str], str]:
             left_out[f"longer than {MAX_LENGTH} characters"] += 1
         else:
             names.append(name)
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.most_common())
-    return names, f"; left out were {reasons}" if reasons else ""
+    return names
 
 
 def _read(source: str) -> str:
-    """Return the text of the file at `source`, unpacked."""
+    """Return the text of the file at `source`, unpacked. A byte that is no UTF-8 costs only the name that it is in."""
+    expected = "data: expected a CSV, JSON or text file with names"
     try:
         contents = read_file(source, "data")
     except FileNotFoundError:
-        raise DataError(
-            f"data: expected a CSV, JSON or text file with names, got {source}, which does not exist"
-        ) from None
+        raise DataError(f"{expected}, got {source}, which does not exist") from None
     try:
-        return (gzip.decompress(contents) if contents[:2] == b"\x1f\x8b" else contents).decode("utf-8-sig")
+        contents = gzip.decompress(contents) if kind_of(contents) == GZIP else contents
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"data: {source} is damaged: {error}; fetch it again") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"data: expected CSV, JSON or plain text in UTF-8, got {source}: {error}") from error
+    kind = kind_of(contents)
+    if kind not in (*ENCODINGS, EMPTY, NO_UTF8):
+        raise DataError(f"{expected}, got {source}: {kind}")
+    return contents.decode(kind if kind in ENCODINGS else "utf-8", errors="replace")
 
 
-def _parse_names(text: str, source: str) -> list[str]:
-    """Return the names in `text`: JSON, CSV or a name a line, recognized by its contents, `.json` or `.csv`."""
-    if text.lstrip()[:1] in ("[", "{") or re.search(r"\.json(\.gz)?$", source):
+def _parse_names(text: str, source: str, left_out: Counter[str]) -> list[str]:
+    """Return the names in `text`, which its contents show to be JSON, CSV or a name a line; count damaged lines."""
+    if text.lstrip()[:1] in ("[", "{"):
         return _parse_json(text, source)
-    rows = csv.reader(io.StringIO(text, newline=""))
-    try:
-        header = [column.strip().lower() for column in next(rows, [])]
-        column = next((header.index(name) for name in NAME_COLUMNS if name in header), None)
-        if column is not None:
-            return [row[column] if column < len(row) else "" for row in rows if row]
-    except csv.Error as error:
-        raise DataError(f"data: {source} is damaged: line {rows.line_num}: {error}") from error
-    if re.search(r"\.csv(\.gz)?$", source):
+    lines = [line for line in re.split("\r\n|\r|\n", text) if line]
+    headers = {mark: next(csv.reader(lines[:1], delimiter=mark), []) for mark in DELIMITERS}
+    for mark, columns in headers.items():
+        header = [column.strip().lower() for column in columns]
+        if column := next((name for name in NAME_COLUMNS if name in header), ""):
+            return _parse_rows(lines[1:], mark, header, header.index(column), left_out)
+    mark = max(headers, key=lambda mark: len(headers[mark]))
+    if len(headers[mark]) > 1 and sum(mark in line for line in lines) > len(lines) / 2:
         raise DataError(
             f'data: expected a CSV file with a column "Animal\'s Name" or "name", got {source} with the columns '
-            f"{', '.join(header) or 'none'}"
+            f"{', '.join(headers[mark])}"
         )
-    return text.splitlines()
+    return lines
+
+
+def _parse_rows(
+    lines: Sequence[str], delimiter: str, header: Sequence[str], column: int, left_out: Counter[str]
+) -> list[str]:
+    """Return one column of a CSV file. A line that cannot be read, such as one with a stray quotation mark, costs one.
+
+    Text in quotation marks may go on in the lines that follow, except a name.
+    """
+    names, start = [], 0
+    while start < len(lines):
+        for end in range(start + 1, min(start + MAX_LINES, len(lines)) + 1):
+            try:
+                row = next(csv.reader([f"{line}\n" for line in lines[start:end]], delimiter=delimiter, strict=True))
+            except csv.Error:  # as it is where only the next line ends a quotation
+                continue
+            if not any(row[len(header) :]) and "\n" not in (name := (row[column : column + 1] or [""])[0]):
+                names.append(name)
+                start = end
+                break
+        else:
+            left_out["in a line that is no row of the table"] += 1
+            start += 1
+    return names
 
 
 def _parse_json(text: str, source: str) -> list[str]:

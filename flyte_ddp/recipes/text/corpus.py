@@ -40,8 +40,8 @@ class Piece:
 class Corpus:
     """The documents of `source`. They can be read again and again, in the same order.
 
-    A document is a file, a row of a Parquet file, or what lies between two `separator`s in a text file. A file's contents,
-    not its name, tell what it is. Text is UTF-8, or UTF-16 or UTF-32 with a byte order mark, and comes as UTF-8.
+    A document is a file, a row of a Parquet file, or what lies between two `separator`s in a text file. What a file is,
+    its contents tell, not its name. Text is UTF-8, or UTF-16 or UTF-32 with a byte order mark, and comes as UTF-8.
     """
 
     source: str = ""  # path or URL of a file or a directory; "" for Python's own topics
