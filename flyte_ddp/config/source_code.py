@@ -7,13 +7,15 @@ together. Imports no torch.
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib.util
 import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,13 @@ else:
     import tomli as tomllib
 
 from flyte_ddp.config import main_module
+from flyte_ddp.errors import ConfigError
 
 SETTINGS_FILE = "settings.toml"
 MAX_SIZE = 32 << 20  # bytes of code; more is data that lies beside it
+STARTED = time.time()  # about when this process did
+_imported: dict[str, str] = {}  # the digests of modules' files, as this process has imported them
+_importing = threading.RLock()
 _parsing = threading.Lock()  # Python counts the depth of its parsers' recursion in one variable for all threads
 
 
@@ -60,6 +66,53 @@ def recipe_packages() -> list[str]:
 def list_packages(module: str) -> list[str]:
     """Return the top-level packages whose code decides what a recipe defined in `module` does."""
     return sorted({"flyte_ddp", module.split(".")[0], *recipe_packages()})
+
+
+@contextlib.contextmanager
+def importing_edits(module: str) -> Iterator[None]:
+    """Have the block import again what `module` may be made of, where it was edited since this process imported it.
+
+    The ranks are new processes, and import the files as they are now. All modules of the packages are imported again,
+    so that none keeps a class of another's former code.
+
+    Raises:
+        ConfigError: the library was edited.
+    """
+    packages = set(list_packages(module)).difference(main_module.NAMES)
+    with _importing:
+        digests = _digest_loaded(packages)
+        edited = {name for name, digest in digests.items() if _is_edited(name, digest)}
+        if library := sorted(name for name in edited if name.partition(".")[0] == "flyte_ddp"):
+            raise ConfigError(
+                f"recipe: expected {library[0]} as this process has imported it, got a file that was edited since: "
+                "restart the process"
+            )
+        for name in list(sys.modules) if edited else ():
+            if name.partition(".")[0] in packages - {"flyte_ddp"}:
+                file = getattr(sys.modules.pop(name), "__file__", None)
+                with contextlib.suppress(OSError):  # it may seem new: it knows its source by seconds and size
+                    os.unlink(importlib.util.cache_from_source(file or ""))
+                _imported.pop(name, None)
+        importlib.invalidate_caches()
+        yield
+        for name, digest in _digest_loaded(packages).items():
+            _imported.setdefault(name, digest)
+
+
+def _is_edited(name: str, digest: str) -> bool:
+    if name in _imported or name.partition(".")[0] == "flyte_ddp":
+        return _imported.get(name, digest) != digest
+    return not digest or os.path.getmtime(str(sys.modules[name].__file__)) > STARTED  # nobody knows what was imported
+
+
+def _digest_loaded(packages: Collection[str]) -> dict[str, str]:
+    """Return a digest of the file of each module of `packages` that is loaded; "" for one that is no longer there."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        file = Path(getattr(module, "__file__", None) or "")
+        if name.partition(".")[0] in packages and file.suffix == ".py":
+            found[name] = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+    return found
 
 
 def packages_beside(module: str) -> tuple[str, ...]:

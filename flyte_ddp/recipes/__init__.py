@@ -24,7 +24,7 @@ from typing import Any
 from flyte_ddp.config import TrainingConfig, resolve
 from flyte_ddp.config.extras import EXTRAS, how_to_install
 from flyte_ddp.config.fields import check, suggest
-from flyte_ddp.config.source_code import names_read
+from flyte_ddp.config.source_code import importing_edits, names_read
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.recipes.base import Recipe, list_class_names
 
@@ -64,7 +64,8 @@ def config_of(name: str, overrides: Mapping[str, Any]) -> TrainingConfig:
     Raises:
         ConfigError: an unknown recipe, field or option, or a value of the wrong type or range.
     """
-    recipe = get_recipe(name, overrides.get("recipe_options", {}))
+    with importing_edits(_path(name).partition(".")[0]):
+        recipe = get_recipe(name, overrides.get("recipe_options", {}))
     options = {field: getattr(recipe, field) for field in _option_types(recipe)}
     return resolve(recipe.defaults, {**overrides, "recipe_options": options})
 
@@ -150,8 +151,12 @@ def _option_types(recipe: Any) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(recipe) if field.init}
 
 
+def _path(name: str) -> str:
+    return BUILTIN.get(name, name).replace(":", ".")
+
+
 def _find(name: str) -> Recipe | type[Recipe]:
-    path = BUILTIN.get(name, name).replace(":", ".")
+    path = _path(name)
     module_name, _, attribute = path.rpartition(".")
     expected = f"expected {', '.join(sorted(BUILTIN))}, or the dotted name of a Recipe, such as my_module.MyRecipe"
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path):
