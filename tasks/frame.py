@@ -18,7 +18,7 @@ from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.flyte_context import is_flyte_task
 from flyte_ddp.flytekit_plugin.frame import Frame, make_output_directory, open_frame
 from flyte_ddp.observers.reports.page import Page
-from flyte_ddp.storage.weights import TORCHVISION
+from flyte_ddp.storage.weights import TORCHVISION, pin_state, split_pin
 from tasks.resources import MLFLOW, SECRETS, SETTINGS, WANDB_ENVIRONMENT, WANDB_MODE, code_version
 
 # Arguments of @task for a Deck with the report alone: flytekit's own tabs repeat the source and the inputs.
@@ -81,11 +81,10 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_initial_state(url: str) -> str:
-    """Check where a run's first weights are as `check_urls`, and return it, a local path as an absolute one."""
-    if url.startswith(TORCHVISION):
-        return url
-    check_urls(initial_model_state=url)
-    return os.path.abspath(url) if url and "://" not in url else url
+    """Check where a run's first weights are as `check_urls`, and return it with their checksum: see `pin_state`."""
+    if not url.startswith(TORCHVISION):
+        check_urls(initial_model_state=split_pin(url)[0])
+    return pin_state(url)
 
 
 class wandb_link(ClassDecorator):

@@ -19,6 +19,7 @@ from flyte_ddp.launch.process.programs import slow_imports
 from flyte_ddp.launch.rank_start import start_server
 from flyte_ddp.recipes import Recipe, config_of, get_recipe
 from flyte_ddp.recipes.prepare import describe_data, prepare_data
+from flyte_ddp.storage.weights import split_pin
 from tasks.frame import check_cluster, check_initial_state, check_options, check_urls
 from tasks.inputs import ClusterInput, OptionalCluster, OptionalOverrides, OptionalSource, given, location
 from tasks.resources import SMALL_TASK
@@ -41,6 +42,7 @@ class Prepared(NamedTuple):
     data: PreparedData
     config: TrainingConfig
     cluster: ClusterInput
+    initial_model_state: str  # with the checksum of its contents, which the cache of a training compares too
 
 
 def _warn_if_too_large(recipe: Recipe, config: TrainingConfig, cluster: ClusterInput, directory: Path) -> None:
@@ -82,9 +84,9 @@ def prepare(
         directory = Path(flytekit.current_context().working_directory, "data")
         directory.mkdir(parents=True)
         prepared = get_recipe(recipe, resolved.recipe_options)
-        if url := check_initial_state(initial_model_state):
-            prepared = prepared.adapt_to(url)
+        if state := check_initial_state(initial_model_state):
+            prepared = prepared.adapt_to(split_pin(state)[0])
         prepare_data(prepared, location(source), directory)
         if cluster is not None and cluster.gpus_per_node and cluster.resolved_kind == "kubernetes":
             _warn_if_too_large(prepared, resolved, cluster, directory)
-    return Prepared(FlyteDirectory(str(directory)), resolved, cluster or ClusterInput())
+    return Prepared(FlyteDirectory(str(directory)), resolved, cluster or ClusterInput(), state)

@@ -26,6 +26,7 @@ from flyte_ddp.observers.reports.page import Page, row, section, tile
 from flyte_ddp.promotion.champion import CARD, ChampionStore
 from flyte_ddp.promotion.policy import PROMOTIONS, Challenge, Outcome, PromotionCriteria, PromotionResult, judge, plan
 from flyte_ddp.storage import read_file, redact_url
+from flyte_ddp.storage.weights import pin_state
 from tasks.frame import WITH_DECK, check_initial_state, check_output, check_urls
 from tasks.outputs import RetrainingOutputs
 from tasks.prepare import PreparedData
@@ -74,19 +75,19 @@ def plan_retraining(
             raise ConfigError(f"train_on: expected one of {ONE_NODE}, {CLUSTER}, got {train_on!r}")
         check_output(output)
         check_urls(champion=champion)
-        check_initial_state(initial_model_state)
+        given = check_initial_state(initial_model_state)
         execution = _execution()
         criteria = PromotionCriteria(start_from, margin, min_samples, min_share, allow)
         store = ChampionStore(champion or _default_champion(execution, recipe))
         store.storage.check_access("champion")
-        planned = plan(store, _challenge(kickoff_time, recipe, config, data, execution), criteria)
+        planned = plan(store, _challenge(kickoff_time, recipe, config, data, execution, given), criteria)
     return RetrainingPlan(
         train_on=train_on if planned.train else NOTHING,
         outcome=planned.outcome,
         reason=planned.reason,
         champion=store.url,
         parent=store.version_in_use(),
-        initial_model_state=planned.initial_state or initial_model_state,
+        initial_model_state=pin_state(planned.initial_state) or given,
         criteria=criteria,
     )
 
@@ -101,12 +102,14 @@ def judge_challenger(
     challenger: PythonPickledFile,
     export: FlyteDirectory,
     criteria: PromotionCriteria,
+    initial_model_state: str = "",
     output: str = "",
 ) -> RetrainingOutputs:
     """Measure challenger and champion on the same held-out data, and promote the challenger if it is better.
 
     Args:
         export: the challenger's; a promoted version keeps the run card, and the retraining returns all of it.
+        initial_model_state: what the challenger's training started from, for its manifest.
         output: directory of a local run's outputs, where the challenger's are already; "" for a temporary one.
     """
     with flyte_errors():
@@ -117,7 +120,9 @@ def judge_challenger(
         card = read_file(f"{export.remote_source or export.path}/{CARD}", "export")
         result = judge(
             store,
-            dataclasses.replace(_challenge(kickoff_time, recipe, config, data, execution), card=card),
+            dataclasses.replace(
+                _challenge(kickoff_time, recipe, config, data, execution, initial_model_state), card=card
+            ),
             criteria,
             Path(challenger.download()).read_bytes(),
         )
@@ -164,7 +169,12 @@ def _find_bucket(url: str) -> str:
 
 
 def _challenge(
-    kickoff_time: datetime.datetime, recipe: str, config: TrainingConfig, data: FlyteFile, execution: Execution
+    kickoff_time: datetime.datetime,
+    recipe: str,
+    config: TrainingConfig,
+    data: FlyteFile,
+    execution: Execution,
+    initial_state: str,
 ) -> Challenge:
     return Challenge(
         recipe=recipe,
@@ -173,6 +183,7 @@ def _challenge(
         kickoff_time=kickoff_time.astimezone(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         code_version=code_version(),
         execution=execution.run_id,
+        initial_state=initial_state,
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import inspect
+import io
 import time
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import torch
 from flytekit.core.condition import BranchNode
 from flytekit.core.workflow import WorkflowBase
 
+from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.local import LocalPlace
@@ -19,6 +22,14 @@ from flyte_ddp.launch.process.programs import Job, recipe_program
 from flyte_ddp.rank.initial_state import freeze_layers, load_initial_state
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import describe_data
+from flyte_ddp.storage import redact_url, write_file
+from flyte_ddp.storage.weights import is_same_state, pin_state, split_pin
+from flyte_ddp.studies.results import FINISHED
+from flyte_ddp.studies.runner import TrialRunner
+from flyte_ddp.studies.search import build_trials
+from tasks.frame import check_initial_state
+from tasks.prepare import prepare
+from tests.support.emulators import s3, s3_bucket  # noqa: F401 - fixtures
 from tests.support.runs import new_run
 from tests.support.trainers import new_trainer
 
@@ -101,6 +112,79 @@ def test_a_state_of_another_model_is_refused_with_its_wrong_keys(tmp_path, write
     assert expected in message
     assert "\n" not in message
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def file_with(url, state):
+    torch.save(state, contents := io.BytesIO())  # into a file of a name, torch writes that name too
+    Path(url).write_bytes(contents.getvalue())
+    return str(url)
+
+
+def test_a_state_counts_by_its_contents(tmp_path, monkeypatch):
+    url = file_with(tmp_path / "given.pt", state_of(7))
+    first = pin_state(url)
+    digest = hashlib.sha256(Path(url).read_bytes()).hexdigest()
+    assert first == f"{url} (sha256 {digest})"
+    assert split_pin(first) == (url, digest)
+    monkeypatch.chdir(tmp_path)
+    assert pin_state("given.pt") == pin_state(first) == check_initial_state("given.pt") == first
+    moved = pin_state(file_with(tmp_path / "moved.pt", state_of(7)))
+    signed = [f"https://store/given.pt?X-Amz-Signature={secret} (sha256 {digest})" for secret in ("ab/c", "de/f")]
+    assert is_same_state(first, moved)
+    assert is_same_state(first, signed[0])
+    assert {redact_url(each) for each in signed} == {f"https://store/given.pt?X-Amz-Signature=... (sha256 {digest})"}
+    replaced = pin_state(file_with(url, state_of(8)))
+    assert not is_same_state(first, replaced)
+    assert is_same_state(url, replaced)  # of a checkpoint that has no checksum
+    for without in ("", "torchvision:resnet18", "/none.pt"):
+        assert pin_state(without) == without
+
+    model = get_recipe("tests.support.recipes.Tiny").model()
+    with pytest.raises(ConfigError, match=f"^initial_model_state: expected the contents with SHA-256 {digest}, which "):
+        load_initial_state(model, first)
+    load_initial_state(model, replaced)
+    assert all(torch.equal(value, state_of(8)[name]) for name, value in model.state_dict().items())
+
+
+def test_a_state_in_a_bucket_counts_by_its_contents_too(bucket):
+    contents = io.BytesIO()
+    torch.save(state_of(7), contents)
+    write_file(f"{bucket}/given.pt", contents.getvalue())
+    assert pin_state(f"{bucket}/given.pt").endswith(f" (sha256 {hashlib.sha256(contents.getvalue()).hexdigest()})")
+    assert pin_state(f"{bucket}/none.pt") == f"{bucket}/none.pt"
+
+
+def test_a_run_resumes_with_the_same_contents_alone(tmp_path):
+    run, url = new_run(tmp_path), file_with(tmp_path / "given.pt", state_of(7))
+    first = new_trainer(run, pin_state(url))
+    first.resume()
+    first.progress.step = 5
+    first.save_checkpoint(best=True)
+    first.store.wait()
+    for same in (pin_state(file_with(tmp_path / "moved.pt", state_of(7))), pin_state(url), url):
+        assert new_trainer(run, same).resume()[0]
+    replaced = pin_state(file_with(url, state_of(8)))
+    with pytest.raises(
+        ConfigError, match="^initial_model_state: expected .*; another one needs another place"
+    ) as caught:
+        new_trainer(run, replaced).resume()
+    assert split_pin(replaced)[1] in str(caught.value)
+
+
+def test_a_replaced_state_is_another_trial_and_another_input_of_the_cache(tmp_path, monkeypatch):
+    url, run = tmp_path / "given.pt", new_run(tmp_path)
+    names, inputs = [], []
+    monkeypatch.setattr(TrialRunner, "_train_waiting", lambda runner: setattr(runner.runs[0], "status", FINISHED))
+    for seed in (7, 8, 7):
+        file_with(url, state_of(seed))
+        trials = build_trials(run.recipe, {}, [{"learning_rate": 0.1}])
+        runner = TrialRunner(
+            run.recipe, str(tmp_path), str(run.data()), None, ClusterConfig(), True, initial_state=str(url)
+        )
+        names.append(runner.train(trials)[0].key)
+        inputs.append(prepare(recipe=run.recipe, initial_model_state=str(url)).initial_model_state)
+    assert names[0] == names[2] != names[1]
+    assert inputs[0] == inputs[2] == pin_state(str(url)) != inputs[1]
 
 
 HEADED = "tests.support.heads.Headed"
@@ -211,3 +295,11 @@ def test_every_workflow_hands_the_state_to_all_that_train():
     assert tasks >= {"prepare", "plan_retraining", "train_on_one_node", "train_on_cluster", "train_sweep"}
     assert "train_at_world_sizes" in tasks
     assert [each for each, promise in handed.items() if not promise or promise.var != "initial_model_state"] == []
+    # What trains gets it with its checksum, as `prepare` or `plan_retraining` returns it: Flyte's cache compares it.
+    prepares = {workflow for workflow, task in handed if task.endswith(".prepare")}
+    unchecked = [
+        each
+        for each, promise in handed.items()
+        if each[0] in prepares and not each[1].endswith(".prepare") and promise.node_id == "global-inputs"
+    ]
+    assert (len(prepares), unchecked) == (7, [])

@@ -21,7 +21,7 @@ from flyte_ddp.promotion.champion import ChampionStore, load_champion
 from flyte_ddp.promotion.policy import Challenge, Outcome, PromotionCriteria, judge, plan
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
-from flyte_ddp.storage.weights import from_bytes
+from flyte_ddp.storage.weights import from_bytes, pin_state
 from tasks.frame import open_task_frame
 from tasks.retrain import plan_retraining
 from tests.support.emulators import s3, s3_bucket  # noqa: F401 - fixtures
@@ -398,6 +398,25 @@ def test_a_challenger_that_starts_from_no_champion_starts_from_the_given_state(s
     judge(store, make("5"), PromotionCriteria(), model_state(3))
     assert initial_model_state().startswith(store.url)
     assert initial_model_state(start_from="scratch") == "/given.pt"
+
+
+def test_another_initial_state_is_another_challenge(store, make, tmp_path):
+    (file := tmp_path / "given.pt").write_bytes(model_state(2))
+    first, scratch = pin_state(str(file)), PromotionCriteria(start_from="scratch")
+    given = dataclasses.replace(make(), initial_state=first)
+    judge(store, given, scratch, model_state(5))
+    assert store.manifest().initial_state == first
+    assert plan(store, given, scratch).outcome == Outcome.UNCHANGED
+    assert plan(store, make(), scratch).train  # from fresh weights
+
+    file.write_bytes(model_state(3))
+    other = dataclasses.replace(given, initial_state=pin_state(str(file)))
+    planned = plan(store, other, scratch)
+    assert (planned.train, planned.outcome) == (True, "")
+    assert judge(store, other, scratch, model_state(6)).outcome == Outcome.NOT_BETTER
+    assert plan(store, other, scratch).outcome == Outcome.UNCHANGED  # as the last challenge
+    assert plan(store, given, scratch).outcome == Outcome.UNCHANGED  # as the champion's own
+    assert plan(store, other, PromotionCriteria()).outcome == Outcome.UNCHANGED  # which starts from the champion
 
 
 def test_a_challenger_is_measured_against_a_champion_promoted_meanwhile(store, make, monkeypatch):

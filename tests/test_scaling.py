@@ -20,6 +20,7 @@ from flyte_ddp.events.history import read_history
 from flyte_ddp.launch.dask.placement import Worker, assign_nodes
 from flyte_ddp.observers.reports.drawing import to_svg
 from flyte_ddp.recipes import get_recipe
+from flyte_ddp.storage.weights import pin_state
 from flyte_ddp.studies import plots, runner
 from flyte_ddp.studies.plots import metric_panels, scaling_panels
 from flyte_ddp.studies.results import FINISHED, RUNNING, WAITING, TrialRun
@@ -408,7 +409,7 @@ def runs_of(outputs):
 
 def test_every_trial_starts_from_the_given_weights(outputs, checkpoints):
     starts = [event for event in read_history(outputs.history.path) if isinstance(event, RunStarted)]
-    assert [event.initial_state for event in starts] == [f"{checkpoints}.pt"] * 2
+    assert [event.initial_state for event in starts] == [pin_state(f"{checkpoints}.pt")] * 2
 
 
 def test_every_rank_of_every_run_has_the_same_threads(outputs):

@@ -53,6 +53,6 @@ def multi_node_training_wf(
         cluster=prepared.cluster,
         checkpoints=checkpoints,
         model_artifact=model_artifact,
-        initial_model_state=initial_model_state,
+        initial_model_state=prepared.initial_model_state,
         output=output,
     )

@@ -93,7 +93,7 @@ def train_and_generate_names_wf(
         data=prepared.data,
         num_processes=num_processes,
         checkpoints=checkpoints,
-        initial_model_state=initial_model_state,
+        initial_model_state=prepared.initial_model_state,
         output=output,
     )
     return generate(

@@ -84,7 +84,7 @@ def retrain_wf(
         min_samples=min_samples,
         min_share=min_share,
         allow=allow,
-        initial_model_state=initial_model_state,
+        initial_model_state=prepared.initial_model_state,
         output=output,
     )
     # A branch starts as soon as its condition can be evaluated, even if other inputs are missing (flyteorg/flyte#3512).
@@ -177,6 +177,7 @@ def challenge_on_one_node(
         challenger=trained.model_state,
         export=trained.export,
         criteria=criteria,
+        initial_model_state=initial_model_state,
         output=output,
     )
 
@@ -217,6 +218,7 @@ def challenge_on_cluster(
         challenger=trained.model_state,
         export=trained.export,
         criteria=criteria,
+        initial_model_state=initial_model_state,
         output=output,
     )
 

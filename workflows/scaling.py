@@ -76,6 +76,6 @@ def scaling_wf(
         target_loss=target_loss,
         cluster=prepared.cluster,
         checkpoints=checkpoints,
-        initial_model_state=initial_model_state,
+        initial_model_state=prepared.initial_model_state,
         output=output,
     )

@@ -52,6 +52,6 @@ def single_node_training_wf(
         num_processes=num_processes,
         checkpoints=checkpoints,
         model_artifact=model_artifact,
-        initial_model_state=initial_model_state,
+        initial_model_state=prepared.initial_model_state,
         output=output,
     )

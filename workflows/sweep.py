@@ -73,6 +73,6 @@ def sweep_wf(
         cluster=prepared.cluster,
         stop_early=stop_early,
         checkpoints=checkpoints,
-        initial_model_state=initial_model_state,
+        initial_model_state=prepared.initial_model_state,
         output=output,
     )

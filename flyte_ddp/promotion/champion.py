@@ -68,6 +68,7 @@ class Manifest:
     sha256: str = ""  # of the file with the state dict
     bytes: int = 0  # of the same file
     advantage: list[float] = field(default_factory=list)  # as of `PromotionResult`
+    initial_state: str = ""  # URL and SHA-256 of the weights that its training started from; "" for fresh ones
     class_names: list[str] = field(default_factory=list)  # in the order of the model's outputs; empty if not known
     file: str = MODEL_STATE  # with the state dict; its name says in which format
 

@@ -24,8 +24,8 @@ from flyte_ddp.errors import ChampionChanged, ConfigError, CorruptChampion, Miss
 from flyte_ddp.promotion.champion import ChampionStore, Manifest
 from flyte_ddp.recipes import Recipe, get_recipe, list_class_names
 from flyte_ddp.recipes.prepare import describe_data
-from flyte_ddp.storage import redact_values
-from flyte_ddp.storage.weights import from_bytes
+from flyte_ddp.storage import redact_url, redact_values
+from flyte_ddp.storage.weights import from_bytes, is_same_state, split_pin
 
 if TYPE_CHECKING:
     from flyte_ddp.rank.comparison import Measurement
@@ -85,6 +85,9 @@ class Challenge:
     kickoff_time: str  # UTC, ISO 8601
     code_version: str
     execution: str  # the same for all attempts of the task that judges; "" in a local run
+    # URL of the weights that its training starts from, as of `pin_state`; "" for fresh ones. In `plan` those that were
+    # given for a challenger that does not start from the champion.
+    initial_state: str = ""
     card: bytes = b""  # the run card of the challenger; a promoted version keeps it
 
 
@@ -153,7 +156,9 @@ def plan(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria
             f"the champion's {manifest.num_train_samples:,} and {manifest.num_test_samples:,} (min_share)",
         )
     origin = _origin(challenge)
-    if {name: getattr(manifest, name) for name in origin} == origin:
+    given = redact_url(challenge.initial_state)
+    starts_alike = criteria.start_from == FROM_CHAMPION or is_same_state(manifest.initial_state, given)
+    if starts_alike and {name: getattr(manifest, name) for name in origin} == origin:
         return _skip(Outcome.UNCHANGED, "data, recipe, config and code are those that the champion was trained with")
     return _plan_training(store, challenge, criteria, current)
 
@@ -375,7 +380,15 @@ def _origin(challenge: Challenge) -> dict[str, Any]:
 def _identity(challenge: Challenge, criteria: PromotionCriteria, current: CurrentModel) -> dict[str, Any]:
     """Return everything that decides how a challenge ends."""
     against = {"version": current.version, "outcome": current.outcome.value}
-    return {**_origin(challenge), "against": against, "start_from": criteria.start_from, "margin": criteria.margin}
+    url, sha256 = split_pin(challenge.initial_state)
+    is_given = current.manifest is None or criteria.start_from == FROM_SCRATCH
+    return {
+        **_origin(challenge),
+        "against": against,
+        "start_from": criteria.start_from,
+        "initial_state": (sha256 or redact_url(url)) if is_given else "",
+        "margin": criteria.margin,
+    }
 
 
 def _manifest(challenge: Challenge, result: PromotionResult) -> Manifest:
@@ -389,6 +402,7 @@ def _manifest(challenge: Challenge, result: PromotionResult) -> Manifest:
         data=describe_data(challenge.directory)["description"],
         num_train_samples=num_train,
         num_test_samples=num_test,
+        initial_state=redact_url(challenge.initial_state),
         class_names=class_names,
         metrics=dict(result.challenger),
         parent_metrics=dict(result.champion),

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import pickle
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from flyte_ddp.checkpoints.files import load_state
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import suggest
 from flyte_ddp.errors import ConfigError, StorageUnavailable
 from flyte_ddp.rank.sharding import load_model
-from flyte_ddp.storage import STORE_TIMEOUT, redact_values
-from flyte_ddp.storage.weights import TORCHVISION, class_names_of, load_torchvision_state, with_class_names
+from flyte_ddp.storage import STORE_TIMEOUT, read_file, redact_values
+from flyte_ddp.storage.weights import (
+    TORCHVISION,
+    class_names_of,
+    from_bytes,
+    is_same_state,
+    load_torchvision_state,
+    split_pin,
+    with_class_names,
+)
 
 MAX_CLASSES = 20  # in an error
 
@@ -82,7 +90,7 @@ def check_same_run(
             "other data need another place for the checkpoints"
         )
     started_from, initial_state = redact_values([checkpoint["initial_state"], initial_state])
-    if started_from != initial_state:
+    if not is_same_state(started_from, initial_state):
         raise ConfigError(
             f"initial_model_state: expected {started_from!r}, from which the run of {url} started, got "
             f"{initial_state!r}; another one needs another place for the checkpoints"
@@ -98,7 +106,8 @@ def load_initial_state(
 ) -> None:
     """Load the weights and buffers of the state dict at `url` into `model`, all of them or none.
 
-    `torchvision:NAME` stands for the weights that torchvision publishes, as of `load_torchvision_state`.
+    Their file must have the checksum that `pin_state` noted in `url`. `torchvision:NAME` stands for weights that
+    torchvision publishes, as of `load_torchvision_state`.
 
     Args:
         timeout: seconds to wait for a store that cannot be reached.
@@ -114,8 +123,19 @@ def load_initial_state(
     expected = "initial_model_state: expected a state dict with exactly the model's keys and shapes"
     if fresh_layers:
         expected += f" except in the fresh_layers {', '.join(fresh_layers)}"
+    url, sha256 = split_pin(url)
     try:
-        state = load_torchvision_state(url) if url.startswith(TORCHVISION) else load_state(url, timeout)
+        if url.startswith(TORCHVISION):
+            state = load_torchvision_state(url)
+        else:
+            contents = read_file(url, "initial_model_state", timeout)
+            found = hashlib.sha256(contents).hexdigest() if sha256 else ""
+            if found != sha256:
+                raise ConfigError(
+                    f"initial_model_state: expected the contents with SHA-256 {sha256}, which {url!r} had when it was "
+                    f"given, got others with {found}: start again"
+                )
+            state = from_bytes(contents)
     except StorageUnavailable:
         raise
     except (FileNotFoundError, pickle.UnpicklingError, RuntimeError, EOFError) as error:  # the middle two are torch's

@@ -66,8 +66,8 @@ class Trainer:
     test: Samples
     session: Session  # of the rank, whose checkpoints are open; the ranks of a split model are their `peers`
     data_fingerprint: str = ""  # noted in checkpoints, so that none is continued on other data
-    # URL of the state dict from which the run starts if there is no checkpoint yet; "" leaves the model's own weights.
-    # Noted in checkpoints likewise.
+    # URL, as of `pin_state`, of the state dict from which the run starts if there is no checkpoint yet; "" leaves the
+    # model's own weights. Noted in checkpoints likewise.
     initial_state: str = ""
 
     def __post_init__(self) -> None:

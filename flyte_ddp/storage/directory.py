@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import logging
 import os
 import random
@@ -324,6 +325,20 @@ def read_file(url: str, field: str = "url", timeout: float = STORE_TIMEOUT) -> b
     place = Storage(url, field, timeout)
     contents: bytes = place.retry(lambda: place.file_system.cat_file(place.root))
     return contents
+
+
+def compute_sha256(url: str, field: str = "url", timeout: float = STORE_TIMEOUT) -> str:
+    """Return the SHA-256 of the file at `url` without holding it in memory. Raises as `Storage.read` does."""
+    place = Storage(url, field, timeout)
+
+    def compute() -> str:
+        digest = hashlib.sha256()
+        with place.file_system.open(place.root, "rb") as file:
+            while block := file.read(UPLOAD_PART):
+                digest.update(block)
+        return digest.hexdigest()
+
+    return place.retry(compute)
 
 
 def write_file(url: str, contents: bytes | Path, field: str = "url", timeout: float = STORE_TIMEOUT) -> None:

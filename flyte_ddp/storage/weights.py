@@ -7,18 +7,49 @@ equal shapes do not tell a model of cats and dogs from one of dogs and cats. Imp
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import pickle
+import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.storage.directory import compute_sha256
 
 TORCHVISION = "torchvision:"  # the beginning of an initial state that torchvision publishes
+PINNED = re.compile(r"(.+) \(sha256 ([0-9a-f]{64})\)", re.S)
 VALUES, CLASS_NAMES = "flyte_ddp.values", "flyte_ddp.class_names"  # keys in the metadata
+
+
+def pin_state(url: str) -> str:
+    """Return the path or URL of a state with the checksum of its contents, which are what counts: names are reused.
+
+    As text, such as "s3://bucket/model_state.pt (sha256 ...)", so that whatever is compared or stored by it has both.
+
+    One that has its checksum stays as it is, and one without a file: a run that resumes does not need it.
+    """
+    if not url or url.startswith(TORCHVISION) or split_pin(url)[1]:
+        return url
+    url = url if "://" in url else os.path.abspath(url)
+    with contextlib.suppress(FileNotFoundError):
+        return f"{url} (sha256 {compute_sha256(url, 'initial_model_state')})"
+    return url
+
+
+def split_pin(state: str) -> tuple[str, str]:
+    """Return URL and checksum of what `pin_state` returned; "" for no checksum."""
+    match = PINNED.fullmatch(state)
+    return (match[1], match[2]) if match else (state, "")
+
+
+def is_same_state(one: str, other: str) -> bool:
+    """Compare two states by their checksums, or by their URLs where one has none. Both without secrets, or none."""
+    (url, sha256), (other_url, other_sha256) = split_pin(one), split_pin(other)
+    return sha256 == other_sha256 if sha256 and other_sha256 else url == other_url
 
 
 def with_class_names(state: Mapping[str, Any], names: Sequence[str]) -> OrderedDict[str, Any]:

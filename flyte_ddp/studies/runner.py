@@ -42,6 +42,7 @@ from flyte_ddp.launch.process.programs import Job, recipe_program
 from flyte_ddp.launch.signals import StopRequest, stop_on_signals
 from flyte_ddp.recipes.prepare import describe_data
 from flyte_ddp.storage import Storage
+from flyte_ddp.storage.weights import pin_state, split_pin
 from flyte_ddp.studies.results import DONE, FAILED, FINISHED, INTERRUPTED, STOPPED_EARLY, WAITING, TrialRun
 from flyte_ddp.studies.search import EarlyStopping, Trial
 
@@ -107,6 +108,7 @@ class TrialRunner:
 
     def __post_init__(self) -> None:
         self.storage = Storage(self.checkpoints)
+        self.initial_state = pin_state(self.initial_state)
         self.pool = None if self.one_at_a_time else Pool(self.storage.url)  # of the workers that trials share
         self.early_stopping = EarlyStopping(self.stop_early)
         self.stop = StopRequest()
@@ -132,7 +134,8 @@ class TrialRunner:
         check_trials(self.recipe, trials, self.cluster)
         self.storage.check_access("checkpoints")
         note = describe_data(self.data)
-        data_version = [note["fingerprint"], note["recipe_version"], *filter(None, [self.initial_state])]
+        url, sha256 = split_pin(self.initial_state)
+        data_version = [note["fingerprint"], note["recipe_version"], *filter(None, [sha256 or url])]
         for trial in trials:
             url = self.storage.join(_name_directory(self.recipe, trial, data_version))
             self.runs.append(TrialRun.load(trial, url))

@@ -109,19 +109,19 @@ class Optional(Tiny):
     def prepare(self, source, directory):
         return super().prepare(source, directory) + f", for width {self.width}"
 
-
-@dataclass
-class WithToken(Optional):
-    """With an option whose name is that of a secret."""
-
-    token: str = ""
-
     def model(self):
         from torch import nn
 
         return nn.Sequential(
             nn.Linear(NUM_FEATURES, self.width, bias=self.biased), nn.Tanh(), nn.Linear(self.width, NUM_CLASSES)
         )
+
+
+@dataclass
+class WithToken(Optional):
+    """With an option whose name is that of a secret."""
+
+    token: str = ""
 
 
 class Dropping(Tiny):

@@ -23,6 +23,7 @@ from flyte_ddp.config.training import Batch
 from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.launch.process.output import Output
 from flyte_ddp.recipes import BUILTIN, Recipe, get_recipe
+from flyte_ddp.storage.weights import pin_state
 
 COMPILERS = ("g++", "gcc", "clang")  # torch.compile takes g++ or CXX for CPUs, gcc, clang or CC for GPUs
 CUDA_OUT_OF_MEMORY = "OutOfMemoryError"  # class name of torch.cuda.OutOfMemoryError
@@ -154,7 +155,8 @@ def recipe_program(recipe: str, config: TrainingConfig, initial_state: str = "")
     """Return the program that trains a recipe.
 
     Args:
-        initial_state: fsspec URL of the state dict that a new run starts from; "" for fresh weights.
+        initial_state: path or URL of the state dict that a new run starts from; "" for fresh weights. What it has now
+            counts: see `pin_state`.
 
     Raises:
         ConfigError: an unknown recipe or option of it.
@@ -167,7 +169,7 @@ def recipe_program(recipe: str, config: TrainingConfig, initial_state: str = "")
         needs_gpus = "sync_batch_norm: expected false for ranks without GPUs, got true"
     return Program(
         name=recipe,
-        call=pickle.dumps(_Training(recipe, config, initial_state)),
+        call=pickle.dumps(_Training(recipe, config, pin_state(initial_state))),
         packages=tuple(list_packages(BUILTIN.get(recipe, recipe).replace(":", "."))),
         stall_timeout=config.stall_timeout,
         store_timeout=config.store_timeout,

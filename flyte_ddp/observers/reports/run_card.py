@@ -18,7 +18,7 @@ from flyte_ddp.storage import redact_values
 
 CARD_JSON, CARD_PAGE = "run_card.json", "README.md"  # the name under which model hubs show a page
 UNKNOWN = "not known"
-CHAMPION = re.compile(r"/versions/([^/]+)/model_state\.\w+$")  # of `promotion.champion`
+CHAMPION = re.compile(r"/versions/([^/]+)/model_state\.\w+(?: \(sha256 \w+\))?$")  # of `promotion.champion`
 
 
 def run_card(state: RunState, **origin: str) -> dict[str, Any]:
