@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import http.server
+import os
 import struct
-import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from flyte_ddp.config import resolve
 from flyte_ddp.errors import ConfigError, DataError
-from flyte_ddp.recipes import BUILTIN, Recipe, config_of, download, get_recipe, mnist
+from flyte_ddp.recipes import BUILTIN, Recipe, config_of, get_recipe, mnist
 from flyte_ddp.recipes.digits import Digits
 from flyte_ddp.recipes.prepare import describe_data, prepare_data
 
@@ -267,14 +267,62 @@ def test_a_damaged_file_is_refused_naming_it(idx_files, tmp_path, prepared, pack
         prepare_data(mnist.Mnist(), f"{tmp_path}/given", prepared)
 
 
-def test_downloaded_mnist_is_kept_in_the_users_cache_and_not_fetched_again(idx_files, tmp_path, prepared, monkeypatch):
+@pytest.mark.parametrize(
+    ("dotted", "suffix", "packed"),
+    [(True, "", False), (True, ".gz", True), (False, ".gz", False), (False, "", True), (True, ".gz", False)],
+)
+def test_mnist_is_known_by_its_contents_whatever_its_files_are_called(
+    idx_files, tmp_path, prepared, dotted, suffix, packed
+):
+    (tmp_path / "given").mkdir()
+    for name, contents in idx_files.items():
+        called = (name.replace("-idx", ".idx") if dotted else name) + suffix
+        (tmp_path / "given" / called).write_bytes(gzip.compress(contents) if packed else contents)
+        if dotted:  # as one archive on the web has it
+            (tmp_path / "given" / name).mkdir()
+    prepare_data(mnist.Mnist(), f"{tmp_path}/given", prepared)
+
+    train, test = mnist.Mnist().datasets(prepared)
+    assert train.tensors[0].numpy().tobytes() == idx_files["train-images-idx3-ubyte"][16:]
+    assert test.tensors[1].tolist() == list(idx_files["t10k-labels-idx1-ubyte"][8:])
+
+
+def test_mnist_is_downloaded_by_torchvision_once_and_kept_whole(idx_files, tmp_path, prepared, monkeypatch):
+    from torchvision import datasets
+
+    def download(self):
+        calls.append(self.raw_folder)
+        os.makedirs(self.raw_folder)
+        if len(calls) == 1:
+            (Path(self.raw_folder) / "train-images-idx3-ubyte").write_bytes(b"a part")
+            raise RuntimeError("Error downloading train-images:\nTried a mirror, got:\nno route to host")
+        for name, contents in idx_files.items():
+            (Path(self.raw_folder) / name).write_bytes(contents)
+
+    calls = []
+    monkeypatch.setattr(datasets.MNIST, "download", download)
+    monkeypatch.setattr(datasets.MNIST, "_load_data", lambda self: (None, None))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cache = tmp_path / "cache" / "flyte-ddp" / "mnist"
+    with pytest.raises(
+        DataError, match="^data: MNIST could not be downloaded: .*a mirror, got: no route to host; give a"
+    ):
+        prepare_data(mnist.Mnist(), "", prepared)
+    assert list(cache.iterdir()) == []
+    for name in ("second", "third"):
+        (prepared / name).mkdir()
+        prepare_data(mnist.Mnist(), "", prepared / name)
+        assert "downloaded from torchvision's mirrors" in describe_data(prepared / name)["description"]
+    assert len(calls) == 2
+    assert {file.name: file.read_bytes() for file in cache.iterdir()} == idx_files
+
+
+def test_mnist_that_an_earlier_version_has_downloaded_is_not_fetched_again(idx_files, tmp_path, prepared, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     _lay_out(idx_files, tmp_path / "cache" / "flyte-ddp" / "mnist", packed=True)
-    monkeypatch.setattr(mnist, "download", lambda *arguments: pytest.fail("it was fetched again"))
+    monkeypatch.setattr(mnist, "import_torchvision", lambda: pytest.fail("it was fetched again"))
 
     prepare_data(mnist.Mnist(), "", prepared)
-
-    assert "downloaded from torchvision's mirrors" in describe_data(prepared)["description"]
 
 
 def test_other_data_have_another_fingerprint(tmp_path):
@@ -286,168 +334,3 @@ def test_other_data_have_another_fingerprint(tmp_path):
         fingerprints.append(describe_data(tmp_path / name)["fingerprint"])
 
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
-
-
-# download
-
-
-class _Server(http.server.ThreadingHTTPServer):
-    """Serves `contents` at any path but /missing. `faults` are taken one per request until they are used up:
-    a number breaks the connection off after so many bytes; bytes are sent in the contents' place; "chunked" breaks off
-    in the middle of a chunk; "silent" sends nothing more after the headers."""
-
-    daemon_threads = True
-
-    def __init__(self, contents, resumes=True):
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.contents = contents
-        self.resumes = resumes
-        self.faults = []
-        self.ranges = []  # first byte asked for, one per request
-        self.over = threading.Event()
-
-    def url(self, path="file"):
-        return f"http://127.0.0.1:{self.server_address[1]}/{path}"
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        server = self.server
-        self.close_connection = True
-        if self.path == "/missing":
-            self.send_error(404)
-            return
-        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
-        server.ranges.append(start)
-        fault = server.faults.pop(0) if server.faults else None
-        contents = fault if isinstance(fault, bytes) else server.contents
-        if start and start >= len(contents):
-            self.send_error(416)
-            return
-        start = start if server.resumes else 0
-        self.send_response(206 if start else 200)
-        if fault == "chunked":
-            self.send_header("Transfer-Encoding", "chunked")
-            self.end_headers()
-            self.wfile.write(b"%x\r\n%s" % (len(contents), contents[:10]))
-            return
-        self.send_header("Content-Length", str(len(contents) - start))
-        self.end_headers()
-        if fault == "silent":
-            server.over.wait(30)
-        else:
-            self.wfile.write(contents[start : start + fault] if isinstance(fault, int) else contents[start:])
-
-    def log_message(self, *arguments):
-        pass
-
-
-@pytest.fixture
-def serve(monkeypatch):
-    """serve(contents, resumes=True): a server that runs for the length of the test."""
-    monkeypatch.setattr("flyte_ddp.recipes.download.time.sleep", lambda seconds: None)
-    servers = []
-
-    def start(contents, resumes=True):
-        server = _Server(contents, resumes)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        servers.append(server)
-        return server
-
-    yield start
-    for server in servers:
-        server.over.set()
-        server.shutdown()
-        server.server_close()
-
-
-CONTENTS = np.random.RandomState(0).bytes(200_000)
-
-
-def test_an_interrupted_download_resumes(serve, tmp_path):
-    server = serve(CONTENTS)
-    server.faults = [70_000, 50_000]
-
-    download.download([server.url()], tmp_path / "file", _md5(CONTENTS))
-
-    assert (tmp_path / "file").read_bytes() == CONTENTS
-    assert server.ranges == [0, 70_000, 120_000]
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_a_download_begun_by_another_process_resumes(serve, tmp_path):
-    server = serve(CONTENTS)
-    server.faults = [70_000] * download.NUM_TRIES
-    server.faults[1:] = [1_000] * (download.NUM_TRIES - 1)
-    with pytest.raises(DataError, match=r"file could not be downloaded: .*after 1000 of .*received bytes are kept"):
-        download.download([server.url()], tmp_path / "file", _md5(CONTENTS))
-    assert not (tmp_path / "file").exists()
-
-    download.download([server.url()], tmp_path / "file", _md5(CONTENTS))
-
-    assert (tmp_path / "file").read_bytes() == CONTENTS
-    assert server.ranges[-1] == 70_000 + 1_000 * (download.NUM_TRIES - 1)
-
-
-def test_a_server_that_cannot_resume_sends_all_of_it_again(serve, tmp_path):
-    server = serve(CONTENTS, resumes=False)
-    server.faults = [70_000]
-
-    download.download([server.url()], tmp_path / "file", _md5(CONTENTS))
-
-    assert (tmp_path / "file").read_bytes() == CONTENTS
-
-
-def test_contents_with_a_wrong_checksum_are_fetched_again(serve, tmp_path):
-    server = serve(CONTENTS)
-    server.faults = [_flip(CONTENTS)]
-
-    download.download([server.url()], tmp_path / "file", _md5(CONTENTS))
-
-    assert (tmp_path / "file").read_bytes() == CONTENTS
-    assert server.ranges == [0, 0]
-
-
-def test_a_complete_part_with_a_wrong_checksum_is_discarded(serve, tmp_path):
-    server = serve(CONTENTS)
-    (tmp_path / "file.part").write_bytes(b"x" * len(CONTENTS))
-
-    download.download([server.url()], tmp_path / "file", _md5(CONTENTS))
-
-    assert (tmp_path / "file").read_bytes() == CONTENTS
-
-
-def test_the_next_mirror_is_used_and_present_files_are_not_fetched(serve, tmp_path):
-    wrong, server = serve(b"something else"), serve(CONTENTS)
-    urls = [wrong.url("missing"), wrong.url(), "http://127.0.0.1:9/closed", server.url()]
-
-    download.download(urls, tmp_path / "file", _md5(CONTENTS))
-    download.download(urls, tmp_path / "file", _md5(CONTENTS))
-
-    assert (tmp_path / "file").read_bytes() == CONTENTS
-    assert server.ranges == [0]
-    assert len(wrong.ranges) == download.NUM_TRIES
-
-
-def test_a_download_that_fails_everywhere_is_refused_with_every_mirrors_reason(serve, tmp_path):
-    server = serve(b"something else")
-
-    with pytest.raises(DataError) as caught:
-        download.download([server.url("missing"), server.url()], tmp_path / "file", _md5(CONTENTS))
-
-    assert f"{server.url('missing')}: HTTP Error 404" in str(caught.value)
-    assert f"{server.url()}: its contents have another MD5 sum" in str(caught.value)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("fault", ["silent", "chunked"])
-def test_requests_are_repeated_if_a_server_falls_silent_or_disconnects(serve, tmp_path, monkeypatch, fault):
-    monkeypatch.setattr(download, "TIMEOUT", 1.0)
-    server = serve(CONTENTS)
-    server.faults = [fault]
-
-    download.download([server.url()], tmp_path / "file", _md5(CONTENTS))
-
-    assert (tmp_path / "file").read_bytes() == CONTENTS

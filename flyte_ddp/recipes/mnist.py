@@ -1,6 +1,6 @@
 """Recipe `mnist`: the MNIST handwritten digits as torchvision publishes them, and the tutorial's CNN.
 
-The four IDX files come from torchvision's mirrors or from a directory or URL that the user gives. Either way their
+The four IDX files come from torchvision's `MNIST` or from a directory or URL that the user gives. Either way their
 contents must have the published checksums.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
+import tempfile
 import zlib
 from collections import OrderedDict
 from pathlib import Path
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from flyte_ddp.errors import DataError
 from flyte_ddp.recipes.arrays import load_arrays
 from flyte_ddp.recipes.base import Recipe
-from flyte_ddp.recipes.download import download
+from flyte_ddp.recipes.contents import GZIP, HEAD, kind_of
+from flyte_ddp.recipes.image_folder.models import import_torchvision
 from flyte_ddp.storage import Storage
 
 if TYPE_CHECKING:
@@ -44,8 +46,8 @@ class Mnist(Recipe):
         """Write `train.npz` and `test.npz`: images (N, 28, 28) in bytes, labels (N,).
 
         Args:
-            source: a directory or URL that holds the IDX files, packed (.gz) or not, directly or in `raw` or
-                `MNIST/raw` below; "" downloads them to the user's cache, where an interrupted download resumes.
+            source: a directory or URL that holds the IDX files, packed with gzip or not, directly or in `raw` or
+                `MNIST/raw` below; "" downloads them to the user's cache.
         """
         import numpy as np
 
@@ -87,20 +89,31 @@ class Mnist(Recipe):
 
 
 def _download_all() -> Path:
-    """Download the packed files where necessary, and return the user's cache of them."""
+    """Return the directory in the user's cache that has the four files, after torchvision has fetched them into it."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flyte-ddp" / "mnist"
-    if not all((cache / f"{name}.gz").exists() for name in CHECKSUMS):
-        from torchvision.datasets import MNIST  # 8 s of imports, so only if there is something to download
-
-        for name, md5 in MNIST.resources:
-            download([mirror + name for mirror in MNIST.mirrors], cache / name, md5)
+    if all(any((cache / file).exists() for file in _file_names(name)) for name in CHECKSUMS):
+        return cache
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as directory:  # so that no other process sees a part of a file
+        try:
+            import_torchvision().datasets.MNIST(directory, download=True)
+        except Exception as error:  # of any kind: a connection may break anywhere
+            reason = " ".join(str(error).split())
+            raise DataError(f"data: MNIST could not be downloaded: {reason}; give a directory of its files") from error
+        for name in CHECKSUMS:
+            os.replace(Path(directory, "MNIST", "raw", name), cache / name)
     return cache
+
+
+def _file_names(name: str) -> list[str]:
+    """Return what the file may be called; the dotted names come first, as one archive has both, and one is a folder."""
+    return [f"{stem}{packing}" for stem in (name.replace("-idx", ".idx"), name) for packing in ("", ".gz")]
 
 
 def _read(origin: str, name: str) -> bytes:
     """Return the unpacked contents of the IDX file `name`, wherever below the directory or URL `origin` it lies."""
     storage = Storage(origin, "data")
-    for file in (f"{folder}{name}{packing}" for folder in ("", "raw/", "MNIST/raw/") for packing in ("", ".gz")):
+    for file in (f"{folder}{file}" for folder in ("", "raw/", "MNIST/raw/") for file in _file_names(name)):
         try:
             contents = storage.read(file)
         except FileNotFoundError:
@@ -115,7 +128,7 @@ def _read(origin: str, name: str) -> bytes:
 def _unpack(contents: bytes, name: str, place: str) -> bytes:
     """Return `contents`, packed or not, which were read from `place`, once they are what MNIST has as `name`."""
     try:
-        contents = gzip.decompress(contents) if place.endswith(".gz") else contents
+        contents = gzip.decompress(contents) if kind_of(contents[:HEAD]) == GZIP else contents
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"data: {place} is damaged: {error}; delete it and fetch it again") from None
     found = hashlib.md5(contents, usedforsecurity=False).hexdigest()
