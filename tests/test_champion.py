@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -401,6 +402,54 @@ def test_a_rollback_switches_to_the_parent_and_back(url):
     assert store.rollback(third).version == third
     assert number_in(load_champion(url)) == 3
     assert len(store.versions()) == 3
+
+
+@pytest.mark.parametrize("to", ["parent", "in use"])
+def test_a_promotion_that_was_compared_before_a_rollback_fails(url, to):
+    store = ChampionStore(url)
+    versions = [promote(store, number).version for number in (1, 2)]
+    compared_with = store.pointer()
+    assert store.held(compared_with) is None
+    kept = store.rollback("" if to == "parent" else versions[1]).version
+    assert kept == versions[to == "in use"]
+    with pytest.raises(ChampionChanged):
+        store.promote(state_file(3), manifest(3), compared_with)
+    assert (store.version_in_use(), bool(store.held())) == (kept, True)
+
+
+@pytest.mark.parametrize("wanted", ["first", "second"])
+def test_two_rollbacks_at_once_leave_one_version_and_the_hold(url, monkeypatch, wanted):
+    store, replace = ChampionStore(url), Storage.replace
+    versions = dict(zip(("first", "second"), (promote(store, number).version for number in (1, 2)), strict=True))
+
+    def be_late(*arguments):
+        monkeypatch.setattr(Storage, "replace", replace)
+        ChampionStore(url).rollback(versions["first"])
+        return replace(*arguments)
+
+    monkeypatch.setattr(Storage, "replace", be_late)
+    with contextlib.suppress(ChampionChanged):  # of the same version in the same second there is nothing to refuse
+        store.rollback(versions[wanted])
+    assert (store.version_in_use(), bool(store.held())) == (versions["first"], True)
+    assert store.release()
+    assert (store.version_in_use(), store.held(), store.release()) == (versions["first"], None, False)
+    assert promote(store, 3).version == store.version_in_use()
+
+
+def test_a_release_while_another_version_is_put_in_use_leaves_the_hold_of_that_one(url, monkeypatch):
+    store, replace = ChampionStore(url), Storage.replace
+    first, second = (promote(store, number).version for number in (1, 2))
+    store.rollback(first)
+
+    def be_late(*arguments):
+        monkeypatch.setattr(Storage, "replace", replace)
+        ChampionStore(url).rollback(second)
+        return replace(*arguments)
+
+    monkeypatch.setattr(Storage, "replace", be_late)
+    with pytest.raises(ChampionChanged):
+        store.release()
+    assert (store.version_in_use(), bool(store.held())) == (second, True)
 
 
 def test_a_rollback_works_without_the_current_champions_files(tmp_path):

@@ -419,6 +419,39 @@ def test_another_initial_state_is_another_challenge(store, make, tmp_path):
     assert plan(store, other, PromotionCriteria()).outcome == Outcome.UNCHANGED  # which starts from the champion
 
 
+@pytest.mark.parametrize(("scale", "outcome"), [(3, Outcome.PROMOTED), (6, Outcome.NOT_BETTER)])
+def test_the_second_of_two_first_challengers_is_compared_with_the_first(store, make, monkeypatch, scale, outcome):
+    """The first promotes and records it after the other has seen that there is no champion."""
+    pointer = ChampionStore.pointer
+
+    def look_and_be_late(self):
+        monkeypatch.setattr(ChampionStore, "pointer", pointer)
+        seen = pointer(self)
+        assert judge(store, make(), PromotionCriteria(), model_state(5)).outcome == Outcome.PROMOTED_FIRST
+        return seen
+
+    monkeypatch.setattr(ChampionStore, "pointer", look_and_be_late)
+    result = judge(ChampionStore(store.url), make(seed=1), PromotionCriteria(), model_state(scale))
+    assert (result.outcome, scale_of(store)) == (outcome, 3 if outcome == Outcome.PROMOTED else 5)
+    assert len(result.advantage) == 2
+    assert len(store.versions()) == 1 + (outcome == Outcome.PROMOTED)
+
+
+def test_a_first_challenger_that_fails_does_not_hide_a_champion_promoted_meanwhile(store, make, monkeypatch):
+    compare = challenges._compare
+
+    def promote_first(*arguments):
+        monkeypatch.setattr(challenges, "_compare", compare)
+        judge(store, make(), PromotionCriteria(), model_state(5))
+        return compare(*arguments)
+
+    monkeypatch.setattr(challenges, "_compare", promote_first)
+    assert judge(store, make(seed=1), PromotionCriteria(), spoiled(float("nan"))).outcome == Outcome.NOT_FINITE
+    Path(store.url, "champion.json").unlink()
+    with pytest.raises(ConfigError, match="champion.json is missing"):
+        plan(store, make(), PromotionCriteria())
+
+
 def test_a_challenger_is_measured_against_a_champion_promoted_meanwhile(store, make, monkeypatch):
     judge(store, make(), PromotionCriteria(), model_state(6))
     promote = ChampionStore.promote

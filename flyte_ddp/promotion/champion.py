@@ -42,7 +42,6 @@ MANIFEST = "manifest.json"
 CARD = "run_card.json"
 LAST_CHALLENGE = "last_challenge.json"
 LAST_RUN = "last_run.json"
-HOLD = "hold.json"  # while it is there, nothing is promoted
 
 
 @dataclass(frozen=True)
@@ -80,6 +79,9 @@ class Pointer:
     version: str
     manifest_sha256: str
     parent: str  # of the version: a rollback must not need the files of what it replaces
+    # When a rollback put the version in use: nothing is promoted until `release`; "" for no hold. Not in a file of its
+    # own: each rollback, also one to the version in use, has to change what a promotion compares with before it writes.
+    held_since: str = ""
 
 
 class ChampionStore:
@@ -205,35 +207,26 @@ class ChampionStore:
         contents = self._read(wanted, MANIFEST)
         manifest = _manifest(contents)
         self._state(manifest)
-        was_held = self.held() is not None
-        self.storage.write(HOLD, _json({"version": manifest.version, "since": _utc_now()}))  # first: see `held`
-        try:
-            self._point_to(manifest, contents, pointer)
-        except ChampionChanged:
-            if not was_held:
-                self.release()
-            raise
+        self._point_to(manifest, contents, pointer, _utc_now())
         return manifest
 
-    def held(self) -> str | None:
-        """Return since when a rollback keeps its version in use; None if it does not.
-
-        Whoever promotes looks here after it has read the pointer, and so notices a rollback by the one or the other.
-        """
-        try:
-            contents = self.storage.read(HOLD)
-        except FileNotFoundError:
-            return None
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            return str(json.loads(contents)["since"])
-        return "a time that is not known"
+    def held(self, pointer: bytes | None = None) -> str | None:
+        """Return since when a rollback keeps its version in use, now or when `pointer` was read; None if none does."""
+        with contextlib.suppress(ChampionError):
+            return self.parse(self.pointer() if pointer is None else pointer).held_since or None
+        return None
 
     def release(self) -> bool:
-        """Let retrainings promote again. Returns False if nothing was held."""
-        was_held = self.held() is not None
-        if was_held:
-            self.storage.delete(HOLD)
-        return was_held
+        """Let retrainings promote again. Returns False if nothing was held.
+
+        Raises:
+            ChampionChanged: another version was put in use meanwhile, whose hold stays.
+        """
+        pointer = self.pointer()
+        if not self.held(pointer):
+            return False
+        self._replace_pointer(dataclasses.replace(self.parse(pointer), held_since=""), pointer)
+        return True
 
     def parse(self, pointer: bytes) -> Pointer:
         """Parse `champion.json`. Raises NoChampion if it is empty, and CorruptChampion if it names no version."""
@@ -297,8 +290,11 @@ class ChampionStore:
         except (ValueError, TypeError):
             return {}
 
-    def _point_to(self, manifest: Manifest, contents: bytes, replaced: bytes) -> None:
-        pointer = Pointer(manifest.version, hashlib.sha256(contents).hexdigest(), manifest.parent)
+    def _point_to(self, manifest: Manifest, contents: bytes, replaced: bytes, held_since: str = "") -> None:
+        digest = hashlib.sha256(contents).hexdigest()
+        self._replace_pointer(Pointer(manifest.version, digest, manifest.parent, held_since), replaced)
+
+    def _replace_pointer(self, pointer: Pointer, replaced: bytes) -> None:
         try:
             self.storage.replace(POINTER, _json(dataclasses.asdict(pointer)), replaced)
         except FileChanged as error:

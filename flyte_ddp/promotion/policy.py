@@ -122,6 +122,7 @@ class CurrentModel:
     manifest: Manifest | None
     outcome: Outcome  # of a challenger that replaces it
     reason: str  # why it cannot be used; "" if it can
+    pointer: bytes = b""  # that names it
 
 
 def plan(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria) -> Plan:
@@ -140,7 +141,7 @@ def plan(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria
             f"there are {num_train:,} training and {num_test:,} held-out samples, and min_samples is "
             f"{criteria.min_samples:,}",
         )
-    current = _load_current(store, store.pointer(), criteria)
+    current = _load_current(store, criteria)
     if current.state is None or current.manifest is None:
         return _plan_training(store, challenge, criteria, current)
     if problem := _describe_mismatch(challenge, current):
@@ -181,8 +182,7 @@ def judge(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteri
     measured = _measure(challenge, challenger)
     values = measured.values if measured else {}
     while True:
-        pointer = store.pointer()
-        current = _load_current(store, pointer, criteria)
+        current = _load_current(store, criteria)
         if (manifest := current.manifest) and _is_promoted(challenge, manifest, state):
             # That attempt may have written no record. Without one, a lost champion would look as if it never existed.
             outcome = Outcome(manifest.outcome)
@@ -191,18 +191,18 @@ def judge(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteri
             current = CurrentModel(manifest.parent, None, None, outcome, "")
         else:
             result = _compare(challenge, criteria, challenger, measured, current)
-            if result.outcome in PROMOTIONS and (since := store.held()):
+            if result.outcome in PROMOTIONS and (since := store.held(current.pointer)):
                 result = dataclasses.replace(result, outcome=Outcome.HELD, reason=_describe_hold(since))
             if result.outcome in PROMOTIONS:
                 try:
-                    store.promote(state, _manifest(challenge, result), pointer, challenge.card)
+                    store.promote(state, _manifest(challenge, result), current.pointer, challenge.card)
                 except ChampionChanged:
                     continue
         store.record_challenge(
             {
                 **_identity(challenge, criteria, current),
                 **dataclasses.asdict(result),
-                "had_champion": result.outcome in PROMOTIONS or current.version != "",
+                "had_champion": result.outcome in PROMOTIONS or (current.version or store.version_in_use()) != "",
                 "execution": challenge.execution,
                 "kickoff_time": challenge.kickoff_time,
                 "ended_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -277,13 +277,16 @@ def _skip(outcome: Outcome, reason: str) -> Plan:
     return Plan(False, outcome.value, reason)
 
 
-def _load_current(store: ChampionStore, pointer: bytes, criteria: PromotionCriteria) -> CurrentModel:
+def _load_current(store: ChampionStore, criteria: PromotionCriteria) -> CurrentModel:
+    pointer = store.pointer()
     version = store.version_in_use(pointer)
     try:
         state, manifest = store.load(pointer)
     except NoChampion:
-        return CurrentModel(version, None, None, Outcome.PROMOTED_FIRST, "there is no champion yet")
+        return CurrentModel(version, None, None, Outcome.PROMOTED_FIRST, "there is no champion yet", pointer)
     except (MissingChampion, CorruptChampion) as error:
+        if store.pointer() != pointer:  # such as the first one, which another retraining has promoted since the look
+            return _load_current(store, criteria)
         is_missing = isinstance(error, MissingChampion)
         outcome = Outcome.PROMOTED_OVER_MISSING if is_missing else Outcome.PROMOTED_OVER_CORRUPT
         if outcome.value != criteria.allow:
@@ -292,8 +295,8 @@ def _load_current(store: ChampionStore, pointer: bytes, criteria: PromotionCrite
                 "Restore its files or roll back with `python -m flyte_ddp.promotion rollback`; only if neither is "
                 "possible allow a model that was not compared with it"
             ) from error
-        return CurrentModel(version, None, None, outcome, f"the champion cannot be used: {error}")
-    return CurrentModel(version, state, manifest, Outcome.PROMOTED, "")
+        return CurrentModel(version, None, None, outcome, f"the champion cannot be used: {error}", pointer)
+    return CurrentModel(version, state, manifest, Outcome.PROMOTED, "", pointer)
 
 
 def _describe_mismatch(challenge: Challenge, current: CurrentModel) -> str:
