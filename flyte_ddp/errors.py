@@ -64,6 +64,10 @@ class NonFiniteLoss(RuntimeError):
     """The loss became NaN or infinite: nothing that follows could be of use."""
 
 
+class ProgramError(RuntimeError):
+    """A bug of the program that each attempt would repeat. The message names it in one line."""
+
+
 class StopRequested(BaseException):
     """The supervisor wanted the run to end early. What was done so far is in a checkpoint.
 
@@ -115,9 +119,9 @@ class RankFailure(RuntimeError):
 
     @property
     def is_user_error(self) -> bool:
-        """Only a change of the input helps; the message is one line that explains it."""
+        """Only a change of the input or of the program helps; the message is one line that explains it."""
         kind = globals().get(self.error_name)  # the class has crossed processes by its name
-        return isinstance(kind, type) and issubclass(kind, (ConfigError, DataError, NonFiniteLoss))
+        return isinstance(kind, type) and issubclass(kind, (ConfigError, DataError, NonFiniteLoss, ProgramError))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments of the constructor, as plain values."""

@@ -25,7 +25,15 @@ LEAVES = "leaves"  # what a node of `OwnPlace` announces in place of a fault
 
 
 def beat(step, **values):
-    rest = {"is_writing": False, "is_stoppable": True, "leaves_in": None, "paces": [], "waits": []}
+    rest = {
+        "is_writing": False,
+        "is_stoppable": True,
+        "leaves_in": None,
+        "paces": [],
+        "waits": [],
+        "ended": [],
+        "has_reported": False,
+    }
     return {"kind": "beat", "step": step, **rest, **values}
 
 

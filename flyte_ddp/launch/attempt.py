@@ -5,6 +5,7 @@ Knows nothing of restarts: driver.py decides those. Nor what carries its command
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,15 +14,17 @@ from typing import Any, Protocol
 from flyte_ddp import events
 from flyte_ddp.checkpoints import WRITE_GRACE
 from flyte_ddp.errors import NodeLost, RankFailure, TrainingStopped
+from flyte_ddp.launch.failures import find_place
 from flyte_ddp.launch.node import GO, KEEP, KILL, KILL_GRACE, STALL, STOP
 from flyte_ddp.launch.paces import PaceWatch
 from flyte_ddp.launch.policy import leaves_state_whole
 from flyte_ddp.launch.process.memory import MAX_KEEP_TIMEOUT, name_memory
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.signals import StopRequest
-from flyte_ddp.launch.stalls import join_stalls
+from flyte_ddp.launch.stalls import join_stalls, lost_failure
 
 ECHO_GRACE = 3.0  # seconds in which the cause of a failure that looks like another's consequence may be reported
+LIBRARIES = re.compile("gloo|NCCL")  # whose errors say that a peer is gone
 TRAINING_SHARE = 0.5  # of a leaving node's time, for training until its replacement is there; the rest is for the save
 LEAVE_RESERVE = 1.0  # seconds before a node is gone in which its ranks, if they have not ended, are killed
 KILL_TIMEOUT = KILL_GRACE + 2.0  # seconds for the nodes to confirm that their ranks are gone
@@ -35,7 +38,9 @@ class Node:
     label: str = ""  # for people; "" for this machine, which nobody needs to be told
     worker: str = ""  # name of its Dask worker
     is_writing: bool = False  # rank 0 writes a checkpoint
-    waits: list[float] | None = field(default_factory=list)  # as its last beat has them
+    waits: list[float] = field(default_factory=list)  # as its last beat has them, and the next two
+    ended: list[int] = field(default_factory=list)
+    has_reported: bool = False
     leaves_at: float = float("inf")  # monotonic: when it is gone, if it was told to go
     told_at: float = float("inf")  # monotonic: when it said so
     trains_until: float = float("inf")  # monotonic: so long it may train on while the gang waits for its replacement
@@ -138,6 +143,10 @@ class Attempt:
         self.progress_at = time.monotonic()  # when it did
         self.is_stoppable = False  # it saves its state when it is asked to end, so it may end to grow
         self.is_killed = False
+        self._left: list[
+            int
+        ] = []  # ranks that have ended, of which the nodes were asked whether the others wait for them
+        self._lost_peers: dict[int, str] = {}  # where ranks lost a peer in a collective, by their numbers
         self.has_stalled = False  # its ranks wait for one another, and were ordered to end
         self.failures: list[Failure] = []
         self.paces = PaceWatch(self.nodes.world_size, self.emit)
@@ -161,6 +170,8 @@ class Attempt:
             while not self.has_ended and not self._cause_is_known():
                 self._receive()
                 self._end_if_all_wait(job.program.stall_timeout)
+                if deadline == float("inf"):
+                    self._end_if_left(job.program.left_timeout)
                 if stop.is_set() and not is_stopping:  # also while it grows
                     is_stopping = True
                     deadline = self._stop_nodes(stop.reason, stop.grace)
@@ -187,6 +198,8 @@ class Attempt:
         if not self.failures:
             raise NodeLost(f"nodes did not end in time after they were asked to, because {self.reason}", "")
         cause = find_cause(self.failures)
+        if isinstance(cause, RankFailure) and cause.rank in self._lost_peers and self.ended_ranks:
+            raise lost_failure(cause.rank, self.ended_ranks, self._lost_peers[cause.rank])  # of nothing else that ended
         raise cause if self.leaving else self.nodes.explain(cause)
 
     def _must_leave(self, num_ordered: int) -> bool:
@@ -247,6 +260,7 @@ class Attempt:
             if kind == "beat":
                 self._note_step(message["step"])
                 node.is_writing, node.waits = message["is_writing"], message["waits"]
+                node.ended, node.has_reported = message["ended"], message["has_reported"]
                 self.is_stoppable |= message["is_stoppable"]
                 self.paces.note(node.label, message["paces"], self.step)
                 if (seconds := message["leaves_in"]) is not None:
@@ -268,12 +282,25 @@ class Attempt:
         """End the ranks of a function that never reports, if all but at most one have waited for others for so long."""
         waits: list[float] = []
         for node in self.nodes.nodes:
-            if node.waits is None or self.has_stalled:
+            if node.has_reported or self.has_stalled:
                 return
             waits += node.waits
         if waits and len(waits) >= self.nodes.world_size - 1 and min(waits) >= timeout:
             self.has_stalled = True
             self.nodes.send(f"{STALL} {min(waits):g}")
+
+    def _end_if_left(self, timeout: float) -> None:
+        """End the ranks if some have ended and all others have waited in collectives for so long. Ask once for each."""
+        ended, waits = self.ended_ranks, [seconds for node in self.nodes.nodes for seconds in node.waits]
+        is_complete = len(ended) + len(waits) == self.nodes.world_size
+        if ended != self._left and is_complete and min(waits, default=0) >= timeout:
+            self._left = ended
+            self.nodes.send(f"{STALL} {min(waits):g} {','.join(map(str, ended))}")
+
+    @property
+    def ended_ranks(self) -> list[int]:
+        """The numbers of the ranks that have ended well, or are about to."""
+        return [number for node in self.nodes.nodes for number in node.ended]
 
     def _replace_straggler(self) -> None:
         """Offer the node of the slowest rank for a replacement. A gang that does not save its state would lose it."""
@@ -299,6 +326,9 @@ class Attempt:
                 values["message"] = f"{node}: {values['message']}"
                 for rank in values["details"].get("ranks", ()):
                     rank["node"] = str(node)
+            if values["is_consequence"] and LIBRARIES.search(values["cause"]):
+                frames = values["message"].splitlines()
+                self._lost_peers[values["rank"]] = find_place(reversed(frames))
             # Where no other node could be lost, a connection that the error names is the program's own.
             values["is_consequence"] &= len(self.nodes.nodes) > 1
             failure = RankFailure(**values)

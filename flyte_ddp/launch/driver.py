@@ -31,12 +31,13 @@ from flyte_ddp.errors import (
     GangLost,
     NodeLost,
     OutOfMemory,
+    ProgramError,
     RankFailure,
     StorageUnavailable,
     TrainingStopped,
 )
 from flyte_ddp.launch.attempt import Attempt, Nodes
-from flyte_ddp.launch.failures import first_line
+from flyte_ddp.launch.failures import first_line, program_failure
 from flyte_ddp.launch.policy import Before, Ended, Next, Rules, decide, leaves_state_whole
 from flyte_ddp.launch.process.background import call_in_background
 from flyte_ddp.launch.process.output import PREFIX
@@ -317,6 +318,9 @@ class _Driver:
                 f"{self.place.larger_memory}, or a smaller evaluation_batch_size, data_workers or model: the ranks ran "
                 f"out of memory twice. {first_line(failure)}"
             ) from failure
+        if kind is ProgramError and isinstance(failure, RankFailure):
+            line = f"{first_line(failure)} twice, at {failure.details['place']}, without progress in between"
+            raise program_failure(f"{line}: the program, or a library that it calls there, has a bug", failure.rank)
         if kind is StorageUnavailable:
             raise StorageUnavailable(first_line(failure)) from failure
         if kind is GangLost:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import re
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+
+from flyte_ddp.errors import ProgramError, RankFailure
 
 MAX_LINES = 30  # of a traceback or a log in an error; with what stands around it, a screen
 MAX_WIDTH = 300  # characters of such a line
 HEAD_LINES = 4  # of a text that is shortened: where a traceback begins
 
+_FRAME = re.compile(r'\s*File "([^"]+)", line (\d+),? in (\S+)')
+_LIBRARIES = (sysconfig.get_path("stdlib"), "site-packages", "<frozen ", "<string>", str(Path(__file__).parents[1]))
 _CHAINED = re.compile(r"\n+(?:During handling of the above|The above) exception[^\n]*\n+")
 
 
@@ -32,6 +39,20 @@ def shorten(text: str, max_lines: int = MAX_LINES) -> str:
         tail = max_lines - head - 1
         lines = [*lines[:head], f"... ({len(lines) - head - tail} lines are left out)", *lines[-tail:]]
     return "\n".join(lines)
+
+
+def program_failure(text: str, rank: int) -> RankFailure:
+    """Return the failure of a rank whose program has a bug that `text` explains in one line."""
+    return RankFailure(text, rank, "exception", f"{ProgramError.__name__}: {text}")
+
+
+def find_place(lines: Iterable[str]) -> str:
+    """Return the first line of a stack, newest frame first, that is in the user's own code, such as "a.py:3 in f"."""
+    for line in lines:
+        found = _FRAME.match(line)
+        if found and not any(part in found[1] for part in _LIBRARIES):
+            return f"{found[1].rpartition('/')[2]}:{found[2]} in {found[3]}"
+    return ""
 
 
 def natural_key(name: str) -> tuple[Any, ...]:

@@ -5,9 +5,10 @@ They differ in the `Link`, which carries commands in and messages out.
 
 Messages, by kind:
     beat     step that the node's ranks have reached; is_writing: rank 0 writes a checkpoint; is_stoppable: the ranks
-             save their state when they are asked to stop; paces: of the ranks, as launch/paces.py has them; waits:
-             seconds for which each rank that waits for others does, None once one has reported progress; leaves_in:
-             seconds that the machine is still there, None for one that was not told to go
+             save their state when they are asked to stop; has_reported: one has, since the
+             start; paces: of the ranks, as launch/paces.py has them; waits: seconds for which each rank that waits for
+             others does; ended: numbers of the ranks whose function has ended; leaves_in: seconds that the machine is
+             still there, None for one that was not told to go
     event    event of the run, on the node of rank 0
     lines    that the ranks have printed
     end      outcome: done, stopped, failed, killed or broken; kept_steps: of states in the memory of the node, as
@@ -27,7 +28,9 @@ from flyte_ddp.launch.signals import StopRequest
 KILL_GRACE = 5.0  # seconds in which the ranks must be gone after a command to kill them
 GO, STOP, KILL = "go", "stop", "kill"  # the driver's commands; seconds of grace and the reason follow STOP
 KEEP = f"{KILL} keep"  # the ranks, but keep their state in the memory of this node
-STALL = "stall"  # the driver's command: the gang stands still, for as many seconds as follow; report and end
+# The driver's command: the gang stands still, for as many seconds as follow; report and end. If numbers of ranks follow
+# those, such as 0,2, these have ended, and the others wait in collectives, which is to be verified first.
+STALL = "stall"
 LEAVE = "leave"  # the worker's command: the machine goes away in as many seconds as follow
 
 
@@ -41,9 +44,11 @@ class Link:
     def __init__(self, put: Callable[[dict[str, Any]], None]) -> None:
         self.stop = StopRequest()
         self.is_killed = False  # ordered to end at once, or left alone
-        self.beat: dict[str, Any] = {"step": 0, "is_writing": False, "is_stoppable": False, "paces": [], "waits": []}
+        self.beat: dict[str, Any] = {"step": 0, "is_writing": False, "is_stoppable": False, "ended": []}
+        self.beat |= {"has_reported": False, "paces": [], "waits": []}
         self.leaves_at = float("inf")  # monotonic: when this machine is gone
         self.stalled_for: float | None = None  # seconds for which the gang stands still, as the driver has noticed
+        self.left: list[int] = []  # ranks that have ended, for which the others wait, as the driver has noticed
         self._put = put
         self._previous = ""  # command
         self._lines: list[str] = []
@@ -60,7 +65,11 @@ class Link:
             grace, _, reason = rest.partition(" ")
             self.stop.revise(reason, float(grace))
         elif command == STALL:
-            self.stalled_for = float(rest)
+            seconds, _, left = rest.partition(" ")
+            if left and text != self._previous:
+                self.left = [int(number) for number in left.split(",")]
+            elif not left:
+                self.stalled_for = float(seconds)
         elif command == LEAVE:
             self.leaves_at = time.monotonic() + float(rest)
             self.send_beat()
@@ -84,13 +93,10 @@ class Link:
         self.send_lines()
         self.send("event", event=event)
 
-    def note_beat(
-        self, step: int, is_writing: bool, is_stoppable: bool, paces: list[dict[str, Any]], waits: list[float] | None
-    ) -> None:
+    def note_beat(self, beat: dict[str, Any]) -> None:
         """Take note of what the ranks are at. What the driver must know at once is sent at once."""
-        urgent = {"is_writing": is_writing, "is_stoppable": is_stoppable}
-        is_new = {**self.beat, **urgent} != self.beat
-        self.beat = {"step": step, **urgent, "paces": paces, "waits": waits}
+        is_new = any(beat[name] != self.beat[name] for name in ("is_writing", "is_stoppable", "ended"))
+        self.beat = beat
         self.send_lines()
         if is_new:
             self.send_beat()

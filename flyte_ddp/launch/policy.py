@@ -9,11 +9,20 @@ import builtins
 import enum
 from dataclasses import dataclass
 
-from flyte_ddp.errors import OUT_OF_MEMORY, GangLost, NodeLost, OutOfMemory, RankFailure, StorageUnavailable
+from flyte_ddp.errors import (
+    OUT_OF_MEMORY,
+    GangLost,
+    NodeLost,
+    OutOfMemory,
+    ProgramError,
+    RankFailure,
+    StorageUnavailable,
+)
 
 # Exceptions of these classes may be a machine's or a network's doing. Other builtin ones are bugs.
 ENVIRONMENT_ERRORS = (RuntimeError, OSError, MemoryError, EOFError, SystemError)
 BUGS = ("NotImplementedError", "RecursionError")  # RuntimeErrors that only code raises
+CRASHES = ("SIGABRT", "SIGSEGV", "SIGFPE", "SIGILL")  # signals that a process ends itself with
 KILLED = ("SIGKILL", "SIGTERM")  # signals that come from outside
 
 
@@ -104,6 +113,8 @@ def decide(ended: Ended, before: Before, rules: Rules) -> Decision:
         return Decision(Next.RAISE, StorageUnavailable) if stays_away else Decision(Next.WAIT)
     if is_bug(ended, previous, rules.repeats_bugs):
         return Decision(Next.RAISE)
+    if previous is not None and _repeats_crash(ended, previous):
+        return Decision(Next.RAISE, ProgramError)
     if ended.is_out_of_memory and _repeats_lack_of_memory(ended, before):
         return Decision(Next.RAISE, OutOfMemory)
     if ended.is_announced:  # what fails while a node leaves fails because of that
@@ -144,6 +155,16 @@ def is_bug(ended: Ended, previous: Ended | None, repeats_bugs: bool = False) -> 
     if previous is None or not isinstance(previous.failure, RankFailure):
         return False
     return previous.failure.cause == failure.cause and ended.step <= previous.step
+
+
+def _repeats_crash(ended: Ended, previous: Ended) -> bool:
+    """Return whether a rank has crashed twice in the same line of the user's, without progress."""
+    first, second = (each.failure for each in (previous, ended))
+    if not isinstance(first, RankFailure) or not isinstance(second, RankFailure) or second.cause not in CRASHES:
+        return False
+    place = second.details.get("place")
+    is_same = first.cause == second.cause and place and first.details.get("place") == place
+    return bool(is_same) and not ended.got_further_than(previous) and ended.step <= previous.step
 
 
 def _repeats_lack_of_memory(ended: Ended, before: Before) -> bool:

@@ -11,10 +11,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flyte_ddp.errors import RankFailure
+from flyte_ddp.launch.failures import find_place, program_failure
 
 STACK_LINES = 36  # of all ranks' main threads together; the log has all threads
 MAX_FRAMES = 12  # of one of them
 MAX_NAMED = 8  # ranks that a line names one by one
+WAITING = "/torch/distributed/"  # in a frame of a thread that waits for other ranks
+SAME_COLLECTIVES = (
+    "All ranks have to enter the same collectives, with tensors of the same size: give each the same number of batches"
+)
+# What torch's messages say of a program whose ranks call different collectives, and what helps.
+MISTAKES = {
+    "Expected to have finished reduction in the prior iteration": (
+        "A layer or an output was not used in a step: use all in each, or give DistributedDataParallel "
+        "find_unused_parameters=True"
+    ),
+    "Detected mismatch between collectives on ranks": SAME_COLLECTIVES,
+}
 # How lines of a stack begin that say nothing of where the thread is. Another thread may be what collects garbage.
 NO_FRAMES = ("Thread ", "Current thread ", "  Garbage-collecting")
 
@@ -114,6 +127,50 @@ def _find_culprits(name: tuple[str, tuple[int, ...]], ranks: Sequence[StalledRan
     if len(waiting) == len(members):
         return Culprits(why=f"all ranks wait in {what} ({where})")
     return Culprits()
+
+
+def left_failure(ranks: Sequence[StalledRank], left: Sequence[int]) -> RankFailure | None:
+    """Return the failure of `ranks`, which wait in collectives for ranks that have ended, `left`.
+
+    Returns:
+        None if they do not: no group in whose collective they wait has one of `left`, or one of them has gone on.
+    """
+    pending = [(group, each) for rank in ranks for group in rank.groups or () for each in group["pending"][:1]]
+    missing = sorted({number for group, _ in pending for number in group["ranks"] if number in left})
+    if not pending and ranks and all(any(WAITING in line for line in rank.stack) for rank in ranks):
+        missing = sorted(left)  # they wait for a connection, or for what one of them sends
+    if not missing:
+        return None
+    named = (f"{each['what']} (collective {each['number']} of {group['name']})" for group, each in pending)
+    what = next(named, "a call of torch.distributed")
+    waiting = f"{_name_ranks(rank.number for rank in ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {what}"
+    return program_failure(_say_left(missing, waiting, find_place(ranks[0].stack)), missing[0])
+
+
+def lost_failure(rank: int, left: Sequence[int], place: str) -> RankFailure:
+    """Return the failure of a rank whose connection was closed by one of those that have ended well, `left`."""
+    return program_failure(_say_left(left, f"rank {rank} waits for that in a collective", place), left[0])
+
+
+def mismatch_line(rank: int, sizes: str, place: str) -> str:
+    """Return what to say of a rank that gloo has ended, because what arrived has another size than its own."""
+    where = f" at {place}" if place else ""
+    return f"rank {rank} was ended by gloo{where}: what a peer sent does not fit ({sizes.strip()}). {SAME_COLLECTIVES}"
+
+
+def explain_collective(rank: int, message: str, trace: str) -> str:
+    """Return what to say of an exception with `message`, if a rank raised it for calling other collectives; else ""."""
+    hint = next((hint for text, hint in MISTAKES.items() if text in message), "")
+    if not hint:
+        return ""
+    place = find_place(reversed(trace.splitlines()))
+    said = message.partition(". ")[0].partition("\n")[0]
+    return f"rank {rank} failed{f' at {place}' if place else ''}: {said}. {hint}"
+
+
+def _say_left(left: Sequence[int], waiting: str, place: str) -> str:
+    ended = f"{_name_ranks(left)} left early: {'it has' if len(left) == 1 else 'they have'} ended"
+    return f"{ended}, and {waiting}{f', at {place}' if place else ''}. {SAME_COLLECTIVES}"
 
 
 def _stacks(ranks: Sequence[StalledRank], first: set[int]) -> list[str]:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import signal
 import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Pipe, wait
@@ -29,7 +30,7 @@ from flyte_ddp.checkpoints import WRITE_GRACE
 from flyte_ddp.config.main_module import hide_main_module
 from flyte_ddp.errors import OUT_OF_MEMORY, ConfigError, DataError, RankFailure, TrainingStopped
 from flyte_ddp.launch.devices import visible_gpus
-from flyte_ddp.launch.failures import first_line, shorten, shorten_traceback
+from flyte_ddp.launch.failures import find_place, first_line, program_failure, shorten, shorten_traceback
 from flyte_ddp.launch.node import Link
 from flyte_ddp.launch.process.background import call_in_background
 from flyte_ddp.launch.process.entry import run_rank
@@ -38,13 +39,23 @@ from flyte_ddp.launch.process.output import LogTail, rank_stacks, read_error
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NUM_SLOTS, PHASES, NodeRanks, semaphore_prefix
 from flyte_ddp.launch.rank_start import ForkedProcess, kill_server, set_environment, start_rank
-from flyte_ddp.launch.stalls import MAX_FRAMES, StalledRank, head_line, stall_failure
+from flyte_ddp.launch.stalls import (
+    MAX_FRAMES,
+    StalledRank,
+    explain_collective,
+    head_line,
+    left_failure,
+    mismatch_line,
+    stall_failure,
+)
 from flyte_ddp.launch.survivors import DEATH_GRACE, Rank, Survivors, process_state
 
 NEVER_CONSEQUENCES = ("SIGKILL", OUT_OF_MEMORY)  # no failure of another rank ends a rank in these ways
 CAUSE_GRACE = 0.5  # seconds in which a second failure may turn out to be the cause of the first
 END_GRACE = 3.0  # seconds for a rank that has raised to call exit handlers and to write what its files hold back
 POLL_INTERVAL = 0.1  # seconds between checks of logs, heartbeats and the stop request
+CRASH_LINES = 500  # of its output that may say why a process was ended by a signal
+GLOO_SIZES = re.compile(r"enforce fail at [^\n]*?\] ([^\n]*?nbytes\. \d+ vs \d+)")  # as gloo ends a process
 LOG_TAIL = 20  # lines of a dead rank's output in the error
 MAX_MESSAGE = 6  # lines of an exception's own message
 NUM_STACK_LOOKS = 10
@@ -190,8 +201,9 @@ class _Ranks:
                 for index, rank in enumerate(self.ranks):
                     self.beats[2 * index] = time.monotonic()  # no progress was possible until now
                     rank.tell("data", directory)
-            known = (self._step(), bool(self.beats[-1]), bool(self.beats[-2]), self._paces(), self._waits())
-            self.link.note_beat(*known)
+            self.link.note_beat(self._beat())
+            if self.link.left and not self.failures and (left := self._describe_left()):
+                raise left
             has_stalled = self.link.stalled_for is not None
             if has_data and not self.failures and (has_stalled or self._silence() >= self.job.program.stall_timeout):
                 stall = self._describe_stall()
@@ -285,6 +297,9 @@ class _Ranks:
 
     def _note_error(self, rank: Rank, name: str, message: str, text: str, is_consequence: bool) -> None:
         rank.has_lost_peers = is_consequence
+        if line := explain_collective(rank.number, message, text):
+            self.failures.append((False, time.monotonic(), program_failure(line, rank.number)))
+            return
         cause = f"{name}: {message}"
         what = f"rank {rank.number} failed: {name}" + (f": {shorten(message, MAX_MESSAGE)}" if message else "")
         failure = RankFailure(what, rank.number, "exception", cause, is_consequence)
@@ -309,9 +324,15 @@ class _Ranks:
         """Return the failure of a rank that exited without a report."""
         self._relay_logs()
         code = rank.process.exitcode
+        details = {}
         if code is not None and code < 0:
             kind, cause = "signal", signal.Signals(-code).name
             what = f"rank {rank.number} was killed by {cause}"
+            output = "\n".join(log.last_lines(CRASH_LINES) for log, _ in rank.logs)
+            # faulthandler lists the main thread last.
+            details["place"] = place = find_place(output.rpartition("Thread 0x")[2].splitlines())
+            if sizes := GLOO_SIZES.search(output):
+                return program_failure(mismatch_line(rank.number, sizes[1], place), rank.number)
             if cause == "SIGKILL" and count_oom_kills() > self.num_oom_kills:
                 cause = OUT_OF_MEMORY
                 what += ": its container ran out of memory. Request more memory, or make batches smaller"
@@ -326,7 +347,8 @@ class _Ranks:
                 what += ", or the server that it was forked from was killed"
         what += _recorded(rank)
         tail = "\n".join(filter(None, (log.last_lines(LOG_TAIL) for log, _ in rank.logs)))
-        return RankFailure(f"{what}\n{shorten(tail)}" if tail else what, rank.number, kind, cause)
+        text = f"{what}\n{shorten(tail)}" if tail else what
+        return RankFailure(text, rank.number, kind, cause, details=details)
 
     def _grace(self) -> float:
         """Return for how many seconds a failure may wait for its cause, and for a checkpoint that is being written."""
@@ -359,9 +381,25 @@ class _Ranks:
         # A function that has never reported is not expected to; the driver compares the ranks that wait.
         return time.monotonic() - last if last else self.link.stalled_for or 0.0
 
+    def _describe_left(self) -> RankFailure | None:
+        """Return the failure of ranks that wait for some that have ended; None if they turn out not to."""
+        left, self.link.left = self.link.left, []
+        waiting = [rank for rank, _ in self._inspect() if rank.number not in left]
+        return left_failure(waiting, left)
+
     def _describe_stall(self) -> RankFailure:
         """Return the failure of ranks that stand still, with every rank's stack and collectives."""
-        now, silence = time.monotonic(), self._silence()
+        silence, found = self._silence(), []
+        for stalled, stacks in self._inspect():
+            for line in [head_line([stalled]), *stacks.splitlines()]:
+                self.relay(f"[rank {stalled.number}] {line}")
+            found.append(stalled)
+        limit = self.job.program.stall_timeout
+        return stall_failure(found, f"no rank made progress for {silence:.0f} s (stall_timeout: {limit:g})")
+
+    def _inspect(self) -> Iterator[tuple[StalledRank, str]]:
+        """Yield each rank with its collectives and the stacks of all its threads."""
+        now = time.monotonic()
         halted = {rank.number: how for rank in self.ranks if (how := _how_halted(rank))}
         asked = [rank for rank in self.ranks if rank.process.is_alive() and rank.number not in halted]
         for rank in asked:
@@ -380,7 +418,6 @@ class _Ranks:
             sizes, before = [len(self._stacks_of(rank)) for rank in asked], sizes
             if all(sizes) and sizes == before and all(rank.groups is not None for rank in asked):
                 break
-        found = []
         for index, rank in enumerate(self.ranks):
             stacks = self._stacks_of(rank)
             stacks = stacks or f"  no stack: {halted.get(rank.number, f'none was written within {STACK_SECONDS:g} s')}"
@@ -388,12 +425,7 @@ class _Ranks:
             # The threads are listed from the newest to the oldest, which is the main thread. Two lines are no frames.
             main_thread = stacks.strip("\n").split("\n\n")[-1].splitlines()[: MAX_FRAMES + 2]
             step, how = int(self.beats[2 * index + 1]), halted.get(rank.number, "")
-            stalled = StalledRank(rank.number, step, ago, main_thread, how, rank.groups)
-            for line in [head_line([stalled]), *stacks.splitlines()]:
-                self.relay(f"[rank {rank.number}] {line}")
-            found.append(stalled)
-        limit = self.job.program.stall_timeout
-        return stall_failure(found, f"no rank made progress for {silence:.0f} s (stall_timeout: {limit:g})")
+            yield StalledRank(rank.number, step, ago, main_thread, how, rank.groups), stacks
 
     def _stacks_of(self, rank: Rank) -> str:
         """Return the stacks of all threads that `rank` has written so far."""
@@ -402,12 +434,19 @@ class _Ranks:
         except FileNotFoundError:
             return ""
 
-    def _waits(self) -> list[float] | None:
-        """Return for how many seconds each rank that waits for others does; None if one has reported progress."""
-        if any(self.beats[2 * index] for index in range(len(self.ranks))):
-            return None
-        first, now = 3 * len(self.ranks), time.monotonic()
-        return [now - since for since in self.beats[first : first + len(self.ranks)] if since]
+    def _beat(self) -> dict[str, Any]:
+        """Return what the ranks are at, as launch/node.py has it."""
+        num_ranks, now = len(self.ranks), time.monotonic()
+        has_ended, waiting_since = (self.beats[first * num_ranks : (first + 1) * num_ranks] for first in (2, 3))
+        return {
+            "step": self._step(),
+            "is_writing": bool(self.beats[-1]),
+            "is_stoppable": bool(self.beats[-2]),
+            "has_reported": any(self.beats[2 * index] for index in range(num_ranks)),
+            "paces": self._paces(),
+            "waits": [now - since for since, ends in zip(waiting_since, has_ended, strict=True) if since and not ends],
+            "ended": [rank.number for rank, ended in zip(self.ranks, has_ended, strict=True) if ended],
+        }
 
     def _paces(self) -> list[dict[str, Any]]:
         """Return the paces of the ranks that have taken a step, as launch/paces.py has them."""

@@ -20,19 +20,22 @@ MAX_CPU_SECONDS = 0.001  # of a thread that only waits, between two looks
 NUM_LOOKS = 10  # in the timeout
 
 
-def entered_collectives() -> list[dict[str, Any]] | None:
+def entered_collectives(only_pending: bool = False) -> list[dict[str, Any]] | None:
     """Return what this rank has entered of each process group, as plain values; None where torch does not tell.
 
     Each has the `name` of its group, its `ranks`, the number of collectives that were `entered`, and of those that have
     not ended the oldest ones as `pending`: their `number`, `what` they are for people, their `operation` and `since`
     when they wait, in seconds since the epoch.
+
+    Args:
+        only_pending: for a look now and then, which costs less; the number `entered` is that of pending ones then.
     """
     torch_c10d = sys.modules.get("torch.distributed.distributed_c10d")
     dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace", None)
     if torch_c10d is None or dump is None:
         return None
     try:
-        entries = [entry for backend in BACKENDS for entry in _entries(dump, backend)]
+        entries = [entry for backend in BACKENDS for entry in _entries(dump, backend, only_pending)]
         groups = {group.group_name: group for group in torch_c10d._world.pg_map}
         return [_describe(group, torch_c10d, entries) for group in groups.values()]
     except Exception:  # of any kind: these are torch's internals, and a report without them is better than none
@@ -44,7 +47,8 @@ def watch_main_thread(set_waiting_since: Callable[[float], None], timeout: float
 
     For a function that reports no progress. The thread looks now and then. The main thread waits if the flight recorder
     has a collective that has not ended, which also shows a wait for a GPU; or if torch.distributed or a backward pass
-    has called what runs now, and it has used no processor time since the last look.
+    has called what runs now, and it has used no processor time since the last look. By this process's own clock: the
+    recorder's moves when the machine's clock is set.
 
     Args:
         timeout: seconds of waiting that matter.
@@ -56,12 +60,13 @@ def watch_main_thread(set_waiting_since: Callable[[float], None], timeout: float
     clock = time.pthread_getcpuclockid(main)
 
     def watch() -> None:
-        since, used = 0.0, time.clock_gettime(clock)
+        since, used, pending = 0.0, time.clock_gettime(clock), 0.0
         while True:
             time.sleep(timeout / NUM_LOOKS)
             before, used = used, time.clock_gettime(clock)
-            if begun := _waiting_since():
-                since = time.monotonic() - (time.time() - begun)
+            earlier, pending = pending, _waiting_since()
+            if pending:
+                since = since if pending == earlier else time.monotonic()
             elif used - before > MAX_CPU_SECONDS or not _is_in_collective(main):
                 since = 0.0
             else:
@@ -73,7 +78,7 @@ def watch_main_thread(set_waiting_since: Callable[[float], None], timeout: float
 
 def _waiting_since() -> float:
     """Return since when this rank waits in a collective, in seconds since the epoch; 0 if it does not."""
-    pending = [each["since"] for group in entered_collectives() or () for each in group["pending"]]
+    pending = [each["since"] for group in entered_collectives(only_pending=True) or () for each in group["pending"]]
     return float(min(pending, default=0.0))
 
 
@@ -86,8 +91,8 @@ def _is_in_collective(thread: int) -> bool:
     return False
 
 
-def _entries(dump: Any, backend: str) -> list[dict[str, Any]]:
-    contents = dump(True, False, False, backend)  # without stacks, whose lines it would look up for seconds
+def _entries(dump: Any, backend: str, only_pending: bool) -> list[dict[str, Any]]:
+    contents = dump(True, False, only_pending, backend)  # without stacks, whose lines it would look up for seconds
     return [each for each in pickle.loads(contents).get("entries", ()) if not each["is_p2p"]]
 
 

@@ -148,7 +148,8 @@ def call_program(process: RankProcess) -> None:
     if not program.describes_itself:
         current.emit_start()
         if process.node.world_size > 1:
-            watch_main_thread(process.link.set_waiting_since, program.stall_timeout)
+            timeout = min(program.stall_timeout, program.left_timeout)
+            watch_main_thread(process.link.set_waiting_since, timeout)
             threading.Thread(target=_watch_ddp, args=(process.link, current), name="pace", daemon=True).start()
     # Nothing shows that multiprocessing has started this process: a script may ask, or choose a start method.
     multiprocessing.set_start_method(None, force=True)

@@ -50,6 +50,8 @@ class Program:
     packages: tuple[str, ...] = ()  # top-level packages and modules that it imports from, besides this one
     directory: str = ""  # of a script, which needs the files beside it
     stall_timeout: float = 1800.0  # seconds without a report of any rank, from the first one on, until the run is ended
+    # Seconds for which all other ranks wait in collectives, once one has ended with 0, until the run is ended.
+    left_timeout: float = 30.0
     store_timeout: float = 600.0  # seconds without the checkpoints' store until the attempt ends recoverably
     variables: dict[str, str] = field(default_factory=dict)  # of the environment of every rank
     is_command: bool = False  # it runs another program, so torch is not imported in the rank's own process

@@ -1,0 +1,256 @@
+"""Ranks that do not enter the same collectives: the bug is named in one line, without restarts, as torchrun ends it."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import cloudpickle
+import pytest
+
+from flyte_ddp.errors import GangLost, NodeLost, ProgramError, RankFailure
+from flyte_ddp.launch import stalls
+from flyte_ddp.launch.attempt import Attempt, Node
+from flyte_ddp.launch.policy import Before, Decision, Ended, Next, Rules, decide
+from flyte_ddp.launch.process.programs import Program
+from flyte_ddp.launch.run import Gang, _Call, returned_value, run_program
+from flyte_ddp.launch.signals import StopRequest
+from flyte_ddp.launch.stalls import StalledRank
+from tests.support.runs import fork_functions
+
+
+def run(function, nproc_per_node=2, client=None, left_timeout=1.0, **options):
+    call = cloudpickle.dumps(_Call(function, ()))
+    program = Program(function.__name__, call, ("tests",), stall_timeout=120, left_timeout=left_timeout)
+    gang = Gang(2 if client else 1, nproc_per_node, max_restarts=3, stall_timeout=120)
+    return cloudpickle.loads(returned_value(run_program(program, gang, client=client, **options)))
+
+
+def begin():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    return dist.get_rank(), dist
+
+
+def leave_on(number, reports=False):
+    def train():
+        import torch
+
+        from flyte_ddp import session
+
+        rank, dist = begin()
+        for step in range(1, 6):
+            if (rank, step) == (number, 3):
+                return
+            dist.all_reduce(torch.ones(4))
+            if reports:
+                session.report(step=step)
+
+    return train
+
+
+def send_other_sizes():
+    import torch
+
+    rank, dist = begin()
+    for step in range(5):
+        dist.all_reduce(torch.ones(4 if step < 3 or rank else 4000))
+
+
+def drop_a_layer():
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+        def forward(self, inputs, drops):
+            return self.first(inputs) if drops else self.second(self.first(inputs))
+
+    rank, _ = begin()
+    model = DistributedDataParallel(Model())
+    for step in range(4):
+        model(torch.ones(2, 4), drops=(rank, step) == (1, 1)).sum().backward()
+
+
+SAME = rf"{stalls.SAME_COLLECTIVES}$"
+PLACE = r"at test_mistaken_collectives\.py:\d+ in"
+
+
+@pytest.mark.parametrize(
+    ("function", "rank", "expected"),
+    [
+        pytest.param(
+            leave_on(0),
+            0,
+            r"rank 0 left early: it has ended, and rank 1 waits in all_reduce of float \[4\] "
+            rf"\(collective 3 of the default group\), {PLACE} train\. {SAME}",
+            id="rank 0, whose process stays",
+        ),
+        pytest.param(
+            leave_on(1, reports=True),
+            1,
+            rf"rank 1 left early: it has ended, and rank 0 waits for that in a collective, {PLACE} train\. {SAME}",
+            id="rank 1, whose process ends",
+        ),
+        pytest.param(
+            send_other_sizes,
+            None,
+            rf"rank \d was ended by gloo {PLACE} send_other_sizes: what a peer sent does not fit "
+            rf"\(op\.preamble\.length <= op\.nbytes\. \d+ vs \d+\)\. {SAME}",
+            id="other sizes",
+        ),
+        pytest.param(
+            drop_a_layer,
+            1,
+            rf"rank 1 failed {PLACE} drop_a_layer: Expected to have finished reduction in the prior iteration before "
+            r"starting a new one\. A layer or an output was not used in a step: use all in each, or give "
+            r"DistributedDataParallel find_unused_parameters=True$",
+            id="a layer that is dropped",
+        ),
+    ],
+)
+def test_it_is_named_in_one_line_and_nothing_starts_again(function, rank, expected, caplog, monkeypatch):
+    fork_functions(monkeypatch)
+    with pytest.raises(RankFailure, match=f"^{expected}") as caught:
+        run(function, left_timeout=60.0 if rank == 1 else 1.0)
+    assert "\n" not in str(caught.value)
+    assert rank in (None, caught.value.rank)
+    assert caught.value.is_user_error
+    assert not [line for line in caplog.messages if "restarts" in line]
+
+
+def test_a_rank_that_leaves_on_another_node_is_named_too(client):
+    expected = r"^node \d .*: rank 0 left early: it has ended, and rank 1 waits in all_reduce of float \[4\]"
+    with pytest.raises(RankFailure, match=expected) as caught:
+        run(leave_on(0), nproc_per_node=1, client=client)
+    assert (caught.value.rank, caught.value.is_user_error) == (0, True)
+
+
+def test_a_rank_that_works_on_alone_while_the_others_have_ended_or_wait_is_left_alone(monkeypatch):
+    fork_functions(monkeypatch)
+
+    def train():
+        import torch
+
+        rank, dist = begin()
+        pair = dist.new_group([0, 1])
+        dist.all_reduce(torch.ones(1))
+        if rank == 2:
+            return "not needed"
+        if rank == 0:
+            begun = time.monotonic()  # as while it writes a model; rank 1 waits for it
+            while time.monotonic() < begun + 2:
+                sum(range(10_000))
+        dist.all_reduce(total := torch.ones(1), group=pair)
+        return total.item()
+
+    assert run(train, 3, left_timeout=0.3) == 2.0
+
+
+# In one process
+
+
+def waiting(number, group=(0, 1, 2), entered=4, since=1.0, stack=(), **values):
+    pending = {"number": entered, "operation": "barrier", "what": "barrier", "since": since}
+    state = {"name": "the default group", "ranks": list(group), "entered": entered, "pending": [pending]}
+    return StalledRank(number, 0, None, list(stack), groups=[{**state, **values}])
+
+
+IN_TORCH = '  File "/lib/site-packages/torch/distributed/distributed_c10d.py", line 9 in recv'
+
+
+@pytest.mark.parametrize(
+    ("ranks", "left", "expected"),
+    [
+        ([waiting(0), waiting(2)], [1], "rank 1 left early: it has ended, and ranks 0 and 2 wait"),
+        ([waiting(2)], [0, 1], "ranks 0 and 1 left early: they have ended, and rank 2 waits"),
+        ([waiting(0, (0, 1)), waiting(1, (0, 1))], [2], None),  # it is in no group in which they wait: slow, not stuck
+        ([waiting(0, pending=[]), waiting(2, pending=[])], [1], None),  # they have gone on
+        (
+            [StalledRank(0, 0, None, [IN_TORCH], groups=[])],
+            [1],
+            "rank 1 left early: it has ended, and rank 0 waits",
+        ),
+        ([StalledRank(0, 0, None, ['  File "a.py", line 2 in f'], groups=[])], [1], None),
+        ([], [0], None),
+    ],
+)
+def test_only_ranks_that_wait_for_one_that_has_ended_are(ranks, left, expected):
+    failure = stalls.left_failure(ranks, left)
+    assert (failure and str(failure).partition(" in ")[0]) == expected
+
+
+class Asked:
+    """Nodes of which each has one rank, and what they are sent."""
+
+    def __init__(self, *nodes):
+        self.nodes, self.world_size, self.sent = nodes, len(nodes), []
+
+    def send(self, command):
+        self.sent.append(command)
+
+
+@pytest.mark.parametrize(
+    ("beats", "expected"),
+    [
+        ([([], [0]), ([31.0], [])], ["stall 31 0"]),
+        ([([], [0]), ([29.0], [])], []),
+        ([([], [0]), ([], [])], []),  # it works on
+        ([([], [0]), ([90.0], []), ([], [])], []),  # one of the others does
+        ([([], [0]), ([90.0], []), ([40.0], []), ([], [3])], ["stall 40 0,3"]),
+        ([([90.0], []), ([90.0], [])], []),  # nobody has ended: a stall
+        ([([], [0]), ([], [1])], []),  # all have
+    ],
+)
+def test_the_nodes_are_asked_once_all_others_have_waited(beats, expected):
+    nodes = Asked(*(Node(index, waits=waits, ended=ended) for index, (waits, ended) in enumerate(beats)))
+    attempt = Attempt(nodes, lambda event: None, lambda line: None, StopRequest(1))
+    for _ in range(2):
+        attempt._end_if_left(30.0)
+    assert nodes.sent == expected
+
+
+def crashed(place="a.py:3 in f", cause="SIGABRT"):
+    return RankFailure(f"rank 1 was killed by {cause}", 1, "signal", cause, details={"place": place})
+
+
+BUG, RESTART = Decision(Next.RAISE, ProgramError), Decision(Next.RESTART)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (Ended(crashed(), 7, 5), Ended(crashed(), 7, 5), BUG),
+        (Ended(crashed(cause="SIGSEGV"), 7, 5), Ended(crashed(cause="SIGSEGV"), 7, 5), BUG),
+        (Ended(crashed(), 0, -1), Ended(crashed(), 0, -1), BUG),  # a function that reports no steps
+        (Ended(crashed(), 7, 5), Ended(crashed(), 9, 5), RESTART),  # it got further
+        (Ended(crashed(), 7, 0), Ended(crashed(), 7, 6), BUG),  # a newer checkpoint, and the same step
+        (Ended(crashed(), 7, 5), Ended(crashed("a.py:9 in g"), 7, 5), RESTART),
+        (Ended(crashed(""), 7, 5), Ended(crashed(""), 7, 5), RESTART),  # nobody knows where
+        (Ended(crashed(cause="SIGSEGV"), 7, 5), Ended(crashed(), 7, 5), RESTART),
+        (Ended(crashed(cause="SIGKILL"), 7, 5), Ended(crashed(cause="SIGKILL"), 7, 5), RESTART),
+        (Ended(NodeLost("lost", "w"), 7, 5), Ended(crashed(), 7, 5), RESTART),
+    ],
+)
+def test_a_crash_in_the_same_line_without_progress_is_a_bug(first, second, expected):
+    assert decide(second, Before(first, num_restarts=1), Rules(max_restarts=3, repeats_bugs=True)) == expected
+
+
+def test_a_program_that_crashes_twice_in_the_same_line_is_named(caplog, monkeypatch):
+    fork_functions(monkeypatch)
+
+    def crash():
+        os.abort()
+
+    with pytest.raises(RankFailure) as caught:
+        run(crash, 1)
+    assert str(caught.value).startswith("rank 0 was killed by SIGABRT twice, at test_mistaken_collectives.py:")
+    assert str(caught.value).endswith(
+        "in crash, without progress in between: the program, or a library that it calls there, has a bug"
+    )
+    assert sum("restart 1 of at most 3" in line for line in caplog.messages) == 1
+    assert not isinstance(caught.value, GangLost)
