@@ -33,6 +33,7 @@ from flyte_ddp.launch.run_options import add_run_options, note_without_effect, r
 from flyte_ddp.launch.signals import TimeLimit
 from flyte_ddp.observers.command_line import add_observer_options, make_observers, resume_command
 from flyte_ddp.observers.progress_bar import ProgressBar
+from flyte_ddp.observers.streams import open_standard_streams, print_line
 
 # Commands of rooms that have their own options.
 ELSEWHERE = {
@@ -44,6 +45,7 @@ ELSEWHERE = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 2 for a mistake of the user's, 1 for another error."""
+    open_standard_streams()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments and arguments[0] in ELSEWHERE:
         module, _ = ELSEWHERE[arguments[0]]
@@ -65,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.main(options))
     except (ConfigError, ClusterError, GangLost, RankFailure, StorageUnavailable) as error:
-        sys.stderr.write(f"error: {error}\n")
+        print_line(f"error: {error}")
         return 2 if isinstance(error, ConfigError) or options.command == "doctor" else 1
 
 
@@ -155,17 +157,17 @@ def _run(options: argparse.Namespace) -> int:
         if gang.needs_cluster and os.environ.get("KUBERNETES_SERVICE_HOST") and find_project():
             check_allowed(gang.cluster_config(), load_allowed(), own_namespace())
         if note := note_without_effect(options):
-            sys.stderr.write(f"{note}\n")
+            print_line(note)
         run_program(program, gang, options.checkpoints, listeners, relay, run_id=options.run_id)
     except TrainingStopped as stopped:
         if limit and isinstance(error := limit.explain(stopped), ConfigError):
             raise error from None
-        sys.stderr.write(f"{stopped}\n")
+        print_line(str(stopped))
         if options.checkpoints:
-            sys.stderr.write(f"to resume: {resume_command()}\n")
+            print_line(f"to resume: {resume_command()}")
         return 128 + signal.Signals[stopped.reason]  # as a shell has it
     except KeyboardInterrupt:
-        sys.stderr.write("SIGINT: the run was stopped while no rank was running\n")
+        print_line("SIGINT: the run was stopped while no rank was running")
         return 130
     finally:
         if limit:

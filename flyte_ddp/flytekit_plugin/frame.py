@@ -376,5 +376,8 @@ class _LineHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         thread = record.threadName or ""
-        line = self.format(record)
-        self._say(f"[{thread}] {line}" if thread.startswith("trial ") else line)
+        try:
+            line = self.format(record)
+            self._say(f"[{thread}] {line}" if thread.startswith("trial ") else line)
+        except Exception:
+            self.handleError(record)

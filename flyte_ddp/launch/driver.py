@@ -14,7 +14,6 @@ import functools
 import json
 import logging
 import queue
-import sys
 import threading
 import time
 import uuid
@@ -43,6 +42,7 @@ from flyte_ddp.launch.process.background import call_in_background
 from flyte_ddp.launch.process.output import PREFIX
 from flyte_ddp.launch.process.programs import WANDB_VARIABLE, Job
 from flyte_ddp.launch.signals import StopRequest, stop_on_signals
+from flyte_ddp.observers.streams import open_standard_streams, print_line
 from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.storage import Storage, redact_errors, redact_url, redact_values
 
@@ -142,6 +142,7 @@ def run(
         StorageUnavailable: the checkpoints could not be reached for `store_timeout` seconds.
         TrainingStopped: SIGINT or SIGTERM, or `stop`, ended the run, after a last checkpoint.
     """
+    open_standard_streams()
     place.check(job)
     if any(isinstance(each, Wandb) for each in listeners):
         variables = {**job.program.variables, WANDB_VARIABLE: "1"}
@@ -396,14 +397,14 @@ class Dispatcher:
             for listener in list(active):
                 try:
                     listener.handle(event)
-                except Exception:
-                    logger.exception("%s failed and receives no more events of this run", type(listener).__name__)
+                except BaseException as error:
+                    _log("%s failed and receives no more events of this run", listener, error)
                     active.remove(listener)
         for listener in self._listeners:
             try:
                 listener.close(self._error)
-            except Exception:
-                logger.exception("%s could not be closed", type(listener).__name__)
+            except BaseException as error:
+                _log("%s could not be closed", listener, error)
 
 
 def _redact(event: events.Event) -> events.Event:
@@ -414,9 +415,9 @@ def _redact(event: events.Event) -> events.Event:
     return redacted
 
 
-def print_line(line: str) -> None:
-    """Print a line of a rank's output on standard error."""
-    print(line, file=sys.stderr, flush=True)  # noqa: T201 - a rank's output belongs on the terminal
+def _log(text: str, listener: events.Listener, error: BaseException) -> None:
+    with contextlib.suppress(Exception):  # a handler of the log may write to what has just failed
+        logger.error(text, type(listener).__name__, exc_info=error)
 
 
 @contextlib.contextmanager

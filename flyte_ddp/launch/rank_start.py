@@ -23,6 +23,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from flyte_ddp.launch.process.programs import STOP_SIGNALS, TRAINING, Program
+from flyte_ddp.observers.streams import open_standard_streams
 
 # How the names of variables begin that torch, fsspec and the loader of libraries read at their start. Not those of
 # OpenMP and malloc, which Dask and scikit-learn set in this process: a recipe's rank sets threads and malloc's
@@ -89,6 +90,7 @@ def start_server(modules: Sequence[str]) -> bool:
         forkserver.set_forkserver_preload([*modules, *(OWN_MODULES if sys.version_info >= (3, 11) else ())])
     if variables != _variables_of_server:
         return False
+    open_standard_streams()
     forkserver._forkserver.ensure_running()
     return True
 

@@ -10,7 +10,6 @@ import dataclasses
 import os
 import re
 import signal
-import sys
 import tempfile
 from collections.abc import Sequence
 from string import Template
@@ -21,6 +20,7 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.process.output import PREFIX, Output
 from flyte_ddp.launch.process.programs import STOP_SIGNALS, Program, stop_grace
 from flyte_ddp.launch.run import Gang, command_program, script_program
+from flyte_ddp.observers.streams import print_line
 
 # By these the agents that torchrun needs on every machine find each other. Here one command starts all machines.
 RENDEZVOUS = (
@@ -141,7 +141,7 @@ def read_program(options: argparse.Namespace) -> Program:
         raise ConfigError(f"--log-dir: expected a directory, got the file {options.log_dir!r}")
     if not directory and re.search("[123]", re.sub(r"\d+:", "", f"{options.redirects},{options.tee}")):
         directory = tempfile.mkdtemp(prefix="flyte-ddp-logs-")
-        sys.stderr.write(f"--log-dir: {directory}\n")
+        print_line(f"--log-dir: {directory}")
     variables = {"ROLE_NAME": options.role}
     if options.rdzv_id and not options.standalone:
         variables["TORCHELASTIC_RUN_ID"] = options.rdzv_id

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import Event, Listener
 from flyte_ddp.observers.progress_bar import ProgressBar
+from flyte_ddp.observers.streams import print_line
 from flyte_ddp.storage import Storage
 
 if TYPE_CHECKING:
@@ -74,18 +75,15 @@ def make_observers(
         if options.checkpoints:
             run_id = keep_run_id(Storage(options.checkpoints), run_id)
 
-        def say(line: str) -> None:
-            print(line, file=sys.stderr)  # noqa: T201
-
     if options.wandb:
         from flyte_ddp.observers.weights_and_biases import Wandb
 
-        listeners.append(Wandb(options.wandb, run_id, os.environ.get("WANDB_DIR", "."), say=say))
+        listeners.append(Wandb(options.wandb, run_id, os.environ.get("WANDB_DIR", "."), say=print_line))
     if options.mlflow:
         from flyte_ddp.observers.mlflow import KEY_VARIABLES, Mlflow, find_server
 
         keys = {key: os.environ.pop(key) for key in KEY_VARIABLES if key in os.environ}  # no rank gets them
-        listeners.append(Mlflow(find_server(), options.mlflow, run_id, environment=keys, say=say))
+        listeners.append(Mlflow(find_server(), options.mlflow, run_id, environment=keys, say=print_line))
     if port := requested_port():
         listeners.append(MetricsServer(port).follow(0, script=name))
 

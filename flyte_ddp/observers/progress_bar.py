@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import time
@@ -10,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from flyte_ddp.events import AttemptEnded, CheckpointLoaded, Event, Figures, RunFinished, RunStarted
+from flyte_ddp.observers.streams import Output, open_standard_streams
 from flyte_ddp.storage import redact_url
 
 FLUSH_INTERVAL = 0.1  # seconds for which lines of ranks may stay in this process, so that many at a time are written
@@ -27,14 +27,17 @@ FORMATS = {
 class ProgressBar:
     """Shows the progress of a run: a live bar on a terminal, and a line from time to time elsewhere.
 
+    What the output does not take is dropped, as on a full disk, or where the reader has gone.
+
     Args:
         stream: the output; standard error by default.
         lines: the output of `write`; by default the same.
     """
 
     def __init__(self, stream: TextIO | None = None, lines: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
-        self._lines = lines or self._stream
+        open_standard_streams()
+        self._stream = Output(stream or sys.stderr)
+        self._lines = Output(lines) if lines else self._stream
         self._is_live = self._stream.isatty()
         self._bar: Any = None
         self._run: RunStarted | None = None
@@ -81,7 +84,7 @@ class ProgressBar:
                 self._bar = None
 
     def _flush(self) -> None:
-        with self._lock, contextlib.suppress(OSError, ValueError):  # a reader that has gone: the next line says so
+        with self._lock:
             self._is_flush_due = False
             self._lines.flush()
 
@@ -151,7 +154,7 @@ class ProgressBar:
     def _total_steps(self) -> str:
         return f" of {self._run.num_steps:,}" if self._run and self._run.num_steps else ""
 
-    def _print(self, line: str, stream: TextIO | None = None) -> None:
+    def _print(self, line: str, stream: Output | None = None) -> None:
         line, stream = redact_url(line), stream or self._stream
         if self._bar is None:
             print(line, file=stream, flush=True)

@@ -46,6 +46,13 @@ FINISH_TIMEOUT = 60.0  # for uploading what is left at the end
 WRITE_TIMEOUT = 10.0  # for the rest of an offline run's log, after `finish`
 CLOSE_TIMEOUT = INIT_TIMEOUT + FINISH_TIMEOUT + WRITE_TIMEOUT  # until this process continues without W&B
 
+# W&B's own directories, by the variables that move them.
+OWN_DIRECTORIES = {
+    "WANDB_CACHE_DIR": "~/.cache/wandb",
+    "WANDB_CONFIG_DIR": "~/.config/wandb",
+    "WANDB_DATA_DIR": "~/.local/share/wandb",
+}
+
 # Fields of RunStarted that are not shown beside the configuration, or under another name.
 NOT_IN_CONFIG = ("at", "name", "num_restarts", "config", "layers")
 
@@ -216,6 +223,14 @@ class Wandb:
         # W&B reports its own failures to an outside service, and waits for it when the process exits. It reads the
         # variable each time, so the variable is not restored.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        for variable, place in OWN_DIRECTORIES.items():  # where HOME is read-only, W&B would record nothing
+            try:
+                os.makedirs(os.path.expanduser(place), exist_ok=True)
+                is_writable = os.access(os.path.expanduser(place), os.W_OK)
+            except OSError:
+                is_writable = False
+            if not is_writable:
+                os.environ.setdefault(variable, str(self._directory / variable.lower()))
         import wandb
 
         self._wandb = wandb

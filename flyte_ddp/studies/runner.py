@@ -37,9 +37,10 @@ from flyte_ddp.launch import driver
 from flyte_ddp.launch.dask.calls import call_scheduler
 from flyte_ddp.launch.dask.place import DaskPlace, check
 from flyte_ddp.launch.dask.pool import Pool
-from flyte_ddp.launch.driver import POLL_INTERVAL, print_line
+from flyte_ddp.launch.driver import POLL_INTERVAL
 from flyte_ddp.launch.process.programs import Job, recipe_program
 from flyte_ddp.launch.signals import StopRequest, stop_on_signals
+from flyte_ddp.observers.streams import print_line
 from flyte_ddp.recipes.prepare import describe_data
 from flyte_ddp.storage import Storage
 from flyte_ddp.storage.weights import pin_state, split_pin

@@ -29,6 +29,7 @@ from flyte_ddp.launch.node import KILL_GRACE, Link
 from flyte_ddp.launch.process.memory import COPIED, MAX_KEEP_TIMEOUT, TAKE, NodeMemory, NodeParts
 from flyte_ddp.launch.rank_start import start_server, wait_for_server
 from flyte_ddp.launch.supervisor import supervise
+from flyte_ddp.observers.streams import open_standard_streams
 from flyte_ddp.storage import adopt_storage_environment, fetch_file
 
 IDLE_TIMEOUT = 300.0  # seconds without an attempt, as after the driver's death, after which this process ends
@@ -95,6 +96,7 @@ def main() -> None:
     descriptors of the two pipes and of a socket. Where the ranks of a gang meet, the rendezvous' listening socket comes
     through that before the job does.
     """
+    open_standard_streams()
     _, _, directory, commands_in, messages_out, listeners_in = sys.argv
     commands, messages = os.fdopen(int(commands_in), "rb"), os.fdopen(int(messages_out), "wb")
     listeners = socket.socket(fileno=int(listeners_in))

@@ -41,6 +41,7 @@ from flyte_ddp.launch.process.output import rank_stacks
 from flyte_ddp.launch.process.programs import CUDA_OUT_OF_MEMORY, Job
 from flyte_ddp.launch.process.ranks import NodeRanks, semaphore_prefix
 from flyte_ddp.launch.process.session import Session
+from flyte_ddp.observers.streams import open_standard_streams
 from flyte_ddp.storage.urls import redact_url
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ def run_rank(
         logs: directory of the rank's files for the length of the run; see output.py.
         memory: of the node, as `RankProcess` has it from `memory` on.
     """
+    open_standard_streams()
     os.setpgid(0, 0)  # so that the supervisor can kill this process with all that it starts, such as loader workers
     # The supervisor removes what loader processes leave when they are killed.
     multiprocessing.current_process()._config["semprefix"] = f"/{semaphore_prefix(logs)}"  # type: ignore[attr-defined]
