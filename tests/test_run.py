@@ -7,6 +7,7 @@ import importlib
 import itertools
 import json
 import os
+import py_compile
 import re
 import shutil
 import signal
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipapp
 from pathlib import Path
 
 import pytest
@@ -105,6 +107,68 @@ def test_a_script_runs_as_the_main_program_with_its_own_arguments(both):
             assert (found["file"], found["package"], found["is main"]) == (str(script), None, True), name
             assert "site-packages" in found["sklearn"], name
             assert (found["process"], found["torch is imported"]) == ("MainProcess", False), name
+
+
+SHOW = """
+import json, os, sys, beside
+print(json.dumps([sys.argv, os.path.normpath(sys.path[0]), os.path.normpath(__file__), __name__, __package__,
+    __spec__ and __spec__.name, type(__loader__).__name__, os.path.normpath(beside.__file__)]))
+"""
+FORK = """
+import os, sys, cloudpickle
+from flyte_ddp.launch.run import script_program
+for path in sys.argv[1:]:
+    if os.fork() == 0:
+        cloudpickle.loads(script_program(path, ["a"]).call)()
+        sys.stdout.flush()
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_whatever_python_runs_is_run_as_python_runs_it(tmp_path):
+    app = tmp_path / "v2/app"
+    (tmp_path / "jobs").mkdir()
+    app.mkdir(parents=True)
+    for name in ("train_v2.py", "odd name-x", "ending.txt", "app/__main__.py"):
+        (tmp_path / "v2" / name).write_text(SHOW)
+    for directory in (tmp_path / "v2", app):
+        (directory / "beside.py").touch()
+        for decoy in ("train.py", "other.py", "pyz", "model"):
+            (directory / decoy).write_text("print('\"another script\"')\n")
+    zipapp.create_archive(app, tmp_path / "v2/app.pyz")
+    py_compile.compile(str(tmp_path / "v2/train_v2.py"), str(tmp_path / "v2/train_v3.pyc"))
+    links = {
+        "train.py": "train_v2.py",
+        "other.py": "odd name-x",
+        "model": "app",
+        "pyz": "app.pyz",
+        "twice.py": "train.py",
+    }
+    for name, target in links.items():
+        (tmp_path / "jobs" / name).symlink_to(target if name == "twice.py" else f"../v2/{target}")
+    (tmp_path / "linked").symlink_to("v2")
+    paths = [f"jobs/{name}" for name in links]
+    paths += [
+        "v2/train_v2.py",
+        "v2/odd name-x",
+        "v2/ending.txt",
+        "v2/app",
+        "./v2/app/",
+        "v2/app.pyz",
+        "v2/train_v3.pyc",
+    ]
+    paths += ["linked/train_v2.py", str(tmp_path / "jobs/train.py"), str(app)]
+
+    options = {"cwd": tmp_path, "env": {**environment(), "RANK": "0"}, "capture_output": True, "text": True}
+    theirs = [subprocess.run([sys.executable, path, "a"], **options) for path in paths]
+    ours = subprocess.run([sys.executable, "-c", FORK, *paths], **options)
+    assert ours.returncode == 0, ours.stderr
+    found = [json.loads(line) for line in ours.stdout.splitlines()]
+    assert len(found) == len(paths), ours.stderr
+    for path, plain, own in zip(paths, theirs, found, strict=True):
+        assert own == json.loads(plain.stdout), (path, plain.stderr)
+        assert own[0] == [path, "a"]
 
 
 def test_a_scripts_child_processes_are_waited_for_and_its_exit_handlers_run(both):
@@ -555,7 +619,7 @@ def test_a_gang_that_cannot_be_is_refused(values, expected):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["missing.py"], "error: script: expected a file, got 'missing.py'"),
+        (["missing.py"], "error: script: expected a file, or a directory with __main__.py, got 'missing.py'"),
         (["-m", "no_such_module"], "error: script: expected a module that Python finds here, got 'no_such_module'"),
         (["--nnodes", "2:1", __file__], "error: nnodes: expected a number of machines"),
         (["--cluster", "{", __file__], "error: --cluster: expected JSON or the name of a YAML file, got '{'"),
@@ -647,7 +711,10 @@ def test_a_scripts_directory_is_shipped_to_the_workers(client, tmp_path, monkeyp
     directory = tmp_path / "code"
     shutil.copytree(SCRIPTS, directory)
     monkeypatch.chdir(tmp_path)
-    (directory / "placed.py").write_text(
+    (directory / "placed.py").write_text("print('runs another script')\n")
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs/placed.py").symlink_to("../code/placed_v2.py")
+    (directory / "placed_v2.py").write_text(
         "import os, sys, beside\n"
         "from flyte_ddp import session\n"
         "print('runs', os.path.basename(os.path.dirname(beside.__file__)), os.getcwd(), *sys.argv[1:])\n"
@@ -655,7 +722,7 @@ def test_a_scripts_directory_is_shipped_to_the_workers(client, tmp_path, monkeyp
     )
     listener = Listener()
     gang = Gang(nnodes=2, cluster={"kind": "local", "node_timeout": 60})
-    run_program(script_program("code/placed.py", ["--lr", "1"]), gang, relay=listener.lines.append, client=client)
+    run_program(script_program("jobs/placed.py", ["--lr", "1"]), gang, relay=listener.lines.append, client=client)
 
     shipped = [line for line in listener.lines if "runs" in line]
     assert len(shipped) == 2
@@ -663,7 +730,7 @@ def test_a_scripts_directory_is_shipped_to_the_workers(client, tmp_path, monkeyp
     assert all(f"runs flyte_ddp_script {tmp_path} --lr 1" in line for line in shipped)
 
     with pytest.raises(RankFailure, match=r"rank \d failed: SystemExit: exit code 3$"):
-        run_program(script_program("code/placed.py", ["bad"]), gang, client=client)
+        run_program(script_program("code/placed_v2.py", ["bad"]), gang, client=client)
 
 
 def test_a_module_is_shipped_with_its_package_and_a_notebook_with_the_modules_beside_it(tmp_path, monkeypatch):

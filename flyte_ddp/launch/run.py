@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+import pkgutil
 import re
 import runpy
 import shutil
@@ -21,7 +22,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -232,9 +233,10 @@ def script_program(
     stall_timeout: float = Program.stall_timeout,
     outputs: str = "",
 ) -> Program:
-    """Return the program that runs a script, or a module as `python -m` does, with `arguments`.
+    """Return the program that runs a script as Python does, or a module as `python -m` does, with `arguments`.
 
-    The script's directory is shipped to every node.
+    A script is also a zip file or a directory with `__main__.py`. Of a link the target is run. Its directory is shipped
+    to every node.
 
     Args:
         outputs: directory or URL for the files of the directory that replaces `OUTPUTS` in the arguments.
@@ -243,7 +245,7 @@ def script_program(
         ConfigError: there is no such file or module.
     """
     packages: tuple[str, ...] = ()
-    directory = ""
+    directory = name = ""
     if is_module:
         package = script.partition(".")[0]
         if importlib.util.find_spec(package) is None:
@@ -251,11 +253,13 @@ def script_program(
         packages = (package,)
     else:
         path = Path(script).resolve()
-        if not path.is_file():
-            raise ConfigError(f"script: expected a file, got {script!r}")
-        directory = str(path.parent)
-    call = _Script(script, directory, tuple(arguments), os.getcwd(), outputs)
-    return Program(Path(script).name, cloudpickle.dumps(call), packages, directory, stall_timeout)
+        if not (path.is_file() or (path / "__main__.py").is_file()):
+            raise ConfigError(f"script: expected a file, or a directory with __main__.py, got {script!r}")
+        directory, name = (str(path), "") if path.is_dir() else (str(path.parent), path.name)
+    call = _Script(script, directory, name, tuple(arguments), os.getcwd(), outputs)
+    return Program(
+        Path(script).name or Path(directory).name, cloudpickle.dumps(call), packages, directory, stall_timeout
+    )
 
 
 def command_program(command: Sequence[str], stall_timeout: float = Program.stall_timeout) -> Program:
@@ -297,6 +301,7 @@ class _Script:
 
     script: str
     directory: str  # "" for a module
+    name: str  # of the file in it; "" for the directory itself
     arguments: tuple[str, ...]
     working_directory: str
     outputs: str = ""
@@ -309,9 +314,9 @@ class _Script:
     def _run(self, arguments: Sequence[str]) -> None:
         shipped = Path(__file__).parents[2] / SCRIPT_DIRECTORY
         directory = shipped if self.directory and shipped.is_dir() else Path(self.directory)
-        file = directory / Path(self.script).name
-        given = Path(self.directory, file.name)
-        is_here = not self.directory or (given.is_file() and given.read_bytes() == file.read_bytes())
+        file = directory / self.name
+        main, given = (each if self.name else each / "__main__.py" for each in (file, Path(self.directory, self.name)))
+        is_here = not self.directory or (given.is_file() and given.read_bytes() == main.read_bytes())
         if is_here and os.path.isdir(self.working_directory):
             os.chdir(self.working_directory)
         elif self.directory:
@@ -324,8 +329,11 @@ class _Script:
             sys.path[:] = [os.getcwd(), *others]
             run = functools.partial(runpy.run_module, self.script, run_name="__main__", alter_sys=True)
         else:
-            sys.path[:] = [str(directory), *others, self.working_directory]
-            run = functools.partial(_run_as_main, str(file))
+            place = os.path.abspath(self.script)
+            place = place if os.path.realpath(place) == str(file) else str(file)  # Python resolves no link in __file__
+            importer = pkgutil.get_importer(place)  # of a directory or a zip file
+            sys.path[:] = [place if importer else str(directory), *others, self.working_directory]
+            run = functools.partial(_run_as_main, place, importer)
         _call_to_exit(run)
 
 
@@ -365,13 +373,20 @@ class _Command:
         return b""
 
 
-def _run_as_main(file: str) -> None:
+def _run_as_main(file: str, importer: Any) -> None:
     """Run a script as Python itself does: what it started may use its module until the process ends."""
-    main = types.ModuleType("__main__")
-    main.__file__ = file
-    main.__loader__ = SourceFileLoader("__main__", file)
+    main: Any = types.ModuleType("__main__")
+    if importer:
+        main.__spec__ = importer.find_spec("__main__")
+        main.__file__, main.__loader__, main.__package__ = main.__spec__.origin, main.__spec__.loader, ""
+        code = main.__loader__.get_code("__main__")
+    else:
+        with open(file, "rb") as opened:
+            code = pkgutil.read_code(opened)  # of a .pyc
+        main.__file__, main.__loader__ = file, (SourcelessFileLoader if code else SourceFileLoader)("__main__", file)
+        code = code or compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)
     sys.modules["__main__"] = main
-    exec(compile(Path(file).read_bytes(), file, "exec", dont_inherit=True), main.__dict__)
+    exec(code, main.__dict__)
 
 
 def _call_to_exit(call: Callable[[], T]) -> T | None:
