@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from flyte_ddp.studies import plots, runner
 from flyte_ddp.studies.plots import metric_panels, scaling_panels
 from flyte_ddp.studies.results import FINISHED, RUNNING, WAITING, TrialRun
 from flyte_ddp.studies.runner import check_trials, resize_cluster
-from flyte_ddp.studies.scaling import Study, build_scaling_table, by_world_size, estimate
+from flyte_ddp.studies.scaling import Study, build_scaling_table, by_world_size, estimate, student_quantile
 from flyte_ddp.studies.search import Trial, build_trials, expand_world_sizes
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides
 from tasks.study_report import StudyReport
@@ -86,7 +87,7 @@ def test_repeats_are_one_point_with_the_interval_of_students_t():
     assert f"{speed_up:.2f}" == "1.80 ± 2.54"
     assert f"{estimate([1.8]):.2f}" == "1.80"
     _, panels = scaling_panels(study)
-    assert "2 ranks 1.8 ± 2.542" in panels[0].summary
+    assert "2 ranks 1.8 ± 2.541" in panels[0].summary
     assert all("<svg" in to_svg(panel) for panel in panels)
     axes = Figure().add_subplot()
     panels[0].draw_on(axes)
@@ -405,6 +406,15 @@ def runs_of(outputs):
             size = event.world_size
         runs.setdefault(size, []).append(event)
     return runs
+
+
+def test_the_interval_of_repeats_is_that_of_students_distribution():
+    """Quantiles of scipy.stats.t.ppf(0.975, n)."""
+    known = {1: 12.70620, 2: 4.30265, 3: 3.18245, 9: 2.26216, 10: 2.22814, 11: 2.20099, 19: 2.09302, 30: 2.04227}
+    for freedom, quantile in {**known, 99: 1.98422, 1000: 1.96234}.items():
+        assert student_quantile(freedom) == pytest.approx(quantile, abs=5e-6)
+    values = [float(number) for number in range(12)]
+    assert estimate(values).half_width == pytest.approx(2.20099 * statistics.stdev(values) / 12**0.5, rel=1e-5)
 
 
 def test_every_trial_starts_from_the_given_weights(outputs, checkpoints):

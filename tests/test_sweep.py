@@ -186,6 +186,14 @@ def test_a_model_worse_than_the_median_of_those_before_is_stopped():
     assert stopped_after("median", bad, good, fair, fair, bad, good) == [0, 0, 0, 0, 2, 0]
 
 
+@pytest.mark.parametrize("diverged", [math.nan, math.inf, -math.inf])
+def test_a_model_that_has_diverged_is_stopped_and_spoils_no_median(diverged):
+    good, bad, lost = [4, 3, 2, 1], [9, 8, 7, 6], [diverged] * 4
+    late = [4, 3, diverged, diverged]  # whose best score is worse than the others' third
+    assert stopped_after("median", good, lost, bad, lost, late, good) == [0, 0, 2, 2, 3, 0]
+    assert stopped_after("median", lost, lost, bad) == [0, 0, 0]  # the best so far
+
+
 def test_halving_keeps_the_better_half_at_epochs_1_2_4():
     losses = [[4, 4, 4, 4, 4], [3, 3, 3, 3, 3], [9, 9, 9, 9, 9], [2, 3.5, 9, 9, 9], [1, 1, 1, 3.5, 1]]
     assert stopped_after("halving", *losses) == [0, 0, 1, 2, 4]
@@ -283,6 +291,23 @@ def test_the_monitor_ranks_trials_and_chooses_their_epochs():
     runs[0].state.epochs[4].metrics["accuracy"] = 0.99  # the largest loss, and the best of all by its accuracy
     assert find_best(runs) is runs[0]
     assert (runs[0].kept.epoch, runs[1].kept.epoch) == (5, 8)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_a_figure_that_is_not_finite_is_never_the_best(value, mode):
+    monitor = Monitor("figure", mode)
+    assert monitor.score({"figure": value}) == math.inf > monitor.score({"figure": 1e300})
+    runs = made_up_runs({"learning_rate": [0.1, 0.01]})
+    for run in runs:
+        config = dataclasses.replace(run.trial.config, monitor=monitor)
+        run.trial = dataclasses.replace(run.trial, config=config)
+        for epoch in run.epochs:
+            epoch.metrics["figure"] = value
+    runs[0].epochs[2].metrics["figure"] = 5.0
+    assert (find_best(runs), runs[0].kept.epoch) == (runs[0], 3)
+    assert events.find_best(runs[0].epochs, monitor).epoch == 3
+    assert Monitor().score({"loss": 1.0}) == math.inf  # not there
 
 
 GRID = {"learning_rate": [0.001, 0.01], "global_batch_size": [32, 64, 128]}

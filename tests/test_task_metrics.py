@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sklearn.metrics import mean_absolute_error, r2_score
 from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics import MeanAbsoluteError, MetricCollection, R2Score
@@ -155,6 +156,18 @@ def test_metrics_are_those_of_one_process_at_any_number_of_ranks(kind, world_siz
     last = run.result.epochs[-1]
     assert last.test_loss == pytest.approx(float(loss), rel=1e-5)
     assert last.metrics == {name: pytest.approx(float(value), rel=1e-5) for name, value in metrics.items()}
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2,), (3, 2), (2, 2, 2)])
+def test_regression_measures_targets_of_any_shape(shape):
+    outputs, targets = noise(20, *shape), noise(20, *shape, seed=1)
+    metrics = HeldOutMetrics(Regression(), torch.device("cpu"))
+    for part in (slice(0, 7), slice(7, 20)):
+        metrics.update(outputs[part], targets[part])
+    found = metrics.compute(ALONE, num_samples=20, num_targets=20 * targets[0].numel())
+    columns = [each.reshape(20, -1).numpy() for each in (targets, outputs)]
+    assert found["r2"] == pytest.approx(r2_score(*columns), abs=1e-5)
+    assert found["mae"] == pytest.approx(mean_absolute_error(*columns), abs=1e-6)
 
 
 def best_of(epochs, monitor):

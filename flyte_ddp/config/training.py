@@ -51,9 +51,11 @@ class Monitor:
         validate(self)
 
     def score(self, values: Mapping[str, float]) -> float:
-        """Return the figure so that less is better; infinite where it is NaN or not among `values`."""
+        """Return the figure so that less is better; infinite where it is not finite, or not among `values`."""
         value = values.get(self.metric, math.nan)
-        return math.inf if math.isnan(value) else value if self.mode == "min" else -value
+        if not math.isfinite(value):
+            return math.inf
+        return value if self.mode == "min" else -value
 
 
 @dataclass(frozen=True)

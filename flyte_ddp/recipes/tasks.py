@@ -36,7 +36,13 @@ class Regression(Recipe):
         require("the metrics of Regression", "torchmetrics")
         from torchmetrics import MeanAbsoluteError, R2Score
 
-        return {"mae": MeanAbsoluteError(), "r2": R2Score()}
+        class R2(R2Score):
+            """The mean over a sample's numbers, in any shape; torchmetrics takes one dimension of them."""
+
+            def update(self, preds: Tensor, target: Tensor) -> None:
+                super().update(*(each.flatten(1) if each.dim() > 1 else each for each in (preds, target)))
+
+        return {"mae": MeanAbsoluteError(), "r2": R2()}
 
     def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
         """Return the true and the predicted number of each sample; of several the first."""

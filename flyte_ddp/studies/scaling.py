@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import operator
 import statistics
 from collections.abc import Iterable, Sequence
@@ -42,9 +43,24 @@ class Row:
     device_hours: float  # GPU-hours of training, or core-hours on CPUs
 
 
-# 97.5 % quantiles of Student's t distribution with 1, 2, ... degrees of freedom; beyond them the normal one's
-STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
-NORMAL = 1.96
+def student_quantile(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t distribution with so many degrees of freedom, by bisection.
+
+    The exact sums are of Abramowitz and Stegun, "Handbook of Mathematical Functions", 26.7.3 and 26.7.4.
+    """
+    low, high = 0.0, 13.0  # 12.71 with one degree of freedom, and less with more
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        angle = math.atan(middle / math.sqrt(freedom))
+        term = total = math.cos(angle) ** (freedom % 2)
+        for number in range(2 + freedom % 2, freedom, 2):
+            term *= math.cos(angle) ** 2 * (number - 1) / number
+            total += term
+        share = math.sin(angle) * total  # of the distribution, that lies between -middle and middle
+        if freedom % 2:
+            share = 2 / math.pi * (angle + (share if freedom > 1 else 0.0))
+        low, high = (middle, high) if share < 0.95 else (low, middle)
+    return high
 
 
 @dataclass(frozen=True)
@@ -62,8 +78,8 @@ def estimate(values: Sequence[float]) -> Estimate:
     """Return the mean of one or more measurements with its confidence interval."""
     if len(values) == 1:
         return Estimate(values[0], 0.0)
-    quantile = STUDENT[len(values) - 2] if len(values) - 2 < len(STUDENT) else NORMAL
-    return Estimate(statistics.mean(values), quantile * statistics.stdev(values) / len(values) ** 0.5)
+    half_width = student_quantile(len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
+    return Estimate(statistics.mean(values), half_width)
 
 
 def by_world_size(rows: Iterable[Row]) -> dict[int, list[Row]]:

@@ -13,6 +13,7 @@ import json
 import math
 import threading
 import typing
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -183,6 +184,7 @@ class EarlyStopping:
             import optuna
 
             optuna.logging.set_verbosity(optuna.logging.ERROR)
+            warnings.filterwarnings("ignore", "All-NaN slice encountered")  # of a trial that has diverged
             pruner = (
                 optuna.pruners.MedianPruner(n_startup_trials=MIN_MEDIAN_TRIALS, n_warmup_steps=MIN_MEDIAN_EPOCH)
                 if rule == "median"
@@ -201,14 +203,15 @@ class EarlyStopping:
             if epoch <= self._last_epochs[number]:
                 return False
             self._last_epochs[number] = epoch
-            self._trials[number].report(score, epoch)
+            # A median over infinite scores is infinite or NaN, which stops nothing. NaN is left out of it.
+            self._trials[number].report(score if math.isfinite(score) else math.nan, epoch)
             return self._trials[number].should_prune()
 
     def finish(self, number: int, score: float) -> None:
         """Record that trial `number` finished, so that later trials are compared with it."""
         if self._study is not None:
             with self._lock:
-                self._study.tell(self._trials.pop(number), score)
+                self._study.tell(self._trials.pop(number), score if math.isfinite(score) else math.inf)
 
 
 def _check_grid(grid: Any, num_models: int, seed: int) -> None:
