@@ -77,7 +77,7 @@ def make_predictions(model: nn.Module, recipe: Recipe, samples: Samples, config:
     """Return the predictions of `model` for the first of `samples`, as the recipe shows them. Changes no state."""
     indices = torch.arange(min(len(samples), MAX_PREDICTIONS), device=samples.index_device).split(PREDICTION_BATCH)
     predictions: list[Prediction] = []
-    with unchanged(model, recipe), evaluating(model):
+    with unchanged(model, recipe, getattr(samples, "dataset", None)), evaluating(model):
         for batch, targets in samples.batches(indices, epoch=0):
             outputs = model(model_inputs(recipe, config, batch))
             shown = (map_tensors(Tensor.cpu, batch), map_tensors(_on_cpu, outputs), map_tensors(Tensor.cpu, targets))
