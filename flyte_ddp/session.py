@@ -70,13 +70,15 @@ def save(state: Mapping[str, Any], step: int, in_memory: bool = False) -> None:
 def load(into: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
     """Return the newest complete checkpoint, in memory or in the store; None in a new run. For all ranks together.
 
+    What was saved before in this attempt counts: it is waited for.
+
     Args:
         into: a state with the same keys. Its tensors are filled in place and are those that are returned. A split one
             gets this rank's part, whatever the number of ranks and the mesh were that saved it: so no rank ever holds
             the whole. Without it tensors are whole and on the CPU, those that were split as well.
 
     Raises:
-        ConfigError: `into` has other keys or shapes than the checkpoint.
+        ConfigError: `into` has other keys or shapes than the checkpoint, or types that cannot hold all its values.
         StorageUnavailable, StorageDenied: what is there could not be found out.
     """
     return _current.load(into) if _current else None

@@ -16,6 +16,7 @@ import torch
 from flyte_ddp.checkpoints.staging import StagingMemory
 from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.rank.split_state import fill
 from tests.support.gang import run_gang
 from tests.support.runs import new_run
 from tests.support.trainers import new_trainer
@@ -131,6 +132,75 @@ def test_tensors_of_any_kind_are_read_back_equal(tmp_path):
         assert found[name].dtype == tensor.dtype
         assert torch.equal(dense(found[name]), dense(tensor)), name
     assert found["transposed"].stride() == TENSORS["transposed"].stride()
+
+
+def test_a_state_is_that_of_the_call_whatever_changes_afterwards(tmp_path):
+    tensor, numbers, key = torch.ones(2), np.ones(2), torch.ones(2)
+    state = {"text": bytearray(b"abc"), "array": numbers, "list": [1], "deep": {"x": [{"y": (bytearray(b"d"),)}]}}
+    state |= {
+        "set": {tensor, (tensor, 1)},
+        key: "of a tensor",
+        "zero": np.array(1.0),
+        "sparse": torch.eye(2).to_sparse(),
+    }
+    store = CheckpointStore(str(tmp_path), 1)
+    begin, waiting = store._enqueue, []
+    store._enqueue = waiting.append
+    store.save({"state": state}, 1, best=False)
+    for each in (tensor, key):
+        each.fill_(7)
+    numbers[:], state["zero"][...] = 7, 7
+    state["text"][:], state["deep"]["x"][0]["y"][0][:] = b"xyz", b"z"
+    state["list"].append(2)
+    state["sparse"].values().fill_(7)
+    state["new"] = 1
+    begin(waiting[0])
+    store.wait()
+    found = CheckpointStore(str(tmp_path), 1).load_latest()[0]["state"]
+    assert (found["text"], found["deep"], found["list"]) == (b"abc", {"x": [{"y": (b"d",)}]}, [1])
+    assert found["array"].tolist() == [1, 1]
+    assert found["zero"].item() == 1
+    assert torch.equal(found["sparse"].to_dense(), torch.eye(2))
+    assert [(each if isinstance(each, torch.Tensor) else each[0]).tolist() for each in found["set"]] == [[1, 1]] * 2
+    assert [name.tolist() for name, value in found.items() if value == "of a tensor"] == [[1, 1]]
+    assert "new" not in found
+
+
+def test_views_of_one_memory_with_other_types_are_read_back_equal(tmp_path):
+    numbers = torch.arange(4.0)
+    state = [numbers, numbers.view(torch.int32), numbers[1:].view(torch.uint8), COMPLEX, torch.view_as_real(COMPLEX)]
+    for found, expected in zip(roundtrip(tmp_path, [*state, numbers[2:]]), [*state, numbers[2:]], strict=True):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("saved", "into", "is_loaded"),
+    [
+        (torch.float32, torch.float64, True),
+        (torch.bfloat16, torch.float32, True),
+        (torch.int64, torch.int64, True),
+        (torch.float32, torch.int64, False),
+        (torch.int64, torch.uint8, False),
+        (torch.float32, torch.bfloat16, False),
+        (torch.float16, torch.bfloat16, False),
+        (torch.int64, torch.float32, False),
+        (torch.bool, torch.float32, False),
+        (torch.float32, torch.complex64, False),
+    ],
+    ids=str,
+)
+def test_a_tensor_is_loaded_into_one_that_holds_all_its_values(saved, into, is_loaded):
+    target = {"a": torch.zeros(2, dtype=into)}
+    if is_loaded:
+        assert fill(target, {"a": torch.ones(2, dtype=saved)})["a"].tolist() == [1, 1]
+        return
+    with pytest.raises(ConfigError) as error:
+        fill(target, {"a": torch.ones(2, dtype=saved)})
+    assert str(error.value) == (
+        f"session.load: into['a']: expected a tensor of {saved}, as the checkpoint has, got {into}"
+    )
+    assert target["a"].tolist() == [0, 0]
 
 
 def test_lazy_tensors_of_a_state_do_not_share_memory_that_was_freed():

@@ -17,6 +17,7 @@ from flyte_ddp.launch import driver, survivors
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.programs import Job, Program
 from flyte_ddp.launch.run import _Call
+from tests.support.bereaved import wait_for_copies
 from tests.support.dask_runs import LOCAL
 from tests.support.runs import fork_functions
 from tests.support.saver import train
@@ -145,3 +146,32 @@ def test_what_cannot_be_kept_in_memory_is_one_line(monkeypatch):
         "got a object (builtins)",
         "session.save: state: expected whole tensors, as in memory before, got split ones",
     ]
+
+
+def save_and_load(splits):
+    """Return what this rank loads after each save, of which some are in memory alone."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo")
+    found = []
+    for step, in_memory in enumerate((False, True, True, False, True), 1):
+        weights = torch.full((4,), float(step))
+        if splits:
+            weights = distribute_tensor(weights, init_device_mesh("cpu", (2,)), [Shard(0)])
+        wait_for_copies(60)
+        dist.barrier()
+        session.save({"weights": weights, "step": step}, step, in_memory=in_memory)
+        state = session.load()
+        found.append((state["step"], state["weights"].tolist()))
+    both = [None] * 2
+    dist.all_gather_object(both, found)
+    return both
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_load_in_the_same_attempt_finds_the_newest_save_wherever_it_is(splits, tmp_path, monkeypatch):
+    fork_functions(monkeypatch)
+    ranks = flyte_ddp.run(save_and_load, splits, nproc_per_node=2, checkpoints=str(tmp_path))
+    assert ranks == [[(step, [float(step)] * 4) for step in range(1, 6)]] * 2

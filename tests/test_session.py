@@ -76,6 +76,7 @@ def session_of(rank=0, world_size=1, store=None, checkpoints=""):
         rank=rank,
         link=Link(),
         slots=[],
+        parts=[],
         free_parts=lambda *_: None,
     )
     return Session(process, lambda: store), process.link

@@ -296,6 +296,33 @@ def test_one_line_says_that_a_model_with_large_buffers_is_not_kept(monkeypatch, 
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "is_kept"),
+    [
+        ("mask", -torch.inf, True),
+        ("mask", torch.nan, True),
+        ("weight", 1.0, True),
+        ("weight", torch.nan, False),
+        ("moment", torch.inf, False),
+    ],
+)
+def test_only_a_weight_or_a_moment_that_is_not_finite_keeps_a_state_from_memory(name, value, is_kept, tmp_path, caplog):
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("mask", torch.zeros(2, 2))
+    moments = {"moment": torch.zeros(2, 2)}
+    with torch.no_grad():
+        {**model.state_dict(), **moments}[name][0, 1] = value
+    step, process = 0, SimpleNamespace(memory=SimpleNamespace(path=str(tmp_path / "kept")), link=SimpleNamespace())
+    state = {"model": model.state_dict(), "optimizer": {"state": {0: moments}}}
+    keeper = StateKeeper(model, dataclasses.replace(ALONE, world_size=2), lambda: dict(state), lambda: step)
+    with keeper.may_keep(process, is_compiled=False, is_sharded=False):
+        step = 3
+        kept = process.link.on_keep(lambda num_bytes: None)
+    assert bool(kept) == (tmp_path / "kept").exists() == is_kept
+    line = "this rank's state is not kept: a weight or the optimizer's state is not finite"
+    assert caplog.messages == [line] * (not is_kept)
+
+
 def memory_with(step=5, run="run", attempt=0, epochs=(), spoil=False, version=None, digest=""):
     """A node's memory with a state."""
     memory = NodeMemory()

@@ -118,7 +118,7 @@ def readable(value: Any, place: str = "", is_part: bool = False) -> Any:
         ConfigError: something in it could not be read back, because `torch.load` would have to run code for it.
     """
     if type(value) in SCALARS and not (type(value) is int and value.bit_length() > MAX_INT_BITS):
-        return value
+        return bytearray(value) if type(value) is bytearray else value
     if isinstance(value, torch.Tensor):
         if type(value) not in TENSORS or value.is_nested or (value.is_meta and not is_part):
             raise _unreadable(value, place)
@@ -128,14 +128,35 @@ def readable(value: Any, place: str = "", is_part: bool = False) -> Any:
     if type(value) in (list, tuple):
         return type(value)(readable(each, f"{place}[{index}]", is_part) for index, each in enumerate(value))
     if type(value) is set:
-        return {readable(each, place) for each in value}
+        return {_readable_item(each, place) for each in value}
     return _readable_of_numpy(value, place)
+
+
+def _readable_item(value: Any, place: str) -> Any:
+    """Return an item of a set, or a key, with its tensors copied: nothing else looks for tensors there."""
+    return map_tensors(readable(value, place), lambda tensor: tensor.detach().to("cpu", copy=True))
+
+
+def separate_types(state: Any) -> Any:
+    """Return `state` with a copy of each tensor that shares memory with an earlier one of another type.
+
+    `torch.save` refuses such a pair.
+    """
+    types: dict[int, torch.dtype] = {}
+
+    def separate(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout != torch.strided or tensor.is_meta:
+            return tensor
+        first = types.setdefault(tensor.untyped_storage().data_ptr(), tensor.dtype)
+        return tensor if first == tensor.dtype or not tensor.numel() else tensor.detach().clone()
+
+    return map_tensors(state, separate)
 
 
 def _readable_mapping(values: Mapping[Any, Any], place: str, is_part: bool) -> dict[Any, Any]:
     found: dict[Any, Any] = OrderedDict() if isinstance(values, OrderedDict) else {}
     for key, value in values.items():
-        found[readable(key, place)] = readable(value, f"{place}[{key!r}]" if place else str(key), is_part)
+        found[_readable_item(key, place)] = readable(value, f"{place}[{key!r}]" if place else str(key), is_part)
     if metadata := getattr(values, "_metadata", None):  # a module's state dict: the versions of its modules' formats
         vars(found)["_metadata"] = readable(metadata, f"{place}._metadata")
     return found

@@ -30,7 +30,7 @@ from flyte_ddp.checkpoints.files import FORMAT, Damaged, Entry, checkpoint_name,
 from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.checkpoints.resharding import SHARDS, BoxOf, assemble, find_tensors, keep_all
 from flyte_ddp.checkpoints.retention import Retention
-from flyte_ddp.checkpoints.staging import Buffers, StagingMemory, map_tensors, readable
+from flyte_ddp.checkpoints.staging import Buffers, StagingMemory, map_tensors, readable, separate_types
 from flyte_ddp.checkpoints.state_file import CHECKSUM, save_state
 from flyte_ddp.errors import CheckpointError, ConfigError, StorageUnavailable
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
@@ -146,7 +146,7 @@ class CheckpointStore:
         if not (to_store or to_memory):
             return None
         try:
-            state = readable(state, is_part=SHARDS in state)
+            state = separate_types(readable(state, is_part=SHARDS in state))
         except RecursionError:
             raise ConfigError("save: state: expected containers in containers, got one that contains itself") from None
         # A new name even for a step that was saved before: its tensors must stay until this checkpoint is complete.

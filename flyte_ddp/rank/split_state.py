@@ -135,7 +135,7 @@ def own_boxes(into: Any) -> BoxOf:
     def box_of(place: Place, tensor: Tensor) -> Box | None:
         if place[0] != "state" or into.get(place[1], into) is None:
             return None
-        _check(place[1:], own.get(place[1:]), tensor.shape)
+        _check(place[1:], own.get(place[1:]), tensor)
         target = own[place[1:]]
         return own_box(target) if is_split(target) and target.dim() else None
 
@@ -146,7 +146,7 @@ def fill(into: Any, state: Any, place: Place = ()) -> Any:
     """Copy `state`, what this rank keeps of a checkpoint, into the tensors of `into`; return it with these.
 
     Raises:
-        ConfigError: they have other keys or shapes.
+        ConfigError: they have other keys or shapes, or a type that cannot hold all values.
     """
     if isinstance(state, Mapping) and isinstance(into, Mapping):
         if missing := [key for key in [*state, *into] if key not in into or key not in state]:
@@ -161,17 +161,23 @@ def fill(into: Any, state: Any, place: Place = ()) -> Any:
     if not isinstance(state, Tensor) or not in_mesh(into):
         return into if isinstance(state, Tensor) else state
     target = into.to_local() if is_split(into) else into
-    _check(place, target, state.shape)
+    _check(place, target, state)
     with torch.no_grad():
         target.copy_(state)
     return into
 
 
-def _check(place: Place, target: Any, shape: torch.Size) -> None:
-    got = tuple(target.shape) if isinstance(target, Tensor) else f"a {type(target).__name__}"
-    if got != tuple(shape):
-        expected = f"expected a tensor of shape {tuple(shape)}, as the checkpoint has"
+def _check(place: Place, target: Any, saved: Tensor) -> None:
+    """Check that `target` has the shape of what was saved, and its type or, of floating-point numbers, a wider one."""
+    got: Any = tuple(target.shape) if isinstance(target, Tensor) else f"a {type(target).__name__}"
+    expected: Any = tuple(saved.shape)
+    if got != expected:
+        expected = f"expected a tensor of shape {expected}, as the checkpoint has"
         raise ConfigError(f"session.load: {_name(place)}: {expected}, got {got}")
+    is_wider = saved.is_floating_point() and torch.promote_types(saved.dtype, target.dtype) == target.dtype
+    if saved.dtype != target.dtype and not (is_wider and target.is_floating_point()):
+        expected = f"expected a tensor of {saved.dtype}, as the checkpoint has"
+        raise ConfigError(f"session.load: {_name(place)}: {expected}, got {target.dtype}")
 
 
 def _name(place: Place) -> str:

@@ -121,7 +121,12 @@ class StateKeeper:
         tensors = dict(find_tensors({name: state[name] for name in ("model", "optimizer")}))
         num_bytes = sum(each.nbytes for each in tensors.values())
         on_begin(num_bytes)
-        if free_memory() <= num_bytes or not _are_finite(tensors):
+        if free_memory() <= num_bytes:
+            return None
+        # A buffer may have infinity on purpose, as a mask of attention.
+        trained = {place: each for place, each in tensors.items() if place[0] != "model" or place[1] not in buffers}
+        if not _are_finite(trained):
+            logger.warning("this rank's state is not kept: a weight or the optimizer's state is not finite")
             return None
         with open(path, "wb") as file:
             entry = save_state({"format": FORMAT, **state}, file, with_crc32=False)

@@ -162,6 +162,7 @@ class Slots:
         self._number = number
         self._version = version
         self._turn = 0
+        self.written: dict[int, dict[str, Any]] = {}  # by file: the fields of the `Part` in it, but for run and attempt
 
     @property
     def is_ready(self) -> bool:
@@ -178,6 +179,7 @@ class Slots:
             num_bytes, checksum = save(file)
         where = {"turn": self._turn, "step": step, "number": self._number, "num_parts": num_parts}
         what = {"num_bytes": num_bytes, "checksum": checksum, "version": self._version}
+        self.written[self._turn % NUM_FILES] = {**where, **what}
         self._link.send("part", {**where, **what})
 
 
@@ -204,7 +206,7 @@ class RankProcess:
         """Free the parts that earlier attempts have left in memory, but for the state that this one goes on from."""
         self.link.send("resumed", attempt, turn)
         used = [each for each in self.parts if (each.attempt, each.turn) == (attempt, turn)]
-        unused = [each.file for each in self.parts if each not in used]
+        unused = [each.file for each in self.parts if each not in used and each.file not in self.slots]
         for file in [*unused, *([self.kept.file] if self.kept else [])]:
             file.close()
         self.parts, self.kept = used, None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import sys
@@ -19,7 +20,7 @@ from flyte_ddp import events
 from flyte_ddp.checkpoints import WRITE_GRACE
 from flyte_ddp.errors import ConfigError, StopRequested
 from flyte_ddp.launch.process.link import RankProcess, Slots
-from flyte_ddp.launch.process.memory import KEEP_TIMEOUT
+from flyte_ddp.launch.process.memory import KEEP_TIMEOUT, Part
 from flyte_ddp.launch.process.stop import StopAgreement
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Session:
         self._num_loads = 0
         self._num_split_saves = 0
         self._num_memory_loads = 0
+        self._stored_step = 0  # the newest that this rank has saved for the store
         self._has_memory: bool | None = None  # for a function's states; None before the first
         # Of `batches`: how much is done of which epoch of how many samples, and what it was when the rank resumed.
         self._position: dict[str, Any] = {}
@@ -152,7 +154,7 @@ class Session:
         started = time.perf_counter() if started is None else started
         url = self.open_checkpoints().save(state, step, best, to_store, to_memory)
         if to_store:
-            self._saved_position = self._position
+            self._saved_position, self._stored_step = self._position, step
             if not self.can_resume and self.process.rank == 0:
                 self.stop.note_saved()
             self.can_resume = True
@@ -215,17 +217,39 @@ class Session:
         Args:
             box_of: returns what this rank keeps of each tensor; None for all of it.
         """
+        self._num_memory_loads += 1
+        key = f"flyte_ddp/memory-load-{self._num_memory_loads}"
+        self._note_saves(f"{key}/saved")
         if not self.process.job.is_in_memory:
             self.process.free_parts()
             return None, ""
         from flyte_ddp.checkpoints.resharding import keep_all
         from flyte_ddp.rank.memory_states import load_for_function
 
-        self._num_memory_loads += 1
-        key = f"flyte_ddp/memory-load-{self._num_memory_loads}"
         loaded = load_for_function(self.process, self.open_store, key, self.open_checkpoints(), box_of or keep_all)
         self._skipped = [*self._skipped, *loaded.skipped]
         return loaded.state, loaded.place
+
+    def _note_saves(self, key: str) -> None:
+        """Have the load that follows find what this attempt has saved, which is in place then. Rank 0 knows of all."""
+        self.wait()
+        process = self.process
+        saved = json.dumps([bool(self._has_memory), self._stored_step])
+        if process.rank == 0 and process.node.world_size > 1:
+            self.open_store().set(key, saved)
+        in_memory, stored = json.loads(saved if process.rank == 0 else self.open_store().get(key))
+        job = process.job
+        process.job = dataclasses.replace(
+            job,
+            is_in_memory=job.is_in_memory or in_memory,
+            is_store_away=job.is_store_away and not stored,
+            stored=(*job.stored, *([stored] if stored else [])),
+        )
+        slots = self._store.slots if self._store else None
+        written = slots.written.items() if isinstance(slots, Slots) else ()
+        run = (process.node.run_id, process.node.num_restarts)
+        own = [Part(process.slots[number], *run, **values) for number, values in written]
+        process.parts = [*(each for each in process.parts if each.file not in process.slots), *own]
 
     def _load_parts(self, box_of: BoxOf) -> dict[str, Any] | None:
         """Return what this rank keeps of the newest checkpoint in the store, which all ranks read together."""
