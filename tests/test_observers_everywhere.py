@@ -79,7 +79,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_rank_starts(environ
     expected = r"error: --history, --report: expected files that can be written, got .*/file"
     assert re.search(expected, capsys.readouterr().err)
     assert main(["run", "--max-hours", "-1", str(environment / "train.py")]) == 2
-    assert capsys.readouterr().err == "error: max_hours: expected hours of at least 0, got -1\n"
+    assert capsys.readouterr().err == "error: max_hours: expected a finite number of at least 0 (hours), got -1.0\n"
 
 
 def count() -> str:
@@ -119,5 +119,5 @@ def test_max_hours_ends_a_functions_task_for_good(environment, monkeypatch):
     monkeypatch.delenv("SCRAPED")
     with pytest.raises(UserError, match=r"max_hours: the run has taken 0\.0006 h.*: the run was stopped at step \d+"):
         limited()
-    with pytest.raises(ConfigError, match="max_hours: expected hours of at least 0, got -1"):
+    with pytest.raises(ConfigError, match=r"max_hours: expected a finite number of at least 0 \(hours\), got -1"):
         Distributed(max_hours=-1)

@@ -243,7 +243,10 @@ def test_what_changes_nothing_is_one_line_and_a_prefix_can_be_left_out(tmp_path,
             for flag in run_options.RENDEZVOUS
         ),
         (["--node_rank=1", __file__], "error: --node-rank: expected 0 on one machine, got 1"),
-        (["--master-port=65536", __file__], "error: --master-port: expected a port from 0 to 65535, got 65536"),
+        (
+            ["--master-port=65536", __file__],
+            "error: master_port: expected a whole number of at least 0 and of at most 65535, got 65536",
+        ),
         (["--no-python", "no-such-program"], "error: script: expected a program that can be executed, got 'no-such-pr"),
         (["--no-python", "-m", "x"], "error: --no-python: expected not with --module, which is Python's"),
         (

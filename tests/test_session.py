@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 from flyte_ddp import events
+from flyte_ddp import session as session_module
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.flytekit_plugin.distributed import Distributed
+from flyte_ddp.launch import run as launch_run
 from flyte_ddp.launch.process.programs import Job, Program
 from flyte_ddp.launch.process.session import Session
+from flyte_ddp.launch.signals import TimeLimit
+from flyte_ddp.rank.batches import EpochBatches
 
 
 class Link:
@@ -101,6 +109,95 @@ def test_a_report_of_something_else_than_numbers_is_refused():
     session, _ = session_of()
     with pytest.raises(ConfigError, match=r"session\.report: loss: expected a number, got 'low'"):
         session.report(None, None, {"loss": "low"})
+
+
+STEP = (torch.tensor(5), np.int64(5), 5)
+BAD_COUNTS = (True, 5.0, -5, "5", None, math.nan, np.float64(5), np.bool_(True), torch.tensor(True), torch.tensor(5.0))
+BAD_NUMBERS = (True, -5.0, "5", None, math.nan, math.inf, [5.0], np.ones(1), torch.ones(2), 10**400)
+DATA = list(range(8))
+
+
+def batches_with(**given):
+    return EpochBatches(
+        **{
+            "dataset": DATA,
+            "global_batch_size": 8,
+            "epoch": 0,
+            "seed": 0,
+            "num_workers": 0,
+            **given,
+            "collate_fn": None,
+        }
+    )
+
+
+COUNTS = {
+    "session.report: step": lambda value: session_of()[0].report(value, None, {}),
+    "session.save: step": lambda value: session_of()[0].save({}, value),
+    "session.epochs: num_epochs": session_module.epochs,
+    "session.batches: global_batch_size": lambda value: batches_with(global_batch_size=value),
+    "session.batches: epoch": lambda value: batches_with(epoch=value),
+    "session.batches: seed": lambda value: batches_with(seed=value),
+    "session.batches: num_workers": lambda value: batches_with(num_workers=value),
+    "max_restarts": lambda value: launch_run.Gang(max_restarts=value),
+    "master_port": lambda value: launch_run.Gang(master_port=value),
+    "nproc_per_node": lambda value: launch_run.Gang(nproc_per_node=value),
+    "nnodes": lambda value: launch_run.Gang(nnodes=value),
+}
+MAY_BE_NONE = ("session.report: step", "session.batches: epoch")
+MAY_BE_TEXT = ("nproc_per_node", "nnodes")
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_count_is_a_whole_number_of_any_kind_or_one_line(name):
+    accepted = [*STEP, *([None] if name in MAY_BE_NONE else []), *(["5"] if name in MAY_BE_TEXT else [])]
+    for value in accepted[1 if name in MAY_BE_TEXT else 0 :]:
+        COUNTS[name](value)
+    for value in BAD_COUNTS:
+        if not any(value is each or value == each == "5" for each in accepted):
+            with pytest.raises(ConfigError, match=f"^{name}: expected .*, got .*") as error:
+                COUNTS[name](value)
+            assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "enter"),
+    [
+        ("stall_timeout", lambda value: launch_run.Gang(stall_timeout=value)),
+        ("max_hours", lambda value: TimeLimit(value, time.time()).cancel()),
+        ("max_hours", lambda value: Distributed(max_hours=value)),
+        ("session.report: epoch", lambda value: session_of()[0].report(1, value, {}) if value is not None else fail()),
+    ],
+)
+def test_a_number_is_finite_and_of_any_kind_or_one_line(name, enter):
+    for value in (5, 0.5, np.float32(0.5), np.int64(5), torch.tensor(0.5), 1e300):
+        enter(value)
+    for value in BAD_NUMBERS:
+        with pytest.raises(ConfigError, match=f"^{name}: expected a finite number .*, got .*") as error:
+            enter(value)
+        assert "\n" not in str(error.value)
+
+
+def fail():
+    raise ConfigError("session.report: epoch: expected a finite number or None, got None")
+
+
+def test_what_enters_is_an_int_and_what_is_reported_a_float(tmp_path):
+    session, link = session_of(checkpoints=str(tmp_path))
+    for value in STEP:
+        session.report(value, None, {"loss": torch.tensor(0.5), "nan": math.nan, "small": np.float32(2)})
+        session.save({"a": 1}, value)
+        session.wait()
+    assert [(type(each), each) for each in link.beats if each] == [(int, 5)] * len(link.beats)
+    reported = [each for each in link.events if isinstance(each, events.Reported)]
+    assert [repr(each.values) for each in reported] == ["{'loss': 0.5, 'nan': nan, 'small': 2.0}"] * 3
+    assert (tmp_path / "step-0000000005.json").exists()
+    assert batches_with(seed=np.int64(3)).seed.__class__ is int
+    with pytest.raises(ConfigError, match="session.save: step: expected a whole number .* of at most 9999999999, got"):
+        session.save({"a": 1}, 10**10)
+    for value in ("5", np.ones(1), torch.ones(2), [1.0], None, 10**400, 1j):
+        with pytest.raises(ConfigError, match=r"session.report: loss: expected a number, got .*"):
+            session.report(6, None, {"loss": value})
 
 
 def test_a_save_without_a_place_warns_once_and_nothing_is_loaded(caplog):

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import json
 import math
+import operator
 import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -63,7 +64,7 @@ class Limits:
         noun = "a whole number" if kind is int else "a number" if self == ANY else "a finite number"
         bounds = [
             *([f"of at least {self.minimum:g}"] if self.minimum is not None else []),
-            *([f"of at most {self.maximum:g}"] if self.maximum is not None else []),
+            *([f"of at most {self.maximum:.12g}"] if self.maximum is not None else []),
             *([f"above {self.above:g}"] if self.above is not None else []),
             *([f"below {self.below:g}"] if self.below is not None else []),
         ]
@@ -152,6 +153,37 @@ def check(name: str, value: object, kind: Any, limits: Limits = ANY) -> Any:
             expected += " with at most 63 bits"
         raise ConfigError(f"{name}: expected {expected}, got {value!r}")
     return converted
+
+
+def whole_number(name: str, value: Any, minimum: int = 0, maximum: int = _MAX_INTEGER) -> int:
+    """Return a whole number that a program gives: of Python, NumPy or torch, whatever `operator.index` takes.
+
+    Raises:
+        ConfigError: it is none, a bool, or out of bounds; begins with `name`.
+    """
+    number = -1
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):  # torch's tensors have errors of their own
+        is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
+        number = minimum - 1 if is_bool else operator.index(value)
+    if not minimum <= number <= maximum:
+        bounds = Limits(minimum, maximum if maximum < _MAX_INTEGER else None)
+        raise ConfigError(f"{name}: expected {bounds.describe(int)}, got {value!r}")
+    return number
+
+
+def finite_number(name: str, value: Any, **limits: Any) -> float:
+    """Return a number that a program gives, of Python, NumPy or torch, within `limits`, which are fields of `Limits`.
+
+    Raises:
+        ConfigError: it is none, a bool, NaN, infinite or out of bounds; begins with `name`.
+    """
+    bounds, number = Limits(**limits), math.nan
+    if not isinstance(value, (bool, str)) and not getattr(value, "shape", ()):
+        with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
+            number = float(value)
+    if not math.isfinite(number) or not bounds.accept(number):
+        raise ConfigError(f"{name}: expected {bounds.describe(float)}, got {value!r}")
+    return number
 
 
 def suggest(name: object, known: Iterable[str]) -> str:

@@ -28,7 +28,7 @@ from google.protobuf.json_format import MessageToDict
 from flyte_ddp.cluster.admission import Allowed, check_allowed, check_urls, load_allowed
 from flyte_ddp.cluster.config import KubernetesConfig
 from flyte_ddp.cluster.kubernetes.api import own_namespace
-from flyte_ddp.config.fields import check
+from flyte_ddp.config.fields import check, finite_number
 from flyte_ddp.config.source_code import find_root, packages_beside
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
@@ -110,8 +110,7 @@ class Distributed:
         check("allowed", self.allowed or {}, Allowed)
         if self.wandb and self.mlflow:
             raise ConfigError(f"mlflow: expected none beside wandb, got {self.mlflow!r}")
-        if not isinstance(self.max_hours, (int, float)) or self.max_hours < 0:
-            raise ConfigError(f"max_hours: expected hours of at least 0, got {self.max_hours!r}")
+        finite_number("max_hours", self.max_hours, minimum=0, unit="hours")
         if self.start_method not in ("spawn", "fork"):
             raise ConfigError(f"start_method: expected spawn or fork, got {self.start_method!r}")
         if self.gang().needs_cluster:

@@ -30,6 +30,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from flyte_ddp import events
 from flyte_ddp.cluster.config import ClusterConfig, cluster_config
+from flyte_ddp.config.fields import finite_number, whole_number
 from flyte_ddp.config.source_code import packages_beside
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch import driver
@@ -82,10 +83,10 @@ class Gang:
             raise ConfigError(
                 f"nproc_per_node: expected a number of ranks, gpu, cpu or auto, got {self.nproc_per_node!r}"
             )
-        if not isinstance(self.max_restarts, int) or self.max_restarts < 0:
-            raise ConfigError(f"max_restarts: expected a whole number of at least 0, got {self.max_restarts!r}")
-        if not isinstance(self.stall_timeout, (int, float)) or not self.stall_timeout > 0:
-            raise ConfigError(f"stall_timeout: expected seconds above 0, got {self.stall_timeout!r}")
+        stall_timeout = finite_number("stall_timeout", self.stall_timeout, above=0, unit="seconds")
+        object.__setattr__(self, "stall_timeout", stall_timeout)
+        object.__setattr__(self, "max_restarts", whole_number("max_restarts", self.max_restarts))
+        object.__setattr__(self, "master_port", whole_number("master_port", self.master_port, maximum=65535))
 
     @property
     def max_nodes(self) -> int:

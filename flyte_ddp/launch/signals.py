@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Pipe
 from typing import Any
 
+from flyte_ddp.config.fields import finite_number
 from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.launch.process.programs import STOP_SIGNALS, stop_grace
 
@@ -152,17 +153,16 @@ class TimeLimit:
     """
 
     def __init__(self, hours: float, begun_at: float, hint: str = "") -> None:
+        hours = finite_number("max_hours", hours, minimum=0, unit="hours")
         self._message = f"max_hours: the run has taken {hours:g} h, all attempts together, which is its limit"
         self._is_up = False
         self._timer: threading.Timer | None = None
-        if hours < 0:
-            raise ConfigError(f"max_hours: expected hours of at least 0, got {hours:g}")
         if not hours:
             return
         remaining = begun_at + 3600 * hours - time.time()
         if remaining <= 0:
             raise ConfigError(f"{self._message}{hint}")
-        self._timer = threading.Timer(remaining, self._stop)
+        self._timer = threading.Timer(min(remaining, threading.TIMEOUT_MAX), self._stop)
         self._timer.daemon = True
         self._timer.start()
 

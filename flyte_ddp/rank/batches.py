@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from flyte_ddp.config.fields import whole_number
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.data import SeededDataset, derived_seed, epoch_order, seed_generators
 from flyte_ddp.rank.nested import collate
@@ -46,6 +47,9 @@ class EpochBatches:
     mesh: DeviceMesh | None = None  # of the ranks that share the samples; None for all ranks
 
     def __post_init__(self) -> None:
+        for name, minimum in (("global_batch_size", 1), ("epoch", 0), ("seed", 0), ("num_workers", 0)):
+            if (value := getattr(self, name)) is not None or name != "epoch":
+                object.__setattr__(self, name, whole_number(f"session.batches: {name}", value, minimum))
         _, num_shares = self.share
         if self.global_batch_size < num_shares:
             expected = f"expected at least {num_shares}, a sample for each rank"

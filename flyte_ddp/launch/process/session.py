@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import events
-from flyte_ddp.checkpoints import WRITE_GRACE
+from flyte_ddp.checkpoints import MAX_STEP, WRITE_GRACE
+from flyte_ddp.config.fields import finite_number, whole_number
 from flyte_ddp.errors import ConfigError, StopRequested
 from flyte_ddp.launch.process.link import RankProcess, Slots
 from flyte_ddp.launch.process.memory import KEEP_TIMEOUT, Part
@@ -81,6 +82,7 @@ class Session:
         return self.stop.poll(self.can_resume)
 
     def save(self, state: Mapping[str, Any], step: int, in_memory: bool = False) -> None:
+        step = whole_number("session.save: step", step, maximum=MAX_STEP)
         if not (self.checkpoints or in_memory):
             if not self._has_warned:
                 logger.warning("session.save: nothing is kept, because the run was given no place for checkpoints")
@@ -331,7 +333,8 @@ class Session:
             raise StopRequested
 
     def report(self, step: int | None, epoch: float | None, values: Mapping[str, float]) -> None:
-        self.step = self.step + 1 if step is None else step
+        self.step = self.step + 1 if step is None else whole_number("session.report: step", step)
+        epoch = None if epoch is None else finite_number("session.report: epoch", epoch, minimum=0)
         self._link.beat(self.step)
         self.on_report()
         if self.process.rank > 0:
@@ -339,8 +342,8 @@ class Session:
         metrics = {}
         for name, value in values.items():
             try:
-                metrics[name] = float(value)
-            except (TypeError, ValueError):
+                metrics[name] = float("" if isinstance(value, str) or getattr(value, "shape", ()) else value)
+            except (TypeError, ValueError, RuntimeError, OverflowError):
                 raise ConfigError(f"session.report: {name}: expected a number, got {value!r}") from None
         self._link.emit(events.Reported(self.step, epoch, metrics))
 
