@@ -34,6 +34,7 @@ from flyte_ddp.launch.signals import TimeLimit
 from flyte_ddp.observers.command_line import add_observer_options, make_observers, resume_command
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.streams import open_standard_streams, print_line
+from flyte_ddp.storage import check_url
 
 # Commands of rooms that have their own options.
 ELSEWHERE = {
@@ -151,6 +152,8 @@ def _run(options: argparse.Namespace) -> int:
     limit = None
     try:
         gang, program = read_gang(options), read_program(options)
+        if options.checkpoints is not None:
+            check_url(options.checkpoints, "--checkpoints")
         listeners, relay = make_observers(options, program.name, bar)
         limit = TimeLimit(options.max_hours, time.time())
         # In a pod, beside a settings.toml, this is the code of a registered version.
@@ -158,7 +161,7 @@ def _run(options: argparse.Namespace) -> int:
             check_allowed(gang.cluster_config(), load_allowed(), own_namespace())
         if note := note_without_effect(options):
             print_line(note)
-        run_program(program, gang, options.checkpoints, listeners, relay, run_id=options.run_id)
+        run_program(program, gang, options.checkpoints or "", listeners, relay, run_id=options.run_id)
     except TrainingStopped as stopped:
         if limit and isinstance(error := limit.explain(stopped), ConfigError):
             raise error from None

@@ -774,3 +774,52 @@ def test_a_full_disk_is_named_at_once_and_does_not_fail_a_training_that_has_fini
     assert len(list(url.glob("step-*.json"))) <= 2  # the newest and the best: the others made room
     named = f"the disk of {url} is full: OSError: [Errno 28] No space left on device; waiting for space there"
     assert f"[rank 0] {named}" in run.lines
+
+
+def test_files_of_other_names_in_the_place_are_never_touched(tmp_path):
+    names = ["step-notes.json", "step-12.bak", "step-x.pt.tmp", "step-5.json", "step-0000000005-notes.pt", "step-1.pt"]
+    names += ["step-00000000012.json", "step-0000000001.json.tmp", "step-0000000001.json.bak", "skipped.json"]
+    for name in names:
+        (tmp_path / name).write_text(name)
+    (tmp_path / "step-000000000012").mkdir()
+    store = CheckpointStore(str(tmp_path), 1)
+    for step in range(1, 6):
+        store.save(_state(step), step, best=False)
+        store.wait()
+    half = tmp_path / f"step-0000000001.json.{'a' * 32}.tmp"
+    half.touch()
+    (tmp_path / json.loads((tmp_path / "step-0000000005.json").read_text())["files"][0]["file"]).write_bytes(b"damaged")
+    again = CheckpointStore(str(tmp_path), 1)
+    found, _, skipped = again.load_latest()
+    assert found is None
+    assert len(skipped) == 1
+    again.save(_state(6), 6, best=False)
+    again.wait()
+    assert {name: (tmp_path / name).read_text() for name in names} == {name: name for name in names}
+    assert (tmp_path / "step-000000000012").is_dir()
+    assert not half.exists()
+    assert CheckpointStore(str(tmp_path), 1).load_latest()[0]["progress"]["step"] == 6
+
+
+def test_a_disk_with_room_for_two_checkpoints_and_a_half_gets_the_newest(tmp_path, monkeypatch, caplog):
+    write, fits = Storage._write, []
+
+    def write_if_it_fits(storage, path, contents):
+        sizes = [file.stat().st_size for file in tmp_path.iterdir()]
+        fits.append(not path.endswith(".pt") or sum(sizes) <= 1.6 * max(sizes, default=0))
+        if not fits[-1]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(storage, path, contents)
+
+    monkeypatch.setattr(Storage, "_write", write_if_it_fits)
+    store = CheckpointStore(str(tmp_path), 2)
+    for step in range(1, 8):
+        store.save({"weights": torch.ones(1000) * step, "step": step}, step, best=False)
+        store.wait()
+        assert (tmp_path / f"step-{step:010d}.json").exists()
+    assert fits.count(False) == 1
+    assert [message.partition(":")[0] for message in caplog.messages] == [
+        f"the disk of {tmp_path} is full",
+        "the disk is full",
+        f"{tmp_path} has space again after 0 s",
+    ]

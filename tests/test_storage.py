@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
@@ -14,9 +15,18 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from flyte_ddp import __main__ as command_line
 from flyte_ddp import storage
 from flyte_ddp.errors import ConfigError, StorageDenied, StorageUnavailable
-from flyte_ddp.storage import Storage, directory, filesystem, open_filesystem, redact_url, storage_environment
+from flyte_ddp.storage import (
+    Storage,
+    directory,
+    filesystem,
+    open_filesystem,
+    read_file,
+    redact_url,
+    storage_environment,
+)
 from tests.support.emulators import KINDS, abfs, gs  # noqa: F401 - fixtures
 from tests.support.image_store import running_store
 from tests.support.ports import free_port
@@ -438,3 +448,59 @@ flyte.get_data(url + "/a", directory + "/a")
     }
     done = subprocess.run(command, cwd=REPOSITORY, env={**os.environ, **flyte}, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://",
+        "gs://",
+        "s3:///x",
+        "s3:/bucket/x",
+        "s3:",
+        "s3:bucket",
+        "https:///x",
+        "abfs://?a=b",
+        "file://",
+        "",
+        "simplecache::s3://",
+        "zip://x::https://",
+    ],
+)
+def test_a_url_without_its_place_is_refused_in_one_line(url, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    line = "expected a path, or a URL with a host or bucket such as s3://bucket/directory, got "
+    for enter in (
+        lambda: Storage(url, "place"),
+        lambda: open_filesystem(url, "place"),
+        lambda: read_file(url, "place"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(f"place: {line}")):
+            enter()
+    (tmp_path / "train.py").write_text("raise AssertionError")
+    assert command_line.main(["run", f"--checkpoints={url}", "train.py"]) == 2
+    assert f"error: --checkpoints: {line}" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize("name", ["plain", "with:colon", "s3", "x::y", "C:", "trailing/"])
+def test_a_path_is_a_path_whatever_its_name(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Storage(name).write("a", b"b")
+    assert (tmp_path / name / "a").read_bytes() == b"b"
+
+
+def test_a_full_disk_is_one_line_until_something_is_written_again(tmp_path, monkeypatch, caplog):
+    place = Storage(str(tmp_path), timeout=0)
+    place.write("before", b"x")
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "_write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+        for _ in range(3):
+            with pytest.raises(StorageUnavailable, match="is full"):
+                place.write("after", b"y")
+            assert place.read("before") == b"x"
+    place.write("after", b"y")
+    place.write("after", b"z")
+    begin, end = caplog.messages
+    assert begin.startswith(f"the disk of {tmp_path} is full: ")
+    assert re.fullmatch(rf"{tmp_path} has space again after \d+ s", end)

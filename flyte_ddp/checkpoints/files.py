@@ -33,13 +33,19 @@ def checkpoint_name(step: int) -> str:
 
 
 def is_manifest(name: str) -> bool:
-    """Return whether `name` is that of a manifest."""
-    return name.startswith("step-") and name.endswith(".json")
+    """Return whether `name` is that of a manifest; other files in the place are their owner's."""
+    return re.fullmatch(r"step-\d{10}\.json", name) is not None
 
 
 def is_tensors(name: str) -> bool:
     """Return whether `name` is that of a file of tensors."""
     return re.fullmatch(r"step-\d{10}-[0-9a-f]{8}(-\d+of\d+)?\.pt", name) is not None
+
+
+def is_half_written(name: str) -> bool:
+    """Return whether `name` is that of a part of such a file, which a killed writer has left on a local disk."""
+    half = re.fullmatch(r"(.+)\.[0-9a-f]{32}\.tmp", name)
+    return half is not None and (is_manifest(half[1]) or is_tensors(half[1]))
 
 
 def read_manifest(storage: Storage, name: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from flyte_ddp.checkpoints.files import Damaged, is_manifest, is_tensors, read_file, read_manifest
+from flyte_ddp.checkpoints.files import Damaged, is_half_written, is_manifest, is_tensors, read_file, read_manifest
 from flyte_ddp.checkpoints.ownership import check_owner
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage import Storage
@@ -45,7 +45,7 @@ class Retention:
         mark = f"skipped-{uuid.uuid4().hex[:8]}-"
         stem = manifest_name.removesuffix(".json")
         # The manifest goes last: without it, tensors that are left would be found by nothing.
-        names = [name for name in storage.names() if name.startswith(f"{stem}-") and name.endswith(".pt")]
+        names = [name for name in storage.names() if name.startswith(f"{stem}-") and is_tensors(name)]
         for name in (*names, manifest_name):
             with contextlib.suppress(FileNotFoundError):
                 storage.rename(name, mark + name)
@@ -57,10 +57,14 @@ class Retention:
         Args:
             keeps_best: else the newest alone stays.
         """
-        self.num_kept, self.keeps_resumed = 1, False
+        self.keeps_resumed = False
         for manifest in () if keeps_best else self._own.values():
             manifest["best"] = False
-        num_before = len(self._own)
+        return self.keep_newest()
+
+    def keep_newest(self) -> bool:
+        """Delete from now on all checkpoints but the newest, the best and one still read; return whether there were."""
+        self.num_kept, num_before = 1, len(self._own)
         if self._own:
             self.prune(max(self._own))
         return len(self._own) < num_before
@@ -80,8 +84,7 @@ class Retention:
                 del self._own[name]
         referenced = {entry["file"] for manifest in self._own.values() for entry in manifest["files"]}
         for name in sorted(names):
-            is_half = name.startswith("step-") and name.endswith(".tmp")  # a killed writer on a local disk
-            if is_half or (name in self.files and name not in referenced):
+            if is_half_written(name) or (name in self.files and name not in referenced):
                 self.storage.delete(name)
                 names.discard(name)
                 self.files.discard(name)  # not those that a slower rank may still write

@@ -393,7 +393,7 @@ class CheckpointStore:
                 with self._changed:
                     waiting = [write, *self._queue] if write else self._queue
                     self._queue, self._current = self._choose(waiting), None
-                if error.is_full and self.has_finished and self.peers is None and self._make_space():
+                if error.is_full and self.peers is None and self._make_space():
                     continue
                 time.sleep(pause)
                 pause = min(2 * pause, MAX_PAUSE)
@@ -465,14 +465,20 @@ class CheckpointStore:
             logger.warning("checkpoints: old ones could not be removed: %s: %s", type(error).__name__, error)
 
     def _make_space(self) -> bool:
-        """Make space on a full disk for the model of a training that has finished.
+        """Make space on a full disk: while a training goes on, for the next checkpoint, and at its end for the model.
 
-        At first by deleting all checkpoints but the newest and the best, which may be the model; then by giving up
-        those that are not written yet; and where the model itself is to be written, by deleting the best.
+        For a checkpoint by deleting all but the newest and the best. For the model, of which the best may be a copy,
+        then by giving up those that are not written yet; and where it is to be written itself, by deleting the best.
 
         Returns:
             True if another try may succeed.
         """
+        if not self.has_finished:
+            if self.retention.num_kept > 1:
+                logger.warning("the disk is full: from now on only the newest checkpoint and the best one stay")
+            with contextlib.suppress(Exception):  # what could not be deleted now goes the next time
+                return self.retention.keep_newest()
+            return False
         with self._changed:
             checkpoints = [write for write in self._queue if write.has_manifest]
         if self.retention.keep_least(keeps_best=bool(checkpoints)):

@@ -52,7 +52,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--nproc-per-node", default="1", help="ranks on each: a number, gpu, cpu or auto (default 1)")
     add("--max-restarts", type=int, default=0, help="restarts of all ranks after a loss (default 0)")
     parser.add_argument("--cluster", default="", help="the machines: JSON, or the name of a YAML or JSON file")
-    parser.add_argument("--checkpoints", default="", help="directory or URL for session.save, for all machines")
+    parser.add_argument("--checkpoints", help="directory or URL for session.save, for all machines")
     text = "the same for all attempts of this run: a retry on another machine takes over its checkpoints at once"
     parser.add_argument("--run-id", "--run_id", default="", help=text)
     text = f"seconds without a session.report until the run is ended (default {stall_timeout:g})"

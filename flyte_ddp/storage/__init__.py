@@ -2,13 +2,14 @@
 
 from flyte_ddp.storage.directory import STORE_TIMEOUT, Storage, compute_sha256, fetch_file, read_file, write_file
 from flyte_ddp.storage.environment import adopt_storage_environment, flyte_storage_environment, storage_environment
-from flyte_ddp.storage.filesystem import open_filesystem
+from flyte_ddp.storage.filesystem import check_url, open_filesystem
 from flyte_ddp.storage.urls import has_password, redact_errors, redact_url, redact_values
 
 __all__ = [
     "STORE_TIMEOUT",
     "Storage",
     "adopt_storage_environment",
+    "check_url",
     "compute_sha256",
     "fetch_file",
     "flyte_storage_environment",

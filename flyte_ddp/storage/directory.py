@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from flyte_ddp.errors import FileChanged, StorageDenied, StorageUnavailable
 from flyte_ddp.storage.failures import Meaning, answer, classify, describe, is_full, remedy_for
-from flyte_ddp.storage.filesystem import CONDITIONAL_PUTS, open_filesystem
+from flyte_ddp.storage.filesystem import CONDITIONAL_PUTS, check_url, open_filesystem
 from flyte_ddp.storage.uncached_file import UncachedFile
 from flyte_ddp.storage.urls import redact_url
 
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 _jitter = random.SystemRandom()  # of its own: the shared generator belongs to the training
 _lock = threading.Lock()
 _outages: dict[str, float] = {}  # store -> when it went away, so that a whole process logs an outage once
+_full: set[str] = set()  # those of them that are full disks
 _reached: set[str] = set()  # stores that have answered this process
 
 
@@ -60,6 +61,7 @@ class Storage:
     """
 
     def __init__(self, url: str, field: str = "checkpoints", timeout: float = STORE_TIMEOUT, **options: Any) -> None:
+        check_url(url, field)
         self.url = url if "?" in url else url.rstrip("/") or "/"
         self.field = field
         self.timeout = timeout
@@ -108,7 +110,7 @@ class Storage:
             contents: a local file's if it is a path. For a local place also a function that writes them to a file: they
                 are never in memory at once, and not in the kernel's cache afterwards.
         """
-        self.retry(lambda: self._write(f"{self.root}/{name}", contents))
+        self.retry(lambda: self._write(f"{self.root}/{name}", contents), takes_space=True)
 
     def replace(self, name: str, contents: bytes, replaced: bytes) -> None:
         """Put `contents` at `name` if what is there is still `replaced`; b"" stands for no file.
@@ -269,10 +271,13 @@ class Storage:
         moment: datetime = self.retry(lambda: self.file_system.modified(f"{self.root}/{name}"))
         return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
 
-    def retry(self, action: Callable[[], T]) -> T:
+    def retry(self, action: Callable[[], T], takes_space: bool = False) -> T:
         """Return the result of `action`, which uses `file_system`; try it again while the store cannot be reached.
 
         An answer that depends on a condition (HTTP 409, 412 and 501) is raised as it is.
+
+        Args:
+            takes_space: `action` writes, so that a disk on which it succeeds is not full.
         """
         deadline = time.monotonic() + self.timeout
         pause = FIRST_PAUSE
@@ -292,7 +297,7 @@ class Storage:
                     ) from None
                 pause = min(2 * pause, MAX_PAUSE)
             else:
-                _note_answer(self._store)
+                _note_answer(self._store, takes_space)
                 return result
 
     @property
@@ -401,14 +406,20 @@ def _note_outage(store: str, error: BaseException) -> None:
         is_new = store not in _outages
         _outages.setdefault(store, time.monotonic())
     if is_new and is_full(error):
+        _full.add(store)
         logger.warning("the disk of %s is full: %s; waiting for space there", store, describe(error))
     elif is_new:
         logger.warning("%s cannot be reached: %s; waiting for it", store, describe(error))
 
 
-def _note_answer(store: str) -> None:
+def _note_answer(store: str, takes_space: bool) -> None:
     with _lock:
         _reached.add(store)
+        was_full = store in _full
+        if was_full and not takes_space:  # a full disk is read as any other
+            return
+        _full.discard(store)
         since = _outages.pop(store, None)
     if since is not None:
-        logger.warning("%s answers again after %.0f s", store, time.monotonic() - since)
+        what = "has space again" if was_full else "answers again"
+        logger.warning("%s %s after %.0f s", store, what, time.monotonic() - since)

@@ -59,6 +59,7 @@ def open_filesystem(
     Raises:
         ConfigError: no such kind of URL is known here, or its package is missing.
     """
+    check_url(url, field)
     protocol = fsspec.utils.get_protocol(url)
     request_timeout = request_timeout or READ_TIMEOUT
     own: dict[str, Any] = {}
@@ -119,6 +120,16 @@ def _s3_options(num_tries: int, timeout: float, anonymous: bool) -> dict[str, An
         options["secret"] = found.get("AWS_SECRET_ACCESS_KEY")
         options["token"] = found.get("AWS_SESSION_TOKEN")
     return options
+
+
+def check_url(url: str, field: str) -> None:
+    """Raise ConfigError for a URL without its host, bucket or path, such as one made of an empty variable."""
+    scheme, _, rest = url.rpartition("::")[2].partition(":")
+    is_remote = scheme in fsspec.available_protocols() and scheme not in ("file", "local", "memory")
+    is_empty = not url or (scheme in ("file", "local") and rest == "//")
+    if is_empty or (is_remote and ":" in url and not re.match(r"//[^/?#]", rest)):
+        expected = "expected a path, or a URL with a host or bucket such as s3://bucket/directory"
+        raise ConfigError(f"{field}: {expected}, got {redact_url(url)!r}")
 
 
 def _is_local(url: str) -> bool:

@@ -342,7 +342,8 @@ class Session:
         metrics = {}
         for name, value in values.items():
             try:
-                metrics[name] = float("" if isinstance(value, str) or getattr(value, "shape", ()) else value)
+                given: Any = value
+                metrics[name] = float("" if isinstance(given, str) or getattr(given, "shape", ()) else given)
             except (TypeError, ValueError, RuntimeError, OverflowError):
                 raise ConfigError(f"session.report: {name}: expected a number, got {value!r}") from None
         self._link.emit(events.Reported(self.step, epoch, metrics))
