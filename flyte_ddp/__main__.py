@@ -34,7 +34,6 @@ from flyte_ddp.launch.signals import TimeLimit
 from flyte_ddp.observers.command_line import add_observer_options, make_observers, resume_command
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.streams import open_standard_streams, print_line
-from flyte_ddp.storage import check_url
 
 # Commands of rooms that have their own options.
 ELSEWHERE = {
@@ -152,8 +151,6 @@ def _run(options: argparse.Namespace) -> int:
     limit = None
     try:
         gang, program = read_gang(options), read_program(options)
-        if options.checkpoints is not None:
-            check_url(options.checkpoints, "--checkpoints")
         listeners, relay = make_observers(options, program.name, bar)
         limit = TimeLimit(options.max_hours, time.time())
         # In a pod, beside a settings.toml, this is the code of a registered version.

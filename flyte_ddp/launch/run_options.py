@@ -21,6 +21,7 @@ from flyte_ddp.launch.process.output import PREFIX, Output
 from flyte_ddp.launch.process.programs import STOP_SIGNALS, Program, stop_grace
 from flyte_ddp.launch.run import Gang, command_program, script_program
 from flyte_ddp.observers.streams import print_line
+from flyte_ddp.storage import check_url
 
 # By these the agents that torchrun needs on every machine find each other. Here one command starts all machines.
 RENDEZVOUS = (
@@ -97,6 +98,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 def read_gang(options: argparse.Namespace) -> Gang:
     """Return the ranks that the options ask for. Raises ConfigError for wrong values, or contradicting flags."""
+    if options.checkpoints is not None:
+        check_url(options.checkpoints, "--checkpoints")
     cluster = read_object("--cluster", options.cluster) if options.cluster else None
     gang = Gang(
         options.nnodes,

@@ -249,8 +249,8 @@ class Session:
         )
         slots = self._store.slots if self._store else None
         written = slots.written.items() if isinstance(slots, Slots) else ()
-        run = (process.node.run_id, process.node.num_restarts)
-        own = [Part(process.slots[number], *run, **values) for number, values in written]
+        node = process.node
+        own = [Part(process.slots[number], node.run_id, node.num_restarts, **values) for number, values in written]
         process.parts = [*(each for each in process.parts if each.file not in process.slots), *own]
 
     def _load_parts(self, box_of: BoxOf) -> dict[str, Any] | None:
@@ -343,7 +343,7 @@ class Session:
         for name, value in values.items():
             try:
                 given: Any = value
-                metrics[name] = float("" if isinstance(given, str) or getattr(given, "shape", ()) else given)
+                metrics[name] = float("" if isinstance(given, str) or len(getattr(given, "shape", ())) else given)
             except (TypeError, ValueError, RuntimeError, OverflowError):
                 raise ConfigError(f"session.report: {name}: expected a number, got {value!r}") from None
         self._link.emit(events.Reported(self.step, epoch, metrics))
