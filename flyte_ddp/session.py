@@ -25,8 +25,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flyte_ddp.config.fields import whole_number
-
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -142,8 +140,7 @@ def epochs(num_epochs: int) -> range:
     An epoch whose last batch was saved in the loop over its batches is one of them, with no batch left: what the
     function does at its end is still to be done. It is not if the function saves again after that.
     """
-    num_epochs = whole_number("session.epochs: num_epochs", num_epochs)
-    return range(_current.first_epoch if _current else 0, num_epochs)
+    return _current.epochs(num_epochs) if _current else range(num_epochs)
 
 
 def report(step: int | None = None, epoch: float | None = None, **values: float) -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from flyte_ddp import events
-from flyte_ddp import session as session_module
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin.distributed import Distributed
 from flyte_ddp.launch import run as launch_run
@@ -134,7 +133,7 @@ def batches_with(**given):
 COUNTS = {
     "session.report: step": lambda value: session_of()[0].report(value, None, {}),
     "session.save: step": lambda value: session_of()[0].save({}, value),
-    "session.epochs: num_epochs": session_module.epochs,
+    "session.epochs: num_epochs": lambda value: session_of()[0].epochs(value),
     "session.batches: global_batch_size": lambda value: batches_with(global_batch_size=value),
     "session.batches: epoch": lambda value: batches_with(epoch=value),
     "session.batches: seed": lambda value: batches_with(seed=value),

@@ -315,9 +315,10 @@ def test_only_a_weight_or_a_moment_that_is_not_finite_keeps_a_state_from_memory(
     step, process = 0, SimpleNamespace(memory=SimpleNamespace(path=str(tmp_path / "kept")), link=SimpleNamespace())
     state = {"model": model.state_dict(), "optimizer": {"state": {0: moments}}}
     keeper = StateKeeper(model, dataclasses.replace(ALONE, world_size=2), lambda: dict(state), lambda: step)
-    with keeper.may_keep(process, is_compiled=False, is_sharded=False):
-        step = 3
-        kept = process.link.on_keep(lambda num_bytes: None)
+    keeping = keeper.may_keep(process, is_compiled=False, is_sharded=False)
+    keeping.__enter__()  # and never left: no step follows
+    step = 3
+    kept = process.link.on_keep(lambda num_bytes: None)
     assert bool(kept) == (tmp_path / "kept").exists() == is_kept
     line = "this rank's state is not kept: a weight or the optimizer's state is not finite"
     assert caplog.messages == [line] * (not is_kept)

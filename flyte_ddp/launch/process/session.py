@@ -319,11 +319,9 @@ class Session:
         finally:
             self._is_tracking = False
 
-    @property
-    def first_epoch(self) -> int:
-        """The one that the checkpoint was written in; 0 without one."""
-        epoch: int = self._resumed.get("epoch", 0)
-        return epoch
+    def epochs(self, num_epochs: int) -> range:
+        """Return the epochs that are left, from the one that the checkpoint was written in."""
+        return range(self._resumed.get("epoch", 0), whole_number("session.epochs: num_epochs", num_epochs))
 
     def _end_if_stopped(self) -> None:
         """Raise StopRequested before a batch, if the run is to end and the function itself does not ask for that."""
