@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
+import os
 import random
 import threading
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
 from types import SimpleNamespace
 
 import numpy
@@ -19,6 +23,7 @@ from flyte_ddp.rank.inspection import make_predictions
 from flyte_ddp.rank.main import _describe
 from flyte_ddp.rank.nested import collate
 from flyte_ddp.rank.passes import seed_forward
+from flyte_ddp.rank.snapshot import unchanged
 from flyte_ddp.recipes import config_of
 from flyte_ddp.world import ALONE
 from tests.support.mistakes import Line
@@ -368,3 +373,62 @@ def test_a_run_ends_as_a_plain_loop_does(kind, tmp_path, monkeypatch):
         assert torch.equal(value, plain.state_dict()[name]), name
     assert (recipe.count, recipe.num_inputs) == (plain_recipe.count, plain_recipe.num_inputs)
     assert trainer.train.dataset.count == plain_samples.count == 80
+
+
+class Anything(nn.Module):
+    """Keeps, and changes in each pass, what has no copy, no bytes or no plain contents."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(3, 4)
+        self.file = open(os.devnull)  # noqa: SIM115 - it stays open
+        self.hidden, self.reference, self.iterator = None, weakref.ref(self), (letter for letter in "ab")
+        self.last, self.bytes, self.set, self.many = deque(maxlen=3), bytearray(b"a"), {1}, list(range(20_000))
+        self.defaults, self.counter, self.ordered = defaultdict(int), Counter(), OrderedDict(a=1, b=2)
+        self.optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.1, momentum=0.9)
+        self.sparse, self.conjugate = torch.eye(3).to_sparse(), torch.zeros(3, dtype=torch.complex64).conj()
+        self.nested, self.view, self.weights = (
+            ([torch.zeros(2)], [1]),
+            self.rnn.weight_ih_l0.data[0],
+            nn.ParameterList([]),
+        )
+        self.register_buffer("missing", torch.tensor(torch.nan))
+        self.register_buffer("expanded", torch.zeros(1).expand(3))
+
+    def forward(self, inputs):
+        outputs, hidden = self.rnn(inputs, self.hidden)
+        self.hidden = [each.detach() for each in hidden]
+        for container in (self.last, self.bytes, self.many, self.nested[1]):
+            container.append(2)
+        self.set.add(2)
+        self.defaults["new"] += 1
+        self.counter["new"] += 1
+        self.ordered.move_to_end("a")
+        self.nested[0][0].add_(1)
+        self.view.add_(1)
+        self.optimizer.param_groups[0]["lr"] /= 2
+        self.optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
+        self.optimizer.step()
+        self.sparse = self.sparse * 2
+        self.new = self.extra = nn.Linear(2, 2)
+        self.weights.append(nn.Parameter(torch.zeros(1)))
+        del self.iterator
+        return outputs
+
+    def contents(self):
+        plain = [self.hidden, self.last, self.bytes, self.set, self.many, self.defaults, self.counter, [*self.ordered]]
+        group = self.optimizer.param_groups[0]
+        numbers = [*self.rnn.parameters(), self.nested[0][0], self.sparse.to_dense(), *group["params"]]
+        names = [*vars(self), *vars(self)["_modules"], len(self.weights), len(self.optimizer.state), group["lr"]]
+        return copy.deepcopy([*plain, self.nested[1], [each.tolist() for each in numbers], names])
+
+
+def test_what_has_no_copy_is_put_back_too():
+    model = Anything()
+    before = model.contents()
+    for _ in range(2):
+        with unchanged(model):
+            model(torch.ones(2, 1, 3))
+            assert model.contents() != before
+        assert model.contents() == before
+    model.file.close()

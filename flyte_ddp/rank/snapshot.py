@@ -73,7 +73,7 @@ class _Snapshot:
         self.undo: list[Callable[[], object]] = []
         self.seen: dict[int, Any] = {}  # objects by their ids, which no others get while these are here
         self.weights = {id(each) for each in weights}
-        num_bytes = sum(each.nbytes for each in weights if each.is_cuda)
+        num_bytes = sum(each.numel() * each.element_size() for each in weights if each.is_cuda)
         self.uses_cpu = bool(num_bytes) and 2 * num_bytes > torch.cuda.mem_get_info()[0]
 
     def take(self, values: Iterable[Any]) -> None:
@@ -82,7 +82,8 @@ class _Snapshot:
             value = waiting.pop()
             if id(value) not in self.seen:
                 self.seen[id(value)] = value
-                waiting += self._take(value)
+                with contextlib.suppress(Exception):  # an object of another library may refuse to be looked at
+                    waiting += self._take(value)
 
     def _take(self, value: Any) -> Iterable[Any]:
         """Remember `value` itself, and return what it refers to."""
@@ -128,7 +129,7 @@ class _Snapshot:
             return []
         data = (tensor.to_local() if is_split(tensor) else tensor).detach()
         is_weight = id(tensor) in self.weights
-        if not is_weight and data.nbytes > MAX_DATA_BYTES:
+        if not is_weight and data.numel() * data.element_size() > MAX_DATA_BYTES:
             return []
         copied = data.to("cpu" if is_weight and self.uses_cpu else data.device, copy=True)
         self.undo.append(partial(_restore_tensor, tensor, data, copied))
@@ -193,7 +194,7 @@ def _variables(owner: Any) -> dict[str, Any]:
 def _restore_tensor(tensor: Any, data: Tensor, copied: Tensor) -> None:
     with contextlib.suppress(RuntimeError):  # of entries that share their memory, such as those of `expand`
         data.copy_(copied)
-    if not is_split(tensor) and tensor.data_ptr() != data.data_ptr():
+    if tensor.layout is torch.strided and not is_split(tensor) and tensor.data_ptr() != data.data_ptr():
         tensor.data = data
 
 
