@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.images import LATENCY, NUM_WORKERS
-from benchmarks.measure import Row, Variant, compare, machine, table
+from benchmarks.measure import Row, Variant, compare, machine, show_rows, table
 from benchmarks.mnist_like import MnistLike, write_idx_files
 from benchmarks.variants import BATCH_SIZE, PREPARED
 from flyte_ddp.launch.devices import num_cores
@@ -321,8 +321,11 @@ def main() -> int:
         write_idx_files(num_samples, data)
         chosen = [row for name, group in rows(data, arguments.names).items() if name in arguments.only for row in group]
         environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-        results = compare(chosen, 1 if arguments.quick else arguments.rounds, environment, _log)
-    print(table(results))
+        rounds, results, num_shown = 1 if arguments.quick else arguments.rounds, [], 0
+        for pair in dict.fromkeys((row.ours, row.theirs) for row in chosen):
+            group = [row for row in chosen if (row.ours, row.theirs) == pair]
+            results += compare(group, rounds, environment, _log)
+            num_shown = show_rows(table(results), num_shown)
     print(f"\n{machine(num_cores())}")
     return 1 if any(result.note.startswith("failed") for result in results) else 0
 

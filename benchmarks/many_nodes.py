@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.measure import machine
+from benchmarks.measure import machine, show_rows
 from flyte_ddp.cluster.config import DASK_CONFIG, ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.errors import TrainingStopped
@@ -237,7 +237,11 @@ def main() -> None:
         asyncio.run(run_workers(arguments.workers[0], int(arguments.workers[1])))
     for name in ("distributed", "flyte_ddp"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    print(table([measure(count) for count in arguments.nodes]))
+    costs: list[Cost] = []
+    num_shown = 0
+    for count in arguments.nodes:
+        costs.append(measure(count))
+        num_shown = show_rows(table(costs), num_shown)
     print(f"\n{machine(num_cores())}")
 
 

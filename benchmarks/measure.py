@@ -112,6 +112,14 @@ def compare(
     return [Result(row, *measured[row.ours, row.theirs]) for row in rows]
 
 
+def show_rows(table: str, num_shown: int) -> int:
+    """Print the lines of `table` after the first `num_shown`; return how many it has. An interrupted run shows some."""
+    lines = table.splitlines()
+    for line in lines[num_shown:]:
+        print(line, flush=True)
+    return len(lines)
+
+
 def run(variant: Variant, environment: Mapping[str, str]) -> Outcome:
     """Run `variant` once to its end.
 

@@ -95,7 +95,7 @@ class Nodes:
     def ranks(self) -> list[Process]:
         return [
             process
-            for nanny in self.workers.values()
+            for nanny in list(self.workers.values())  # another thread brings evicted ones back
             for process in _children(nanny.pid, recursive=True)
             if _is_rank(process)
         ]
@@ -137,6 +137,11 @@ class Faults(threading.Thread):
 
     def close(self, error: BaseException | None) -> None:
         self.is_over.set()
+
+    def describe(self) -> str:
+        """Return the faults that were made, of those that were wanted."""
+        kinds = ", ".join(f"{count} x {what}" for what, count in self.done.items())
+        return f"{sum(self.done.values())} of {len(self.times)}: {kinds}"
 
     def run(self) -> None:
         begun = time.monotonic()
@@ -250,7 +255,7 @@ def _report(arguments: argparse.Namespace, epochs: int, faults: Faults, director
     rows = {
         "program": arguments.program,
         "seed": str(arguments.seed),
-        "faults": ", ".join(f"{count} x {what}" for what, count in faults.done.items()),
+        "faults": faults.describe(),
         "faults a minute": f"{sum(faults.done.values()) / (QUIET * arguments.minutes):.1f}",
         "attempts": f"{len(faults.sizes)}, of which {grown} larger than the one before",
         "samples lost": f"{lost} of {epochs * NUM_SAMPLES:,}",

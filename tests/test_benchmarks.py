@@ -4,10 +4,12 @@ import json
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from benchmarks import soak
 from benchmarks.counting import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Counting
 from benchmarks.measure import (
     MeasurementError,
@@ -18,14 +20,17 @@ from benchmarks.measure import (
     outcome_of,
     ratios,
     run,
+    show_rows,
     table,
     timed_to_loss,
 )
+from benchmarks.recovery import __main__ as recovery
+from benchmarks.recovery.__main__ import Suite
 from benchmarks.recovery.__main__ import table as recovery_table
-from benchmarks.recovery.faults import Moment, Outcome, damage, drain_all, seconds_to_next_step
-from benchmarks.recovery.systems import System, Task
+from benchmarks.recovery.faults import FAULTS, Moment, Outcome, damage, drain_all, seconds_to_next_step
+from benchmarks.recovery.systems import Ours, System, Task
 from benchmarks.recovery.workload import Step, longest_pause, num_redone
-from benchmarks.soak import _job, lost_and_doubled
+from benchmarks.soak import Faults, Nodes, _job, lost_and_doubled
 from benchmarks.text import num_epochs_within, quality
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.local import LocalPlace
@@ -126,6 +131,43 @@ def test_a_round_that_fails_after_a_good_one_is_left_out_and_counted(tmp_path):
     (result,) = compare([Row("dying", "samples_per_second", good, dying, "")], 2, {}, lambda text: None)
     assert (ratios(result), result.num_failed, result.note) == ([1.0], 1, "")
     assert "(1.00 to 1.00; 1 rounds failed)" in table([result])
+
+
+def test_the_soak_tells_the_faults_made_of_those_wanted_while_nodes_come_back(monkeypatch):
+    nodes = object.__new__(Nodes)
+    nodes.workers = {"node-0": SimpleNamespace(pid=0), "node-1": SimpleNamespace(pid=1)}
+
+    def find_children(pid, recursive):
+        nodes.workers[f"node-{len(nodes.workers)}"] = SimpleNamespace(pid=2)  # as a timer's thread does
+        return [SimpleNamespace(kill=lambda: None)]
+
+    monkeypatch.setattr(soak, "_children", find_children)
+    monkeypatch.setattr(soak, "_is_rank", lambda process: True)
+    faults = Faults(nodes, 978, 8, 0.0, 0.0)
+    assert faults._kill_a_rank()
+    assert faults.describe() == "1 of 8: 1 x rank killed, 0 x node evicted, 0 x node drained"
+
+
+def test_rows_are_shown_as_they_are_measured(capsys):
+    assert show_rows("| a |\n|---|\n| 1 |", 0) == 3
+    assert show_rows("| a |\n|---|\n| 1 |\n| 2 |", 3) == 4
+    assert capsys.readouterr().out == "| a |\n|---|\n| 1 |\n| 2 |\n"
+
+
+def test_each_row_of_the_recoveries_has_a_place_of_its_own_in_the_store(tmp_path, monkeypatch):
+    suite = object.__new__(Suite)
+    suite.directory, suite.data, suite.store = tmp_path, tmp_path, None
+    urls = []
+
+    def run(kind, task, on_one_node):
+        urls.append(task.store)
+        raise RuntimeError
+
+    monkeypatch.setattr(recovery, "running", run)
+    names = [name for name, fault in FAULTS.items() if fault.needs_store]
+    for name in names:
+        suite.try_run(Ours, name, FAULTS[name])
+    assert len(set(urls)) == len(names) > 1
 
 
 def test_the_soak_counts_samples_that_were_lost_or_trained_twice():

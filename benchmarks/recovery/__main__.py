@@ -20,7 +20,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import machine
+from benchmarks.measure import machine, show_rows
 from benchmarks.recovery.faults import FAULTS, Fault, Outcome, Store, measure
 from benchmarks.recovery.script import MODEL_STATE
 from benchmarks.recovery.systems import ROOT, SYSTEMS, Ours, System, Task, free_port, running
@@ -66,7 +66,7 @@ class Suite:
             return {title: Outcome(None, 0, None, "- (it always starts a cluster)") for title in fault.titles}
         directory = self.directory / f"{kind.__name__}-{name}"
         directory.mkdir()
-        url = f"{BUCKET}/{kind.__name__}" if fault.needs_store else ""
+        url = f"{BUCKET}/{directory.name}" if fault.needs_store else ""  # no run finds another one's checkpoints
         with running(kind, Task(self.data, directory, fault.epochs, url, fault.config), fault.on_one_node) as system:
             for _ in range(fault.num_spare):
                 system.add_node()
@@ -149,25 +149,24 @@ def main() -> int:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="(all)")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no process is left behind
-    outcomes: dict[str, dict[str, Outcome]] = {}
+    chosen = [SYSTEMS[name] for name in arguments.systems]
+    for kind in chosen:
+        if kind.needs and not importlib.util.find_spec(kind.needs):
+            log(f"{kind.name} is left out: {kind.needs} is not installed")
+    chosen = [kind for kind in chosen if not kind.needs or importlib.util.find_spec(kind.needs)]
+    outcomes: dict[str, dict[str, Outcome]] = {kind.name: {} for kind in chosen}
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # not a line for each request
     store = Store(free_port())
     os.environ.update(store.environment())
     open_filesystem(BUCKET)[0].mkdir(BUCKET.removeprefix("s3://"))
     with tempfile.TemporaryDirectory(prefix="recovery-") as directory:
         suite = Suite(Path(directory), store)
-        for name in arguments.systems:
-            kind = SYSTEMS[name]
-            if kind.needs and not importlib.util.find_spec(kind.needs):
-                log(f"{kind.name} is left out: {kind.needs} is not installed")
-                continue
-            outcomes[kind.name] = {}
-            for fault_name in arguments.only:
-                for title, outcome in suite.try_run(kind, fault_name, FAULTS[fault_name]).items():
-                    log(f"{kind.name}, {title}: {cell(outcome)}")
-                    outcomes[kind.name][title] = outcome
+        num_shown = show_rows(table(outcomes), 0)
+        for name in arguments.only:
+            for kind in chosen:
+                outcomes[kind.name] |= suite.try_run(kind, name, FAULTS[name])
+            num_shown = show_rows(table(outcomes), num_shown)
     store.stop()
-    print(table(outcomes))
     print(f"\n{machine(num_cores())}")
     ours = outcomes.get(Ours.name, {})
     return int(any(outcome.seconds is None or not outcome.weights_equal for outcome in ours.values()))
