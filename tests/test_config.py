@@ -15,7 +15,7 @@ from flytekit.core.type_engine import TypeEngine
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig, resolve
-from flyte_ddp.config.fields import LIMITS, describe_fields
+from flyte_ddp.config.fields import LIMITS, describe_fields, suggest
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin.failures import InputError
 from flyte_ddp.recipes.image_folder.recipe import ImageFolder
@@ -164,3 +164,32 @@ def test_an_object_in_the_config_of_the_command_line_travels_as_a_flyte_input():
     assert given(TypeEngine.to_python_value(context, literal, TrainingOverrides)) == {"epochs": 2, "monitor": monitor}
     with pytest.raises(InputError, match="monitor.mode: expected one of min, max, got 'least'"):
         TrainingOverrides.from_json('{"monitor": {"mode": "least"}}')
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        *(("lr", "learning_rate"), ("max_lr", "learning_rate"), ("learningRate", "learning_rate")),
+        *(("batch_size", "global_batch_size"), ("per_device_train_batch_size", "global_batch_size")),
+        *(("num_epochs", "epochs"), ("num_train_epochs", "epochs"), ("max_epochs", "epochs"), ("wd", "weight_decay")),
+        *(("early_stopping", "patience"), ("early_stopping_patience", "patience"), ("warmup", "warmup_steps")),
+        *(("lr_scheduler_type", "schedule"), ("optim", "optimizer"), ("max_grad_norm", "gradient_clip_norm")),
+        *(("gradient_clip_val", "gradient_clip_norm"), ("accumulate_grad_batches", "gradient_accumulation")),
+        *(
+            ("num_workers", "data_workers"),
+            ("fp16", "precision"),
+            ("gradient_checkpointing", "activation_checkpointing"),
+        ),
+        *(("logging_steps", "log_interval"), ("save_steps", "checkpoint_interval"), ("random_seed", "seed")),
+        ("epoch", "epochs"),
+    ],
+)
+def test_another_frameworks_name_of_a_field_is_answered_with_ours(name, meant):
+    with pytest.raises(ConfigError, match=rf"^config: .*, got '{name}' \(did you mean {meant}\?\)$"):
+        resolve({}, {name: 1})
+
+
+def test_what_does_not_exist_yet_is_said_so_and_a_far_name_is_not_guessed_at():
+    with pytest.raises(ConfigError, match=r"got 'ema' \(there is no moving average of the weights yet\)$"):
+        resolve({}, {"ema": 0.99})
+    assert suggest("lr", ["width"]) == suggest("ema", ["width"]) == suggest("frobnicate", ["epochs"]) == ""

@@ -186,9 +186,47 @@ def finite_number(name: str, value: Any, **limits: Any) -> float:
     return number
 
 
+# Names of other frameworks, by their letters alone, with the field that is meant.
+SYNONYMS = {
+    **dict.fromkeys(("lr", "maxlr", "baselr", "peaklr", "learnrate", "steplr"), "learning_rate"),
+    **dict.fromkeys(
+        ("batchsize", "bs", "trainbatchsize", "totalbatchsize", "globalbatch", "perdevicetrainbatchsize"),
+        "global_batch_size",
+    ),
+    **dict.fromkeys(("evalbatchsize", "valbatchsize", "testbatchsize"), "evaluation_batch_size"),
+    **dict.fromkeys(("numepochs", "numtrainepochs", "maxepochs", "nepochs", "nbepochs"), "epochs"),
+    **dict.fromkeys(("wd", "l2", "weightreg"), "weight_decay"),
+    **dict.fromkeys(("earlystopping", "earlystoppingpatience", "earlystop"), "patience"),
+    **dict.fromkeys(("warmup", "numwarmupsteps", "lrwarmupsteps"), "warmup_steps"),
+    **dict.fromkeys(("lrscheduler", "lrschedulertype", "scheduler", "lrschedule"), "schedule"),
+    **dict.fromkeys(("optim", "opt"), "optimizer"),
+    **dict.fromkeys(
+        ("gradclip", "clipgradnorm", "maxgradnorm", "gradientclipval", "gradclipnorm"), "gradient_clip_norm"
+    ),
+    **dict.fromkeys(("accumulategradbatches", "gradaccum", "gradientaccumulationsteps"), "gradient_accumulation"),
+    **dict.fromkeys(("numworkers", "nworkers", "dataloadernumworkers", "workers"), "data_workers"),
+    **dict.fromkeys(("amp", "fp16", "bf16", "mixedprecision", "dtype"), "precision"),
+    **dict.fromkeys(("randomseed", "manualseed"), "seed"),
+    **dict.fromkeys(("savesteps", "saveinterval", "checkpointevery"), "checkpoint_interval"),
+    **dict.fromkeys(("savetotallimit", "savetopk"), "checkpoints_to_keep"),
+    **dict.fromkeys(("logsteps", "loggingsteps", "logeverynsteps", "logevery"), "log_interval"),
+    **dict.fromkeys(("metric", "monitormetric", "metricforbestmodel"), "monitor"),
+    **dict.fromkeys(("gradientcheckpointing", "checkpointactivations"), "activation_checkpointing"),
+    **dict.fromkeys(("torchcompile", "jit"), "compile"),
+    **dict.fromkeys(("strategy", "fsdp", "ddp"), "parallel"),
+    **dict.fromkeys(("freeze", "freezelayers"), "frozen_layers"),
+    **dict.fromkeys(("maxtime", "timelimit"), "max_hours"),
+}
+
+
 def suggest(name: object, known: Iterable[str]) -> str:
     """Return the end of an error about an unknown name: the nearest of the names that are known, if one is near."""
-    near = difflib.get_close_matches(str(name), list(known), n=1)
+    known, letters = list(known), re.sub("[^a-z0-9]", "", str(name).lower())
+    if letters in ("ema", "useema", "emadecay") and "learning_rate" in known:
+        return " (there is no moving average of the weights yet)"
+    if (meant := SYNONYMS.get(letters)) in known:
+        return f" (did you mean {meant}?)"
+    near = difflib.get_close_matches(str(name), known, n=1)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
