@@ -399,3 +399,74 @@ def test_lightning_refuses_batches_that_ranks_with_the_same_samples_would_share(
     mesh = SimpleNamespace(shape=(1,), get_coordinate=lambda: [0], size=lambda: 1)
     batches = session.batches(range(8), 4, 0, mesh=mesh)
     assert callback._check_batches(trainer, batches) is batches
+
+
+def test_lightnings_values_are_reported_once_each_time_they_are_logged():
+    lightning = pytest.importorskip("lightning.pytorch")
+    from flyte_ddp.integrations.lightning import SessionCallback
+
+    class Model(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch, index):
+            loss = self.layer(batch).mean()
+            self.log("loss", loss)
+            self.log("constant", 0.5)
+            if index == 1:
+                self.log("rare", float(self.current_epoch))
+            self.log("per_epoch", 1.0, on_step=False, on_epoch=True)
+            return loss
+
+        def validation_step(self, batch, index):
+            self.log("val_loss", 2.0)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    class Recorder(SessionCallback):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def on_train_batch_end(self, trainer, *_):
+            self.seen.append((trainer.global_step, *sorted(self._take_new(trainer.callback_metrics))))
+
+        on_train_epoch_end = on_train_batch_end
+
+        def on_validation_end(self, trainer, *_):
+            self.on_train_batch_end(trainer)
+
+    recorder = Recorder()
+    loader = torch.utils.data.DataLoader(torch.ones(3, 1))
+    options = {"max_epochs": 2, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(accelerator="cpu", num_sanity_val_steps=0, callbacks=[recorder], **options)
+    trainer.fit(Model(), loader, loader)
+    each = "constant", "loss"
+    for epoch in (0, 1):
+        seen = [row[1:] for row in recorder.seen if 3 * epoch < row[0] <= 3 * epoch + 3]
+        assert seen[0] == seen[2] == each
+        assert seen[1] == (*each, "rare")
+        assert sorted(name for row in seen[3:] for name in row if name not in each) == ["per_epoch", "val_loss"]
+
+
+def test_the_trainers_own_times_and_counts_are_no_figures_of_the_run(monkeypatch):
+    pytest.importorskip("transformers")
+    from flyte_ddp.integrations import transformers
+
+    reported = {}
+    monkeypatch.setattr(transformers.session, "report", lambda **values: reported.update(values))
+    own = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "train_runtime", "total_flos")
+    figures = {
+        "loss": 1.0,
+        "eval_loss": 2.0,
+        "eval_f1": 0.5,
+        "learning_rate": 0.1,
+        "grad_norm": 3.0,
+        "runtime_error": 1.0,
+    }
+    state = SimpleNamespace(global_step=3, epoch=0.5)
+    callback = object.__new__(transformers.SessionCallback)
+    callback.on_log(None, state, None, {**dict.fromkeys(own, 1.0), "eval_model_preparation_time": 1.0, **figures})
+    assert reported == {"step": 3, "epoch": 0.5, **figures}

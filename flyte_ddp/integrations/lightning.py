@@ -48,6 +48,7 @@ class SessionCallback(Callback):  # type: ignore[misc]
         self._found: dict[str, Any] | None = None  # of the checkpoint that the training goes on from
         self._step = 0
         self._num_samples: int | None = None  # of the training data
+        self._reported: dict[str, Any] = {}  # tensors by their names
         if session.is_in_run():
             training.record_once()
 
@@ -167,8 +168,15 @@ class SessionCallback(Callback):  # type: ignore[misc]
             return
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
         epoch = trainer.current_epoch + min(1.0, progress.ready / max(1, trainer.num_training_batches))
-        metrics = training.select_numbers(trainer.callback_metrics) if has_metrics else {}
+        metrics = training.select_numbers(self._take_new(trainer.callback_metrics)) if has_metrics else {}
         session.report(step=trainer.global_step, epoch=epoch, **metrics)
+
+    def _take_new(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what was logged since the last report: Lightning keeps each value, in its memory, until the next."""
+        memory = {name: each.data_ptr() for name, each in self._reported.items()}
+        new = {name: each for name, each in metrics.items() if memory.get(name) != each.data_ptr()}
+        self._reported.update(new)  # which keeps the memory from being used for another one
+        return new
 
 
 def _num_shares(trainer: Trainer) -> int:

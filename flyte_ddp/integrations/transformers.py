@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,8 @@ with training.importing("transformers"):
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_callback import ExportableState
 
+# Of the Trainer's own time and count of work: the run measures these itself.
+BOOKKEEPING = re.compile(r"(.*_)?(runtime|\w+_per_second|total_flos|num_input_tokens_seen|model_preparation_time)")
 HOOKS = ("_save_checkpoint", "_load_from_checkpoint", "_load_rng_state", "_load_callback_state", "_train_batch_size")
 
 
@@ -106,7 +109,8 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any, **given: Any
     ) -> None:
-        session.report(step=state.global_step, epoch=state.epoch, **training.select_numbers(logs))
+        figures = {name: value for name, value in logs.items() if not BOOKKEEPING.fullmatch(name)}
+        session.report(step=state.global_step, epoch=state.epoch, **training.select_numbers(figures))
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
