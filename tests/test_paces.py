@@ -348,7 +348,7 @@ def test_steps_that_are_longer_than_a_window_are_compared_too(monkeypatch):
     assert named(found) == [[(1, "backward")]]
 
 
-def test_one_rank_and_different_gpus_are_said_once(monkeypatch, caplog):
+def test_different_gpus_are_said_once_and_of_one_rank_nothing(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     watch, clock, _ = new_watch(monkeypatch, 1)
     drive(watch, clock, 200, [EVEN])
@@ -357,7 +357,6 @@ def test_one_rank_and_different_gpus_are_said_once(monkeypatch, caplog):
     watch, clock, _ = new_watch(monkeypatch, 2)
     drive(watch, clock, 200, [EVEN, EVEN], ["H200 (cuda:0)", "H200 (cuda:1)"])
     assert caplog.messages == [
-        "one rank: there is no other one to compare its pace with",
         "the ranks have different kinds of GPU, of which each is compared with its own kind: A100: ranks 0; "
         "H200: ranks 1",
     ]

@@ -240,7 +240,8 @@ class _Driver:
             kept_step = max(memory_step or -1, stored_step)
             latest = Ended(failure, attempt.step, resumed_step.result(), kept_step, is_announced)
             in_memory = memory_step > stored_step
-            self._follow(latest, attempt, f"step {memory_step}, from {place}" if in_memory else "its last checkpoint")
+            origin = f"step {memory_step}, from {place}" if in_memory else "its last checkpoint"
+            self._follow(latest, attempt, origin if kept_step else "the beginning")  # -1: the store is away
             needs_store = not memory_step or latest.is_store_outage
             if run.storage and needs_store:
                 run.wait_for(call_in_background(run.storage.names))  # raises StorageUnavailable
@@ -303,12 +304,13 @@ class _Driver:
             logger.warning("the gang was lost %s and restarts when the store is back: %s", ended.position, what)
             return
         self.num_restarts += 1
+        position = f" {ended.position}" if ended.step or run.storage else ""  # a script may report none
         is_known = (
             previous is not None and previous.failure is not None and previous.failure.cause == failure.cause != ""
         )
         logger.warning(
-            "the gang was lost %s and restarts from %s (restart %d of at most %d): %s",
-            *(ended.position, origin, self.num_restarts, place.max_restarts),
+            "the gang was lost%s and restarts from %s (restart %d of at most %d): %s",
+            *(position, origin, self.num_restarts, place.max_restarts),
             what if is_known or failure.cause == "stall" else failure,  # of a stall the log has all stacks
         )
 

@@ -84,8 +84,6 @@ class PaceWatch:
 
     def _introduce(self) -> None:
         """Log, once, what limits the comparison."""
-        if self.world_size == 1:
-            logger.info("one rank: there is no other one to compare its pace with")
         kinds: dict[str, list[int]] = {}
         for rank, pace in sorted(self._latest.items()):
             kinds.setdefault(pace.kind, []).append(rank)
