@@ -187,6 +187,23 @@ def test_a_replaced_state_is_another_trial_and_another_input_of_the_cache(tmp_pa
     assert inputs[0] == inputs[2] == pin_state(str(url)) != inputs[1]
 
 
+def test_a_run_that_goes_on_with_other_code_says_so(tmp_path, caplog):
+    run = new_run(tmp_path)
+    first = new_trainer(run)
+    first.recipe_version = "a1"
+    first.progress.step = 5
+    first.save_checkpoint(best=True)
+    first.store.wait()
+    for recipe, version, expected in (("Tiny", "a1", ""), ("Tiny", "b2", "Tiny b2"), ("Dropped", "a1", "Dropped a1")):
+        caplog.clear()
+        second = new_trainer(run)
+        second.recipe, second.recipe_version = type(recipe, (type(second.recipe),), {})(), version
+        assert second.resume()[0]
+        lines = [record.getMessage() for record in caplog.records]
+        assert len(lines) == (1 if expected else 0)
+        assert not expected or f"goes on with other code: recipe {expected}, before Tiny a1" in lines[0]
+
+
 HEADED = "tests.support.heads.Headed"
 
 

@@ -115,7 +115,8 @@ def train(
     # Where to start: at the newest checkpoint, if there is one
     store = current.open_checkpoints(config.checkpoints_to_keep, peers)
     fingerprint = data["fingerprint"]
-    trainer = Trainer(recipe, config, world, model, train, test, current, fingerprint, initial_state)
+    version = data["recipe_version"]
+    trainer = Trainer(recipe, config, world, model, train, test, current, fingerprint, initial_state, version)
     if config.compile:
         beat_while_compiling(trainer.beat)
     with keep_beating(trainer.beat):  # a large checkpoint takes its time

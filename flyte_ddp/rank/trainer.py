@@ -69,6 +69,7 @@ class Trainer:
     # URL, as of `pin_state`, of the state dict from which the run starts if there is no checkpoint yet; "" leaves the
     # model's own weights. Noted in checkpoints likewise.
     initial_state: str = ""
+    recipe_version: str = ""  # SHA-256 of the recipe's code, noted likewise
 
     def __post_init__(self) -> None:
         recipe, config, world, model = self.recipe, self.config, self.world, self.model
@@ -258,6 +259,7 @@ class Trainer:
             "config": redact_values(dataclasses.asdict(self.config)),
             "data_fingerprint": self.data_fingerprint,
             "initial_state": redact_values(self.initial_state),
+            "recipe": [type(self.recipe).__qualname__, self.recipe_version],
             "progress": dataclasses.asdict(progress),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -312,6 +314,9 @@ class Trainer:
                 self.initial_state,
                 self.recipe.changeable_options,
             )
+            theirs, ours = state.get("recipe"), [type(self.recipe).__qualname__, self.recipe_version]
+            if theirs not in (None, ours) and self.world.is_first:  # it may be a mistake that was corrected
+                logger.warning("the run of %s goes on with other code: recipe %s %s, before %s %s", url, *ours, *theirs)
             load_model(self.model, state["model"])
             load_optimizer(self.optimizer, state["optimizer"])
             self._best_is_unsaved = bool(loaded.place) and self._needed_step(state) == state["progress"]["step"]
