@@ -19,6 +19,7 @@ from mashumaro.jsonschema import build_json_schema
 
 from flyte_ddp.cluster.config import ClusterConfig, cluster_config
 from flyte_ddp.config import TrainingConfig, reject_unknown_fields, resolve
+from flyte_ddp.config.fields import describe_syntax_error
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin.failures import InputError, flyte_errors
 from flyte_ddp.promotion.policy import PromotionCriteria
@@ -140,8 +141,11 @@ def _refuse_text(kind: type, text: str) -> None:
         raise
     except Exception as error:  # not JSON, or a file that cannot be read
         field = "config" if kind is TrainingOverrides else "cluster"
+        is_name = not text.lstrip().startswith("{") and not os.path.exists(text)
+        reason = "" if is_name else describe_syntax_error(error)
         raise InputError(
             f"{field}: expected a JSON object or the name of a JSON or YAML file with one, got {text!r}"
+            + f": {reason}" * bool(reason)
         ) from error
 
 

@@ -15,12 +15,12 @@ from flytekit.core.type_engine import TypeEngine
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig, resolve
-from flyte_ddp.config.fields import LIMITS, describe_fields, suggest
+from flyte_ddp.config.fields import LIMITS, describe_fields, read_object, suggest
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin.failures import InputError
 from flyte_ddp.recipes.image_folder.recipe import ImageFolder
 from flyte_ddp.recipes.text.recipe import Text
-from tasks.inputs import TrainingOverrides, given
+from tasks.inputs import TrainingOverrides, _refuse_text, given
 
 OUT_OF_RANGE = [
     *((name, 0) for name in ("epochs", "global_batch_size", "evaluation_batch_size", "gradient_accumulation")),
@@ -193,3 +193,32 @@ def test_what_does_not_exist_yet_is_said_so_and_a_far_name_is_not_guessed_at():
     with pytest.raises(ConfigError, match=r"got 'ema' \(there is no moving average of the weights yet\)$"):
         resolve({}, {"ema": 0.99})
     assert suggest("lr", ["width"]) == suggest("ema", ["width"]) == suggest("frobnicate", ["epochs"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("c.json", '{\n  "epochs": 3, // three\n  "seed": 1}', "line 2, column 16: Expecting property name"),
+        ("c.json", '{"epochs": 3,\n}', "line "),
+        ("c.yaml", "epochs: 3\n\tseed: 1\n", "line 2, column 1: found character"),
+        ("c.yaml", "epochs: [1\n", "line 2, column 1: expected ',' or ']'"),
+        ("", '{"epochs": 3,}', "line 1, column 14: "),
+    ],
+)
+def test_a_mistake_in_the_form_of_a_config_is_told_with_its_line_and_column(tmp_path, name, text, reason):
+    if name:
+        (tmp_path / name).write_text(text)
+        text = str(tmp_path / name)
+    with pytest.raises(
+        InputError, match="^config: expected a JSON object or the name of a JSON or YAML file"
+    ) as caught:
+        _refuse_text(TrainingOverrides, text)
+    assert f"got {text!r}: {reason}" in str(caught.value)
+
+
+def test_a_file_of_the_command_line_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "c.yaml").write_bytes(b"\xef\xbb\xbfepochs: 3\n")
+    assert read_object("--config", str(tmp_path / "c.yaml")) == {"epochs": 3}
+    (tmp_path / "c.yaml").write_bytes(b"epochs: 3\n\tseed: 1\n")
+    with pytest.raises(ConfigError, match=r"^--config: .*: line 2, column 1: found character"):
+        read_object("--config", str(tmp_path / "c.yaml"))

@@ -274,6 +274,17 @@ def _convert(value: object, kind: Any) -> object:
     return None
 
 
+def describe_syntax_error(error: BaseException | None) -> str:
+    """Return line, column and reason of the JSON or YAML that led to `error`; "" for an error of another kind."""
+    while error is not None:
+        if isinstance(error, json.JSONDecodeError):
+            return f"line {error.lineno}, column {error.colno}: {error.msg}"
+        if mark := getattr(error, "problem_mark", None):  # of yaml
+            return f"line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', '')}"
+        error = error.__cause__ or error.__context__
+    return ""
+
+
 def read_object(flag: str, text: str) -> dict[str, Any]:
     """Return the fields that the value of a flag has: JSON, or the name of a YAML or JSON file.
 
@@ -283,9 +294,11 @@ def read_object(flag: str, text: str) -> dict[str, Any]:
     import yaml
 
     try:
-        values = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(Path(text).read_text())
+        values = (
+            json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(Path(text).read_text("utf-8-sig"))
+        )
     except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
+        reason = describe_syntax_error(error) or " ".join(str(error).split())
         raise ConfigError(f"{flag}: expected JSON or the name of a YAML file, got {text!r}: {reason}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{flag}: expected an object with fields, got {text!r}")
