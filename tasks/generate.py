@@ -29,7 +29,7 @@ def generate(
     """Generate `count` names that are not in `data`, with the model in `model_state` that a pet-name recipe trained."""
     from flyte_ddp.recipes.pet_names.generate import generate_names, load_model
 
-    known = Path(data.download() or data.path, TRAINING_NAMES).read_text().splitlines()
+    known = Path(data.download() or data.path, TRAINING_NAMES).read_text(encoding="utf-8").splitlines()
     with flyte_errors():
         model = load_model(_read_state(model_state, "pet_names or pet_name_windows"))
         return generate_names(model, count, temperature, seed, prefix, known, max_length)

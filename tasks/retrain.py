@@ -220,7 +220,7 @@ def _outputs(
     if output:
         with log_failures("retraining.json"):
             text = json.dumps(plain(values), indent=1, allow_nan=False)
-            (directory / "retraining.json").write_text(f"{text}\n")
+            (directory / "retraining.json").write_text(f"{text}\n", encoding="utf-8")
     return RetrainingOutputs(**values, report=FlyteFile(str(report)), export=export)
 
 

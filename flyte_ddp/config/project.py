@@ -58,7 +58,7 @@ def update_project(directory: str, wheel: str = "") -> Iterator[str]:
     """
     project = Path(directory)
     try:
-        noted = json.loads((project / NOTES).read_text())
+        noted = json.loads((project / NOTES).read_text(encoding="utf-8"))
         version, copied = str(noted["version"]), dict(noted["files"])
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(f"update: expected a project of flyte-ddp new, got {directory!r} without {NOTES}") from None
@@ -135,7 +135,7 @@ def _put_wheel(project: Path, wheel: Path) -> None:
 
 def _note(project: Path, files: dict[str, bytes]) -> None:
     noted = {"version": metadata.version(DISTRIBUTION), "files": {name: _hash(files[name]) for name in files}}
-    (project / NOTES).write_text(json.dumps(noted, indent=1) + "\n")
+    (project / NOTES).write_text(json.dumps(noted, indent=1) + "\n", encoding="utf-8")
 
 
 def _write(file: Path, content: bytes) -> None:

@@ -194,7 +194,7 @@ class Frame:
         """Return the files that other programs load, with the run card, as `output`."""
         directory = (self.output_directory or self.directory) / EXPORT
         with contextlib.suppress(OSError, ValueError, KeyError):  # the files of the run before, with the same --output
-            for name in json.loads((directory / CARD_JSON).read_text())["model"]["files"]:
+            for name in json.loads((directory / CARD_JSON).read_text(encoding="utf-8"))["model"]["files"]:
                 (directory / name).unlink()
         directory.mkdir(parents=True, exist_ok=True)  # if nothing was exported
         with log_failures(EXPORT):
@@ -218,7 +218,7 @@ class Frame:
         if self.output_directory:
             with log_failures(OUTPUTS):
                 text = json.dumps(plain(outputs), indent=1, default=repr, allow_nan=False)
-                (self.output_directory / OUTPUTS).write_text(f"{text}\n")
+                (self.output_directory / OUTPUTS).write_text(f"{text}\n", encoding="utf-8")
 
     def keep_history(self, report: Report) -> None:
         """Put the history where the task's outputs are, and name it in the report: for a task that does not return it.

@@ -79,7 +79,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         own = {name: getattr(trainer, name) for name in hooks}
         with tempfile.TemporaryDirectory() as directory:
             state = {**json.loads(found["trainer"]), "train_batch_size": trainer._train_batch_size}
-            (Path(directory) / "trainer_state.json").write_text(json.dumps(state))
+            (Path(directory) / "trainer_state.json").write_text(json.dumps(state), encoding="utf-8")
             vars(trainer).update(hooks)
             try:
                 return self._train(directory, **options)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from flyte_ddp.launch.driver import Run
     from flyte_ddp.launch.policy import Ended
 
+LOOPBACK = "127.0.0.1"
+LOOPBACK_TIMEOUT = 5.0  # seconds for a connection to this machine itself
 MESSAGE_INTERVAL = 0.1  # seconds that the driver waits for a message before it looks at anything else
 
 
@@ -97,12 +99,12 @@ class LocalNodes:
 
     def start(self, job: Job, num_restarts: int) -> None:
         place = self._place
-        listener = self._stack.enter_context(listening_socket("127.0.0.1", place.port))
+        listener = self._stack.enter_context(listening_socket(LOOPBACK, place.port))
         ranks = NodeRanks(
             first_rank=0,
             num_ranks=place.num_processes,
             world_size=place.num_processes,
-            host="127.0.0.1",
+            host=LOOPBACK,
             port=listener.getsockname()[1],
             interface="lo0" if sys.platform == "darwin" else "lo",
             use_gpus=num_gpus() > 0,
@@ -146,8 +148,18 @@ def listening_socket(host: str, port: int = 0) -> socket.socket:
     It is bound before its port is known, and passed to rank 0 open, so no other process can take the port in between.
 
     Raises:
-        ConfigError: another process has the port.
+        ConfigError: another process has the port, or the ranks of this machine cannot reach it.
     """
+    with contextlib.ExitStack() as stack:
+        if host == LOOPBACK:
+            try:
+                probe = stack.enter_context(socket.create_server((host, 0)))
+                stack.enter_context(socket.create_connection(probe.getsockname(), LOOPBACK_TIMEOUT))
+            except OSError as error:
+                raise ConfigError(
+                    f"{host}: expected a loopback interface that is up (ip link set lo up), by which the ranks of this "
+                    f"machine meet: {error}"
+                ) from None
     try:
         return socket.create_server((host, port), backlog=1024)
     except OSError as error:

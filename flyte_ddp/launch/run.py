@@ -214,12 +214,21 @@ def run_program(
 ) -> events.RunState:
     """Run `program` in the ranks of `gang`, start to end. Arguments and errors as of `run` and `driver.run`."""
     check_run_id(run_id)
+    _working_directory()
     with gang.open_place(program, client=client) as place, contextlib.ExitStack() as stack:
         is_kept = bool(checkpoints)
         if not checkpoints and client is None and gang.is_on_this_machine:  # for restarts within the run
             checkpoints = stack.enter_context(tempfile.TemporaryDirectory(prefix="checkpoints-"))
         job = Job(program, checkpoints, time.time(), run_id, is_kept=is_kept)
         return driver.run(job, place, None, listeners, relay)
+
+
+def _working_directory() -> str:
+    """Return the working directory, where the ranks start too. Raises ConfigError if it was deleted."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("working directory: expected one that is there, but it was deleted: cd to another") from None
 
 
 def returned_value(state: events.RunState) -> bytes:
@@ -247,6 +256,7 @@ def script_program(
     """
     packages: tuple[str, ...] = ()
     directory = name = ""
+    _working_directory()
     if is_module:
         package = script.partition(".")[0]
         if importlib.util.find_spec(package) is None:
@@ -257,7 +267,7 @@ def script_program(
         if not (path.is_file() or (path / "__main__.py").is_file()):
             raise ConfigError(f"script: expected a file, or a directory with __main__.py, got {script!r}")
         directory, name = (str(path), "") if path.is_dir() else (str(path.parent), path.name)
-    call = _Script(script, directory, name, tuple(arguments), os.getcwd(), outputs)
+    call = _Script(script, directory, name, tuple(arguments), _working_directory(), outputs)
     return Program(
         Path(script).name or Path(directory).name, cloudpickle.dumps(call), packages, directory, stall_timeout
     )
@@ -271,7 +281,7 @@ def command_program(command: Sequence[str], stall_timeout: float = Program.stall
     """
     if shutil.which(command[0]) is None:
         raise ConfigError(f"script: expected a program that can be executed, got {command[0]!r}")
-    call = cloudpickle.dumps(_Command(tuple(command), os.getcwd()))
+    call = cloudpickle.dumps(_Command(tuple(command), _working_directory()))
     return Program(Path(command[0]).name, call, stall_timeout=stall_timeout, is_command=True)
 
 

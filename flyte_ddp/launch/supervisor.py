@@ -56,13 +56,14 @@ END_GRACE = 3.0  # seconds for a rank that has raised to call exit handlers and 
 POLL_INTERVAL = 0.1  # seconds between checks of logs, heartbeats and the stop request
 CRASH_LINES = 500  # of its output that may say why a process was ended by a signal
 GLOO_SIZES = re.compile(r"enforce fail at [^\n]*?\] ([^\n]*?nbytes\. \d+ vs \d+)")  # as gloo ends a process
+INTERFACES = "GLOO_SOCKET_IFNAME"  # the user's own choice, which ranks are given
 LOG_TAIL = 20  # lines of a dead rank's output in the error
 MAX_MESSAGE = 6  # lines of an exception's own message
 NUM_STACK_LOOKS = 10
 STACK_SECONDS = 5.0  # at most, for the ranks to write their stacks, and to send which collectives they have entered
 UNKNOWN_CODE = 255  # of a forked process whose server, which alone could read its code, is gone
 SERVER_GRACE = 10.0  # seconds for the server of ranks to report the end of a rank that was killed
-SEMAPHORES = Path("/dev/shm")  # where Linux keeps named semaphores; macOS does not list them
+SHARED_MEMORY = Path("/dev/shm")  # has the heartbeats, and named semaphores, which macOS does not list
 
 
 def supervise(
@@ -84,6 +85,7 @@ def supervise(
         relay: called with every line that a rank prints; by default the link's.
     """
     try:
+        _check_interfaces()
         with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as logs:
             prepared = call_in_background(data) if data else None
             ranks = _Ranks(job, node, listener, logs, link, memory, relay or link.relay)
@@ -104,6 +106,16 @@ def supervise(
         end = {"outcome": "broken", "message": what, "cause": type(error).__name__}
     link.send_lines()
     link.send("end", **end, kept_steps=memory.steps, parts=memory.parts.held)
+
+
+def _check_interfaces() -> None:
+    """Raise ConfigError if gloo is to use a network interface that this machine does not have."""
+    known = [name for _, name in socket.if_nameindex()]
+    given = os.environ.get(INTERFACES, "")
+    if not set(filter(None, given.split(","))) <= set(known):
+        raise ConfigError(
+            f"{INTERFACES}: expected network interfaces of {socket.gethostname()} ({', '.join(known)}), got {given!r}"
+        )
 
 
 class _Ranks:
@@ -143,7 +155,10 @@ class _Ranks:
         # wherever it has to be, which this process writes. After all ranks': not 0 once they save their state when they
         # are asked to stop. Last: not 0 while rank 0 writes a checkpoint. No lock: a rank writes its own slots, and
         # after its death this process.
-        self.beats = RawArray("d", NUM_SLOTS * node.num_ranks + 2)
+        try:
+            self.beats = RawArray("d", NUM_SLOTS * node.num_ranks + 2)
+        except OSError as error:
+            raise ConfigError(f"{SHARED_MEMORY}: expected to be able to write there, got {error}") from error
         try:
             with hide_main_module():
                 for local_rank in range(node.num_ranks):
@@ -430,7 +445,7 @@ class _Ranks:
     def _stacks_of(self, rank: Rank) -> str:
         """Return the stacks of all threads that `rank` has written so far."""
         try:
-            return Path(rank_stacks(self.logs, rank.number)).read_text()
+            return Path(rank_stacks(self.logs, rank.number)).read_text(encoding="utf-8")
         except FileNotFoundError:
             return ""
 
@@ -472,7 +487,7 @@ class _Ranks:
                     self.relay(f"{rank.prefix}{line}")
                 if stream.filters and lines:  # the rank has made the directory by then
                     found = [line for line in lines if any(each in line for each in stream.filters)]
-                    with open(stream.filtered, "a") as file:
+                    with open(stream.filtered, "a", encoding="utf-8") as file:
                         file.writelines(f"{rank.prefix}{line}\n" for line in found)
 
 
@@ -490,7 +505,7 @@ def _how_halted(rank: Rank) -> str:
 
 def _remove_semaphores(prefix: str) -> None:
     """Remove the named semaphores that killed processes have left. Else they stay until this process ends."""
-    for file in SEMAPHORES.glob(f"sem.{prefix}-*"):
+    for file in SHARED_MEMORY.glob(f"sem.{prefix}-*"):
         name = f"/{file.name.removeprefix('sem.')}"
         with contextlib.suppress(OSError):
             file.unlink()

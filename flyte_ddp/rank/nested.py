@@ -41,6 +41,8 @@ def collate(samples: Sequence[Any]) -> Any:
         return map_parts(lambda parts: default_collate(list(parts)), samples)
     except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
         reason = str(error).partition("\n")[0]
+        if "</torch_" in reason:  # of /dev/shm, by which a loader process hands a batch over
+            raise
         raise DataError(
             f"datasets: expected samples of tensors or numbers, each of the same shape, got {reason}"
         ) from error

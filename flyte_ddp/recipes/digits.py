@@ -38,7 +38,7 @@ class Digits(Recipe):
             raise DataError(f"data: scikit-learn carries the digits: {how_to_install('sklearn')}")
         file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
         try:
-            with gzip.open(file, "rt") as lines:
+            with gzip.open(file, "rt", encoding="utf-8") as lines:
                 table = np.loadtxt(lines, delimiter=",", dtype=np.int16)
         except (OSError, ValueError) as error:
             raise DataError(f"data: {file} cannot be read: {error}; reinstall scikit-learn") from error

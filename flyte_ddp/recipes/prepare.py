@@ -45,7 +45,7 @@ def prepare_data(recipe: Recipe, source: str, directory: Path) -> None:
         "recipe_version": recipe_version(type(recipe).__module__),
         "license": str(recipe.data_license(source)),
     }
-    (directory / NOTE).write_text(json.dumps(note))
+    (directory / NOTE).write_text(json.dumps(note), encoding="utf-8")
 
 
 def recipe_version(module: str) -> str:
@@ -62,5 +62,5 @@ def describe_data(directory: str | os.PathLike[str]) -> dict[str, str]:
         "recipe_version": a SHA-256 of the code that decides what the recipe does: the library, and what the recipe
         imports of its own package and of the packages of recipes in settings.toml; "license": that of the data, or "".
     """
-    note: dict[str, str] = json.loads((Path(directory) / NOTE).read_text())
+    note: dict[str, str] = json.loads((Path(directory) / NOTE).read_text(encoding="utf-8"))
     return note

@@ -396,7 +396,7 @@ def _read_head(path: str, size: int) -> bytes:
 def _lock_file(path: str) -> Iterator[None]:
     """Exclusive file lock among all processes that share the disk; released if the holder dies."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path, "w") as file:
+    with open(path, "w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -54,6 +54,16 @@ _NOT_OF_THE_STORE = (
 )
 
 
+# The permission that a request to S3 needs. A file that is not there is "forbidden" to who may not list.
+_PERMISSIONS = {
+    **dict.fromkeys(("ListObjectsV2", "ListObjects", "HeadBucket"), "s3:ListBucket"),
+    **dict.fromkeys(("DeleteObject", "DeleteObjects"), "s3:DeleteObject"),
+    **dict.fromkeys(("PutObject", "CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"), "s3:PutObject"),
+    "HeadObject": "s3:GetObject, and s3:ListBucket",
+    **dict.fromkeys(("GetObject", "CopyObject"), "s3:GetObject"),
+}
+
+
 class Meaning(enum.Enum):
     """The meaning of an error for the operation that met it."""
 
@@ -116,7 +126,8 @@ def remedy_for(error: Exception, is_local: bool) -> str:
     if code in ("NoSuchBucket", "ContainerNotFound", "InvalidBucketName", "InvalidResourceName", "OutOfRangeInput"):
         return "create the bucket or correct the URL"
     if _is_forbidden(error, status):
-        return "correct the keys, or give their owner the permission"
+        needed = next((_PERMISSIONS[name] for name in _operations(error) if name in _PERMISSIONS), "")
+        return f"correct the keys, or give their owner the permission{f' {needed}' if needed else ''}"
     if _lacks_credentials(error) or status == 401:
         return (
             "give this process credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AZURE_STORAGE_* or "
@@ -141,6 +152,12 @@ def answer(error: BaseException) -> tuple[int, str]:
         if str(status).isdigit() or code:
             return int(status) if str(status).isdigit() else 0, code
     return 0, ""
+
+
+def _operations(error: BaseException) -> Iterator[str]:
+    """Yield the names of the requests that `error` stands for, as S3's client has them."""
+    for cause in _causes(error):
+        yield str(getattr(cause, "operation_name", ""))
 
 
 def _clocks_differ(error: BaseException) -> bool:

@@ -199,7 +199,7 @@ def is_in_pod() -> bool:
 
 def own_namespace() -> str:
     """Return the namespace of the pod that this process runs in; "" outside Kubernetes."""
-    return (POD_IDENTITY / "namespace").read_text().strip() if is_in_pod() else ""
+    return (POD_IDENTITY / "namespace").read_text(encoding="utf-8").strip() if is_in_pod() else ""
 
 
 def target_namespace(config: ClusterConfig) -> str:

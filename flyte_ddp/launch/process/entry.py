@@ -65,6 +65,13 @@ STARTERS = (
     *("flyte_ddp.flytekit_plugin.rank_call", "contextlib", "runpy"),
 )
 
+# What torch and multiprocessing say where /dev/shm is too small, full, absent or read-only.
+SHARED_MEMORY = re.compile(r"</torch_|out of shared memory|SemLock\(")
+SHARED_MEMORY_HINT = (
+    "data_workers: expected a /dev/shm that loader processes can write batches to: give the task a larger "
+    "shared_memory (shared_memory_gib in settings.toml, docker run --shm-size), or use data_workers: 0"
+)
+
 MEMORY_HINT = (
     "A larger gradient_accumulation needs less memory; grow_accumulation_on_oom: true doubles it when necessary"
 )
@@ -104,7 +111,7 @@ def run_rank(
     # Lines appear while the rank runs, and before it is killed.
     typing.cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
     # By a signal as well, for a rank that hangs in C code which lets no other thread run.
-    stacks = open(rank_stacks(logs, rank), "w")  # noqa: SIM115 - open for the life of the process
+    stacks = open(rank_stacks(logs, rank), "w", encoding="utf-8")  # noqa: SIM115 - open for the life of the process
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     faulthandler.enable()
     link = SupervisorLink(up, down, beats, local_rank, stacks)
@@ -249,6 +256,9 @@ def _describe(error: BaseException) -> tuple[str, str, str, bool]:
     name = type(error).__name__
     if any(getattr(module, name, type(error)) is not type(error) for module in (errors, builtins)):
         name = f"{type(error).__module__}.{name}"  # not the one that has this name here
+    if SHARED_MEMORY.search(text):
+        reason = next((line for line in reversed(text.splitlines()) if "Error" in line), message).strip()
+        return "ConfigError", f"{SHARED_MEMORY_HINT}: {reason}", "", False
     if name == CUDA_OUT_OF_MEMORY:
         message += f". {MEMORY_HINT}"
     return name, redact_url(message), redact_url(text), is_consequence

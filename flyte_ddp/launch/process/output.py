@@ -91,7 +91,7 @@ def _parse_streams(text: str, local_rank: int) -> int:
 def read_error(path: str) -> str:
     """Return the message that @record wrote to the file of a rank; "" if there is none."""
     try:
-        message = json.loads(Path(path).read_text())["message"]
+        message = json.loads(Path(path).read_text(encoding="utf-8"))["message"]
         return str(message["message"] if isinstance(message, dict) else message)
     except (OSError, ValueError, KeyError, TypeError):
         return ""
@@ -138,7 +138,7 @@ class LogTail:
 
     def last_lines(self, count: int) -> str:
         try:
-            return "\n".join(self.path.read_text(errors="replace").splitlines()[-count:])
+            return "\n".join(self.path.read_text(encoding="utf-8", errors="replace").splitlines()[-count:])
         except FileNotFoundError:
             return ""
 

@@ -78,7 +78,9 @@ def write_index(directory: Path, url: str, image_size: int, train: Labelled, tes
             versions=np.array([os.fsencode(file.version) for _, file in images]),
             labels=np.array([numbers[label] for label, _ in images]),
         )
-    (directory / FILES[0]).write_text(json.dumps({"url": url, "image_size": image_size, "classes": classes}))
+    (directory / FILES[0]).write_text(
+        json.dumps({"url": url, "image_size": image_size, "classes": classes}), encoding="utf-8"
+    )
 
 
 def read_index(directory: Path) -> Index:
@@ -88,7 +90,7 @@ def read_index(directory: Path) -> Index:
     for name in FILES[1:]:
         with np.load(directory / name) as arrays:
             lists.append(ImageList(**arrays))
-    return Index(**json.loads((directory / FILES[0]).read_text()), train=lists[0], test=lists[1])
+    return Index(**json.loads((directory / FILES[0]).read_text(encoding="utf-8")), train=lists[0], test=lists[1])
 
 
 def split_images(

@@ -73,7 +73,8 @@ class PetNames(Recipe):
         """
         import numpy as np
 
-        raw = _read(source) if source else importlib.resources.files(__package__).joinpath("names.txt").read_text()
+        bundled = importlib.resources.files(__package__).joinpath("names.txt")
+        raw = _read(source) if source else bundled.read_text(encoding="utf-8")
         left_out: Counter[str] = Counter()
         names = _select_usable(_parse_names(raw, source, left_out) if source else raw.splitlines(), left_out)
         distinct = sorted(set(names), key=lambda name: hashlib.sha256(name.encode()).digest())
@@ -91,7 +92,7 @@ class PetNames(Recipe):
             ("test.npz", self.encoded(held_out, held_out=True)),
         ):
             np.savez(directory / file, inputs=rows[0], targets=rows[1])
-        (directory / TRAINING_NAMES).write_text("\n".join(sorted(training)) + "\n")
+        (directory / TRAINING_NAMES).write_text("\n".join(sorted(training)) + "\n", encoding="utf-8")
         return (
             f"pet names from {where}: {len(names):,} usable, {len(distinct):,} of them distinct, "
             f"{len(held_out):,} of these held out{others}"

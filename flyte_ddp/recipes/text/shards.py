@@ -80,7 +80,7 @@ def prepare_shards(corpus: Corpus, directory: Path, tokenizer: Tokenizer, held_o
         "context": context,
         **{name: vars(shard) for name, shard in zip(("train", "held_out"), shards, strict=True)},
     }
-    (directory / FACTS).write_text(json.dumps(facts))
+    (directory / FACTS).write_text(json.dumps(facts), encoding="utf-8")
     kind = f"tokens of a BPE of {tokenizer.size:,}" if tokenizer.definition else "bytes"
     return (
         f"text from {corpus.name}: {writer.num_documents:,} document{'s'[: writer.num_documents > 1]}, {how}; "
@@ -103,7 +103,7 @@ def sample_texts(corpus: Corpus, held_out: float) -> Iterator[str]:
 
 
 def read_facts(directory: Path) -> Facts:
-    values = json.loads((directory / FACTS).read_text())
+    values = json.loads((directory / FACTS).read_text(encoding="utf-8"))
     return Facts(**{**values, **{name: Shard(**values[name]) for name in ("train", "held_out")}})
 
 

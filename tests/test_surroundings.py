@@ -1,0 +1,161 @@
+"""Machines that lack something: the line names the thing, and nothing of the user's is blamed for it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flyte_ddp
+from flyte_ddp.config.fields import read_object
+from flyte_ddp.errors import ConfigError, DataError, RankFailure, StorageDenied
+from flyte_ddp.launch import local, supervisor
+from flyte_ddp.launch.process import entry
+from flyte_ddp.rank.nested import collate
+from flyte_ddp.storage import Storage
+from tests.support.emulators import s3  # noqa: F401 - a fixture
+from tests.support.runs import fork_functions
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def train():
+    return "trained"
+
+
+def test_a_network_interface_that_is_not_there_is_named_with_those_that_are(monkeypatch):
+    fork_functions(monkeypatch)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth77")
+    with pytest.raises(
+        RankFailure, match=r"GLOO_SOCKET_IFNAME: expected network interfaces of \S+ \(.*\blo\b.*\), got 'lo,eth77'"
+    ) as caught:
+        flyte_ddp.run(train)
+    assert caught.value.is_user_error
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert flyte_ddp.run(train) == "trained"
+
+
+def test_a_shared_memory_that_cannot_be_written_is_named(monkeypatch):
+    def refuse(kind, size):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(supervisor, "RawArray", refuse)
+    expected = r"/dev/shm: expected to be able to write there, got \[Errno 30\] Read-only file system$"
+    with pytest.raises(RankFailure, match=expected) as caught:
+        flyte_ddp.run(train, max_restarts=3)
+    assert caught.value.is_user_error
+
+
+def test_a_loopback_that_is_down_is_named(monkeypatch):
+    def refuse(*arguments):
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    with pytest.raises(ConfigError, match=r"^127.0.0.1: expected a loopback interface that is up .*unreachable$"):
+        local.listening_socket("127.0.0.1")
+
+
+@pytest.mark.parametrize("start", ["a function", "a script"])
+def test_a_working_directory_that_was_deleted_is_named(start, tmp_path, monkeypatch):
+    script = tmp_path / "a.py"
+    script.write_text("print(1)")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    try:
+        with pytest.raises(ConfigError, match=r"^working directory: expected one that is there, but it was deleted"):
+            flyte_ddp.run(train) if start == "a function" else flyte_ddp.launch.run.script_program(str(script), [])
+    finally:
+        os.chdir(REPOSITORY)
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        "RuntimeError: unable to allocate shared memory(shm) for file </torch_9_1_0>: No space left on device (28)",
+        "RuntimeError: unable to open shared memory object </torch_9_1_0> in read-write mode: Read-only system (30)",
+        "RuntimeError: DataLoader worker (pid 9) is killed by signal: Bus error. It is possible that dataloader's "
+        "workers are out of shared memory. Please try to raise your shared memory limit.",
+        "    sl = self._semlock = _multiprocessing.SemLock(\nFileNotFoundError: [Errno 2] No such file or directory",
+    ],
+)
+def test_a_shared_memory_that_loader_processes_cannot_use_is_named(raised, monkeypatch):
+    monkeypatch.setattr(entry.traceback, "format_exception", lambda *arguments: [f"Traceback\n{raised}\n"])
+    name, message, trace, is_consequence = entry._describe(RuntimeError(raised))
+    assert (name, trace, is_consequence) == ("ConfigError", "", False)
+    assert message.startswith(
+        "data_workers: expected a /dev/shm that loader processes can write batches to: give the task"
+    )
+    assert "shared_memory" in message
+    assert message.endswith(raised.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("unable to open shared memory object </torch_9_1_0> in read-write mode: Permission denied (13)", RuntimeError),
+        ("stack expects each tensor to be equal size", DataError),
+    ],
+)
+def test_a_batch_that_has_no_room_is_not_blamed_on_its_shapes(message, kind, monkeypatch):
+    def fail(parts):
+        raise RuntimeError(message)
+
+    monkeypatch.setattr("flyte_ddp.rank.nested.default_collate", fail)
+    with pytest.raises(kind, match=message.partition("<")[0].partition("(")[0].strip()) as caught:
+        collate([torch.ones(1), torch.ones(2)])
+    assert ("each of the same shape" in str(caught.value)) == (kind is DataError)
+
+
+def test_files_are_read_as_utf_8_in_any_locale(tmp_path):
+    (tmp_path / "config.yaml").write_text("name: caf\u00e9 \u732b\n", encoding="utf-8")
+    code = "import sys; from flyte_ddp.config.fields import read_object as read; print(ascii(read('--f', sys.argv[1])))"
+    variables = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", code, str(tmp_path / "config.yaml")]
+    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.stdout == "{'name': 'caf\\xe9 \\u732b'}\n", done.stderr
+    assert read_object("--config", str(tmp_path / "config.yaml")) == {"name": "caf\u00e9 \u732b"}
+
+
+def test_no_text_file_is_opened_in_the_locale_s_encoding():
+    found = []
+    for file in [*REPOSITORY.glob("flyte_ddp/**/*.py"), *REPOSITORY.glob("tasks/*.py")]:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            is_kernels = any(part in line for part in ("/proc", "cgroup", "proc/self", "stat"))
+            if (".read_text()" in line or (".write_text(" in line and line.endswith(")"))) and not is_kernels:
+                found += [f"{file}: {line}"] * ("encoding=" not in line)
+    assert not [each for each in found if "write_text(self.render" not in each]
+
+
+@pytest.mark.parametrize(
+    ("request_name", "action", "permission"),
+    [
+        ("list_objects_v2", lambda place: place.names(), "s3:ListBucket"),
+        ("delete_objects", lambda place: place.delete("a"), "s3:DeleteObject"),
+        ("put_object", lambda place: place.write("b", b"1"), "s3:PutObject"),
+        ("get_object", lambda place: place.read("a"), "s3:GetObject"),
+    ],
+)
+def test_a_permission_that_a_bucket_s_policy_denies_is_named(request_name, action, permission, s3, monkeypatch):  # noqa: F811
+    from botocore.exceptions import ClientError
+
+    place = Storage(s3.new_bucket() + "/run", timeout=5)
+    place.write("a", b"1")
+    call = place.file_system._call_s3
+
+    async def deny(method, *arguments, **options):
+        if method == request_name or (request_name == "delete_objects" and method == "delete_object"):
+            names = "".join(part.capitalize() for part in method.split("_"))
+            answer = {"Error": {"Code": "AccessDenied", "Message": "no"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
+            raise ClientError(answer, names)
+        return await call(method, *arguments, **options)
+
+    monkeypatch.setattr(place.file_system, "_call_s3", deny)
+    with pytest.raises(StorageDenied, match=f"give their owner the permission {permission}") as caught:
+        action(place)
+    assert "\n" not in str(caught.value)
