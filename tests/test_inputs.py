@@ -7,6 +7,7 @@ import io
 import json
 import os
 import struct
+import threading
 import zipfile
 from collections import Counter
 from pathlib import Path
@@ -14,15 +15,21 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
+import torch
 from PIL import Image
 from pyarrow import parquet
+from torch.utils.data import TensorDataset
 
-from flyte_ddp.errors import DataError
-from flyte_ddp.recipes import get_recipe
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.errors import ConfigError, DataError
+from flyte_ddp.rank.contract import check_contract
+from flyte_ddp.rank.data import open_samples
+from flyte_ddp.recipes import Recipe, get_recipe
 from flyte_ddp.recipes.image_folder.files import decode_image
 from flyte_ddp.recipes.image_folder.recipe import Images
 from flyte_ddp.recipes.prepare import describe_data, prepare_data
 from flyte_ddp.recipes.text.corpus import Corpus
+from flyte_ddp.world import ALONE
 from tests.support.image_store import COLOURS, image_bytes, prepare, running_store, write_tree
 
 # Folders of images
@@ -436,3 +443,94 @@ def test_a_file_without_names_is_refused_with_what_it_is(tmp_path, name, content
     (tmp_path / name).write_bytes(contents)
     with pytest.raises(DataError, match=f"^data: expected a CSV.* {expected}"):
         prepare_data(get_recipe("pet_names"), str(tmp_path / name), tmp_path)
+
+
+# Labels, and data sets that loader processes get
+
+LABELS = torch.arange(32) % 4
+CLASSES = "data: expected classes from 0 to 3 as targets, because the model has 4 outputs, got "
+
+
+def in_memory(labels):
+    return TensorDataset(torch.zeros(len(labels), 5), labels)
+
+
+def loaded(labels):
+    return [(torch.zeros(5), label) for label in labels]
+
+
+def replace(number, label):
+    labels = LABELS.clone()
+    labels[number] = label
+    return labels
+
+
+class Labelled(Recipe):
+    def __init__(self, train, held_out=None):
+        self.sets = train, held_out or in_memory(LABELS)
+
+    def prepare(self, source, directory):
+        return "labels"
+
+    def datasets(self, directory):
+        return self.sets
+
+    def model(self):
+        return torch.nn.Linear(5, 4)
+
+
+def check(recipe, **config):
+    config = TrainingConfig(global_batch_size=8, **config)
+    train, held_out = open_samples(recipe.datasets(None), recipe, config, ALONE)
+    model = recipe.model()
+    check_contract(recipe, model, train, config, ALONE, held_out)
+    for inputs, targets in train.batches(torch.arange(len(train)).split(8), epoch=1):
+        recipe.losses(model(recipe.inputs(inputs)), targets)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        (Labelled(in_memory(LABELS + 1)), f"{CLASSES}4: number the classes from 0, or "),
+        (Labelled(in_memory(LABELS - 1)), f"{CLASSES}-1: number"),
+        (Labelled(in_memory(replace(29, 7))), f"{CLASSES}7: number"),
+        (Labelled(in_memory(LABELS), in_memory(replace(30, 4))), f"{CLASSES}4: number"),
+        (Labelled(in_memory((LABELS + 1).to(torch.uint8))), f"{CLASSES}4: number"),
+        (Labelled(loaded((LABELS + 1).tolist())), f"{CLASSES}4: number"),
+        (Labelled(loaded(replace(29, 4).tolist())), f"{CLASSES}4: number"),
+        (Labelled(loaded(["cat", "dog"] * 16)), "data: expected the numbers of classes as targets, got 'cat': number "),
+        (Labelled(in_memory(replace(3, -100))), None),
+        (Labelled(loaded(LABELS.tolist())), None),
+    ],
+)
+def test_labels_that_are_no_classes_are_named_first(recipe, expected):
+    if expected is None:
+        check(recipe)
+        return
+    with pytest.raises(DataError) as caught:
+        check(recipe)
+    assert str(caught.value).startswith(expected)
+    assert "\n" not in str(caught.value)
+
+
+class WithLambda:
+    def __init__(self):
+        self.transform = lambda value: value + 1
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return self.transform(torch.zeros(5)), index % 4
+
+
+class WithLock(WithLambda):
+    def __init__(self):
+        self.transform, self.lock = torch.neg, threading.Lock()
+
+
+@pytest.mark.parametrize("data", [WithLambda(), WithLock()], ids=["lambda", "lock"])
+def test_what_cannot_be_sent_to_loader_processes_is_named_in_one_line(data):
+    check(Labelled(data))
+    with pytest.raises(ConfigError, match=r"datasets: expected .* can send to data_workers, [^\n]* a lambda, [^\n]*$"):
+        check(Labelled(data), data_workers=1)

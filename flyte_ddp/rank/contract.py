@@ -27,6 +27,7 @@ from flyte_ddp.rank.passes import autocast, model_inputs
 from flyte_ddp.rank.sharding import is_sharded
 from flyte_ddp.rank.snapshot import unchanged
 from flyte_ddp.recipes import Recipe, locate
+from flyte_ddp.recipes.base import check_classes
 from flyte_ddp.recipes.tasks import MultiLabel, Regression, Segmentation
 from flyte_ddp.world import World
 
@@ -69,13 +70,21 @@ def check_model(recipe: Recipe, found: Any) -> nn.Module:
     return found
 
 
-def check_contract(recipe: Recipe, model: nn.Module, train: Samples, config: TrainingConfig, world: World) -> None:
+def check_contract(
+    recipe: Recipe,
+    model: nn.Module,
+    train: Samples,
+    config: TrainingConfig,
+    world: World,
+    held_out: Samples | None = None,
+) -> None:
     """Check what the recipe's methods return for a first micro-batch. Every rank calls it, at a new run's start.
 
     What the methods, the model and the data change is put back: see `unchanged`.
 
     Raises:
         ConfigError: a method broke its contract; one line.
+        DataError: the default losses are for classes, and a target is none; one line.
     """
     size = len(train)
     if config.global_batch_size > size:
@@ -98,6 +107,9 @@ def check_contract(recipe: Recipe, model: nn.Module, train: Samples, config: Tra
                 # With another, as larger batches of the evaluation would broadcast where a batch of one does not.
                 outputs, num_samples = torch.cat([outputs, outputs / 2]), 2
                 targets = map_tensors(lambda each: torch.cat([each, torch.zeros_like(each)]), targets)
+            if _find_base(recipe, "losses") is Recipe:
+                for each in (targets, getattr(train, "targets", None), getattr(held_out, "targets", None)):
+                    check_classes(outputs, each)
             losses = _check_results(recipe, config, outputs, targets, num_samples)
             (losses.sum() * 0.0).backward()
             without = [name for name, each in model.named_parameters() if each.requires_grad and each.grad is None]

@@ -6,7 +6,9 @@ depend on the number of ranks, every sample is in exactly one shard, and a run c
 
 from __future__ import annotations
 
+import pickle
 import random
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -170,6 +172,7 @@ class LoadedSamples:
         self._plan: list[list[tuple[int, int]]] = []
         workers = config.data_workers
         self.dataset = dataset
+        warnings.filterwarnings("ignore", "Got pickle error")  # whose advice, fork, does not help: `batches` gives ours
         self._loader: DataLoader[Any] = DataLoader(
             SeededDataset(dataset, config.seed),
             batch_sampler=self._plan,
@@ -201,6 +204,14 @@ class LoadedSamples:
                     )
                     raise DataError(f"datasets: expected (input, target) pairs as samples, got {got}")
                 yield map_tensors(lambda each: each.to(self.device, non_blocking=True), tuple(batch))
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            if "pickle" not in str(error) or str(error).startswith("Caught "):
+                raise
+            raise ConfigError(
+                f"{locate(self.recipe, 'datasets')}: expected data sets that pickle can send to data_workers, got one "
+                f"that it cannot: {error}; use a function at the top of a module in place of a lambda, make locks and "
+                "open files in __getitem__, or set data_workers to 0"
+            ) from error
         except DataError as error:
             # From a loader process it comes with a traceback for its message, whose last line is its own.
             message = str(error)

@@ -122,7 +122,7 @@ def train(
     with keep_beating(trainer.beat):  # a large checkpoint takes its time
         url, skipped = trainer.resume()
     if trainer.progress.step == 0:
-        check_contract(recipe, model, train, config, world)
+        check_contract(recipe, model, train, config, world, test)
     if world.is_first or trainer.is_sharded:
         current.emit_start(initial_state=redact_url(initial_state), **_describe(trainer, data, current.process))
         current.emit(events.CheckpointLoaded(trainer.progress.step, url, trainer.progress.epochs, skipped))

@@ -11,11 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from flyte_ddp.errors import DataError
 from flyte_ddp.events import EpochFinished, Prediction
 
 if TYPE_CHECKING:
     from torch import Size, Tensor, nn
     from torch.utils.data import Dataset
+
+
+IGNORED = -100  # target that torch's cross-entropy leaves out
 
 
 class Recipe:
@@ -113,7 +117,11 @@ class Recipe:
         """
         from torch.nn import functional
 
-        return functional.cross_entropy(outputs.float(), targets, reduction="none")
+        try:
+            return functional.cross_entropy(outputs.float(), targets, reduction="none")
+        except (IndexError, RuntimeError, TypeError):
+            check_classes(outputs, targets)
+            raise
 
     def num_correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the number of correctly predicted targets of each sample, (B,)."""
@@ -219,6 +227,31 @@ def list_class_names(recipe: Recipe) -> list[str]:
         is_by_number = any(isinstance(each, str) for each in found.values())
         found = list(found.values()) if is_by_number else sorted(found, key=lambda name: found[name])
     return [str(name) for name in (found.tolist() if hasattr(found, "tolist") else found or ())]
+
+
+def check_classes(outputs: Any, targets: Any) -> None:
+    """Check targets against the logits (B, C, ...) of a cross-entropy. Raises DataError if one is no class of them.
+
+    On a GPU the cross-entropy itself ends the process, some steps later and without the target.
+    """
+    import torch
+
+    if isinstance(targets, (list, tuple)) and targets and isinstance(targets[0], str):
+        raise DataError(
+            f"data: expected the numbers of classes as targets, got {targets[0]!r}: number the classes in a fixed "
+            "order, such as by sorted(names).index(name)"
+        )
+    if not isinstance(outputs, torch.Tensor) or outputs.dim() < 2 or not isinstance(targets, torch.Tensor):
+        return
+    if targets.is_floating_point() or not len(classes := targets.long()[targets.long() != IGNORED]):
+        return
+    lowest, highest = (int(each) for each in classes.aminmax())
+    if lowest < 0 or highest >= outputs.shape[1]:
+        raise DataError(
+            f"data: expected classes from 0 to {outputs.shape[1] - 1} as targets, because the model has "
+            f"{outputs.shape[1]} outputs, got {lowest if lowest < 0 else highest}: number the classes from 0, or give "
+            "the model an output for each"
+        )
 
 
 def to_pngs(batch: Any, num_samples: int) -> list[bytes]:
