@@ -16,6 +16,8 @@ import torch
 from flyte_ddp.checkpoints.staging import StagingMemory
 from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.events import EpochFinished
+from flyte_ddp.rank.progress import Progress
 from flyte_ddp.rank.split_state import fill
 from tests.support.gang import run_gang
 from tests.support.runs import new_run
@@ -370,7 +372,23 @@ def test_a_recipes_figures_may_be_numbers_of_any_kind(tmp_path, value, monkeypat
     assert progress.epochs[0].metrics["f1"] == 0.5
     assert type(progress.epochs[0].metrics["f1"]) is float
     state, _, _ = trainer.store.load_latest()
-    assert state["progress"]["epochs"][0]["metrics"]["f1"] == 0.5
+    assert Progress.from_dict(state["progress"]).epochs == progress.epochs
+
+
+def test_what_a_checkpoint_copies_of_the_progress_is_as_much_after_a_thousand_epochs():
+    progress, numbers = (
+        Progress(),
+        {"epoch": 1, "step": 9, "train_loss": 0.1, "test_loss": float("inf"), "seconds": 1.0},
+    )
+    numbers |= {"learning_rate": 1e-300, "samples_per_second": 1 / 3, "evaluation_seconds": 0.0}
+    for number in range(1, 1001):
+        progress.finish_epoch(EpochFinished(**numbers, metrics={"f1": number / 7}, sample="a\u2028b\n\x0c"))
+        if number in (1, 1000):
+            values = progress.to_dict()
+            assert all(type(value) in (int, float, str) for value in values.values())
+            assert Progress.from_dict(values) == progress
+    assert len(progress.epochs) == 1000
+    assert Progress.from_dict(Progress().to_dict()) == Progress()
 
 
 @pytest.mark.parametrize("value", [[0.5, 0.6], "0.5", 10**400, None])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,18 +29,27 @@ class Progress:
     num_targets: float = 0.0  # likewise
     seconds: float = 0.0  # likewise, wall-clock
     epochs: list[EpochFinished] = field(default_factory=list)
+    _lines: str = ""  # `epochs` as JSON, one a line, so that a checkpoint takes as long however many there are
 
     def finish_epoch(self, finished: EpochFinished) -> None:
         """Note the current epoch's results and advance to the next epoch."""
         self.epochs.append(finished)
+        self._lines += json.dumps(dataclasses.asdict(finished)) + "\n"
         self.epoch += 1
         self.batch = 0
         self.loss_sum = self.num_targets = self.seconds = 0.0
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the progress as a checkpoint has it."""
+        values = {name: value for name, value in vars(self).items() if name != "_lines"}
+        return {**values, "epochs": self._lines}
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Progress:
-        """Return what `dataclasses.asdict` made `values` from."""
-        return cls(**{**values, "epochs": [EpochFinished(**finished) for finished in values["epochs"]]})
+        """Return what `to_dict` made `values` from."""
+        lines = values["epochs"]
+        epochs = [EpochFinished(**json.loads(line)) for line in lines.splitlines()]
+        return cls(**{**values, "epochs": epochs, "_lines": lines})
 
 
 @dataclass

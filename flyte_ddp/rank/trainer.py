@@ -260,7 +260,7 @@ class Trainer:
             "data_fingerprint": self.data_fingerprint,
             "initial_state": redact_values(self.initial_state),
             "recipe": [type(self.recipe).__qualname__, self.recipe_version],
-            "progress": dataclasses.asdict(progress),
+            "progress": progress.to_dict(),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
