@@ -6,6 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import types
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 from typing import Any
 
 NAMES = ("__main__", "__mp_main__")  # multiprocessing enters it under the second name too, with or without children
+
+SAFE_PATH, WHILE_STARTING = "PYTHONSAFEPATH", "while starting"  # a variable that Python reads, and its value then
 
 _hiding = threading.Lock()
 
@@ -23,14 +26,24 @@ def hide_main_module() -> Iterator[None]:
 
     A child imports its parent's main module, in case its target is defined there. Ours never is, and that module may be
     the whole of flytekit, or import torch, or start a run when it is imported.
+
+    The working directory is hidden as well: a user's `random.py` there would take the place of the standard library's.
     """
     with _hiding:  # two runs in threads of one process would take each other's stand-in for the real one
         main_module = sys.modules["__main__"]
         sys.modules["__main__"] = _StandIn(main_module)
+        os.environ[SAFE_PATH] = os.environ.get(SAFE_PATH) or WHILE_STARTING
         try:
             yield
         finally:
             sys.modules["__main__"] = main_module
+            show_working_directory()
+
+
+def show_working_directory() -> None:
+    """Give what this process starts the user's own setting again. Called in a child of that block, too."""
+    if os.environ.get(SAFE_PATH) == WHILE_STARTING:
+        del os.environ[SAFE_PATH]
 
 
 class _StandIn(types.ModuleType):

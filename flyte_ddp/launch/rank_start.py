@@ -15,14 +15,16 @@ import contextlib
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, process, resource_tracker, util
 from multiprocessing.context import ForkServerProcess, SpawnProcess
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from flyte_ddp.launch.process.programs import STOP_SIGNALS, TRAINING, Program
+from flyte_ddp.launch.scratch import own_directory
 from flyte_ddp.observers.streams import open_standard_streams
 
 # How the names of variables begin that torch, fsspec and the loader of libraries read at their start. Not those of
@@ -31,6 +33,8 @@ from flyte_ddp.observers.streams import open_standard_streams
 READ_ON_IMPORT = ("FSSPEC_", "LD_", "PYTORCH_", "TORCH_")
 
 OWN_MODULES = ("flyte_ddp.launch.process.entry", TRAINING[0])  # that a recipe's ranks need besides those of others
+
+MAX_SOCKET_DIRECTORY = 85  # bytes of a path to which a socket's name is added, on macOS too
 
 START_TIMEOUT = 120.0  # seconds for the server to import torch and fork a rank, after which it is replaced
 END_SIGNALS = tuple(signal.Signals[name] for name in STOP_SIGNALS)
@@ -91,8 +95,24 @@ def start_server(modules: Sequence[str]) -> bool:
     if variables != _variables_of_server:
         return False
     open_standard_streams()
+    shorten_socket_paths()
     forkserver._forkserver.ensure_running()
     return True
+
+
+def shorten_socket_paths() -> None:
+    """Have multiprocessing put its sockets into a directory with a short path, here and in the ranks.
+
+    The path of a socket has at most 107 bytes, and TMPDIR may be anything.
+    """
+    config: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]
+    if len(os.fsencode(config.get("tempdir") or "x" * MAX_SOCKET_DIRECTORY)) < MAX_SOCKET_DIRECTORY:
+        return
+    places = (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm")
+    short = (each for each in places if len(os.fsencode(each)) < MAX_SOCKET_DIRECTORY - 14 and os.access(each, os.W_OK))
+    stack = contextlib.ExitStack()
+    config["tempdir"] = stack.enter_context(own_directory("pymp-", next(short, None)))
+    util.Finalize(None, stack.close, exitpriority=-100)  # as that of multiprocessing's own
 
 
 def wait_for_server() -> None:
@@ -128,6 +148,7 @@ def set_environment(variables: dict[str, str]) -> Iterator[None]:
 
 def start_rank(program: Program, target: Callable[..., object], arguments: tuple[Any, ...], name: str) -> BaseProcess:
     """Start a process that calls `target(*arguments)` as a rank of `program`, and return it."""
+    shorten_socket_paths()
     if program.slow_imports and start_server(program.slow_imports):
         forked = ForkedProcess(target=target, args=arguments, name=name)
         watchdog = threading.Timer(START_TIMEOUT, kill_server)  # one that was stopped would never answer

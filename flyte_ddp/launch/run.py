@@ -17,7 +17,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +36,7 @@ from flyte_ddp.launch import driver
 from flyte_ddp.launch.devices import default_num_processes, num_cores, num_gpus
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.programs import OUTPUTS_VARIABLE, SCRIPT_DIRECTORY, Job, Program, check_run_id
+from flyte_ddp.launch.scratch import own_directory
 from flyte_ddp.storage import write_file
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def run_program(
     with gang.open_place(program, client=client) as place, contextlib.ExitStack() as stack:
         is_kept = bool(checkpoints)
         if not checkpoints and client is None and gang.is_on_this_machine:  # for restarts within the run
-            checkpoints = stack.enter_context(tempfile.TemporaryDirectory(prefix="checkpoints-"))
+            checkpoints = stack.enter_context(own_directory("checkpoints-"))
         job = Job(program, checkpoints, time.time(), run_id, is_kept=is_kept)
         return driver.run(job, place, None, listeners, relay)
 

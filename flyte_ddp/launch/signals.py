@@ -46,14 +46,23 @@ class StopRequest:
         self.reason = self.reason or reason
         self.deadline = min(self.deadline, time.monotonic() + self.grace)
         self.num_requests += 1
-        self._told.send_bytes(b".")
+        self._wake()
 
     def revise(self, reason: str, grace: float) -> None:
         """Request the end of the run within `grace` seconds for this reason, without urgency, whatever was before."""
         self.reason = reason
         self.deadline = min(self.deadline, time.monotonic() + grace)
         self.num_requests = max(1, self.num_requests)
-        self._told.send_bytes(b".")
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # it is closed
+            self._told.send_bytes(b".")
+
+    def close(self) -> None:
+        """Close the pipe: nobody waits for requests any more."""
+        self.news.close()
+        self._told.close()
 
     def is_set(self) -> bool:
         return self.num_requests > 0
@@ -97,6 +106,7 @@ def stop_on_signals(signals: Sequence[str] = STOP_SIGNALS, grace: float | None =
             yield stop
         finally:
             _set_handlers(previous)
+            stop.close()
         return
     with _entering:
         if not _before and not _call_in_main_thread(
@@ -115,6 +125,7 @@ def stop_on_signals(signals: Sequence[str] = STOP_SIGNALS, grace: float | None =
             if not _beside and _before:
                 _call_in_main_thread(lambda: _set_handlers(_before))
                 _before.clear()
+        stop.close()
 
 
 def _set_handlers(handlers: Mapping[Any, Any]) -> None:

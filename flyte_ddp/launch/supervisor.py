@@ -14,7 +14,6 @@ import os
 import re
 import signal
 import socket
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -39,6 +38,7 @@ from flyte_ddp.launch.process.output import LogTail, rank_stacks, read_error
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NUM_SLOTS, PHASES, NodeRanks, semaphore_prefix
 from flyte_ddp.launch.rank_start import ForkedProcess, kill_server, set_environment, start_rank
+from flyte_ddp.launch.scratch import own_directory
 from flyte_ddp.launch.stalls import (
     MAX_FRAMES,
     StalledRank,
@@ -86,7 +86,7 @@ def supervise(
     """
     try:
         _check_interfaces()
-        with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as logs:
+        with own_directory("ranks-") as logs:
             prepared = call_in_background(data) if data else None
             ranks = _Ranks(job, node, listener, logs, link, memory, relay or link.relay)
             try:
@@ -106,6 +106,7 @@ def supervise(
         end = {"outcome": "broken", "message": what, "cause": type(error).__name__}
     link.send_lines()
     link.send("end", **end, kept_steps=memory.steps, parts=memory.parts.held)
+    link.stop.close()
 
 
 def _check_interfaces() -> None:
@@ -273,6 +274,8 @@ class _Ranks:
         deadline = time.monotonic() + DEATH_GRACE
         while any(_has_group(rank.process.pid) for rank in self.ranks) and time.monotonic() < deadline:
             time.sleep(POLL_INTERVAL / 10)
+        for rank in self.ranks:
+            rank.process.close()  # its pipes, too
         _remove_semaphores(semaphore_prefix(self.logs))
         self._relay_logs(at_end=True)
 

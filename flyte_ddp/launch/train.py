@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from flyte_ddp.errors import ConfigError, log_failures
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.process.programs import Job, check_run_id, recipe_program
 from flyte_ddp.launch.run import Gang
+from flyte_ddp.launch.scratch import own_directory
 from flyte_ddp.observers.reports.run_card import card_files, run_card
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
@@ -91,8 +91,8 @@ def train(
     if not is_kept and (client is not None or not gang.is_on_this_machine):
         raise ConfigError("checkpoints: expected a URL that all machines reach, got none")
     with contextlib.ExitStack() as stack:
-        checkpoints = checkpoints or stack.enter_context(tempfile.TemporaryDirectory(prefix="checkpoints-"))
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="data-"))
+        checkpoints = checkpoints or stack.enter_context(own_directory("checkpoints-"))
+        directory = stack.enter_context(own_directory("data-"))
         prepare_data(prepared, data, Path(directory))
         place = stack.enter_context(gang.open_place(program, client=client))
         job = Job(program, checkpoints, time.time(), run_id, is_kept=is_kept)

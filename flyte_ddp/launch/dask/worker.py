@@ -42,8 +42,14 @@ END_GRACE = 10.0  # seconds for a supervisor whose pipe was closed to kill its r
 # Set by Dask for tasks that share a process with others; a rank has its share of the cores to itself.
 DASK_THREAD_LIMITS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
-# The shipped code comes before everything else, also before the working directory.
-BOOTSTRAP = "import sys; sys.path.insert(0, sys.argv[1]); from flyte_ddp.launch.dask.node import main; main()"
+# The standard library comes first, so that no module of a user's takes the place of one of its: neither in the working
+# directory nor on the worker's path. Then the shipped code, before what is installed here, maybe of another version.
+BOOTSTRAP = (
+    "import os, sys; lib = os.path.dirname(os.__file__); "
+    "own = [each for each in sys.path if each.startswith(lib) and '-packages' not in each]; "
+    "sys.path[:] = [*own, sys.argv[1], *(each for each in sys.path if each and each not in own)]; "
+    "from flyte_ddp.launch.dask.node import main; main()"
+)
 
 
 class Sealed:

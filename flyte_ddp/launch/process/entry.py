@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle  # type: ignore[import-untyped]
 
 from flyte_ddp import errors, events, session
+from flyte_ddp.config.main_module import show_working_directory
 from flyte_ddp.errors import StopRequested, StorageUnavailable
 from flyte_ddp.launch.process.background import call_in_background
 from flyte_ddp.launch.process.collectives import watch_main_thread
@@ -97,6 +98,7 @@ def run_rank(
         logs: directory of the rank's files for the length of the run; see output.py.
         memory: of the node, as `RankProcess` has it from `memory` on.
     """
+    show_working_directory()
     open_standard_streams()
     os.setpgid(0, 0)  # so that the supervisor can kill this process with all that it starts, such as loader workers
     # The supervisor removes what loader processes leave when they are killed.

@@ -1,0 +1,36 @@
+"""Temporary directories, which the next run removes where the process that owned them was killed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+OWNER = ".owner"  # ends the name of a file beside a directory, which the directory's owner keeps locked
+
+
+@contextlib.contextmanager
+def own_directory(prefix: str, parent: str | None = None) -> Iterator[str]:
+    """Make a directory for the length of the block, and remove those that killed processes have left there."""
+    for left in Path(parent or tempfile.gettempdir()).glob(f"{prefix}*{OWNER}"):
+        with contextlib.suppress(OSError), open(left, "r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while the owner lives
+            _remove(left)
+    with tempfile.NamedTemporaryFile(prefix=prefix, suffix=OWNER, dir=parent, delete=False) as lock:
+        with contextlib.suppress(OSError):  # a file system without locks: then nothing is removed
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        directory = lock.name.removesuffix(OWNER)
+        os.mkdir(directory, 0o700)
+        try:
+            yield directory
+        finally:
+            _remove(Path(lock.name))
+
+
+def _remove(owner: Path) -> None:
+    shutil.rmtree(str(owner).removesuffix(OWNER), ignore_errors=True)
+    owner.unlink(missing_ok=True)

@@ -1,0 +1,103 @@
+"""What a run leaves behind it, and what a user's own machine may have that it must not stumble over."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import flyte_ddp
+from flyte_ddp.launch.scratch import own_directory
+from tests.support.runs import REPOSITORY
+
+STANDARD = ("random", "token", "queue", "logging", "socket", "pickle", "types", "struct", "tempfile", "json")
+SCRIPT = "import sys, helper; print('beside', helper.NAME, flush=True)\n"
+COMMAND = "import sys; sys.path[0] = sys.argv.pop(1); from flyte_ddp.__main__ import main; sys.exit(main())"
+
+
+def number_of_ranks():
+    return int(os.environ["WORLD_SIZE"])
+
+
+def test_runs_leave_no_open_file():
+    counts = []
+    gc.disable()  # a pipe that waits to be collected is a pipe that is open
+    try:
+        for _ in range(4):
+            assert flyte_ddp.run(number_of_ranks, nproc_per_node=2) == 2
+            counts.append(len(os.listdir("/proc/self/fd")))
+    finally:
+        gc.enable()
+    assert len(set(counts[1:])) == 1, counts
+
+
+def test_the_directory_of_a_killed_process_is_removed_by_the_next(tmp_path):
+    code = (
+        "import sys, time; from flyte_ddp.launch.scratch import own_directory\n"
+        "with own_directory('ranks-', sys.argv[1]) as d: print(d, flush=True); open(d + '/log', 'w'); time.sleep(600)"
+    )
+    others = []
+    for _ in range(2):
+        others.append(
+            subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+        )
+    killed, living = (Path(each.stdout.readline().strip()) for each in others)
+    mine = tmp_path / "ranks-mine"
+    mine.mkdir()
+    others[0].kill()
+    others[0].wait()
+    assert killed.is_dir()
+    with own_directory("ranks-", str(tmp_path)) as directory:
+        assert not killed.exists()
+        assert living.is_dir()
+        assert Path(directory).stat().st_mode & 0o777 == 0o700
+    others[1].kill()
+    others[1].wait()
+    with own_directory("ranks-", str(tmp_path)):
+        pass
+    assert list(tmp_path.iterdir()) == [mine]  # whose owner is not known
+    for each in others:
+        each.stdout.close()
+
+
+@pytest.mark.parametrize("length", [75, 200])
+def test_a_recipe_trains_whatever_the_length_of_tmpdir(length, tmp_path):
+    with tempfile.TemporaryDirectory(dir="/tmp") as root:
+        directory = Path(root, *["d" * 40] * (length // 41), "e" * max(1, length - len(root) - length // 41 * 41 - 2))
+        directory.mkdir(parents=True)
+        code = (
+            "from flyte_ddp.launch.rank_start import start_server, wait_for_server\n"
+            "from multiprocessing import forkserver\nfrom multiprocessing.connection import Listener\n"
+            "assert start_server(('json',)); wait_for_server()\n"
+            "address = forkserver._forkserver._forkserver_address\n"
+            "assert len(Listener().address) < 108; print(address)"
+        )
+        environment = {**os.environ, "TMPDIR": str(directory)}
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=REPOSITORY, env=environment, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert not done.stdout.startswith(str(directory))
+        assert not Path(done.stdout.strip()).parent.exists()  # it is removed at the end
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_modules_with_names_of_the_standard_library_beside_a_script_end_nothing(num_nodes, tmp_path):
+    for name in STANDARD:
+        (tmp_path / f"{name}.py").write_text("raise ImportError('the one beside the script')\n")
+    (tmp_path / "helper.py").write_text("NAME = 'mine'\n")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    on = [] if num_nodes == 1 else ["--nnodes", "2", "--cluster", json.dumps({"kind": "local"})]
+    arguments = ["run", *on, "--nproc-per-node", "1", "--checkpoints", str(tmp_path / "c"), "train.py"]
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, REPOSITORY, *arguments], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "PYTHONSAFEPATH": "", "HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("beside mine\n") == num_nodes
