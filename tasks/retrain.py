@@ -33,6 +33,8 @@ from tasks.prepare import PreparedData
 from tasks.resources import EVALUATION_TASK, SMALL_TASK, code_version
 
 ONE_NODE, CLUSTER, NOTHING = "one_node", "cluster", "nothing"
+# The kickoff time of a start that no schedule made: a default has to be a time, which `now` at the import is not.
+BY_HAND = datetime.datetime.fromtimestamp(0, datetime.timezone.utc)
 DECK_NAME = "Retraining"
 MAX_VERSIONS = 20  # in the report
 
@@ -176,11 +178,12 @@ def _challenge(
     execution: Execution,
     initial_state: str,
 ) -> Challenge:
+    begun = datetime.datetime.now() if kickoff_time == BY_HAND else kickoff_time
     return Challenge(
         recipe=recipe,
         config=config,
         directory=Path(data.download() or data.path),
-        kickoff_time=kickoff_time.astimezone(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        kickoff_time=begun.astimezone(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         code_version=code_version(),
         execution=execution.run_id,
         initial_state=initial_state,

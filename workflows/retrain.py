@@ -2,7 +2,7 @@
 
 The tasks have the logic, and flyte_ddp/promotion/policy.py has the rules.
 
-pyflyte run workflows/retrain.py retrain_wf --kickoff_time now --champion /tmp/champion
+pyflyte run workflows/retrain.py retrain_wf --champion /tmp/champion
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tasks.inputs import ClusterInput, OptionalCluster, OptionalOverrides, Optio
 from tasks.outputs import RetrainingOutputs
 from tasks.prepare import PreparedData, prepare
 from tasks.registration import launch_plan
-from tasks.retrain import CLUSTER, ONE_NODE, judge_challenger, keep_champion, plan_retraining
+from tasks.retrain import BY_HAND, CLUSTER, ONE_NODE, judge_challenger, keep_champion, plan_retraining
 from tasks.train import train_on_cluster, train_on_one_node
 
 
 @workflow
 def retrain_wf(
-    kickoff_time: datetime,
+    kickoff_time: datetime = BY_HAND,
     champion: str = "",
     recipe: str = "digits",
     config: OptionalOverrides = None,
@@ -46,7 +46,7 @@ def retrain_wf(
     Returns the outcome and its reason, the version of the champion now, the metrics of both, and an HTML report.
 
     Args:
-        kickoff_time: when the schedule started it; now, by hand
+        kickoff_time: when the schedule started it; by hand, when it begins
         champion: directory or URL where the champion and its predecessors are kept; by default a place of the project's
             own in Flyte's store; required in a local run
         recipe: what to train: digits, mnist, or the dotted name of your own, such as recipes.wine.Wine

@@ -255,7 +255,9 @@ class Report(Page):
                 break
             shown.append(sample)
         num_wrong = sum(sample["kind"] == "wrong" for sample in samples)
-        note = f"{len(every) - num_wrong} of {len(every)} right, {num_wrong} wrong"
+        total = self._state.started.num_test_samples if self._state.started else 0
+        first = f"the first {len(every)} of {total:,} held-out samples" if total > len(every) else "held-out samples"
+        note = f"{len(every) - num_wrong} of {len(every)} right, {num_wrong} wrong: {first}"
         if any(each.error is not None for each in every):
             note = f"{len(every)} held-out samples, the largest error first"
         if len(shown) < len(every):
