@@ -116,13 +116,13 @@ for module in pkgutil.walk_packages(flyte_ddp.__path__, "flyte_ddp."):
 
 from flyte_ddp import Regression
 from flyte_ddp.observers.reports.drawing import Panel
-from flyte_ddp.observers.reports.page import draw
+from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.studies.search import build_trials, expand_grid
 from pathlib import Path
 
 here = Path({str(tmp_path)!r})
-(here / "text.parquet").touch()
+(here / "text.parquet").write_bytes(b"PAR1")
 grid = {{"learning_rate": {{"low": 0.1, "high": 1}}}}
 for act in (
     lambda: get_recipe("digits", {{}}).prepare("", here),
@@ -136,7 +136,7 @@ for act in (
         act()
     except ValueError as error:
         print(error)
-print(*draw([Panel("a", "b", "c", None)]))
+print(*Report().draw(lambda: [Panel("a", "b", "c", None)]))
 """
     status, output = run([core], "-S", "-c", program, cwd=tmp_path)
     assert status == 0, output

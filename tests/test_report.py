@@ -148,7 +148,7 @@ def test_the_report_of_a_finished_run_is_complete():
         "1 min 33 s",
         "CPU, 1 thread each",
         "0.052",  # 2 x 93 s in hours
-        "312 of 320 right, 8 wrong",
+        "312 of 320 right, 8 wrong: the first 320 of 10,000 held-out samples",
         "MNIST, 60,000 training and 10,000 held-out images of 28x28",
         "learning_rate 0.002 default 0.001",
         "seed 0",

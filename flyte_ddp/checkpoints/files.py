@@ -18,7 +18,7 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
 from flyte_ddp.storage.weights import from_bytes
 
-FORMAT = 1  # of the tensors' layout; another one is refused
+FORMAT = 2  # of a checkpoint; another one is refused
 
 Entry = dict[str, Any]  # of a file in a manifest: "file", "bytes" and a checksum
 
