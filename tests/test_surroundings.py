@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -58,6 +59,13 @@ def test_a_loopback_that_is_down_is_named(monkeypatch):
     monkeypatch.setattr(socket, "create_connection", refuse)
     with pytest.raises(ConfigError, match=r"^127.0.0.1: expected a loopback interface that is up .*unreachable$"):
         local.listening_socket("127.0.0.1")
+
+
+def test_a_worker_that_may_not_start_ranks_is_told_how_it_may(monkeypatch):
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # as Dask's nanny starts its own
+    expected = r"^flyte_ddp\.run: expected .* a daemonic one, .*: set DASK_DISTRIBUTED__WORKER__DAEMON=False .* client$"
+    with pytest.raises(ConfigError, match=expected):
+        flyte_ddp.run(train, nproc_per_node=1, max_restarts=3)
 
 
 @pytest.mark.parametrize("start", ["a function", "a script"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import multiprocessing
 import queue
 import socket
 import sys
@@ -57,6 +58,11 @@ class LocalPlace:
         num_processes = self.num_processes
         if num_processes < 1:
             raise ConfigError(f"num_processes: expected a whole number of at least 1, got {num_processes}")
+        if multiprocessing.current_process().daemon:
+            raise ConfigError(
+                "flyte_ddp.run: expected a process that may have children, got a daemonic one, as workers of Dask and "
+                "of pools are: set DASK_DISTRIBUTED__WORKER__DAEMON=False before they start, or call it from the client"
+            )
         check_requested_gpus()
         gpus = num_gpus()
         if gpus and num_processes > gpus:
