@@ -354,15 +354,19 @@ def _describe_not_finite(challenge: Challenge, state: Mapping[str, Any]) -> str:
 
 
 def _build_model(challenge: Challenge) -> tuple[Recipe, Any]:
+    from flyte_ddp.rank.agreement import open_datasets
+
     recipe = get_recipe(challenge.recipe, challenge.config.recipe_options)
-    recipe.datasets(challenge.directory)  # sets, for some recipes, the classes
+    open_datasets(recipe, challenge.directory, challenge.config)  # sets, for some recipes, the classes
     return recipe, recipe.model()
 
 
 def _describe_samples(challenge: Challenge) -> tuple[int, int, list[str]]:
     """Return the numbers of training and of held-out samples, and the names of their classes."""
+    from flyte_ddp.rank.agreement import open_datasets
+
     recipe = get_recipe(challenge.recipe, challenge.config.recipe_options)
-    train, test = recipe.datasets(challenge.directory)
+    train, test = open_datasets(recipe, challenge.directory, challenge.config)
     num_train = len(train)  # type: ignore[arg-type]
     num_test = len(test)  # type: ignore[arg-type]
     return min(num_train, challenge.config.sample_size or num_train), num_test, list_class_names(recipe)

@@ -5,22 +5,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from flyte_ddp.config.fields import whole_number
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.rank.data import SeededDataset, derived_seed, epoch_order, seed_generators
+from flyte_ddp.rank.data import SeededDataset, derived_seed, epoch_order, isolate_draws, seed_generators
 from flyte_ddp.rank.nested import collate
 
 if TYPE_CHECKING:
@@ -106,13 +103,13 @@ class EpochBatches:
         if self.num_workers:
             samples = DataLoader(samples, batch_size=None, num_workers=1, generator=torch.Generator())
         stream, draws = iter(samples), list[Any]()
-        with _isolate_draws(draws):
+        with isolate_draws(draws):
             done = sum(1 for _ in itertools.islice(stream, self.first))
         if done < self.first:
             expected = f"expected at least the {self.first} samples that the checkpoint's epoch had done, got {done}"
             raise ConfigError(f"session.batches: dataset: {expected}")
         while True:
-            with _isolate_draws(draws):
+            with isolate_draws(draws):
                 batch = list(itertools.islice(stream, self.global_batch_size))
             if not batch:
                 return
@@ -184,7 +181,7 @@ class _IsolatedDataset(SeededDataset):
     """Leaves the loop's own random draws alone: in a loader without processes they share their generators."""
 
     def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[Any]:
-        with _isolate_draws([]):
+        with isolate_draws([]):
             return super().__getitems__(places)
 
 
@@ -198,30 +195,3 @@ class _SeededStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         seed_generators(self.seed)
         yield from self.samples
-
-
-@contextlib.contextmanager
-def _isolate_draws(draws: list[Any]) -> Iterator[None]:
-    """Leave the loop's own random draws alone in the block, which goes on with those of the block before.
-
-    Args:
-        draws: the generators' states between two blocks; empty before the first one.
-    """
-    own = _generator_states()
-    if draws:
-        _set_generators(draws)
-    try:
-        yield
-    finally:
-        draws[:] = _generator_states()
-        _set_generators(own)
-
-
-def _generator_states() -> list[Any]:
-    return [random.getstate(), numpy.random.get_state(), torch.get_rng_state()]
-
-
-def _set_generators(states: Sequence[Any]) -> None:
-    random.setstate(states[0])
-    numpy.random.set_state(states[1])
-    torch.set_rng_state(states[2])

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import EpochFinished
+from flyte_ddp.rank.agreement import open_datasets
 from flyte_ddp.rank.evaluation import evaluate_state
 from flyte_ddp.rank.metrics import HeldOutMetrics, read_figures, read_value
 from flyte_ddp.rank.nested import map_tensors
@@ -61,7 +62,7 @@ class Measurement:
         self._parts: list[Any] = [each for each in modules if getattr(each, "metric_state", None)]
         self._can_merge = bool(self._parts) and all(map(_can_merge, self._parts))
         if self._metric is not None:
-            num_samples = len(recipe.datasets(directory)[1])  # type: ignore[arg-type]
+            num_samples = len(open_datasets(recipe, directory, config)[1])  # type: ignore[arg-type]
             size = min(config.evaluation_batch_size, math.ceil(num_samples / MAX_BLOCKS))
             config = dataclasses.replace(config, evaluation_batch_size=size)
         result = evaluate_state(recipe, config, state, directory, self._add)

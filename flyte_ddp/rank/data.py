@@ -6,6 +6,7 @@ depend on the number of ranks, every sample is in exactly one shard, and a run c
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import random
 import warnings
@@ -249,6 +250,33 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed & 0xFFFF_FFFF)  # it takes 32 bits
     torch.default_generator.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def isolate_draws(draws: list[Any]) -> Iterator[None]:
+    """Leave the process's own random draws alone in the block, which goes on with those of the block before.
+
+    Args:
+        draws: the generators' states between two blocks; empty before the first one.
+    """
+    own = _generator_states()
+    if draws:
+        _set_generators(draws)
+    try:
+        yield
+    finally:
+        draws[:] = _generator_states()
+        _set_generators(own)
+
+
+def _generator_states() -> list[Any]:
+    return [random.getstate(), numpy.random.get_state(), torch.get_rng_state()]
+
+
+def _set_generators(states: Sequence[Any]) -> None:
+    random.setstate(states[0])
+    numpy.random.set_state(states[1])
+    torch.set_rng_state(states[2])
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:

@@ -31,7 +31,7 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import read_object
 from flyte_ddp.errors import ConfigError, DataError, StorageDenied, StorageUnavailable
 from flyte_ddp.launch.process.programs import recipe_program
-from flyte_ddp.rank.contract import check_datasets
+from flyte_ddp.rank.agreement import open_datasets
 from flyte_ddp.rank.data import Batch, open_samples, take_sample
 from flyte_ddp.rank.initial_state import freeze_layers
 from flyte_ddp.rank.main import send_process_bytes
@@ -334,7 +334,7 @@ def measure_process(name: str, config: TrainingConfig, directory: Path) -> int:
 
 def estimate_prepared(recipe: Recipe, config: TrainingConfig, directory: Path) -> Estimate:
     """Return the estimate by the prepared data in `directory`. Raises ConfigError if the recipe's own code raises."""
-    train, test = check_datasets(recipe, recipe.datasets(directory))
+    train, test = open_datasets(recipe, directory, config)
     config = dataclasses.replace(config, data_workers=0)
     samples = open_samples([take_sample(train, config), test], recipe, config, ALONE)[0]
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, NonFiniteLoss
 from flyte_ddp.events import EpochFinished
+from flyte_ddp.rank.agreement import open_datasets
 from flyte_ddp.rank.data import Samples, evaluation_shard, num_common_batches, open_samples
 from flyte_ddp.rank.initial_state import mismatch
 from flyte_ddp.rank.metrics import HeldOutMetrics
@@ -106,7 +107,7 @@ def evaluate_state(
     """
     world = single_process_world()
     config = dataclasses.replace(config, compile=False)  # which takes longer than one pass over the data
-    _, test = recipe.datasets(directory)
+    _, test = open_datasets(recipe, directory, config)
     (samples,) = open_samples([test], recipe, config, world)
     model = recipe.model()
     if problem := mismatch(model.state_dict(), state, list_class_names(recipe)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import platform
 import resource
 import sys
@@ -30,7 +31,8 @@ from flyte_ddp.errors import log_failures
 from flyte_ddp.launch.process.entry import keep_freed_memory, return_freed_memory
 from flyte_ddp.launch.process.link import RankProcess
 from flyte_ddp.launch.process.session import Session
-from flyte_ddp.rank.contract import check_contract, check_datasets
+from flyte_ddp.rank.agreement import check_ranks, describe_samples, open_datasets
+from flyte_ddp.rank.contract import check_contract
 from flyte_ddp.rank.data import open_samples, take_sample
 from flyte_ddp.rank.fast_start import avoid_importing_dynamo, call_around_compilations
 from flyte_ddp.rank.inspection import describe_layers, make_predictions, sample_inputs
@@ -106,8 +108,11 @@ def train(
     recipe = get_recipe(name, config.recipe_options)
     directory = current.wait_for_data()
     data = describe_data(directory)
-    train_data, test_data = check_datasets(recipe, recipe.datasets(directory))
+    train_data, test_data = open_datasets(recipe, directory, config)
     train, test = open_samples([take_sample(train_data, config), test_data], recipe, config, world)
+    read = functools.partial(describe_samples, recipe, config, train, test)
+    facts = read()
+    check_ranks(recipe, config, facts, read, world)
     current.beat(0)
     torch.manual_seed(config.seed)
     model = build_model(recipe, config, world)
@@ -116,7 +121,7 @@ def train(
     store = current.open_checkpoints(config.checkpoints_to_keep, peers)
     fingerprint = data["fingerprint"]
     version = data["recipe_version"]
-    trainer = Trainer(recipe, config, world, model, train, test, current, fingerprint, initial_state, version)
+    trainer = Trainer(recipe, config, world, model, train, test, current, fingerprint, initial_state, version, facts)
     if config.compile:
         beat_while_compiling(trainer.beat)
     with keep_beating(trainer.beat):  # a large checkpoint takes its time
@@ -257,7 +262,7 @@ def send_process_bytes(name: str, config: TrainingConfig, directory: Path, answe
     keep_freed_memory()
     _prepare_process(config, num_threads=1)
     recipe = get_recipe(name, config.recipe_options)
-    train_data, test_data = check_datasets(recipe, recipe.datasets(directory))
+    train_data, test_data = open_datasets(recipe, directory, config)
     samples, _ = open_samples([take_sample(train_data, config), test_data], recipe, config, ALONE)
     next(iter(samples.batches([torch.arange(1)], epoch=1)))
     with process_group(ALONE, "gloo", HashStore(), config.collective_timeout):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import time
@@ -31,6 +32,7 @@ from flyte_ddp.events import EpochFinished, HistogramsTaken, Reported, find_best
 from flyte_ddp.launch.process.memory import KEEP_TIMEOUT
 from flyte_ddp.launch.process.session import Session
 from flyte_ddp.rank import inspection
+from flyte_ddp.rank.agreement import Facts, check_checkpoint, describe_samples
 from flyte_ddp.rank.batch_norm import keep_frozen_statistics
 from flyte_ddp.rank.data import Samples, epoch_shards, num_batches
 from flyte_ddp.rank.evaluation import Evaluation, FlopsUtilization, evaluate, share_buffers
@@ -70,6 +72,7 @@ class Trainer:
     # model's own weights. Noted in checkpoints likewise.
     initial_state: str = ""
     recipe_version: str = ""  # SHA-256 of the recipe's code, noted likewise
+    data_facts: Facts = dataclasses.field(default_factory=dict)  # of `describe_samples`; noted there as well
 
     def __post_init__(self) -> None:
         recipe, config, world, model = self.recipe, self.config, self.world, self.model
@@ -260,6 +263,7 @@ class Trainer:
             "data_fingerprint": self.data_fingerprint,
             "initial_state": redact_values(self.initial_state),
             "recipe": [type(self.recipe).__qualname__, self.recipe_version],
+            "data_facts": self.data_facts,
             "progress": progress.to_dict(),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -317,6 +321,11 @@ class Trainer:
             theirs, ours = state.get("recipe"), [type(self.recipe).__qualname__, self.recipe_version]
             if theirs not in (None, ours) and self.world.is_first:  # it may be a mistake that was corrected
                 logger.warning("the run of %s goes on with other code: recipe %s %s, before %s %s", url, *ours, *theirs)
+            if state["config"]["recipe_options"] == redact_values(
+                self.config.recipe_options
+            ):  # augmentation may change
+                read = functools.partial(describe_samples, self.recipe, self.config, self.train, self.test)
+                check_checkpoint(self.recipe, self.data_facts, read, state, url)
             load_model(self.model, state["model"])
             load_optimizer(self.optimizer, state["optimizer"])
             self._best_is_unsaved = bool(loaded.place) and self._needed_step(state) == state["progress"]["step"]

@@ -1,0 +1,187 @@
+"""Facts that all ranks must have in common: the samples, the names of the classes, the configuration.
+
+A split that each rank draws for itself, or class numbers in the order of a set, train the wrong thing without an error.
+So the facts are compared before the first step of every attempt, and with those of the checkpoint that it resumes from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import random
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+from torch.utils.data import Dataset
+
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.rank.contract import check_datasets
+from flyte_ddp.rank.data import Samples, derived_seed, isolate_draws, seed_generators
+from flyte_ddp.recipes import Recipe, locate
+from flyte_ddp.world import World
+
+NUM_SAMPLES = 8  # that stand for all of a data set
+MAX_NUMBERS = 2**20  # of a tensor that are looked at
+# Of a mean: decoding and resizing differ in the last digits between processors. Integers are compared to the bit.
+TOLERANCE = 1e-4
+REMEDY = "seed what draws the samples, and sort what lists them"
+
+Facts = dict[str, Any]  # plain values by their names in an error; a sample's is a list, of which each part has an entry
+Read = Callable[[], Facts]  # reads the samples once more, where facts differ; none where that cannot be done
+
+
+def open_datasets(recipe: Recipe, directory: Path, config: TrainingConfig) -> tuple[Dataset[Any], Dataset[Any]]:
+    """Return the recipe's training and held-out data, checked. It draws the same in every process of a run.
+
+    So a split without a seed is one split: of all ranks, after a resume, and of who compares two models later.
+    """
+    with isolate_draws([]):
+        seed_generators(derived_seed(config.seed, *b"datasets"))
+        return check_datasets(recipe, recipe.datasets(directory))
+
+
+def choose_samples(num_samples: int, seed: int) -> list[int]:
+    """Return the numbers of the samples to compare: the first, the last, and some between."""
+    if num_samples <= NUM_SAMPLES:
+        return list(range(num_samples))
+    return sorted({0, num_samples - 1, *random.Random(seed).sample(range(num_samples), NUM_SAMPLES - 2)})
+
+
+def describe_samples(recipe: Recipe, config: TrainingConfig, train: Samples, test: Samples) -> Facts:
+    """Return the facts of a recipe's data, which checkpoints have as well."""
+    names = recipe.class_names
+    facts: Facts = {"class_names": str([str(name) for name in names] if isinstance(names, Iterable) else names)}
+    for name, samples in (("training", train), ("held-out", test)):
+        facts[f"number of {name} samples"] = len(samples)
+        chosen = choose_samples(len(samples), config.seed)
+        indices = [torch.tensor([index], device=samples.index_device) for index in chosen]
+        with isolate_draws([]):
+            for index, sample in zip(chosen, samples.batches(indices, epoch=0), strict=True):
+                facts[f"{name} sample {index}"] = summarize(sample)
+    return facts
+
+
+def check_ranks(recipe: Recipe, config: TrainingConfig, facts: Facts, read: Read, world: World) -> None:
+    """Check that this rank has the configuration and the data of rank 0. Every rank calls it.
+
+    Args:
+        facts: of the recipe's data.
+
+    Raises:
+        ConfigError: it has not; names the field and the rank.
+    """
+    mine = {**{f"config.{name}": repr(value) for name, value in dataclasses.asdict(config).items()}, **facts}
+    if found := find_difference(world.broadcast_object(mine), mine, read):
+        name, expected, got = found
+        remedy, place = ("", "") if name not in facts else (f": {REMEDY}", f"{locate(recipe, 'datasets')}: ")
+        expected = f"expected {expected} on all ranks, as on rank 0"
+        raise ConfigError(f"{place}{name}: {expected}, got {got} on rank {world.rank}{remedy}")
+
+
+def check_in_store(facts: Facts, read: Read, store: Store, key: str, rank: int, ranks: Sequence[int]) -> None:
+    """Check the facts of a data set of `session.batches`, for which no rank waits: another one may never call.
+
+    Each rank writes its own facts before it looks at those of others. So of two one sees both.
+
+    Args:
+        key: of this comparison, in `store`.
+        ranks: that must have the same; the others are compared with the first of them.
+
+    Raises:
+        ConfigError: they have not; names the field and the rank.
+    """
+    store.set(f"{key}/{rank}", json.dumps(facts))
+    for other in ranks if rank == ranks[0] else ranks[:1]:
+        if other == rank or not store.check([f"{key}/{other}"]):
+            continue
+        theirs = json.loads(store.get(f"{key}/{other}"))
+        first, second = (facts, theirs) if rank == ranks[0] else (theirs, facts)
+        if found := find_difference(first, second, read):
+            name, expected, got = found
+            expected = f"expected {expected} on all ranks, as on rank {ranks[0]}"
+            got = f"got {got} on rank {other if rank == ranks[0] else rank}"
+            remedy = "every rank reads the whole data set and keeps its own part, so do not split it by rank, "
+            raise ConfigError(f"session.batches: {name}: {expected}, {got}: {remedy}{REMEDY}")
+
+
+def check_checkpoint(recipe: Recipe, facts: Facts, read: Read, checkpoint: Mapping[str, Any], url: str) -> None:
+    """Check that a checkpoint was written with the same data and the same options of the recipe.
+
+    Raises:
+        ConfigError: it was not; names the field.
+    """
+    theirs = checkpoint.get("data_facts") or facts  # those of an earlier version have none
+    if found := find_difference(theirs, facts, read):
+        name, expected, got = found
+        expected = f"expected {expected}, with which {url} was written, got {got}: {REMEDY}"
+        raise ConfigError(
+            f"{locate(recipe, 'datasets')}: {name}: {expected}; other data need another place for the checkpoints"
+        )
+
+
+def find_difference(expected: Facts, got: Facts, read: Read) -> tuple[str, str, str] | None:
+    """Return the name of the first fact that differs, and its values as an error shows them; None if there is none.
+
+    What differs between two readings in this process, by a generator that nobody can seed, is left out.
+    """
+    names = [name for name in {**expected, **got} if not _is_same(expected.get(name), got.get(name))]
+    again = [read(), read()] if any(isinstance(got.get(name), list) for name in names) else []
+    for name in names:
+        one, other = expected.get(name), got.get(name)
+        if not (isinstance(one, list) and isinstance(other, list)):
+            return name, str(one), str(other)
+        parts = itertools.zip_longest(one, other, *(each.get(name, []) for each in again))
+        if any(not _is_same(*part[:2]) and all(map(_is_same, part[2:], part[3:])) for part in parts):
+            return name, "the same", "another one"
+    return None
+
+
+def summarize(sample: Any) -> list[Any]:
+    """Return plain values that are equal for equal samples, one for each tensor, array or number in them."""
+    return [_summarize_part(part) for part in _parts(sample)]
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = vars(value)
+    if isinstance(value, (Mapping, tuple, list)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _parts(each)
+    else:
+        yield value
+
+
+def _summarize_part(part: Any) -> Any:
+    if not isinstance(part, Tensor):
+        try:
+            part = torch.as_tensor(numpy.asarray(part))
+        except (TypeError, ValueError, RuntimeError):  # text, or an object
+            return [type(part).__name__, zlib.crc32(str(part).encode()) if isinstance(part, (str, bytes)) else 0]
+    part = part.detach().cpu()
+    if part.layout is not torch.strided or part.is_quantized or not part.numel():
+        return str(part)
+    kind = [list(part.shape), str(part.dtype)]
+    numbers = (torch.view_as_real(part) if part.is_complex() else part).flatten()
+    if not numbers.is_floating_point() and numbers.dtype != torch.uint8:
+        return [*kind, zlib.crc32(bytes(numbers.contiguous().view(torch.uint8).numpy()))]
+    numbers = numbers[:: -(-len(numbers) // MAX_NUMBERS)].double().nan_to_num(0.0, 0.0, 0.0)
+    scale = float(numbers.abs().mean()) or 1.0
+    waves = torch.arange(len(numbers), dtype=torch.float64).cos()  # so that their order counts
+    return [*kind, scale, float(numbers.mean()) / scale, float((numbers * waves).mean()) / scale]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    return bool(one == other)
