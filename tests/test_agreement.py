@@ -21,9 +21,9 @@ from flyte_ddp.rank.agreement import (
     check_ranks,
     describe_samples,
     find_difference,
-    open_datasets,
     summarize,
 )
+from flyte_ddp.rank.contract import open_datasets
 from flyte_ddp.rank.data import open_samples, take_sample
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.world import ALONE, World

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
+import itertools
 import json
 import os
 import random
@@ -17,7 +20,8 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.distributed import HashStore
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 import flyte_ddp
 from flyte_ddp import events, session
@@ -79,6 +83,15 @@ def batches_of(rank, world_size, monkeypatch, dataset=NUMBERS, *arguments, **opt
     return found
 
 
+def resume_at(position, monkeypatch):
+    """A session of one rank that has loaded a checkpoint with this position."""
+    current, _ = session_of()
+    current._position = current._resumed = position
+    current._num_sets = position.get("num_sets", 0)
+    monkeypatch.setattr(session, "_current", current)
+    return current
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("dataset", [NUMBERS, Stream()])
 def test_each_sample_is_in_one_batch_which_is_the_same_at_any_number_of_ranks(world_size, dataset, monkeypatch):
@@ -105,13 +118,11 @@ def test_the_ranks_of_a_mesh_share_a_batch_in_the_order_of_their_places(dataset,
 def test_shards_are_resumed_in_mid_epoch_at_another_number_of_ranks(num_workers, tmp_path, monkeypatch):
     whole = [batches_of(0, 1, monkeypatch, Shards(tmp_path), epoch) for epoch in range(3)]
     assert len({str(each) for each in whole}) > 1, "the epochs have one order"
-    current, _ = session_of()
-    monkeypatch.setattr(session, "_current", current)
-    current._resumed = {"epoch": 2, "num_samples": 12, "length": None}
-    ranks = [
-        batches_of(rank, 2, monkeypatch, Shards(tmp_path), 2, num_workers=num_workers if rank else 0)
-        for rank in range(2)
-    ]
+    ranks = []
+    for rank in range(2):
+        resume_at({"epoch": 2, "num_samples": 12, "length": None}, monkeypatch)
+        workers = num_workers if rank else 0
+        ranks.append(batches_of(rank, 2, monkeypatch, Shards(tmp_path), 2, num_workers=workers))
     rest = [sample for parts in zip(*ranks, strict=True) for samples, _ in parts for sample in samples]
     assert rest == [sample for samples, _ in whole[2][2:] for sample in samples]
 
@@ -141,9 +152,8 @@ def test_a_streams_draws_are_those_of_its_epoch_on_every_rank_and_after_a_restar
     assert [sample for parts in zip(*ranks, strict=True) for samples, _ in parts for sample in samples] == whole
     assert read(0, 1, 3) != read(0, 1, 2)
     assert read(0, 1, 2, seed=1) != read(0, 1, 2)
-    current, _ = session_of()
-    monkeypatch.setattr(session, "_current", current)
-    current._resumed = {"epoch": 2, "num_samples": 12, "length": None}
+    position = {"epoch": 2, "num_samples": 12, "length": None}
+    resume_at(position, monkeypatch)
     states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     expected = drawn()
     random.setstate(states[0])
@@ -151,8 +161,10 @@ def test_a_streams_draws_are_those_of_its_epoch_on_every_rank_and_after_a_restar
     torch.set_rng_state(states[2])
     assert [sample for samples, _ in read(0, 1, 2) for sample in samples] == whole[12:]
     assert drawn() == expected, "the loop's own draws have changed"
+    resume_at(position, monkeypatch)
     with pytest.raises(ConfigError, match=r"dataset: expected at least the 12 samples that .* had done, got 11"):
         list(session.batches(NoisyStream(11), BATCH, 2, num_workers=num_workers))
+    resume_at(position, monkeypatch)
     assert list(session.batches(NoisyStream(12), BATCH, 2, num_workers=num_workers)) == []
 
 
@@ -226,12 +238,14 @@ def test_only_one_data_set_is_tracked_at_a_time_and_none_may_change_its_length(m
         with pytest.raises(ConfigError, match="epoch: expected None for all but one data set at a time"):
             next(iter(session.batches(NUMBERS, BATCH, 0)))
         break
-    current._resumed = {"epoch": 1, "num_samples": 12, "length": SIZE}
+    resume_at({"epoch": 1, "num_samples": 12, "length": SIZE}, monkeypatch)
     assert list(session.batches(NUMBERS, BATCH, 0)) == []
     assert len(list(session.batches(NUMBERS, BATCH, 1))) == 2
     assert len(list(session.batches(NUMBERS, BATCH, 2))) == 4
-    current._resumed = {"epoch": 1, "num_samples": SIZE, "length": SIZE}  # saved after an epoch's last batch
+    done = {"epoch": 1, "num_samples": SIZE, "length": SIZE}  # saved after an epoch's last batch
+    resume_at(done, monkeypatch)
     assert list(session.batches(NUMBERS, BATCH, 1)) == []
+    resume_at(done, monkeypatch)
     with pytest.raises(ConfigError, match=r"dataset: expected 23 samples, with which .* was written, got 22"):
         next(iter(session.batches(torch.arange(22), BATCH, 1)))
 
@@ -260,27 +274,275 @@ def test_a_loop_over_epochs_begins_at_the_checkpoints(num_done, monkeypatch):
     for number, _ in enumerate(session.batches(NUMBERS, BATCH, 1), 1):
         if number == num_done:
             break
-    current._resumed = current._position
+    resume_at(current._position, monkeypatch)
     assert list(session.epochs(3)) == ([2] if num_done == 5 else [1, 2])
     left = [len(list(session.batches(NUMBERS, BATCH, epoch))) for epoch in session.epochs(3)]
     assert sum(left) == 8 - min(num_done, 4)
 
 
+class ByRank(IterableDataset):
+    """Gives each rank its own part, as is right for a DataLoader."""
+
+    def __iter__(self):
+        yield from range(int(os.environ["RANK"]), SIZE, int(os.environ["WORLD_SIZE"]))
+
+
+class OwnDraws(Noisy):
+    """Draws from a generator of its own too, which nobody can seed."""
+
+    def __init__(self):
+        self.generator = numpy.random.default_rng()
+
+    def __getitem__(self, index):
+        return {"own": torch.tensor(self.generator.random()), "other": super().__getitem__(index)}
+
+
+class OwnStream(IterableDataset):
+    def __iter__(self):
+        data = OwnDraws()
+        yield from (data[index] for index in range(SIZE))
+
+
+def numbers_of_rank(rank):
+    return Subset(NUMBERS, range(rank, SIZE - 1 + rank, 2))
+
+
+@pytest.mark.parametrize("comes_first", [0, 1])
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda rank: NUMBERS, None),
+        (lambda rank: Noisy(), None),
+        (lambda rank: OwnDraws(), None),
+        (lambda rank: OwnStream(), None),
+        (lambda rank: Stream(), None),
+        (lambda rank: NoisyStream(), None),
+        (lambda rank: iter(range(SIZE)), None),
+        (lambda rank: [(torch.tensor(number), {"name": str(number)}) for number in range(SIZE)], None),
+        (
+            numbers_of_rank,
+            r"dataset: sample \d+: expected the same on all ranks, as on rank 0, got another one on rank 1",
+        ),
+        (
+            lambda rank: ByRank(),
+            r"dataset: sample 0: .*, got another one on rank 1: every rank reads the whole data set",
+        ),
+        (lambda rank: iter(range(rank, SIZE, 2)), r"dataset: sample 0: expected the same .* another one on rank 1"),
+        (lambda rank: torch.arange(SIZE - rank), r"dataset: number of samples: expected 23 on .* got 22 on rank 1"),
+        (lambda rank: random.Random(rank).sample(range(SIZE), SIZE), r"dataset: sample \d+: expected the same"),
+        (lambda rank: [str(number + rank) for number in range(SIZE)], r"dataset: sample \d+: expected the same"),
+    ],
+)
+def test_ranks_compare_the_data_set_before_the_first_batch(make, problem, comes_first, monkeypatch):
+    num_workers = 1 if make(0).__class__ is OwnDraws else 0
+    store = HashStore()
+    for rank in (comes_first, 1 - comes_first):
+        current, _ = session_of(rank, 2, store)
+        monkeypatch.setattr(session, "_current", current)
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        for epoch in range(2 if not hasattr(make(rank), "__next__") else 1):
+            batches = iter(session.batches(make(rank), BATCH, epoch, num_workers=num_workers, collate_fn=list))
+            if problem is None or rank == comes_first:
+                assert len(list(batches)) >= 2
+                continue
+            with pytest.raises(ConfigError, match=problem) as caught:
+                next(batches)
+            assert "\n" not in str(caught.value)
+            break
+
+
+@pytest.mark.parametrize("options", [{"seed": 1}, {"shuffle": False}, {"global_batch_size": 8}])
+def test_ranks_compare_how_they_call(options, monkeypatch):
+    store = HashStore()
+    for rank in range(2):
+        current, _ = session_of(rank, 2, store)
+        monkeypatch.setattr(session, "_current", current)
+        call = {"global_batch_size": BATCH, **(options if rank else {})}
+        batches = iter(session.batches(NUMBERS, epoch=3, **call))
+        if rank == 0:
+            next(batches)
+        else:
+            with pytest.raises(ConfigError, match=rf"batches: {next(iter(options))}: expected .* got .* on rank 1"):
+                next(batches)
+
+
+def test_the_comparison_leaves_no_trace_in_the_data_set(monkeypatch):
+    class Counting(Noisy):
+        reads = 0
+
+        def __getitem__(self, index):
+            self.reads += 1
+            return super().__getitem__(index)
+
+    resume_at({}, monkeypatch)
+    data = Counting()
+    next(iter(session.batches(data, BATCH, 0)))
+    assert data.reads == BATCH
+
+
+def test_a_data_set_of_numbers_without_order_is_another_one_after_a_restart(monkeypatch):
+    current = resume_at({}, monkeypatch)
+    for _ in session.batches(NUMBERS, BATCH, 0):
+        break
+    for numbers, problem in (
+        (NUMBERS, None),
+        (TensorDataset(torch.arange(SIZE).flip(0)), "dataset: sample 0: expected"),
+    ):
+        resume_at(copy.deepcopy(current._position), monkeypatch)
+        if problem is None:
+            assert len(list(session.batches(numbers, BATCH, 0))) == 3
+            continue
+        with pytest.raises(
+            ConfigError, match=f"{problem} the same, with which the checkpoint was written, got another"
+        ):
+            next(iter(session.batches(numbers, BATCH, 0)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_masked_loss_is_weighed_by_tokens_as_the_page_says(world_size, monkeypatch):
+    page = (Path(__file__).parents[1] / "docs/your-own-function.md").read_text()
+    scope = {}
+    exec(next(each for each in page.split("```") if "def token_loss" in each).removeprefix("python"), scope)
+    draws = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(7, 5, 3, generator=draws), torch.randint(4, (7, 5), generator=draws)
+    for row in range(7):
+        targets[row, : row % 4] = -100
+    data, weights = TensorDataset(inputs, targets), torch.randn(3, 4, generator=draws)
+    for number in range(3):
+        shares = []
+        for rank in range(world_size):
+            monkeypatch.setenv("RANK", str(rank))
+            monkeypatch.setenv("WORLD_SIZE", str(world_size))
+            shares.append(list(session.batches(data, 3))[number])
+        samples = [(x, y) for (x, y), weight in shares if weight]
+        whole = torch.cat([x for x, _ in samples]), torch.cat([y for _, y in samples])
+        total = (whole[1] != -100).sum()
+        reduce = functools.partial(lambda total, tensor: tensor.copy_(total), total)
+        scope["dist"] = SimpleNamespace(all_reduce=reduce, get_world_size=lambda: world_size)
+        own = weights.clone().requires_grad_()
+        for (x, y), weight in shares:
+            (scope["token_loss"](x @ own, y, weight) / world_size).backward()  # as DDP: the mean over the ranks
+        plain = weights.clone().requires_grad_()
+        torch.nn.functional.cross_entropy((whole[0] @ plain).flatten(0, 1), whole[1].flatten()).backward()
+        torch.testing.assert_close(own.grad, plain.grad)
+
+
+class Once(IterableDataset):
+    def __init__(self):
+        self.samples = iter(range(SIZE))
+
+    def __iter__(self):
+        yield from self.samples
+
+
+@pytest.mark.parametrize("in_run", [True, False])
+@pytest.mark.parametrize("num_done", [2, 9])
+@pytest.mark.parametrize("make", [Once, lambda: (number for number in range(SIZE)), lambda: map(int, range(SIZE))])
+def test_a_generator_that_was_made_once_is_refused_in_its_second_epoch(make, num_done, in_run, monkeypatch):
+    if in_run:
+        resume_at({}, monkeypatch)
+    data = make()
+    assert len(list(itertools.islice(session.batches(data, BATCH, 0), num_done))) == min(num_done, 4)
+    if num_done == 2 and (make is Once or not in_run):
+        return  # what it has left cannot be told from an epoch
+    with pytest.raises(ConfigError, match="dataset: expected an iterable that begins anew in each epoch"):
+        list(session.batches(data, BATCH, 1))
+
+
+OTHERS = TensorDataset(torch.arange(17))
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "sets",
+    [
+        [NUMBERS],
+        [NUMBERS, OTHERS],
+        [Stream(), OTHERS],
+        [OTHERS, Stream(), NUMBERS],
+        [NUMBERS, NUMBERS],
+        [torch.arange(3), NUMBERS, torch.arange(6)],
+    ],
+)
+def test_data_sets_one_after_the_other_lose_and_double_nothing_wherever_it_is_killed(sets, seed, monkeypatch):
+    """It saves now and then, in the loops and between them, and is killed there too, before and after a save."""
+    draws, seen, position = random.Random(seed), Counter(), {}
+    saves, kills = draws.uniform(0.1, 0.7), draws.uniform(0.05, 0.2)
+    while True:
+        current, new = resume_at(copy.deepcopy(position), monkeypatch), Counter()
+
+        def pause(may_save, current=current, new=new):
+            nonlocal position
+            if draws.random() < kills:
+                raise Killed
+            if may_save and draws.random() < saves:
+                position = copy.deepcopy(current._position)
+                seen.update(new)
+                new.clear()
+                if draws.random() < kills:
+                    raise Killed
+
+        try:
+            for epoch in session.epochs(3):
+                for number, dataset in enumerate(sets):
+                    for batch, _ in session.batches(dataset, BATCH, epoch):
+                        samples = batch[0] if isinstance(batch, (tuple, list)) else batch
+                        new.update((epoch, number, sample) for sample in samples.tolist())
+                        pause(may_save=True)
+                    pause(may_save=epoch > 0 or len(sets) == 1)
+            break
+        except Killed:
+            continue
+    seen.update(new)
+    sizes = [SIZE if isinstance(each, Stream) else len(each) for each in sets]
+    whole = [(number, sample) for number, size in enumerate(sizes) for sample in range(size)]
+    assert seen == Counter((epoch, *each) for epoch in range(3) for each in whole)
+
+
+def test_a_data_set_that_a_loop_has_left_is_left_after_a_restart_too(monkeypatch):
+    current = resume_at({}, monkeypatch)
+    for _ in session.batches(NUMBERS, BATCH, 0):
+        break
+    for _ in session.batches(OTHERS, BATCH, 0):
+        break
+    resume_at(copy.deepcopy(current._position), monkeypatch)
+    assert list(session.batches(NUMBERS, BATCH, 0)) == []
+    assert len(list(session.batches(OTHERS, BATCH, 0))) == 2
+    resume_at(copy.deepcopy(current._position), monkeypatch)
+    assert list(session.batches(NUMBERS, BATCH, 0)) == []
+    with pytest.raises(
+        ConfigError, match="dataset: expected 17 samples, with which the checkpoint was written, got 23"
+    ):
+        list(session.batches(NUMBERS, BATCH, 0))
+
+
+class Tens(IterableDataset):
+    def __iter__(self):
+        yield from range(100, 110)
+
+
 def train(directory, dies_at):
-    """Two epochs; the rank that is last is killed after the step `dies_at`, of which it has a checkpoint two before."""
+    """Two epochs of two data sets; the last rank is killed after the step `dies_at`, with a checkpoint two before."""
     dist.init_process_group("gloo")
     state = session.load() or {"step": 0, "sum": 0.0}
     step, total = state["step"], torch.tensor(state["sum"], dtype=torch.float64)
     log = Path(directory, f"{os.getpid()}")
     for epoch in session.epochs(2):
-        for batch, weight in session.batches(NUMBERS, BATCH, epoch, num_workers=1):  # forked beside gloo's threads
+        numbers = session.batches(NUMBERS, BATCH, epoch, num_workers=1)  # forked beside gloo's threads
+        for batch, weight in itertools.chain(numbers, session.batches(Tens(), BATCH, epoch)):
+            batch = batch if isinstance(batch, (tuple, list)) else [batch]
             gradient = weight * batch[0].double().mean()  # as DDP's: the mean over the ranks
             dist.all_reduce(gradient)
             total += gradient / dist.get_world_size()
             step += 1
             with log.open("a") as file:
                 file.write(json.dumps([epoch, step, batch[0].tolist() if weight else []]) + "\n")
-            if step % 3 == 0:
+            if step % 5 == 0:
                 session.save({"step": step, "sum": total.item()}, step)
             if step == dies_at and not state["step"]:
                 session.current().wait()  # on rank 0, which writes
@@ -298,14 +560,17 @@ def test_a_restart_at_another_number_of_ranks_loses_and_doubles_no_sample(world_
     expected = flyte_ddp.run(train, str(tmp_path / "whole"), 0)
     options = {"checkpoints": str(tmp_path / "checkpoints")}
     with pytest.raises(RankFailure, match="SIGKILL"):
-        flyte_ddp.run(train, str(tmp_path / "log"), 5, nproc_per_node=world_sizes[0], max_restarts=0, **options)
+        flyte_ddp.run(train, str(tmp_path / "log"), 7, nproc_per_node=world_sizes[0], max_restarts=0, **options)
     before = lines_of(tmp_path / "log")
-    total = flyte_ddp.run(train, str(tmp_path / "log"), 5, nproc_per_node=world_sizes[1], **options)
-    after = [line for line in lines_of(tmp_path / "log") if line not in before]
-    assert min(step for _, step, _ in after) == 4
-    counts = Counter((epoch, sample) for epoch, step, samples in before if step <= 3 for sample in samples)
+    (tmp_path / "log").rename(tmp_path / "before")
+    (tmp_path / "log").mkdir()
+    total = flyte_ddp.run(train, str(tmp_path / "log"), 7, nproc_per_node=world_sizes[1], **options)
+    after = lines_of(tmp_path / "log")
+    assert min(step for _, step, _ in after) == 6
+    counts = Counter((epoch, sample) for epoch, step, samples in before if step <= 5 for sample in samples)
     counts += Counter((epoch, sample) for epoch, _, samples in after for sample in samples)
-    assert counts == Counter((epoch, sample) for epoch in range(2) for sample in range(SIZE))
+    numbers = [*range(SIZE), *range(100, 110)]
+    assert counts == Counter((epoch, sample) for epoch in range(2) for sample in numbers)
     assert total == pytest.approx(expected, rel=1e-12)
 
 

@@ -354,7 +354,7 @@ def _describe_not_finite(challenge: Challenge, state: Mapping[str, Any]) -> str:
 
 
 def _build_model(challenge: Challenge) -> tuple[Recipe, Any]:
-    from flyte_ddp.rank.agreement import open_datasets
+    from flyte_ddp.rank.contract import open_datasets
 
     recipe = get_recipe(challenge.recipe, challenge.config.recipe_options)
     open_datasets(recipe, challenge.directory, challenge.config)  # sets, for some recipes, the classes
@@ -363,7 +363,7 @@ def _build_model(challenge: Challenge) -> tuple[Recipe, Any]:
 
 def _describe_samples(challenge: Challenge) -> tuple[int, int, list[str]]:
     """Return the numbers of training and of held-out samples, and the names of their classes."""
-    from flyte_ddp.rank.agreement import open_datasets
+    from flyte_ddp.rank.contract import open_datasets
 
     recipe = get_recipe(challenge.recipe, challenge.config.recipe_options)
     train, test = open_datasets(recipe, challenge.directory, challenge.config)

@@ -12,21 +12,18 @@ import json
 import math
 import random
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
-from torch.utils.data import Dataset
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.rank.contract import check_datasets
-from flyte_ddp.rank.data import Samples, derived_seed, isolate_draws, seed_generators
-from flyte_ddp.recipes import Recipe, locate
+from flyte_ddp.rank.data import Samples, isolate_draws
+from flyte_ddp.recipes import Recipe, list_class_names, locate
 from flyte_ddp.world import World
 
 NUM_SAMPLES = 8  # that stand for all of a data set
@@ -39,16 +36,6 @@ Facts = dict[str, Any]  # plain values by their names in an error; a sample's is
 Read = Callable[[], Facts]  # reads the samples once more, where facts differ; none where that cannot be done
 
 
-def open_datasets(recipe: Recipe, directory: Path, config: TrainingConfig) -> tuple[Dataset[Any], Dataset[Any]]:
-    """Return the recipe's training and held-out data, checked. It draws the same in every process of a run.
-
-    So a split without a seed is one split: of all ranks, after a resume, and of who compares two models later.
-    """
-    with isolate_draws([]):
-        seed_generators(derived_seed(config.seed, *b"datasets"))
-        return check_datasets(recipe, recipe.datasets(directory))
-
-
 def choose_samples(num_samples: int, seed: int) -> list[int]:
     """Return the numbers of the samples to compare: the first, the last, and some between."""
     if num_samples <= NUM_SAMPLES:
@@ -56,10 +43,14 @@ def choose_samples(num_samples: int, seed: int) -> list[int]:
     return sorted({0, num_samples - 1, *random.Random(seed).sample(range(num_samples), NUM_SAMPLES - 2)})
 
 
+def name_samples(samples: Mapping[int, Any]) -> Facts:
+    """Return the facts of samples of `session.batches` by their numbers."""
+    return {f"dataset: sample {number}": summarize(sample) for number, sample in samples.items()}
+
+
 def describe_samples(recipe: Recipe, config: TrainingConfig, train: Samples, test: Samples) -> Facts:
     """Return the facts of a recipe's data, which checkpoints have as well."""
-    names = recipe.class_names
-    facts: Facts = {"class_names": str([str(name) for name in names] if isinstance(names, Iterable) else names)}
+    facts: Facts = {"class_names": str(list_class_names(recipe))}
     for name, samples in (("training", train), ("held-out", test)):
         facts[f"number of {name} samples"] = len(samples)
         chosen = choose_samples(len(samples), config.seed)
@@ -128,21 +119,35 @@ def check_checkpoint(recipe: Recipe, facts: Facts, read: Read, checkpoint: Mappi
         )
 
 
+def check_position(expected: Facts, got: Facts, read: Read) -> None:
+    """Check that a data set of `session.batches` has the samples of the checkpoint. Raises ConfigError if not."""
+    if found := find_difference(expected, got, read):
+        expected_one = f"{found[0]}: expected {found[1]}, with which the checkpoint was written"
+        raise ConfigError(f"session.batches: {expected_one}, got {found[2]}: {REMEDY}")
+
+
 def find_difference(expected: Facts, got: Facts, read: Read) -> tuple[str, str, str] | None:
     """Return the name of the first fact that differs, and its values as an error shows them; None if there is none.
 
     What differs between two readings in this process, by a generator that nobody can seed, is left out.
     """
     names = [name for name in {**expected, **got} if not _is_same(expected.get(name), got.get(name))]
-    again = [read(), read()] if any(isinstance(got.get(name), list) for name in names) else []
+    again = [read(), read()] if any(isinstance(got.get(name), list) for name in names) else [{}, {}]
+    # By their places in a sample: two numbers of one may be alike by chance.
+    readings = [(value, again[1].get(name)) for name, value in again[0].items() if isinstance(value, list)]
+    unsteady = {place for one, other in readings for place in _differing(one, other)}
     for name in names:
         one, other = expected.get(name), got.get(name)
         if not (isinstance(one, list) and isinstance(other, list)):
             return name, str(one), str(other)
-        parts = itertools.zip_longest(one, other, *(each.get(name, []) for each in again))
-        if any(not _is_same(*part[:2]) and all(map(_is_same, part[2:], part[3:])) for part in parts):
+        if not unsteady.issuperset(_differing(one, other)):
             return name, "the same", "another one"
     return None
+
+
+def _differing(one: list[Any], other: Any) -> list[int]:
+    parts = itertools.zip_longest(one, other or [])
+    return [place for place, part in enumerate(parts) if not _is_same(*part)]
 
 
 def summarize(sample: Any) -> list[Any]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,11 +18,15 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from flyte_ddp.config.fields import whole_number
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.rank.agreement import NUM_SAMPLES, choose_samples
 from flyte_ddp.rank.data import SeededDataset, derived_seed, epoch_order, isolate_draws, seed_generators
 from flyte_ddp.rank.nested import collate
+from flyte_ddp.rank.snapshot import unchanged
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+Check = Callable[[dict[int, Any], Callable[[], dict[int, Any]]], None]
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,8 @@ class EpochBatches:
     shuffle: bool = True
     first: int = 0  # samples of the epoch that are done
     mesh: DeviceMesh | None = None  # of the ranks that share the samples; None for all ranks
+    # Takes some samples by their numbers, before the first batch, and a function that reads them once more.
+    check: Check | None = None
 
     def __post_init__(self) -> None:
         for name, minimum in (("global_batch_size", 1), ("epoch", 0), ("seed", 0), ("num_workers", 0)):
@@ -60,6 +67,15 @@ class EpochBatches:
         """Samples of an epoch; None for an iterable."""
         is_stream = isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__")
         return None if is_stream else len(self.dataset)
+
+    @property
+    def readers(self) -> list[int] | None:
+        """The ranks that read the same samples; None for all.
+
+        With a part of a mesh they are those of the whole mesh: the ranks of a tensor-parallel group see the same ones.
+        """
+        root = getattr(self.mesh, "_get_root_mesh", lambda: None)()
+        return None if root is None else sorted(root.mesh.flatten().tolist())
 
     @property
     def share(self) -> tuple[int, int]:
@@ -81,28 +97,40 @@ class EpochBatches:
         starts = range(self.first, length, self.global_batch_size)  # none where the epoch is done
         shares = [self._take_share(order[start : start + self.global_batch_size].tolist()) for start in starts]
         epoch = self.epoch or 0
-        loader: DataLoader[Any] = DataLoader(
-            _IsolatedDataset(self.dataset, self.seed),
-            batch_sampler=[[(epoch, index) for index in mine] for mine, _, _ in shares],
-            collate_fn=self.collate_fn or collate,
-            # Forked, as is torch's default: the data set of a script or a notebook cannot always be pickled.
-            num_workers=self.num_workers,
-            pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator(),  # else it draws from the loop's
-        )
+        if self.check:
+            self._check_items(self.check, choose_samples(length, self.seed))
+        plan = [[(epoch, index) for index in mine] for mine, _, _ in shares]
+        loader = self._load(plan, self.collate_fn or collate, self.num_workers)
         done = self.first
         for batch, (_, weight, size) in zip(loader, shares, strict=True):
             done += size
             yield batch, weight, done
 
+    def _check_items(self, check: Check, chosen: list[int]) -> None:
+        """Read these samples for `check`, by a loader process where there are some: what it opens is its own."""
+        plan, num_workers = [[(0, index) for index in chosen]], min(1, self.num_workers)
+
+        def read(times: int) -> Iterator[dict[int, Any]]:
+            for samples in self._load(times * plan, list, num_workers):
+                yield dict(zip(chosen, samples, strict=True))
+
+        again = read(2)  # by one process, which goes on with what it draws by a generator without a seed
+        with unchanged(torch.nn.Module(), self.dataset):
+            check(next(read(1)), lambda: next(again))
+
+    def _load(self, plan: list[list[tuple[int, int]]], collate_fn: Any, num_workers: int) -> DataLoader[Any]:
+        return DataLoader(
+            _IsolatedDataset(self.dataset, self.seed),
+            batch_sampler=plan,
+            collate_fn=collate_fn,
+            # Forked, as is torch's default: the data set of a script or a notebook cannot always be pickled.
+            num_workers=num_workers,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # else it draws from the loop's
+        )
+
     def _from_stream(self) -> Iterator[tuple[Any, float, int]]:
-        if self.epoch is not None and hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(self.epoch)
-        samples: IterableDataset[Any] | DataLoader[Any]
-        samples = _SeededStream(self.dataset, derived_seed(self.seed, self.epoch or 0))
-        if self.num_workers:
-            samples = DataLoader(samples, batch_size=None, num_workers=1, generator=torch.Generator())
-        stream, draws = iter(samples), list[Any]()
+        stream, draws = self._open_stream(), list[Any]()
         with isolate_draws(draws):
             done = sum(1 for _ in itertools.islice(stream, self.first))
         if done < self.first:
@@ -112,10 +140,31 @@ class EpochBatches:
             with isolate_draws(draws):
                 batch = list(itertools.islice(stream, self.global_batch_size))
             if not batch:
-                return
+                break
+            if self.check and done == self.first:
+                numbers = range(done, done + min(len(batch), NUM_SAMPLES))
+                self.check(dict(zip(numbers, batch, strict=False)), functools.partial(self._read_again, numbers))
             mine, weight, size = self._take_share(batch)
             done += size
             yield (self.collate_fn or collate)(mine), weight, done
+        if not done:
+            expected = "expected an iterable that begins anew in each epoch, as a generator does not, got an empty one"
+            raise ConfigError(f"session.batches: dataset: {expected}")
+
+    def _open_stream(self) -> Iterator[Any]:
+        if self.epoch is not None and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self.epoch)
+        samples: IterableDataset[Any] | DataLoader[Any]
+        samples = _SeededStream(self.dataset, derived_seed(self.seed, self.epoch or 0))
+        if self.num_workers:
+            samples = DataLoader(samples, batch_size=None, num_workers=1, generator=torch.Generator())
+        return iter(samples)
+
+    def _read_again(self, numbers: range) -> dict[int, Any]:
+        if isinstance(self.dataset, Iterator):
+            return {}
+        with isolate_draws([]):
+            return dict(zip(numbers, itertools.islice(self._open_stream(), numbers.start, None), strict=False))
 
     def _take_share(self, batch: Sequence[Any]) -> tuple[Sequence[Any], float, int]:
         """Return this rank's part of a global batch, the weight of its mean, and the batch's size.

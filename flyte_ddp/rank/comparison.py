@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import EpochFinished
-from flyte_ddp.rank.agreement import open_datasets
+from flyte_ddp.rank.contract import open_datasets
 from flyte_ddp.rank.evaluation import evaluate_state
 from flyte_ddp.rank.metrics import HeldOutMetrics, read_figures, read_value
 from flyte_ddp.rank.nested import map_tensors

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sized
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -19,7 +20,7 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.launch.process.end import frames_of_user
-from flyte_ddp.rank.data import Samples
+from flyte_ddp.rank.data import Samples, derived_seed, isolate_draws, seed_generators
 from flyte_ddp.rank.initial_state import abbreviate
 from flyte_ddp.rank.metrics import HeldOutMetrics, check_monitor, read_figures, read_value
 from flyte_ddp.rank.nested import map_tensors, tensors_in
@@ -60,6 +61,16 @@ def check_datasets(recipe: Recipe, found: Any) -> tuple[Dataset[Any], Dataset[An
         if not len(dataset):
             raise ConfigError(f"{expected} each with at least one sample, got none for the {use} data")
     return found[0], found[1]
+
+
+def open_datasets(recipe: Recipe, directory: Path, config: TrainingConfig) -> tuple[Dataset[Any], Dataset[Any]]:
+    """Return the recipe's training and held-out data, checked. It draws the same in every process of a run.
+
+    So a split without a seed is one split: of all ranks, after a resume, and of who compares two models later.
+    """
+    with isolate_draws([]):
+        seed_generators(derived_seed(config.seed, *b"datasets"))
+        return check_datasets(recipe, recipe.datasets(directory))
 
 
 def check_model(recipe: Recipe, found: Any) -> nn.Module:

@@ -31,7 +31,7 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import read_object
 from flyte_ddp.errors import ConfigError, DataError, StorageDenied, StorageUnavailable
 from flyte_ddp.launch.process.programs import recipe_program
-from flyte_ddp.rank.agreement import open_datasets
+from flyte_ddp.rank.contract import open_datasets
 from flyte_ddp.rank.data import Batch, open_samples, take_sample
 from flyte_ddp.rank.initial_state import freeze_layers
 from flyte_ddp.rank.main import send_process_bytes

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, NonFiniteLoss
 from flyte_ddp.events import EpochFinished
-from flyte_ddp.rank.agreement import open_datasets
+from flyte_ddp.rank.contract import open_datasets
 from flyte_ddp.rank.data import Samples, evaluation_shard, num_common_batches, open_samples
 from flyte_ddp.rank.initial_state import mismatch
 from flyte_ddp.rank.metrics import HeldOutMetrics

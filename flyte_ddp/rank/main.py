@@ -31,8 +31,8 @@ from flyte_ddp.errors import log_failures
 from flyte_ddp.launch.process.entry import keep_freed_memory, return_freed_memory
 from flyte_ddp.launch.process.link import RankProcess
 from flyte_ddp.launch.process.session import Session
-from flyte_ddp.rank.agreement import check_ranks, describe_samples, open_datasets
-from flyte_ddp.rank.contract import check_contract
+from flyte_ddp.rank.agreement import check_ranks, describe_samples
+from flyte_ddp.rank.contract import check_contract, open_datasets
 from flyte_ddp.rank.data import open_samples, take_sample
 from flyte_ddp.rank.fast_start import avoid_importing_dynamo, call_around_compilations
 from flyte_ddp.rank.inspection import describe_layers, make_predictions, sample_inputs
@@ -111,8 +111,9 @@ def train(
     train_data, test_data = open_datasets(recipe, directory, config)
     train, test = open_samples([take_sample(train_data, config), test_data], recipe, config, world)
     read = functools.partial(describe_samples, recipe, config, train, test)
-    facts = read()
-    check_ranks(recipe, config, facts, read, world)
+    with unchanged(nn.Module(), recipe, *(getattr(samples, "dataset", None) for samples in (train, test))):
+        facts = read()
+        check_ranks(recipe, config, facts, read, world)
     current.beat(0)
     torch.manual_seed(config.seed)
     model = build_model(recipe, config, world)

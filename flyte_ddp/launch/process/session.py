@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from flyte_ddp.checkpoints.peers import Peers
     from flyte_ddp.checkpoints.resharding import BoxOf
     from flyte_ddp.checkpoints.store import CheckpointStore
-    from flyte_ddp.rank.batches import EpochBatches
+    from flyte_ddp.rank.batches import Check, EpochBatches
     from flyte_ddp.world import World
 
 NUM_KEPT = 2  # newest checkpoints that stay
@@ -40,6 +41,7 @@ NUM_KEPT = 2  # newest checkpoints that stay
 SAVE_TIMEOUT_SHARE = 0.5
 NO_PLACE = "memory://flyte-ddp"  # of the checkpoints of a run that keeps states in the memory of nodes alone; empty
 POLL_INTERVAL = 0.05  # seconds
+MAX_CHECKED = 4  # data sets of `batches` that are known to be alike on all ranks
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +67,16 @@ class Session:
         self._num_memory_loads = 0
         self._stored_step = 0  # the newest that this rank has saved for the store
         self._has_memory: bool | None = None  # for a function's states; None before the first
-        # Of `batches`: how much is done of which epoch of how many samples, and what it was when the rank resumed.
+        # Of `batches`: how much is done of the last of an epoch's data sets, and what it was when the rank resumed.
         self._position: dict[str, Any] = {}
         self._resumed: dict[str, Any] = {}
         self._saved_position: dict[str, Any] | None = None  # that of the last save
         self._is_tracking = False  # in an epoch of `batches`
         self._has_begun = False  # with the first batch
+        self._epoch: int | None = None  # of `batches`
+        self._sets: list[dict[str, Any]] = []  # the data sets of that epoch so far, in the order of their calls
+        self._num_sets = 0  # of the epoch before it; 0 if that is not known
+        self._checked: deque[tuple[Any, dict[str, Any]]] = deque(maxlen=MAX_CHECKED)
         self._link.on_stop = self._terminate
         self.on_report: Callable[[], None] = lambda: None  # called in each rank at each report
         # There is a checkpoint, or will be one whenever the run is asked to stop.
@@ -185,6 +191,7 @@ class Session:
             return None
         self.step, self.can_resume = found["step"], True
         self._position = self._resumed = found.get("position", {})
+        self._num_sets = self._resumed.get("num_sets", 0)
         state: dict[str, Any] = found["state"]
         if into is not None:
             from flyte_ddp.rank.split_state import fill
@@ -291,37 +298,86 @@ class Session:
 
     def track(self, batches: EpochBatches, epoch: int) -> Iterator[tuple[Any, float]]:
         """Yield what is left of an epoch, and note for `save` how much of it is done."""
-        resumed = self._resumed
-        order = {"length": batches.length, "shuffle": batches.shuffle, "seed": batches.seed}
-        if resumed and epoch <= resumed["epoch"]:
-            for name, got in order.items():
-                if (expected := resumed.get(name, got)) != got:
-                    what = (
-                        f"dataset: expected {expected} samples" if name == "length" else f"{name}: expected {expected}"
-                    )
-                    raise ConfigError(f"session.batches: {what}, with which the checkpoint was written, got {got}")
-            if epoch < resumed["epoch"]:
-                return
-
-            batches = dataclasses.replace(batches, first=resumed["num_samples"])
         if self._is_tracking:
             raise ConfigError("session.batches: epoch: expected None for all but one data set at a time")
+        if epoch != self._epoch:
+            self._num_sets = len(self._sets) or self._num_sets
+            self._epoch, self._sets = epoch, []
+        resumed, number = self._resumed, len(self._sets)
+        found = resumed.get("sets", [resumed]) if resumed else []  # an earlier version knew one data set
+        earlier = found[number] if number < len(found) and epoch <= self.first_epoch else {}
+        order = {"length": batches.length, "shuffle": batches.shuffle, "seed": batches.seed}
+        for name, got in order.items():
+            if (expected := earlier.get(name, got)) != got:
+                what = f"dataset: expected {expected} samples" if name == "length" else f"{name}: expected {expected}"
+                raise ConfigError(f"session.batches: {what}, with which the checkpoint was written, got {got}")
+        self._sets.append({**order, "samples": earlier.get("samples", {})})
+        first = 0
+        if resumed:
+            last = len(found) - 1
+            if (epoch, number) < (resumed["epoch"], last + resumed.get("is_over", False)):
+                return
+            first = resumed["num_samples"] if (epoch, number) == (resumed["epoch"], last) else 0
+
+        check = self._choose_check(batches, f"{epoch}-{number}", self._sets[-1])
+        batches = dataclasses.replace(batches, first=first, check=check)
+        position = {"epoch": epoch, "sets": list(self._sets), "is_over": False, "num_sets": self._num_sets}
         self._is_tracking = True
         try:
             for batch, weight, num_samples in batches:
                 self._end_if_stopped()
-                self._position = {**order, "epoch": epoch, "num_samples": num_samples}
+                self._position = {**position, "num_samples": num_samples}
                 yield batch, weight
-            # A save after the loop is of the next epoch. For a stop, a save of the last batch has all batches too.
+            # A save after the loop has the epoch, unless other data sets follow, as in the epoch before. For a stop, a
+            # save of the last batch has all batches too.
             is_saved = self._saved_position is self._position
-            self._position = {**order, "epoch": epoch + 1, "num_samples": 0}
+            self._position = {**position, "num_samples": 0, "is_over": True}
             self._saved_position = self._position if is_saved else self._saved_position
         finally:
             self._is_tracking = False
 
     def epochs(self, num_epochs: int) -> range:
         """Return the epochs that are left, from the one that the checkpoint was written in."""
-        return range(self._resumed.get("epoch", 0), whole_number("session.epochs: num_epochs", num_epochs))
+        return range(self.first_epoch, whole_number("session.epochs: num_epochs", num_epochs))
+
+    @property
+    def first_epoch(self) -> int:
+        """The one that the checkpoint was written in, or the next one if it was over; 0 without a checkpoint."""
+        resumed = self._resumed
+        is_over = resumed.get("is_over", False) and len(resumed["sets"]) >= resumed["num_sets"]
+        return int(resumed.get("epoch", 0) + is_over)
+
+    def _choose_check(self, batches: EpochBatches, name: str, own: dict[str, Any]) -> Check | None:
+        """Return what compares the samples of a data set with other ranks' and the checkpoint's; None if it has been.
+
+        Args:
+            name: of the pass over it, the same on all ranks.
+            own: what the position has of the data set; its samples are set.
+        """
+        for dataset, facts in self._checked:
+            if dataset is batches.dataset:
+                if isinstance(dataset, Iterator):
+                    expected = "expected an iterable that begins anew in each epoch"
+                    raise ConfigError(f"session.batches: dataset: {expected}, got a {type(dataset).__name__} again")
+                own["samples"] = facts
+                return None
+
+        def check(samples: dict[int, Any], read: Callable[[], dict[int, Any]]) -> None:
+            from flyte_ddp.rank.agreement import check_in_store, check_position, name_samples
+
+            facts, again = name_samples(samples), lambda: name_samples(read())
+            if batches.length is not None:  # a stream's are those of one place in one epoch
+                check_position(own["samples"] or facts, facts, again)
+                own["samples"] = facts
+            self._checked.append((batches.dataset, own["samples"]))
+            ranks = batches.readers or range(self.process.node.world_size)
+            if len(ranks) > 1:
+                call = {"dataset: number of samples": batches.length, "shuffle": batches.shuffle, "seed": batches.seed}
+                facts = {**call, "global_batch_size": batches.global_batch_size, **facts}
+                key = f"flyte_ddp/batches-{name}"
+                check_in_store(facts, again, self.open_store().clone(), key, self.process.rank, ranks)
+
+        return check
 
     def _end_if_stopped(self) -> None:
         """Raise StopRequested before a batch, if the run is to end and the function itself does not ask for that."""
