@@ -126,7 +126,7 @@ def test_a_supervisor_that_nobody_needs_ends(end):
 def test_a_nodes_job_crosses_as_json_and_shows_no_secret():
     ranks = NodeRanks(0, 1, 2, "10.0.0.1", 1234, "", False, 1)
     job = Job(
-        recipe_program("mnist", dask_config(gradient_accumulation=2), "s3://bucket/initial.pt"),
+        recipe_program("mnist", dask_config(gradient_accumulation=2), f"s3://bucket/initial.pt (sha256 {64 * '0'})"),
         "s3://bucket/run",
         1.5,
     )

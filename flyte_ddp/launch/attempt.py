@@ -143,9 +143,8 @@ class Attempt:
         self.progress_at = time.monotonic()  # when it did
         self.is_stoppable = False  # it saves its state when it is asked to end, so it may end to grow
         self.is_killed = False
-        self._left: list[
-            int
-        ] = []  # ranks that have ended, of which the nodes were asked whether the others wait for them
+        # Ranks that have ended, of which the nodes were asked whether the others wait for them.
+        self._left: list[int] = []
         self._lost_peers: dict[int, str] = {}  # where ranks lost a peer in a collective, by their numbers
         self.has_stalled = False  # its ranks wait for one another, and were ordered to end
         self.failures: list[Failure] = []

@@ -34,6 +34,7 @@ from flyte_ddp.errors import (
     RankFailure,
     StorageUnavailable,
     TrainingStopped,
+    log_failures,
 )
 from flyte_ddp.launch.attempt import Attempt, Nodes
 from flyte_ddp.launch.failures import first_line, program_failure
@@ -395,13 +396,14 @@ class Dispatcher:
     def _deliver(self) -> None:
         active = list(self._listeners)
         while (event := self._queue.get()) is not None:
-            event = _redact(event)
-            for listener in list(active):
-                try:
-                    listener.handle(event)
-                except BaseException as error:
-                    _log("%s failed and receives no more events of this run", listener, error)
-                    active.remove(listener)
+            with log_failures(f"event {type(event).__name__}"):
+                event = _redact(event)
+                for listener in list(active):
+                    try:
+                        listener.handle(event)
+                    except BaseException as error:
+                        _log("%s failed and receives no more events of this run", listener, error)
+                        active.remove(listener)
         for listener in self._listeners:
             try:
                 listener.close(self._error)

@@ -275,7 +275,8 @@ class _Ranks:
         while any(_has_group(rank.process.pid) for rank in self.ranks) and time.monotonic() < deadline:
             time.sleep(POLL_INTERVAL / 10)
         for rank in self.ranks:
-            rank.process.close()  # its pipes, too
+            with contextlib.suppress(ValueError):  # it hangs in the kernel
+                rank.process.close()  # its pipes, too
         _remove_semaphores(semaphore_prefix(self.logs))
         self._relay_logs(at_end=True)
 
