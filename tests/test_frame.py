@@ -15,19 +15,23 @@ from flytekit.bin.entrypoint import get_traceback_str
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 from flytekit.types.directory import FlyteDirectory
+from torch._utils import ExceptionWrapper
 
 from flyte_ddp import errors
 from flyte_ddp.cluster import connect
 from flyte_ddp.flytekit_plugin.deck import DeckPublisher
 from flyte_ddp.flytekit_plugin.failures import TaskFailed, UserError, flyte_errors
 from flyte_ddp.flytekit_plugin.frame import open_frame
-from flyte_ddp.launch.failures import MAX_LINES
+from flyte_ddp.launch.failures import MAX_LINES, shorten_traceback
+from flyte_ddp.launch.process import entry
 from flyte_ddp.observers.reports.run import Report
+from flyte_ddp.rank.data import SeededDataset
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides
 from tasks.study import train_at_world_sizes, train_sweep
 from tasks.train import train_on_cluster, train_on_one_node
+from tests.support import mistakes
 
 TINY = "tests.support.recipes.Tiny"
 RANK_TRACEBACK = "Traceback (most recent call last):\n" + "\n".join(
@@ -93,6 +97,63 @@ def test_flyte_shows_the_cause_and_one_traceback_on_one_screen(error: Exception,
     assert first in lines[lines.index("Message:") + 1]
     assert len(lines) <= MAX_LINES + 8
     assert "failures.py" not in text, "the frames of the driver explain nothing"
+
+
+class Unprepared(mistakes.Line):
+    def __init__(self, error):
+        self.error = error
+
+    def prepare(self, source, directory):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (KeyError("label"), TaskFailed),
+        (OSError(2, "No such file", "train.csv"), TaskFailed),
+        (RuntimeError("over\ntwo lines"), TaskFailed),
+        (FlyteRecoverableException("another time"), FlyteRecoverableException),
+        (errors.DataError("data: expected a directory, got 'x'"), InputError),
+    ],
+)
+def test_an_error_in_prepare_ends_with_the_recipes_own_frames(error, kind, tmp_path):
+    with pytest.raises(kind) as caught, flyte_errors():
+        prepare_data(Unprepared(error), "", tmp_path)
+    lines = str(caught.value).splitlines()
+    if kind is InputError:
+        assert lines == [str(error)]
+        return
+    assert lines[0].endswith(f"prepare failed: {type(error).__name__}: {error}".splitlines()[0])
+    assert lines[-1].endswith(str(error).splitlines()[-1])
+    assert lines[1:3] == [
+        "Traceback (most recent call last):",
+        f'  File "{__file__}", line {Unprepared.prepare.__code__.co_firstlineno + 1}, in prepare',
+    ]
+    assert lines[3] == "    raise self.error"
+
+
+def test_an_error_in_a_loader_process_ends_with_the_data_sets_own_frames():
+    class Images:
+        def __getitem__(self, index):
+            raise LookupError("no image: 7.png")
+
+    try:
+        SeededDataset(Images(), 0).__getitems__([(1, 7)])
+    except LookupError as error:
+        frames = error.__traceback__.tb_next  # a loader's process has none of the user's before it
+        wrapped = ExceptionWrapper((LookupError, error, frames), "in DataLoader worker process 0")
+    with pytest.raises(LookupError) as caught:
+        wrapped.reraise()
+    name, message, text, _ = entry._describe(caught.value)
+    assert (name, message) == ("LookupError", "no image: 7.png")
+    lines = shorten_traceback(text).splitlines()
+    assert lines == [
+        "Traceback (most recent call last):",
+        f'  File "{__file__}", line {Images.__getitem__.__code__.co_firstlineno + 1}, in __getitem__',
+        '    raise LookupError("no image: 7.png")',
+        "LookupError: no image: 7.png",
+    ]
 
 
 def test_an_unexpected_error_keeps_its_own_traceback():

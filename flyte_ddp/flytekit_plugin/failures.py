@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
+import traceback
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
@@ -20,8 +21,9 @@ from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntime
 from flyte_ddp import errors
 from flyte_ddp.errors import RankFailure, SweepFailed, TrainingStopped
 from flyte_ddp.flytekit_plugin.flyte_context import is_flyte_task
-from flyte_ddp.launch.failures import first_line, shorten
-from flyte_ddp.storage import redact_errors
+from flyte_ddp.launch.failures import first_line, shorten, shorten_traceback
+from flyte_ddp.launch.process.end import frames_of_user
+from flyte_ddp.storage import redact_errors, redact_url
 
 # Only the user can fix these. Another attempt would end in the same way.
 USER_ERRORS = (errors.ConfigError, errors.DataError, errors.NonFiniteLoss)
@@ -80,12 +82,12 @@ class TaskFailed(_WithoutFrames, FlyteUserRuntimeException, RuntimeError):  # ty
 
 @contextlib.contextmanager
 def flyte_errors() -> Iterator[None]:
-    """Turn the library's errors into those that Flyte knows. Any other error passes as it is.
+    """Turn the library's errors, and those of a recipe's `prepare`, into those that Flyte knows. Others pass unchanged.
 
     Raises:
         UserError: only the user can fix it.
         RecoverableError: another attempt may succeed.
-        TaskFailed: a rank raised an exception.
+        TaskFailed: a rank or a recipe's `prepare` raised an exception.
         KeyboardInterrupt: Ctrl-C ended the run.
     """
     try:
@@ -93,9 +95,27 @@ def flyte_errors() -> Iterator[None]:
             yield
     except (*USER_ERRORS, *RECOVERABLE_ERRORS, RankFailure, SweepFailed) as error:
         translated = _translate(error)
+    except Exception as error:
+        failure = _failure_of_prepare(error)
+        if not failure:
+            raise
+        translated = _translate(failure)
     else:
         return
     raise translated from None
+
+
+def _failure_of_prepare(error: Exception) -> RankFailure | None:
+    """Return the failure of a recipe's own `prepare`, as of a rank; None if `error` is from elsewhere."""
+    frames = error.__traceback__
+    while frames and frames.tb_frame.f_code.co_name != "prepare_data":  # of recipes/prepare.py
+        frames = frames.tb_next
+    frames = frames and frames_of_user(frames)
+    if not frames:
+        return None
+    cause = f"{type(error).__name__}: {error}"
+    text = redact_url("".join(traceback.format_exception(type(error), error, frames)))
+    return RankFailure(f"prepare failed: {first_line(cause)}\n{shorten_traceback(text)}", -1, "exception", cause)
 
 
 def _translate(error: Exception) -> BaseException:

@@ -27,6 +27,10 @@ def first_line(text: object) -> str:
 def shorten_traceback(text: str) -> str:
     """Return the last of a traceback's chained exceptions, and one line for each of those that led to it."""
     *earlier, last = _CHAINED.split(text.strip())
+    lines = last.splitlines()
+    users = [number for number, line in enumerate(lines) if find_place([line])]
+    if users:  # what leads to the user's code, such as a loader's process, is the same for every error there
+        last = "\n".join([lines[0], *lines[users[0] :]])
     causes = [f"after {part.strip().splitlines()[-1]}" for part in earlier if part.strip()]
     return shorten("\n".join([last, *causes[-3:]]))
 

@@ -92,12 +92,12 @@ def _flush_files(is_last: bool) -> None:
                 file.close()
 
 
-def frames_of_user(error: BaseException) -> types.TracebackType | None:
-    """Return the traceback of `error` from the first frame of the user's own code on; None if there is none.
+def frames_of_user(error: BaseException | types.TracebackType) -> types.TracebackType | None:
+    """Return a traceback, or that of an error, from the first frame of the user's own code on; None if there is none.
 
     What comes before that, such as the training loop and torch's modules, is the same for every error in a recipe.
     """
-    frames = error.__traceback__
+    frames = error.__traceback__ if isinstance(error, BaseException) else error
     while frames and not is_of_program(frames.tb_frame.f_globals):
         frames = frames.tb_next
     return frames

@@ -256,6 +256,9 @@ def _describe(error: BaseException) -> tuple[str, str, str, bool]:
         and bool(PEER_FAILURE.search(message))
     )
     name = type(error).__name__
+    if original := message.partition("\nOriginal ")[2]:  # traceback, of a loader's process: torch has it as the message
+        before, _, after = original.rpartition(f"{name}: ")
+        text, message = original, after.strip() if before else ""
     if any(getattr(module, name, type(error)) is not type(error) for module in (errors, builtins)):
         name = f"{type(error).__module__}.{name}"  # not the one that has this name here
     if SHARED_MEMORY.search(text):
