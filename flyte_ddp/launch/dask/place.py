@@ -203,7 +203,6 @@ class DaskPlace:
         addresses = {node.address for node in nodes}
         if run.storage is None:
             sizes = [len(nodes)]  # nothing is kept that a larger gang could go on from
-        probe = Storage(run.job.checkpoints, timeout=0)
         installed: set[str] = set()
 
         def prepare(address: str) -> bool:
@@ -215,6 +214,7 @@ class DaskPlace:
             return not modules or call_workers(self.client, [address], *call)[address] is True
 
         def check_nodes(newcomers: Sequence[DaskNode]) -> None:
+            probe = Storage(run.job.checkpoints, timeout=0)
             probe.names()  # while the store is away, the gang could not save its state
             check_same_directory(self.client, probe, newcomers)
 
