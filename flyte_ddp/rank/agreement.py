@@ -110,8 +110,8 @@ def check_checkpoint(recipe: Recipe, facts: Facts, read: Read, checkpoint: Mappi
     Raises:
         ConfigError: it was not; names the field.
     """
-    theirs = checkpoint.get("data_facts") or facts  # those of an earlier version have none
-    if found := find_difference(theirs, facts, read):
+    theirs = checkpoint.get("data_facts")  # those of an earlier version have none
+    if theirs and facts and (found := find_difference(theirs, facts, read)):
         name, expected, got = found
         expected = f"expected {expected}, with which {url} was written, got {got}: {REMEDY}"
         raise ConfigError(
