@@ -45,6 +45,8 @@ MISTAKES = {
     "NoMethod": r"num_correct: expected a method with the parameters \(outputs, targets\), got 0\.5",
     "OtherName": r"datasets: expected a method of this name, got none \(did you mean dataset\?\)",
     "Unused": r"model: expected a gradient for every parameter, got none for forgotten: use them in the forward pass",
+    "Lazy": r"model: expected parameters with a shape, got none yet for 0\.weight.*0\.bias: .* nn\.LazyLinear",
+    "SparseGradients": r"model: expected dense gradients, which optimizers here take, got sparse .*0\.weight: .*sparse",
     "FiguresOfText": r"figures: verdict: expected a number, got 'good'",
     "MetricsOfText": r"metrics: mae: expected a torchmetrics.Metric, or a function .*, got 'MeanAbsoluteError'",
     "MetricsWithoutNames": r"metrics: expected a dict of metrics by name, got a list",
@@ -75,7 +77,7 @@ def check(name):
     recipe, config = get_recipe(name), config_of(name, {})
     train, _ = check_datasets(recipe, recipe.datasets(None))
     (samples,) = open_samples([train], recipe, config, ALONE)
-    check_contract(recipe, recipe.model(), samples, config, ALONE)
+    check_contract(recipe, check_model(recipe, recipe.model()), samples, config, ALONE)
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset
 
 from flyte_ddp.config import TrainingConfig
@@ -74,10 +75,17 @@ def open_datasets(recipe: Recipe, directory: Path, config: TrainingConfig) -> tu
 
 
 def check_model(recipe: Recipe, found: Any) -> nn.Module:
-    """Return the model that `recipe.model` has returned. Raises ConfigError if it is none."""
+    """Return the model that `recipe.model` has returned. Raises ConfigError if it is none, or not whole."""
     if not isinstance(found, nn.Module):
         got = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
         raise ConfigError(f"{locate(recipe, 'model')}: expected an nn.Module, got {got}")
+    tensors = [*found.named_parameters(), *found.named_buffers()]
+    if lazy := [name for name, each in tensors if is_lazy(each)]:
+        raise ConfigError(
+            f"{locate(recipe, 'model')}: expected parameters with a shape, got none yet for "
+            f"{abbreviate(lazy, MAX_NAMES)}: give each layer the number of its inputs, as nn.Linear for nn.LazyLinear, "
+            "or call the model on a sample before it is returned"
+        )
     return found
 
 
@@ -123,7 +131,13 @@ def check_contract(
                     check_classes(outputs, each)
             losses = _check_results(recipe, config, outputs, targets, num_samples)
             (losses.sum() * 0.0).backward()
-            without = [name for name, each in model.named_parameters() if each.requires_grad and each.grad is None]
+            trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+            without = [name for name, each in trained.items() if each.grad is None]
+            if sparse := [name for name, each in trained.items() if each.grad is not None and each.grad.is_sparse]:
+                raise ConfigError(
+                    f"{locate(recipe, 'model')}: expected dense gradients, which optimizers here take, got "
+                    f"sparse ones of {abbreviate(sparse, MAX_NAMES)}: leave out sparse=True, as of nn.Embedding"
+                )
             break
     if without:
         raise ConfigError(

@@ -177,6 +177,16 @@ class Unused(Line):
         return model
 
 
+class Lazy(Line):
+    def model(self):
+        return nn.Sequential(nn.LazyLinear(1), nn.Flatten(0))
+
+
+class SparseGradients(FlatTokens):
+    def model(self):
+        return nn.Sequential(nn.Embedding(5, 5, sparse=True), nn.Flatten(0, 1))
+
+
 class FiguresOfText(Line):
     def figures(self, epoch):
         return {"verdict": "good"}
