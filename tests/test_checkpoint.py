@@ -195,7 +195,7 @@ def test_only_the_newest_and_the_best_are_kept(tmp_path):
 def test_remains_of_a_killed_writer_are_removed_with_the_next_save(tmp_path):
     store = _store(tmp_path, 1, 2)
     _files(store, 1)[1].unlink()
-    (tmp_path / "step-0000000003.pt.1234.tmp").write_bytes(b"half")
+    (tmp_path / f"step-0000000003-0badcafe.pt.{32 * '0'}.tmp").write_bytes(b"half")
     (tmp_path / "notes.txt").write_text("the user's own")
     store.save(_state(4), 4, best=False)
     store.wait()
