@@ -258,7 +258,7 @@ class Scripted:
         self.num_attempts += 1
         self.jobs.append(job)
         error, self.step, kept = self.endings.pop(0)
-        if kept:
+        if kept and job.checkpoints:
             Storage(job.checkpoints).write(f"step-{kept:010d}.json", b"{}")
         if error:
             raise error
