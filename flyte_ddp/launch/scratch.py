@@ -23,12 +23,13 @@ def own_directory(prefix: str, parent: str | None = None) -> Iterator[str]:
     with tempfile.NamedTemporaryFile(prefix=prefix, suffix=OWNER, dir=parent, delete=False) as lock:
         with contextlib.suppress(OSError):  # a file system without locks: then nothing is removed
             fcntl.flock(lock, fcntl.LOCK_EX)
-        directory = lock.name.removesuffix(OWNER)
+        directory, owner = lock.name.removesuffix(OWNER), os.getpid()
         os.mkdir(directory, 0o700)
         try:
             yield directory
         finally:
-            _remove(Path(lock.name))
+            if os.getpid() == owner:  # a forked process ends this block too, where it drops what it has inherited
+                _remove(Path(lock.name))
 
 
 def _remove(owner: Path) -> None:
