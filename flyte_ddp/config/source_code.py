@@ -94,7 +94,11 @@ def importing_edits(module: str) -> Iterator[None]:
                     os.unlink(importlib.util.cache_from_source(file or ""))
                 _imported.pop(name, None)
         importlib.invalidate_caches()
-        yield
+        writes, sys.dont_write_bytecode = not sys.dont_write_bytecode, True  # which an edit may outdate
+        try:
+            yield
+        finally:
+            sys.dont_write_bytecode = not writes
         for name, digest in _digest_loaded(packages).items():
             _imported.setdefault(name, digest)
 
