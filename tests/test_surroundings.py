@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -167,3 +168,21 @@ def test_a_permission_that_a_bucket_s_policy_denies_is_named(request_name, actio
     with pytest.raises(StorageDenied, match=f"give their owner the permission {permission}") as caught:
         action(place)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("can't start new thread", "ulimit -u: expected more than 12 threads and processes"),
+        ("[Errno 11] Resource temporarily unavailable", "ulimit -u: expected more than 12 threads and processes"),
+        ("libtorch_cpu.so: failed to map segment from shared object", "ulimit -v: expected more than 12 bytes"),
+        ("DefaultCPUAllocator: can't allocate memory: you tried", "ulimit -v: expected more than 12 bytes"),
+    ],
+)
+def test_a_limit_of_the_shell_is_named_where_there_is_one(message, expected, monkeypatch):
+    error = RuntimeError(message)
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (resource.RLIM_INFINITY,) * 2)
+    assert entry._describe(error)[:2] == ("RuntimeError", message)
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (12, 12))
+    name, text = entry._describe(error)[:2]
+    assert (name, text.startswith(expected), message in text) == ("ConfigError", True, True)

@@ -17,6 +17,7 @@ import io
 import multiprocessing
 import os
 import re
+import resource
 import select
 import signal
 import sys
@@ -72,6 +73,12 @@ SHARED_MEMORY_HINT = (
     "data_workers: expected a /dev/shm that loader processes can write batches to: give the task a larger "
     "shared_memory (shared_memory_gib in settings.toml, docker run --shm-size), or use data_workers: 0"
 )
+
+# What a process says where a limit of the shell, by its option of ulimit, leaves it no thread, process or memory.
+LIMITS = {
+    "can't start new thread|Resource temporarily unavailable": (resource.RLIMIT_NPROC, "-u", "threads and processes"),
+    "failed to map segment|[Cc]an(?:not|'t) allocate memory": (resource.RLIMIT_AS, "-v", "bytes of addresses"),
+}
 
 MEMORY_HINT = (
     "A larger gradient_accumulation needs less memory; grow_accumulation_on_oom: true doubles it when necessary"
@@ -264,6 +271,10 @@ def _describe(error: BaseException) -> tuple[str, str, str, bool]:
     if SHARED_MEMORY.search(text):
         reason = next((line for line in reversed(text.splitlines()) if "Error" in line), message).strip()
         return "ConfigError", f"{SHARED_MEMORY_HINT}: {reason}", "", False
+    for said, (limit, option, what) in LIMITS.items():
+        if re.search(said, message) and (most := resource.getrlimit(limit)[0]) != resource.RLIM_INFINITY:
+            text = f"ulimit {option}: expected more than {most} {what}, with which a rank ended: {message}"
+            return "ConfigError", text, "", False
     if name == CUDA_OUT_OF_MEMORY:
         message += f". {MEMORY_HINT}"
     return name, redact_url(message), redact_url(text), is_consequence
