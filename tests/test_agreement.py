@@ -1,4 +1,4 @@
-"""What ranks must have in common is compared: a split, class numbers, names, the configuration."""
+"""Facts that all ranks must have in common are compared: a split, class numbers, names, the configuration."""
 
 from __future__ import annotations
 

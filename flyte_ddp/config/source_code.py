@@ -70,7 +70,7 @@ def list_packages(module: str) -> list[str]:
 
 @contextlib.contextmanager
 def importing_edits(module: str) -> Iterator[None]:
-    """Have the block import again what `module` may be made of, where it was edited since this process imported it.
+    """Let the block import edited code again, of `module` and what it may be made of.
 
     The ranks are new processes, and import the files as they are now. All modules of the packages are imported again,
     so that none keeps a class of another's former code.

@@ -101,7 +101,7 @@ def start_server(modules: Sequence[str]) -> bool:
 
 
 def shorten_socket_paths() -> None:
-    """Have multiprocessing put its sockets into a directory with a short path, here and in the ranks.
+    """Put the sockets of multiprocessing into a directory with a short path, here and in the ranks.
 
     The path of a socket has at most 107 bytes, and TMPDIR may be anything.
     """

@@ -134,7 +134,7 @@ def _set_handlers(handlers: Mapping[Any, Any]) -> None:
 
 
 def _call_in_main_thread(function: Callable[[], object]) -> bool:
-    """Have the asyncio loop of the main thread call `function`; return False if none runs there."""
+    """Call `function` in the asyncio loop of the main thread; return False if none runs there."""
     called: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def call() -> None:

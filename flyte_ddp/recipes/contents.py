@@ -1,4 +1,4 @@
-"""What a file is by its first bytes, whatever its name says, and how a recipe tells what it left out. No torch."""
+"""Detect the kind of a file from its first bytes, and report the files that a recipe left out. Imports no torch."""
 
 from __future__ import annotations
 

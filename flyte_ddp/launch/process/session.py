@@ -240,7 +240,7 @@ class Session:
         return loaded.state, loaded.place
 
     def _note_saves(self, key: str) -> None:
-        """Have the load that follows find what this attempt has saved, which is in place then. Rank 0 knows of all."""
+        """Wait for what this attempt has saved, and let the next load find it. Rank 0 knows of all saves."""
         self.wait()
         process = self.process
         saved = json.dumps([bool(self._has_memory), self._stored_step])
