@@ -114,6 +114,19 @@ def test_the_ranks_of_a_mesh_share_a_batch_in_the_order_of_their_places(dataset,
         assert batches_of(7, 8, monkeypatch, dataset, 1, mesh=mesh) == expected
 
 
+@pytest.mark.parametrize("visits_the_first", [True, False])
+def test_data_sets_that_a_save_in_the_first_epoch_did_not_foresee_are_told(visits_the_first, monkeypatch, caplog):
+    first = session_of()[0]
+    monkeypatch.setattr(session, "_current", first)
+    assert len(batches_of(0, 1, monkeypatch, NUMBERS, 0)) == 4
+    resume_at(first._position, monkeypatch)  # as saved after the first of two data sets
+    seen = [len(batches_of(0, 1, monkeypatch, NUMBERS, 0)) for _ in range(2 * visits_the_first)]
+    seen += [len(batches_of(0, 1, monkeypatch, NUMBERS, 1)) for _ in range(2)]
+    assert seen == ([0, 4, 4, 4] if visits_the_first else [4, 4])
+    told = [line for line in caplog.messages if "epoch 1 has more data sets than epoch 0 had" in line]
+    assert len(told) == (not visits_the_first)  # `session.epochs` begins at the second
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_shards_are_resumed_in_mid_epoch_at_another_number_of_ranks(num_workers, tmp_path, monkeypatch):
     whole = [batches_of(0, 1, monkeypatch, Shards(tmp_path), epoch) for epoch in range(3)]

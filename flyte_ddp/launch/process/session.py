@@ -318,6 +318,11 @@ class Session:
             if (epoch, number) < (resumed["epoch"], last + resumed.get("is_over", False)):
                 return
             first = resumed["num_samples"] if (epoch, number) == (resumed["epoch"], last) else 0
+            if not self._num_sets and resumed.get("is_over") and (epoch, number) == (resumed["epoch"] + 1, last + 1):
+                # Of a run's first epoch nobody knows how many data sets follow the one that a save comes after.
+                text = "session.batches: epoch %d has more data sets than epoch %d had when its checkpoint was saved: "
+                text += "what followed there was not trained. Save in the loops over the data sets of the first epoch"
+                logger.warning(text, epoch, epoch - 1)
 
         check = self._choose_check(batches, f"{epoch}-{number}", self._sets[-1])
         batches = dataclasses.replace(batches, first=first, check=check)
