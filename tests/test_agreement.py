@@ -182,6 +182,7 @@ def test_ranks_that_split_for_themselves_end_in_one_line_before_the_first_step(t
     assert run.last_step == 0
 
 
+@pytest.mark.long
 def test_ranks_a_resume_and_a_judge_have_one_split(tmp_path, monkeypatch):
     monkeypatch.setenv("RECORD", str(tmp_path))
     run = new_run(tmp_path, f"{MODULE}.SplitByNumPy")

@@ -102,6 +102,7 @@ def test_a_recipe_trains_whatever_the_length_of_tmpdir(length, tmp_path):
         assert not Path(done.stdout.strip()).parent.exists()  # it is removed at the end
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_modules_with_names_of_the_standard_library_beside_a_script_end_nothing(num_nodes, tmp_path):
     for name in STANDARD:

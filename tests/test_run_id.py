@@ -34,6 +34,7 @@ def be_killed_elsewhere(url):
     storage.write(OWNER, json.dumps({**owner, "released": False, "machine": "another", "host": "pod-1"}).encode())
 
 
+@pytest.mark.long
 def test_a_retry_elsewhere_with_the_same_run_id_goes_on_at_once_and_another_run_is_refused(tmp_path):
     url = str(tmp_path)
     assert flyte_ddp.run(go_on, checkpoints=url, run_id="r1-a0") == 0
@@ -162,6 +163,7 @@ def train_until_stopped(process):
     session.save({"step": step}, step)
 
 
+@pytest.mark.long
 def test_sigterm_to_a_task_beside_the_main_thread_costs_no_step(tmp_path, recorded):
     task = asyncio.to_thread(flyte_ddp.run, train_until_stopped, os.getpid(), checkpoints=str(tmp_path), run_id="a")
     with pytest.raises(TrainingStopped, match="SIGTERM: the run was stopped at step"):
