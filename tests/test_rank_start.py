@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from multiprocessing import forkserver
 
 import psutil
@@ -51,6 +52,13 @@ def _description(program):
 
 @pytest.fixture
 def server(monkeypatch):
+    read = {name: value for name, value in os.environ.items() if name.startswith(rank_start.READ_ON_IMPORT)}
+    if rank_start._variables_of_server not in (None, read):  # another file's test has started it in another environment
+        rank_start._variables_of_server = None  # for good: its variables are those of that other test
+        rank_start.kill_server()
+        pid = forkserver._forkserver._forkserver_pid
+        while pid and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
     monkeypatch.setenv("TAKEN_AWAY", "1")
     parent = _description(RECIPE)["parent"]
     assert parent == forkserver._forkserver._forkserver_pid  # not this process, which no test may kill
