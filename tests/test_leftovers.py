@@ -1,4 +1,4 @@
-"""What a run leaves behind it, and what a user's own machine may have that it must not stumble over."""
+"""Runs leave no open files or directories behind, and start whatever TMPDIR is and whatever lies beside a script."""
 
 from __future__ import annotations
 

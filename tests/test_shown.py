@@ -1,4 +1,4 @@
-"""What is only shown never ends what has been done: names that no picture takes, figures without JSON, full disks."""
+"""Failures of drawing, recording and exporting never end a finished training."""
 
 from __future__ import annotations
 
