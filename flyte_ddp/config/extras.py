@@ -10,12 +10,14 @@ EXTRAS = {  # as in pyproject.toml
     "adlfs": "azure",
     "gcsfs": "gcs",
     "matplotlib": "reports",
+    "mlflow": "mlflow",
     "optuna": "sweep",
     "pandas": "sweep",
     "pyarrow": "text",
     "sklearn": "digits",
     "tokenizers": "text",
     "torchmetrics": "metrics",
+    "transformers": "text",
 }
 
 
