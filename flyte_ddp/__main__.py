@@ -1,8 +1,8 @@
 """`flyte-ddp run` starts a script on several GPUs or machines; `doctor` checks a Kubernetes cluster.
 
-`estimate` says what memory the ranks of a recipe take. `drain` tells the workers on a Kubernetes node that they have to
-go. `fields` lists the fields of a run's config and cluster, with defaults and units. `new` makes a project; `update`
-brings it up to the installed version. `python -m flyte_ddp` is the same command.
+`estimate` says what memory the ranks of a recipe take. `fields` lists the fields of a run's config and cluster, with
+defaults and units. `new` makes a project; `update` brings it up to the installed version. `python -m flyte_ddp` is the
+same command.
 
 flyte-ddp run --nnodes 2 --nproc-per-node 2 train.py --lr 0.1
 flyte-ddp doctor --cluster '{"num_nodes": 4}' --namespace vision-development
@@ -38,7 +38,6 @@ from flyte_ddp.observers.streams import open_standard_streams, print_line
 # Commands of rooms that have their own options.
 ELSEWHERE = {
     "estimate": ("flyte_ddp.rank.estimate", "estimate the memory of a recipe's ranks; needs no GPU"),
-    "orphans": ("flyte_ddp.cluster.kubernetes.orphans", "delete Dask clusters whose task has ended"),
     "promotion": ("flyte_ddp.promotion.__main__", "show, roll back or release the promoted model of a recipe"),
 }
 
@@ -54,10 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_run(commands)
     _add_doctor(commands)
-    text = "have all runs save their state and leave a Kubernetes node, which takes no new pods then"
-    draining = commands.add_parser("drain", help=text, description=text)
-    draining.add_argument("node", metavar="NODE", help="its name, as kubectl get nodes has it")
-    draining.set_defaults(main=_drain)
     text = "list the fields of --config and --cluster, with defaults, units and meaning"
     commands.add_parser("fields", help=text, description=text).set_defaults(main=_list_fields)
     _add_projects(commands)
@@ -129,15 +124,6 @@ def _doctor(options: argparse.Namespace) -> int:
     findings, status = diagnose(config, options.service_account, tasks, options.pod_template)
     sys.stdout.write("".join(lines(findings)))
     return status
-
-
-def _drain(options: argparse.Namespace) -> int:
-    from flyte_ddp.cluster.kubernetes.drain import drain
-
-    for line in drain(options.node):
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()
-    return 0
 
 
 def _list_fields(options: argparse.Namespace) -> int:

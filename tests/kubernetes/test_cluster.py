@@ -17,7 +17,7 @@ import yaml
 from flyte_ddp.__main__ import main as doctor
 from flyte_ddp.cluster.connect import open_cluster, worker_end
 from flyte_ddp.cluster.kubernetes import api as kube_api
-from flyte_ddp.cluster.kubernetes import checks, lifecycle, orphans
+from flyte_ddp.cluster.kubernetes import checks, lifecycle
 from flyte_ddp.cluster.kubernetes.manifest import cluster_name, cluster_spec
 from flyte_ddp.errors import ClusterError, PreflightError
 from tests.kubernetes.conftest import (
@@ -294,7 +294,9 @@ def test_the_cluster_of_a_killed_driver_goes_with_its_pod(namespace: Namespace) 
     eventually(lambda: not namespace.clusters(), 180, "the deletion of what the pod owned")
 
 
-def test_an_idle_driver_keeps_its_cluster_and_a_killed_one_loses_it(namespace: Namespace) -> None:
+def test_an_idle_driver_keeps_its_cluster_and_a_killed_one_loses_it(
+    namespace: Namespace, capsys: pytest.CaptureFixture[str]
+) -> None:
     # The killed driver's pod stays, failed: Kubernetes sees no reason to delete what it owns, only the operator does.
     namespace.start_driver("killed", DRIVER % (small_cluster(image="", idle_timeout=60), "time.sleep(600)"))
     namespace.wait_for_line("killed", "the cluster is up")
@@ -304,6 +306,8 @@ def test_an_idle_driver_keeps_its_cluster_and_a_killed_one_loses_it(namespace: N
     namespace.kubectl("exec", "killed", "--", "bash", "-c", "kill -KILL $(cat /proc/1/task/1/children)")
     namespace.wait_for_end("killed")
     assert namespace.phase("killed") == "Failed"
+    doctor(["doctor", "--cluster", json.dumps(small_cluster(namespace=namespace.name))])
+    assert f"of namespace {namespace.name} outlived its driver, pod killed; delete it:" in capsys.readouterr().out
     eventually(lambda: not namespace.clusters(), 180, "the deletion of an idle cluster")
 
 
@@ -429,22 +433,3 @@ def test_preflight_finds_that_the_operator_is_not_installed(
         open_cluster(namespace.config(), run_name),
     ):
         raise AssertionError("the cluster came up")
-
-
-def test_orphans_are_removed_and_clusters_in_use_are_not(
-    namespace: Namespace, run_name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    manifest = cluster_spec(namespace.config(num_nodes=1), cluster_name(run_name))
-    manifest["metadata"]["namespace"] = namespace.name
-    apply(manifest)
-    try:
-        assert orphans.main(["--namespace", namespace.name, "--older-than", "1h", "--delete"]) == 0
-        assert "1 cluster, 0 orphaned" in capsys.readouterr().out
-        time.sleep(1)  # the age of a cluster is known to the second
-        assert orphans.main(["--namespace", namespace.name, "--older-than", "0s"]) == 0
-        assert f"{namespace.name}/{cluster_name(run_name)}" in (out := capsys.readouterr().out)
-        assert "1 cluster, 1 orphaned; remove them with --delete" in out
-        assert namespace.clusters() == [cluster_name(run_name)]
-    finally:
-        assert orphans.main(["--namespace", namespace.name, "--older-than", "0s", "--delete"]) == 0
-    assert f"{cluster_name(run_name)}" in capsys.readouterr().out

@@ -33,7 +33,6 @@ ADAPTED = (
     (r"flytesnacks-development", "GUIDE_NAMESPACE"),
     (re.escape('"num_nodes": 4, "kubernetes": {'), SMALL),
     (r" dask-operator/dask-operator; do", "; do"),
-    (r"orphans --delete", "orphans --delete --namespace $NAMESPACE"),
 )
 
 

@@ -7,6 +7,7 @@ answer is no finding: ClusterError.
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.api import ApiRefused, call, find, is_in_pod
 from flyte_ddp.cluster.kubernetes.manifest import (
     GROUP,
+    MANAGED_BY,
     PLURAL,
     POLICY_GROUP,
     POLICY_PLURAL,
@@ -56,8 +58,6 @@ TEMPORARY_TAINTS = "node.kubernetes.io/"  # conditions of a node that pass, whic
 OPERATOR_NAME = "dask-kubernetes-operator"  # in its image upstream, and by the labels of its Helm chart and of deploy/
 OPERATOR_MODULE = "dask_kubernetes"  # that its container runs, whatever its labels are
 INSTALLED_VERSION = "app.kubernetes.io/version"  # a label that deploy/operator/install.sh sets
-# Parts of the names of DaemonSets that enforce NetworkPolicies.
-ENFORCERS = ("antrea", "aws-node", "azure-npm", "calico", "canal", "cilium", "kube-router", "ovn", "weave")
 UPGRADE = "upgrade it with its CRDs as deploy/RUNBOOK.md describes (Upgrades)"
 PSA = "pod-security.kubernetes.io/enforce"
 TEMPLATE_SETTING = re.compile(r"""default-pod-template-name["']?:\s*["']?([a-z0-9][-a-z0-9.]*)""")
@@ -508,13 +508,38 @@ def _check_policies(setup: Setup) -> Iterator[Finding]:
             f"it: kubectl --namespace {setup.namespace} apply -f deploy/networkpolicy.yaml",
             WARNING,
         )
-    names = [each.metadata.name for each in call("AppsV1Api", "list_daemon_set_for_all_namespaces").items]
-    if not any(part in name for name in names for part in ENFORCERS):
-        yield Finding(
-            f"no DaemonSet is known to enforce NetworkPolicies ({', '.join(ENFORCERS)}); the log of a run's driver "
-            "warns if none does",
-            UNKNOWN,
-        )
+
+
+def _check_orphans(setup: Setup) -> Iterator[Finding]:
+    """Look in all namespaces for clusters that outlived their driver. For the doctor: a run's account may list none.
+
+    Kubernetes deletes a cluster with its driver's pod, and the operator one that is idle. Neither does while the
+    operator is away and that pod stays, ended, or was none.
+    """
+    if not setup.account:
+        return
+    selector = ",".join(f"{key}={value}" for key, value in MANAGED_BY.items())
+    request = ("list_cluster_custom_object", GROUP, VERSION, PLURAL)
+    found = call("CustomObjectsApi", *request, label_selector=selector, ignored=(404,))
+    for cluster in found["items"] if found else ():
+        name, namespace = cluster["metadata"]["name"], cluster["metadata"]["namespace"]
+        if reason := _why_orphaned(cluster["metadata"], namespace):
+            delete = f"kubectl --namespace {namespace} delete daskcluster {name} --cascade=foreground"
+            yield Finding(f"Dask cluster {name} of namespace {namespace} {reason}; delete it: {delete}", WARNING)
+
+
+def _why_orphaned(metadata: Mapping[str, Any], namespace: str) -> str:
+    """Return why the cluster has no driver any more, as a phrase; "" where it may have one, or is being deleted."""
+    owner = next(iter(metadata.get("ownerReferences", [])), None)
+    if "deletionTimestamp" in metadata:
+        return ""
+    if owner is None:
+        created = datetime.datetime.fromisoformat(metadata["creationTimestamp"].replace("Z", "+00:00"))
+        age = datetime.datetime.now(datetime.timezone.utc) - created
+        return f"has no driver's pod and has been there for {age.days * 24} h" if age.days else ""
+    pod = find("CoreV1Api", "read_namespaced_pod", owner["name"], namespace)
+    is_there = pod is not None and pod.metadata.uid == owner["uid"] and pod.status.phase not in ("Succeeded", "Failed")
+    return "" if is_there else f"outlived its driver, pod {owner['name']}"
 
 
 CHECKS: list[tuple[str, Check]] = [
@@ -530,6 +555,7 @@ CHECKS: list[tuple[str, Check]] = [
     ("images on nodes", _check_images),
     ("what the API server admits", _check_admission),
     ("network policies", _check_policies),
+    ("clusters without a driver", _check_orphans),
 ]
 
 

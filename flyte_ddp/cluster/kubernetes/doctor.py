@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from flyte_ddp.cluster.admission import load_allowed
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.cluster.kubernetes.api import ApiRefused, call, context_namespace, one_try
+from flyte_ddp.cluster.kubernetes.api import context_namespace, one_try
 from flyte_ddp.cluster.kubernetes.checks import (
     BAD,
     GOOD,
@@ -26,7 +26,6 @@ from flyte_ddp.cluster.kubernetes.checks import (
 from flyte_ddp.cluster.kubernetes.manifest import cluster_spec
 from flyte_ddp.cluster.kubernetes.resources import quantities
 from flyte_ddp.config.source_code import read_settings
-from flyte_ddp.errors import ConfigError
 
 DRIVER = "driver"  # the class of tasks that drive a cluster
 
@@ -44,11 +43,13 @@ def diagnose(
         The findings, and an exit status: 0 if a run could start, 1 if not, 2 where this user may not see enough.
 
     Raises:
-        ConfigError: no namespace is named, and several could be meant.
         ClusterError: the API server does not answer.
     """
+    namespace, origin = config.kubernetes.namespace, "which is named"
+    if not namespace:
+        namespace = context_namespace() or "default"
+        origin = "that of the kubeconfig's context, as kubectl has it; name another by --namespace"
     with one_try():
-        namespace, origin = _namespace(config, service_account)
         findings, unseen = _check(config, service_account, tasks, pod_template, namespace)
     findings.insert(0, Finding(f"namespace {namespace} is checked, {origin}", GOOD))
     if not tasks:
@@ -85,28 +86,6 @@ def _check(
     spec = cluster_spec(config, "ddp-doctor-00000000")["spec"]
     driver = quantities(tasks.get(DRIVER, {}))  # without its requests it is one pod more, at least
     return run_checks(Setup(config, spec, namespace, account, driver, tasks, allowed, pod_template))
-
-
-def _namespace(config: ClusterConfig, account: str) -> tuple[str, str]:
-    """Return the namespace that is checked, and where its name comes from, as a phrase."""
-    if config.kubernetes.namespace:
-        return config.kubernetes.namespace, "which is named"
-    if namespace := context_namespace():
-        return namespace, "that of the kubeconfig's context"
-    try:
-        selector = f"metadata.name={account}"
-        found = call("CoreV1Api", "list_service_account_for_all_namespaces", field_selector=selector).items
-    except ApiRefused:  # a check reports that there is no access
-        found = []
-    names = sorted(each.metadata.namespace for each in found)
-    if len(names) > 1:
-        raise ConfigError(
-            f"--namespace: expected one of {', '.join(names)}, which have a service account {account}, got none, and "
-            "the kubeconfig's context names none"
-        )
-    if names:
-        return names[0], f"the only one with a service account {account}; name another by --namespace"
-    return "default", "because neither --namespace nor the kubeconfig's context names one"
 
 
 def lines(findings: list[Finding]) -> Iterator[str]:
