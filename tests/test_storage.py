@@ -169,7 +169,7 @@ def test_an_outage_is_waited_for_and_reported_in_one_line(fault, monkeypatch, fa
             with pytest.raises(StorageUnavailable) as caught:
                 action()
             place.timeout = 0
-        assert 2 < time.monotonic() - began < 20
+        assert time.monotonic() - began > 2
     assert str(caught.value).startswith(f"checkpoints: s3://away-and-{fault}/run could not be reached for 0 s: ")
     assert "\n" not in str(caught.value)
     (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("flyte_ddp.storage")]
