@@ -1,8 +1,8 @@
 """`flyte-ddp run` starts a script on several GPUs or machines; `doctor` checks a Kubernetes cluster.
 
-`estimate` says what memory the ranks of a recipe take. `fields` lists the fields of a run's config and cluster, with
-defaults and units. `new` makes a project; `update` brings it up to the installed version. `python -m flyte_ddp` is the
-same command.
+`estimate` trains one step of a recipe, and says what an epoch takes. `fields` lists the fields of a run's config and
+cluster, with defaults and units. `new` makes a project; `update` brings it up to the installed version.
+`python -m flyte_ddp` is the same command.
 
 flyte-ddp run --nnodes 2 --nproc-per-node 2 train.py --lr 0.1
 flyte-ddp doctor --cluster '{"num_nodes": 4}' --namespace vision-development
@@ -37,7 +37,7 @@ from flyte_ddp.observers.streams import open_standard_streams, print_line
 
 # Commands of rooms that have their own options.
 ELSEWHERE = {
-    "estimate": ("flyte_ddp.rank.estimate", "estimate the memory of a recipe's ranks; needs no GPU"),
+    "estimate": ("flyte_ddp.rank.estimate", "estimate a recipe's seconds per epoch and memory, by one step"),
     "promotion": ("flyte_ddp.promotion.__main__", "show, roll back or release the promoted model of a recipe"),
 }
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -11,20 +9,17 @@ import flytekit
 from flytekit import HashMethod, task
 from flytekit.types.directory import FlyteDirectory
 
-from flyte_ddp.cluster.kubernetes.checks import gpu_memory
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.flyte_context import is_flyte_task
 from flyte_ddp.launch.process.programs import slow_imports
 from flyte_ddp.launch.rank_start import start_server
-from flyte_ddp.recipes import Recipe, config_of, get_recipe
+from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import describe_data, prepare_data
 from flyte_ddp.storage.weights import split_pin
 from tasks.frame import check_cluster, check_initial_state, check_options, check_urls
 from tasks.inputs import ClusterInput, OptionalCluster, OptionalOverrides, OptionalSource, given, location
 from tasks.resources import SMALL_TASK
-
-logger = logging.getLogger(__name__)
 
 
 def _contents_hash(directory: FlyteDirectory) -> str:
@@ -43,20 +38,6 @@ class Prepared(NamedTuple):
     config: TrainingConfig
     cluster: ClusterInput
     initial_model_state: str  # with the checksum of its contents, which the cache of a training compares too
-
-
-def _warn_if_too_large(recipe: Recipe, config: TrainingConfig, cluster: ClusterInput, directory: Path) -> None:
-    """Log a warning if a rank is estimated to take more than the GPUs have, as the nodes' labels say."""
-    try:
-        if device_bytes := gpu_memory(cluster):
-            from flyte_ddp.rank.estimate import SIZES, estimate_prepared, find_excess  # imports torch
-
-            made = estimate_prepared(recipe, dataclasses.replace(config, sample_size=SIZES[1]), directory)
-            num_ranks = cluster.num_nodes * cluster.ranks_per_node
-            if excess := find_excess(made, config, num_ranks, device_bytes):
-                logger.warning("memory: %s", excess)
-    except Exception as error:  # an estimate that cannot be made must not end a run
-        logger.warning("the memory of a rank was not estimated: %s", error)
 
 
 # Not cached: the contents of a URL may have changed. The training task is cached, by the contents of this one's output.
@@ -87,6 +68,4 @@ def prepare(
         if state := check_initial_state(initial_model_state):
             prepared = prepared.adapt_to(split_pin(state)[0])
         prepare_data(prepared, location(source), directory)
-        if cluster is not None and cluster.gpus_per_node and cluster.resolved_kind == "kubernetes":
-            _warn_if_too_large(prepared, resolved, cluster, directory)
     return Prepared(FlyteDirectory(str(directory)), resolved, cluster or ClusterInput(), state)

@@ -914,22 +914,6 @@ def test_a_lost_workers_end_is_read_from_its_pods_status(
     assert str(end).endswith("raise kubernetes.worker_memory") is end.is_out_of_memory
 
 
-def test_the_memory_of_gpus_is_read_from_labels_of_nodes_that_workers_may_get(api_server: ApiServer) -> None:
-    def node(memory: str, **allocatable: str) -> dict[str, Any]:
-        labels = {"nvidia.com/gpu.memory": memory} if memory else {}
-        room = {"cpu": "64", "memory": "512Gi", "nvidia.com/gpu": "8", **allocatable}
-        return {"metadata": {"name": "n", "labels": labels}, "spec": {}, "status": {"allocatable": room}}
-
-    config = ClusterConfig(kind="kubernetes", gpus_per_node=1, kubernetes=PODS)
-    for nodes, expected in [
-        ([node("81559"), node("40960"), node("")], 40960),
-        ([node("81559"), node("16384", cpu="1")], 81559),
-        ([node("")], 0),
-    ]:
-        api_server.answers["/nodes"] = {"items": nodes}
-        assert checks.gpu_memory(config) == expected * 2**20
-
-
 def test_the_pod_of_a_slow_worker_is_deleted(api_server: ApiServer, caplog: pytest.LogCaptureFixture) -> None:
     config = ClusterConfig(kind="kubernetes", kubernetes=PODS)
     api.delete_worker(config, WORKER)

@@ -13,14 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 
 from flyte_ddp import events, session
 from flyte_ddp.checkpoints import EXPORT, EXPORTED_STATE, MODEL_STATE
@@ -28,7 +26,7 @@ from flyte_ddp.checkpoints.files import portable
 from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import log_failures
-from flyte_ddp.launch.process.entry import keep_freed_memory, return_freed_memory
+from flyte_ddp.launch.process.entry import return_freed_memory
 from flyte_ddp.launch.process.link import RankProcess
 from flyte_ddp.launch.process.session import Session
 from flyte_ddp.rank.agreement import check_ranks, describe_samples
@@ -36,9 +34,8 @@ from flyte_ddp.rank.contract import check_contract, open_datasets
 from flyte_ddp.rank.data import open_samples, take_sample
 from flyte_ddp.rank.fast_start import avoid_importing_dynamo, call_around_compilations
 from flyte_ddp.rank.inspection import describe_layers, make_predictions, sample_inputs
-from flyte_ddp.rank.optim import build_optimizer
 from flyte_ddp.rank.parallel import build_model
-from flyte_ddp.rank.sharding import count_own_parameters, shard_model, whole_state
+from flyte_ddp.rank.sharding import count_own_parameters, whole_state
 from flyte_ddp.rank.snapshot import unchanged
 from flyte_ddp.rank.step_timer import device_name
 from flyte_ddp.rank.trainer import Trainer
@@ -46,7 +43,7 @@ from flyte_ddp.recipes import Recipe, get_recipe, list_class_names
 from flyte_ddp.recipes.prepare import describe_data
 from flyte_ddp.storage import Storage, redact_url
 from flyte_ddp.storage.weights import save_safetensors, with_class_names
-from flyte_ddp.world import ALONE, World, process_group
+from flyte_ddp.world import World, process_group
 
 BEAT_INTERVAL = 1.0  # seconds between two reports of progress during an operation that reports none itself
 MAX_OPERATION_SECONDS = 1800.0  # after which such an operation counts as a stall
@@ -256,22 +253,3 @@ def _peak_memory(world: World) -> int:
     if world.device.type == "cuda":
         return torch.cuda.max_memory_allocated(world.device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def send_process_bytes(name: str, config: TrainingConfig, directory: Path, answer: Connection) -> None:
-    """Send the peak memory in bytes of a process that is a rank on a CPU, but has a model of one weight."""
-    keep_freed_memory()
-    _prepare_process(config, num_threads=1)
-    recipe = get_recipe(name, config.recipe_options)
-    train_data, test_data = open_datasets(recipe, directory, config)
-    samples, _ = open_samples([take_sample(train_data, config), test_data], recipe, config, ALONE)
-    next(iter(samples.batches([torch.arange(1)], epoch=1)))
-    with process_group(ALONE, "gloo", HashStore(), config.collective_timeout):
-        replica: nn.Module = nn.Linear(1, 1)
-        if config.parallel == "fsdp":
-            shard_model(replica, [], config, ALONE)
-        else:
-            replica = nn.parallel.DistributedDataParallel(replica)
-        replica(torch.ones(1, 1)).sum().backward()
-        build_optimizer(replica, config).step()
-    answer.send(_peak_memory(ALONE))

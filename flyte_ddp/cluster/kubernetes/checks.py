@@ -25,7 +25,6 @@ from flyte_ddp.cluster.kubernetes.manifest import (
     POLICY_GROUP,
     POLICY_PLURAL,
     VERSION,
-    cluster_spec,
     merge_pod,
 )
 from flyte_ddp.cluster.kubernetes.resources import describe, quantities, quantity, short, sum_needs, sum_requests
@@ -352,15 +351,6 @@ def _find_lack_of_room(setup: Setup, nodes: list[Any]) -> str:
         return ""
     others = "a scheduler and the task's own pod" if setup.driver is not None else "and a scheduler"
     return f"the nodes are too small together for {what}, {others}: they have {', '.join(lacking)}"
-
-
-def gpu_memory(config: ClusterConfig) -> float:
-    """Return the bytes of the smallest GPU for workers, by nodes' labels, or 0. Raises ClusterError as `call` does."""
-    pod = cluster_spec(config, "estimate", None)["spec"]["worker"]["spec"]
-    label = f"{config.kubernetes.gpu_resource}.memory"  # in MiB, which NVIDIA's GPU feature discovery sets
-    nodes = [each for each in call("CoreV1Api", "list_node").items if not _find_obstacle(pod, each)]
-    sizes = [float((each.metadata.labels or {}).get(label, 0)) for each in nodes]
-    return min(filter(None, sizes), default=0.0) * 2**20
 
 
 def _find_obstacle(pod: Mapping[str, Any], node: Any) -> str:
