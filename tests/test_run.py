@@ -37,8 +37,8 @@ OURS = [sys.executable, "-m", "flyte_ddp", "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 FLAGS = ["--nproc-per-node", "2", "--max-restarts", "1"]
 
-FROM_RUN_TO_RUN = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID", "MASTER_PORT"}  # that they differ in
-OUR_OWN = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+FROM_RUN_TO_RUN = {"TORCHELASTIC_RUN_ID", "MASTER_PORT"}  # that they differ in
+OUR_OWN, THEIR_OWN = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}, {"TORCHELASTIC_ERROR_FILE"}
 
 
 def environment():
@@ -94,7 +94,7 @@ def test_a_script_finds_the_environment_that_torchrun_gives_it(both):
         theirs, ours = dict(theirs["environment"]), dict(ours["environment"])
         assert (theirs.pop("MASTER_ADDR"), ours.pop("MASTER_ADDR")) == ("localhost", "127.0.0.1")
         names = {name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)}
-        assert names - FROM_RUN_TO_RUN - OUR_OWN - {"PWD", "OLDPWD", "OMP_NUM_THREADS"} == set()
+        assert names - FROM_RUN_TO_RUN - OUR_OWN - THEIR_OWN - {"PWD", "OLDPWD", "OMP_NUM_THREADS"} == set()
         assert ours["TORCHELASTIC_USE_AGENT_STORE"] == "True"
         assert {*FROM_RUN_TO_RUN, "OMP_NUM_THREADS"} <= ours.keys()
 

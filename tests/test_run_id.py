@@ -101,7 +101,7 @@ def test_a_signal_reaches_runs_beside_a_main_thread_with_an_asyncio_loop(recorde
     both_in, first_out = threading.Barrier(2), threading.Event()
 
     def stop_run(is_first):
-        with signals.stop_on_signals(("SIGTERM",)) as stop:
+        with signals.stop_on_signals() as stop:
             both_in.wait(60)
             if is_first:
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -40,7 +40,6 @@ from flyte_ddp.launch.attempt import Attempt, Nodes
 from flyte_ddp.launch.failures import first_line, program_failure
 from flyte_ddp.launch.policy import Before, Ended, Next, Rules, decide, leaves_state_whole
 from flyte_ddp.launch.process.background import call_in_background
-from flyte_ddp.launch.process.output import PREFIX
 from flyte_ddp.launch.process.programs import WANDB_VARIABLE, Job
 from flyte_ddp.launch.signals import StopRequest, stop_on_signals
 from flyte_ddp.observers.streams import open_standard_streams, print_line
@@ -157,7 +156,7 @@ def run(
             modules = (*program.slow_imports, type(storage.file_system).__module__)
             job = dataclasses.replace(job, program=dataclasses.replace(job.program, slow_imports=modules))
     state = events.RunState(keep_reports=False)
-    stopping = contextlib.nullcontext(stop) if stop else stop_on_signals(program.signals, program.stop_grace)
+    stopping = contextlib.nullcontext(stop) if stop else stop_on_signals(program.stop_grace)
     owning: contextlib.AbstractContextManager[Ownership | None] = contextlib.nullcontext()
     if job.checkpoints:
         owning = Ownership(job.checkpoints, job.run, program.store_timeout)
@@ -213,7 +212,7 @@ class _Driver:
             run.emit(events.AttemptStarted(len(nodes.nodes), run.job.launched_at, waited, self.place.notice_seconds))
             # A new token for each gang: a rank of an earlier one that still lives on a silent node may not write now.
             owner = self.ownership.renew(waits=needs_store) if self.ownership else ""
-            shows_nodes = self.place.is_cluster and run.job.program.output.prefix == PREFIX
+            shows_nodes = self.place.is_cluster and run.job.program.shows_ranks
             attempt = Attempt(nodes, run.emit, run.relay, run.stop, shows_nodes)
             try:
                 self.num_attempts += 1

@@ -35,7 +35,14 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.devices import default_num_processes, num_cores, num_gpus
 from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.process.programs import OUTPUTS_VARIABLE, SCRIPT_DIRECTORY, Job, Program, check_run_id
+from flyte_ddp.launch.process.programs import (
+    OUTPUTS_VARIABLE,
+    SCRIPT_DIRECTORY,
+    STOP_SIGNALS,
+    Job,
+    Program,
+    check_run_id,
+)
 from flyte_ddp.launch.scratch import own_directory
 from flyte_ddp.storage import write_file
 
@@ -377,7 +384,7 @@ class _Command:
     def __call__(self) -> bytes:
         directory = self.working_directory if os.path.isdir(self.working_directory) else None
         process = subprocess.Popen(self.command, cwd=directory)
-        for name in os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"].split(","):
+        for name in STOP_SIGNALS:
             signal.signal(signal.Signals[name], lambda number, frame: process.send_signal(number))
         if code := process.wait():
             sys.exit(code if code > 0 else 128 - code)

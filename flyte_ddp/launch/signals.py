@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Pipe
 from typing import Any
 
@@ -84,7 +84,7 @@ _entering = threading.Lock()
 
 
 @contextlib.contextmanager
-def stop_on_signals(signals: Sequence[str] = STOP_SIGNALS, grace: float | None = None) -> Iterator[StopRequest]:
+def stop_on_signals(grace: float | None = None) -> Iterator[StopRequest]:
     """Turn signals into a stop request for the length of the block.
 
     A SIGHUP that is ignored stays so: the run was started with nohup. Signal handlers belong to the main thread. Beside
@@ -97,7 +97,7 @@ def stop_on_signals(signals: Sequence[str] = STOP_SIGNALS, grace: float | None =
         for each in {*_beside, stop}:
             each.set(signal.Signals(number).name)
 
-    numbers = {signal.Signals[name] for name in signals}
+    numbers = {signal.Signals[name] for name in STOP_SIGNALS}
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         numbers.discard(signal.SIGHUP)
     if threading.current_thread() is threading.main_thread():

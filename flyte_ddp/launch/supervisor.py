@@ -34,7 +34,7 @@ from flyte_ddp.launch.node import Link
 from flyte_ddp.launch.process.background import call_in_background
 from flyte_ddp.launch.process.entry import run_rank
 from flyte_ddp.launch.process.memory import NodeMemory, count_oom_kills
-from flyte_ddp.launch.process.output import LogTail, rank_stacks, read_error
+from flyte_ddp.launch.process.output import LogTail, rank_log, rank_stacks
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NUM_SLOTS, PHASES, NodeRanks, semaphore_prefix
 from flyte_ddp.launch.rank_start import ForkedProcess, kill_server, set_environment, start_rank
@@ -148,7 +148,7 @@ class _Ranks:
         self.num_oom_kills = count_oom_kills()
         # CUDA gives a process only the first of several MIG slices, so each rank must see its own alone.
         gpus = visible_gpus() if node.use_gpus else ()
-        self.slices = gpus if job.program.virtual_local_rank or any(name.startswith("MIG-") for name in gpus) else ()
+        self.slices = gpus if any(name.startswith("MIG-") for name in gpus) else ()
         self.sent_deadline: float | None = None  # of the stop, as the ranks know it; None before
         # Two numbers per local rank: the time of its last progress, 0 before the first, and its step. Then one per
         # local rank: not 0 when its function has ended. One more: since when it waits for other ranks, or 0.
@@ -180,12 +180,7 @@ class _Ranks:
         # Only the rank holds its ends now, so that either side sees the other's death as the end of a pipe.
         rank_up.close()
         rank_down.close()
-        output = self.job.program.output
-        streams = {stream.path: stream for stream in output.streams(self.logs, self.node, local_rank).values()}
-        logs = [(LogTail(path), stream) for path, stream in streams.items()]
-        error_file = output.error_file(self.logs, self.node, local_rank)
-        prefix = output.prefix_of(self.node, local_rank)
-        self.ranks.append(Rank(number, process, up, down, logs, prefix, error_file))
+        self.ranks.append(Rank(number, process, up, down, LogTail(rank_log(self.logs, number))))
 
     def watch(self, prepared: Future[str] | None) -> None:
         """Pass data and events on until every rank has succeeded.
@@ -322,9 +317,8 @@ class _Ranks:
         cause = f"{name}: {message}"
         what = f"rank {rank.number} failed: {name}" + (f": {shorten(message, MAX_MESSAGE)}" if message else "")
         failure = RankFailure(what, rank.number, "exception", cause, is_consequence)
-        recorded = _recorded(rank, message)
-        if (text or recorded) and not failure.is_user_error:  # one line explains those
-            text = f"{what}{recorded}" + (f"\n{shorten_traceback(text)}" if text else "")
+        if text and not failure.is_user_error:  # one line explains those
+            text = f"{what}\n{shorten_traceback(text)}"
             failure = RankFailure(text, rank.number, "exception", cause, is_consequence)
         self.failures.append((is_consequence, time.monotonic(), failure))
 
@@ -347,7 +341,7 @@ class _Ranks:
         if code is not None and code < 0:
             kind, cause = "signal", signal.Signals(-code).name
             what = f"rank {rank.number} was killed by {cause}"
-            output = "\n".join(log.last_lines(CRASH_LINES) for log, _ in rank.logs)
+            output = rank.log.last_lines(CRASH_LINES)
             # faulthandler lists the main thread last.
             details["place"] = place = find_place(output.rpartition("Thread 0x")[2].splitlines())
             if sizes := GLOO_SIZES.search(output):
@@ -364,8 +358,7 @@ class _Ranks:
             what, kind, cause = f"rank {rank.number} exited with code {code}", "exit", f"exit code {code}"
             if code == UNKNOWN_CODE and isinstance(rank.process, ForkedProcess):
                 what += ", or the server that it was forked from was killed"
-        what += _recorded(rank)
-        tail = "\n".join(filter(None, (log.last_lines(LOG_TAIL) for log, _ in rank.logs)))
+        tail = rank.log.last_lines(LOG_TAIL)
         text = f"{what}\n{shorten(tail)}" if tail else what
         return RankFailure(text, rank.number, kind, cause, details=details)
 
@@ -485,20 +478,9 @@ class _Ranks:
 
     def _relay_logs(self, at_end: bool = False) -> None:
         for rank in self.ranks:
-            for log, stream in rank.logs:
-                lines = log.new_lines(at_end) if stream.is_shown else ()
-                for line in lines:
-                    self.relay(f"{rank.prefix}{line}")
-                if stream.filters and lines:  # the rank has made the directory by then
-                    found = [line for line in lines if any(each in line for each in stream.filters)]
-                    with open(stream.filtered, "a", encoding="utf-8") as file:
-                        file.writelines(f"{rank.prefix}{line}\n" for line in found)
-
-
-def _recorded(rank: Rank, message: str = "") -> str:
-    """Return a line with the error that @record wrote down, such as in a process of the rank's, if it is another."""
-    error = read_error(rank.error_file)
-    return f"\nrecorded: {shorten(error, MAX_MESSAGE)}" if error and not (message and message in error) else ""
+            prefix = f"[rank {rank.number}] " if self.job.program.shows_ranks else ""
+            for line in rank.log.new_lines(at_end):
+                self.relay(f"{prefix}{line}")
 
 
 def _how_halted(rank: Rank) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from flyte_ddp.errors import RankFailure
 from flyte_ddp.launch.policy import leaves_state_whole
 from flyte_ddp.launch.process.memory import ANSWER_TIMEOUT, KEEP_TIMEOUT, keep_timeout
-from flyte_ddp.launch.process.output import LogTail, RankStream
+from flyte_ddp.launch.process.output import LogTail
 
 DEATH_GRACE = 2.0  # seconds for the kernel to end killed processes, and for their new parent to reap them
 
@@ -29,9 +29,7 @@ class Rank:
     process: BaseProcess
     up: Connection
     down: Connection
-    logs: list[tuple[LogTail, RankStream]]
-    prefix: str  # of its lines
-    error_file: str
+    log: LogTail
     outcome: str = ""  # "done", "stopped" or "error", as the rank reported, or "killed"; "" before
     groups: list[dict[str, Any]] | None = None  # the collectives that it has entered, once it was asked
     has_lost_peers: bool = False  # which is why it has raised an exception

@@ -39,7 +39,7 @@ from flyte_ddp.launch.process.background import call_in_background
 from flyte_ddp.launch.process.collectives import watch_main_thread
 from flyte_ddp.launch.process.end import end_forked_processes, frames_of_user, release_program, run_exit_handlers
 from flyte_ddp.launch.process.link import RankProcess, SupervisorLink
-from flyte_ddp.launch.process.output import rank_stacks
+from flyte_ddp.launch.process.output import rank_log, rank_stacks
 from flyte_ddp.launch.process.programs import CUDA_OUT_OF_MEMORY, Job
 from flyte_ddp.launch.process.ranks import NodeRanks, semaphore_prefix
 from flyte_ddp.launch.process.session import Session
@@ -111,12 +111,10 @@ def run_rank(
     # The supervisor removes what loader processes leave when they are killed.
     multiprocessing.current_process()._config["semprefix"] = f"/{semaphore_prefix(logs)}"  # type: ignore[attr-defined]
     rank = node.first_rank + local_rank
-    os.environ["TORCHELASTIC_ERROR_FILE"] = error_file = job.program.output.error_file(logs, node, local_rank)
-    os.makedirs(os.path.dirname(error_file), exist_ok=True)
-    for descriptor, stream in job.program.output.streams(logs, node, local_rank).items():
-        file = os.open(stream.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    file = os.open(rank_log(logs, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
         os.dup2(file, descriptor)
-        os.close(file)
+    os.close(file)
     # Lines appear while the rank runs, and before it is killed.
     typing.cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
     # By a signal as well, for a rank that hangs in C code which lets no other thread run.

@@ -21,13 +21,13 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.source_code import files_below, list_packages, source_files
 from flyte_ddp.config.training import Batch
 from flyte_ddp.errors import ConfigError, RankFailure
-from flyte_ddp.launch.process.output import Output
 from flyte_ddp.recipes import BUILTIN, Recipe, get_recipe
 from flyte_ddp.storage.weights import pin_state
 
 COMPILERS = ("g++", "gcc", "clang")  # torch.compile takes g++ or CXX for CPUs, gcc, clang or CC for GPUs
 CUDA_OUT_OF_MEMORY = "OutOfMemoryError"  # class name of torch.cuda.OutOfMemoryError
-STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # that end a run early, as torchrun's
+# These end a run early, as torchrun's, and are passed on to a function that does not ask for a stop.
+STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 END_RESERVE = 10.0  # seconds of a pod's grace for what follows the last checkpoint, such as the deletion of a cluster
 SCRIPT_DIRECTORY = "flyte_ddp_script"  # among the source files on a node: the directory of a script
 OUTPUTS_VARIABLE = "FLYTE_DDP_OUTPUTS"  # in ranks: the node's directory for a script's outputs, removed after the run
@@ -55,10 +55,8 @@ class Program:
     store_timeout: float = 600.0  # seconds without the checkpoints' store until the attempt ends recoverably
     variables: dict[str, str] = field(default_factory=dict)  # of the environment of every rank
     is_command: bool = False  # it runs another program, so torch is not imported in the rank's own process
-    signals: tuple[str, ...] = STOP_SIGNALS  # end the run early; passed on to a function that does not ask for a stop
     stop_grace: float = field(default_factory=stop_grace)  # seconds from the request to stop until the ranks are killed
-    output: Output = field(default_factory=Output)
-    virtual_local_rank: bool = False  # each rank sees its own GPU alone, and has LOCAL_RANK 0
+    shows_ranks: bool = True  # a line that a rank prints begins with its number
     # Modules of others that every rank imports, in seconds: its ranks are forked from a process that has them. Without
     # any, each rank is a fresh process, whose program may set variables before it imports torch.
     slow_imports: tuple[str, ...] = ()
@@ -75,9 +73,8 @@ class Program:
     def environment(self) -> dict[str, str]:
         """Variables of the program's own, and those that torchrun sets besides RANK and the like."""
         name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-        signals = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(self.signals)}
-        local_rank = {"LOCAL_RANK": "0"} if self.virtual_local_rank else {}
-        return {name: os.environ.get(name, "1"), **signals, **local_rank, **self.variables}
+        signals = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(STOP_SIGNALS)}
+        return {name: os.environ.get(name, "1"), **signals, **self.variables}
 
     def check(self, world_size: int, has_gpus: bool) -> None:
         """Raise ConfigError if the program's batch cannot be split evenly over the ranks, or if it lacks GPUs."""
@@ -123,8 +120,8 @@ class Program:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Program:
         """Return the program that `dataclasses.asdict` made `values` from."""
-        output, batch = Output(**_with_tuples(values["output"])), values["batch"]
-        return cls(**{**_with_tuples(values), "output": output, "batch": Batch(**batch) if batch else None})
+        batch = values["batch"]
+        return cls(**{**_with_tuples(values), "batch": Batch(**batch) if batch else None})
 
 
 def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
