@@ -1,8 +1,7 @@
-# One image for the Flyte task, the driver and the Dask scheduler and workers; a small one for the Dask operator.
+# One image for the Flyte task, the driver, the Dask scheduler and workers, and the Dask operator.
 # GPUs work through the CUDA libraries that come with torch's wheels and the driver that the node mounts.
 #
 #   docker build --build-arg IMAGE=registry.example.com/flyte-ddp:1 -t registry.example.com/flyte-ddp:1 .
-#   docker build --target operator -t registry.example.com/flyte-ddp-operator:1 .
 #
 # BASE     the base image; for a release by its digest, debian:bookworm-slim@sha256:..., as deploy/README.md shows
 # COMPILER 1: with the C++ compiler that torch.compile (`compile: true`) starts, 450 MB more
@@ -28,14 +27,6 @@ COPY requirements-uv.txt /pins/
 RUN python3 -m venv /uv && /uv/bin/pip install --no-cache-dir --quiet --require-hashes -r /pins/requirements-uv.txt
 COPY requirements.txt /pins/
 RUN cd /pins && awk '/^[a-z0-9]/ { gpu = /^(torch|torchvision|triton|nvidia-[a-z0-9-]+|cuda-[a-z0-9-]+)==/ } gpu' requirements.txt > gpu.txt
-
-FROM base AS operator
-COPY requirements-operator.txt /pins/
-RUN --mount=type=bind,from=pins,source=/uv,target=/uv \
-    /uv/bin/uv pip install --no-cache --no-deps --require-hashes --compile-bytecode -r /pins/requirements-operator.txt
-USER 1000
-# The Helm chart sets no command, and its arguments are kopf's options.
-ENTRYPOINT ["tini", "--", "kopf", "run", "--module=dask_kubernetes.operator.controller"]
 
 FROM base
 # The gigabytes: they change with torch's version alone.

@@ -4,8 +4,6 @@ include project.mk
 
 # The platform of the image: Debian 12's Python.
 IMAGE_PLATFORM := --python-version 3.11 --python-platform x86_64-manylinux_2_28
-# The image that the tests on a cluster install the Dask operator from.
-OPERATOR_IMAGE ?= $(IMAGE)
 PINS := requirements.txt requirements-dev.txt requirements-uv.txt
 # Three at a time on two cores, because a test's ranks often wait. A file's tests stay together, because they share what
 # they started; tests/conftest.py has the order of the files.
@@ -39,8 +37,8 @@ $(EMULATORS)/node_modules/.bin/azurite-blob:
 test-gpu: $(INSTALLED)  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu
 
-test-kubernetes: $(INSTALLED)  ## the tests on the cluster that KUBECONFIG names, whose nodes have IMAGE and OPERATOR_IMAGE
-	FLYTE_DDP_TEST_IMAGE=$(IMAGE) FLYTE_DDP_TEST_OPERATOR_IMAGE=$(OPERATOR_IMAGE) $(BIN)/python -m pytest -m kubernetes tests/kubernetes
+test-kubernetes: $(INSTALLED)  ## the tests on the cluster that KUBECONFIG names, whose nodes have IMAGE
+	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -m kubernetes tests/kubernetes
 
 test-flyte: $(INSTALLED)  ## real executions on the Flyte that FLYTECTL_CONFIG names, whose nodes (KUBECONFIG) have IMAGE
 	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -v -rP -m flyte tests/flyte
@@ -76,16 +74,14 @@ sbom: $(INSTALLED)  ## the image's Python packages with their hashes, as Cyclone
 wheel: $(INSTALLED)  ## the library, and what `flyte-ddp new` makes a project of, in dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
-# The image installs requirements.txt, the operator's image its own part of that, a checkout also requirements-dev.txt: the pins
-# that requirements.txt does not have, constrained to it.
+# The image installs requirements.txt, a checkout also requirements-dev.txt: the pins that requirements.txt does not have,
+# constrained to it.
 PIN := $(UV) pip compile --quiet --no-emit-index-url --generate-hashes --custom-compile-command 'make requirements' $(UPGRADE)
 EVERYWHERE := --universal --python-version 3.10
 
 requirements: UPGRADE ?= --upgrade
 requirements: | $(UV)  ## pin the newest packages that fit pyproject.toml; UPGRADE= keeps the pins that there are
 	$(PIN) $(EVERYWHERE) --extra all --output-file requirements.txt pyproject.toml
-	echo dask-kubernetes | $(PIN) $(IMAGE_PLATFORM) --no-annotate \
-	  --constraint requirements.txt --output-file requirements-operator.txt -
 	$(PIN) $(EVERYWHERE) --all-extras --no-annotate --constraint requirements.txt --output-file requirements-dev.txt pyproject.toml
 	awk 'FNR == NR { if (/^[a-z0-9]/) pinned[$$0]; next } /^[a-z0-9]/ { skip = $$0 in pinned } !skip' \
 	  requirements.txt requirements-dev.txt > .pins && mv .pins requirements-dev.txt

@@ -65,29 +65,21 @@ def test_every_pin_has_its_hashes_and_the_image_gets_no_tool_of_development():
     assert {Requirement(each).name for each in project["dependencies"]} <= names(runtime)
     extras = {Requirement(each).name for extra in project["optional-dependencies"].values() for each in extra}
     assert extras <= names(runtime) | names(development) | {project["name"]}
-    assert not names(runtime) & {"pytest", "mypy", "ruff", "moto", "transformers", "lightning", "pip-audit"}
+    assert not names(runtime) & {"pytest", "mypy", "ruff", "moto", "lightning", "pip-audit"}
     for name in names(runtime) & names(development):  # for other platforms only in the one: the same versions
         assert {each for each in development if names([each]) == {name}} <= runtime.keys(), name
-
-
-def test_the_operators_image_has_pins_of_the_training_image_and_no_torch():
-    operator = pins("requirements-operator.txt")
-    assert operator.items() <= pins("requirements.txt").items()
-    assert "dask-kubernetes" in names(operator)
-    assert "torch" not in names(operator)
 
 
 def test_the_image_installs_nothing_without_a_hash():
     text = (REPOSITORY / "Dockerfile").read_text().replace("\\\n", " ")
     installs = re.findall(r"pip install [^\n;]*", text)
-    assert len(installs) == 6
+    assert len(installs) == 5
     wheel, own = (each for each in installs if "--require-hashes" not in each)
     assert wheel.strip().endswith('--no-deps --compile-bytecode "$wheel"')  # which lies in the project
     assert own.endswith("-c /pins/requirements.txt -r /pins/own/requirements-own.txt")  # its user's
     assert set(re.findall(r"-r /pins/([^\s;]+)", text)) == {
         "own/requirements-own.txt",
         "requirements-uv.txt",
-        "requirements-operator.txt",
         "requirements.txt",
         "gpu.txt",
     }

@@ -20,7 +20,6 @@ SHIPPED = ("flyte_ddp", "tasks", "workflows", "recipes", "settings.toml")
 BESIDE = (
     "pyproject.toml",
     "requirements.txt",
-    "requirements-operator.txt",
     "requirements-uv.txt",
     ".dockerignore",
 )  # to build the image with; flytekit adds the last

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Install the Dask operator without Helm and without its upstream image: its CRDs from the dask-kubernetes package, and
-# its controller from the image that `docker build --target operator` makes (the training image has it too). Safe to run
-# again, for an upgrade as well.
+# its controller from the training image. Safe to run again, for an upgrade as well.
 #
 #   deploy/operator/install.sh IMAGE          PYTHON names another environment than .venv, which `make setup` makes
 set -euo pipefail

@@ -24,7 +24,6 @@ from tests.kubernetes.store import Store
 
 ROOT = Path(__file__).parents[2]
 IMAGE = os.environ.get("FLYTE_DDP_TEST_IMAGE", "flyte-ddp:dev")
-OPERATOR_IMAGE = os.environ.get("FLYTE_DDP_TEST_OPERATOR_IMAGE", IMAGE)
 
 # Small enough for two nodes of two cores that other pods share.
 SMALL = {"kind": "kubernetes", "num_nodes": 2, "start_timeout": 400}
@@ -180,7 +179,7 @@ def operator() -> None:
     available = ("get", "deployment", "dask-operator", "--output", "jsonpath={.status.availableReplicas}")
     if kubectl("--namespace", "dask-operator", *available, check=False):
         return  # the cluster has one, which others may use at this moment
-    install_operator(OPERATOR_IMAGE)
+    install_operator(IMAGE)
 
 
 def install_operator(image: str) -> None:

@@ -28,7 +28,6 @@ import flyte_ddp
 from tests.kubernetes.conftest import (
     CONTAINER_SECURITY,
     IMAGE,
-    OPERATOR_IMAGE,
     POD_SECURITY,
     ROOT,
     Namespace,
@@ -532,11 +531,19 @@ def helm() -> str:
     return str(cache / "helm")
 
 
-def test_a_run_trains_under_the_operator_of_the_helm_chart(helm: str, start: Callable[..., Driver]) -> None:
+def test_a_run_trains_under_the_operator_of_the_helm_chart(
+    helm: str, start: Callable[..., Driver], tmp_path: Path
+) -> None:
+    # The chart sets no command: its own image begins with the operator, ours with tini alone.
+    with_command = tmp_path / "with-command"
+    *_, deployment = yaml.safe_load_all((ROOT / "deploy/operator/operator.yaml").read_text())
+    command = json.dumps(deployment["spec"]["template"]["spec"]["containers"][0]["command"])
+    with_command.write_text(f"#!/bin/sh\nexec sed 's/^\\( *\\)args:$/\\1command: {command}\\n&/'\n")
+    with_command.chmod(0o755)
     operator = ("--namespace", "dask-operator")
     image = "jsonpath={.spec.template.spec.containers[0].image}"
     kept = kubectl(*operator, "get", "deployment", "dask-operator", "--output", image)
-    repository, _, tag = OPERATOR_IMAGE.rpartition(":")
+    repository, _, tag = IMAGE.rpartition(":")
     chart = files("dask_kubernetes") / "operator/deployment/helm/dask-kubernetes-operator"
     release = (helm, *operator)
     values = ("--values", str(ROOT / "deploy/operator/values.yaml"))
@@ -546,6 +553,7 @@ def test_a_run_trains_under_the_operator_of_the_helm_chart(helm: str, start: Cal
         kubectl(*operator, "delete", "deployment,serviceaccount", "dask-operator", "--cascade=foreground")
         kubectl("delete", "clusterrole,clusterrolebinding", "dask-operator")
         install = (*release, "install", "dask-operator", str(chart), *values, "--wait", "--timeout=120s")
+        install += ("--post-renderer", str(with_command))
         subprocess.run(install, check=True)
         start("helm", "helm").succeeded()
     finally:
