@@ -231,7 +231,7 @@ print([name for name in ("torch", "distributed", "wandb", "kubernetes", "kr8s", 
 
 def test_the_extras_are_those_of_the_messages():
     extras = PROJECT["optional-dependencies"]
-    distributions = {"sklearn": "scikit-learn"}
+    distributions = {"mlflow": "mlflow-skinny", "sklearn": "scikit-learn"}
     assert set(EXTRAS.values()) < extras.keys()
     for package, extra in EXTRAS.items():
         assert distributions.get(package, package) in extras[extra]
