@@ -35,13 +35,10 @@ def be_killed_elsewhere(url):
 
 
 @pytest.mark.long
-def test_a_retry_elsewhere_with_the_same_run_id_goes_on_at_once_and_another_run_is_refused(tmp_path):
+def test_a_retry_elsewhere_with_the_same_run_id_goes_on_at_once(tmp_path):
     url = str(tmp_path)
     assert flyte_ddp.run(go_on, checkpoints=url, run_id="r1-a0") == 0
     be_killed_elsewhere(url)
-    for other in ("", "r1-a1"):
-        with pytest.raises(ConfigError, match="which belongs to run r1-a0 on pod-1 since"):
-            flyte_ddp.run(go_on, checkpoints=url, run_id=other)
     ghost = read_owner(Storage(url))[1].token
     assert flyte_ddp.run(go_on, checkpoints=url, run_id="r1-a0") == 1
     with pytest.raises(ConfigError, match="so this process writes nothing more there"):

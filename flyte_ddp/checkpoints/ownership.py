@@ -1,14 +1,13 @@
-"""Ownership of a run's place: one run at a time may write there, named by a token in `owner.json`.
+"""The lease of a run's place: one run at a time may write there, named by a token in `owner.json`.
 
-Two runs in one place would delete each other's checkpoints. So the process that starts a run takes the place before
-anything is written there, sends heartbeats, and releases the place at the end. Rank 0 compares the token before
+Two runs in one place would delete each other's checkpoints. So the process that starts a run takes the lease before
+anything is written there, renews it by heartbeats, and releases it at the end. Rank 0 compares the token before
 everything that it writes or deletes: a process that was replaced, but lives on somewhere, changes nothing any more. A
-run's tokens are numbered, so rank 0 knows one that is only not renewed yet, because the store is away, and waits.
+run's tokens are numbered, so rank 0 knows one that is only not there yet, because the store is away, and waits.
 
-An owner is over if it released the place, if its process is gone from this very machine, if it is an earlier attempt of
-the same run on another one (Flyte retries a node under the same name), or if its last heartbeat is too old. Only the
-last of these compares two machines' clocks, which may differ by `CLOCK_MARGIN`. A clock may also have been set, so the
-place is watched then: an owner whose heartbeat changes meanwhile is alive, whatever the clocks say.
+A lease is over if it was released, if its process is gone from this very machine, if it is an earlier attempt's of the
+same run on another one (Flyte retries a node under the same name), or if no heartbeat comes for as long as it lasts.
+The last is measured by the clock of the process that waits: no two machines' clocks are compared.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from flyte_ddp.storage.failures import describe
 
 OWNER = "owner.json"
 BEAT_INTERVAL = 20.0  # seconds between two heartbeats
-WATCHED_BEATS = 3  # intervals without a heartbeat, by this process's own clock, after a lease has ended
+LOOK_INTERVAL = 2.0  # seconds between two looks at another run's lease
+RETRY_INTERVAL = 1.0  # seconds between two tries to put a new token, for which ranks may wait
 RELEASE_TIMEOUT = 5.0  # seconds to release a place in
-CLOCK_MARGIN = 120.0  # seconds by which the clocks of two machines may differ
 
 logger = logging.getLogger(__name__)
 
@@ -55,18 +54,12 @@ class Owner:
     released: bool = False
 
     def is_over(self, run: str) -> bool | None:
-        """Return whether this owner has provably ended, as seen by an attempt of `run`.
-
-        Returns:
-            None if only its lease has ended, by clocks that may have been set.
-        """
+        """Return whether this owner has ended, as seen by an attempt of `run`; None where only its lease can tell."""
         if self.released:
             return True
         if self.machine == _machine():
             return not _is_alive(self.pid, self.process_start)
-        if run and self.run == run:
-            return True
-        return None if time.time() - self.beat_at > self.lease + CLOCK_MARGIN else False
+        return True if run and self.run == run else None
 
     def __str__(self) -> str:
         return f"{f'run {self.run}' if self.run else f'process {self.pid}'} on {self.host} since {self.since}"
@@ -81,7 +74,7 @@ class Ownership:
             life for that long.
 
     Raises:
-        ConfigError: the place belongs to another run, which is not provably over.
+        ConfigError: the place belongs to another run, which is alive.
         StorageUnavailable, StorageDenied: the place cannot be read or written.
     """
 
@@ -99,14 +92,11 @@ class Ownership:
             beat_at=time.time(),
             lease=store_timeout + 3 * BEAT_INTERVAL,
         )
-        self._token = self._owner.token  # the newest, which may not be there yet
+        self.token = self._owner.token  # the newest, which may not be there yet
         self._written = b""  # what this process put there last
         self._lock = threading.Lock()
-        self._ended = threading.Event()
-
-    @property
-    def token(self) -> str:
-        return self._owner.token
+        self._wakes = threading.Event()
+        self._has_ended = False
 
     def renew(self, waits: bool = True) -> str:
         """Return a new token, which ends the right of ranks with an earlier one to write. For every attempt of a gang.
@@ -117,40 +107,39 @@ class Ownership:
         Raises:
             ConfigError, StorageUnavailable, StorageDenied: as the class; also if a later attempt has the place now.
         """
-        run, number = _parse(self._token)
-        token = self._token = f"{run}-{number + 1}"
+        run, number = _parse(self.token)
+        self.token = f"{run}-{number + 1}"
         if waits:
-            self._put_token(token)
+            self._send_heartbeat(self._storage)
         else:
-            threading.Thread(target=self._keep_putting, args=(token,), name="ownership", daemon=True).start()
-        return token
-
-    def _put_token(self, token: str) -> None:
-        with self._lock:
-            if token == self._token:
-                self._take(dataclasses.replace(self._owner, token=token, beat_at=time.time()), is_first=False)
-
-    def _keep_putting(self, token: str) -> None:
-        while token == self._token and not self._ended.is_set():
-            try:
-                self._put_token(token)
-                return
-            except StorageUnavailable:
-                self._ended.wait(1.0)  # the storage has logged it
-            except Exception as error:  # rank 0 finds out as well, before it writes
-                logger.warning("checkpoints: the ownership could not be renewed: %s", describe(error))
-                return
+            self._wakes.set()
+        return self.token
 
     def __enter__(self) -> Ownership:
-        with self._lock:
-            self._take(self._owner, is_first=True)
+        watched, over_at = b"", 0.0
+        while True:
+            self._written, other = read_owner(self._storage)
+            is_over = other is None or other.is_over(self._owner.run)
+            if is_over or (self._written == watched and time.monotonic() > over_at):
+                with contextlib.suppress(FileChanged):  # another process was quicker: look again
+                    self._put(self._storage, self._owner)
+                    break
+            elif is_over is False or self._written != watched != b"":
+                raise self._make_refusal(other)
+            elif other and not watched:
+                watched, over_at = self._written, time.monotonic() + other.lease
+                place = redact_url(self._storage.url)
+                wait = f"waiting up to {other.lease:.0f} s for a heartbeat of it. If it is over, delete {OWNER} there"
+                logger.warning("checkpoints: %s belongs to %s; %s", place, other, wait)
+            time.sleep(LOOK_INTERVAL)
         threading.Thread(target=self._beat, name="ownership", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ended.set()
+        self._has_ended = True
+        self._wakes.set()
         # A bounded wait: a process that was asked to stop has seconds, and its store may hang.
         release = threading.Thread(target=self._release, name="release", daemon=True)
         release.start()
@@ -160,29 +149,11 @@ class Ownership:
         with self._lock, contextlib.suppress(Exception):  # the end of a run must not fail here
             self._put(self._beats, dataclasses.replace(self._owner, beat_at=time.time(), released=True))
 
-    def _take(self, owner: Owner, is_first: bool) -> None:
-        """Write `owner` if the place is free, or if its owner may be replaced."""
-        while True:
-            self._written, other = read_owner(self._storage)
-            is_ours = other is not None and _parse(other.token)[0] == _parse(self.token)[0]
-            if other and not is_ours and not (is_first and self._may_replace(other)):
-                quiet = max(0.0, time.time() - other.beat_at)
-                raise ConfigError(
-                    f"checkpoints: expected a place of this run's own, got {redact_url(self._storage.url)}, which "
-                    f"belongs to {other}; its last heartbeat is {quiet:.0f} s old, and its lease ends after "
-                    f"{other.lease + CLOCK_MARGIN:.0f} s without one. If it is over, delete {OWNER} there"
-                )
-            with contextlib.suppress(FileChanged):  # another process was quicker: look again
-                self._put(self._storage, owner)
-                return
-
-    def _may_replace(self, other: Owner) -> bool:
-        if (is_over := other.is_over(self._owner.run)) is not None:
-            return is_over
-        seconds = WATCHED_BEATS * BEAT_INTERVAL
-        logger.info("checkpoints: %s has not renewed its lease; watching the place for %.0f s", other, seconds)
-        time.sleep(seconds)
-        return read_owner(self._storage)[0] == self._written
+    def _make_refusal(self, other: Owner | None) -> ConfigError:
+        place = redact_url(self._storage.url)
+        return ConfigError(
+            f"checkpoints: expected a place of this run's own, got {place}, which belongs to {other}, and that is alive"
+        )
 
     def _put(self, storage: Storage, owner: Owner) -> None:
         contents = json.dumps(dataclasses.asdict(owner), indent=1).encode()
@@ -192,27 +163,31 @@ class Ownership:
     def _beat(self) -> None:
         """Send heartbeats to the end. Nothing but that ends them: without them another run may take the place."""
         logged: set[type[Exception]] = set()
-        while not self._ended.wait(BEAT_INTERVAL):
+        while not self._has_ended:
+            self._wakes.wait(BEAT_INTERVAL if self._owner.token == self.token else RETRY_INTERVAL)
+            self._wakes.clear()
             try:
-                with self._lock:
-                    if self._ended.is_set():
-                        return
-                    self._send_heartbeat()
+                self._send_heartbeat(self._beats)
             except StorageUnavailable:
                 pass  # which is what the lease is for; the storage has logged it
-            except Exception as error:
+            except Exception as error:  # rank 0 finds out as well, before it writes
                 if type(error) not in logged:
                     logged.add(type(error))
                     logger.warning("checkpoints: a heartbeat could not be written: %s", describe(error))
 
-    def _send_heartbeat(self) -> None:
-        try:
-            self._put(self._beats, dataclasses.replace(self._owner, beat_at=time.time()))
-        except FileChanged:
-            # By another run, which rank 0 finds out before it writes; or the answer to our own put was lost.
-            contents, owner = read_owner(self._beats)
-            if owner and owner.token == self.token:
+    def _send_heartbeat(self, storage: Storage) -> None:
+        with self._lock:
+            if self._has_ended:
+                return
+            owner = dataclasses.replace(self._owner, token=self.token, beat_at=time.time())
+            try:
+                self._put(storage, owner)
+            except FileChanged:  # by another run, or by hand; or the answer to our own put was lost
+                contents, other = read_owner(storage)
+                if other and _parse(other.token)[0] != _parse(self.token)[0]:
+                    raise self._make_refusal(other) from None
                 self._written = contents
+                self._put(storage, owner)
 
 
 def read_owner(storage: Storage) -> tuple[bytes, Owner | None]:
@@ -259,23 +234,14 @@ def _machine() -> str:
 
 
 def _read_process(pid: int) -> tuple[str, str]:
-    """Return the letter of a process's state, and what names its start: "" and "" for a process that cannot be read.
+    """Return the letter of a process's state, and its start in ticks since the boot, which stay where a clock is set.
 
-    On Linux the start is in ticks since the boot, which stay where the clock is set; psutil's seconds since the epoch
-    move with it.
+    Both are "" for a process that cannot be read, and where there is no /proc.
     """
-    if Path("/proc/self/stat").exists():
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
-            return fields[0], fields[19]
-        except (OSError, IndexError):
-            return "", ""
-    import psutil  # type: ignore[import-untyped]
-
     try:
-        process = psutil.Process(pid)
-        return "Z" if process.status() == psutil.STATUS_ZOMBIE else "S", str(process.create_time())
-    except psutil.Error:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
+        return fields[0], fields[19]
+    except (OSError, IndexError):
         return "", ""
 
 
