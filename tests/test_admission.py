@@ -475,7 +475,7 @@ def test_the_admission_policy_lets_the_garbage_collector_take_off_finalizers(res
     assert refusals(changed, resource, collector, old) != []
 
 
-PODS = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "pods.md").read_text(), re.DOTALL)
+PODS = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/clusters.md").read_text(), re.DOTALL)
 
 
 @pytest.mark.parametrize("example", PODS)

@@ -133,7 +133,7 @@ def test_a_retry_of_a_recipe_goes_on_too_and_its_report_is_the_tasks(packages, t
 
 
 def test_the_install_of_the_page_finds_versions_that_go_together(wheel, tmp_path):
-    (line,) = re.findall(r"^pip install (.*)$", (REPOSITORY / "docs/flyte2.md").read_text(), re.MULTILINE)
+    (line,) = re.findall(r"^pip install (.*)$", (REPOSITORY / "docs/your-own-function.md").read_text(), re.MULTILINE)
     uv = shutil.which("uv") or str(REPOSITORY / ".uv/bin/uv")
     subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, str(tmp_path / "v")], check=True, timeout=60)
     command = [uv, "pip", "install", "--dry-run", "--python", str(tmp_path / "v/bin/python")]

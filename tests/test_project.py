@@ -256,7 +256,7 @@ def test_a_new_project_has_the_files_of_this_checkout_and_trains_and_passes_its_
 
 def test_every_link_in_a_project_has_a_target(project):
     pages = [page for page in project.rglob("*.md") if ".venv" not in page.parts]
-    assert {"README.md", "RUNBOOK.md", "pods.md"} <= {page.name for page in pages}
+    assert {"README.md", "RUNBOOK.md", "clusters.md"} <= {page.name for page in pages}
     missing = [
         (page.name, target)
         for page in pages

@@ -237,7 +237,7 @@ def test_every_manifest_of_deploy_applies_cleanly(namespace: Namespace) -> None:
 
 
 def test_the_api_server_accepts_the_examples_of_the_page_about_pods(namespace: Namespace) -> None:
-    page = (ROOT / "docs/pods.md").read_text()
+    page = (ROOT / "docs/clusters.md").read_text()
     for example in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL):
         config = namespace.config(**yaml.safe_load(example)["kubernetes"])
         spec = {**cluster_spec(config, "ddp-x-00000000"), "apiVersion": "kubernetes.dask.org/v1"}
