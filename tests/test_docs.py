@@ -81,7 +81,10 @@ def blocks_of(page: Path) -> list[Block]:
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 SHELL = [block for block in [*BLOCKS, *(each for page in GUIDES for each in blocks_of(page))] if block.language == "sh"]
-RUN = [block for block in BLOCKS if block.language in ("sh", "python") and not block.needs]
+RUN: dict[str, Block] = {}  # by their texts: a block that stands on several pages runs on the first of them
+for each in BLOCKS:
+    if each.language in ("sh", "python") and not each.needs:
+        RUN.setdefault(each.text, each)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +107,7 @@ def directories(tmp_path_factory):
 
 
 @pytest.mark.slow  # they repeat what tests of their own show; `make test-docs` runs them, and the CI
-@pytest.mark.parametrize("block", RUN, ids=str)
+@pytest.mark.parametrize("block", RUN.values(), ids=str)
 def test_a_block_runs_with_cheaper_settings(block, directories):
     directory = directories(block.page)
     text = block.text
@@ -176,7 +179,7 @@ def test_every_link_has_a_target(page):
 
 
 def test_the_recipe_shown_in_the_readme_is_run_as_a_recipe():
-    files = [block.file for block in RUN if block.page.name == "README.md" and block.file]
+    files = [block.file for block in RUN.values() if block.page.name == "README.md" and block.file]
     assert files
 
 
