@@ -267,7 +267,7 @@ class Scripted:
     def ended(self, reason):
         return AttemptEnded(self.step, reason, 0.0)
 
-    def in_memory(self, failure):
+    def in_memory(self):
         return (self.memory.pop(0), "node 1's memory") if self.memory else (0, "")
 
 

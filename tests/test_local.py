@@ -26,7 +26,7 @@ from flyte_ddp.errors import ConfigError, DataError, OutOfMemory, RankFailure
 from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch import driver, local, rank_start, supervisor
 from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.node import KEEP, KILL, Link
+from flyte_ddp.launch.node import KILL, Link
 from flyte_ddp.launch.process.memory import UNLIMITED, NodeMemory, free_in
 from flyte_ddp.launch.process.programs import Job, Program, recipe_program
 from flyte_ddp.launch.process.ranks import NodeRanks
@@ -77,7 +77,7 @@ def test_an_exception_is_told_also_if_the_driver_ends_the_ranks_meanwhile(tmp_pa
         def note_beat(self, *values):
             # The error has arrived by then, and its process is waited for.
             if (tmp_path / "failed").exists() and next(num_beats) == 3:
-                self.obey(KEEP)
+                self.obey(KILL)
 
     call = cloudpickle.dumps(_Call(fail_slowly, (str(tmp_path / "failed"),)))
     job = Job(Program("fail", call, ("tests",)), "", time.time())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
+import io
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from flyte_ddp import events
 from flyte_ddp.checkpoints import stored_steps
 from flyte_ddp.checkpoints.files import FORMAT
 from flyte_ddp.checkpoints.resharding import SHARDS, assemble
@@ -22,14 +24,15 @@ from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process import memory
 from flyte_ddp.launch.process.link import RankProcess, Slots
-from flyte_ddp.launch.process.memory import NodeParts
+from flyte_ddp.launch.process.memory import NodeMemory
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NodeRanks
-from flyte_ddp.rank.memory_states import choose_interval, load_from_memory
+from flyte_ddp.rank import memory_states
+from flyte_ddp.rank.memory_states import MemoryInterval, load_from_memory
 from flyte_ddp.world import ALONE
 from tests.support.dask_runs import LOCAL
 from tests.support.gang import run_gang
-from tests.test_state_keeper import RECIPE, train
+from tests.support.lost_ranks import RECIPE, train
 
 pytestmark = pytest.mark.usefixtures("server_with_compiler")
 
@@ -54,8 +57,15 @@ def test_a_killed_rank_costs_the_steps_since_the_newest_state_in_memory(tmp_path
     run, resumed = train(tmp_path, LocalPlace(2, max_restarts=9), *orders, **FSDP)
     assert_resumed(resumed, *((step, "this node's memory") for step in (6, 12, 12, 18)))
     torch.testing.assert_close(run.state(), undisturbed, rtol=0, atol=0)
-    warning = "memory_interval: on one node a state in memory protects from killed ranks only"
-    assert f"[rank 0] {warning}" in run.lines
+
+
+def test_a_killed_rank_costs_no_more_than_the_interval_that_is_chosen(tmp_path):
+    plain, _ = train(tmp_path / "plain", LocalPlace(2))
+    run, resumed = train(tmp_path / "lost", LocalPlace(2, max_restarts=3), "backward-0-5")
+    ((step, place),) = resumed
+    assert place == "this node's memory"
+    assert 2 <= step < 5
+    torch.testing.assert_close(run.state(), plain.state(), rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -105,6 +115,52 @@ def test_a_whole_model_is_kept_and_copied_too_if_that_is_asked_for(tmp_path, cli
     torch.testing.assert_close(run.state(), plain.state(), rtol=0, atol=0)
 
 
+class Outage:
+    """Takes the store away when it has the first epoch's checkpoint, has the rank that waits for it die, and brings the
+    store back when the run has resumed."""
+
+    def __init__(self, outage, orders):
+        self.outage, self.orders, self.has_begun = outage, orders, False
+
+    def handle(self, event):
+        if isinstance(event, events.CheckpointWritten) and not self.has_begun:
+            self.has_begun = True
+            self.outage.__enter__()
+            (order,) = self.orders.iterdir()
+            order.rename(str(order).replace("hold", "forward"))
+        elif isinstance(event, events.CheckpointLoaded) and event.step:
+            self.outage.__exit__(None, None, None)
+
+    def close(self, error):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["refusing", "hanging"])
+def test_a_loss_while_the_store_is_away_does_not_wait_for_it(tmp_path, store_server, how):
+    """It has the best epoch's checkpoint. What is saved is held until it is back."""
+    best = {"model_state": "best", "epochs": 2, "store_timeout": 60.0}
+    plain, _ = train(tmp_path / "plain", LocalPlace(2), **best)
+    place, options = LocalPlace(2, max_restarts=3), {"checkpoints": f"s3://bucket/{how}", "memory_interval": 2, **best}
+    outage = Outage(getattr(store_server, how)(), tmp_path / "lost" / "orders")
+    run, resumed = train(tmp_path / "lost", place, "hold-1-12", listeners=[outage], **options)
+    assert resumed == [(10, "this node's memory")]
+    final = torch.load(io.BytesIO(store_server.files.cat_file(run.result.finished.model_state_url)), weights_only=True)
+    torch.testing.assert_close(final, plain.state(), rtol=0, atol=0)
+    assert run.result.finished.best_epoch == plain.result.finished.best_epoch
+
+
+@pytest.mark.slow
+def test_the_best_epochs_checkpoint_is_there_at_the_end(tmp_path):
+    """A state from which the run could not go back to the weights of the best epoch is not used."""
+    best = {"model_state": "best", "checkpoints_to_keep": 1}
+    plain, _ = train(tmp_path / "plain", LocalPlace(2), **best)
+    orders, options = ("write-0-11", "backward-1-9"), {"memory_interval": 2, **best}
+    run, _ = train(tmp_path / "lost", LocalPlace(2, max_restarts=3), *orders, **options)
+    torch.testing.assert_close(run.state(), plain.state(), rtol=0, atol=0)
+    assert run.result.finished.best_epoch == plain.result.finished.best_epoch
+
+
 def read_in_part(world, store):
     """The whole state, of which ranks 2 and 1 have the files."""
     whole = torch.arange(8.0).reshape(4, 2)
@@ -129,7 +185,7 @@ def node_with(*states, num_parts=2, version=None, spoilt=(), differing=()):
 
     Parts that are `spoilt` have another checksum than was recorded. Those that are `differing` are whole, but wrong.
     """
-    memory = NodeParts()
+    memory = NodeMemory()
     memory.begin(NODE)
     for turn, (step, numbers) in enumerate(states, 1):
         for number in numbers:
@@ -170,7 +226,7 @@ def test_the_newest_whole_state_in_memory_is_used(tmp_path):
     assert loaded(node_with((4, both)), tmp_path, stored=[3]) == (4, [])
     assert loaded(node_with((4, both)), tmp_path, stored=[4]) == (None, [])
     assert loaded(node_with((4, both)), tmp_path, known=(3, 4), needed=3) == (4, [])  # the store is away
-    assert loaded(NodeParts(), tmp_path) == (None, [])
+    assert loaded(NodeMemory(), tmp_path) == (None, [])
 
 
 def test_a_state_in_memory_that_is_not_right_is_not_used(tmp_path):
@@ -218,11 +274,10 @@ def test_a_rank_writes_its_two_files_again_whatever_size_its_state_has(tmp_path,
         monkeypatch.setattr(
             "flyte_ddp.checkpoints.store.find_tensors", lambda state: [((), SimpleNamespace(is_cuda=True))]
         )
-    memory = NodeParts()
+    memory = NodeMemory()
     memory.begin(NODE)
 
     def keep(kind, values):
-        assert store.is_writing  # a loss at this moment waits for the state
         memory.keep(**values)
 
     class Link:
@@ -249,15 +304,52 @@ def test_a_rank_writes_its_two_files_again_whatever_size_its_state_has(tmp_path,
 
 def test_what_does_not_fit_into_memory_is_not_kept_there_and_one_line_says_so(monkeypatch, caplog):
     model = nn.Linear(1 << 18, 4)  # 4 MiB, and 8 of AdamW's
-    config = resolve({}, {"memory_interval": 5})
-    node = dataclasses.replace(NODE, num_nodes=2)
-    process = SimpleNamespace(node=node, slots=[object()])
-    monkeypatch.setattr(memory, "free_memory", lambda: 50 << 20)
-    with caplog.at_level(logging.WARNING):
-        assert choose_interval(config, process, ALONE, model) == 5
-        assert not caplog.messages
-        monkeypatch.setattr(memory, "free_memory", lambda: 40 << 20)
-        assert choose_interval(config, process, ALONE, model) == 0
-    lacking = "expected 0.05 GiB of free memory on each node, got 0.04 GiB"
+    process = SimpleNamespace(node=dataclasses.replace(NODE, num_nodes=2), slots=[object()])
+    for num_bytes, is_kept in ((62 << 20, True), (58 << 20, False)):  # a fifth time for the copy that is written
+        monkeypatch.setattr(memory, "free_memory", lambda num_bytes=num_bytes: num_bytes)
+        interval = MemoryInterval(resolve({}, {"memory_interval": 5}), process, ALONE, model)
+        due = [step for step in range(1, 16) if interval.is_due(step)]
+        assert due == ([5, 10, 15] if is_kept else [])
+        assert interval.is_on is is_kept
+    lacking = "expected 0.06 GiB of free memory on each node, got 0.06 GiB"
     assert caplog.messages == [f"memory_interval: no state is kept in memory: {lacking}"]
-    assert choose_interval(resolve({}, {}), process, ALONE, model) == 0
+
+
+def test_an_automatic_interval_costs_a_hundredth_of_the_time_and_follows_what_is_measured(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(memory_states.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(memory, "free_memory", lambda: 1 << 40)
+    process = SimpleNamespace(node=NODE, slots=[object()])
+    interval, due = MemoryInterval(resolve({}, {}), process, ALONE, nn.Linear(1, 1)), []
+    for step in range(1, 400):
+        now += 1.0 if step < 250 else 4.0
+        if interval.is_due(step):
+            started, is_kept = now, step != 3  # the one before it was not complete
+            due.append(step)
+            now += 0.875 if len(due) < 4 else 0.25  # new memory is slower
+            interval.measure(started, is_kept)
+    assert due[:7] == [2, 3, 4, 5, 25, 50, 75]
+    assert due[-3:] == [385, 392, 399]
+    assert interval.steps == 7
+
+
+def test_a_state_after_the_best_epoch_is_left_out_until_the_store_has_that_one(tmp_path, monkeypatch):
+    class Slots:
+        is_ready = True
+
+        def begin(self):
+            pass
+
+        def write(self, step, num_parts, save):
+            kept.append(step)
+
+    kept, store = [], CheckpointStore(str(tmp_path), 1, slots=Slots())
+    may_write = threading.Event()
+    write = store._sink.write
+    monkeypatch.setattr(store._sink, "write", lambda *arguments: (may_write.wait(), write(*arguments)))
+    store.save({"progress": {}}, 1, True, to_store=True, to_memory=True)
+    assert store.save({"progress": {}}, 2, False, to_store=False, to_memory=True) is None
+    may_write.set()
+    store.wait()
+    store.save({"progress": {}}, 3, False, to_store=False, to_memory=True)
+    assert kept == [1, 3]

@@ -44,7 +44,7 @@ class Cell:
         for fault in faults:
             (self.directory / "faults" / fault).touch()
 
-    def run(self, max_restarts=3, at_steps=(), stop=None, faults=True, checkpoint_interval=2):
+    def run(self, max_restarts=3, at_steps=(), stop=None, faults=True, **config):
         """Run to the end, and return the value of the function, or the weights of the recipe."""
         directory = str(self.directory / "faults") if faults else ""
         if self.is_function:
@@ -53,8 +53,9 @@ class Cell:
         else:
             options = {
                 "recipe_options": {"faults": directory},
-                "checkpoint_interval": checkpoint_interval,
+                "checkpoint_interval": 2,
                 "stall_timeout": STALL_TIMEOUT,
+                **config,
             }
             program = recipe_program(RECIPE, resolve(get_recipe(RECIPE, {}).defaults, options))
         place = LocalPlace(2, max_restarts)
@@ -182,7 +183,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_is_used(cell, u
 
     slow = cell.directory / "faults" / "9-kill-1"  # of no rank: the run takes its time until then
     slow.touch()
-    result = cell.run(at_steps=[(9, damage)])
+    result = cell.run(at_steps=[(9, damage)], memory_interval=0)
     torch.testing.assert_close(result, undisturbed(cell.program), rtol=0, atol=0)
     assert cell.num_attempts == 2
     assert 2 <= cell.resumed_steps[-1] < NUM_STEPS

@@ -28,7 +28,7 @@ class Link:
 
     def __init__(self):
         self.stop_requested = False
-        self.on_stop = self.on_keep = None
+        self.on_stop = None
         self.beats = []
         self.events = []
         self.is_stoppable = False

@@ -130,7 +130,8 @@ class CheckpointStore:
         `state` is copied before this returns; nested dicts and lists of tensors and plain values are fine.
 
         Args:
-            to_store, to_memory: where. In memory it is left out while the state before it is incomplete there.
+            to_store, to_memory: where. In memory it is left out while the state before it is incomplete there, or the
+                best one is not in the store yet.
 
         Returns:
             "" for a state in memory alone; None if that was left out.
@@ -141,7 +142,9 @@ class CheckpointStore:
         """
         self.check()
         if to_memory:
-            is_ready = self.slots is not None and self.slots.is_ready
+            # A state after the best epoch is of no use before the store has that epoch's.
+            is_free = to_store or not any(each.best for each in (self._current, *self._queue) if each)
+            is_ready = self.slots is not None and self.slots.is_ready and is_free
             to_memory = self.peers.all(is_ready) if self.peers else is_ready
         if not (to_store or to_memory):
             return None
@@ -251,19 +254,6 @@ class CheckpointStore:
                 f"checkpoints: {redact_url(self.storage.url)} could not be written to for {self.timeout:g} s "
                 f"(store_timeout): {self._outage or 'the store does not answer'}"
             )
-
-    @property
-    def is_writing(self) -> bool:
-        """True while what was saved is on its way to memory, or on rank 0 to a store that is reachable."""
-        with self._changed:
-            is_pending = bool(self._queue or self._current) and not self._follows
-            return bool(self._num_in_memory) or (is_pending and self._outage is None and self._failure is None)
-
-    @property
-    def is_writing_best(self) -> bool:
-        """True while `is_writing` and the best checkpoint so far is among those."""
-        with self._changed:
-            return self.is_writing and any(write.best for write in (self._current, *self._queue) if write)
 
     def wait(self, on_wait: Callable[[], None] | None = None, seconds: float = math.inf) -> None:
         """Return when everything saved so far is in place, or after `seconds`.

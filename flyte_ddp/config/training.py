@@ -130,7 +130,7 @@ class TrainingConfig:
         -1,
         minimum=-1,
         help="optimizer steps between states that are kept in the memory of the nodes, with a copy on another node; "
-        "0: none; -1: 10 with fsdp on several nodes, else none",
+        "0: none; -1: as many as keep their cost below 1 % of the time",
     )
     checkpoints_to_keep: int = field(2, minimum=1, help="newest checkpoints kept, besides the best epoch's")
     collective_timeout: float = field(

@@ -251,6 +251,7 @@ class RunFinished(Timed):
     first_step_seconds: float = 0.0  # from the launch of the ranks to the end of the first optimizer step
     rank_peak_memory_bytes: list[int] = field(default_factory=list)  # of each rank
     rank_num_parameters: list[int] = field(default_factory=list)  # that each rank holds: of a split model its part
+    memory_interval: int = 0  # steps between two states in the memory of the nodes; 0: none were kept there
     export_url: str = ""  # directory with the same weights as safetensors, and what the recipe exports besides
     exported: list[str] = field(default_factory=list)  # names of the files there
     not_exported: str = ""  # why there are fewer than there should be

@@ -15,10 +15,9 @@ from flyte_ddp import events
 from flyte_ddp.checkpoints import WRITE_GRACE
 from flyte_ddp.errors import NodeLost, RankFailure, TrainingStopped
 from flyte_ddp.launch.failures import find_place
-from flyte_ddp.launch.node import GO, KEEP, KILL, KILL_GRACE, STALL, STOP
+from flyte_ddp.launch.node import GO, KILL, KILL_GRACE, STALL, STOP
 from flyte_ddp.launch.paces import PaceWatch
-from flyte_ddp.launch.policy import leaves_state_whole
-from flyte_ddp.launch.process.memory import MAX_KEEP_TIMEOUT, name_memory
+from flyte_ddp.launch.process.memory import name_memory
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.launch.stalls import join_stalls, lost_failure
@@ -137,8 +136,7 @@ class Attempt:
     def __post_init__(self) -> None:
         self.larger = 0  # nodes of the gang that follows this one
         self.step = 0  # that the gang has reached
-        # What its nodes have in memory when it has ended: steps of states, and the node of each part of others.
-        self._kept: dict[int, tuple[int, int]] = {}
+        # The node that has each part of the states that are in memory when it has ended.
         self._parts: dict[tuple[int, ...], dict[int, int]] = {}
         self.progress_at = time.monotonic()  # when it did
         self.is_stoppable = False  # it saves its state when it is asked to end, so it may end to grow
@@ -233,13 +231,9 @@ class Attempt:
             return f"{leaving[0]} leaves" if len(leaving) == 1 else f"{len(leaving)} nodes leave"
         return f"the gang grows from {len(self.nodes.nodes)} to {self.larger} nodes"
 
-    def in_memory(self, failure: RankFailure | NodeLost | None) -> tuple[int, str]:
+    def in_memory(self) -> tuple[int, str]:
         """Return the step of the newest state that is left in memory to go on from, and where it is; 0 for none."""
-        is_whole = failure is not None and leaves_state_whole(failure)
-        found = [
-            *((max(newest * is_whole, kept), [node]) for node, (newest, kept) in self._kept.items()),
-            *((step, [*of.values()]) for (step, *_, num_parts), of in self._parts.items() if len(of) == num_parts),
-        ]
+        found = [(step, [*of.values()]) for (step, *_, num_parts), of in self._parts.items() if len(of) == num_parts]
         step, nodes = max(found, default=(0, [0]), key=lambda each: each[0])
         return step, name_memory(nodes, len(self.nodes.nodes))
 
@@ -314,7 +308,6 @@ class Attempt:
     def _conclude(self, node: Node, end: dict[str, Any]) -> None:
         """Note how the ranks of a node have ended."""
         node.outcome = end["outcome"]
-        self._kept[node.index] = end.get("kept_steps", (0, 0))
         for *state, number, num_parts in end.get("parts", ()):
             self._parts.setdefault((*state, num_parts), {}).setdefault(number, node.index)
         if node.outcome == "stopped":
@@ -366,9 +359,7 @@ class Attempt:
         deadline = time.monotonic() + KILL_TIMEOUT
         if not self.has_ended:
             self.is_killed = True
-            keeps = bool(self.failures) and leaves_state_whole(find_cause(self.failures)) and not self.stop.is_set()
-            deadline += keeps * MAX_KEEP_TIMEOUT
-            self.nodes.send(KEEP if keeps else KILL)
+            self.nodes.send(KILL)
         while not self.has_ended and time.monotonic() < deadline:
             self._receive()
         self.nodes.close()

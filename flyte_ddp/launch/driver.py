@@ -38,7 +38,7 @@ from flyte_ddp.errors import (
 )
 from flyte_ddp.launch.attempt import Attempt, Nodes
 from flyte_ddp.launch.failures import first_line, program_failure
-from flyte_ddp.launch.policy import Before, Ended, Next, Rules, decide, leaves_state_whole
+from flyte_ddp.launch.policy import Before, Ended, Next, Rules, decide
 from flyte_ddp.launch.process.background import call_in_background
 from flyte_ddp.launch.process.programs import WANDB_VARIABLE, Job
 from flyte_ddp.launch.signals import StopRequest, stop_on_signals
@@ -227,10 +227,7 @@ class _Driver:
                 if run.prepared and run.prepared.done() and (failed := run.prepared.exception()):
                     raise failed from None  # the caller's own, which the node could only report
             is_announced = bool(attempt.leaving)
-            if failure and leaves_state_whole(failure):
-                counted = (*run.job.counted, self.num_attempts - 1)
-                run.job = dataclasses.replace(run.job, counted=counted)
-            memory_step, place = attempt.in_memory(failure)
+            memory_step, place = attempt.in_memory()
             newest_step = call_in_background(self._newest_step)
             if memory_step:  # the store may be away
                 concurrent.futures.wait([newest_step], STORE_PATIENCE)

@@ -11,8 +11,8 @@ Messages, by kind:
              still there, None for one that was not told to go
     event    event of the run, on the node of rank 0
     lines    that the ranks have printed
-    end      outcome: done, stopped, failed, killed or broken; kept_steps: of states in the memory of the node, as
-             `NodeMemory.steps` has them; parts: of states there, as `NodeParts.held` has them; last
+    end      outcome: done, stopped, failed, killed or broken; parts: of states in the memory of the node, as
+             `NodeMemory.held` has them; last
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from flyte_ddp.launch.signals import StopRequest
 
 KILL_GRACE = 5.0  # seconds in which the ranks must be gone after a command to kill them
 GO, STOP, KILL = "go", "stop", "kill"  # the driver's commands; seconds of grace and the reason follow STOP
-KEEP = f"{KILL} keep"  # the ranks, but keep their state in the memory of this node
 # The driver's command: the gang stands still, for as many seconds as follow; report and end. If numbers of ranks follow
 # those, such as 0,2, these have ended, and the others wait in collectives, which is to be verified first.
 STALL = "stall"
@@ -59,7 +58,6 @@ class Link:
         """Do what a command says. After the end of the attempt, do nothing."""
         command, _, rest = text.partition(" ")
         if command == KILL:
-            self.stop.keeps_state = text == KEEP
             self.kill_ranks("the driver ended the attempt")
         elif command == STOP and text != self._previous:  # commands are repeated
             grace, _, reason = rest.partition(" ")

@@ -23,7 +23,6 @@ from flyte_ddp.errors import (
 ENVIRONMENT_ERRORS = (RuntimeError, OSError, MemoryError, EOFError, SystemError)
 BUGS = ("NotImplementedError", "RecursionError")  # RuntimeErrors that only code raises
 CRASHES = ("SIGABRT", "SIGSEGV", "SIGFPE", "SIGILL")  # signals that a process ends itself with
-KILLED = ("SIGKILL", "SIGTERM")  # signals that come from outside
 
 
 class Next(enum.Enum):
@@ -124,18 +123,6 @@ def decide(ended: Ended, before: Before, rules: Rules) -> Decision:
     # What a rank did by itself is its failure. What it suffers from a lost peer is no such thing, and is retried.
     is_own = isinstance(failure, RankFailure) and not failure.is_consequence
     return Decision(Next.RAISE, None if is_own else GangLost)
-
-
-def leaves_state_whole(failure: RankFailure | NodeLost) -> bool:
-    """Return whether the ranks that are left have a state from which to go on: one was killed or hangs, or is cut off.
-
-    Not after an exception of the program's, nor for lack of memory: the state may be spoiled, or lead there again.
-    """
-    if failure.cause == OUT_OF_MEMORY:
-        return False
-    if isinstance(failure, NodeLost):
-        return True
-    return failure.kind == "stall" or failure.cause in KILLED or failure.is_consequence
 
 
 def is_bug(ended: Ended, previous: Ended | None, repeats_bugs: bool = False) -> bool:

@@ -36,7 +36,6 @@ class StopRequest:
         self.grace = stop_grace() if grace is None else grace
         self.reason = ""
         self.num_requests = 0
-        self.keeps_state = False  # in the memory of this node, before the ranks are killed
         self.deadline = float("inf")  # monotonic; the run is killed then if it has not ended
         # A byte can be read from `news` for each request, by a thread that waits for other pipes too.
         self.news, self._told = Pipe(duplex=False)

@@ -9,7 +9,6 @@ others wait in their collectives meanwhile.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
 import signal
@@ -37,6 +36,7 @@ from flyte_ddp.launch.process.memory import NodeMemory, count_oom_kills
 from flyte_ddp.launch.process.output import LogTail, rank_log, rank_stacks
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NUM_SLOTS, PHASES, NodeRanks, semaphore_prefix
+from flyte_ddp.launch.rank_handle import DEATH_GRACE, Rank, process_state
 from flyte_ddp.launch.rank_start import ForkedProcess, kill_server, set_environment, start_rank
 from flyte_ddp.launch.scratch import own_directory
 from flyte_ddp.launch.stalls import (
@@ -48,7 +48,6 @@ from flyte_ddp.launch.stalls import (
     mismatch_line,
     stall_failure,
 )
-from flyte_ddp.launch.survivors import DEATH_GRACE, Rank, Survivors, process_state
 
 NEVER_CONSEQUENCES = ("SIGKILL", OUT_OF_MEMORY)  # no failure of another rank ends a rank in these ways
 CAUSE_GRACE = 0.5  # seconds in which a second failure may turn out to be the cause of the first
@@ -81,7 +80,7 @@ def supervise(
         listener: the rendezvous' listening socket, on the node of rank 0; None elsewhere.
         data: returns the directory of the prepared data on this node; None for a program that needs none.
         link: to the driver. About every `POLL_INTERVAL` seconds it gets what the ranks are at.
-        memory: takes the state of a rank that is left when others are lost.
+        memory: of this node, for the states of the ranks.
         relay: called with every line that a rank prints; by default the link's.
     """
     try:
@@ -105,7 +104,7 @@ def supervise(
         what = f"{type(error).__name__}: {error}\n{shorten_traceback(traceback.format_exc())}"
         end = {"outcome": "broken", "message": what, "cause": type(error).__name__}
     link.send_lines()
-    link.send("end", **end, kept_steps=memory.steps, parts=memory.parts.held)
+    link.send("end", **end, parts=memory.held)
     link.stop.close()
 
 
@@ -139,12 +138,8 @@ class _Ranks:
         self.relay = relay
         self.ranks: list[Rank] = []
         self.failures: list[tuple[bool, float, RankFailure]] = []  # (is a consequence, when noticed, failure)
-        self.memory = memory.begin(job.counted)
-        self.note_stored = memory.note_stored
-        self.parts = memory.parts
-        self.left_parts = self.parts.begin(node)
-        keep = functools.partial(memory.keep, node.run_id, node.num_restarts)
-        self.survivors = Survivors(keep if self.memory[0] else None)
+        self.memory = memory
+        self.left_parts = memory.begin(node)
         self.num_oom_kills = count_oom_kills()
         # CUDA gives a process only the first of several MIG slices, so each rank must see its own alone.
         gpus = visible_gpus() if node.use_gpus else ()
@@ -173,7 +168,7 @@ class _Ranks:
         # One pipe per rank and direction: a process killed while it writes to a queue takes the queue's lock with it.
         up, rank_up = Pipe(duplex=False)
         rank_down, down = Pipe(duplex=False)
-        memory = (*self.memory, self.parts.slots_of(number), self.left_parts)
+        memory = (self.memory.slots_of(number), self.left_parts)
         arguments = (self.job, self.node, local_rank, listener, rank_up, rank_down, self.beats, self.logs, memory)
         with set_environment({"CUDA_VISIBLE_DEVICES": self.slices[local_rank]} if self.slices else {}):
             process = start_rank(self.job.program, run_rank, arguments, f"rank-{number}")
@@ -203,9 +198,9 @@ class _Ranks:
                     self._read(rank)
                 if has_exited:
                     self._note_death(rank)
-            self.beats[(NUM_SLOTS - 1) * len(self.ranks) : -2] = list(map(self.parts.whole_turn, self.node.numbers))
+            self.beats[(NUM_SLOTS - 1) * len(self.ranks) : -2] = list(map(self.memory.whole_turn, self.node.numbers))
             self._relay_logs()
-            if self.failures and not self._is_keeping() and time.monotonic() - self.failures[0][1] >= self._grace():
+            if self.failures and time.monotonic() - self.failures[0][1] >= self._grace():
                 raise self._error()
             if prepared and not has_data and prepared.done():
                 has_data, directory = True, prepared.result()
@@ -217,14 +212,10 @@ class _Ranks:
                 raise left
             has_stalled = self.link.stalled_for is not None
             if has_data and not self.failures and (has_stalled or self._silence() >= self.job.program.stall_timeout):
-                stall = self._describe_stall()
-                self._keep_state(stall)
-                raise stall
+                raise self._describe_stall()
             if stop.is_set() and not has_data:
                 raise TrainingStopped(f"{stop.reason}: the run was stopped while its data were prepared", stop.reason)
             if stop.is_urgent or time.monotonic() > stop.deadline:
-                if stop.keeps_state:
-                    self._keep_state(None)
                 if self.failures and (cause := self._root_cause()).kind == "exception" and not cause.is_consequence:
                     raise self._error()  # other ranks' ends, for which the driver ends these, may be due to it
                 raise TrainingStopped(f"{stop.reason}: the ranks were killed {self._position()}", stop.reason)
@@ -239,19 +230,6 @@ class _Ranks:
             raise self._error()
         if any(rank.outcome == "stopped" for rank in self.ranks):
             raise TrainingStopped(f"{stop.reason}: the run was stopped {self._position()}", stop.reason)
-
-    def _is_keeping(self, cause: RankFailure | None = None) -> bool:
-        """Return whether a rank that the failure has left is about to keep its state in the memory of this node."""
-        steps = {rank.number: int(self.beats[2 * index + 1]) for index, rank in enumerate(self.ranks)}
-        cause = cause or (self._root_cause() if self.failures else None)
-        return self.survivors.is_busy(cause, self.ranks, lambda rank: steps[rank.number])
-
-    def _keep_state(self, cause: RankFailure | None) -> None:
-        """Have a rank keep its state, and wait for that."""
-        while self._is_keeping(cause):
-            pipes = {rank.up: rank for rank in self.ranks if not rank.up.closed}
-            for pipe in wait(list(pipes), timeout=POLL_INTERVAL):
-                self._read(pipes[pipe])  # type: ignore[index]
 
     def kill(self) -> None:
         """Kill every rank and all it started, and wait until they are gone."""
@@ -281,22 +259,16 @@ class _Ranks:
             while rank.up.poll():
                 kind, *values = rank.up.recv()
                 if kind == "event":
-                    event = events.from_dict(values[0])
-                    if isinstance(event, events.CheckpointWritten):
-                        self.note_stored(event.step)
-                    self.link.emit(event)
+                    self.link.emit(events.from_dict(values[0]))
                     continue
                 if kind in ("collectives", "device"):
                     setattr(rank, "groups" if kind == "collectives" else "device", values[0])
                     continue
                 if kind == "part":
-                    self.parts.keep(**values[0])
+                    self.memory.keep(**values[0])
                     continue
                 if kind == "resumed":
-                    self.parts.keep_only(*values)
-                    continue
-                if kind in ("keeping", "kept"):
-                    self.survivors.take(rank, kind, *values)
+                    self.memory.keep_only(*values)
                     continue
                 rank.outcome = kind
                 if kind == "error":
@@ -310,7 +282,6 @@ class _Ranks:
                 self._note_death(rank)  # else it has become another program, whose exit code tells how it ended
 
     def _note_error(self, rank: Rank, name: str, message: str, text: str, is_consequence: bool) -> None:
-        rank.has_lost_peers = is_consequence
         if line := explain_collective(rank.number, message, text):
             self.failures.append((False, time.monotonic(), program_failure(line, rank.number)))
             return

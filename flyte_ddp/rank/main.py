@@ -160,6 +160,7 @@ def train(
             "peak_memory_bytes": peak_memory[0],
             "rank_peak_memory_bytes": peak_memory,
             "rank_num_parameters": num_parameters,
+            "memory_interval": trainer.memory_interval.steps if trainer.memory_interval.is_on else 0,
             "first_step_seconds": max(0.0, trainer.first_step_at - current.process.job.launched_at),
         }
 

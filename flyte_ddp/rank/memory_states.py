@@ -1,17 +1,15 @@
-"""States in the memory of nodes: how often they are saved there, and how a run finds them and goes on from one.
-
-It goes on from what a rank that was left has kept of itself (state_keeper.py), or from a state of which every rank has
-saved its part.
-"""
+"""States in the memory of nodes: how often they are saved there, and how a run finds them and goes on from one."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict
+import math
+import time
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -24,52 +22,94 @@ from flyte_ddp.checkpoints.state_file import check_file
 from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.launch.process.link import RankProcess
-from flyte_ddp.launch.process.memory import Kept, Part, lacking_memory, name_memory
+from flyte_ddp.launch.process.memory import NUM_FILES, Part, lacking_memory, name_memory
 from flyte_ddp.rank.sharding import OPTIMIZER_STATES, count_own_parameters, is_sharded
-from flyte_ddp.world import ALONE, World
+from flyte_ddp.world import World
 
-DEFAULT_INTERVAL = 10  # optimizer steps, of a split model on several nodes
+MAX_SHARE = 0.01  # of the training's time that states in memory may take
+NUM_MEASURED = 5  # newest states, of which the medians count
+MIN_CHANGE = 1.25  # factor by which what was measured has to differ from the interval, so that another one is chosen
 
 logger = logging.getLogger(__name__)
 
 
-def choose_interval(config: TrainingConfig, process: RankProcess, world: World, model: nn.Module) -> int:
-    """Return the optimizer steps between two states in memory; 0 for none, also if they do not fit there.
+class MemoryInterval:
+    """The optimizer steps between two states in memory, the same on every rank.
 
-    Every rank calls it. Warns as `has_memory`.
+    An automatic one is as short as `MAX_SHARE` allows. For that the first states are kept one step after another: the
+    first `NUM_FILES` of them take new memory, and so are not measured.
     """
-    node, interval = process.node, config.memory_interval
-    if interval < 0:
-        interval = DEFAULT_INTERVAL if is_sharded(model) and node.num_nodes > 1 else 0
-    if not interval:
-        return 0
-    num_savers = node.num_ranks if is_sharded(model) else 1
-    num_values = count_own_parameters(model) * (1 + OPTIMIZER_STATES[config.optimizer])
-    num_bytes = 4 * num_values + sum(each.nbytes for each in model.buffers())
-    return interval if has_memory("memory_interval", num_savers * num_bytes, process, world) else 0
+
+    def __init__(self, config: TrainingConfig, process: RankProcess, world: World, model: nn.Module) -> None:
+        self.is_automatic = config.memory_interval < 0
+        self.steps = 1 if self.is_automatic else config.memory_interval  # 0: there are none
+        self.is_on = False  # the first one was due, and they fit into memory
+        self._config = config
+        self._process = process
+        self._world = world
+        self._model = model
+        self._num_steps = 0  # of this process
+        self._num_kept = 0
+        self._previous: tuple[int, float] = 0, 0.0  # number of the step after which one was due, and when it was over
+        self._copy_seconds: deque[float] = deque(maxlen=NUM_MEASURED)  # for which a state held the loop
+        self._step_seconds: deque[float] = deque(maxlen=NUM_MEASURED)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a state is kept after this step. Every rank calls it, after each step.
+
+        Not after this process's first step, which gives the optimizer its memory: so it is known what is left.
+        """
+        self._num_steps += 1
+        if not self.steps or step % self.steps or self._num_steps == 1:
+            return False
+        if not self.is_on:
+            self.is_on = has_memory("memory_interval", self._count_bytes(), self._process, self._world)
+            self.steps = self.steps if self.is_on else 0
+        return self.is_on
+
+    def _count_bytes(self) -> int:
+        """Return the bytes of what the ranks of this node save of a state."""
+        num_values = count_own_parameters(self._model) * (1 + OPTIMIZER_STATES[self._config.optimizer])
+        num_bytes = 4 * num_values + sum(each.nbytes for each in self._model.buffers())
+        return num_bytes * (self._process.node.num_ranks if is_sharded(self._model) else 1)
+
+    def measure(self, started: float, is_kept: bool) -> None:
+        """Note when keeping a state began, by `time.perf_counter`, and that it is over. Every rank calls it.
+
+        Args:
+            is_kept: it was not left out on this rank, which is one that writes.
+        """
+        if not self.is_automatic:
+            return
+        number, ended = self._previous
+        if ended:
+            self._step_seconds.append((started - ended) / (self._num_steps - number))
+        found = 0.0
+        if is_kept:
+            found, self._num_kept = 1.0, self._num_kept + 1
+            if self._num_kept > NUM_FILES:
+                self._copy_seconds.append(time.perf_counter() - started)
+                found = math.ceil(median(self._copy_seconds) / (MAX_SHARE * median(self._step_seconds)))
+        found = max(self._world.all_gather(found))
+        if found > MIN_CHANGE * self.steps or 0 < MIN_CHANGE * found < self.steps:
+            self.steps = int(found)
+        self._previous = self._num_steps, time.perf_counter()
 
 
 def has_memory(setting: str, num_bytes: int, process: RankProcess, world: World) -> bool:
-    """Return whether states fit into the memory of each node. Every rank of `world` calls it.
-
-    Warns on rank 0 if they do not fit, or if they protect from killed ranks only.
+    """Return whether states fit into the memory of each node; warn on rank 0 if not. Every rank of `world` calls it.
 
     Args:
         setting: the name of what asks for it, for the warning.
         num_bytes: of what the ranks of this node save of a state.
     """
-    node = process.node
-    lacking = lacking_memory(num_bytes, node) if process.slots else "expected Linux, with memfd_create"
-    if any(lacks := world.all_gather(float(bool(lacking)))):
-        lacking = world.broadcast_object(lacking, lacks.index(1.0))
-        line = f"{setting}: no state is kept in memory: {lacking}"
-    elif node.num_nodes == 1:
-        line = f"{setting}: on one node a state in memory protects from killed ranks only"
-    else:
+    lacking = lacking_memory(num_bytes, process.node) if process.slots else "expected Linux, with memfd_create"
+    if not any(lacks := world.all_gather(float(bool(lacking)))):
         return True
+    lacking = world.broadcast_object(lacking, lacks.index(1.0))
     if world.is_first:
-        logger.warning("%s", line)
-    return not lacking
+        logger.warning("%s: no state is kept in memory: %s", setting, lacking)
+    return False
 
 
 @dataclass(frozen=True)
@@ -122,7 +162,7 @@ def read_state(state: MemoryState, process: RankProcess, world: World, box_of: B
     """
     own = {each.number: each for each in process.parts if each.state == (state.step, state.attempt, state.turn)}
     entries = [{"file": str(number), "number": number} for number in range(len(state.readers))]
-    return assemble(entries, lambda entry: _read(own[entry["number"]], maps=False), world, box_of, state.readers)
+    return assemble(entries, lambda entry: _read(own[entry["number"]]), world, box_of, state.readers)
 
 
 def name_place(readers: Sequence[int], process: RankProcess, world: World) -> str:
@@ -155,34 +195,26 @@ def load_from_memory(
     Args:
         needed_step: returns the step of the checkpoint that a run from this state will ask the store for; 0 for none.
     """
-    kept = process.kept if process.kept and _is_readable(process.kept, process) else None
-    steps = [int(step) for step in world.all_gather(kept.step if kept else 0)]
-    newest, states = max(steps), find_states(process, world)
     # The driver has asked the store since the last attempt ended, so this does not ask again.
     stored = process.job.stored
     newest_stored = 0 if process.job.is_store_away else max(stored, default=0)
-    found: list[tuple[int, list[int], tuple[int, int], Callable[[], dict[str, Any]]]] = [
-        (each.step, each.readers, (each.attempt, each.turn), partial(read_state, each, process, world, box_of))
-        for each in states
-        if each.step > max(newest, newest_stored)
-    ]
-    if newest > newest_stored:
-        found.append((newest, [steps.index(newest)], (-1, 0), partial(_read_kept, kept, steps, world, box_of)))
     skipped: list[str] = []
-    for step, readers, saved, read in found:
-        place = name_place(readers, process, world)
+    for each in find_states(process, world):
+        if each.step <= newest_stored:
+            break
+        place = name_place(each.readers, process, world)
         try:
-            state = read()
+            state = read_state(each, process, world, box_of)
         except Damaged as damage:
             problem = str(damage)
         else:
             needed = needed_step(state)
-            if needed in (0, step, *stored):
+            if needed in (0, each.step, *stored):
                 # Older ones are removed as if it were in the store.
-                store.retention.resumed = f"{checkpoint_name(step)}.json"
-                return LoadedState(state, place, saved, skipped)
+                store.retention.resumed = f"{checkpoint_name(each.step)}.json"
+                return LoadedState(state, place, (each.attempt, each.turn), skipped)
             problem = f"the store has no checkpoint of the best epoch, at step {needed}"
-        skipped.append(f"the state of step {step} in {place} is not used: {problem}")
+        skipped.append(f"the state of step {each.step} in {place} is not used: {problem}")
     return LoadedState(skipped=skipped)
 
 
@@ -206,55 +238,16 @@ def load_for_function(
     return loaded
 
 
-def _read_kept(kept: Kept | None, steps: list[int], world: World, box_of: BoxOf) -> dict[str, Any]:
-    """Return the newest state that a rank has left. Raises Damaged on every rank if it is damaged on one.
-
-    Args:
-        kept: what this rank's node has.
-        steps: of what each rank's node has.
-    """
-    newest = max(steps)
-    reader = steps.index(newest)
-    kept = kept if kept and kept.step == newest else None
-    digest = world.broadcast_object(kept.digest if kept else "", reader)
-    if world.all_reduce(float(kept is not None and kept.digest != digest))[0]:
-        raise Damaged("it is not that of another node")
-
-    def read(_: Any) -> dict[str, Any]:
-        assert kept is not None  # of the rank that reads
-        return _read(kept, maps=True)
-
-    if min(steps) < newest:
-        return assemble([{"file": "memory"}], read, world, box_of, [reader])
-    damage = ""
-    state: dict[str, Any] = {}
-    try:  # each rank has it on its own node, so that none waits for another
-        state = assemble([{"file": "memory"}], read, ALONE, box_of)
-    except Damaged as error:
-        damage = str(error)
-    if any(is_damaged := world.all_gather(float(bool(damage)))):
-        raise Damaged(world.broadcast_object(damage, is_damaged.index(1.0)))
-    return state
-
-
-def _is_readable(state: Kept | Part, process: RankProcess) -> bool:
+def _is_readable(state: Part, process: RankProcess) -> bool:
     """Return whether it is of this run, and was written by this torch."""
     return state.run == process.node.run_id and state.version == str(torch.__version__)
 
 
-def _read(state: Kept | Part, maps: bool) -> dict[str, Any]:
-    """Return the contents of a state, or of a part of one.
-
-    Args:
-        maps: its tensors stay in the file, and are copied at once; else they may outlive it.
-
-    Raises:
-        Damaged: they are not what was written.
-    """
+def _read(state: Part) -> dict[str, Any]:
+    """Return the contents of a part of a state. Raises Damaged if they are not what was written."""
     if check_file(state.file.path) != (state.num_bytes, state.checksum):
-        what = f"the checksum of part {state.number}" if isinstance(state, Part) else "its checksum"
-        raise Damaged(f"{what} is not the one that was recorded when it was written")
-    contents: dict[str, Any] = torch.load(state.file.path, map_location="cpu", weights_only=True, mmap=maps)
+        raise Damaged(f"the checksum of part {state.number} is not the one that was recorded when it was written")
+    contents: dict[str, Any] = torch.load(state.file.path, map_location="cpu", weights_only=True)
     step = contents.get("progress", contents).get("step", state.step)  # not every part has it
     if contents["format"] != FORMAT or step != state.step:
         raise Damaged(f"expected step {state.step}, got step {step}")

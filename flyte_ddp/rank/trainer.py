@@ -6,7 +6,6 @@ its peers are, or what becomes of the events that it emits.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -22,14 +21,11 @@ from torch import nn
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import (
     CheckpointError,
-    ConfigError,
     NonFiniteLoss,
     StopRequested,
-    StorageUnavailable,
     log_failures,
 )
 from flyte_ddp.events import EpochFinished, HistogramsTaken, Reported, find_best
-from flyte_ddp.launch.process.memory import KEEP_TIMEOUT
 from flyte_ddp.launch.process.session import Session
 from flyte_ddp.rank import inspection
 from flyte_ddp.rank.agreement import Facts, check_checkpoint, describe_samples
@@ -37,14 +33,13 @@ from flyte_ddp.rank.batch_norm import keep_frozen_statistics
 from flyte_ddp.rank.data import Samples, epoch_shards, num_batches
 from flyte_ddp.rank.evaluation import Evaluation, FlopsUtilization, evaluate, share_buffers
 from flyte_ddp.rank.initial_state import check_same_run, load_initial_state
-from flyte_ddp.rank.memory_states import choose_interval, load_from_memory
+from flyte_ddp.rank.memory_states import MemoryInterval, load_from_memory
 from flyte_ddp.rank.metrics import check_monitor, read_figures
 from flyte_ddp.rank.optim import build_optimizer, learning_rate, learning_rate_factor
 from flyte_ddp.rank.parallel import exchange_seconds, replicate
 from flyte_ddp.rank.passes import clip_gradients, compute_gradients, gradient_norm
 from flyte_ddp.rank.progress import MetricSums, Progress
 from flyte_ddp.rank.sharding import is_sharded, load_model, load_optimizer, own_boxes, split_state
-from flyte_ddp.rank.state_keeper import StateKeeper
 from flyte_ddp.rank.step_timer import BACKWARD, FORWARD, StepTimer
 from flyte_ddp.recipes import Recipe, list_class_names
 from flyte_ddp.storage import redact_values
@@ -91,17 +86,9 @@ class Trainer:
         if not (self.is_sharded or config.compile):
             self.timer.watch(model)
         self.utilization = FlopsUtilization(recipe, model, config, world)
-        self.state_keeper = StateKeeper(
-            model,
-            world,
-            lambda: self._state(self._estimate_progress()),
-            lambda: self.progress.step,
-            self._finish_writing_best,
-        )
-        self._memory_interval = 0  # optimizer steps between states that are kept in memory; 0 for none
+        self.memory_interval = MemoryInterval(config, self.session.process, world, model)
         self._best_is_unsaved = False  # the run goes on from the state of the best epoch, which the store lacks
         self.first_step_at = 0.0  # seconds since the epoch
-        self._unsummed: tuple[MetricSums, Progress] | None = None  # this epoch's sums: own, and of earlier attempts
         self._num_replaced = 0  # before the current epoch, of this rank
 
     def fit(self) -> Progress:
@@ -114,15 +101,13 @@ class Trainer:
             CheckpointError: a checkpoint could not be written.
             ConfigError: the recipe has no figure called `monitor.metric`.
         """
-        self._memory_interval = choose_interval(self.config, self.session.process, self.world, self.model)
-        with self.state_keeper.may_keep(self.session.process, self.config.compile, self.is_sharded):
-            if self._best_is_unsaved:
-                self.save_checkpoint(best=True)
-            while not self.is_done:
-                sums, own_seconds = self.train_epoch()
-                evaluation = self.evaluate()
-                finished = self._finish_epoch(sums, own_seconds, evaluation)
-                self.save_checkpoint(best=finished is self.best)
+        if self._best_is_unsaved:
+            self.save_checkpoint(best=True)
+        while not self.is_done:
+            sums, own_seconds = self.train_epoch()
+            evaluation = self.evaluate()
+            finished = self._finish_epoch(sums, own_seconds, evaluation)
+            self.save_checkpoint(best=finished is self.best)
         self.store.has_finished = True
         self.session.wait()
         return self.progress
@@ -171,7 +156,6 @@ class Trainer:
         self._num_replaced = self.train.num_replaced + self.test.num_replaced
         self.replica.train()
         keep_frozen_statistics(self.model)
-        self._unsummed = epoch_sums, earlier
 
         for shard in shards:
             self.optimizer.zero_grad()
@@ -186,11 +170,10 @@ class Trainer:
             factor = learning_rate_factor(config, progress.step, self.num_steps)
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * factor
-            with self.state_keeper.changing():
-                self.optimizer.step()
-                epoch_sums.add(loss_sum, own_targets, num_targets, shard.num_samples)
-                progress.step += 1
-                progress.batch += 1
+            self.optimizer.step()
+            epoch_sums.add(loss_sum, own_targets, num_targets, shard.num_samples)
+            progress.step += 1
+            progress.batch += 1
 
             self.timer.end_step()
             self.first_step_at = self.first_step_at or time.time()
@@ -201,14 +184,19 @@ class Trainer:
                 log_sums = self._new_sums()
             stops = self.session.stop_requested
             to_store = stops or bool(config.checkpoint_interval and progress.step % config.checkpoint_interval == 0)
-            if to_store or (self._memory_interval and progress.step % self._memory_interval == 0):
+            is_due = self.memory_interval.is_due(progress.step)
+            if to_store or is_due:
+                if self.world.device.type == "cuda":
+                    torch.cuda.synchronize()  # the steps that are queued are no part of what a state costs
+                started = time.perf_counter()
                 self._update_progress(epoch_sums, earlier)
-                self.save_checkpoint(best=False, to_store=to_store)
+                is_kept = self.save_checkpoint(best=False, to_store=to_store)
+                if not to_store:
+                    self.memory_interval.measure(started, is_kept)
             if stops:
                 self.session.wait()
                 raise StopRequested
         self._update_progress(epoch_sums, earlier)
-        self._unsummed = None
         return epoch_sums, (sum(self.timer.seconds) - own_seconds) / max(1, epoch_sums.num_steps)
 
     def evaluate(self) -> Evaluation:
@@ -234,7 +222,6 @@ class Trainer:
                 raise StopRequested
 
         share_buffers(self.evaluated_model, self.world)
-        self.state_keeper.note_buffers()
         result = evaluate(self.evaluated_model, self.recipe, self.test, self.config, self.world, on_batch)
         if not math.isfinite(result.loss):
             raise NonFiniteLoss(
@@ -243,50 +230,34 @@ class Trainer:
             )
         return result
 
-    def save_checkpoint(self, best: bool, to_store: bool = True) -> None:
+    def save_checkpoint(self, best: bool, to_store: bool = True) -> bool:
         """Write a checkpoint of the current state. Every rank calls it; rank 0 writes, of a split model every rank.
 
         Args:
-            to_store: else in memory alone.
+            to_store: else in memory alone, where it may be left out.
+
+        Returns:
+            True if this rank has written something.
         """
         started = time.perf_counter()
         if not self.world.is_first and not self.is_sharded:
-            return
-        state = self._state(self.progress)
+            return False
+        state = self._state()
         if self.is_sharded:
             state = split_state(state, self.world.is_first)
-        self.session.write(state, self.progress.step, best, started, to_store, bool(self._memory_interval))
+        return self.session.write(state, self.progress.step, best, started, to_store, self.memory_interval.is_on)
 
-    def _state(self, progress: Progress) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         return {
             "config": redact_values(dataclasses.asdict(self.config)),
             "data_fingerprint": self.data_fingerprint,
             "initial_state": redact_values(self.initial_state),
             "recipe": [type(self.recipe).__qualname__, self.recipe_version],
             "data_facts": self.data_facts,
-            "progress": progress.to_dict(),
+            "progress": self.progress.to_dict(),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
-
-    def _finish_writing_best(self) -> None:
-        """Wait for a checkpoint of the best epoch, to which a run from this state goes back at its end."""
-        if self.config.model_state == "best" and self.store.is_writing_best:
-            with contextlib.suppress(CheckpointError, ConfigError, StorageUnavailable):  # the checkpoint before counts
-                self.store.wait(seconds=KEEP_TIMEOUT / 2)
-
-    def _estimate_progress(self) -> Progress:
-        """Return the progress with the current epoch's sums as they are known without the other ranks."""
-        if self._unsummed is None:
-            return self.progress
-        sums, earlier = self._unsummed
-        share = float(sums.own_targets) / max(1.0, float(sums.num_targets))
-        return dataclasses.replace(
-            self.progress,
-            loss_sum=earlier.loss_sum + float(sums.loss_sum) / (share or 1.0),
-            num_targets=earlier.num_targets + float(sums.num_targets) * (share > 0),
-            seconds=earlier.seconds + sums.seconds,
-        )
 
     def resume(self) -> tuple[str, list[str]]:
         """Go on from the newest state, in memory or in the store, or start from the initial one, if one is given.
@@ -424,8 +395,5 @@ class Trainer:
                 self.session.emit(
                     HistogramsTaken(progress.step, *inspection.take_histograms(self.model, self.world.is_first))
                 )
-        # All ranks keep it: the run may go on from the state of any.
-        finished = dataclasses.replace(finished, sample=world.broadcast_object(finished.sample))
-        with self.state_keeper.changing():
-            progress.finish_epoch(finished)
+        progress.finish_epoch(finished)
         return finished

@@ -1,10 +1,9 @@
 """A recipe with BatchNorm and momentum whose ranks are lost where a test has ordered it, one after the other.
 
 An order is a file in a directory that all ranks see, such as `2-backward-0-4`: of the orders that are left the first by
-name counts. It comes to rank 0 in its fourth step since the start of its process, or in a later one. The places "keep"
-and "read" are the hand-over: a rank that is left has written half of its state, or the next one is about to read it.
-With "node" at the end of its name, the rank's node is lost there. At "write" rank 0 writes an epoch's checkpoint, and
-does not end that before the step has come.
+name counts. It comes to rank 0 in its fourth step since the start of its process, or in a later one. At "read" it
+is about to read the state that the run goes on from; with "node" at the end of that name, its node is lost there. At
+"write" rank 0 writes an epoch's checkpoint, and does not end that before the step has come.
 """
 
 from __future__ import annotations
@@ -35,16 +34,9 @@ class Bereaved(Normed):
 
     def meet_in_hand_over(self):
         from flyte_ddp.checkpoints import store
-        from flyte_ddp.rank import memory_states, state_keeper
+        from flyte_ddp.rank import memory_states
 
-        save, read, write = state_keeper.save_state, memory_states.assemble, store.save_state
-
-        def save_state(state, file, with_crc32):
-            save(state, file, with_crc32)
-            file.truncate(file.tell() // 2)
-            file.seek(0)
-            self.meet("keep")
-            return save(state, file, with_crc32)
+        read, write = memory_states.assemble, store.save_state
 
         def assemble(*arguments):
             self.meet("read")
@@ -55,8 +47,7 @@ class Bereaved(Normed):
                 self.meet("write")
             return write(state, *arguments)
 
-        state_keeper.save_state, store.save_state = save_state, write_state
-        memory_states.assemble = assemble
+        store.save_state, memory_states.assemble = write_state, assemble
 
     def generate_sample(self, model):
         return "a sample"
@@ -135,26 +126,3 @@ def worker_above():
 
     above = psutil.Process().parents()
     return next(each.ppid() for each in above if "node import main" in str(each.cmdline()))
-
-
-def save_and_lose_a_rank(marker: str) -> int:
-    """A function that saves once, into a slow store, and then loses rank 1; returns the step that it resumed from."""
-    import torch
-    import torch.distributed as dist
-
-    from flyte_ddp import session
-    from tests.support.recipes import _slow_down_writes
-
-    _slow_down_writes(0.5)
-    dist.init_process_group("gloo")
-    state = session.load() or {"step": 0}
-    for step in range(state["step"] + 1, 7):
-        if dist.get_rank() == 1 and step == 5 and not Path(marker).exists():
-            Path(marker).touch()
-            time.sleep(0.2)  # rank 0 has saved meanwhile
-            os.kill(os.getpid(), signal.SIGKILL)
-        dist.all_reduce(torch.ones(1))
-        session.report(step=step)
-        if step == 4:
-            session.save({"step": step}, step)
-    return int(state["step"])

@@ -27,7 +27,7 @@ from flyte_ddp.rank.main import train
 from flyte_ddp.world import World, process_group
 
 TIMEOUT = 120.0  # seconds
-NO_MEMORY = {"memory": None, "kept": None, "slots": [], "parts": [], "free_parts": lambda *_: None}  # of a node
+NO_MEMORY = {"slots": [], "parts": [], "free_parts": lambda *_: None}  # of a node
 
 
 def run_gang(num_ranks, work, *arguments):
@@ -81,7 +81,6 @@ class Link:
     """A rank's link to a supervisor that only collects events."""
 
     stop_requested = False
-    on_keep = None
 
     def __init__(self, data):
         self.data = data

@@ -19,18 +19,14 @@ from flyte_ddp import session
 from tests.support.bereaved import wait_for_copies, worker_above
 
 
-def train(orders="", splits=False, to_store=0, write_seconds=0.0):
+def train(orders="", splits=False, to_store=0):
     """Return the trained weights, whole, and how many samples this attempt has seen.
 
     Args:
         splits: the state is split over the ranks.
         to_store: step that is saved in the store too.
-        write_seconds: for which a state is on its way to memory, until the last loss.
     """
-    from flyte_ddp.launch.process.link import Slots
-
-    write, samples = Slots.write, 0
-    Slots.write = lambda *arguments: (time.sleep(write_seconds * bool(_left(orders))), write(*arguments))[1]
+    samples = 0
     dist.init_process_group("gloo")
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1))

@@ -22,8 +22,6 @@ CPU = torch.device("cpu")
 class Link:
     """A rank's link that keeps the events and asks to stop after `stop_after` beats; 0 never does."""
 
-    on_keep = None
-
     def __init__(self, stop_after):
         self.stop_after = stop_after
         self.num_beats = 0

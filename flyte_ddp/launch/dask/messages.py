@@ -48,7 +48,7 @@ class NodeJob:
         values = decode(text)
         job = values.pop("job")
         job["program"] = Program.from_dict(job["program"])
-        job |= {name: tuple(job[name]) for name in ("counted", "stored")}
+        job["stored"] = tuple(job["stored"])
         return cls(job=Job(**job), ranks=NodeRanks(**values.pop("ranks")), **values)
 
 

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 from flyte_ddp import events
 from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, END_OF_ATTEMPT, PREPARE, PREPARED, NodeJob, decode, encode
 from flyte_ddp.launch.node import KILL_GRACE, Link
-from flyte_ddp.launch.process.memory import COPIED, MAX_KEEP_TIMEOUT, TAKE, NodeMemory, NodeParts
+from flyte_ddp.launch.process.memory import COPIED, TAKE, NodeMemory
 from flyte_ddp.launch.rank_start import start_server, wait_for_server
 from flyte_ddp.launch.supervisor import supervise
 from flyte_ddp.observers.streams import open_standard_streams
@@ -58,7 +58,7 @@ class DriverLink(Link):
     def kill_ranks(self, reason: str) -> None:
         """Have the ranks killed, wait for the end of the attempt, and exit this process if it does not come."""
         super().kill_ranks(reason)
-        if not self.is_over.wait(KILL_GRACE + self.stop.keeps_state * MAX_KEEP_TIMEOUT):
+        if not self.is_over.wait(KILL_GRACE):
             os._exit(1)  # the ranks kill themselves when their pipe to this process ends
 
     def tell_worker(self, kind: str, **values: Any) -> None:
@@ -103,7 +103,7 @@ def main() -> None:
     own_environment = dict(os.environ)
     attempts: queue.SimpleQueue[tuple[NodeJob, DriverLink]] = queue.SimpleQueue()
     memory = NodeMemory()
-    listening = (commands, messages, attempts, memory.parts)
+    listening = (commands, messages, attempts, memory)
     threading.Thread(target=_listen, args=listening, name="commands", daemon=True).start()
     idle_timeout = IDLE_TIMEOUT
     with contextlib.suppress(queue.Empty):
@@ -128,7 +128,7 @@ def _listen(
     commands: BinaryIO,
     messages: BinaryIO,
     attempts: queue.SimpleQueue[tuple[NodeJob, DriverLink]],
-    parts: NodeParts,
+    memory: NodeMemory,
 ) -> None:
     """Start an attempt for each job, and pass the commands that follow it on. Have the server of ranks started."""
     link = None
@@ -143,9 +143,9 @@ def _listen(
                 start_server(text.split()[1:])
                 threading.Thread(target=_report_server, args=(messages,), name="prepare", daemon=True).start()
             elif text.startswith(f"{COPIED} "):
-                parts.note_copied(decode(text.removeprefix(COPIED)))
+                memory.note_copied(decode(text.removeprefix(COPIED)))
             elif text.startswith(f"{TAKE} "):
-                parts.take(decode(text.removeprefix(TAKE)))
+                memory.take(decode(text.removeprefix(TAKE)))
             elif link:
                 link.obey(text)
     except Exception:
@@ -180,8 +180,8 @@ def _run_attempt(
     except OSError as error:
         link.send("end", outcome="broken", message=f"{type(error).__name__}: {error}", cause=type(error).__name__)
         return
-    memory.parts.source = node_job.copies_of
-    memory.parts.send = functools.partial(link.tell_worker, to=node_job.copies_to) if node_job.copies_to else None
+    memory.source = node_job.copies_of
+    memory.send = functools.partial(link.tell_worker, to=node_job.copies_to) if node_job.copies_to else None
     supervise(node_job.job, ranks, listener, data, link, memory, relay)
 
 

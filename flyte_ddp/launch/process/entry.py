@@ -134,8 +134,6 @@ def run_rank(
         else:
             outcome = ("error", *_describe(error))
             link.send(*outcome)  # now, because what follows may wait for dead peers; the supervisor ends it in time
-            if outcome[-1]:  # a peer's death is the cause, so the state may be worth something
-                link.wait_until_released()
             _call_excepthook(error)
         has_failed = True
         traceback.clear_frames(error.__traceback__)

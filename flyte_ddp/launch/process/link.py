@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import math
 import os
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from flyte_ddp import events
 from flyte_ddp.launch.process.collectives import entered_collectives
-from flyte_ddp.launch.process.memory import MAX_KEEP_TIMEOUT, NUM_FILES, Kept, MappedFile, MemoryFile, Part
+from flyte_ddp.launch.process.memory import NUM_FILES, MappedFile, MemoryFile, Part
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NUM_SLOTS, PHASES, NodeRanks
 
@@ -49,10 +47,6 @@ class SupervisorLink:
         self.stop_signal = int(signal.SIGTERM)  # by which a function that does not ask learns of a stop
         self.saves_until = math.inf  # monotonic: half of the time that a stop leaves is over then
         self.on_stop: Callable[[], None] = lambda: None  # called when this rank is asked to end the run
-        # Keeps this rank's state in the node's memory. Calls its argument with the bytes when it begins; returns what
-        # is known of the state, or None if there is none to keep. None where the program has no such thing.
-        self.on_keep: Callable[[Callable[[int], None]], dict[str, Any] | None] | None = None
-        self._is_released = threading.Event()  # the state is kept, or is not needed
         self._has_data = threading.Event()
         self._data = ""
         threading.Thread(target=self._listen, name="supervisor-link", daemon=True).start()
@@ -111,22 +105,6 @@ class SupervisorLink:
         self._has_data.wait()
         return Path(self._data)
 
-    def wait_until_released(self) -> None:
-        """Wait until the supervisor does not need this process's state any more. For one that has lost its peers."""
-        if self.on_keep:
-            self._is_released.wait(MAX_KEEP_TIMEOUT)
-
-    def _keep(self) -> None:
-        kept = None
-        try:
-            if self.on_keep:
-                kept = self.on_keep(lambda num_bytes: self.send("keeping", num_bytes))
-        except Exception:
-            traceback.print_exc()  # the checkpoint before counts
-        with contextlib.suppress(OSError):  # the supervisor does not wait any more
-            self.send("kept", kept)
-        self._is_released.set()
-
     def _listen(self) -> None:
         while True:
             try:
@@ -141,10 +119,6 @@ class SupervisorLink:
                 if not os.fstat(self._stacks.fileno()).st_size:  # else a signal was necessary, and came first
                     faulthandler.dump_traceback(self._stacks)
                 self.send("collectives", entered_collectives() or [])
-            elif kind == "keep":
-                threading.Thread(target=self._keep, name="keep", daemon=True).start()
-            elif kind == "release":
-                self._is_released.set()
             elif kind == "stop":
                 self.stop_signal, seconds = values
                 self.saves_until = time.monotonic() + SAVE_SHARE * seconds
@@ -192,8 +166,6 @@ class RankProcess:
     local_rank: int
     listener: socket | None  # the listening socket of the rendezvous, on rank 0; None elsewhere
     link: SupervisorLink
-    memory: MemoryFile | None = None  # takes the state if peers are lost; None where there is no such memory
-    kept: Kept | None = None  # the state that an earlier attempt has left on this node
     slots: list[MemoryFile] = field(default_factory=list)  # take the parts of states that this rank saves in memory
     parts: list[Part] = field(default_factory=list)  # of states that earlier attempts have left on this node
 
@@ -207,9 +179,9 @@ class RankProcess:
         self.link.send("resumed", attempt, turn)
         used = [each for each in self.parts if (each.attempt, each.turn) == (attempt, turn)]
         unused = [each.file for each in self.parts if each not in used and each.file not in self.slots]
-        for file in [*unused, *([self.kept.file] if self.kept else [])]:
+        for file in unused:
             file.close()
-        self.parts, self.kept = used, None
+        self.parts = used
 
     def open_store(self, timeout: float) -> TCPStore:
         """Return the store where the ranks meet, which rank 0's process serves. Call it once on rank 0.

@@ -3,11 +3,11 @@
 A state is in files that are the kernel's, and have no name and no disk (`memfd_create`). The node's supervisor has them
 open and passes them on to its ranks. The kernel frees them with the last of these processes, however they end.
 
-A rank that is left when others are lost writes the whole state (`NodeMemory`). Besides, every few steps, each rank may
-write its part of a state into one of two files in turn, and another node has two of its own for it (`NodeParts`). A
-rank begins to write the next state only when the one before it is whole: each rank has written its part, and the other
-node has it too. So there is always a whole state on the nodes that are left when one is lost. A file that was being
-overwritten then has another checksum than the one that is recorded.
+Every few steps each rank writes its part of a state into one of two files in turn, and another node has two of its own
+for it. Of a model that every rank has whole, rank 0 writes the state. A rank begins to write the next state only when
+the one before it is whole: each rank has written its part, and the other node has it too. So there is always a whole
+state on the nodes that are left when one is lost. A file that was being overwritten then has another checksum than the
+one that is recorded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import contextlib
 import mmap
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing import reduction
 from pathlib import Path
@@ -25,11 +25,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flyte_ddp.launch.process.ranks import NodeRanks
 
-LOCK_TIMEOUT = 1.0  # seconds for a rank to end the optimizer step that it is in
-ANSWER_TIMEOUT = 1.5  # seconds for a rank to begin to write its state: one that is stopped never does
-KEEP_TIMEOUT = 10.0  # seconds for it to be written, if it is small
-KEEP_BANDWIDTH = 100 << 20  # bytes a second that are written at least
-MAX_KEEP_TIMEOUT = 300.0  # seconds for a state of any size
 SPARE_BYTES = 256 << 20  # of memory that stay free
 UNLIMITED = 1 << 62  # bytes
 NUM_FILES = 2  # files of a rank's
@@ -89,25 +84,6 @@ class MappedFile:
         os.ftruncate(self._descriptor, self._size)
 
 
-def keep_timeout(num_bytes: int) -> float:
-    """Return the seconds for a state of so many bytes to be written."""
-    return min(KEEP_TIMEOUT + num_bytes / KEEP_BANDWIDTH, MAX_KEEP_TIMEOUT)
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A state in a node's memory."""
-
-    file: MemoryFile
-    run: str  # names the run
-    attempt: int  # number of the one that left it
-    step: int
-    num_bytes: int
-    checksum: str
-    version: str  # of torch, which wrote it
-    digest: str  # of the weights and the optimizer's state, which all ranks have alike after a step
-
-
 @dataclass(frozen=True)
 class Part:
     """One rank's part of a state."""
@@ -129,7 +105,7 @@ class Part:
         return self.step, self.attempt, self.turn
 
 
-class NodeParts:
+class NodeMemory:
     """The parts in the memory of a node, from one attempt to the next. Called from several threads."""
 
     def __init__(self) -> None:
@@ -223,64 +199,6 @@ class NodeParts:
             self._parts = {key: each for key, each in self._parts.items() if each is not part}
 
 
-class NodeMemory:
-    """States that a node's supervisor keeps from one attempt to the next: one that counts, and the newest one.
-
-    A node cannot know why its ranks lost a peer. So what they leave counts only once the driver says so, which knows
-    the failures of all nodes. Until then the one before stays.
-    """
-
-    def __init__(self) -> None:
-        self._kept: Kept | None = None
-        self._newest: Kept | None = None
-        self._file: MemoryFile | None = None  # of the attempt that runs
-        self.parts = NodeParts()
-
-    def begin(self, counted: Collection[int]) -> tuple[MemoryFile | None, Kept | None]:
-        """Return a new file for the state that an attempt may leave, and the state that it may go on from.
-
-        Args:
-            counted: the attempts of which the states count.
-        """
-        if self._newest and self._newest.attempt in counted:
-            if self._kept:
-                self._kept.file.close()
-            self._kept = self._newest
-        elif self._file:
-            self._file.close()
-        self._newest = self._file = None
-        if hasattr(os, "memfd_create"):  # Linux
-            with contextlib.suppress(OSError):  # a sandbox may forbid it
-                self._file = MemoryFile()
-        return self._file, self._kept
-
-    def keep(self, run: str, attempt: int, **values: Any) -> None:
-        """Note that the file of this attempt has a state. `values` are the other fields of `Kept`."""
-        if self._file:
-            self._newest = Kept(self._file, run, attempt, **values)
-
-    @property
-    def steps(self) -> tuple[int, int]:
-        """The steps of the state that the last attempt has left, and of the one that counts already; 0 for none."""
-        newest, kept = (each.step if each else 0 for each in (self._newest, self._kept))
-        return newest, kept
-
-    def note_stored(self, step: int) -> None:
-        """Free the state that counts if the store has one as new."""
-        if self._kept and self._kept.step <= step:
-            self._kept.file.close()
-            self._kept = None
-
-    def close(self) -> None:
-        """Free the memory."""
-        for file in {each.file for each in (self._kept, self._newest) if each} | (
-            {self._file} if self._file else set()
-        ):
-            file.close()
-        self._kept = self._newest = self._file = None
-        self.parts.close()
-
-
 def name_memory(nodes: Iterable[int], num_nodes: int) -> str:
     """Return, for people, the memory of these nodes of a gang."""
     if num_nodes == 1:
@@ -292,10 +210,12 @@ def name_memory(nodes: Iterable[int], num_nodes: int) -> str:
 def lacking_memory(num_bytes: int, node: NodeRanks) -> str:
     """Return what this node lacks for two states in memory, and copies of another node's; "" if it lacks nothing.
 
+    One more is left for the copy from which a thread writes.
+
     Args:
         num_bytes: of a state, of what the ranks of one node save of it.
     """
-    needed, free = num_bytes * NUM_FILES * min(2, node.num_nodes), free_memory()
+    needed, free = num_bytes * (NUM_FILES * min(2, node.num_nodes) + 1), free_memory()
     return "" if free > needed else f"expected {_gib(needed)} of free memory on each node, got {_gib(free)}"
 
 

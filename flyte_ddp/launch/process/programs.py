@@ -138,7 +138,6 @@ class Job:
     run: str = ""  # the same for all attempts of a run, such as Flyte's execution and node; "" for a local run
     owner: str = ""  # token of the attempt that owns the checkpoints; see flyte_ddp/checkpoints/ownership.py
     is_kept: bool = True  # the checkpoints outlive the run
-    counted: tuple[int, ...] = ()  # the attempts that have left a state in the memory of nodes from which to go on
     stored: tuple[int, ...] = ()  # steps of checkpoints after the last attempt, as far as the driver knows
     is_store_away: bool = False  # it did not answer the driver then
     is_in_memory: bool = False  # the nodes have a state from which to go on that is newer than the store's

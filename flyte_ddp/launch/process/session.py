@@ -22,7 +22,7 @@ from flyte_ddp.checkpoints import MAX_STEP, WRITE_GRACE
 from flyte_ddp.config.fields import finite_number, whole_number
 from flyte_ddp.errors import ConfigError, StopRequested
 from flyte_ddp.launch.process.link import RankProcess, Slots
-from flyte_ddp.launch.process.memory import KEEP_TIMEOUT, Part
+from flyte_ddp.launch.process.memory import Part
 from flyte_ddp.launch.process.stop import StopAgreement
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ NUM_KEPT = 2  # newest checkpoints that stay
 # may wait for it in a collective, whose failure would end the run without the reason.
 SAVE_TIMEOUT_SHARE = 0.5
 NO_PLACE = "memory://flyte-ddp"  # of the checkpoints of a run that keeps states in the memory of nodes alone; empty
-POLL_INTERVAL = 0.05  # seconds
 MAX_CHECKED = 4  # data sets of `batches` that are known to be alike on all ranks
 
 logger = logging.getLogger(__name__)
@@ -151,13 +150,16 @@ class Session:
         started: float | None = None,
         to_store: bool = True,
         to_memory: bool = False,
-    ) -> None:
+    ) -> bool:
         """Keep a checkpoint of this format, on rank 0 or, of a split state, on every rank. Raises as `save`.
 
         Args:
             best: it stays until another one is.
             started: when the training was interrupted for it, by `time.perf_counter`; by default now.
             to_store, to_memory: where; in memory it may be left out, see `CheckpointStore.save`.
+
+        Returns:
+            False if it was left out.
         """
         started = time.perf_counter() if started is None else started
         url = self.open_checkpoints().save(state, step, best, to_store, to_memory)
@@ -168,6 +170,7 @@ class Session:
             self.can_resume = True
         if url is not None:
             self.emit(events.CheckpointSaved(step, url, best, time.perf_counter() - started))
+        return url is not None
 
     def wait(self) -> None:
         """Return when what was saved is in place. Raises as `save`."""
@@ -451,17 +454,7 @@ class Session:
                 peers=peers,
                 slots=Slots(self.process.slots, self._link, self.process.rank, str(torch.__version__)),
             )
-            if peers is None and self._link.on_keep is None:
-                self._link.on_keep = self._finish_writing
         return self._store
-
-    def _finish_writing(self, on_begin: Callable[[int], None]) -> None:
-        """When other ranks are lost, have what was saved where it belongs, from a thread of its own."""
-        if self._store is not None and self._store.is_writing:
-            on_begin(0)
-            deadline = time.monotonic() + KEEP_TIMEOUT
-            while self._store.is_writing and time.monotonic() < deadline:
-                time.sleep(POLL_INTERVAL)
 
     def close(self) -> None:
         """Wait until the checkpoints are written. Raises as `save`."""

@@ -281,6 +281,7 @@ class Report(Page):
             row("Peak memory per rank", ", ".join(f"{each / 2**20:,.0f} MiB" for each in peaks if each)),
             row("Parameters per rank", ", ".join(f"{each:,}" for each in finished.rank_num_parameters)),
             row("Launch to first step", duration(first_step) if first_step else ""),
+            row("Steps between states in memory", f"{finished.memory_interval or ''}", "a lost rank costs no more"),
             row(
                 "Restarts of the gang", f"{state.num_starts - 1 - state.num_announced_losses or ''}", "in this attempt"
             ),
