@@ -59,7 +59,7 @@ class Alternating(Wide):
     def model(self) -> nn.Module:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        from flyte_ddp.launch.process.link import Slots
+        from flyte_ddp.rank.copies import Slots
         from flyte_ddp.storage.uncached_file import UncachedFile
 
         steps, is_ready, write = itertools.count(1), Slots.is_ready, UncachedFile.write

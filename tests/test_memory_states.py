@@ -6,7 +6,7 @@ import dataclasses
 import io
 import os
 import threading
-from pathlib import Path
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -23,11 +23,12 @@ from flyte_ddp.config import resolve
 from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process import memory
-from flyte_ddp.launch.process.link import RankProcess, Slots
+from flyte_ddp.launch.process.link import RankProcess
 from flyte_ddp.launch.process.memory import NodeMemory
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NodeRanks
 from flyte_ddp.rank import memory_states
+from flyte_ddp.rank.copies import Slots, receive_copies
 from flyte_ddp.rank.memory_states import MemoryInterval, load_from_memory
 from flyte_ddp.world import ALONE
 from tests.support.dask_runs import LOCAL
@@ -180,19 +181,16 @@ def test_each_part_is_read_by_a_rank_that_has_it_and_passed_on():
 NODE = NodeRanks(0, 2, 2, "127.0.0.1", 0, "lo", False, 1, run_id="run")
 
 
-def node_with(*states, num_parts=2, version=None, spoilt=(), differing=()):
+def node_with(*states, num_parts=2, spoilt=()):
     """A node's memory with states that attempt 0 has saved, each as its step and the numbers of its parts.
 
-    Parts that are `spoilt` have another checksum than was recorded. Those that are `differing` are whole, but wrong.
+    Parts that are `spoilt` have another checksum than was recorded.
     """
     memory = NodeMemory()
     memory.begin(NODE)
     for turn, (step, numbers) in enumerate(states, 1):
         for number in numbers:
-            values = {
-                "format": FORMAT,
-                SHARDS: [([2 * number], torch.full((2,), step + 0.5 * ((step, number) in differing)))],
-            }
+            values = {"format": FORMAT, SHARDS: [([2 * number], torch.full((2,), float(step)))]}
             if number == 0:
                 values |= {"progress": {"step": step, "epochs": []}, "model": {"weight": torch.empty(4, device="meta")}}
             with open(memory.slots_of(number)[turn % 2].path, "r+b") as file:
@@ -203,15 +201,15 @@ def node_with(*states, num_parts=2, version=None, spoilt=(), differing=()):
                     file.write(b"different")
             where = {"turn": turn, "step": step, "number": number, "num_parts": num_parts}
             what = {"num_bytes": entry["bytes"], "checksum": entry[CHECKSUM]}
-            memory.keep(**where, **what, version=version or str(torch.__version__))
+            memory.take(**where, **what)
     return memory
 
 
-def loaded(memory, directory, stored=(), run="run", needed=0, known=None, world=ALONE):
+def loaded(memory, directory, stored=(), needed=0, known=None):
     left = memory.begin(dataclasses.replace(NODE, num_restarts=1))
     job = Job(None, "", 0.0, stored=known or tuple(stored), is_store_away=known is not None)
-    process = RankProcess(job, dataclasses.replace(NODE, run_id=run), 0, None, None, parts=left)
-    found = load_from_memory(world, process, CheckpointStore(str(directory), 2), lambda *_: None, lambda state: needed)
+    process = RankProcess(job, NODE, 0, None, None, parts=left)
+    found = load_from_memory(ALONE, process, CheckpointStore(str(directory), 2), lambda *_: None, lambda state: needed)
     if found.state:
         assert found.state["model"]["weight"].tolist() == [float(found.state["progress"]["step"])] * 4
     return (found.state and found.state["progress"]["step"]), found.skipped
@@ -231,8 +229,6 @@ def test_the_newest_whole_state_in_memory_is_used(tmp_path):
 
 def test_a_state_in_memory_that_is_not_right_is_not_used(tmp_path):
     both = (0, 1)
-    assert loaded(node_with((4, both), version="1.0"), tmp_path) == (None, [])
-    assert loaded(node_with((4, both)), tmp_path, run="another") == (None, [])
     damaged = "the checksum of part 1 is not the one that was recorded when it was written"
     skipped = [f"the state of step 4 in this node's memory is not used: {damaged}"]
     assert loaded(node_with((2, both), (4, both), spoilt=[(4, 1)]), tmp_path) == (2, skipped)
@@ -242,14 +238,35 @@ def test_a_state_in_memory_that_is_not_right_is_not_used(tmp_path):
     assert loaded(node_with((4, both)), tmp_path, needed=3) == (None, skipped)
 
 
-def load_on_two_nodes(world, store, directory):
-    """Two nodes have copies of all parts, of which one of the newest state differs: what they go on from."""
-    memory = node_with((2, (0, 1)), (4, (0, 1)), differing=[(4, 1)] if world.is_first else [])
-    return loaded(memory, Path(directory), world=world)
+def copy_next_door(world, store):
+    """Two nodes with a rank each, which keep states of several sizes: the parts that this one has in the end."""
+    node = NodeRanks(world.rank, 1, 2, "", 0, "", False, 1, node_rank=world.rank, num_nodes=2, copy_distance=1)
+    memory = NodeMemory()
+    memory.begin(node)
+    files = {"slots": memory.slots_of(world.rank), "copies": memory.slots_of(1 - world.rank)}
+    link = SimpleNamespace(send=lambda kind, part: memory.take(**part))
+    process = SimpleNamespace(node=node, rank=world.rank, link=link, **files)
+    threading.Thread(target=receive_copies, args=(process, lambda: store), daemon=True).start()
+    slots = Slots(process, lambda: store)
+    for step, size in enumerate((1 << 20, 5, 3 << 20), 1):
+
+        def save(file, size=size):
+            entry = save_state({"format": FORMAT, "weight": torch.rand(size)}, file, with_crc32=False)
+            return entry["bytes"], entry[CHECKSUM]
+
+        slots.begin()
+        assert not slots.is_ready
+        slots.write(step, 2, save)
+        while not slots.is_ready:
+            time.sleep(0.01)
+    world.all_reduce(0.0)  # both are done
+    parts = sorted(memory._parts.values(), key=lambda part: (part.step, part.number))
+    are_whole = [check_file(part.file.path) == (part.num_bytes, part.checksum) for part in parts]
+    return [(part.step, part.number, is_whole) for part, is_whole in zip(parts, are_whole, strict=True)]
 
 
-def test_of_two_copies_that_differ_none_is_used(tmp_path):
-    assert run_gang(2, load_on_two_nodes, str(tmp_path)) == [(2, [])] * 2
+def test_a_rank_copies_its_parts_to_a_rank_of_the_next_node():
+    assert run_gang(2, copy_next_door) == [[(step, number, True) for step in (2, 3) for number in (0, 1)]] * 2
 
 
 def test_the_state_before_a_loss_stays_until_a_new_one_is_whole():
@@ -259,12 +276,12 @@ def test_the_state_before_a_loss_stays_until_a_new_one_is_whole():
     opened = [os.dup(part.file.descriptor) for part in left if part.step == 2]  # by ranks that never close them
     memory.keep_only(0, 2)  # from which the ranks go on
     assert [os.fstat(each).st_size for each in opened] == [0, 0]
-    values = {"num_parts": 2, "num_bytes": 0, "checksum": "", "version": ""}
+    values = {"num_parts": 2, "num_bytes": 0, "checksum": ""}
     for number in (0, 1):
-        memory.keep(turn=1, step=6, number=number, **values)
+        memory.take(turn=1, step=6, number=number, **values)
     left = memory.begin(dataclasses.replace(NODE, num_restarts=2))
     assert sorted(part.step for part in left) == [4, 4, 6, 6]  # the last may be there in part
-    memory.keep(turn=2, step=8, number=0, **values)  # each rank that begins the next knows that the one before is whole
+    memory.take(turn=2, step=8, number=0, **values)  # each rank that begins the next knows that the one before is whole
     memory.close()
 
 
@@ -277,14 +294,9 @@ def test_a_rank_writes_its_two_files_again_whatever_size_its_state_has(tmp_path,
     memory = NodeMemory()
     memory.begin(NODE)
 
-    def keep(kind, values):
-        memory.keep(**values)
-
-    class Link:
-        whole_turn = property(lambda _: memory.whole_turn(0))
-        send = staticmethod(keep)
-
-    slots = Slots(memory.slots_of(0), Link(), 0, str(torch.__version__))
+    link = SimpleNamespace(send=lambda kind, values: memory.take(**values))
+    process = SimpleNamespace(slots=memory.slots_of(0), link=link, node=NODE, rank=0)
+    slots = Slots(process, lambda: None)
     store = CheckpointStore(str(tmp_path), 1, slots=slots)
     for step, size in enumerate((9, 3 << 20, 2 << 20, 5, 3 << 20, 1 << 20), 1):
         weight = torch.randn(size, requires_grad=True)
@@ -344,7 +356,7 @@ def test_a_state_after_the_best_epoch_is_left_out_until_the_store_has_that_one(t
             kept.append(step)
 
     kept, store = [], CheckpointStore(str(tmp_path), 1, slots=Slots())
-    may_write = threading.Event()
+    store.returns_to_best, may_write = True, threading.Event()
     write = store._sink.write
     monkeypatch.setattr(store._sink, "write", lambda *arguments: (may_write.wait(), write(*arguments)))
     store.save({"progress": {}}, 1, True, to_store=True, to_memory=True)

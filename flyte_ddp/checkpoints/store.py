@@ -64,7 +64,9 @@ class _Write:
 
 
 class Slots(Protocol):
-    """Takes this rank's part of a state into the memory of its node: see launch/process/memory.py."""
+    """Takes this rank's part of a state into the memory of its node: see rank/copies.py."""
+
+    written: dict[int, dict[str, Any]]
 
     @property
     def is_ready(self) -> bool: ...
@@ -98,6 +100,7 @@ class CheckpointStore:
 
     def __post_init__(self) -> None:
         self.storage = Storage(self.url, timeout=self.timeout)
+        self.returns_to_best = False  # the run ends with the best state
         self.has_finished = False  # nothing resumes any more: on a full disk the model counts more than checkpoints
         self.share_with(self.peers)
         self._sink = Storage(self.url, timeout=0)  # a failed try must not keep a newer state waiting
@@ -143,8 +146,8 @@ class CheckpointStore:
         self.check()
         if to_memory:
             # A state after the best epoch is of no use before the store has that epoch's.
-            is_free = to_store or not any(each.best for each in (self._current, *self._queue) if each)
-            is_ready = self.slots is not None and self.slots.is_ready and is_free
+            waits = self.returns_to_best and any(each.best for each in (self._current, *self._queue) if each)
+            is_ready = self.slots is not None and self.slots.is_ready and (to_store or not waits)
             to_memory = self.peers.all(is_ready) if self.peers else is_ready
         if not (to_store or to_memory):
             return None

@@ -147,8 +147,7 @@ class _Ranks:
         self.sent_deadline: float | None = None  # of the stop, as the ranks know it; None before
         # Two numbers per local rank: the time of its last progress, 0 before the first, and its step. Then one per
         # local rank: not 0 when its function has ended. One more: since when it waits for other ranks, or 0.
-        # Then its steps and the seconds of their phases. Then the turn of its newest part of a state that is in memory
-        # wherever it has to be, which this process writes. After all ranks': not 0 once they save their state when they
+        # Then its steps and the seconds of their phases. After all ranks': not 0 once they save their state when they
         # are asked to stop. Last: not 0 while rank 0 writes a checkpoint. No lock: a rank writes its own slots, and
         # after its death this process.
         try:
@@ -168,7 +167,9 @@ class _Ranks:
         # One pipe per rank and direction: a process killed while it writes to a queue takes the queue's lock with it.
         up, rank_up = Pipe(duplex=False)
         rank_down, down = Pipe(duplex=False)
-        memory = (self.memory.slots_of(number), self.left_parts)
+        source = self.node.rank_away(number, -self.node.copy_distance)
+        copies = self.memory.slots_of(source) if self.node.copy_distance else []
+        memory = (self.memory.slots_of(number), copies, self.left_parts)
         arguments = (self.job, self.node, local_rank, listener, rank_up, rank_down, self.beats, self.logs, memory)
         with set_environment({"CUDA_VISIBLE_DEVICES": self.slices[local_rank]} if self.slices else {}):
             process = start_rank(self.job.program, run_rank, arguments, f"rank-{number}")
@@ -198,7 +199,6 @@ class _Ranks:
                     self._read(rank)
                 if has_exited:
                     self._note_death(rank)
-            self.beats[(NUM_SLOTS - 1) * len(self.ranks) : -2] = list(map(self.memory.whole_turn, self.node.numbers))
             self._relay_logs()
             if self.failures and time.monotonic() - self.failures[0][1] >= self._grace():
                 raise self._error()
@@ -265,7 +265,7 @@ class _Ranks:
                     setattr(rank, "groups" if kind == "collectives" else "device", values[0])
                     continue
                 if kind == "part":
-                    self.memory.keep(**values[0])
+                    self.memory.take(**values[0])
                     continue
                 if kind == "resumed":
                     self.memory.keep_only(*values)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from flyte_ddp.checkpoints.files import FORMAT, Damaged, checkpoint_name
+from flyte_ddp.checkpoints.files import Damaged, checkpoint_name
 from flyte_ddp.checkpoints.resharding import BoxOf, assemble
 from flyte_ddp.checkpoints.state_file import check_file
 from flyte_ddp.checkpoints.store import CheckpointStore
@@ -123,29 +123,22 @@ class MemoryState:
 
 
 def find_states(process: RankProcess, world: World) -> list[MemoryState]:
-    """Return the whole states in the memory of all nodes, the newest first. Every rank calls it.
-
-    A part that differs between two nodes counts as missing.
-    """
-    own = [each for each in process.parts if _is_readable(each, process)]
-    if not any(world.all_gather(float(len(own)))):
+    """Return the whole states in the memory of all nodes, the newest first. Every rank calls it."""
+    if not any(world.all_gather(float(len(process.parts)))):
         return []
     found: dict[tuple[int, int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     num_parts: dict[tuple[int, int, int], int] = {}
-    checksums: dict[Any, set[str]] = defaultdict(set)
+    own = [(each.state, each.number, each.num_parts) for each in process.parts]
     for rank in range(world.world_size):
-        held = [(each.state, each.number, each.num_parts, each.checksum) for each in own]
-        for state, number, size, checksum in world.broadcast_object(held, rank):
+        for state, number, size in world.broadcast_object(own, rank):
             found[state][number].append(rank)
             num_parts[state] = size
-            checksums[state, number].add(checksum)
     states = []
     for state in sorted(found, reverse=True):
         holders, load, readers = found[state], Counter[int](), []
-        numbers = range(num_parts[state])
-        if holders.keys() != set(numbers) or any(len(checksums[state, number]) > 1 for number in numbers):
+        if len(holders) < num_parts[state]:
             continue
-        for number in numbers:
+        for number in range(num_parts[state]):
             ranks = holders[number]
             reader = number if number in ranks else min(ranks, key=lambda rank: (load[rank], rank))
             load[reader] += 1
@@ -238,17 +231,9 @@ def load_for_function(
     return loaded
 
 
-def _is_readable(state: Part, process: RankProcess) -> bool:
-    """Return whether it is of this run, and was written by this torch."""
-    return state.run == process.node.run_id and state.version == str(torch.__version__)
-
-
-def _read(state: Part) -> dict[str, Any]:
+def _read(part: Part) -> dict[str, Any]:
     """Return the contents of a part of a state. Raises Damaged if they are not what was written."""
-    if check_file(state.file.path) != (state.num_bytes, state.checksum):
-        raise Damaged(f"the checksum of part {state.number} is not the one that was recorded when it was written")
-    contents: dict[str, Any] = torch.load(state.file.path, map_location="cpu", weights_only=True)
-    step = contents.get("progress", contents).get("step", state.step)  # not every part has it
-    if contents["format"] != FORMAT or step != state.step:
-        raise Damaged(f"expected step {state.step}, got step {step}")
+    if check_file(part.file.path) != (part.num_bytes, part.checksum):
+        raise Damaged(f"the checksum of part {part.number} is not the one that was recorded when it was written")
+    contents: dict[str, Any] = torch.load(part.file.path, map_location="cpu", weights_only=True)
     return contents

@@ -72,6 +72,7 @@ class Trainer:
     def __post_init__(self) -> None:
         recipe, config, world, model = self.recipe, self.config, self.world, self.model
         self.store = self.session.open_checkpoints()
+        self.store.returns_to_best = config.model_state == "best"
         self.num_steps = config.epochs * num_batches(self.train, config)
         self.progress = Progress()
         self.evaluated_model, self.replica = replicate(model, config, world, recipe)
@@ -186,8 +187,7 @@ class Trainer:
             to_store = stops or bool(config.checkpoint_interval and progress.step % config.checkpoint_interval == 0)
             is_due = self.memory_interval.is_due(progress.step)
             if to_store or is_due:
-                if self.world.device.type == "cuda":
-                    torch.cuda.synchronize()  # the steps that are queued are no part of what a state costs
+                self.world.all_reduce(0.0)  # to wait for what is queued and for other ranks is no part of the cost
                 started = time.perf_counter()
                 self._update_progress(epoch_sums, earlier)
                 is_kept = self.save_checkpoint(best=False, to_store=to_store)

@@ -27,7 +27,7 @@ from flyte_ddp.rank.main import train
 from flyte_ddp.world import World, process_group
 
 TIMEOUT = 120.0  # seconds
-NO_MEMORY = {"slots": [], "parts": [], "free_parts": lambda *_: None}  # of a node
+NO_MEMORY = {"slots": [], "copies": [], "parts": [], "free_parts": lambda *_: None}  # of a node
 
 
 def run_gang(num_ranks, work, *arguments):

@@ -36,8 +36,6 @@ class NodeJob:
     data_archive: str  # else the URL of a zip of it; "" for a program that needs no data
     data_name: str  # of the unpacked copy, which later attempts find again
     prints_lines: bool  # print the ranks' output into the worker's own log as well
-    copies_to: str = ""  # address of the worker that gets copies of the states in this node's memory; "" for none
-    copies_of: int = 0  # number of the node whose copies come here
     start_timeout: float = 0.0  # seconds for which the next attempt may wait for nodes, while this one keeps its memory
 
     def to_json(self) -> str:

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from flyte_ddp import events
-from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, END_OF_ATTEMPT, PREPARE, PREPARED, NodeJob, decode, encode
+from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, END_OF_ATTEMPT, PREPARE, PREPARED, NodeJob, encode
 from flyte_ddp.launch.node import KILL_GRACE, Link
-from flyte_ddp.launch.process.memory import COPIED, TAKE, NodeMemory
+from flyte_ddp.launch.process.memory import NodeMemory
 from flyte_ddp.launch.rank_start import start_server, wait_for_server
 from flyte_ddp.launch.supervisor import supervise
 from flyte_ddp.observers.streams import open_standard_streams
@@ -60,12 +60,6 @@ class DriverLink(Link):
         super().kill_ranks(reason)
         if not self.is_over.wait(KILL_GRACE):
             os._exit(1)  # the ranks kill themselves when their pipe to this process ends
-
-    def tell_worker(self, kind: str, **values: Any) -> None:
-        """Send a line that is for the Dask worker, and not for the driver."""
-        with self._lock, contextlib.suppress(BrokenPipeError):
-            self._messages.write(f"{kind} {encode(values)}\n".encode())
-            self._messages.flush()
 
     def _write(self, message: dict[str, Any]) -> None:
         if message["kind"] != "beat":  # those only count as heartbeats
@@ -103,8 +97,7 @@ def main() -> None:
     own_environment = dict(os.environ)
     attempts: queue.SimpleQueue[tuple[NodeJob, DriverLink]] = queue.SimpleQueue()
     memory = NodeMemory()
-    listening = (commands, messages, attempts, memory)
-    threading.Thread(target=_listen, args=listening, name="commands", daemon=True).start()
+    threading.Thread(target=_listen, args=(commands, messages, attempts), name="commands", daemon=True).start()
     idle_timeout = IDLE_TIMEOUT
     with contextlib.suppress(queue.Empty):
         while True:
@@ -128,7 +121,6 @@ def _listen(
     commands: BinaryIO,
     messages: BinaryIO,
     attempts: queue.SimpleQueue[tuple[NodeJob, DriverLink]],
-    memory: NodeMemory,
 ) -> None:
     """Start an attempt for each job, and pass the commands that follow it on. Have the server of ranks started."""
     link = None
@@ -142,10 +134,6 @@ def _listen(
             elif text.startswith(f"{PREPARE} "):
                 start_server(text.split()[1:])
                 threading.Thread(target=_report_server, args=(messages,), name="prepare", daemon=True).start()
-            elif text.startswith(f"{COPIED} "):
-                memory.note_copied(decode(text.removeprefix(COPIED)))
-            elif text.startswith(f"{TAKE} "):
-                memory.take(decode(text.removeprefix(TAKE)))
             elif link:
                 link.obey(text)
     except Exception:
@@ -180,8 +168,6 @@ def _run_attempt(
     except OSError as error:
         link.send("end", outcome="broken", message=f"{type(error).__name__}: {error}", cause=type(error).__name__)
         return
-    memory.source = node_job.copies_of
-    memory.send = functools.partial(link.tell_worker, to=node_job.copies_to) if node_job.copies_to else None
     supervise(node_job.job, ranks, listener, data, link, memory, relay)
 
 

@@ -234,14 +234,17 @@ class DaskPlace:
     ) -> list[NodeJob]:
         """Return what each of the nodes has to do."""
         # Not to another worker of the same host, which may be lost with it, if there is a choice.
-        num_nodes = len(nodes)
-        distance = max(range(1, num_nodes), key=functools.partial(_num_apart, nodes), default=0)
+        distance = max(range(1, len(nodes)), key=functools.partial(_num_apart, nodes), default=0)
         sees_data, archive_name = self._data.locate(directory, nodes) if self._data else (set(), "")
         return [
             NodeJob(
                 job=job,
                 ranks=dataclasses.replace(
-                    node.ranks, run_id=run_id, num_restarts=num_restarts, max_restarts=self.max_restarts
+                    node.ranks,
+                    run_id=run_id,
+                    num_restarts=num_restarts,
+                    max_restarts=self.max_restarts,
+                    copy_distance=distance,
                 ),
                 driver_timeout=self.config.node_timeout,
                 environment=node.environment,
@@ -249,8 +252,6 @@ class DaskPlace:
                 data=directory if node.address in sees_data else "",
                 data_archive=self._data.archive if self._data else "",
                 data_name=archive_name.removesuffix(".zip"),
-                copies_to=nodes[(node.index + distance) % num_nodes].address if distance else "",
-                copies_of=(node.index - distance) % num_nodes,
                 start_timeout=self.config.start_timeout,
                 prints_lines=self.config.resolved_kind != "local",  # whose workers have this process's terminal
             )

@@ -8,11 +8,9 @@ dies with the worker's: it reads its commands from a pipe, and the pipe ends.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import io
-import json
 import os
 import select
 import shutil
@@ -24,7 +22,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from dask.system import CPU_COUNT
@@ -35,8 +33,6 @@ from flyte_ddp.launch.dask.leaving import announce_departures, is_leaving
 from flyte_ddp.launch.devices import visible_gpus
 from flyte_ddp.launch.process.programs import OUTPUTS_VARIABLE
 
-CHUNK_SIZE = 4 << 20  # bytes of a state in memory that are sent at once: the worker has other things to do as well
-COPY_PAUSE = 1.0  # seconds until a copy that has failed is tried again
 END_GRACE = 10.0  # seconds for a supervisor whose pipe was closed to kill its ranks and exit
 
 # Set by Dask for tasks that share a process with others; a rank has its share of the cores to itself.
@@ -71,20 +67,14 @@ class Supervisor:
     messages: BinaryIO
     listeners: socket.socket  # takes the listening socket of a rendezvous over
     has_run: bool = False  # an attempt
-    files: dict[str, list[int]] = field(default_factory=dict)  # its descriptors of those for copies, by rank
 
     @property
     def is_prepared(self) -> bool:
         """Its ranks start at once: it has run some, or has answered that it is prepared. For one that is idle."""
         return self.has_run or bool(select.select([self.messages], [], [], 0)[0])
 
-    def path_of(self, descriptor: int) -> str:
-        """Return the path at which this process can open a file that the supervisor has open."""
-        return f"/proc/{self.process.pid}/fd/{descriptor}"
-
     def begin(self, job: str, listener: socket.socket | None) -> None:
         """Hand an attempt over. Raises BrokenPipeError if the process has ended."""
-        self.files = {}  # those of an earlier attempt have what this one may go on from
         if listener:
             socket.send_fds(self.listeners, [b"\n"], [listener.fileno()])
         self.commands.write(f"{job}\n".encode())
@@ -141,12 +131,10 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         self.code = b""
         # A call of its own, as Dask's extensions have them: for `Client.run` the worker would log a line every second.
         worker.handlers[self.name] = self.send_command
-        worker.handlers[f"{self.name}-copy"] = self.take_copy
 
     def teardown(self, worker: Worker) -> None:
         """Called when the worker closes in good order, and at the end of the run."""
         worker.handlers.pop(self.name, None)
-        worker.handlers.pop(f"{self.name}-copy", None)
         self._clear()
         with self.lock:
             self.is_over = True
@@ -208,12 +196,6 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             for line in supervisor.messages:
                 if line == b"prepared\n":
                     continue
-                if line.startswith(b"slots "):
-                    supervisor.files = json.loads(line[6:])["files"]
-                    continue
-                if line.startswith(b"copy "):
-                    self.worker.loop.add_callback(self._copy, attempt, **json.loads(line[5:]))
-                    continue
                 is_ready = line == b"\n"
                 if is_ready:
                     break
@@ -247,33 +229,6 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             with contextlib.suppress(BrokenPipeError, ValueError):  # it has just ended
                 supervisor.commands.write(f"{command}\n".encode())
                 supervisor.commands.flush()
-
-    async def _copy(self, attempt: str, to: str, descriptor: int, part: dict[str, Any]) -> None:
-        """Send a part of a state in memory to another node's worker, again until it is there."""
-        while supervisor := self.supervisors.get(attempt):
-            try:
-                send = getattr(self.worker.rpc(to), f"{self.name}-copy")
-                with open(supervisor.path_of(descriptor), "rb") as file:
-                    while chunk := file.read(CHUNK_SIZE):
-                        await send(attempt=attempt, part=part, end=file.tell(), chunk=chunk)
-            except Exception as error:  # of any kind: the other worker's too
-                print(f"a state in memory could not be copied to {to}: {error!r}", file=sys.stderr)  # noqa: T201
-                await asyncio.sleep(COPY_PAUSE)
-            else:
-                self.send_command(attempt, f"copied {json.dumps(part)}")
-                return
-
-    def take_copy(self, attempt: str, part: dict[str, Any], end: int, chunk: bytes) -> None:
-        """Write bytes of a part of another node's into the memory of this one. `end` is their end in the part."""
-        supervisor = self.supervisors[attempt]
-        files = supervisor.files[str(part["number"])]
-        with open(supervisor.path_of(files[part["turn"] % len(files)]), "r+b") as file:
-            file.seek(end - len(chunk))
-            file.write(chunk)
-            if end == part["num_bytes"]:
-                file.truncate()
-        if end == part["num_bytes"]:
-            self.send_command(attempt, f"take {json.dumps(part)}")
 
     def _begin(self, job: Sealed, listener: socket.socket | None) -> Supervisor:
         """Return a supervisor that has taken the attempt over: the idle one, or a new one."""

@@ -26,6 +26,7 @@ import time
 import traceback
 import types
 import typing
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from socket import socket
 from typing import TYPE_CHECKING, Any
@@ -165,6 +166,8 @@ def call_program(process: RankProcess) -> None:
             timeout = min(program.stall_timeout, program.left_timeout)
             watch_main_thread(process.link.set_waiting_since, timeout)
             threading.Thread(target=_watch_ddp, args=(process.link, current), name="pace", daemon=True).start()
+    if process.node.copy_distance and not program.is_command:
+        threading.Thread(target=_receive_copies, args=(process, store.open), name="copies", daemon=True).start()
     # Nothing shows that multiprocessing has started this process: a script may ask, or choose a start method.
     multiprocessing.set_start_method(None, force=True)
     multiprocessing.current_process().name = "MainProcess"
@@ -200,6 +203,15 @@ def _watch_ddp(link: SupervisorLink, current: Session) -> None:
     from flyte_ddp.rank.step_timer import watch_ddp
 
     current.on_report = watch_ddp(link.set_pace, lambda name: link.send("device", name))
+
+
+def _receive_copies(process: RankProcess, open_store: Callable[[], Store]) -> None:
+    """Take copies of another node's states into the memory of this one, once the program has imported torch."""
+    while not _has_imported_torch():
+        time.sleep(POLL_INTERVAL)
+    from flyte_ddp.rank.copies import receive_copies
+
+    receive_copies(process, open_store)
 
 
 class _Store:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from flyte_ddp import events
 from flyte_ddp.launch.process.collectives import entered_collectives
-from flyte_ddp.launch.process.memory import NUM_FILES, MappedFile, MemoryFile, Part
+from flyte_ddp.launch.process.memory import MemoryFile, Part
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NUM_SLOTS, PHASES, NodeRanks
 
@@ -83,11 +83,6 @@ class SupervisorLink:
         self._beats[first : first + 1 + len(seconds)] = [num_steps, *seconds]
 
     @property
-    def whole_turn(self) -> int:
-        """The turn of the newest part of a state of this rank's that is in memory wherever it has to be."""
-        return int(self._beats[(NUM_SLOTS - 1) * self._num_ranks + self._local_rank])
-
-    @property
     def all_ended(self) -> bool:
         """True once the function of each rank of this node has ended."""
         return all(self._beats[2 * self._num_ranks : 3 * self._num_ranks])
@@ -127,36 +122,6 @@ class SupervisorLink:
                     self.on_stop()
 
 
-class Slots:
-    """The files in memory that a rank writes its parts of states to, in turn; see memory.py."""
-
-    def __init__(self, files: list[MemoryFile], link: SupervisorLink, number: int, version: str) -> None:
-        self._files = [MappedFile(file) for file in files]
-        self._link = link
-        self._number = number
-        self._version = version
-        self._turn = 0
-        self.written: dict[int, dict[str, Any]] = {}  # by file: the fields of the `Part` in it, but for run and attempt
-
-    @property
-    def is_ready(self) -> bool:
-        """True when the last part is here and where it is copied to, so that the one before it may be overwritten."""
-        return bool(self._files) and self._link.whole_turn == self._turn
-
-    def begin(self) -> None:
-        """Note that a part will be written: nothing is ready until then."""
-        self._turn += 1
-
-    def write(self, step: int, num_parts: int, save: Callable[[Any], tuple[int, str]]) -> None:
-        """Write the part that was begun. `save` writes it to a file, and returns its size and checksum."""
-        with self._files[self._turn % NUM_FILES] as file:
-            num_bytes, checksum = save(file)
-        where = {"turn": self._turn, "step": step, "number": self._number, "num_parts": num_parts}
-        what = {"num_bytes": num_bytes, "checksum": checksum, "version": self._version}
-        self.written[self._turn % NUM_FILES] = {**where, **what}
-        self._link.send("part", {**where, **what})
-
-
 @dataclass
 class RankProcess:
     """The process of one rank, as its program sees it."""
@@ -167,6 +132,7 @@ class RankProcess:
     listener: socket | None  # the listening socket of the rendezvous, on rank 0; None elsewhere
     link: SupervisorLink
     slots: list[MemoryFile] = field(default_factory=list)  # take the parts of states that this rank saves in memory
+    copies: list[MemoryFile] = field(default_factory=list)  # take those of a rank of another node
     parts: list[Part] = field(default_factory=list)  # of states that earlier attempts have left on this node
 
     @property

@@ -15,21 +15,20 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing import reduction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from flyte_ddp.launch.process.ranks import NodeRanks
 
 SPARE_BYTES = 256 << 20  # of memory that stay free
 UNLIMITED = 1 << 62  # bytes
 NUM_FILES = 2  # files of a rank's
-COPY, SLOTS = "copy", "slots"  # a supervisor's lines for its Dask worker: where there is a part to send, and to receive
-COPIED, TAKE = "copied", "take"  # the worker's answers: a part has been sent, and received
 
 
 class MemoryFile:
@@ -75,6 +74,15 @@ class MappedFile:
     def flush(self) -> None:
         """Do nothing: what was written is in the file."""
 
+    def view(self, num_bytes: int) -> Tensor:
+        """Return so many bytes of the file, to be read or written. The tensor must be gone before `write`."""
+        import torch
+
+        if num_bytes > len(self._pages):
+            self._pages.resize(num_bytes)
+        self._size = num_bytes
+        return torch.frombuffer(self._pages, dtype=torch.uint8, count=num_bytes)
+
     def __enter__(self) -> MappedFile:
         os.ftruncate(self._descriptor, len(self._pages))
         self._size = 0
@@ -89,7 +97,6 @@ class Part:
     """One rank's part of a state."""
 
     file: MemoryFile
-    run: str
     attempt: int  # number of the one that saved it
     turn: int  # counts the states that the attempt has saved in memory, from 1
     step: int
@@ -97,7 +104,6 @@ class Part:
     num_parts: int  # of the state
     num_bytes: int
     checksum: str
-    version: str  # of torch, which wrote it
 
     @property
     def state(self) -> tuple[int, int, int]:
@@ -106,84 +112,50 @@ class Part:
 
 
 class NodeMemory:
-    """The parts in the memory of a node, from one attempt to the next. Called from several threads."""
+    """The parts of states in the memory of a node, from one attempt to the next."""
 
     def __init__(self) -> None:
-        # Passes a line for the Dask worker on, with its kind first; None where there is no other node.
-        self.send: Callable[..., None] | None = None
-        self.source = 0  # the node whose ranks' parts are copied here, by its number
-        self._run = ""
         self._attempt = 0
         self._slots: dict[int, list[MemoryFile]] = {}  # of this attempt, by rank
         self._parts: dict[tuple[int, int, int], Part] = {}  # by attempt, rank and slot
-        self._whole: dict[int, int] = {}  # by rank of this node: the newest turn of which the part was copied as well
-        self._lock = threading.Lock()
 
     def begin(self, node: NodeRanks) -> list[Part]:
         """Make room for the parts of an attempt, and return those that earlier ones have left."""
-        with self._lock:
-            self._close_unused()
-            self._run, self._attempt = node.run_id, node.num_restarts
-            self._whole = {}
-            theirs = range(self.source * node.num_ranks, (self.source + 1) * node.num_ranks)
-            numbers = {*node.numbers, *(theirs if self.send else ())}
-            with contextlib.suppress(OSError, AttributeError):  # a sandbox may forbid it; macOS has none
-                self._slots = {number: [MemoryFile() for _ in range(NUM_FILES)] for number in sorted(numbers)}
-            if self.send:
-                files = {number: [file.descriptor for file in self._slots.get(number, ())] for number in theirs}
-                self.send(SLOTS, files=files)
-            return list(self._parts.values())
+        self._close_unused()
+        self._attempt = node.num_restarts
+        distances = {0, node.copy_distance}
+        numbers = [node.rank_away(number, -distance) for number in node.numbers for distance in distances]
+        with contextlib.suppress(OSError, AttributeError):  # a sandbox may forbid it; macOS has none
+            self._slots = {number: [MemoryFile() for _ in range(NUM_FILES)] for number in numbers}
+        return list(self._parts.values())
 
     @property
     def held(self) -> list[tuple[int, int, int, int, int]]:
         """Of each part here the three numbers that name its state, its own number, and the number of parts."""
-        with self._lock:
-            return [(*each.state, each.number, each.num_parts) for each in self._parts.values()]
+        return [(*each.state, each.number, each.num_parts) for each in self._parts.values()]
 
     def slots_of(self, number: int) -> list[MemoryFile]:
-        """Return the files for the parts of a rank of this node; none where there is no such memory."""
+        """Return the files for the parts of a rank; none where there is no such memory."""
         return self._slots.get(number, [])
 
-    def keep(self, **values: Any) -> None:
-        """Note that a rank of this node has written a part, and have it copied. `values` are fields of `Part`."""
-        values = {**values, "run": self._run, "attempt": self._attempt}
-        self.take(values)
-        if self.send:
-            file = self._slots[values["number"]][values["turn"] % NUM_FILES]
-            self.send(COPY, descriptor=file.descriptor, part=values)
-        else:
-            self.note_copied(values)
-
-    def take(self, values: dict[str, Any]) -> None:
-        """Note that a file here has a part, of this node's ranks or of the other one's."""
-        number, turn, attempt = values["number"], values["turn"], values["attempt"]
-        with self._lock:
-            if attempt == self._attempt and number in self._slots:
-                slot = turn % NUM_FILES
-                self._parts[attempt, number, slot] = Part(self._slots[number][slot], **values)
-                if turn > 1:  # else the first state of this attempt would not be whole
-                    self._drop(each for each in self._parts.values() if each.attempt != attempt)
-
-    def note_copied(self, values: dict[str, Any]) -> None:
-        """Note that a part of a rank of this node is also where it is copied to."""
-        if values["attempt"] == self._attempt:
-            self._whole[values["number"]] = values["turn"]
-
-    def whole_turn(self, number: int) -> int:
-        """Return the newest turn of which a rank's part is also where it is copied to; 0 for none."""
-        return self._whole.get(number, 0)
+    def take(self, **values: Any) -> None:
+        """Note that a file here has a part. `values` are fields of `Part`."""
+        number, turn = values["number"], values["turn"]
+        slot = turn % NUM_FILES
+        part = Part(self._slots[number][slot], self._attempt, **values)
+        self._parts[self._attempt, number, slot] = part
+        if turn > 1:  # else the first state of this attempt would not be whole
+            self._drop(each for each in self._parts.values() if each.attempt != self._attempt)
 
     def keep_only(self, attempt: int, turn: int) -> None:
         """Free all that earlier attempts have left but the state from which this one goes on."""
-        with self._lock:
-            others = [each for each in self._parts.values() if (each.attempt, each.turn) != (attempt, turn)]
-            self._drop(each for each in others if each.attempt != self._attempt)
+        others = [each for each in self._parts.values() if (each.attempt, each.turn) != (attempt, turn)]
+        self._drop(each for each in others if each.attempt != self._attempt)
 
     def close(self) -> None:
         """Free the memory."""
-        with self._lock:
-            self._close_unused()
-            self._drop(self._parts.values())
+        self._close_unused()
+        self._drop(self._parts.values())
 
     def _close_unused(self) -> None:
         """Close the files of the attempt that has ended in which there is nothing."""

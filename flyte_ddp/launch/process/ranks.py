@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 PHASES = ("data", "forward", "backward", "step")  # of a rank's own time in a step; the last: the whole of it
-NUM_SLOTS = 6 + len(PHASES)  # of each rank in the memory that it shares with its supervisor
+NUM_SLOTS = 5 + len(PHASES)  # of each rank in the memory that it shares with its supervisor
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,17 @@ class NodeRanks:
     run_id: str = ""  # names the run, the same on all nodes and in all attempts
     num_restarts: int = 0  # of the gang before this attempt
     max_restarts: int = 0
+    # From a node to the one that has copies of the states in its memory, in the order of the nodes; 0: there are none.
+    copy_distance: int = 0
 
     @property
     def numbers(self) -> range:
         """The ranks of this node."""
         return range(self.first_rank, self.first_rank + self.num_ranks)
+
+    def rank_away(self, rank: int, num_nodes: int) -> int:
+        """Return the number of the rank that is in the place of `rank`, but so many nodes behind it."""
+        return (rank + num_nodes * self.num_ranks) % self.world_size
 
 
 def semaphore_prefix(directory: str) -> str:

@@ -21,7 +21,7 @@ from flyte_ddp import events
 from flyte_ddp.checkpoints import MAX_STEP, WRITE_GRACE
 from flyte_ddp.config.fields import finite_number, whole_number
 from flyte_ddp.errors import ConfigError, StopRequested
-from flyte_ddp.launch.process.link import RankProcess, Slots
+from flyte_ddp.launch.process.link import RankProcess
 from flyte_ddp.launch.process.memory import Part
 from flyte_ddp.launch.process.stop import StopAgreement
 
@@ -257,10 +257,8 @@ class Session:
             is_store_away=job.is_store_away and not stored,
             stored=(*job.stored, *([stored] if stored else [])),
         )
-        slots = self._store.slots if self._store else None
-        written = slots.written.items() if isinstance(slots, Slots) else ()
-        node = process.node
-        own = [Part(process.slots[number], node.run_id, node.num_restarts, **values) for number, values in written]
+        written = self._store.slots.written.items() if self._store and self._store.slots else ()
+        own = [Part(process.slots[number], process.node.num_restarts, **values) for number, values in written]
         process.parts = [*(each for each in process.parts if each.file not in process.slots), *own]
 
     def _load_parts(self, box_of: BoxOf) -> dict[str, Any] | None:
@@ -437,9 +435,8 @@ class Session:
             num_kept: newest ones that stay.
             peers: the ranks, where each of them writes a part of every checkpoint.
         """
-        import torch
-
         from flyte_ddp.checkpoints.store import CheckpointStore
+        from flyte_ddp.rank.copies import Slots
 
         if self._store is None:
             job, is_first = self.process.job, self.process.rank == 0
@@ -452,7 +449,7 @@ class Session:
                 on_busy=self._link.set_writing if is_first else lambda is_busy: None,
                 on_written=lambda step, url, best: self._link.emit(events.CheckpointWritten(step, url, best)),
                 peers=peers,
-                slots=Slots(self.process.slots, self._link, self.process.rank, str(torch.__version__)),
+                slots=Slots(self.process, self.open_store),
             )
         return self._store
 
