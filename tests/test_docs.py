@@ -34,10 +34,7 @@ BLOCK = re.compile(r"^(?:<!-- needs: (?P<needs>\w+) -->\n)?```(?P<language>\w*)\
 CHEAPER = (
     (r"\bmake (test(?:-all|-gpu|-flyte|-kubernetes)?|lint|audit|bench|format|help)\b", r"make --dry-run \1"),
     (r"\bmake (train|train-multi-node)\b", r"""make \1 PROCESSES=1 CONFIG='{"epochs": 1}'"""),
-    (
-        r"\b((?!generate_(?:names|text)_wf|script_wf)\w+_wf)\b",
-        r"""\1 --config '{"epochs": 1}'""",
-    ),  # a later --config wins
+    (r"\b((?!script_wf)\w+_wf)\b", r"""\1 --config '{"epochs": 1}'"""),  # a later --config wins
     (r'"epochs": \d+', '"epochs": 1'),
     (r'"parallel": "fsdp", "epochs": 1', r'\g<0>, "recipe_options": {"layers": 1, "width": 32, "context": 32}'),
     (r"(--recipe |RECIPE=)mnist\b", r"\1digits"),
@@ -45,11 +42,9 @@ CHEAPER = (
     (r"--num_processes \d+", ""),
     (r"\bsingle_node_training_wf\b", r"\g<0> --num_processes 1"),
     (r"--nproc-per-node \d+", "--nproc-per-node 1"),
-    (r"--num_models \d+", "--num_models 2"),
     (r"(s3|gs)://bucket/", "DIRECTORY/bucket/"),
     (r"/tmp/", "DIRECTORY/tmp/"),
     (r"--initial_model_state torchvision:\w+", ""),  # from torchvision's servers
-    (r"\$WORKFLOWS\b", "workflows"),
 )
 
 
@@ -155,7 +150,7 @@ def test_commands_refer_to_existing_files_and_targets(block):
     for line in re.findall(r"pyflyte run (?!.*remote-launchplan)(.+)", text):
         words = shlex.split(line, comments=True)
         at = next(position for position, word in enumerate(words) if word.endswith(".py"))
-        file, workflow = words[at].replace("$WORKFLOWS", "workflows"), words[at + 1]
+        file, workflow = words[at], words[at + 1]
         inputs = _inputs(REPOSITORY / file, workflow)
         for word in words[at + 2 :]:
             assert not word.startswith("--") or word[2:] in inputs, f"{workflow} has no input {word}"
