@@ -967,13 +967,12 @@ def test_a_task_whose_pod_was_killed_for_its_memory_twice_at_the_same_step_ends(
         begin("e-n1-3")
 
 
-def node(name: str = "node-0", cpu: str = "2", images: tuple[str, ...] = (), taint: str = "") -> dict[str, Any]:
+def node(name: str = "node-0", cpu: str = "2", taint: str = "") -> dict[str, Any]:
     taints = [{"key": taint, "effect": "NoSchedule"}] if taint else []
-    named = [{"names": [f"docker.io/library/{image}"]} for image in images]
     return {
         "metadata": {"name": name},
         "spec": {"taints": taints},
-        "status": {"allocatable": {"cpu": cpu, "memory": "64Gi", "pods": "110"}, "images": named},
+        "status": {"allocatable": {"cpu": cpu, "memory": "64Gi", "pods": "110"}},
     }
 
 
@@ -1023,12 +1022,10 @@ def test_the_doctor_names_what_keeps_a_run_from_starting(
         # Each fits on a node, and the driver does not beside them.
         ((node(), node("node-1")), "FAILED", "a scheduler and the task's own pod: they have 4 cpu of 4.5"),
         ((node(cpu="8", taint="new"), node("node-1")), "FAILED", "have room for 1 of 2 workers of 1.5 cpu, 4Gi memory"),
-        ((node(cpu="8"),), "warning", "no node has the image train:1 yet: the first start pulls it"),
-        ((node(cpu="8", images=("train:1",)),), "ok", "a node has the image train:1"),
-        ((node(cpu="8", images=("train:2",) * 50),), "unknown", "whether a node has the image train:1"),
+        ((node(cpu="8"),), "ok", "could start in namespace team if its image can be pulled"),
     ],
 )
-def test_the_doctor_looks_for_room_and_for_the_image_on_the_nodes(
+def test_the_doctor_looks_for_room_on_the_nodes(
     found: tuple[Any, ...], level: str, expected: str, api_server: ApiServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api_server.answers |= nodes(*found)
@@ -1036,15 +1033,6 @@ def test_the_doctor_looks_for_room_and_for_the_image_on_the_nodes(
     assert main(["doctor", "--cluster", json.dumps(FIXED), "--tasks", tasks]) == (level == "FAILED")
     told = capsys.readouterr().out
     assert any(expected in line for line in told.splitlines() if line.startswith(level)), told
-
-
-def test_an_image_that_no_node_has_is_an_obstacle_where_none_is_pulled(
-    api_server: ApiServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    never = {**FIXED, "kubernetes": {**FIXED["kubernetes"], "image_pull_policy": "Never"}}  # type: ignore[dict-item]
-    api_server.answers |= nodes(node(cpu="8"))
-    assert main(["doctor", "--cluster", json.dumps(never)]) == 1
-    assert "no node has the image train:1, and image_pull_policy is Never" in capsys.readouterr().out
 
 
 def test_nodes_that_fit_no_pod_end_a_first_attempt_for_good_and_a_retry_recoverably(
@@ -1171,7 +1159,6 @@ def test_the_doctor_waits_for_a_dead_api_server_once(
     told = capsys.readouterr()
     assert (told.out, told.err.count("\n")) == ("", 1)
     assert "error: the Kubernetes API server does not answer" in told.err
-    assert api.SHORT_TIMEOUT < 10
 
 
 def test_the_line_about_a_scheduler_that_has_no_pod_gives_that_as_the_reason(

@@ -85,11 +85,6 @@ SITUATIONS = {
     "more workers than the nodes have room for": Situation(
         "have room for . of 9 workers", config={"num_nodes": 9, "worker_cpus": 0.9}
     ),
-    "an image that no node has": Situation(
-        "no node has the image absent:never, and image_pull_policy is Never",
-        config={"image": "absent:never", "image_pull_policy": "Never"},
-        reason="ErrImageNeverPull",
-    ),
     "a secret that is not there": Situation("no secret absent", config={"env_from_secrets": ["absent"]}),
     "a service account that is not there": Situation("no service account absent", config={"service_account": "absent"}),
     "a namespace that is not there": Situation(

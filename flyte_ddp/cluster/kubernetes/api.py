@@ -14,8 +14,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from flyte_ddp.cluster.kubernetes.resources import sum_requests
 from flyte_ddp.errors import OUT_OF_MEMORY, ClusterError
 
 REQUEST_TIMEOUT = 10.0  # seconds, of one request to the API server
-SHORT_TIMEOUT = 5.0  # seconds, of one that is not repeated
 API_PATIENCE = 60.0  # seconds for which a request is repeated while the API server is away
 MAX_RETRY_DELAY = 5.0  # seconds between two tries
 AWAY = (429, 500, 502, 503, 504)  # HTTP statuses that say nothing about the request itself
@@ -70,19 +68,6 @@ class WorkerEnd:
         return f"its container ended ({self.reason}){remedy}"
 
 
-_tries_once: ContextVar[bool] = ContextVar("_tries_once", default=False)
-
-
-@contextlib.contextmanager
-def one_try() -> Iterator[None]:
-    """In the block a request that gets no answer is not repeated, for a person waits for it."""
-    token = _tries_once.set(True)
-    try:
-        yield
-    finally:
-        _tries_once.reset(token)
-
-
 def call(
     api: str, method: str, *args: Any, patience: float = API_PATIENCE, ignored: Sequence[int] = (), **kwargs: Any
 ) -> Any:
@@ -99,12 +84,10 @@ def call(
     from kubernetes.config import ConfigException
     from urllib3.exceptions import HTTPError
 
-    once = _tries_once.get()
-    deadline, delay = time.monotonic() + (0 if once else patience), 0.5
-    timeout = SHORT_TIMEOUT if once else REQUEST_TIMEOUT
+    deadline, delay = time.monotonic() + patience, 0.5
     while True:
         try:
-            return getattr(_api(api), method)(*args, _request_timeout=timeout, **kwargs)
+            return getattr(_api(api), method)(*args, _request_timeout=REQUEST_TIMEOUT, **kwargs)
         except ApiException as error:
             if error.status in ignored:
                 return None

@@ -17,7 +17,7 @@ from typing import Any
 
 from flyte_ddp.cluster.admission import Allowed, check_allowed
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.cluster.kubernetes.api import ApiRefused, call, find, is_in_pod
+from flyte_ddp.cluster.kubernetes.api import API_PATIENCE, ApiRefused, call, find, is_in_pod
 from flyte_ddp.cluster.kubernetes.manifest import (
     GROUP,
     MANAGED_BY,
@@ -52,7 +52,7 @@ NEEDED_KINDS = {PLURAL, "daskworkergroups"}
 KINDS = {*NEEDED_KINDS, "daskjobs", "daskautoscalers"}  # that the operator watches
 
 GOOD, WARNING, BAD, UNKNOWN = "ok", "warning", "FAILED", "unknown"
-STARTING, NODES, PULLING = "starting", "nodes", "pulling"
+STARTING, NODES = "starting", "nodes"
 TEMPORARY_TAINTS = "node.kubernetes.io/"  # conditions of a node that pass, which Kubernetes expresses as taints too
 OPERATOR_NAME = "dask-kubernetes-operator"  # in its image upstream, and by the labels of its Helm chart and of deploy/
 OPERATOR_MODULE = "dask_kubernetes"  # that its container runs, whatever its labels are
@@ -60,7 +60,6 @@ INSTALLED_VERSION = "app.kubernetes.io/version"  # a label that deploy/operator/
 UPGRADE = "upgrade it with its CRDs as deploy/RUNBOOK.md describes (Upgrades)"
 PSA = "pod-security.kubernetes.io/enforce"
 TEMPLATE_SETTING = re.compile(r"""default-pod-template-name["']?:\s*["']?([a-z0-9][-a-z0-9.]*)""")
-MAX_NODE_IMAGES = 50  # that a kubelet reports by default
 UNKNOWN_IMAGE = "unknown.invalid/image"  # stands for the image of a task's pod that this process does not know
 
 
@@ -70,8 +69,7 @@ class Finding:
 
     text: str
     level: str = BAD  # or GOOD, WARNING, UNKNOWN
-    # STARTING: the operator may be there in a minute; NODES: they may be others when Flyte tries again; PULLING: the
-    # first start pulls the image
+    # STARTING: the operator may be there in a minute; NODES: they may be others when Flyte tries again
     passes: str = ""
 
     def __str__(self) -> str:
@@ -121,7 +119,7 @@ def run_checks(setup: Setup) -> tuple[list[Finding], list[str]]:
 
 def _check_access(setup: Setup) -> Iterator[Finding]:
     try:
-        call("VersionApi", "get_code")
+        call("VersionApi", "get_code", patience=0 if setup.account else API_PATIENCE)  # a person waits for the doctor
     except ApiRefused as error:  # it refuses, has no valid certificate, or is not named
         yield Finding(
             f"this process has no access to a Kubernetes API server ({error}); set KUBECONFIG to a valid "
@@ -371,43 +369,9 @@ def _find_obstacle(pod: Mapping[str, Any], node: Any) -> str:
     return ""
 
 
-def _check_images(setup: Setup) -> Iterator[Finding]:
-    """Look for the image on the nodes: the one place where it must be if nothing is pulled."""
-    image = _worker_image(setup)
-    if not setup.account:
-        return  # a run's own driver may have pulled it on another node
-    if image == UNKNOWN_IMAGE or setup.config.kubernetes.autoscaled_nodes:
-        why = "it is not named" if image == UNKNOWN_IMAGE else "they are made on demand"
-        yield Finding(f"whether nodes can get the image: {why}", UNKNOWN)
-        return
-    images = [node.status.images or [] for node in call("CoreV1Api", "list_node").items]
-    if any(_short_name(image) == _short_name(name) for each in images for found in each for name in found.names or []):
-        yield Finding(f"a node has the image {image}", GOOD)
-    elif any(len(each) >= MAX_NODE_IMAGES for each in images):
-        yield Finding(f"whether a node has the image {image}: nodes name {MAX_NODE_IMAGES} images at most", UNKNOWN)
-    elif setup.config.kubernetes.image_pull_policy == "Never":
-        yield Finding(
-            f"no node has the image {image}, and image_pull_policy is Never; correct `kubernetes.image`, or load the "
-            "image into the nodes"
-        )
-    else:
-        yield Finding(
-            f"no node has the image {image} yet: the first start pulls it, or waits for it until start_timeout; see "
-            "whether the registry has it: docker manifest inspect " + image,
-            WARNING,
-            passes=PULLING,
-        )
-
-
 def _worker_image(setup: Setup) -> str:
     containers = setup.spec["worker"]["spec"]["containers"]
     return next((each.get("image", "") for each in containers if each["name"] == "worker"), "")
-
-
-def _short_name(image: str) -> str:
-    """Return the image's name with its tag, without the registry that containerd adds."""
-    name = image.removeprefix("docker.io/").removeprefix("library/")
-    return name if ":" in name.rpartition("/")[2] else f"{name}:latest"
 
 
 def _check_admission(setup: Setup) -> Iterator[Finding]:
@@ -542,7 +506,6 @@ CHECKS: list[tuple[str, Check]] = [
     ("service accounts and secrets", _check_references),
     ("quotas", _check_quotas),
     ("nodes", _check_nodes),
-    ("images on nodes", _check_images),
     ("what the API server admits", _check_admission),
     ("network policies", _check_policies),
     ("clusters without a driver", _check_orphans),
