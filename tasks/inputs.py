@@ -11,34 +11,30 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flytekit.core.type_engine import DataclassTransformer, TypeEngine, UnionTransformer
-from flytekit.interaction.click_types import JsonParamType
 from flytekit.models.types import LiteralType, SimpleType
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 from mashumaro.jsonschema import build_json_schema
 
 from flyte_ddp.cluster.config import ClusterConfig, cluster_config
-from flyte_ddp.config import TrainingConfig, reject_unknown_fields, resolve
-from flyte_ddp.config.fields import describe_syntax_error
+from flyte_ddp.config import TrainingConfig, resolve
+from flyte_ddp.config.fields import check_names, read_object
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin.failures import InputError, flyte_errors
 from flyte_ddp.promotion.policy import PromotionCriteria
 from flyte_ddp.studies.search import expand_grid
 
 
-def _parse(field: str, text: str, make: Callable[[dict[str, Any]], Any]) -> Any:
+def _parse(text: str, make: Callable[[dict[str, Any]], Any]) -> Any:
     """Parse the JSON object of an option of `pyflyte run`, or the contents of its JSON or YAML file."""
-    values = json.loads(text)
-    if not isinstance(values, dict):
-        raise InputError(f"{field}: expected a JSON object or the name of a file with one, got {values!r}")
     try:
-        return make(values)
+        return make(json.loads(text))
     except ConfigError as error:
         raise InputError(str(error)) from None
 
 
 def _from_json(cls: type, text: str) -> Any:
-    return _parse("config", text, lambda values: make_overrides(_leave_out_nulls(values)))
+    return _parse(text, lambda values: make_overrides(_leave_out_nulls(values)))
 
 
 def make_overrides(values: Mapping[str, Any]) -> Any:
@@ -54,7 +50,7 @@ def make_overrides(values: Mapping[str, Any]) -> Any:
 
 def _pre_deserialize(cls: type, values: dict[Any, Any]) -> dict[Any, Any]:
     """Refuse unknown fields that come some other way, such as from Flyte's console."""
-    reject_unknown_fields(values)
+    check_names(TrainingConfig, values, "config")
     return values
 
 
@@ -83,7 +79,7 @@ class ClusterInput(ClusterConfig):
 
     @classmethod
     def from_json(cls, text: str) -> ClusterInput:
-        return _parse("cluster", text, lambda values: cls(**cls.__pre_deserialize__(values)))
+        return _parse(text, lambda values: cls(**cls.__pre_deserialize__(values)))
 
     @classmethod
     def __pre_deserialize__(cls, values: dict[Any, Any]) -> dict[Any, Any]:
@@ -134,19 +130,10 @@ class OptionalTransformer(UnionTransformer):
         super().assert_type(t, v)
 
 
-def _refuse_text(kind: type, text: str) -> None:
-    try:
-        JsonParamType(kind).convert(text, None, None)
-    except InputError:
-        raise
-    except Exception as error:  # not JSON, or a file that cannot be read
-        field = "config" if kind is TrainingOverrides else "cluster"
-        is_name = not text.lstrip().startswith("{") and not os.path.exists(text)
-        reason = "" if is_name else describe_syntax_error(error)
-        raise InputError(
-            f"{field}: expected a JSON object or the name of a JSON or YAML file with one, got {text!r}"
-            + f": {reason}" * bool(reason)
-        ) from error
+def _refuse_text(kind: Any, text: str) -> None:
+    with flyte_errors():
+        values = read_object("config" if kind is TrainingOverrides else "cluster", text)
+    kind.from_json(json.dumps(values, default=str))
 
 
 def _refuse_source(path: str) -> None:

@@ -454,9 +454,8 @@ def test_an_invalid_value_is_refused_with_the_expected_one(field: str, value: ob
         ("image_pull_policy", "Sometimes", "one of IfNotPresent, Always, Never, got 'Sometimes'"),
         ("gpu_resource", "", "a resource name such as nvidia.com/gpu, got ''"),
         ("labels", ["gpu"], "an object with strings as keys, got ['gpu']"),
-        ("node_selector", {}, "in the form pod_template: {nodeSelector: {LABEL: VALUE}}"),
         ("env_from_secrets", "storage", "a list, got 'storage'"),
-        ("pod_template", {1: "x"}, "a JSON object, got {1: 'x'}"),
+        ("pod_template", {1: "x"}, "an object with strings as keys, got {1: 'x'}"),
         ("autoscaled_nodes", "yes", "true or false, got 'yes'"),
         ("queue", "Team A", "the name of a LocalQueue, got 'Team A'"),
     ],
@@ -1147,7 +1146,10 @@ def test_the_doctor_has_one_line_for_what_it_may_not_see(
         assert what in line
     assert "administrator" in line
     assert main(["doctor", "--cluster", "nowhere.json"]) == 2
-    assert "--cluster: expected JSON or the name of a YAML file, got 'nowhere.json'" in capsys.readouterr().err
+    assert (
+        "--cluster: expected a JSON object or the name of a JSON or YAML file, got 'nowhere.json'"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_doctor_waits_for_a_dead_api_server_once(

@@ -119,7 +119,7 @@ def test_options_are_attributes_of_the_recipe():
         (OPTIONAL, {"width": 1.5}, "^recipe_options.width: expected a whole number, got 1.5$"),
         (OPTIONAL, {"biased": 1}, "^recipe_options.biased: expected true or false, got 1$"),
         (OPTIONAL, {"width": 0}, "width: 0 is out of range; accepted is"),
-        (OPTIONAL, ["width"], "^recipe_options: expected a JSON object, got "),
+        (OPTIONAL, ["width"], "^recipe_options: expected an object with strings as keys, got "),
         ("digits", {"model": "large"}, "^recipe_options: expected no options for recipe 'digits', got 'model'"),
     ],
 )

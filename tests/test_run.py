@@ -624,9 +624,18 @@ def test_a_gang_that_cannot_be_is_refused(values, expected):
         (["missing.py"], "error: script: expected a file, or a directory with __main__.py, got 'missing.py'"),
         (["-m", "no_such_module"], "error: script: expected a module that Python finds here, got 'no_such_module'"),
         (["--nnodes", "2:1", __file__], "error: nnodes: expected a number of machines"),
-        (["--cluster", "{", __file__], "error: --cluster: expected JSON or the name of a YAML file, got '{'"),
-        (["--cluster", "no.json", __file__], "error: --cluster: expected JSON or the name of a YAML file, got 'no.j"),
-        (["--cluster", __file__, __file__], "error: --cluster: expected JSON or the name of a YAML file, got"),
+        (
+            ["--cluster", "{", __file__],
+            "error: --cluster: expected a JSON object or the name of a JSON or YAML file, got '{'",
+        ),
+        (
+            ["--cluster", "no.json", __file__],
+            "error: --cluster: expected a JSON object or the name of a JSON or YAML file, got 'no.j",
+        ),
+        (
+            ["--cluster", __file__, __file__],
+            "error: --cluster: expected a JSON object or the name of a JSON or YAML file, got",
+        ),
         (["--nproc-per-node=gpu", __file__], "error: nproc_per_node: expected a number or cpu on a machine without"),
     ],
 )

@@ -156,7 +156,7 @@ def test_the_help_explains_every_flag():
         ),
         (
             ["--config", "nowhere.yaml"],
-            "config: expected a JSON object or the name of a JSON or YAML file with one, got",
+            "config: expected a JSON object or the name of a JSON or YAML file",
         ),
         (["--data", "/nowhere"], "data: expected a directory, a file or a URL, got '/nowhere', which does not exist"),
         (

@@ -93,13 +93,6 @@ class KubernetesConfig:
         False, help="nodes are made on demand, so the preflight does not ask for one that fits"
     )
 
-    # How `pod_template` expresses fields that there were.
-    replaced = {
-        "node_selector": "pod_template: {nodeSelector: {LABEL: VALUE}}",
-        "tolerations": "pod_template: {tolerations: [{key: KEY, operator: Exists}]}",
-        "image_pull_secrets": "pod_template: {imagePullSecrets: [{name: SECRET}]}, and scheduler_pod_template",
-    }
-
     @property
     def worker_grace(self) -> float:
         """Seconds from SIGTERM until a worker's pod is killed: `termination_grace`, or what `pod_template` has."""

@@ -9,9 +9,9 @@ import contextlib
 import dataclasses
 import difflib
 import json
-import math
 import operator
 import re
+import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,8 +21,14 @@ from typing import Any
 from flyte_ddp.errors import ConfigError
 
 LIMITS, HELP = "limits", "help"  # keys of a field's metadata
-_KINDS = {bool: "true or false", str: "a string", dict[str, Any]: "a JSON object"}
-_MAX_INTEGER = (1 << 63) - 1  # of floats, of seeds and of whatever is counted
+_KINDS = {bool: "true or false", str: "a string", int: "a whole number", float: "a finite number"}
+_LARGEST = {int: (1 << 63) - 1, float: sys.float_info.max}
+_BOUNDS = {  # fields of Limits
+    "minimum": ("of at least", operator.ge),
+    "maximum": ("of at most", operator.le),
+    "above": ("above", operator.gt),
+    "below": ("below", operator.lt),
+}
 
 
 @dataclass(frozen=True)
@@ -43,32 +49,18 @@ class Limits:
         if isinstance(value, str):
             is_match = not self.pattern or re.fullmatch(self.pattern, value)
             return bool(is_match and (not self.choices or value in self.choices))
-        if not isinstance(value, (int, float)) or self == ANY:
-            return True
-        return (
-            math.isfinite(value)
-            and (self.minimum is None or value >= self.minimum)
-            and (self.maximum is None or value <= self.maximum)
-            and (self.above is None or value > self.above)
-            and (self.below is None or value < self.below)
-        )
+        return all(_BOUNDS[name][1](value, bound) for name, bound in self._bounds)
 
-    def describe(self, kind: object) -> str:
+    def describe(self, kind: Any) -> str:
         """Return what an error says is expected of a field of type `kind`."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        if self.example:
-            return self.example
-        if kind is not int and kind is not float:
-            return _KINDS[kind]  # type: ignore[index]
-        noun = "a whole number" if kind is int else "a number" if self == ANY else "a finite number"
-        bounds = [
-            *([f"of at least {self.minimum:g}"] if self.minimum is not None else []),
-            *([f"of at most {self.maximum:.12g}"] if self.maximum is not None else []),
-            *([f"above {self.above:g}"] if self.above is not None else []),
-            *([f"below {self.below:g}"] if self.below is not None else []),
-        ]
-        return " ".join([noun, " and ".join(bounds)]).rstrip() + (f" ({self.unit})" if self.unit else "")
+        bounds = " and ".join(f"{_BOUNDS[name][0]} {bound:.12g}" for name, bound in self._bounds)
+        return self.example or " ".join(filter(None, [_KINDS[kind], bounds, self.unit and f"({self.unit})"]))
+
+    @property
+    def _bounds(self) -> list[tuple[str, float]]:
+        return [(name, bound) for name in _BOUNDS if (bound := getattr(self, name)) is not None]
 
 
 ANY = Limits()
@@ -117,17 +109,20 @@ def validate(config: Any, prefix: str = "") -> None:
         object.__setattr__(config, each.name, value)
 
 
-def check(name: str, value: object, kind: Any, limits: Limits = ANY) -> Any:
-    """Return `value` as `kind`: a number, bool, string, JSON object, config class, or a list, tuple or mapping of such.
+def check(name: str, value: Any, kind: Any, limits: Limits = ANY) -> Any:
+    """Return `value` as `kind`: a number, bool, string, JSON value, config class, or a list, tuple or mapping of such.
 
-    A whole number is a fine float and 1e3 a fine int, but "3", true and null are neither.
+    A whole number is a fine float and 1e3 a fine int, also as a scalar of NumPy or torch, but "3", true and null are
+    neither.
 
     Raises:
         ConfigError: it has another type, or the limits refuse it.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
-        return value
+        with contextlib.suppress(TypeError, ValueError):  # it holds something that JSON does not know
+            return json.loads(json.dumps(value, allow_nan=False))  # a copy, so that no other code changes it
+        raise ConfigError(f"{name}: expected a JSON value, got {value!r}")
     if dataclasses.is_dataclass(kind):
         if isinstance(value, typing.cast(type, kind)):
             return value
@@ -142,48 +137,28 @@ def check(name: str, value: object, kind: Any, limits: Limits = ANY) -> Any:
         if not isinstance(value, (list, tuple)):
             raise ConfigError(f"{name}: expected a list, got {value!r}")
         return origin(check(f"{name}[{index}]", each, arguments[0], limits) for index, each in enumerate(value))
-    if origin is dict and kind != dict[str, Any]:
+    if origin is dict:
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
             raise ConfigError(f"{name}: expected an object with strings as keys, got {value!r}")
         return {key: check(f"{name}[{key!r}]", each, arguments[1]) for key, each in value.items()}
-    converted = _convert(value, kind)
-    if converted is None or not limits.accept(converted):
-        expected = limits.describe(kind)
-        if isinstance(value, int) and abs(value) > _MAX_INTEGER:
-            expected += " with at most 63 bits"
-        raise ConfigError(f"{name}: expected {expected}, got {value!r}")
-    return converted
+    scalar = value.item() if hasattr(value, "item") and not value.shape else value
+    is_right = isinstance(scalar, kind)
+    if kind in _LARGEST:
+        is_number = isinstance(scalar, (int, float)) and not isinstance(scalar, bool)
+        is_right = is_number and abs(scalar) <= _LARGEST[kind] and (kind is float or scalar == int(scalar))
+    if not is_right or not limits.accept(scalar):
+        raise ConfigError(f"{name}: expected {limits.describe(kind)}, got {value!r}")
+    return kind(scalar)
 
 
-def whole_number(name: str, value: Any, minimum: int = 0, maximum: int = _MAX_INTEGER) -> int:
-    """Return a whole number that a program gives: of Python, NumPy or torch, whatever `operator.index` takes.
-
-    Raises:
-        ConfigError: it is none, a bool, or out of bounds; begins with `name`.
-    """
-    number = -1
-    with contextlib.suppress(TypeError, ValueError, RuntimeError):  # torch's tensors have errors of their own
-        is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
-        number = minimum - 1 if is_bool else operator.index(value)
-    if not minimum <= number <= maximum:
-        bounds = Limits(minimum, maximum if maximum < _MAX_INTEGER else None)
-        raise ConfigError(f"{name}: expected {bounds.describe(int)}, got {value!r}")
-    return number
+def whole_number(name: str, value: Any, minimum: int = 0, maximum: int | None = None) -> int:
+    """Return a whole number that a program gives, as `check`."""
+    return int(check(name, value, int, Limits(minimum, maximum)))
 
 
 def finite_number(name: str, value: Any, **limits: Any) -> float:
-    """Return a number that a program gives, of Python, NumPy or torch, within `limits`, which are fields of `Limits`.
-
-    Raises:
-        ConfigError: it is none, a bool, NaN, infinite or out of bounds; begins with `name`.
-    """
-    bounds, number = Limits(**limits), math.nan
-    if not isinstance(value, (bool, str)) and not getattr(value, "shape", ()):
-        with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
-            number = float(value)
-    if not math.isfinite(number) or not bounds.accept(number):
-        raise ConfigError(f"{name}: expected {bounds.describe(float)}, got {value!r}")
-    return number
+    """Return a number that a program gives, as `check`, within `limits`, which are fields of `Limits`."""
+    return float(check(name, value, float, Limits(**limits)))
 
 
 # Names of other frameworks, by their letters alone, with the field that is meant.
@@ -231,15 +206,13 @@ def suggest(name: object, known: Iterable[str]) -> str:
 
 
 def check_names(config_class: Any, values: Mapping[str, Any], name: str) -> None:
-    """Compare the keys of `values` with the fields of `config_class`, whose `replaced` has the place of former fields.
+    """Compare the keys of `values` with the fields of `config_class`.
 
     Raises:
         ConfigError: a key is no field, or a field without a default is missing; begins with `name`.
     """
     known = {each.name: each for each in dataclasses.fields(config_class)}
     for key in values:
-        if key in getattr(config_class, "replaced", ()):
-            raise ConfigError(f"{name}.{key}: expected in the form {config_class.replaced[key]}")
         if key not in known:
             raise ConfigError(
                 f"{name}: expected one of the fields {', '.join(known)}, got {key!r}{suggest(key, known)}"
@@ -257,34 +230,6 @@ def parse_duration(name: str, text: str) -> float:
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
-def _convert(value: object, kind: Any) -> object:
-    """Return `value` as `kind`, or None where its type does not allow that."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if isinstance(value, int) and abs(value) > _MAX_INTEGER:
-        return None
-    if kind is float and is_number:
-        return float(typing.cast(float, value))
-    if kind is int and is_number and float(typing.cast(float, value)).is_integer():
-        return int(typing.cast(float, value))
-    if kind in (bool, str) and isinstance(value, kind):
-        return value
-    if kind == dict[str, Any] and isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        with contextlib.suppress(TypeError, ValueError):  # it holds something that JSON does not know
-            return json.loads(json.dumps(dict(value), allow_nan=False))  # a copy, so that no other code changes it
-    return None
-
-
-def describe_syntax_error(error: BaseException | None) -> str:
-    """Return line, column and reason of the JSON or YAML that led to `error`; "" for an error of another kind."""
-    while error is not None:
-        if isinstance(error, json.JSONDecodeError):
-            return f"line {error.lineno}, column {error.colno}: {error.msg}"
-        if mark := getattr(error, "problem_mark", None):  # of yaml
-            return f"line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', '')}"
-        error = error.__cause__ or error.__context__
-    return ""
-
-
 def read_object(flag: str, text: str) -> dict[str, Any]:
     """Return the fields that the value of a flag has: JSON, or the name of a YAML or JSON file.
 
@@ -298,8 +243,10 @@ def read_object(flag: str, text: str) -> dict[str, Any]:
             json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(Path(text).read_text("utf-8-sig"))
         )
     except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = describe_syntax_error(error) or " ".join(str(error).split())
-        raise ConfigError(f"{flag}: expected JSON or the name of a YAML file, got {text!r}: {reason}") from None
+        reason = " ".join(str(error).split())  # with line and column
+        raise ConfigError(
+            f"{flag}: expected a JSON object or the name of a JSON or YAML file, got {text!r}: {reason}"
+        ) from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{flag}: expected an object with fields, got {text!r}")
+        raise ConfigError(f"{flag}: expected a JSON object or the name of a JSON or YAML file with one, got {text!r}")
     return values

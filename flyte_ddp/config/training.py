@@ -172,11 +172,6 @@ def resolve(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> Traini
     Raises:
         ConfigError: an unknown field, or a value of the wrong type or range.
     """
-    reject_unknown_fields(overrides)
-    reject_unknown_fields(defaults)
-    return TrainingConfig(**{**defaults, **overrides})
-
-
-def reject_unknown_fields(values: Mapping[str, Any]) -> None:
-    """Raise ConfigError where `values` has a key that is no field of TrainingConfig."""
+    values = {**defaults, **overrides}
     check_names(TrainingConfig, values, "config")
+    return TrainingConfig(**values)
