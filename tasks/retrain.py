@@ -24,7 +24,7 @@ from flyte_ddp.launch.devices import check_requested_gpus
 from flyte_ddp.observers.reports.drawing import format_figure
 from flyte_ddp.observers.reports.page import Page, row, section, tile
 from flyte_ddp.promotion.champion import CARD, ChampionStore
-from flyte_ddp.promotion.policy import PROMOTIONS, Challenge, Outcome, PromotionCriteria, PromotionResult, judge, plan
+from flyte_ddp.promotion.policy import Challenge, Outcome, PromotionCriteria, PromotionResult, judge, plan
 from flyte_ddp.storage import read_file, redact_url
 from flyte_ddp.storage.weights import pin_state
 from tasks.frame import WITH_DECK, check_initial_state, check_output, check_urls
@@ -64,7 +64,6 @@ def plan_retraining(
     margin: float,
     min_samples: int,
     min_share: float,
-    allow: str,
     initial_model_state: str = "",
     output: str = "",
 ) -> RetrainingPlan:
@@ -79,7 +78,7 @@ def plan_retraining(
         check_urls(champion=champion)
         given = check_initial_state(initial_model_state)
         execution = _execution()
-        criteria = PromotionCriteria(start_from, margin, min_samples, min_share, allow)
+        criteria = PromotionCriteria(start_from, margin, min_samples, min_share)
         store = ChampionStore(champion or _default_champion(execution, recipe))
         store.storage.check_access("champion")
         planned = plan(store, _challenge(kickoff_time, recipe, config, data, execution, given), criteria)
@@ -155,13 +154,7 @@ def _default_champion(execution: Execution, recipe: str) -> str:
     # Beside the checkpoints of this execution, whose URL ends in checkpoints/PROJECT/DOMAIN/EXECUTION/NODE.
     root, _, place = execution.checkpoints.rpartition("/checkpoints/")
     project, domain, *_ = place.split("/")
-    url, earlier = ("/".join([place, "champions", project, domain, recipe]) for place in (_find_bucket(root), root))
-    if url != earlier and ChampionStore(earlier).pointer() and not ChampionStore(url).pointer():
-        raise ConfigError(
-            f"champion: expected it in {redact_url(url)}, where no lifecycle rule for raw outputs deletes it, got one "
-            f"in {redact_url(earlier)}: move it there, or name its URL as the input `champion`"
-        )
-    return url
+    return "/".join([_find_bucket(root), "champions", project, domain, recipe])
 
 
 def _find_bucket(url: str) -> str:
@@ -200,7 +193,7 @@ def _outputs(
 ) -> RetrainingOutputs:
     """Return the outputs of the last task, print the outcome and show the report in the Deck."""
     outcome = result.outcome.value
-    store.record_run(outcome, execution.run_id, result.outcome in PROMOTIONS)
+    store.record_run(outcome, execution.run_id, result.outcome == Outcome.PROMOTED)
     print(f"{outcome}: {result.reason}\nchampion  {store.version_in_use() or 'none'} in {redact_url(store.url)}")  # noqa: T201
     page = _Report(store, recipe, result, execution)
     page.close(None)

@@ -64,7 +64,7 @@ def manifest(number=0, **changes):
     values |= {"recipe": "digits", "recipe_version": "r1", "config": {"epochs": 3, "sizes": [1, 2]}}
     values |= {"data": "drawn digits", "data_fingerprint": "f1", "num_train_samples": 100, "num_test_samples": 10}
     values |= {"metrics": {"test_loss": float(number)}, "parent_metrics": {}, "kickoff_time": "2026-01-02T03:04:05Z"}
-    values |= {"code_version": "c1", "execution": "e1", "outcome": "promoted"}
+    values |= {"code_version": "c1", "execution": "e1"}
     return Manifest(**{**values, **changes})
 
 
@@ -489,7 +489,7 @@ def test_a_rollback_to_an_unusable_version_is_refused(tmp_path):
         ),
         (lambda store: store.storage.delete("last_run.json"), [], "no retraining has ended yet"),
         (lambda store: store.storage.write("last_run.json", b"{"), [], "no retraining has ended yet"),
-        (lambda store: store.record_run("too_little_data", "", False), [], "until data, recipe or config"),
+        (lambda store: store.record_run("refused", "", False), [], "until data, recipe or config"),
         (lambda store: store.storage.write("champion.json", b"{"), [], "champion.json is damaged"),
         (lambda store: store.storage.delete(f"versions/{store.version_in_use()}/manifest.json"), [], "is missing"),
     ],

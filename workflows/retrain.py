@@ -35,7 +35,6 @@ def retrain_wf(
     margin: float = 0.01,
     min_samples: int = 1,
     min_share: float = 0.5,
-    allow: str = "",
     checkpoints: str = "",
     model_artifact: str = "",
     initial_model_state: str = "",
@@ -61,8 +60,6 @@ def retrain_wf(
         margin: share of the champion's loss on the held-out data by which the challenger's must be lower
         min_samples: minimum of training samples, and of held-out samples; with fewer nothing is trained
         min_share: likewise, as a share of what the champion was trained on
-        allow: promoted_over_missing or promoted_over_corrupt, to replace a champion whose files are missing or damaged
-            by a model that was not compared with it; by default that fails
         checkpoints: directory or URL for the challenger's checkpoints; by default a place of the execution's own
         model_artifact: name of the W&B artifact to keep the challenger as; none by default
         initial_model_state: path or URL of a model state that a challenger starts from which does not start from a
@@ -83,7 +80,6 @@ def retrain_wf(
         margin=margin,
         min_samples=min_samples,
         min_share=min_share,
-        allow=allow,
         initial_model_state=prepared.initial_model_state,
         output=output,
     )

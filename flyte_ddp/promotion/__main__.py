@@ -11,7 +11,7 @@ import sys
 from flyte_ddp.config.fields import parse_duration
 from flyte_ddp.errors import ChampionChanged, ChampionError, ConfigError, StorageUnavailable
 from flyte_ddp.promotion.champion import LAST_RUN, ChampionStore
-from flyte_ddp.promotion.policy import NEEDS_ATTENTION
+from flyte_ddp.promotion.policy import Outcome
 
 COMMANDS = {
     "show": "print the manifest of the version in use, and how the last challenge ended",
@@ -72,7 +72,7 @@ def format_versions(store: ChampionStore) -> str:
     return "\n".join(
         f"{'*' if each.version == in_use else ' '} {each.version}  {each.recipe}  "
         + "  ".join(f"{name} {value:.4g}" for name, value in each.metrics.items())
-        + f"  {each.outcome} over {each.parent or 'none'}  {each.data}"
+        + f"  over {each.parent or 'none'}  {each.data}"
         for each in store.versions()
     )
 
@@ -100,7 +100,7 @@ def describe_status(store: ChampionStore, max_age: float) -> tuple[str, bool]:
     if age > max_age:
         limit = f"{max_age / 3600:g} h" if max_age >= 3600 else f"{max_age:g} s"
         return f"{line}; expected one within {limit}: look at the executions of the launch plan", False
-    if run.get("outcome") in NEEDS_ATTENTION:
+    if run.get("outcome") == Outcome.REFUSED:
         return f"{line}. It will end the same way until data, recipe or config are corrected", False
     held = f", held by a rollback since {since}" if (since := store.held()) else ""
     return f"{line}; {store.manifest().version} is in use{held}", True

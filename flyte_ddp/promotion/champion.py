@@ -63,7 +63,6 @@ class Manifest:
     parent_metrics: dict[str, float]  # of its parent, on the same data; empty if it could not be measured
     code_version: str  # of the code that trained it
     execution: str  # that trained it; "" for a local run
-    outcome: str  # why it replaced its parent, such as promoted or promoted_over_missing
     sha256: str = ""  # of the file with the state dict
     bytes: int = 0  # of the same file
     advantage: list[float] = field(default_factory=list)  # as of `PromotionResult`

@@ -1,7 +1,7 @@
 """The rules of promotion: if a challenger is worth training, and if it becomes the champion.
 
-Every case ends in one `Outcome` with its reason in words. Knows no Flyte: the training of the challenger lies between
-`plan` and `judge`. Imports no torch at the top.
+Every case ends in one `Outcome` with its reason in words; that of a refusal says what to do. Knows no Flyte: the
+training of the challenger lies between `plan` and `judge`. Imports no torch at the top.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import field as limited
 from flyte_ddp.config.fields import validate
-from flyte_ddp.errors import ChampionChanged, ConfigError, CorruptChampion, MissingChampion, NoChampion, NonFiniteLoss
+from flyte_ddp.errors import ChampionChanged, ChampionError, ConfigError, NoChampion, NonFiniteLoss
 from flyte_ddp.promotion.champion import ChampionStore, Manifest
 from flyte_ddp.recipes import Recipe, get_recipe, list_class_names
 from flyte_ddp.recipes.prepare import describe_data
@@ -34,25 +34,15 @@ FROM_CHAMPION, FROM_SCRATCH = "champion", "scratch"
 
 
 class Outcome(str, Enum):
-    """The result of a retraining. The first four put a new champion in use; with the others the old one stays."""
+    """The result of a retraining. Only the first puts a new champion in use."""
 
-    PROMOTED = "promoted"  # better than the champion by the margin
-    PROMOTED_FIRST = "promoted_first"  # there was no champion
-    PROMOTED_OVER_MISSING = "promoted_over_missing"  # files of the champion are missing, so it cannot be used
-    PROMOTED_OVER_CORRUPT = "promoted_over_corrupt"  # its checksum is wrong, so it cannot be used
+    PROMOTED = "promoted"  # it is better than the champion by the margin, or there was none
     NOT_BETTER = "not_better"
-    HELD = "held"  # a rollback keeps its version in use until someone releases it
-    NOT_FINITE = "not_finite"  # the challenger's weights or its loss are NaN or infinite
     UNCHANGED = "unchanged"  # nothing to train: the same data, code, config and champion as the last time
-    TOO_LITTLE_DATA = "too_little_data"  # nothing is trained, because something is wrong with the data
-    INCOMPATIBLE = "incompatible"  # nothing is trained, because the champion is a model of another kind
-
-
-REPLACEMENTS = (Outcome.PROMOTED_OVER_MISSING, Outcome.PROMOTED_OVER_CORRUPT)  # of what nothing was compared with
-PROMOTIONS = (Outcome.PROMOTED, Outcome.PROMOTED_FIRST, *REPLACEMENTS)
-
-# The next retraining ends in the same way until a person corrects something.
-NEEDS_ATTENTION = (Outcome.NOT_FINITE, Outcome.TOO_LITTLE_DATA, Outcome.INCOMPATIBLE)
+    HELD = "held"  # a rollback keeps its version in use until someone releases it
+    # The next retraining ends in the same way until a person corrects something: too little data, a model of another
+    # kind than the champion, weights or a loss that are not finite.
+    REFUSED = "refused"
 
 
 @dataclass(frozen=True)
@@ -64,12 +54,6 @@ class PromotionCriteria:
     margin: float = limited(0.01, minimum=0)
     min_samples: int = limited(1, minimum=1)  # training samples, and held-out samples, without which nothing is trained
     min_share: float = limited(0.5, minimum=0, maximum=1)  # the same, as a share of the champion's samples
-    # an outcome that replaces a champion without a comparison, because its files are missing or damaged; "": none
-    allow: str = limited(
-        "",
-        pattern="|".join(["", *(outcome.value for outcome in REPLACEMENTS)]),
-        example=" or ".join(outcome.value for outcome in REPLACEMENTS),
-    )
 
     def __post_init__(self) -> None:
         validate(self)
@@ -115,14 +99,15 @@ class PromotionResult:
 
 @dataclass(frozen=True)
 class CurrentModel:
-    """The current champion, or why it cannot be used."""
+    """The current champion; no state and no manifest if there is none yet."""
 
-    version: str
-    state: Mapping[str, Any] | None
-    manifest: Manifest | None
-    outcome: Outcome  # of a challenger that replaces it
-    reason: str  # why it cannot be used; "" if it can
-    pointer: bytes = b""  # that names it
+    pointer: bytes  # that names it
+    state: Mapping[str, Any] | None = None
+    manifest: Manifest | None = None
+
+    @property
+    def version(self) -> str:
+        return self.manifest.version if self.manifest else ""
 
 
 def plan(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria) -> Plan:
@@ -130,38 +115,43 @@ def plan(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria
 
     Raises:
         DataError: the recipe cannot read its data.
-        ConfigError: the champion cannot be used, and `criteria.allow` does not name what would replace it.
+        ConfigError: the champion cannot be used.
     """
     if since := store.held():
         return _skip(Outcome.HELD, _describe_hold(since))
-    num_train, num_test, _ = _describe_samples(challenge)
-    if min(num_train, num_test) < criteria.min_samples:
-        return _skip(
-            Outcome.TOO_LITTLE_DATA,
-            f"there are {num_train:,} training and {num_test:,} held-out samples, and min_samples is "
-            f"{criteria.min_samples:,}",
-        )
-    current = _load_current(store, criteria)
-    if current.state is None or current.manifest is None:
-        return _plan_training(store, challenge, criteria, current)
-    if problem := _describe_mismatch(challenge, current):
-        return _skip(Outcome.INCOMPATIBLE, problem)
+    current = _load_current(store)
     manifest = current.manifest
-    if (
-        num_train < criteria.min_share * manifest.num_train_samples
-        or num_test < criteria.min_share * manifest.num_test_samples
+    recipe, num_train, num_test = _open(challenge)
+    if problem := _describe_mismatch(challenge, recipe, current):
+        return _skip(Outcome.REFUSED, problem)
+    for what, count, of_champion in (
+        ("training", num_train, manifest.num_train_samples if manifest else 0),
+        ("held-out", num_test, manifest.num_test_samples if manifest else 0),
     ):
-        return _skip(
-            Outcome.TOO_LITTLE_DATA,
-            f"there are {num_train:,} training and {num_test:,} held-out samples, less than {criteria.min_share:g} of "
-            f"the champion's {manifest.num_train_samples:,} and {manifest.num_test_samples:,} (min_share)",
-        )
+        if count < max(criteria.min_samples, criteria.min_share * of_champion):
+            reason = (
+                f"there are {count:,} {what} samples, of at least {criteria.min_samples:,} (min_samples) and "
+                f"{criteria.min_share:g} (min_share) of the champion's {of_champion:,}; correct the data or lower these"
+            )
+            return _skip(Outcome.REFUSED, reason)
     origin = _origin(challenge)
-    given = redact_url(challenge.initial_state)
-    starts_alike = criteria.start_from == FROM_CHAMPION or is_same_state(manifest.initial_state, given)
+    starts_alike = manifest and (
+        criteria.start_from == FROM_CHAMPION
+        or is_same_state(manifest.initial_state, redact_url(challenge.initial_state))
+    )
     if starts_alike and {name: getattr(manifest, name) for name in origin} == origin:
         return _skip(Outcome.UNCHANGED, "data, recipe, config and code are those that the champion was trained with")
-    return _plan_training(store, challenge, criteria, current)
+    last = store.last_challenge()
+    identity = _identity(challenge, criteria, current.version)
+    if last.get("outcome") != Outcome.HELD and {name: last.get(name) for name in identity} == identity:
+        return _skip(
+            Outcome.UNCHANGED,
+            f"data, recipe, config, code and champion are those of the last challenge, which ended at "
+            f"{last['ended_at']}: {last['outcome']}",
+        )
+    if manifest is None or criteria.start_from == FROM_SCRATCH:
+        return Plan(True, "", "from fresh weights" if manifest else "there is no champion yet")
+    return Plan(True, "", f"from the weights of {current.version}", store.state_url(manifest))
 
 
 def judge(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria, state: bytes) -> PromotionResult:
@@ -182,27 +172,28 @@ def judge(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteri
     measured = _measure(challenge, challenger)
     values = measured.values if measured else {}
     while True:
-        current = _load_current(store, criteria)
+        current = _load_current(store)
+        version = current.version
         if (manifest := current.manifest) and _is_promoted(challenge, manifest, state):
             # That attempt may have written no record. Without one, a lost champion would look as if it never existed.
-            outcome = Outcome(manifest.outcome)
-            reason = "an earlier attempt of this task promoted it"
-            result = PromotionResult(outcome, reason, values, manifest.parent_metrics, tuple(manifest.advantage))
-            current = CurrentModel(manifest.parent, None, None, outcome, "")
+            reason, version = "an earlier attempt of this task promoted it", manifest.parent
+            result = PromotionResult(
+                Outcome.PROMOTED, reason, values, manifest.parent_metrics, tuple(manifest.advantage)
+            )
         else:
             result = _compare(challenge, criteria, challenger, measured, current)
-            if result.outcome in PROMOTIONS and (since := store.held(current.pointer)):
+            if result.outcome == Outcome.PROMOTED and (since := store.held(current.pointer)):
                 result = dataclasses.replace(result, outcome=Outcome.HELD, reason=_describe_hold(since))
-            if result.outcome in PROMOTIONS:
+            if result.outcome == Outcome.PROMOTED:
                 try:
                     store.promote(state, _manifest(challenge, result), current.pointer, challenge.card)
                 except ChampionChanged:
                     continue
         store.record_challenge(
             {
-                **_identity(challenge, criteria, current),
+                **_identity(challenge, criteria, version),
                 **dataclasses.asdict(result),
-                "had_champion": result.outcome in PROMOTIONS or (current.version or store.version_in_use()) != "",
+                "had_champion": result.outcome == Outcome.PROMOTED or (version or store.version_in_use()) != "",
                 "execution": challenge.execution,
                 "kickoff_time": challenge.kickoff_time,
                 "ended_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -220,16 +211,18 @@ def _compare(
 ) -> PromotionResult:
     from flyte_ddp.rank.comparison import compare
 
-    if problem := _describe_not_finite(challenge, challenger):
-        return PromotionResult(Outcome.NOT_FINITE, problem)
+    recipe, _, _ = _open(challenge)
     metric = challenge.config.monitor.metric
     name = metric.removeprefix("test_").replace("_", " ")
-    if measured is None or math.isinf(measured.score):
-        return PromotionResult(Outcome.NOT_FINITE, f"the challenger's {name} on the held-out data is not finite")
+    problem = _describe_not_finite(recipe, challenger)
+    if not problem and (measured is None or math.isinf(measured.score)):
+        problem = f"the challenger's {name} on the held-out data is not finite"
+    if problem or measured is None:
+        return PromotionResult(Outcome.REFUSED, f"{problem}; lower the learning rate or correct the data")
     if current.state is None:
-        return PromotionResult(current.outcome, current.reason, measured.values)
-    if problem := _describe_mismatch(challenge, current):
-        return PromotionResult(Outcome.INCOMPATIBLE, problem, measured.values)
+        return PromotionResult(Outcome.PROMOTED, "there is no champion yet", measured.values)
+    if problem := _describe_mismatch(challenge, recipe, current):
+        return PromotionResult(Outcome.REFUSED, problem, measured.values)
     champion = _measure(challenge, current.state)
     if champion is None or math.isinf(champion.score):
         reason = f"the champion's {name} on the same held-out data is not finite"
@@ -252,23 +245,6 @@ def _compare(
     return PromotionResult(outcome, reason, measured.values, champion.values, (low, high))
 
 
-def _plan_training(
-    store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria, current: CurrentModel
-) -> Plan:
-    """Plan a training, unless the same challenge was judged before and was not held: it would end the same way."""
-    last = store.last_challenge()
-    identity = _identity(challenge, criteria, current)
-    if last.get("outcome") != Outcome.HELD and {name: last.get(name) for name in identity} == identity:
-        return _skip(
-            Outcome.UNCHANGED,
-            f"data, recipe, config, code and champion are those of the last challenge, which ended at "
-            f"{last['ended_at']}: {last['outcome']}",
-        )
-    if current.manifest is None or criteria.start_from == FROM_SCRATCH:
-        return Plan(True, "", current.reason if current.manifest is None else "from fresh weights")
-    return Plan(True, "", f"from the weights of {current.version}", store.state_url(current.manifest))
-
-
 def _describe_hold(since: str) -> str:
     return f"a rollback at {since} keeps its version in use; release it with python -m flyte_ddp.promotion release"
 
@@ -277,41 +253,33 @@ def _skip(outcome: Outcome, reason: str) -> Plan:
     return Plan(False, outcome.value, reason)
 
 
-def _load_current(store: ChampionStore, criteria: PromotionCriteria) -> CurrentModel:
+def _load_current(store: ChampionStore) -> CurrentModel:
     pointer = store.pointer()
-    version = store.version_in_use(pointer)
     try:
-        state, manifest = store.load(pointer)
+        return CurrentModel(pointer, *store.load(pointer))
     except NoChampion:
-        return CurrentModel(version, None, None, Outcome.PROMOTED_FIRST, "there is no champion yet", pointer)
-    except (MissingChampion, CorruptChampion) as error:
+        return CurrentModel(pointer)
+    except ChampionError as error:
         if store.pointer() != pointer:  # such as the first one, which another retraining has promoted since the look
-            return _load_current(store, criteria)
-        is_missing = isinstance(error, MissingChampion)
-        outcome = Outcome.PROMOTED_OVER_MISSING if is_missing else Outcome.PROMOTED_OVER_CORRUPT
-        if outcome.value != criteria.allow:
-            raise ConfigError(
-                f"allow: expected {outcome.value}, got {criteria.allow!r}, and the champion cannot be used: {error}. "
-                "Restore its files or roll back with `python -m flyte_ddp.promotion rollback`; only if neither is "
-                "possible allow a model that was not compared with it"
-            ) from error
-        return CurrentModel(version, None, None, outcome, f"the champion cannot be used: {error}", pointer)
-    return CurrentModel(version, state, manifest, Outcome.PROMOTED, "", pointer)
+            return _load_current(store)
+        raise ConfigError(
+            f"champion: expected one that can be used, got: {error}. Restore its files, put another version in use by "
+            "python -m flyte_ddp.promotion rollback URL VERSION, or name another place"
+        ) from error
 
 
-def _describe_mismatch(challenge: Challenge, current: CurrentModel) -> str:
-    """Describe why the champion cannot be measured with the challenge's recipe; "" if it can.
+def _describe_mismatch(challenge: Challenge, recipe: Recipe, current: CurrentModel) -> str:
+    """Describe why the champion cannot be measured with the challenge's recipe; "" if it can, or there is none.
 
     Such a champion is not replaced: a serving process expects a model of its kind. A person has to decide that.
     """
     from flyte_ddp.rank.initial_state import mismatch
 
-    assert current.state is not None
-    assert current.manifest is not None
-    problem = f"it is of recipe {current.manifest.recipe!r}" if current.manifest.recipe != challenge.recipe else ""
-    recipe, model = _build_model(challenge)
-    problem = problem or mismatch(model.state_dict(), current.state, list_class_names(recipe))
-    if not problem:
+    if current.manifest is None or current.state is None:
+        return ""
+    if current.manifest.recipe != challenge.recipe:
+        problem = f"it is of recipe {current.manifest.recipe!r}"
+    elif not (problem := mismatch(recipe.model().state_dict(), current.state, list_class_names(recipe))):
         return ""
     return (
         f"the champion {current.version} does not fit recipe {challenge.recipe!r} with this config: {problem}; give a "
@@ -339,11 +307,11 @@ def _measure(challenge: Challenge, state: Mapping[str, Any]) -> Measurement | No
         return None
 
 
-def _describe_not_finite(challenge: Challenge, state: Mapping[str, Any]) -> str:
+def _describe_not_finite(recipe: Recipe, state: Mapping[str, Any]) -> str:
     """Name the tensors of `state` that are not finite. A buffer may be infinite, as masks of attention are."""
     import torch
 
-    parameters = {name for name, _ in _build_model(challenge)[1].named_parameters()}
+    parameters = {name for name, _ in recipe.model().named_parameters()}
     spoiled = [
         name
         for name, value in state.items()
@@ -353,23 +321,14 @@ def _describe_not_finite(challenge: Challenge, state: Mapping[str, Any]) -> str:
     return f"the challenger's weights are not finite: {', '.join(spoiled[:5])}" if spoiled else ""
 
 
-def _build_model(challenge: Challenge) -> tuple[Recipe, Any]:
-    from flyte_ddp.rank.contract import open_datasets
-
-    recipe = get_recipe(challenge.recipe, challenge.config.recipe_options)
-    open_datasets(recipe, challenge.directory, challenge.config)  # sets, for some recipes, the classes
-    return recipe, recipe.model()
-
-
-def _describe_samples(challenge: Challenge) -> tuple[int, int, list[str]]:
-    """Return the numbers of training and of held-out samples, and the names of their classes."""
+def _open(challenge: Challenge) -> tuple[Recipe, int, int]:
+    """Return the recipe, which its data have told the classes, and the numbers of training and of held-out samples."""
     from flyte_ddp.rank.contract import open_datasets
 
     recipe = get_recipe(challenge.recipe, challenge.config.recipe_options)
     train, test = open_datasets(recipe, challenge.directory, challenge.config)
     num_train = len(train)  # type: ignore[arg-type]
-    num_test = len(test)  # type: ignore[arg-type]
-    return min(num_train, challenge.config.sample_size or num_train), num_test, list_class_names(recipe)
+    return recipe, min(num_train, challenge.config.sample_size or num_train), len(test)  # type: ignore[arg-type]
 
 
 def _origin(challenge: Challenge) -> dict[str, Any]:
@@ -384,11 +343,10 @@ def _origin(challenge: Challenge) -> dict[str, Any]:
     }
 
 
-def _identity(challenge: Challenge, criteria: PromotionCriteria, current: CurrentModel) -> dict[str, Any]:
-    """Return everything that decides how a challenge ends."""
-    against = {"version": current.version, "outcome": current.outcome.value}
+def _identity(challenge: Challenge, criteria: PromotionCriteria, against: str) -> dict[str, Any]:
+    """Return everything that decides how a challenge ends. `against` is the version in use; "" for none."""
     url, sha256 = split_pin(challenge.initial_state)
-    is_given = current.manifest is None or criteria.start_from == FROM_SCRATCH
+    is_given = not against or criteria.start_from == FROM_SCRATCH
     return {
         **_origin(challenge),
         "against": against,
@@ -399,7 +357,7 @@ def _identity(challenge: Challenge, criteria: PromotionCriteria, current: Curren
 
 
 def _manifest(challenge: Challenge, result: PromotionResult) -> Manifest:
-    num_train, num_test, class_names = _describe_samples(challenge)
+    recipe, num_train, num_test = _open(challenge)
     return Manifest(
         **_origin(challenge),
         version="",
@@ -410,10 +368,9 @@ def _manifest(challenge: Challenge, result: PromotionResult) -> Manifest:
         num_train_samples=num_train,
         num_test_samples=num_test,
         initial_state=redact_url(challenge.initial_state),
-        class_names=class_names,
+        class_names=list_class_names(recipe),
         metrics=dict(result.challenger),
         parent_metrics=dict(result.champion),
         advantage=list(result.advantage),
         execution=challenge.execution,
-        outcome=result.outcome.value,
     )

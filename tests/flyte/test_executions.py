@@ -331,7 +331,7 @@ def test_a_launch_plan_starts_by_hand_as_in_the_readme(
     execution = checkout.started(checkout.call(*plan, "--kickoff_time", "now"))
     aborted.append(execution)
     outputs = execution.outputs()
-    assert outputs["outcome"] in ("promoted_first", "promoted", "not_better", "unchanged")
+    assert outputs["outcome"] in ("promoted", "not_better", "unchanged")
 
 
 @pytest.fixture
@@ -369,7 +369,7 @@ def test_a_cron_of_a_minute_retrains_and_promotes(
 
     try:
         first = eventually(scheduled, 180, "a scheduled execution")[-1]
-        assert first.outputs()["outcome"] in ("promoted_first", "promoted", "not_better", "unchanged")
+        assert first.outputs()["outcome"] in ("promoted", "not_better", "unchanged")
     finally:
         every_minute.call("pyflyte", "launchplan", *where, "--deactivate", "retrain", version)
         aborted.extend(scheduled())
