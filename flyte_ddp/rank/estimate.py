@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.config.fields import read_object
-from flyte_ddp.errors import ConfigError, DataError, StorageDenied, StorageUnavailable
+from flyte_ddp.config.fields import read_object, whole_number
+from flyte_ddp.errors import ConfigError, DataError, StorageUnavailable
 from flyte_ddp.rank.contract import open_datasets
 from flyte_ddp.rank.data import open_samples, take_sample
 from flyte_ddp.rank.initial_state import freeze_layers
@@ -115,19 +115,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--gpu-memory", type=float, default=0.0, help="GiB of each GPU (default: not compared)")
     options = parser.parse_args(arguments)
     try:
-        if options.gpus < 1:
-            raise ConfigError(f"--gpus: expected a whole number of at least 1, got {options.gpus}")
+        num_ranks = whole_number("--gpus", options.gpus, 1)
         config = config_of(options.recipe, read_object("--config", options.config))
         recipe = get_recipe(options.recipe, config.recipe_options)
         with tempfile.TemporaryDirectory() as directory:
             prepare_data(recipe, options.data, Path(directory))
-            made = estimate(recipe, config, Path(directory), options.gpus)
-    except (ConfigError, DataError, StorageDenied, StorageUnavailable) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+            made = estimate(recipe, config, Path(directory), num_ranks)
     except Exception as error:
-        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        sys.stderr.write(f"error: recipe: expected one whose step runs on this machine, got {what}\n")
+        text = str(error)
+        if not isinstance(error, (ConfigError, DataError, StorageUnavailable)):
+            what = f"{type(error).__name__}: {text.partition(chr(10))[0]}"
+            text = f"recipe: expected one whose step runs on this machine, got {what}"
+        sys.stderr.write(f"error: {text}\n")
         return 2
     sys.stdout.write(made.describe(options.gpu_memory) + "\n")
     return 0
