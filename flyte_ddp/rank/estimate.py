@@ -65,7 +65,8 @@ def estimate(recipe: Recipe, config: TrainingConfig, directory: Path, num_ranks:
     (samples,) = open_samples([train], recipe, alone, world)
     num_parts = num_ranks * config.gradient_accumulation
     size = math.ceil(config.global_batch_size / num_parts)
-    inputs, targets = next(iter(samples.batches([torch.arange(size) % len(samples)], 1)))
+    first = torch.arange(size, device=samples.index_device) % len(samples)
+    inputs, targets = next(iter(samples.batches([first], epoch=1)))
     model = recipe.model().to(world.device)
     freeze_layers(model, config.frozen_layers)
     blocks = [count_parameters(each) for each in list(recipe.blocks(model)) or large_blocks(model)]
