@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ast
-import concurrent.futures
-import functools
 import importlib.resources
-import multiprocessing
 import re
 from pathlib import Path
 
@@ -15,7 +12,7 @@ import torch
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.recipes.pet_names import END
-from flyte_ddp.recipes.pet_names.generate import CHUNK, draw_chunk, generate_names, load_model, pick_new
+from flyte_ddp.recipes.pet_names.generate import CHUNK
 from flyte_ddp.recipes.pet_names.model import NameModel
 from tasks.inputs import InputError
 from tests.support.commands import run_command
@@ -48,10 +45,6 @@ def names_of_pyflyte_run(*arguments):
     return ast.literal_eval(re.findall(r"\[[^\]]*\]", output.replace("\n", " "))[-1])
 
 
-def draw(state_file, chunk):
-    return draw_chunk(load_model(torch.load(state_file, weights_only=True)), chunk, 1.0, 7, "", 30)
-
-
 def test_the_requested_number_of_names_is_generated_and_none_is_bundled(state_file):
     bundled = (
         importlib.resources.files("flyte_ddp.recipes.pet_names").joinpath("names.txt").read_text().lower().splitlines()
@@ -69,15 +62,6 @@ def test_names_of_the_users_list_are_not_repeated(state_file, tmp_path):
     # A tenth of the list is held out, as in training: those may come up again.
     assert len(set(taken) & set(again)) <= 4
     assert generated(state_file, count=40, seed=8) != taken
-
-
-@pytest.mark.slow
-def test_one_machine_and_several_generate_the_same_names(state_file):
-    expected = generate_names(load_model(torch.load(state_file, weights_only=True)), 2 * CHUNK, seed=7)
-    spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(2, mp_context=spawn) as machines:
-        chunks = list(machines.map(functools.partial(draw, state_file), range(4)))
-    assert pick_new(chunks, 2 * CHUNK, ()) == expected
 
 
 @pytest.mark.parametrize(

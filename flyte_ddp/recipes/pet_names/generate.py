@@ -1,7 +1,6 @@
 """Generate new names with a trained model of the pet-name recipes, in batches. Imports torch.
 
-Names are drawn in chunks of fixed size. The random numbers of a chunk depend only on the seed and the chunk's number,
-so `draw_chunk` may run anywhere and in any order; `pick_new` takes the chunks in their order.
+Names are drawn in chunks of fixed size. The random numbers of a chunk depend only on the seed and the chunk's number.
 """
 
 from __future__ import annotations
@@ -21,16 +20,8 @@ from flyte_ddp.recipes.pet_names.model import NameModel
 
 CHUNK = 1792  # names drawn as one batch, which usually has a thousand new ones; a few rows cost as much as many
 MAX_LETTERS = 30  # of a name
-MAX_DRAWS = 50  # per name wanted, before `TooFewNames`
-MIN_CHUNKS = 2  # drawn before `TooFewNames`, however few names are wanted
-
-
-class TooFewNames(ConfigError):
-    """The draws gave fewer new names than requested. `names` has those found."""
-
-    def __init__(self, message: str, names: list[str]) -> None:
-        super().__init__(message)
-        self.names = names
+MAX_DRAWS = 50  # per name wanted, until that is an error
+MIN_CHUNKS = 2  # drawn at least, however few names are wanted
 
 
 def generate_names(
@@ -53,8 +44,8 @@ def generate_names(
         max_length: characters, from 1 to `MAX_LETTERS`. Longer names are dropped, not cut.
 
     Raises:
-        ConfigError: an argument is out of range, or `prefix` has characters that the model does not know.
-        TooFewNames: a bounded number of draws did not give so many new names.
+        ConfigError: an argument is out of range, `prefix` has characters that the model does not know, or a bounded
+            number of draws did not give so many new names.
     """
     check("count", count, int, Limits(minimum=1))
     check("temperature", temperature, float, Limits(above=0))
@@ -68,10 +59,9 @@ def generate_names(
     chunks = (draw_chunk(model, chunk, temperature, seed, prefix, max_length) for chunk in range(num_chunks))
     names = pick_new(chunks, count, known)
     if len(names) < count:
-        raise TooFewNames(
+        raise ConfigError(
             f"count: expected {count:,} new names, got {len(names):,} in {num_chunks * CHUNK:,} draws; ask for fewer, "
-            f"or change temperature ({temperature}), prefix ({prefix!r}) or max_length ({max_length})",
-            names,
+            f"or change temperature ({temperature}), prefix ({prefix!r}) or max_length ({max_length})"
         )
     return names
 
