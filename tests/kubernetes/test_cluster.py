@@ -283,31 +283,15 @@ def test_preflight_lists_each_missing_permission(namespace: Namespace) -> None:
     assert "deploy/rbac.yaml" in finding
 
 
-def test_the_cluster_of_a_killed_driver_goes_with_its_pod(namespace: Namespace) -> None:
-    # Killed first: every deletion of a pod begins with a SIGTERM, on which the driver deletes the cluster itself.
-    namespace.start_driver("removed", DRIVER % (small_cluster(image=""), "time.sleep(600)"))
-    namespace.wait_for_line("removed", "the cluster is up")
-    namespace.kubectl("exec", "removed", "--", "bash", "-c", "kill -KILL $(cat /proc/1/task/1/children)")
-    namespace.wait_for_end("removed")
-    assert len(namespace.clusters()) == 1
-    namespace.kubectl("delete", "pod", "removed")
-    eventually(lambda: not namespace.clusters(), 180, "the deletion of what the pod owned")
-
-
-def test_an_idle_driver_keeps_its_cluster_and_a_killed_one_loses_it(
-    namespace: Namespace, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_idle_driver_keeps_its_cluster_and_a_killed_one_loses_it(namespace: Namespace) -> None:
     # The killed driver's pod stays, failed: Kubernetes sees no reason to delete what it owns, only the operator does.
-    namespace.start_driver("killed", DRIVER % (small_cluster(image="", idle_timeout=60), "time.sleep(600)"))
+    namespace.start_driver("killed", DRIVER % (small_cluster(image="", idle_timeout=15), "time.sleep(600)"))
     namespace.wait_for_line("killed", "the cluster is up")
-    up_at = time.monotonic()
-    time.sleep(80)
-    assert len(namespace.clusters()) == 1, f"gone after {time.monotonic() - up_at:.0f} s of a driver that lives"
+    time.sleep(40)
+    assert len(namespace.clusters()) == 1, "gone with a driver that lives"
     namespace.kubectl("exec", "killed", "--", "bash", "-c", "kill -KILL $(cat /proc/1/task/1/children)")
     namespace.wait_for_end("killed")
     assert namespace.phase("killed") == "Failed"
-    doctor(["doctor", "--cluster", json.dumps(small_cluster(namespace=namespace.name))])
-    assert f"of namespace {namespace.name} outlived its driver, pod killed; delete it:" in capsys.readouterr().out
     eventually(lambda: not namespace.clusters(), 180, "the deletion of an idle cluster")
 
 
@@ -337,8 +321,6 @@ def test_ctrl_c_outside_deletes_the_cluster(namespace: Namespace, run_name: str)
     [
         ({"gpus_per_node": 1, "gpu_resource": PRETEND_GPU}, f"Insufficient {PRETEND_GPU}"),
         ({"env_from_secrets": ["absent"]}, 'secret "absent" not found'),
-        ({"image": "absent:never", "image_pull_policy": "Never"}, "ErrImageNeverPull"),
-        ({"service_account": "absent"}, 'serviceaccount "absent" not found'),
         ({"pod_template": {"containers": [{"name": "worker", "command": ["python", "-c", HOG]}]}}, "OOMKilled"),
     ],
 )

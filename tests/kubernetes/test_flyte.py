@@ -39,21 +39,16 @@ from flyte_ddp.recipes.digits import Digits
 
 class Hungry(Digits):
     num_losses = 0
-    victim = "1"
 
     def losses(self, outputs, targets):
         self.num_losses += 1
         if self.num_losses == 3:
-            Path("/proc", self.victim, "oom_score_adj").write_text("1000")
+            Path("/proc/1/oom_score_adj").write_text("1000")
             os.fork()
             hoard = []
             while True:
                 hoard.append(b"." * (16 << 20))
         return super().losses(outputs, targets)
-
-
-class HungryRank(Hungry):
-    victim = "self"
 """
 
 
@@ -285,20 +280,13 @@ def test_a_pod_that_was_killed_twice_for_its_memory_ends_the_run_at_the_next_att
     ), error
 
 
-@pytest.mark.parametrize(
-    ("recipe", "said"),
-    [
-        ("Hungry", "OOMKilled"),
-        ("HungryRank", "(OOMKilled|its container ran out of memory)"),  # with cgroup v1 the rank alone is killed
-    ],
-)
-def test_a_workers_pod_or_rank_that_was_killed_twice_for_its_memory_ends_the_run(
-    start_flyte: Callable[[str], Flyte], newer: Package, tasks: Any, digits: Any, recipe: str, said: str
+def test_a_workers_pod_that_was_killed_twice_for_its_memory_ends_the_run(
+    start_flyte: Callable[[str], Flyte], newer: Package, tasks: Any, digits: Any
 ) -> None:
-    flyte = start_flyte(f"{recipe.lower()}-twice")
+    flyte = start_flyte("hungry-twice")
     inputs = literals(
         tasks.train.train_on_cluster,
-        recipe=f"recipes.hungry.{recipe}",
+        recipe="recipes.hungry.Hungry",
         config=config_of("digits", {}),
         data=digits,
         cluster=cluster_input(tasks, num_nodes=1, worker_memory="1536Mi", max_restarts=16),
@@ -309,7 +297,7 @@ def test_a_workers_pod_or_rank_that_was_killed_twice_for_its_memory_ends_the_run
     assert error is not None, log
     assert error.kind == ContainerError.NON_RECOVERABLE, error
     assert re.search(
-        rf"cluster.kubernetes.worker_memory: expected more than 1536Mi, or .*{said}", error.message, re.MULTILINE
+        "cluster.kubernetes.worker_memory: expected more than 1536Mi, or .*OOMKilled", error.message, re.MULTILINE
     ), error
     assert len(re.findall("restarts from (?:its last checkpoint|the beginning)", log)) == 1, log
     assert flyte.namespace.clusters() == []
@@ -377,24 +365,4 @@ def test_a_sweep_trains_its_models_side_by_side_on_a_cluster_of_its_own(
     assert float(best["learning_rate"]) == 0.005
     assert listed(outputs, "best_accuracies")[-1].scalar.primitive.float_value == float(best["accuracy"])
     assert "<svg" in (flyte.read("n1/data", 0, "deck.html") or b"").decode()
-    assert flyte.namespace.clusters() == []
-
-
-def test_a_scaling_study_measures_one_and_two_nodes_of_one_cluster(
-    start_flyte: Callable[[str], Flyte], package: Package, tasks: Any, digits: Any
-) -> None:
-    flyte = start_flyte("scaled")
-    inputs = literals(
-        tasks.study.train_at_world_sizes,
-        recipe="digits",
-        config=tasks.inputs.TrainingOverrides(epochs=2),
-        data=digits,
-        trials=[{"world_size": 2}, {"world_size": 1}],
-        cluster=cluster_input(tasks),
-    )
-    outputs = flyte.run(package, "tasks.study.train_at_world_sizes", "n1/data", inputs)
-    assert [int(row["world_size"]) for row in rows(flyte, outputs)] == [1, 2]
-    losses = [float(row["final_test_loss"]) for row in rows(flyte, outputs)]
-    assert losses[0] == pytest.approx(losses[1], rel=0.1)  # the same global batch, but for the draws of dropout
-    assert "Speed-up" in (flyte.read("n1/data", 0, "deck.html") or b"").decode()
     assert flyte.namespace.clusters() == []

@@ -1,14 +1,11 @@
-"""deploy/admission-policy.yaml, enforced by the API server: what it refuses, what it admits, and that nothing stays."""
+"""deploy/admission-policy.yaml, enforced by the API server: what it refuses, and what it admits."""
 
 import json
 import subprocess
-import time
-import uuid
 from typing import Any
 
 import pytest
 
-from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.cluster.kubernetes.manifest import GROUP, VERSION
 from tests.kubernetes.conftest import IMAGE, Namespace, eventually, kubectl
 from tests.test_admission import REFUSED, run
@@ -50,12 +47,3 @@ def test_the_api_server_finds_no_mistake_in_the_policies_types(namespace: Namesp
         checked = ("get", "validatingadmissionpolicy", f"{name}-{namespace.name}", "--output", "json")
         status = eventually(lambda checked=checked: json.loads(kubectl(*checked)).get("status"), 60, "a checked policy")
         assert status["typeChecking"].get("expressionWarnings", []) == []
-
-
-def test_nothing_is_left_of_a_run(namespace: Namespace) -> None:
-    run_name = f"left-{uuid.uuid4().hex[:8]}"
-    with open_cluster(namespace.config(num_nodes=1), run_name):
-        pass
-    ended = time.monotonic()
-    eventually(lambda: not namespace.left_of_clusters(), 120, "an end to everything of the cluster")
-    print(f"nothing was left {time.monotonic() - ended:.0f} s after the end")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import re
 import shutil
@@ -75,18 +74,6 @@ class Prometheus:
         """Return the labels of each alert of this name that fires."""
         found = [each for each in self.get("alerts")["alerts"] if each["labels"]["alertname"] == alert]
         return [each["labels"] for each in found if each["state"] == "firing"]
-
-    def count_firings(self, seconds):
-        """Return how often each alert has begun to fire in the last `seconds`, by its name."""
-        now = time.time()
-        history = self.get("query_range", query='ALERTS{alertstate="firing"}', start=now - seconds, end=now, step=1)
-        counts = {}
-        for series in history["result"]:
-            times = [at for at, _ in series["values"]]  # one a second, as long as it fires
-            pauses = sum(after - before > 1.5 for before, after in itertools.pairwise(times))
-            name = series["metric"]["alertname"]
-            counts[name] = counts.get(name, 0) + 1 + pauses
-        return counts
 
 
 @contextlib.contextmanager
