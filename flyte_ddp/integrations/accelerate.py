@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from accelerate import Accelerator, skip_first_batches
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler
@@ -23,10 +25,6 @@ from flyte_ddp import session
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.integrations import loaders, training
 from flyte_ddp.rank.batches import rank_and_world_size
-
-with training.importing("accelerate"):
-    from accelerate import Accelerator, skip_first_batches
-    from accelerate.utils import DistributedType
 
 SAVE_STEPS = 100  # optimizer steps
 
@@ -46,8 +44,8 @@ def prepare(
             batch size makes of it at the number of ranks with which the run began.
 
     Raises:
-        ConfigError: no model or no DataLoader; a way to split the model, or a version of accelerate, that is not
-            supported; a global batch that the ranks do not share evenly; a second call in a run.
+        ConfigError: no model or no DataLoader; a way to split the model that is not supported; a global batch that the
+            ranks do not share evenly; a second call in a run.
     """
     if not session.is_in_run():
         return accelerator.prepare(*objects)
@@ -64,7 +62,7 @@ def prepare(
             tracker.finish()
             accelerator.trackers.remove(tracker)
     # The loader last, because the checkpoint may change its batch size; the order that the user gave stays.
-    others = accelerator.prepare(*(each for place, each in enumerate(objects) if place != index))
+    others = accelerator.prepare(*objects[:index], *objects[index + 1 :])
     prepared = list(others) if len(objects) > 2 else [others]
     task = _Training(accelerator, prepared, objects[index], save_steps, global_batch_size)
     prepared.insert(index, task)
@@ -79,12 +77,10 @@ def prepare(
 
 
 def check_split(accelerator: Accelerator) -> None:
-    """Raise ConfigError if the model is split otherwise than by FSDP2, or this accelerate is not supported."""
-    training.check_has("accelerate", accelerator, "sync_gradients", "scaler", "distributed_type", "is_fsdp2")
-    kind, layout = accelerator.distributed_type, getattr(accelerator, "parallelism_config", None)
-    is_other_fsdp = kind == DistributedType.FSDP and not accelerator.is_fsdp2
-    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) or is_other_fsdp:
-        got = "FSDP1" if is_other_fsdp else kind.value
+    """Raise ConfigError if the model is split otherwise than by FSDP2."""
+    kind, layout = accelerator.distributed_type, accelerator.parallelism_config
+    got = "FSDP1" if kind == DistributedType.FSDP and not accelerator.is_fsdp2 else kind.value
+    if got in ("FSDP1", DistributedType.DEEPSPEED.value, DistributedType.MEGATRON_LM.value):
         raise ConfigError(f"accelerator: expected DDP, or FSDP2 by an fsdp_version of 2, got {got}")
     if layout and layout.non_data_parallel_size > 1:
         expected = "expected DDP or FSDP2 alone, of which each rank has its own samples"
@@ -99,37 +95,30 @@ class _Training:
     ) -> None:
         self.accelerator = accelerator
         self.save_steps = save_steps
-        self.step = 0  # optimizer steps that are done
         self.epoch = 0  # of the next pass
-        self.num_batches = 0  # of it, that are done
         self._order = b""  # of the samples of the epoch that a checkpoint is in: the state of the generator
         self._model = accelerator.unwrap_model(next(each for each in prepared if isinstance(each, nn.Module)))
         optimizers = [each for each in prepared if isinstance(each, Optimizer)]
         self._optimizers = [getattr(each, "optimizer", each) for each in optimizers]
         self._others = [
             each
-            for each in prepared
+            for each in (*prepared, accelerator.scaler)
             if hasattr(each, "load_state_dict") and not isinstance(each, (nn.Module, Optimizer, DataLoader))
         ]
         found = self._found = training.load(self._model, self._optimizers)
         loaders.check_length(found, loader.dataset)
         self._num_samples = loaders.count_samples(loader.dataset)
-        if found:
-            self.step, self.num_batches = found["step"], found["num_batches"]
-            self._resumed_epoch = found["epoch"]
-            for each, state in zip(self._others, found["others"], strict=True):
-                each.load_state_dict(state)
-            if accelerator.scaler is not None:
-                accelerator.scaler.load_state_dict(found["scaler"])
-        self.global_batch_size = found["global_batch_size"] if found else total
-        if self.global_batch_size is None:
-            self.global_batch_size = loader.batch_size * rank_and_world_size()[1]
-        share = loaders.split_batch(self.global_batch_size)
+        self.step = found["step"] if found else 0  # optimizer steps that are done
+        for each, state in zip(self._others, found["others"] if found else (), strict=bool(found)):
+            each.load_state_dict(state)
+        total = found["global_batch_size"] if found else total
+        self.global_batch_size: int = total or loader.batch_size * rank_and_world_size()[1]
         self._generator = getattr(loader.sampler, "generator", None)
         if isinstance(loader.sampler, RandomSampler) and self._generator is None:
             # As Accelerate does for several ranks; one alone would draw the order from the process's own generator.
             self._generator = loader.sampler.generator = torch.Generator()
             self._generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+        share = loaders.split_batch(self.global_batch_size)
         self.loader = accelerator.prepare(loaders.with_batch_size(loader, share))
 
     def __getattr__(self, name: str) -> Any:
@@ -141,33 +130,28 @@ class _Training:
     def __iter__(self) -> Iterator[Any]:
         epoch, found = self.epoch, self._found
         self.epoch += 1
-        if found and epoch < self._resumed_epoch:
+        if found and epoch < found["epoch"]:
             return
-        first = 0
-        if found:
-            first, self._found = self.num_batches, None  # the tensors are not needed any more
-        if found and found["order"] and self._generator is not None:
-            state = torch.tensor(list(found["order"]), dtype=torch.uint8)
-            self._generator.set_state(state)
+        self._found = None
+        first = found["num_batches"] if found else 0
+        if found and self._generator is not None:
+            self._generator.set_state(torch.tensor(list(found["order"]), dtype=torch.uint8))
         self._order = self._state_of_order()
         self.loader.set_epoch(epoch)
         batches = skip_first_batches(self.loader, first) if first else self.loader
-        if first:
-            batches.set_epoch(epoch)
-        is_first = True
+        batches.set_epoch(epoch)
         for number, batch in enumerate(batches, first + 1):
-            if found and is_first:
+            if found and number == first + 1:
                 training.set_generators(found)
-            is_first = False
             yield batch
             if not self.accelerator.sync_gradients:
                 training.beat()
                 continue
             self.step += 1
             is_last = number == len(self.loader)
-            place = (epoch + 1, 0) if is_last else (epoch, number)
             self._order = self._state_of_order() if is_last else self._order
             session.report(step=self.step, epoch=epoch + number / len(self.loader))
+            place = (epoch + 1, 0) if is_last else (epoch, number)
             if self.step % self.save_steps == 0:
                 self.save(*place)
             training.end_if_stopped(lambda place=place: self.save(*place))
@@ -178,7 +162,6 @@ class _Training:
 
     def save(self, epoch: int, num_batches: int) -> None:
         """Save the training as it is after an optimizer step. For all ranks together."""
-        scaler = self.accelerator.scaler
         values = {
             "global_batch_size": self.global_batch_size,
             "num_samples": self._num_samples,
@@ -187,6 +170,5 @@ class _Training:
             "num_batches": num_batches,
             "order": self._order,
             "others": [each.state_dict() for each in self._others],
-            "scaler": scaler.state_dict() if scaler is not None else {},
         }
         training.save(self._model, self._optimizers, self.step, values)

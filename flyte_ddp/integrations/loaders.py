@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.rank.batches import Batches, rank_and_world_size
+from flyte_ddp.rank.batches import rank_and_world_size
 
 KEPT = (
     *("dataset", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
@@ -55,21 +55,17 @@ def with_batch_size(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any]
     return DataLoader(batch_size=batch_size, sampler=sampler, drop_last=loader.drop_last, **kept)
 
 
-def skip_batches(loader: DataLoader[Any] | Batches, num_batches: int) -> None:
-    """Have the next pass over the loader begin behind `num_batches`, which are not read.
-
-    `session.batches` begins there by itself.
+def skip_batches(loader: DataLoader[Any], num_batches: int) -> DataLoader[Any]:
+    """Return the loader, whose next pass begins behind `num_batches`, which are not read.
 
     Raises:
         ConfigError: its data set is an iterable.
     """
-    if isinstance(loader, Batches):
-        return
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
         what = type(loader.dataset).__name__
         raise ConfigError(f"DataLoader: expected a data set with a length and items, to resume in an epoch, got {what}")
-    # torch refuses to have it set, because loader processes that are running would not notice.
-    object.__setattr__(loader, "batch_sampler", _Remaining(loader.batch_sampler, num_batches))
+    kept = {name: getattr(loader, name) for name in KEPT}
+    return DataLoader(batch_sampler=_Remaining(loader.batch_sampler, num_batches), **kept)
 
 
 class _Remaining(BatchSampler):

@@ -5,12 +5,9 @@ Knows no framework.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -24,14 +21,6 @@ from flyte_ddp.errors import ConfigError, StopRequested
 from flyte_ddp.launch.process.programs import WANDB_VARIABLE
 from flyte_ddp.rank.batches import rank_and_world_size
 from flyte_ddp.rank.sharding import is_split
-
-
-def check_has(package: str, value: Any, *names: str) -> None:
-    """Raise ConfigError where an object of a framework lacks what we use of it: its version is not supported."""
-    for name in names:
-        if not hasattr(value, name):
-            expected = f"expected a version whose {type(value).__name__} has {name}"
-            raise ConfigError(f"{package}: {expected}, got {package} {version(package)}")
 
 
 def begin(call: str) -> None:
@@ -82,17 +71,17 @@ def load(
     if splits:
         state = session.load({**dict.fromkeys(state), **_collect_state(model, optimizers)} if was_split else None)
         assert state is not None
-    if splits or was_split:
+    weights, moments = state.pop("model"), state.pop("optimizers")
+    if not (splits or was_split):
+        model.load_state_dict(weights)
+    else:
         from torch.distributed.checkpoint import state_dict as named
 
-        options = named.StateDictOptions(full_state_dict=not was_split)
-        named.set_model_state_dict(model, state["model"], options=options)
-    else:
-        _load_module(model, state["model"])
+        named.set_model_state_dict(model, weights, options=named.StateDictOptions(full_state_dict=not was_split))
     if was_split:
-        named.set_optimizer_state_dict(model, optimizers, state["optimizers"])
+        named.set_optimizer_state_dict(model, optimizers, moments)
         return state
-    for optimizer, each in zip(optimizers, state["optimizers"], strict=True):
+    for optimizer, each in zip(optimizers, moments, strict=True):
         optimizer.load_state_dict(_split_like(optimizer, each) if splits else each)
     return state
 
@@ -110,19 +99,6 @@ def record_once() -> bool:
     return True
 
 
-@contextlib.contextmanager
-def importing(package: str) -> Iterator[None]:
-    """Import names of a framework in the block. Raises ConfigError if this version has not all of them."""
-    try:
-        yield
-    except ImportError as error:
-        if find_spec(package) is None:
-            raise
-        raise ConfigError(
-            f"{package}: expected a supported version, got {package} {version(package)}: {error}"
-        ) from None
-
-
 def beat() -> None:
     """Report progress that is no optimizer step."""
     if session.is_in_run():
@@ -138,24 +114,20 @@ def end_if_stopped(save_now: Any) -> None:
 
 def select_numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """Return those of `values` that are numbers, as `session.report` takes them besides step and epoch."""
-    found = {}
-    for name, value in values.items():
-        is_number = isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-        if is_number and not isinstance(value, bool) and name not in ("step", "epoch"):
-            found[name] = float(value)
-    return found
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if name not in ("step", "epoch")
+        and (isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1))
+    }
 
 
-def generator_states() -> dict[str, Any]:
+def generator_states() -> list[Any]:
     """Return the states of this process's random generators, as plain values."""
     name, keys, *rest = numpy.random.get_state()
-    states = {
-        "python": random.getstate(),
-        "numpy": (name, numpy.asarray(keys).tolist(), *rest),
-        "torch": bytes(torch.get_rng_state().tolist()),
-    }
+    states = [random.getstate(), (name, numpy.asarray(keys).tolist(), *rest), bytes(torch.get_rng_state().tolist())]
     if torch.cuda.is_available():
-        states["cuda"] = bytes(torch.cuda.get_rng_state().tolist())
+        states.append(bytes(torch.cuda.get_rng_state().tolist()))
     return states
 
 
@@ -164,12 +136,12 @@ def set_generators(state: Mapping[str, Any]) -> None:
     rank, _ = rank_and_world_size()
     if rank >= len(state["generators"]):
         return
-    states = state["generators"][rank]
-    random.setstate(states["python"])
-    numpy.random.set_state(states["numpy"])
-    torch.set_rng_state(torch.tensor(list(states["torch"]), dtype=torch.uint8))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.tensor(list(states["cuda"]), dtype=torch.uint8))
+    python, array, *of_torch = state["generators"][rank]
+    random.setstate(python)
+    numpy.random.set_state(array)
+    setters = (torch.set_rng_state, torch.cuda.set_rng_state)[: 1 + torch.cuda.is_available()]
+    for each, set_state in zip(of_torch, setters, strict=False):
+        set_state(torch.tensor(list(each), dtype=torch.uint8))
 
 
 def _gather(value: Any) -> list[Any]:
@@ -206,17 +178,3 @@ def _split_like(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any
         for index, each in state["state"].items()
     }
     return {**state, "state": states}
-
-
-def _load_module(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Load whole weights. Raises ConfigError, which names the key, if the checkpoint is of another model."""
-    own = model.state_dict()
-    for key in [*own, *weights]:
-        if key not in own or key not in weights:
-            where = "the checkpoint" if key in weights else "the model"
-            raise ConfigError(f"session.load: model: expected the same keys, only {where} has {key!r}")
-        shapes = [tuple(each[key].shape) for each in (weights, own) if isinstance(each[key], torch.Tensor)]
-        if len(set(shapes)) > 1:
-            expected = f"expected a tensor of shape {shapes[0]}, as the checkpoint has"
-            raise ConfigError(f"session.load: model[{key!r}]: {expected}, got {shapes[1]}")
-    model.load_state_dict(weights)
