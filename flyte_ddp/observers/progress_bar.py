@@ -12,7 +12,6 @@ from flyte_ddp.events import AttemptEnded, CheckpointLoaded, Event, Figures, Run
 from flyte_ddp.observers.streams import Output, open_standard_streams
 from flyte_ddp.storage import redact_url
 
-FLUSH_INTERVAL = 0.1  # seconds for which lines of ranks may stay in this process, so that many at a time are written
 PLAIN_STEP_INTERVAL = 10.0  # seconds between lines about steps if the output is not a terminal
 
 # Of figures, where it is not the name and five digits.
@@ -44,7 +43,6 @@ class ProgressBar:
         self._next_step_line = 0.0
         self._lost_step = 0  # that the attempt before had reached
         self._lock = threading.Lock()  # `write` is called from other threads than `handle`
-        self._is_flush_due = False
 
     def handle(self, event: Event) -> None:
         with self._lock:
@@ -64,29 +62,15 @@ class ProgressBar:
     def write(self, line: str) -> None:
         """Print `line`, given without a line break, above the bar. Any thread may call this."""
         with self._lock:
-            if self._bar is not None:
-                self._print(line, self._lines)
-                return
-            self._lines.write(f"{redact_url(line)}\n")
-            if not self._is_flush_due:
-                self._is_flush_due = True
-                timer = threading.Timer(FLUSH_INTERVAL, self._flush)
-                timer.daemon = True
-                timer.start()
+            self._print(line, self._lines)
 
     def close(self, error: BaseException | None) -> None:
         """Remove the bar. After an error it stays, to show how far the run came."""
-        self._flush()
         with self._lock:
             if self._bar is not None:
                 self._bar.leave = error is not None
                 self._bar.close()
                 self._bar = None
-
-    def _flush(self) -> None:
-        with self._lock:
-            self._is_flush_due = False
-            self._lines.flush()
 
     def _start(self, event: RunStarted) -> None:
         self._run = event
