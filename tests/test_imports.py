@@ -58,6 +58,7 @@ HOMES = {
     "kr8s": ("flyte_ddp.cluster",),
     "transformers": ("flyte_ddp.integrations.transformers",),
     "lightning": ("flyte_ddp.integrations.lightning",),
+    "mlflow": ("flyte_ddp.observers.mlflow",),
     "accelerate": ("flyte_ddp.integrations.accelerate",),
     "optuna": ("flyte_ddp.studies.search",),
     "prometheus_client": ("flyte_ddp.observers.metrics",),

@@ -1,4 +1,4 @@
-"""MLflow's observer, in front of a real MLflow server, which has an environment of its own, and of one that is away."""
+"""MLflow's observer, by MLflow's own client: to files, to a real server, and to one that is away, refuses or hangs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,11 +23,11 @@ from flytekit import task
 from flyte_ddp import session
 from flyte_ddp.__main__ import main
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.events import Event
+from flyte_ddp.events import EpochFinished, Event
 from flyte_ddp.events.history import to_line
-from flyte_ddp.flytekit_plugin import Distributed
+from flyte_ddp.flytekit_plugin import Distributed, distributed
 from flyte_ddp.flytekit_plugin.failures import UserError
-from flyte_ddp.observers import mlflow
+from flyte_ddp.observers import mlflow, recorder
 from flyte_ddp.observers.mlflow import Mlflow
 from flyte_ddp.storage import read_file, write_file
 from tasks.settings import SettingsError, load_settings
@@ -131,84 +132,6 @@ def finished(tmp_path: Path) -> Event:
     return replace(run_finished(""), export_url=str(tmp_path), exported=["model_state.safetensors"])
 
 
-@pytest.mark.slow
-def test_all_attempts_are_one_run_with_parameters_metrics_card_and_model(server: Server, finished: Event) -> None:
-    lines: list[str] = []
-    options: dict[str, Any] = {"say": lines.append, "config": {"sweep": {"lr": 0.1}}, "model_artifact": "digits"}
-    replay(Mlflow(server.url, "tests", "one", **options), [started(), loaded(), *epoch_of_events(1)], RuntimeError())
-    (run,) = server.runs("one")
-    assert run["info"]["status"] == "FAILED"
-    # Another attempt, with more ranks, from the checkpoint of the first epoch; its gang starts again once.
-    again = [started(world_size=4), loaded(4), *epoch_of_events(2), started(world_size=3), loaded(4)]
-    listener = Mlflow(server.url, "tests", "one", **options)
-    replay(listener, [*again, *epoch_of_events(2), *epoch_of_events(3), finished])
-    (run,) = server.runs("one")
-    assert lines == 2 * [f"MLflow: {listener.url}"]
-    assert run["info"]["run_id"] in listener.url
-    assert run["info"]["status"] == "FINISHED"
-    parameters = {each["key"]: each["value"] for each in run["data"]["params"]}
-    assert parameters.items() >= {"program": "digits", "learning_rate": "0.1", "epochs": "3", "sweep.lr": "0.1"}.items()
-    assert {each["key"]: each["value"] for each in run["data"]["tags"]}["world_size"] == "3"
-    assert server.steps(run, "train/loss") == [*range(1, 13)]
-    assert server.steps(run, "epoch/test_loss") == [1, 2, 3]
-    assert server.files(run, "card") == ["card/README.md", "card/run_card.json"]
-    assert server.files(run, "model") == ["model/model_state.safetensors"]
-
-
-@pytest.mark.slow
-def test_what_a_server_misses_while_it_is_away_is_sent_when_it_is_back(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mlflow, "PAUSE", 0.2)
-    lines: list[str] = []
-    listener = Mlflow(server.url, "tests", "away", say=lines.append)
-    for event in (started(), loaded(), *epoch_of_events(1)):
-        listener.handle(event)
-    deadline = time.monotonic() + 30
-    while listener._queue:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    server.stop()
-    for event in (*epoch_of_events(2), *epoch_of_events(3), run_finished("")):
-        listener.handle(event)
-    time.sleep(1)
-    server.start()
-    listener.close(None)
-    (run,) = server.runs("away")
-    assert [*map(len, (server.steps(run, "train/loss"), lines))] == [12, 2]
-    assert "does not answer" in lines[1]
-    assert run["info"]["status"] == "FINISHED"
-
-
-@pytest.mark.slow
-def test_a_history_uploads_a_run_later_and_again_without_double_points(
-    server: Server, tmp_path: Path, finished: Event
-) -> None:
-    history = tmp_path / "history.jsonl"
-    history.write_text("".join(map(to_line, [*whole_run(), finished])))
-    for _ in range(2):
-        mlflow.main([str(history), server.url, "tests", "late"])
-    (run,) = server.runs("late")
-    assert server.steps(run, "train/loss") == [*range(1, 13)]
-    assert run["info"]["status"] == "FINISHED"
-
-
-def test_a_server_that_is_away_costs_the_training_nothing_and_two_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mlflow, "PAUSE", 0.05)
-    monkeypatch.setattr(mlflow, "FINISH_TIMEOUT", 0.5)
-    lines: list[str] = []
-    url = f"http://127.0.0.1:{free_port()}"
-    began = time.monotonic()
-    replay(Mlflow(url, "tests", "r1", say=lines.append), [*whole_run(), run_finished("")])
-    assert time.monotonic() - began < 5
-    assert lines == [
-        f"MLflow: {url} does not answer (NewConnectionError); the training continues, and what is to be recorded is "
-        "sent later",
-        f"MLflow: {url} did not take all of this run; to upload the rest later: python -m flyte_ddp.observers.mlflow "
-        f"history.jsonl {url} tests r1",
-    ]
-
-
 class Refusing(BaseHTTPRequestHandler):
     """A server that knows no key."""
 
@@ -224,114 +147,102 @@ class Refusing(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_refusal_is_one_line_without_the_token() -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as refusing:
-        threading.Thread(target=refusing.serve_forever, daemon=True).start()
-        lines: list[str] = []
-        url = f"http://127.0.0.1:{refusing.server_port}"
-        environment = {"MLFLOW_TRACKING_TOKEN": TOKEN}
-        replay(Mlflow(url, "tests", "r1", say=lines.append, environment=environment), [started(), *epoch_of_events(1)])
-        refusing.shutdown()
-    assert Refusing.seen == [f"Bearer {TOKEN}"]
-    assert lines == [
-        f"MLflow records no more of this run; the training continues: {url} refuses GET "
-        "api/2.0/mlflow/experiments/get-by-name with 401: who are you?"
-    ]
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URI of a directory that MLflow's client keeps runs in, without a server."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    return f"file://{tmp_path}/mlruns"
 
 
-class Answering(BaseHTTPRequestHandler):
-    """A server that answers as `answers` has it, by the end of a path: (status, JSON), the last one for ever."""
+def find_run(uri: str, name: str) -> tuple[Any, Callable[[str], list[int]]]:
+    """Return the one run of this name, and what returns the steps of one of its metrics."""
+    from mlflow import MlflowClient
 
-    answers: dict[str, list[tuple[int, Any]]] = {}
-    seen: list[tuple[str, Any]] = []
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("tests")
+    (run,) = client.search_runs([experiment.experiment_id], f"tags.`flyte_ddp.run` = '{name}'")
+    return run, lambda metric: [each.step for each in client.get_metric_history(run.info.run_id, metric)]
+
+
+def test_all_attempts_are_one_run_without_double_points(files: str) -> None:
+    options: dict[str, Any] = {"say": print, "config": {"sweep": {"lr": 0.1}, "a b=c/../é": 1}}
+    replay(Mlflow(files, "tests", "one", **options), [started(), loaded(), *epoch_of_events(1)], RuntimeError())
+    assert find_run(files, "one")[0].info.status == "FAILED"
+    # Another attempt, with more ranks, from the checkpoint of the first epoch; its gang starts again once.
+    odd = replace(epoch_finished(3), metrics={"f1(macro)": 0.5, "accuracy@5": 0.25})
+    again = [started(world_size=4), loaded(4), *epoch_of_events(2), started(world_size=3), loaded(4)]
+    listener = Mlflow(files, "tests", "one", **options)
+    last = [odd if isinstance(event, EpochFinished) else event for event in epoch_of_events(3)]
+    replay(listener, [*again, *epoch_of_events(2), *last, run_finished("")])
+    run, steps = find_run(files, "one")
+    assert run.info.status == "FINISHED"
+    assert run.info.run_id in listener.url
+    parameters = {"program": "digits", "learning_rate": "0.1", "epochs": "3", "sweep.lr": "0.1", "é": "1"}
+    assert run.data.params.items() >= parameters.items()
+    assert run.data.tags["world_size"] == "3"
+    assert steps("train/loss") == [*range(1, 13)]
+    assert steps("epoch/test_loss") == [1, 2, 3]
+    assert (run.data.metrics["epoch/f1_macro_"], run.data.metrics["epoch/accuracy_5"]) == (0.5, 0.25)
+
+
+def test_a_history_is_uploaded_later_and_its_files_go_to_the_store_that_the_server_names(
+    files: str, tmp_path: Path, finished: Event
+) -> None:
+    from mlflow import MlflowClient
+
+    MlflowClient(files).create_experiment("tests", artifact_location="memory://mlflow")
+    write_file("memory://histories/a.jsonl", "".join(map(to_line, [*whole_run(), finished])).encode())
+    for _ in range(2):
+        assert mlflow.main(["memory://histories/a.jsonl", files, "tests", "late", "digits"]).startswith("MLflow: ")
+    run, steps = find_run(files, "late")
+    assert (steps("train/loss"), run.info.status) == ([*range(1, 13)], "FINISHED")
+    assert read_file(f"{run.info.artifact_uri}/model/model_state.safetensors") == b"weights"
+    assert b"digits" in read_file(f"{run.info.artifact_uri}/card/README.md")
+
+
+class Hanging(Refusing):
+    """A server that does not answer until it ends."""
+
+    ends = threading.Event()
 
     def do_GET(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
-        path = self.path.partition("?")[0].partition("mlflow/")[2] or "artifact"
-        self.seen.append((path, json.loads(body) if path != "artifact" and body else {}))
-        answers = self.answers.get(path, [(200, {})])
-        status, answer = answers.pop(0) if len(answers) > 1 else answers[0]
-        text = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    do_POST = do_PUT = do_GET
-
-    def log_message(self, *arguments: object) -> None:
-        pass
+        self.ends.wait()
 
 
-@pytest.fixture
-def answering(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """(URL of `Answering`, the class)"""
-    missing = (404, {"error_code": "RESOURCE_DOES_NOT_EXIST"})
-    run = {"info": {"run_id": "1", "artifact_uri": "mlflow-artifacts:/1/artifacts"}}
-    answers = {
-        "experiments/get-by-name": [missing, (200, {"experiment": {"experiment_id": "7"}})],
-        "experiments/create": [(400, {"error_code": "RESOURCE_ALREADY_EXISTS"})],
-        "runs/create": [(200, {"run": run})],
-    }
-    monkeypatch.setattr(Answering, "answers", answers)
-    monkeypatch.setattr(Answering, "seen", [])
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
+@pytest.mark.parametrize("kind", ["away", "refuses", "hangs"])
+def test_a_server_that_fails_costs_the_training_one_line(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setattr(Mlflow, "close_timeout", 0.5 if kind == "hangs" else 600)
+    lines: list[str] = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hanging if kind == "hangs" else Refusing) as server:
+        server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", Answering
+        url = f"http://127.0.0.1:{free_port() if kind == 'away' else server.server_port}"
+        keys = {"MLFLOW_TRACKING_TOKEN": TOKEN}
+        replay(Mlflow(url, "tests", "r1", say=lines.append, keys=keys), [*whole_run(), run_finished("")])
+        Hanging.ends.set()
         server.shutdown()
+    (line,) = lines
+    assert line.startswith("MLflow failed and records no more of this run; the training continues: ")
+    command = f"python -m flyte_ddp.observers.mlflow history.jsonl {url} tests r1"
+    assert line.endswith(f"; to upload the rest later: {command}")
+    assert ("who are you?" in line) == (kind == "refuses")
+    assert TOKEN not in line
+    assert {*Refusing.seen} <= {f"Bearer {TOKEN}"}
 
 
-def test_an_experiment_that_another_run_creates_meanwhile_is_used(answering: Any) -> None:
-    url, server = answering
+def test_events_beyond_the_bound_of_the_queue_end_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "MAX_EVENTS", 4)
+    is_open = threading.Event()
+    monkeypatch.setattr(Mlflow, "_open", lambda self, event: is_open.wait())
     lines: list[str] = []
-    replay(Mlflow(url, "tests", "r1", say=lines.append), [started()])
-    assert lines == [f"MLflow: {url}/#/experiments/7/runs/1"]
-    assert ("runs/create", "7") in [(path, body.get("experiment_id")) for path, body in server.seen]
-
-
-@pytest.mark.parametrize("status", [403, 503])
-def test_files_that_are_not_taken_are_one_line_of_a_run_that_has_ended(
-    status: int, answering: Any, finished: Event
-) -> None:
-    url, server = answering
-    server.answers["artifact"] = [(status, {"message": "no artifacts here"})]
-    lines: list[str] = []
-    began = time.monotonic()
-    replay(Mlflow(url, "tests", "r1", say=lines.append, model_artifact="digits"), [*whole_run(), finished])
-    assert time.monotonic() - began < 5
-    assert [body["status"] for path, body in server.seen if path == "runs/update"] == ["FINISHED"]
-    assert len(lines) == 2
-    assert lines[1].startswith("MLflow has not all files of this run: ")
-    assert lines[1].endswith(f"python -m flyte_ddp.observers.mlflow history.jsonl {url} tests r1 digits")
-
-
-def test_files_go_to_the_store_that_the_server_names(answering: Any, finished: Event) -> None:
-    url, server = answering
-    server.answers["runs/create"][0][1]["run"]["info"]["artifact_uri"] = "memory://mlflow/1"
-    replay(Mlflow(url, "tests", "r1", say=print, model_artifact="digits"), [*whole_run(), finished])
-    assert read_file("memory://mlflow/1/model/model_state.safetensors") == b"weights"
-
-
-def test_names_that_mlflow_refuses_are_changed(answering: Any) -> None:
-    url, server = answering
-    odd = replace(loaded(), epochs=[replace(epoch_finished(1), metrics={"f1(macro)": 0.5, "accuracy@5": 0.25})])
-    replay(Mlflow(url, "tests", "r1", config={"options": {"a b=c/../é": 1}}, say=print), [started(), odd])
-    bodies = [body for path, body in server.seen if path == "runs/log-batch"]
-    names = [each["key"] for body in bodies for part in ("metrics", "params") for each in body.get(part, [])]
-    assert {"epoch/f1_macro_", "epoch/accuracy_5", "é"} <= {*names}
-
-
-@pytest.mark.slow
-def test_a_real_server_takes_the_changed_names_and_the_model_of_a_later_upload(
-    server: Server, tmp_path: Path, finished: Event
-) -> None:
-    odd = replace(epoch_finished(1), metrics={"f1(macro)": 0.5, "accuracy@5": 0.25, "a//b": 0.1})
-    history = tmp_path / "history.jsonl"
-    history.write_text("".join(map(to_line, [started(config={"a b=c/../é": 1}), loaded(), odd, finished])))
-    mlflow.main([str(history), server.url, "tests", "odd", "digits"])
-    (run,) = server.runs("odd")
-    assert server.steps(run, "epoch/accuracy_5") == [1]
-    assert server.files(run, "model") == ["model/model_state.safetensors"]
+    listener = Mlflow("http://127.0.0.1:1", "tests", "r1", say=lines.append)
+    for event in whole_run():
+        listener.handle(event)
+    is_open.set()
+    assert len(lines) == 1
+    assert "TimeoutError: it is 4 events behind" in lines[0]
 
 
 @pytest.mark.slow
@@ -346,43 +257,15 @@ def test_trials_that_start_at_once_share_a_new_experiment(server: Server) -> Non
     assert all(line.startswith("MLflow: http") for line in lines), lines
 
 
-def test_each_trial_that_is_not_recorded_has_its_command_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mlflow, "FINISH_TIMEOUT", 0.1)
-    url = f"http://127.0.0.1:{free_port()}"
+def test_each_trial_that_is_not_recorded_has_its_command_printed() -> None:
     lines: list[str] = []
     frame: Any = SimpleNamespace(run_id=lambda: "group", say=lines.append)
     observer = _Observer(frame, StudyReport("digits"))
     for key in ("a", "b"):
         options: dict[str, Any] = {"history": f"s3://c/{key}/outcome.jsonl", "say": observer._say_of_wandb}
-        replay(Mlflow(url, "tests", f"group-{key}", **options), [started()])
-    for key in ("a", "b"):
-        command = f"python -m flyte_ddp.observers.mlflow s3://c/{key}/outcome.jsonl {url} tests group-{key}"
-        assert any(line.endswith(command) for line in lines)
-
-
-def test_a_history_may_be_in_a_store(answering: Any) -> None:
-    write_file("memory://histories/a.jsonl", "".join(map(to_line, whole_run())).encode())
-    url, _ = answering
-    assert mlflow.main(["memory://histories/a.jsonl", url, "tests", "r1"]).startswith("MLflow: http")
-
-
-def test_a_later_upload_that_fails_exits_as_failed(answering: Any, tmp_path: Path) -> None:
-    url, server = answering
-    server.answers["runs/search"] = [(403, {})]
-    (tmp_path / "history.jsonl").write_text("".join(map(to_line, whole_run())))
-    with pytest.raises(SystemExit, match="records no more"):
-        mlflow.main([str(tmp_path / "history.jsonl"), url, "tests", "r1"])
-
-
-def test_events_that_have_nothing_for_mlflow_are_not_kept_while_it_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mlflow, "FINISH_TIMEOUT", 0.1)
-    monkeypatch.setattr(mlflow, "MAX_EVENTS", 4)
-    observer = Mlflow(f"http://127.0.0.1:{free_port()}", "tests", "r1", say=lambda line: None)
-    replay(observer, [started(), *(event for epoch in (1, 2) for event in epoch_of_events(epoch))])
-    kinds = [type(item).__name__ for item in observer._queue]
-    assert kinds.count("EpochFinished") == 2
-    assert len(kinds) <= 4 + 2 + 1  # epochs and the status are always kept
-    assert not {"HistogramsTaken", "PredictionsMade"} & {*kinds}
+        Mlflow("http://host", "tests", f"group-{key}", **options)._give_up(TimeoutError())
+        command = f"python -m flyte_ddp.observers.mlflow s3://c/{key}/outcome.jsonl http://host tests group-{key}"
+        assert lines.pop().endswith(command)
 
 
 def test_every_task_finds_the_server_that_registration_was_given(tmp_path: Path) -> None:
@@ -440,20 +323,15 @@ def recorded() -> str:
 
 
 def test_functions_and_scripts_are_recorded_as_recipes_are(
-    answering: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url, server = answering
     fork_functions(monkeypatch)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
+    for module in (mlflow, distributed):
+        monkeypatch.setattr(module, "find_server", lambda: files)
     for run in (lambda: run_script(tmp_path, "--mlflow", "tests") or str(tmp_path / "c"), recorded):
         monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", TOKEN)
-        server.seen.clear()
-        run_id = Path(run(), "wandb-run-id").read_text()
-        bodies = {path: [body for each, body in server.seen if each == path] for path, _ in server.seen}
-        assert {"key": "flyte_ddp.run", "value": run_id} in bodies["runs/create"][0]["tags"]
-        metrics = [metric for body in bodies["runs/log-batch"] for metric in body.get("metrics", [])]
-        assert [metric["step"] for metric in metrics if metric["key"] == "train/loss"] == [1, 2]
-        assert bodies["runs/update"][0]["status"] == "FINISHED"
+        found, steps = find_run(files, Path(run(), "wandb-run-id").read_text())
+        assert (steps("train/loss"), found.info.status) == ([1, 2], "FINISHED")
 
 
 def test_functions_and_scripts_without_a_server_are_one_line(
@@ -467,17 +345,6 @@ def test_functions_and_scripts_without_a_server_are_one_line(
         recorded()
     with pytest.raises(ConfigError, match="mlflow: expected none beside wandb"):
         Distributed(wandb="project", mlflow="tests")
-
-
-@pytest.mark.slow
-def test_a_script_that_is_started_again_is_one_run(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
-    for _ in range(2):
-        assert run_script(tmp_path, "--mlflow", "tests") == 0
-    (run,) = server.runs((tmp_path / "c" / "wandb-run-id").read_text())
-    assert server.steps(run, "train/loss") == [1, 2]
 
 
 def test_mlflow_without_a_server_is_one_line() -> None:

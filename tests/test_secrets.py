@@ -178,7 +178,7 @@ def by_wandb(text, tmp_path):
     observer = Wandb("project", "run", str(tmp_path), config={"trial": text})
     config = SimpleNamespace(update=lambda values, **_: recorded.update(values))
     observer._run = SimpleNamespace(config=config, summary={"graph_0": 1})
-    observer._start(started(data=text, config={"recipe_options": {"url": text}}))
+    observer._configure(started(data=text, config={"recipe_options": {"url": text}}))
     return str(recorded)
 
 

@@ -155,21 +155,13 @@ class Frame:
 
     def tracker(self, run_id: str, origin: Mapping[str, str], history: str, **options: Any) -> Wandb | Mlflow:
         """Return an observer of W&B or MLflow for a run with this `history`, path or URL; `origin` as of `run_card`."""
+        options = {"notes": self.execution.url, "keys": self.keys, "say": self.say, **options}
         if self.mlflow is not None:
-            shared = {"notes": self.execution.url, "environment": self.keys, "say": self.say}
-            options |= {"origin": origin, "history": history}
-            return Mlflow(*self.mlflow, run_id, **{**shared, **options})
-        settings = {
-            "project": os.environ.get("WANDB_PROJECT", self.wandb_project),
-            "run_id": run_id,
-            "notes": self.execution.url,
-            "directory": str(self.directory),
-            "api_key": self.keys.get("WANDB_API_KEY"),
-            # A pod's directory is lost with the pod. A local run's stays where it is.
-            "offline_url": "" if self.is_local else self.storage.join("wandb"),
-            "say": self.say,
-        }
-        return Wandb(**{**settings, **options})
+            return Mlflow(*self.mlflow, run_id, origin=origin, history=history, **options)
+        project = os.environ.get("WANDB_PROJECT", self.wandb_project)
+        # A pod's directory is lost with the pod. A local run's stays where it is.
+        offline_url = "" if self.is_local else self.storage.join("wandb")
+        return Wandb(project, run_id, self.directory, offline_url=offline_url, **options)
 
     def figures(self, **labels: str) -> list[RunFigures]:
         """Return the listener that serves one more run of this task to Prometheus; none if no port was asked for."""

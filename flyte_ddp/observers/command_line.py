@@ -83,7 +83,7 @@ def make_observers(
         from flyte_ddp.observers.mlflow import KEY_VARIABLES, Mlflow, find_server
 
         keys = {key: os.environ.pop(key) for key in KEY_VARIABLES if key in os.environ}  # no rank gets them
-        listeners.append(Mlflow(find_server(), options.mlflow, run_id, environment=keys, say=print_line))
+        listeners.append(Mlflow(find_server(), options.mlflow, run_id, keys=keys, say=print_line))
     if port := requested_port():
         listeners.append(MetricsServer(port).follow(0, script=name))
 

@@ -10,26 +10,25 @@ every retry starts another run, while `Wandb` continues the existing one.
 
 from __future__ import annotations
 
+import contextlib
 import html
 import io
-import logging
 import math
 import os
-import queue
 import re
 import shlex
 import shutil
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
 from flyte_ddp.events import (
     CheckpointLoaded,
     Event,
+    Figures,
     HistogramsTaken,
     LayerDescribed,
     PredictionsMade,
@@ -37,14 +36,13 @@ from flyte_ddp.events import (
     RunStarted,
     plain,
 )
-from flyte_ddp.observers.wandb_log import is_complete
+from flyte_ddp.observers.recorder import Recorder
 from flyte_ddp.storage import fetch_file, redact_url, redact_values, write_file
 
 # Seconds for W&B, together less than the launcher waits for its listeners at the end.
 INIT_TIMEOUT = 30.0
 FINISH_TIMEOUT = 60.0  # for uploading what is left at the end
-WRITE_TIMEOUT = 10.0  # for the rest of an offline run's log, after `finish`
-CLOSE_TIMEOUT = INIT_TIMEOUT + FINISH_TIMEOUT + WRITE_TIMEOUT  # until this process continues without W&B
+WRITE_SECONDS = 2.0  # in which W&B's own process writes the last of an offline run's files, after `finish`
 
 # W&B's own directories, by the variables that move them.
 OWN_DIRECTORIES = {
@@ -56,96 +54,46 @@ OWN_DIRECTORIES = {
 # Fields of RunStarted that are not shown beside the configuration, or under another name.
 NOT_IN_CONFIG = ("at", "name", "num_restarts", "config", "layers")
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(eq=False)
-class Wandb:
+class Wandb(Recorder):
     """Shows a run in Weights & Biases. A failure of W&B never affects the training.
 
-    W&B is only called in a thread of this listener, with bounded waits. An error there is printed once and ends the
-    reporting to W&B. Without a key the run is recorded offline, and a line shows how to upload it. `WANDB_MODE` and
-    W&B's other environment variables work as usual. The stop button on W&B's page interrupts this process like Ctrl-C.
+    Without a key the run is recorded offline, and a line shows how to upload it. `WANDB_MODE` and W&B's other
+    environment variables work as usual. The stop button on W&B's page interrupts this process like Ctrl-C.
 
-    A resumed run continues the W&B run with the same `run_id` and logs what that run does not have yet. W&B's own step
-    counter cannot go back as a resumed run's steps do, so the x axes are metrics of ours, "step" and "epoch".
+    W&B's own step counter cannot go back as a resumed run's steps do, so the x axes are metrics of ours, "step" and
+    "epoch". The key is that of WANDB_API_KEY in `keys`, or in the environment, or of `wandb login`.
     """
+
+    service, label = "W&B", "W&B run"
+    close_timeout = INIT_TIMEOUT + FINISH_TIMEOUT + WRITE_SECONDS
 
     project: str  # created if missing
     run_id: str  # the same in every attempt of one run; letters, digits, "-" and "_"
     directory: str | Path  # for W&B's files; created if missing
     _: KW_ONLY
-    name: str | None = None  # of the run on W&B's pages
-    group: str | None = None  # of runs that belong together, such as a sweep
-    notes: str | None = None  # shown with the run, such as the URL of the Flyte execution
-    # None is that of WANDB_API_KEY or `wandb login`. It appears in no file and no message.
-    api_key: str | None = field(default=None, repr=False)
-    model_artifact: str = ""  # the name of an artifact with the model state, uploaded at the end; "" for none
-    config: Mapping[str, Any] = field(default_factory=dict)  # shown besides the run's own configuration
     # Of a directory to which an offline run is copied at the end, as one archive. Set it if `directory` is lost with
     # the process, as in a pod; "" leaves the run in `directory`.
     offline_url: str = ""
-    say: Callable[[str], None] = logger.warning  # prints a line for people
-    is_failure: Callable[[BaseException], bool] = lambda error: True  # whether an error that ends the run is one of it
-
-    label = "W&B run"
 
     def __post_init__(self) -> None:
-        self.url = ""  # of the run's page, when W&B has answered; "" offline
+        super().__post_init__()
+        self.keys = {"WANDB_API_KEY": os.environ.get("WANDB_API_KEY", ""), **self.keys}
         self._directory = Path(self.directory).absolute()
         self._wandb: Any = None  # the module
-        self._run: Any = None  # W&B's
         self._is_offline = False
-        self._last_step = 0  # what the W&B run has
-        self._last_epoch = 0.0  # likewise
-        self._repeated_step = 0  # of ranks that have started again: up to here their reports are known
         self._has_epochs = False  # the files of an earlier attempt have its epochs
-        self._epoch_is_new = False
-        self._is_off = False
-        self._queue: queue.SimpleQueue[Event | int] = queue.SimpleQueue()  # an int is the exit code, the last item
-        self._thread = threading.Thread(target=self._work, name="wandb-listener", daemon=True)
 
-    def handle(self, event: Event) -> None:
-        if self._is_off:
-            return
-        if not self._thread.is_alive():
-            self._thread.start()
-        self._queue.put(event)
-
-    def close(self, error: BaseException | None) -> None:
-        """Finish the W&B run, as failed if there is a failure. Wait at most CLOSE_TIMEOUT for uploads."""
-        if not self._thread.is_alive():
-            return
-        self._queue.put(int(error is not None and self.is_failure(error)))
-        self._thread.join(CLOSE_TIMEOUT)
-        if self._thread.is_alive():
-            self._give_up(TimeoutError(f"it did not finish within {CLOSE_TIMEOUT:.0f} s"))
-
-    def _work(self) -> None:
-        exit_code = 1
-        try:
-            while not isinstance(item := self._queue.get(), int):
-                self._report(item)
-            exit_code = item
-        except Exception as error:  # of any kind: no failure of W&B may end the training
-            self._give_up(error)
-        if self._run is not None:
-            try:
-                self._run.finish(exit_code=exit_code)
-                if self._is_offline and self.offline_url:
-                    self._keep_offline_run()
-            except Exception as error:
-                self._give_up(error)
+    def _finish(self, status: str) -> None:
+        self._run.finish(exit_code=int(status != "FINISHED"))
+        if self._is_offline and self.offline_url:
+            time.sleep(WRITE_SECONDS)
+            self._keep_offline_run()
 
     def _keep_offline_run(self) -> None:
         """Copy the files of an offline run to `offline_url` and print how to upload them to W&B."""
         files = Path(self._run.settings.sync_dir)
-        deadline = time.monotonic() + WRITE_TIMEOUT
-        while not all(is_complete(log) for log in files.glob("*.wandb")):
-            if time.monotonic() > deadline:
-                self.say(f"W&B: {files.name} had no end after {WRITE_TIMEOUT:.0f} s, so the last of it may be lost")
-                break
-            time.sleep(0.1)
         with tempfile.TemporaryDirectory() as directory:
             archive = shutil.make_archive(f"{directory}/{files.name}", "zip", files.parent, files.name)
             url = f"{self.offline_url.rstrip('/')}/{files.name}.zip"
@@ -153,43 +101,24 @@ class Wandb:
         command = f"wandb sync {files.name}"
         self.say(f"W&B: the offline run is kept at {redact_url(url)}; to upload it, download, unzip, then: {command}")
 
-    def _give_up(self, error: Exception) -> None:
-        if self._is_off:
-            return
-        self._is_off = True
-        message = redact_url(f"{type(error).__name__}: {error}")
-        for key in (self.api_key, os.environ.get("WANDB_API_KEY")):
-            if key:
-                message = message.replace(key, "***")
-        kept = ""
-        if self._run is not None and not self.offline_url:
-            kept = f". What it recorded is in {self._run.settings.sync_dir}"
-        self.say(f"W&B failed and records no more of this run; the training continues: {message}{kept}")
+    def _hint(self) -> str:
+        is_lost = self._run is None or self.offline_url
+        return "" if is_lost else f". What it recorded is in {self._run.settings.sync_dir}"
 
-    def _report(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
-            self._start(event)
+    def _record(self, event: Event) -> None:
+        if isinstance(event, CheckpointLoaded) and self._has_epochs:
+            self._reached["epoch"], self._has_epochs = len(event.epochs), False
+        super()._record(event)
         if self._run is None:
             return
-        if isinstance(event, CheckpointLoaded):
-            if self._has_epochs:
-                self._last_epoch, self._has_epochs = len(event.epochs), False
-            for epoch in event.epochs:
-                self._report_figures(epoch)
-        self._report_figures(event)
-        if isinstance(event, HistogramsTaken) and self._epoch_is_new:
-            self._report_histograms(event)
+        if isinstance(event, HistogramsTaken) and event.step > self._known["step"]:
+            self._record_histograms(event)
         elif isinstance(event, PredictionsMade):
-            self._report_predictions(event)
+            self._record_predictions(event)
         elif isinstance(event, RunFinished) and event.model_state_url:
-            self._report_model(event)
+            self._record_model(event)
 
-    def _start(self, event: RunStarted) -> None:
-        if self._run is None:
-            self._open()
-        self._repeated_step = self._last_step
-        if self._run is None:
-            return
+    def _configure(self, event: RunStarted) -> None:
         values = {name: value for name, value in vars(event).items() if value and name not in NOT_IN_CONFIG}
         values = {"program": event.name, **values}
         config = plain(redact_values({**self.config, **event.config, **values}))
@@ -197,39 +126,28 @@ class Wandb:
         if event.layers and "graph_0" not in self._run.summary.keys():  # noqa: SIM118 - no mapping, though it looks like one
             self._run.summary["graph_0"] = self._graph(event.layers)
 
-    def _report_figures(self, event: Event) -> None:
-        """Log the figures of the event on their x axis, or as part of the run's summary."""
-        figures = event.figures()
-        if figures.axis == "step" and figures.step is not None and figures.step > self._repeated_step:
-            self._last_step = max(self._last_step, figures.step)
-            epoch = {} if figures.epoch is None else {"train/epoch": figures.epoch}
-            values = {f"train/{name}": value for name, value in figures.values.items()}
-            self._run.log({"step": figures.step, **epoch, **values})
-        elif figures.axis == "epoch" and figures.epoch is not None:
-            self._epoch_is_new = figures.epoch > self._last_epoch
-            if self._epoch_is_new:
-                self._last_epoch = figures.epoch
-                values = {f"epoch/{name}": value for name, value in figures.values.items()}
-                if sample := getattr(event, "sample", ""):  # W&B shows it as it is, line breaks included
-                    values["epoch/sample"] = self._wandb.Html(f"<pre>{html.escape(sample)}</pre>", inject=False)
-                self._run.log({"epoch": figures.epoch, **values})
-        elif not figures.axis and figures.values:
+    def _log(self, event: Event, figures: Figures) -> None:
+        if not figures.axis:
             self._run.summary.update(figures.values)
+            return
+        prefix = "train" if figures.axis == "step" else "epoch"
+        row: dict[str, Any] = {f"{prefix}/{name}": value for name, value in figures.values.items()}
+        if prefix == "train" and figures.epoch is not None:
+            row["train/epoch"] = figures.epoch
+        if sample := getattr(event, "sample", ""):  # W&B shows it as it is, line breaks included
+            row["epoch/sample"] = self._wandb.Html(f"<pre>{html.escape(sample)}</pre>", inject=False)
+        self._run.log({figures.axis: getattr(figures, figures.axis), **row})
 
-    def _open(self) -> None:
-        """Open the W&B run, or continue it. Do nothing if W&B is disabled."""
+    def _open(self, event: RunStarted) -> None:
         if os.environ.get("WANDB_MODE") == "disabled":  # saves the import, 1.5 s
             return
         # W&B reports its own failures to an outside service, and waits for it when the process exits. It reads the
         # variable each time, so the variable is not restored.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         for variable, place in OWN_DIRECTORIES.items():  # where HOME is read-only, W&B would record nothing
-            try:
+            with contextlib.suppress(OSError):
                 os.makedirs(os.path.expanduser(place), exist_ok=True)
-                is_writable = os.access(os.path.expanduser(place), os.W_OK)
-            except OSError:
-                is_writable = False
-            if not is_writable:
+            if not os.access(os.path.expanduser(place), os.W_OK):
                 os.environ.setdefault(variable, str(self._directory / variable.lower()))
         import wandb
 
@@ -239,7 +157,8 @@ class Wandb:
         if mode == "disabled":
             return
         reason = f"WANDB_MODE is {mode}" if mode in ("offline", "dryrun") else ""
-        if not reason and not self.api_key and not wandb.login(prompt=False, verify=False):
+        api_key = self.keys["WANDB_API_KEY"] or None
+        if not reason and not api_key and not wandb.login(prompt=False, verify=False):
             reason = "no API key was found"
         self._directory.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
@@ -254,7 +173,7 @@ class Wandb:
             reinit="create_new",  # does not touch a run of the user's own, and allows several of ours
             save_code=False,
             settings=wandb.Settings(
-                api_key=self.api_key,
+                api_key=api_key,
                 console="off",  # does not capture this process's output
                 silent=True,
                 init_timeout=INIT_TIMEOUT,
@@ -262,28 +181,21 @@ class Wandb:
                 finish_timeout_raises=True,
             ),
         )
-        self._run.define_metric("step", hidden=True)
-        self._run.define_metric("epoch", hidden=True)
-        for pattern in ("train/*", "parameters/*", "gradients/*"):
-            self._run.define_metric(pattern, step_metric="step")
-        for pattern in ("epoch/*", "predictions/*"):
-            self._run.define_metric(pattern, step_metric="epoch")
+        for axis, patterns in (("step", ("train", "parameters", "gradients")), ("epoch", ("epoch", "predictions"))):
+            self._run.define_metric(axis, hidden=True)
+            for pattern in patterns:
+                self._run.define_metric(f"{pattern}/*", step_metric=axis)
         # The summary of a continued run has the last value of each metric.
-        self._last_step = int(self._run.summary.get("step") or 0)
-        self._last_epoch = float(self._run.summary.get("epoch") or 0)
+        self._reached = {axis: float(self._run.summary.get(axis) or 0) for axis in self._reached}
         files = Path(self._run.settings.sync_dir)
         self._has_epochs = bool(reason) and len(list(files.parent.glob(f"offline-run-*-{self._run.id}"))) > 1
         self.url = self._run.url or ""
         self._is_offline = bool(reason)
-        if not reason:
-            self.say(f"W&B: {self.url}")
-        elif self.offline_url:
-            self.say(f"W&B: {reason}, so the run is recorded offline; its files are kept when it ends")
-        else:
-            command = f"wandb sync {shlex.quote(str(files))}"
-            self.say(f"W&B: {reason}, so the run is recorded offline; to upload it: {command}")
+        upload = f"to upload it: wandb sync {shlex.quote(str(files))}"
+        how = "its files are kept when it ends" if self.offline_url else upload
+        self.say(f"W&B: {reason}, so the run is recorded offline; {how}" if reason else f"W&B: {self.url}")
 
-    def _report_histograms(self, event: HistogramsTaken) -> None:
+    def _record_histograms(self, event: HistogramsTaken) -> None:
         row: dict[str, Any] = {"step": event.step}
         for kind, histograms in (("parameters", event.parameters), ("gradients", event.gradients)):
             for name, histogram in histograms.items():
@@ -292,7 +204,7 @@ class Wandb:
                 row[f"{kind}/{name}"] = self._wandb.Histogram(np_histogram=(histogram.counts, histogram.edges))
         self._run.log(row)
 
-    def _report_predictions(self, event: PredictionsMade) -> None:
+    def _record_predictions(self, event: PredictionsMade) -> None:
         if int(self._run.summary.get("predictions/epoch") or 0) >= event.epoch:
             return
         from PIL import Image
@@ -310,7 +222,7 @@ class Wandb:
         table = self._wandb.Table(columns=columns, data=rows)
         self._run.log({"epoch": event.epoch, "predictions/epoch": event.epoch, "predictions/test": table})
 
-    def _report_model(self, event: RunFinished) -> None:
+    def _record_model(self, event: RunFinished) -> None:
         self._run.summary["model_state_url"] = redact_url(event.model_state_url)
         if not self.model_artifact:
             return

@@ -1,0 +1,143 @@
+"""A run's record in a tracking service, sent by one thread from one bounded queue.
+
+A service that hangs, refuses or is slow holds up neither the training nor its end. Knows no service.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, ClassVar
+
+from flyte_ddp.events import CheckpointLoaded, Event, Figures, RunStarted
+from flyte_ddp.storage import redact_url
+
+MAX_EVENTS = 20_000  # that wait for the service
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Recorder:
+    """Records a run in a service, which is only called in this recorder's thread.
+
+    An error there is printed once and ends the recording. A run with the same `run_id` is continued: only what it does
+    not have yet is logged. A service implements `_open`, `_configure`, `_log` and `_finish`.
+    """
+
+    service: ClassVar[str]
+    label: ClassVar[str]  # of a link to the run
+    close_timeout: ClassVar[float]  # seconds until this process continues without the service
+    ignored: ClassVar[tuple[type[Event], ...]] = ()  # events that the service does not show
+
+    _: KW_ONLY
+    name: str | None = None  # of the run on the service's pages
+    group: str | None = None  # of runs that belong together, such as a sweep
+    notes: str | None = None  # shown with the run, such as the URL of the Flyte execution
+    keys: Mapping[str, str] = field(default_factory=dict, repr=False)  # by their variables; no message has them
+    config: Mapping[str, Any] = field(default_factory=dict)  # shown besides the run's own configuration
+    model_artifact: str = ""  # the name under which the model is uploaded at the end; "" for none
+    say: Callable[[str], None] = logger.warning  # prints a line for people
+    is_failure: Callable[[BaseException], bool] = lambda error: True  # whether an error that ends the run is one of it
+
+    def __post_init__(self) -> None:
+        self.url = ""  # of the run's page, when the service has answered
+        self.is_off = False  # the service has failed
+        self._reached = {"step": 0.0, "epoch": 0.0}  # what the service's run has, by axis
+        self._known = dict(self._reached)  # what it had when the ranks started
+        self._run: Any = None  # the service's
+        self._queue: queue.Queue[Event | str] = queue.Queue(MAX_EVENTS)  # a str is the status at the end
+        self._thread = threading.Thread(target=self._work, name=f"{self.service} recorder", daemon=True)
+
+    def handle(self, event: Event) -> None:
+        if not isinstance(event, self.ignored):
+            self._put(event)
+
+    def close(self, error: BaseException | None) -> None:
+        """Finish the service's run, as failed if there is a failure. Wait at most `close_timeout`."""
+        if self._thread.is_alive():
+            self._put("FINISHED" if error is None else "FAILED" if self.is_failure(error) else "KILLED")
+            self._thread.join(self.close_timeout)
+            if self._thread.is_alive():
+                self._give_up(TimeoutError(f"it did not finish within {self.close_timeout:.0f} s"))
+
+    def _put(self, item: Event | str) -> None:
+        if self.is_off:
+            return
+        if self._thread.ident is None:
+            self._thread.start()
+        try:
+            self._queue.put_nowait(item)
+        except queue.Full:
+            self._give_up(TimeoutError(f"it is {MAX_EVENTS} events behind"))
+
+    def _work(self) -> None:
+        status = "FAILED"
+        try:
+            while not isinstance(item := self._queue.get(), str):
+                self._record(item)
+                if self._queue.empty():
+                    self._flush()
+            status = item
+        except Exception as error:  # of any kind: no failure of a service may end the training
+            self._give_up(error)
+        try:
+            if self._run is not None:
+                self._finish(status)
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        if self.is_off:
+            return
+        self.is_off = True
+        message = redact_url(" ".join(f"{type(error).__name__}: {error}".split()))
+        for key in filter(None, self.keys.values()):
+            message = message.replace(key, "***")
+        hint = self._hint()
+        self.say(f"{self.service} failed and records no more of this run; the training continues: {message}{hint}")
+
+    def _record(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            if self._run is None:
+                self._open(event)
+            self._known = dict(self._reached)
+            if self._run is not None:
+                self._configure(event)
+        if self._run is not None:
+            for each in [*(event.epochs if isinstance(event, CheckpointLoaded) else ()), event]:
+                self._record_figures(each)
+
+    def _record_figures(self, event: Event) -> None:
+        """Log the figures of the event if the service's run does not have them."""
+        figures = event.figures()
+        if axis := figures.axis:
+            place = figures.step if axis == "step" else figures.epoch
+            # A step may have several reports, of which none is new to ranks that started again.
+            if place is None or place <= (self._known if axis == "step" else self._reached)[axis]:
+                return
+            self._reached[axis] = max(self._reached[axis], place)
+        if axis or figures.values:
+            self._log(event, figures)
+
+    def _open(self, event: RunStarted) -> None:
+        """Open the service's run, or continue it, as `self._run`; it stays None if the service is disabled."""
+
+    def _configure(self, event: RunStarted) -> None:
+        """Log what the ranks have started with."""
+
+    def _log(self, event: Event, figures: Figures) -> None:
+        """Log figures on their axis, or as part of the run's summary."""
+
+    def _flush(self) -> None:
+        """Send what `_log` has collected."""
+
+    def _finish(self, status: str) -> None:
+        """End the service's run as FINISHED, FAILED or KILLED."""
+
+    def _hint(self) -> str:
+        """Return what to do about a failure, for the end of its line."""
+        return ""
