@@ -103,8 +103,7 @@ def test_flytes_recoverable_exception_and_its_subclasses_stay_recoverable(monkey
     assert found.value.timestamp is not None
 
 
-@pytest.mark.parametrize(("start_method", "name"), [("spawn", ""), ("fork", "local")])
-def test_a_rank_has_the_execution_and_the_artifacts_that_elastics_would_have(start_method, name, monkeypatch):
+def test_a_rank_has_the_artifacts_that_elastics_would_have(monkeypatch):
     monkeypatch.delenv("FLYTE_INTERNAL_EXECUTION_ID", raising=False)
     fork_functions(monkeypatch)
     words = Artifact(name="words")
@@ -117,7 +116,7 @@ def test_a_rank_has_the_execution_and_the_artifacts_that_elastics_would_have(sta
         return words.create_from("hello", Card())
 
     write.__annotations__["return"] = Annotated[str, words]
-    distributed = task(task_config=Distributed(start_method=start_method))(write)
+    distributed = task(task_config=Distributed())(write)
     context, tracker = FlyteContextManager.current_context(), OutputMetadataTracker()
     mode = ExecutionState.Mode.LOCAL_TASK_EXECUTION
     state = context.execution_state.with_params(mode=mode)
@@ -125,7 +124,7 @@ def test_a_rank_has_the_execution_and_the_artifacts_that_elastics_would_have(sta
     with FlyteContextManager.with_context(builder):
         value = distributed.execute()
     (item,) = tracker.get(value).additional_items
-    assert item.serialize_to_string(context, "o0") == ("card", f"of {name!r}")
+    assert item.serialize_to_string(context, "o0") == ("card", "of ''")
 
 
 @pytest.mark.slow
@@ -269,9 +268,6 @@ def test_an_import_change_turns_an_elastic_task_into_ours():
     assert own.metadata.retries == theirs.metadata.retries == 3
     assert own.task_config.list_ignored() == ["run_policy"]
     assert own.task_config.gang().cluster_config().start_timeout == 1000
-    assert own.get_custom(SETTINGS) == theirs.get_custom(SETTINGS)
-    assert "runPolicy" in own.get_custom(SETTINGS)
-    assert own.pod_template.pod_spec == theirs.pod_template.pod_spec
     assert template_of(own).k8s_pod is None  # the driver's pod has no ranks
 
 
@@ -312,10 +308,10 @@ def test_a_pod_with_ranks_has_shared_memory_and_knows_its_gpus():
     mounted = V1Container(name="primary", volume_mounts=[V1VolumeMount(name="own", mount_path="/dev/shm")])
     for containers in ([mounted], [V1Container(name="primary"), V1Container(name="secondary")]):
         several = PodTemplate(pod_spec=V1PodSpec(containers=containers))
-        for nnodes in (1, 2):
-            with pytest.raises(ConfigError, match="^increase_shared_mem: expected False for a pod_template"):
-                task(task_config=Distributed(nnodes=nnodes), pod_template=several)(train)
-            task(task_config=Distributed(nnodes=nnodes, increase_shared_mem=False), pod_template=several)(train)
+        with pytest.raises(ConfigError, match="^increase_shared_mem: expected False for a pod_template"):
+            task(task_config=Distributed(), pod_template=several)(train)
+        task(task_config=Distributed(increase_shared_mem=False), pod_template=several)(train)
+        task(task_config=Distributed(nnodes=2), pod_template=several)(train)  # the driver's, where no rank is
         assert len(several.pod_spec.containers) == len(containers)
     sized = task(task_config=Distributed(nnodes=2), shared_memory="1Gi", requests=Resources(mem="4Gi"))(train)
     assert sized.pod_template is None

@@ -16,7 +16,6 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 from flytekit import Deck, FlyteContextManager, PythonFunctionTask
-from flytekit.configuration import SerializationSettings
 from flytekit.core.context_manager import OutputMetadata
 from flytekit.core.tracker import extract_task_module
 from flytekit.core.type_engine import TypeEngine
@@ -34,13 +33,7 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.flyte_context import is_flyte_task
 from flyte_ddp.flytekit_plugin.frame import open_frame
-from flyte_ddp.flytekit_plugin.pods import (
-    add_shared_memory,
-    describe_elastic,
-    describe_pods,
-    fit_driver_pod,
-    fit_own_pod,
-)
+from flyte_ddp.flytekit_plugin.pods import describe_pods, fit_driver_pod, fit_own_pod
 from flyte_ddp.flytekit_plugin.rank_call import TaskCall, unpack
 from flyte_ddp.flytekit_plugin.shipping import ship_all_files
 from flyte_ddp.launch.devices import num_gpus
@@ -62,8 +55,7 @@ class Distributed:
     Args:
         nnodes: machines; "1:4" for at least 1 and at most 4. One is the task's own pod and needs no cluster.
         nproc_per_node: ranks on each; "gpu" for one per GPU, "auto" for one per GPU, or two where there are none.
-        start_method: "spawn" or "fork": ranks are always fresh processes. In a local run, those of "fork" have the
-            name of the parent's execution, as forked ones would.
+        start_method: "spawn" or "fork", which change nothing: ranks are always fresh processes.
         monitor_interval: changes nothing: the end of a rank is noticed at once.
         max_restarts: how often all ranks start again, within one attempt of Flyte's and without a new checkpoint in
             between, after one was killed, hung or lost, or failed in a way that another attempt may not repeat.
@@ -154,15 +146,11 @@ class Distributed:
 class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
     """The task that `@task(task_config=Distributed(...))` makes."""
 
-    pod_template: Any
-
     def __init__(self, task_config: Distributed, task_function: Callable[..., Any], **options: Any) -> None:
         behavior = PythonFunctionTask.ExecutionBehavior.DEFAULT
         if options.get("execution_mode", behavior) is not behavior:
             raise ConfigError("task_config: expected Distributed for @task, got it for another decorator")
         ship_all_files()
-        has_shared_memory = bool(options.get("shared_memory"))
-        self._driver_template = options.get("pod_template")
         self._pods: dict[str, Any] = {}  # sizes of the ranks' pods, as the task's own options have them
         self._not_moved: list[str] = []  # other options that would be meant for those pods
         if task_config.gang().needs_cluster:
@@ -172,36 +160,6 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         else:
             options = fit_own_pod(options, task_config.increase_shared_mem)
         super().__init__(task_config, task_function, task_type="python-task", **options)
-        if task_config.gang().needs_cluster and task_config.increase_shared_mem and not has_shared_memory:
-            self.pod_template = add_shared_memory(self.pod_template)  # as Elastic shows it; the driver needs none
-
-    def get_container(self, settings: SerializationSettings) -> Any:
-        with self._as_driver():
-            return super().get_container(settings)
-
-    def get_k8s_pod(self, settings: SerializationSettings) -> Any:
-        with self._as_driver():
-            return super().get_k8s_pod(settings)
-
-    def get_config(self, settings: SerializationSettings) -> Any:
-        with self._as_driver():
-            return super().get_config(settings)
-
-    @contextlib.contextmanager
-    def _as_driver(self) -> Iterator[None]:
-        """Have the pod template that the task is registered with, for the block."""
-        template, self.pod_template = self.pod_template, self._driver_template
-        try:
-            yield
-        finally:
-            self.pod_template = template
-
-    def get_custom(self, settings: SerializationSettings) -> dict[str, Any] | None:
-        """Return for several nodes what Elastic returns, for tools that read it. Flyte runs a plain container."""
-        if self.task_config.gang().needs_cluster:
-            return describe_elastic(self.task_config.gang(), self.task_config.run_policy)
-        own: dict[str, Any] | None = super().get_custom(settings)
-        return own
 
     def _literal_map_to_python_input(self, literal_map: LiteralMap, ctx: Any) -> dict[str, Any]:
         """Return the inputs as they are: only the ranks need Python values."""
@@ -287,9 +245,6 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             checkpoints=checkpoints,
         )
         own = {name: value for name, value in os.environ.items() if name.startswith(FLYTE_VARIABLES)}
-        if self.task_config.start_method == "fork":  # Elastic's forked ranks have the execution of their parent
-            for name, attribute in {"ID": "name", "PROJECT": "project", "DOMAIN": "domain"}.items():
-                own.setdefault(f"FLYTE_INTERNAL_EXECUTION_{name}", getattr(parameters.execution_id, attribute))
         return Program(
             name=attribute,
             call=cloudpickle.dumps(call),

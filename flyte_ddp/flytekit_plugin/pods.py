@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
 from flytekit import PodTemplate, Resources
 from flytekit.core.resources import ResourceSpec
-from google.protobuf.json_format import MessageToDict
 
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.devices import REQUESTED_VARIABLE
-from flyte_ddp.launch.run import Gang
 
 SHARED_MEMORY = "/dev/shm"
 PRIMARY_CONTAINER = "primary"  # flytekit completes it with the task's image, command and resources
@@ -21,42 +18,26 @@ FOR_RANKS = ("accelerator", "pod_template", "pod_template_name", "secret_request
 
 
 def fit_own_pod(options: dict[str, Any], increase_shared_mem: bool) -> dict[str, Any]:
-    """Return the options of a task whose ranks run in its own pod."""
+    """Return the options of a task whose ranks run in its own pod.
+
+    Raises:
+        ConfigError: the pod has several containers, or shared memory of its own.
+    """
     options = dict(options)
     if increase_shared_mem and not options.get("shared_memory"):
-        add_shared_memory(options.get("pod_template"))  # for what it refuses
+        spec = getattr(options.get("pod_template"), "pod_spec", None)
+        containers = (spec and spec.containers) or []
+        mounts = [mount.mount_path for each in containers for mount in each.volume_mounts or []]
+        if len(containers) > 1 or SHARED_MEMORY in mounts:
+            raise ConfigError(
+                "increase_shared_mem: expected False for a pod_template with several containers or a mount at "
+                f"{SHARED_MEMORY}, got True: mount a volume there where you need it"
+            )
         options["shared_memory"] = True  # all of the pod's memory, as Elastic does it
     gpus = describe_pods(options).get("gpus_per_node", 0)
     if gpus:  # a pod that cannot see its GPUs must not train without them in silence
         options["environment"] = {REQUESTED_VARIABLE: str(gpus), **(options.get("environment") or {})}
     return options
-
-
-def add_shared_memory(pod_template: PodTemplate | None) -> PodTemplate:
-    """Return a copy of `pod_template` whose one container may use all of its memory as shared memory, as Elastic does.
-
-    Raises:
-        ConfigError: it has several containers, or shared memory of its own.
-    """
-    from kubernetes.client import V1Container, V1EmptyDirVolumeSource, V1PodSpec, V1Volume, V1VolumeMount
-
-    template = copy.deepcopy(pod_template) if pod_template is not None else PodTemplate()
-    spec = template.pod_spec or V1PodSpec(containers=[])
-    containers = list(spec.containers or [V1Container(name=template.primary_container_name)])
-    if len(containers) > 1:
-        raise ConfigError(
-            "increase_shared_mem: expected False for a pod_template with several containers, got True: mount a volume "
-            f"at {SHARED_MEMORY} where you need it"
-        )
-    mounts = list(containers[0].volume_mounts or [])
-    if any(each.mount_path == SHARED_MEMORY for each in mounts):
-        raise ConfigError(
-            f"increase_shared_mem: expected False for a pod_template that mounts {SHARED_MEMORY} itself, got True"
-        )
-    containers[0].volume_mounts = [*mounts, V1VolumeMount(name="shm", mount_path=SHARED_MEMORY)]
-    spec.containers, template.pod_spec = containers, spec
-    spec.volumes = [*(spec.volumes or []), V1Volume(name="shm", empty_dir=V1EmptyDirVolumeSource(medium="Memory"))]
-    return template
 
 
 def fit_driver_pod(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -102,27 +83,3 @@ def pod_with(grace: int, ports: Mapping[str, int]) -> PodTemplate:
     declared = [V1ContainerPort(name=name, container_port=number) for name, number in ports.items()]
     container = V1Container(name=PRIMARY_CONTAINER, ports=declared or None)
     return PodTemplate(V1PodSpec(containers=[container], termination_grace_period_seconds=grace), PRIMARY_CONTAINER)
-
-
-def describe_elastic(gang: Gang, run_policy: Any) -> dict[str, Any]:
-    """Return the job that Elastic registers for several nodes. `run_policy` is kfpytorch's `RunPolicy`, or None."""
-    from flyteidl.plugins.kubeflow import common_pb2 as kubeflow
-    from flyteidl.plugins.kubeflow import pytorch_pb2 as pytorch
-
-    elastic = pytorch.ElasticConfig(
-        rdzv_backend="c10d",
-        min_replicas=int(str(gang.nnodes).partition(":")[0]),
-        max_replicas=gang.max_nodes,
-        nproc_per_node=int(gang.nproc_per_node) if str(gang.nproc_per_node).isdigit() else None,
-        max_restarts=gang.max_restarts,
-    )
-    policy = run_policy and kubeflow.RunPolicy(
-        clean_pod_policy=run_policy.clean_pod_policy and run_policy.clean_pod_policy.value,
-        ttl_seconds_after_finished=run_policy.ttl_seconds_after_finished,
-        active_deadline_seconds=run_policy.active_deadline_seconds,
-        backoff_limit=run_policy.backoff_limit,
-    )
-    workers = pytorch.DistributedPyTorchTrainingReplicaSpec(replicas=gang.max_nodes)
-    job = pytorch.DistributedPyTorchTrainingTask(worker_replicas=workers, elastic_config=elastic, run_policy=policy)
-    described: dict[str, Any] = MessageToDict(job)
-    return described
