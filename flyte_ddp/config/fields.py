@@ -152,8 +152,13 @@ def check(name: str, value: Any, kind: Any, limits: Limits = ANY) -> Any:
 
 
 def whole_number(name: str, value: Any, minimum: int = 0, maximum: int | None = None) -> int:
-    """Return a whole number that a program gives, as `check`."""
-    return int(check(name, value, int, Limits(minimum, maximum)))
+    """Return a whole number that a program gives, as `check`; 5.0 of a program is none, as for Python's own."""
+    limits = Limits(minimum, maximum)
+    try:
+        operator.index(value)
+    except TypeError:
+        raise ConfigError(f"{name}: expected {limits.describe(int)}, got {value!r}") from None
+    return int(check(name, value, int, limits))
 
 
 def finite_number(name: str, value: Any, **limits: Any) -> float:
