@@ -42,7 +42,7 @@ from flyte_ddp.storage import fetch_file, redact_url, redact_values, write_file
 # Seconds for W&B, together less than the launcher waits for its listeners at the end.
 INIT_TIMEOUT = 30.0
 FINISH_TIMEOUT = 60.0  # for uploading what is left at the end
-WRITE_SECONDS = 2.0  # in which W&B's own process writes the last of an offline run's files, after `finish`
+WRITE_SECONDS = 5.0  # in which W&B's own process writes the last of an offline run's files, after `finish`
 
 # W&B's own directories, by the variables that move them.
 OWN_DIRECTORIES = {
