@@ -6,6 +6,7 @@ contents must have the published checksums.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import os
@@ -19,7 +20,6 @@ from flyte_ddp.errors import DataError
 from flyte_ddp.recipes.arrays import load_arrays
 from flyte_ddp.recipes.base import Recipe
 from flyte_ddp.recipes.contents import GZIP, HEAD, kind_of
-from flyte_ddp.recipes.image_folder.models import import_torchvision
 from flyte_ddp.storage import Storage
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Mnist(Recipe):
         """
         import numpy as np
 
-        origin = source or str(_download_all())
+        origin = source or str(_download())
         contents = {name: _read(origin, name) for name in CHECKSUMS}
         for split, prefix in (("train", "train"), ("test", "t10k")):
             images = _idx(contents[f"{prefix}-images-idx3-ubyte"])
@@ -88,20 +88,21 @@ class Mnist(Recipe):
         )
 
 
-def _download_all() -> Path:
+def _download() -> Path:
     """Return the directory in the user's cache that has the four files, after torchvision has fetched them into it."""
+    from torchvision import datasets
+
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flyte-ddp" / "mnist"
-    if all(any((cache / file).exists() for file in _file_names(name)) for name in CHECKSUMS):
-        return cache
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as directory:  # so that no other process sees a part of a file
-        try:
-            import_torchvision().datasets.MNIST(directory, download=True)
-        except Exception as error:  # of any kind: a connection may break anywhere
-            reason = " ".join(str(error).split())
-            raise DataError(f"data: MNIST could not be downloaded: {reason}; give a directory of its files") from error
-        for name in CHECKSUMS:
-            os.replace(Path(directory, "MNIST", "raw", name), cache / name)
+    if not cache.exists():
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache.parent) as directory:  # no other process sees a part of it
+            try:
+                datasets.MNIST(directory, download=True)
+            except Exception as error:  # of any kind: a connection may break anywhere
+                why = " ".join(str(error).split())
+                raise DataError(f"data: MNIST could not be downloaded: {why}; give a directory of its files") from error
+            with contextlib.suppress(OSError):  # another process was quicker
+                os.replace(Path(directory, "MNIST", "raw"), cache)
     return cache
 
 

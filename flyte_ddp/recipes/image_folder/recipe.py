@@ -31,7 +31,6 @@ from flyte_ddp.recipes.image_folder.models import (
     build_model,
     check_architecture,
     freeze_all_but,
-    import_torchvision,
     patch_size,
 )
 
@@ -188,13 +187,14 @@ class Images:
         self._ahead = dict(zip(indices, contents, strict=True))
 
     def __getitem__(self, sample: int) -> tuple[Tensor, int]:
+        from torchvision import transforms
+
         try:
             image = self._image(sample)
         except UnreadableImage as error:
             if not self.skips:
                 raise
             image = self._replacement(sample, error)
-        transforms = import_torchvision().transforms
         size = self.image_size
         if self.augments:
             image = transforms.RandomHorizontalFlip()(transforms.RandomResizedCrop(size, CROP_SCALE)(image))
