@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from flyte_ddp.errors import FileChanged, StorageDenied, StorageUnavailable
 from flyte_ddp.storage.failures import Meaning, answer, classify, describe, is_full, remedy_for
-from flyte_ddp.storage.filesystem import CONDITIONAL_PUTS, check_url, open_filesystem
+from flyte_ddp.storage.filesystem import CLIENTS, check_url, open_filesystem
 from flyte_ddp.storage.uncached_file import UncachedFile
 from flyte_ddp.storage.urls import redact_url
 
@@ -30,7 +30,6 @@ T = TypeVar("T")
 UPLOAD_PART = 8 << 20  # bytes of one request
 FIRST_PAUSE, MAX_PAUSE = 0.5, 15.0  # seconds between two tries
 STORE_TIMEOUT = 600.0  # seconds that an operation keeps trying while the store is away
-HEADS_AT_ONCE = 1000  # files whose beginnings one call requests
 ACCESS_CHECK_TIMEOUT = 60.0  # seconds; nothing has been started yet that would be lost
 
 logger = logging.getLogger(__name__)
@@ -66,12 +65,10 @@ class Storage:
         self.field = field
         self.timeout = timeout
         self.stop = threading.Event()  # set it to end waiting: what waits raises StorageUnavailable
-        # `retry` is what tries again.
-        self.file_system, self.root = open_filesystem(self.url, field, **{"num_tries": 1, **options})
+        self.file_system, self.root = open_filesystem(self.url, field, **options)
         protocol = self.file_system.protocol
-        protocols = (protocol,) if isinstance(protocol, str) else protocol
-        self.is_local = "file" in protocols
-        self._kind = next((kind for kind in CONDITIONAL_PUTS if kind in protocols), "")
+        self._kind = protocol if isinstance(protocol, str) else protocol[0]
+        self.is_local = self._kind == "file"
         self._uploading = ""  # the path that is being written
         self._upload_options = {"chunksize": UPLOAD_PART} if self._kind in ("s3", "gs") else {}
         if self.is_local:
@@ -121,16 +118,17 @@ class Storage:
         Raises:
             FileChanged: another process has replaced it.
         """
-        if not self._kind:
+        client = CLIENTS.get(self._kind)
+        if not client:
             with _lock_file(os.path.join(self.root, ".lock")) if self.is_local else contextlib.nullcontext():
                 self._check_unchanged(name, replaced)
                 self.write(name, contents)
             return
-        field, put = CONDITIONAL_PUTS[self._kind]
-        tag = self.retry(lambda: self._tag(name, field))  # before the look: if it changes in between, the put fails
+        # Before the look: if it changes in between, the put fails.
+        tag = self.retry(lambda: self._tag(name, client.tag))
         self._check_unchanged(name, replaced)
         try:
-            self.retry(lambda: put(self.file_system, f"{self.root}/{name}", contents, tag))
+            self.retry(lambda: client.put(self.file_system, f"{self.root}/{name}", contents, tag))
         except Exception as error:  # not all are OSErrors
             status, code = answer(error)
             if status == 501 or code == "NotImplemented":  # a store that speaks S3 without this part of it
@@ -254,12 +252,8 @@ class Storage:
                 return b""
 
         paths = [f"{self.root}/{name}" for name in names]
-        if self.is_local:  # cat_file would ask for the size first
-            return [_read_head(path, size) for path in paths]
-        heads: list[bytes | Exception] = []
-        for first in range(0, len(paths), HEADS_AT_ONCE):
-            part = paths[first : first + HEADS_AT_ONCE]
-            heads += self.file_system.cat_ranges(part, [0] * len(part), [size] * len(part), on_error="return")
+        count = len(paths)
+        heads = self.file_system.cat_ranges(paths, [0] * count, [size] * count, on_error="return")
         return [read(path) if isinstance(head, Exception) else head for path, head in zip(paths, heads, strict=True)]
 
     def modified(self, name: str) -> float:
@@ -382,14 +376,6 @@ def _walk(directory: str, above: tuple[str, ...] = ()) -> dict[str, dict[str, An
             elif os.path.realpath(entry.path) not in (*above, real):
                 found.update(_walk(entry.path, (*above, real)))
     return found
-
-
-def _read_head(path: str, size: int) -> bytes:
-    try:
-        with open(path, "rb", buffering=0) as file:
-            return file.read(size)
-    except OSError:
-        return b""
 
 
 @contextlib.contextmanager

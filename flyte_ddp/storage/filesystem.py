@@ -11,6 +11,7 @@ import re
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import fsspec
@@ -27,32 +28,15 @@ CONNECT_TIMEOUT = 10.0  # seconds
 READ_TIMEOUT = 30.0  # seconds without a byte
 SERVER_WORK_TIMEOUT = 300.0  # seconds in which a store puts parts together or copies a file, perhaps without a byte
 MIN_UPLOAD_RATE = 128 << 10  # bytes per second of each of the parts on their way at once
-# Never what is registered under these names: another library, such as Flyte 2's SDK, may have put its own there. Nor
-# gcsfs' own choice, which asks another service for the kind of each bucket, and warns if that is away.
-_S3, _GOOGLE, _AZURE = "s3fs:S3FileSystem", "gcsfs:core.GCSFileSystem", "adlfs:AzureBlobFileSystem"
-_CLASSES = {
-    **dict.fromkeys(("s3", "s3a"), _S3),
-    **dict.fromkeys(("gs", "gcs"), _GOOGLE),
-    **dict.fromkeys(("abfs", "abfss", "az"), _AZURE),
-}
-_EXTRAS = {_GOOGLE: "gcs", _AZURE: "azure"}  # that bring the package
 
 
-def open_filesystem(
-    url: str,
-    field: str = "url",
-    *,
-    num_tries: int = 4,
-    request_timeout: float = 0.0,
-    anonymous: bool = False,
-    **options: Any,
-) -> tuple[Any, str]:
+def open_filesystem(url: str, field: str = "url", *, anonymous: bool = False, **options: Any) -> tuple[Any, str]:
     """Return (fsspec file system, path in it) of the path or URL `url`, with the task's storage configuration.
+
+    Each request is tried once: `Storage.retry` is what tries again.
 
     Args:
         field: named in errors.
-        num_tries: tries of each request to S3 before its error is raised.
-        request_timeout: seconds without a byte before a request fails; 0 for `READ_TIMEOUT`.
         anonymous: do without credentials, for public buckets.
         options: for fsspec, over those made here.
 
@@ -60,53 +44,38 @@ def open_filesystem(
         ConfigError: no such kind of URL is known here, or its package is missing.
     """
     check_url(url, field)
-    protocol = fsspec.utils.get_protocol(url)
-    request_timeout = request_timeout or READ_TIMEOUT
-    own: dict[str, Any] = {}
-    client = _CLASSES.get(protocol)
-    if client == _S3:
-        own = _s3_options(num_tries, request_timeout, anonymous)
-    elif client == _GOOGLE:
-        own = _google_options(request_timeout, anonymous)
-    elif client == _AZURE:
-        own = _azure_options(request_timeout, anonymous)
+    client = CLIENTS.get(fsspec.utils.get_protocol(url))
+    own = client.make_options(anonymous) if client else {}
     try:
         if _is_local(url):  # fsspec takes two colons in a path for a chain of file systems
             file_system = LocalFileSystem(**options)
             return file_system, file_system._strip_protocol(url)
-        if client:
-            cls = pkgutil.resolve_name(client)
-            in_url = {} if client == _GOOGLE else cls._get_kwargs_from_urls(url)  # such as Azure's account
-            file_system = cls(**{**in_url, **own, **options})
-            path = file_system._strip_protocol(url)
-        else:
-            file_system, path = fsspec.url_to_fs(url, **{**own, **options})
+        if not client:
+            file_system, path = fsspec.url_to_fs(url, **options)
+            return file_system, path
+        cls = pkgutil.resolve_name(client.file_system)
+        in_url = cls._get_kwargs_from_urls(url) if client.has_options_in_urls else {}
+        file_system = cls(**{**in_url, **own, **options})
     except (ValueError, ImportError) as error:  # a protocol that fsspec does not know or has no package for
-        extra = _EXTRAS.get(client or "") if isinstance(error, ImportError) else None
+        extra = client.extra if client and isinstance(error, ImportError) else ""
         remedy = f"; pip install 'flyte-ddp[{extra}]'" if extra else ""
         raise ConfigError(
             f"{field}: expected a path or a URL that fsspec knows, got {redact_url(url)!r}: {describe(error)}{remedy}"
         ) from error
-    if hasattr(file_system, "stored_bytes"):  # fsspec shares its instances
-        return file_system, path
-    if client == _S3:
-        file_system.retries = 1  # s3fs has tries of its own, around those of its client
-        _limit_s3_requests(file_system, request_timeout, num_tries)
-    elif client == _GOOGLE:
-        _limit_google_requests(file_system, request_timeout)
-    elif client == _AZURE:
-        _limit_azure_requests(file_system, request_timeout)
-    return file_system, path
+    if not hasattr(file_system, "stored_bytes"):  # fsspec shares its instances
+        file_system.stored_bytes = {}  # of the files that are being uploaded, by path
+        client.limit_requests(file_system)
+    return file_system, file_system._strip_protocol(url)
 
 
-def _s3_options(num_tries: int, timeout: float, anonymous: bool) -> dict[str, Any]:
+def _s3_options(anonymous: bool) -> dict[str, Any]:
     # As arguments, not by the client's environment: fsspec shares file systems with equal arguments, and one that was
     # opened before the keys changed would keep the old ones.
     found = storage_environment()
     config: dict[str, Any] = {
-        "connect_timeout": min(CONNECT_TIMEOUT, timeout),
-        "read_timeout": timeout,
-        "retries": {"mode": "standard", "total_max_attempts": num_tries},
+        "connect_timeout": CONNECT_TIMEOUT,
+        "read_timeout": READ_TIMEOUT,
+        "retries": {"mode": "standard", "total_max_attempts": 1},
     }
     if style := found.get("FLYTE_AWS_ADDRESSING_STYLE"):
         config["s3"] = {"addressing_style": style.lower()}
@@ -158,19 +127,19 @@ async def _limit(file_system: Any, what: str, request: Awaitable[T], num_bytes: 
     return answer
 
 
-def _limit_s3_requests(file_system: Any, timeout: float, num_tries: int) -> None:
+def _limit_s3_requests(file_system: Any) -> None:
     """End each request of an s3fs file system that gets no answer, and count the bytes that are stored.
 
     The client's own timeout begins when the whole request is sent. It never ends one to a silent store: the client
     waits for permission to send the body ("100-continue") or for room in the connection.
     """
     call = file_system._call_s3
-    file_system.stored_bytes = {}  # of the files that are being uploaded, by path
+    file_system.retries = 1  # s3fs has tries of its own, around those of its client
 
     async def call_within_limit(method: str, *args: Any, **kwargs: Any) -> Any:
-        limit = timeout * num_tries
+        limit = READ_TIMEOUT
         if operation := _SERVER_WORK.get(method):
-            limit = SERVER_WORK_TIMEOUT * num_tries
+            limit = SERVER_WORK_TIMEOUT
             await file_system.set_session()
             client = await file_system.get_s3(kwargs.get("Bucket"))
             client.meta.events.register(f"before-call.s3.{operation}", _wait_for_work, unique_id=operation)
@@ -185,22 +154,21 @@ def _wait_for_work(context: dict[str, Any], **_: Any) -> None:
     context["read_timeout"] = SERVER_WORK_TIMEOUT
 
 
-def _google_options(timeout: float, anonymous: bool) -> dict[str, Any]:
+def _google_options(anonymous: bool) -> dict[str, Any]:
     import aiohttp
 
-    limits = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_TIMEOUT, timeout), sock_read=timeout)
+    limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT, sock_read=READ_TIMEOUT)
     return {"requests_timeout": limits, "use_listings_cache": False, **({"token": "anon"} if anonymous else {})}
 
 
-def _limit_google_requests(file_system: Any, timeout: float) -> None:
+def _limit_google_requests(file_system: Any) -> None:
     """Let a gcsfs file system try once, in silence, end uploads without an answer, and name a missing bucket."""
     send = type(file_system)._request.__wrapped__  # below its tries, which log a traceback each
-    file_system.stored_bytes = {}
 
     async def request(method: str, path: str, *args: Any, data: Any = None, **kwargs: Any) -> Any:
         call = send(file_system, method, path, *args, data=data, **kwargs)
         if data is not None:  # else the client's own timeout, which begins when all is sent, is enough
-            call = _limit(file_system, method, call, len(data), timeout)
+            call = _limit(file_system, method, call, len(data), READ_TIMEOUT)
         try:
             return await call
         except FileNotFoundError as error:
@@ -214,29 +182,28 @@ def _limit_google_requests(file_system: Any, timeout: float) -> None:
     file_system._request = request
 
 
-def _azure_options(timeout: float, anonymous: bool) -> dict[str, Any]:
+def _azure_options(anonymous: bool) -> dict[str, Any]:
     prefix = "AZURE_STORAGE_"
     found = storage_environment()
     options = {name.removeprefix(prefix).lower(): value for name, value in found.items() if name.startswith(prefix)}
-    limits = {"connection_timeout": min(CONNECT_TIMEOUT, timeout), "read_timeout": timeout}
+    limits = {"connection_timeout": CONNECT_TIMEOUT, "read_timeout": READ_TIMEOUT}
     limits["max_concurrency"] = 8  # parts of 4 MB; by default some thousands, which share the time that each may take
     return {**options, **limits, "use_listings_cache": False, "anon": anonymous}
 
 
-def _limit_azure_requests(file_system: Any, timeout: float) -> None:
+def _limit_azure_requests(file_system: Any) -> None:
     """Let an adlfs file system try once, with its timeouts for all requests, and end those that get no answer."""
     logging.getLogger("azure.identity").setLevel(logging.ERROR)  # its error says what its ten lines of warning say
     client = file_system.service_client
     client._config.retry_policy.total_retries = 0
     transport = client._pipeline._transport
-    transport.connection_config.timeout = min(CONNECT_TIMEOUT, timeout)
-    transport.connection_config.read_timeout = timeout
+    transport.connection_config.timeout = CONNECT_TIMEOUT
+    transport.connection_config.read_timeout = READ_TIMEOUT
     send = transport.send
-    file_system.stored_bytes = {}
 
     async def send_within_limit(request: Any, **kwargs: Any) -> Any:
         num_bytes = int(request.headers.get("Content-Length", 0))
-        return await _limit(file_system, request.method, send(request, **kwargs), num_bytes, timeout)
+        return await _limit(file_system, request.method, send(request, **kwargs), num_bytes, READ_TIMEOUT)
 
     transport.send = send_within_limit
 
@@ -258,12 +225,32 @@ def _put_in_azure(file_system: Any, path: str, contents: bytes, tag: str) -> Non
     file_system.pipe_file(path, contents, **condition)
 
 
-# The stores that put a file on a condition: what every put changes in a file's `info`, and the put of `contents` if
-# that is still `tag`, or if there is no file where `tag` is "".
-CONDITIONAL_PUTS: dict[str, tuple[str, Callable[[Any, str, bytes, str], None]]] = {
-    "s3": ("ETag", _put_in_s3),
-    "gs": ("generation", _put_in_google),
-    "abfs": ("etag", _put_in_azure),
+@dataclass(frozen=True)
+class Client:
+    """How a kind of store is opened, and how it puts a file on a condition."""
+
+    file_system: str  # its class
+    make_options: Callable[[bool], dict[str, Any]]
+    limit_requests: Callable[[Any], None]
+    tag: str  # what every put changes in a file's `info`
+    put: Callable[[Any, str, bytes, str], None]  # contents, if `tag` is still the given one, or there is no file for ""
+    has_options_in_urls: bool = True  # such as Azure's account
+    extra: str = ""  # that brings the package
+
+
+# Never what is registered under these names: another library, such as Flyte 2's SDK, may have put its own there. Nor
+# gcsfs' own choice, which asks another service for the kind of each bucket, and warns if that is away.
+_S3 = Client("s3fs:S3FileSystem", _s3_options, _limit_s3_requests, "ETag", _put_in_s3)
+_GOOGLE = Client(
+    "gcsfs:core.GCSFileSystem", _google_options, _limit_google_requests, "generation", _put_in_google, False, "gcs"
+)
+_AZURE = Client(
+    "adlfs:AzureBlobFileSystem", _azure_options, _limit_azure_requests, "etag", _put_in_azure, extra="azure"
+)
+CLIENTS = {
+    **dict.fromkeys(("s3", "s3a"), _S3),
+    **dict.fromkeys(("gs", "gcs"), _GOOGLE),
+    **dict.fromkeys(("abfs", "abfss", "az"), _AZURE),
 }
 
 

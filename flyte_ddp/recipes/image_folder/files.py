@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_SHORT_READS = 3  # reads of a file with another size than listed, before it counts as damaged
-REQUEST_TIMEOUT = 30.0  # seconds without a byte before one try at one file fails
 STORE_TIMEOUT = 240.0  # seconds that a file waits for a store that cannot be reached; below the default stall_timeout
 CONCURRENT_READS = 8  # of each process
 HEAD = 512  # bytes that tell an image from another file
@@ -57,8 +56,7 @@ def list_images(url: str, anonymous: bool = False) -> tuple[str, list[File], Cou
     """
     if has_password(url):  # which every rank would store
         raise DataError("data: expected a URL without a user name or a password; give them in the environment instead")
-    # S3's own client repeats a page that fails, for which a listing need not begin again.
-    storage = _open(url, anonymous, num_tries=4)
+    storage = _open(url, anonymous)
     found = storage.find()
     if not found or "" in found:
         raise DataError(
@@ -170,16 +168,14 @@ def decode_image(contents: bytes) -> Image:
     return image.convert("RGB")
 
 
-def _open(url: str, anonymous: bool, num_tries: int = 1) -> Storage:
-    """Open `url` for this process alone; `num_tries` are those of each request."""
+def _open(url: str, anonymous: bool) -> Storage:
+    """Open `url` for this process alone."""
     if anonymous and not url.startswith(("s3://", "s3a://", "gs://", "gcs://")):
         raise DataError(f"anonymous: expected none with {url}; it is for s3:// and gs:// only")
     return Storage(
         url,
         "data",
         STORE_TIMEOUT,
-        num_tries=num_tries,
-        request_timeout=REQUEST_TIMEOUT,
         anonymous=anonymous,
         # fsspec's shared instance would be shared with the parent of a forked process too.
         skip_instance_cache=True,
