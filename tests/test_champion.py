@@ -29,7 +29,7 @@ from flyte_ddp.errors import (
 from flyte_ddp.promotion.__main__ import main
 from flyte_ddp.promotion.champion import ChampionStore, Manifest
 from flyte_ddp.storage import Storage
-from tests.kubernetes.store import FORBIDDEN, Store
+from tests.kubernetes.store import Store
 from tests.support.dask_runs import eventually
 from tests.support.emulators import KINDS, abfs, gs, place_url, s3, s3_bucket  # noqa: F401 - fixtures
 from tests.support.runs import to_safetensors
@@ -128,11 +128,6 @@ def test_there_is_no_champion_before_the_first_promotion(url):
     assert (store.pointer(), store.versions(), store.version_in_use()) == (b"", [], "")
     with pytest.raises(NoChampion, match="has no champion yet"):
         load_champion(url)
-
-
-def test_an_unknown_kind_of_url_is_refused():
-    with pytest.raises(ConfigError, match="champion: expected a path or a URL that fsspec knows, got 'nope://x'"):
-        load_champion("nope://x")
 
 
 def test_a_promotion_does_not_disturb_a_reader_of_the_old_version(url):
@@ -361,14 +356,6 @@ def test_a_state_that_is_more_than_tensors_is_not_unpickled(tmp_path, monkeypatc
     assert not (tmp_path / "harm").exists()
 
 
-def test_a_manifest_of_a_later_version_of_this_package_can_be_read(tmp_path):
-    store = ChampionStore(str(tmp_path))
-    promote(store, 1)
-    file = file_of(store, "manifest.json")
-    file.write_text(json.dumps({**json.loads(file.read_text()), "news": 1}))
-    assert [each.metrics for each in store.versions()] == [{"test_loss": 1.0}]
-
-
 def test_an_unreachable_champion_is_neither_missing_nor_replaced(monkeypatch):
     store = ChampionStore(f"memory://{uuid.uuid4().hex}", timeout=0.2)
     promote(store, 1)
@@ -512,9 +499,7 @@ def test_status_reports_a_retraining_that_needs_attention(tmp_path, capsys, spoi
 @pytest.mark.parametrize(
     ("place", "key", "expected"),
     [
-        ("runs/champion", "", "NoCredentialsError|credentials|correct the keys"),
         ("runs/champion", "wrong", "correct the keys"),
-        (f"{FORBIDDEN}/champion", "right", "correct the keys"),
         ("no-such-bucket/champion", "right", "create the bucket or correct the URL"),
     ],
 )

@@ -343,12 +343,10 @@ def load_champion(url: str) -> tuple[dict[str, Any], Manifest]:
 
 
 def _manifest(contents: bytes) -> Manifest:
-    names = {field.name for field in dataclasses.fields(Manifest)}
     try:
-        values = json.loads(contents)
-        return Manifest(**{name: value for name, value in values.items() if name in names})  # a later version has more
-    except (ValueError, TypeError, AttributeError) as error:
-        raise CorruptChampion(f"a manifest is damaged: {error}") from error
+        return Manifest(**json.loads(contents))
+    except (ValueError, TypeError) as error:
+        raise CorruptChampion(f"a manifest is damaged, or of another version: {error}") from error
 
 
 def _utc_now() -> str:

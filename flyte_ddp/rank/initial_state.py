@@ -70,8 +70,7 @@ def check_same_run(
             "fewer epochs need another place for the checkpoints"
         )
     theirs, ours = redact_values([checkpoint["config"], dataclasses.asdict(config)])  # in the form that is stored
-    defaults = dataclasses.asdict(TrainingConfig())  # of fields that are newer than the checkpoint
-    fixed = [(name, theirs.get(name, defaults[name]), ours[name]) for name in FIXED_BY_CHECKPOINT]
+    fixed = [(name, theirs.get(name), ours[name]) for name in FIXED_BY_CHECKPOINT]
     options, our_options = theirs["recipe_options"], ours["recipe_options"]
     fixed += [
         (f"recipe_options.{name}", options.get(name), our_options.get(name))
