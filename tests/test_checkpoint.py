@@ -155,13 +155,6 @@ def test_the_checksum_is_that_of_the_whole_file_and_of_a_disk_that_is_full_the_d
     assert raised.value.errno == errno.ENOSPC
 
 
-def test_tensors_without_a_manifest_are_no_checkpoint(tmp_path):
-    store = _store(tmp_path, 3, 6)
-    _files(store, 6)[1].unlink()
-
-    assert _latest(store) == (3, [])
-
-
 def test_no_code_is_run_from_a_checkpoint(tmp_path, monkeypatch):
     class Harmful:
         def __reduce__(self):
@@ -641,13 +634,6 @@ def _copy(directory, target):
     return new_run(target)
 
 
-def test_another_learning_rate_is_refused_at_resume(tmp_path, one_epoch):
-    with pytest.raises(
-        (ConfigError, RankFailure), match=r"learning_rate: expected 0.1, with which .*written, got 0.2;"
-    ):
-        _copy(one_epoch, tmp_path).train(1, learning_rate=0.2)
-
-
 def test_other_recipe_options_are_refused_at_resume(tmp_path):
     run = new_run(tmp_path, "Optional").train(1, epochs=1, recipe_options={"width": 24})
 
@@ -689,13 +675,6 @@ def test_checkpoints_in_a_bucket_are_saved_pruned_and_loaded(bucket):
     assert step == 3
     assert "bytes, got 99" in skipped[0]
     assert abs(store.storage.modified(f"step-{3:010d}.json") - time.time()) < 3600
-
-
-def test_a_missing_bucket_is_refused(bucket):
-    with pytest.raises(ConfigError, match="checkpoints: .*got s3://no-such-bucket/run: .*create the bucket"):
-        Storage("s3://no-such-bucket/run").check_access("checkpoints")
-    Storage(f"{bucket}/fresh").check_access("checkpoints")
-    assert Storage(f"{bucket}/fresh").names() == []
 
 
 def take_away(outage, seconds=4.0, run=None, step=0):
@@ -753,12 +732,12 @@ def test_a_run_survives_outages_in_mid_run_and_at_resume(store_server, bucket, t
     assert all(torch.equal(value, whole[name]) for name, value in state.items())
 
 
-@pytest.fixture(params=[3, 1])
-def small_disk(request, tmp_path):
-    """A file system with space for some checkpoints of `Tiny`, of 58 KB each."""
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system with space for one checkpoint of `Tiny`, of 58 KB."""
     place = tmp_path / "disk"
     place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={40 + 60 * request.param}k", "tmpfs", str(place)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(place)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("needs the right to mount a file system")
     yield place
