@@ -16,7 +16,7 @@ import pytest
 
 import flyte_ddp
 from flyte_ddp.errors import ConfigError, RankFailure
-from flyte_ddp.launch.process import end as process_end
+from flyte_ddp.launch.process.frames import is_of_program
 from tests.test_run import OURS, SCRIPTS, TORCHRUN, environment
 
 ENDS = ("return", "exit", "raise", "late")
@@ -195,22 +195,9 @@ def test_a_programs_hook_for_errors_is_called_and_the_traceback_shown_once(tmp_p
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_threads_of_a_program_that_failed_are_not_waited_for(monkeypatch):
-    import threading
-
-    release = threading.Event()
-    threading.Thread(target=release.wait).start()
-    monkeypatch.setattr(process_end.atexit, "_run_exitfuncs", lambda: None)
-    monkeypatch.setattr(process_end, "THREADS_GRACE", 0.1)
-    started = time.monotonic()
-    process_end.run_exit_handlers(after_error=True)
-    release.set()
-    assert time.monotonic() - started < 30
-
-
 def test_this_package_and_libraries_are_no_part_of_a_program():
     modules = {name: module for name, module in sys.modules.items() if isinstance(module, types.ModuleType)}
-    found = {name for name, module in modules.items() if process_end.is_of_program(vars(module))}
+    found = {name for name, module in modules.items() if is_of_program(vars(module))}
     assert {"tests.test_rank_end", "tests.test_run"} <= found
     assert not {"flyte_ddp", "flyte_ddp.session", "pytest", "json", "subprocess", "builtins"} & found
 

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
-from flyte_ddp.launch.process.end import frames_of_user
+from flyte_ddp.launch.process.frames import frames_of_user
 from flyte_ddp.rank.data import Samples, derived_seed, isolate_draws, seed_generators
 from flyte_ddp.rank.initial_state import abbreviate
 from flyte_ddp.rank.metrics import HeldOutMetrics, check_monitor, read_figures, read_value

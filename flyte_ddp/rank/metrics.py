@@ -19,7 +19,7 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import suggest
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
-from flyte_ddp.launch.process.end import frames_of_user
+from flyte_ddp.launch.process.frames import frames_of_user
 from flyte_ddp.rank.nested import map_tensors
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.world import World

@@ -9,10 +9,12 @@ come too late. So the store where the ranks meet is served from a thread that wa
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -24,9 +26,8 @@ import sys
 import threading
 import time
 import traceback
-import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from socket import socket
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ from flyte_ddp.config.main_module import show_working_directory
 from flyte_ddp.errors import StopRequested, StorageUnavailable
 from flyte_ddp.launch.process.background import call_in_background
 from flyte_ddp.launch.process.collectives import watch_main_thread
-from flyte_ddp.launch.process.end import end_forked_processes, frames_of_user, release_program, run_exit_handlers
+from flyte_ddp.launch.process.frames import frames_of_user
 from flyte_ddp.launch.process.link import RankProcess, SupervisorLink
 from flyte_ddp.launch.process.output import rank_log, rank_stacks
 from flyte_ddp.launch.process.programs import CUDA_OUT_OF_MEMORY, Job
@@ -60,12 +61,6 @@ KEPT_BYTES, RETURNED_BYTES = 1 << 30, 1 << 20
 # Errors of gloo, NCCL and the store on a rank whose peer has died: a consequence, never the cause.
 PEER_FAILURE = re.compile(
     r"gloo|NCCL|[Cc]onnection (was )?(closed|reset|refused)|Broken pipe|recvValue|sendBytes|failed to recv"
-)
-
-# Modules whose frames lead to a user's function.
-STARTERS = (
-    *("flyte_ddp.launch.process.entry", "flyte_ddp.launch.process.programs", "flyte_ddp.launch.run"),
-    *("flyte_ddp.flytekit_plugin.rank_call", "contextlib", "runpy"),
 )
 
 # What torch and multiprocessing say where /dev/shm is too small, full, absent or read-only.
@@ -125,28 +120,26 @@ def run_rank(
     link = SupervisorLink(up, down, beats, local_rank, stacks)
     # Not Python's own, which prints what the supervisor reports; hooks call the one before them.
     sys.excepthook = lambda kind, error, frames: None
+    process = os.getpid()
     try:
         keep_freed_memory()
         os.environ.update(environment(job, node, local_rank))
         call_program(RankProcess(job, node, local_rank, listener, link, *memory))
     except BaseException as error:
+        if os.getpid() != process:
+            raise  # it was forked by the program, and is no rank
         if isinstance(error, StopRequested):
             outcome: tuple[Any, ...] = ("stopped",)
         else:
             outcome = ("error", *_describe(error))
-            link.send(*outcome)  # now, because what follows may wait for dead peers; the supervisor ends it in time
+            link.send(*outcome)  # the end of this process may wait for dead peers; the supervisor ends it in time
             _call_excepthook(error)
-        has_failed = True
-        traceback.clear_frames(error.__traceback__)
     else:
-        outcome, has_failed = ("done",), False
-    with contextlib.suppress(Exception):
-        if has_failed:
-            run_exit_handlers(after_error=True)
-        release_program()  # ends loader processes too, which would leave their semaphores to the resource tracker
+        outcome = ("done",)
+    _flush_files()
     if outcome[0] != "error":
         link.send(*outcome)
-    os._exit(has_failed)  # the supervisor kills what is left of the group
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a thread of gloo's that aborts this process now says
 
 
 def call_program(process: RankProcess) -> None:
@@ -165,13 +158,12 @@ def call_program(process: RankProcess) -> None:
         if process.node.world_size > 1:
             timeout = min(program.stall_timeout, program.left_timeout)
             watch_main_thread(process.link.set_waiting_since, timeout)
-            threading.Thread(target=_watch_ddp, args=(process.link, current), name="pace", daemon=True).start()
     if process.node.copy_distance and not program.is_command:
         threading.Thread(target=_receive_copies, args=(process, store.open), name="copies", daemon=True).start()
     # Nothing shows that multiprocessing has started this process: a script may ask, or choose a start method.
     multiprocessing.set_start_method(None, force=True)
     multiprocessing.current_process().name = "MainProcess"
-    with current.finish_on_error(), end_forked_processes():
+    with current.finish_on_error(), _end_forked_processes():
         value = b""
         with contextlib.suppress(StopRequested):
             value = cloudpickle.loads(program.call)()
@@ -183,7 +175,8 @@ def call_program(process: RankProcess) -> None:
     current.close()
     if process.node.num_nodes > 1:  # whose ranks learn by it that this one has ended, or this one of them
         store.open()  # may import torch, which a process that has shut down its threads cannot
-    run_exit_handlers()
+    threading._shutdown()  # type: ignore[attr-defined]  # threads may use the store
+    atexit._run_exitfuncs()  # so may these, which Python then has done
     store.wait_until_all_ended()
     if current.stop.is_reached or current.was_terminated:
         raise StopRequested
@@ -191,18 +184,32 @@ def call_program(process: RankProcess) -> None:
     current.emit(events.RunFinished(current.step, seconds, value, **current.results))
 
 
+def _flush_files() -> None:
+    """Write what open files hold back. As this process ends, a daemon thread that waits in gloo may abort it."""
+    for kind in (io.TextIOWrapper, io.BufferedWriter):
+        for file in [each for each in gc.get_objects() if type(each) is kind]:
+            with contextlib.suppress(OSError, ValueError):  # it is closed, or whoever read it is gone
+                file.flush()
+
+
+@contextlib.contextmanager
+def _end_forked_processes() -> Iterator[None]:
+    """End a process that the block has forked where the block ends, as Python ends it: that one is no rank."""
+    rank = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() != rank and not isinstance(error, SystemExit):
+            traceback.print_exc()
+            raise SystemExit(1) from None
+        raise
+    if os.getpid() != rank:
+        raise SystemExit(0)
+
+
 def _has_imported_torch() -> bool:
     spec = getattr(sys.modules.get("torch"), "__spec__", None)
     return spec is not None and not getattr(spec, "_initializing", False)
-
-
-def _watch_ddp(link: SupervisorLink, current: Session) -> None:
-    """Have the passes of the function's DistributedDataParallel timed, or its reports, once it has imported torch."""
-    while not _has_imported_torch():
-        time.sleep(POLL_INTERVAL)
-    from flyte_ddp.rank.step_timer import watch_ddp
-
-    current.on_report = watch_ddp(link.set_pace, lambda name: link.send("device", name))
 
 
 def _receive_copies(process: RankProcess, open_store: Callable[[], Store]) -> None:
@@ -260,7 +267,7 @@ def _describe(error: BaseException) -> tuple[str, str, str, bool]:
     if isinstance(error, SystemExit):  # without a traceback, as Python ends
         message = f"exit code {error.code}" if isinstance(error.code, int) else str(error.code)
         return "SystemExit", message, "", False
-    text = "".join(traceback.format_exception(type(error), error, frames_of_user(error) or _frames_of_program(error)))
+    text = "".join(traceback.format_exception(type(error), error, frames_of_user(error) or error.__traceback__))
     try:
         message = str(error)
     except Exception as problem:
@@ -292,17 +299,9 @@ def _call_excepthook(error: BaseException) -> None:
     """Call the hook that the program has set for errors, as Python does: W&B marks its run as failed by its own."""
     if not isinstance(error, SystemExit):
         try:
-            sys.excepthook(type(error), error, _frames_of_program(error))
+            sys.excepthook(type(error), error, frames_of_user(error) or error.__traceback__)
         except Exception:
             traceback.print_exc()
-
-
-def _frames_of_program(error: BaseException) -> types.TracebackType | None:
-    """Return the traceback of `error` without the frames that lead to a user's function: these are ours."""
-    frames = error.__traceback__
-    while frames and frames.tb_frame.f_globals.get("__name__") in STARTERS:
-        frames = frames.tb_next
-    return frames or error.__traceback__
 
 
 def environment(job: Job, node: NodeRanks, local_rank: int) -> dict[str, str]:
