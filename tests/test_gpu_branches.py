@@ -80,14 +80,22 @@ def test_a_replica_on_a_gpu_names_it_and_keeps_the_interval_of_ddps_timing(monke
     assert made[0]["device_ids"] == [1]
 
 
-def test_the_peak_of_a_gpu_is_measured_when_it_has_done_the_products(calls, monkeypatch):
-    ones = torch.ones
-    monkeypatch.setattr(torch, "ones", lambda *size, device, dtype: ones(*size, dtype=dtype))
-    monkeypatch.setattr(evaluation, "MATRIX_SIZE_ON_GPU", 8)
-    monkeypatch.setattr(World, "all_reduce", lambda self, *values: list(values))
-    assert evaluation.measure_peak_flops(TrainingConfig(precision="bf16"), WORLD) > 0
-    assert set(calls[:-1]) == {("synchronize", GPU)}
-    assert calls[-1] == ("reset_peak_memory_stats", GPU), "or the matrices count as the training's memory"
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", (989, 67)),
+        ("NVIDIA H100 PCIe", (756, 51)),
+        ("NVIDIA A100-SXM4-40GB", (312, 19.5)),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (0, 0)),
+        ("NVIDIA L40S", (362, 91.6)),
+        ("NVIDIA L4", (121, 30.3)),
+        ("Tesla T4", (0, 0)),
+    ],
+)
+def test_the_peak_of_a_gpu_is_looked_up_by_its_name(monkeypatch, name, teraflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    found = [evaluation.peak_flops(TrainingConfig(precision=each), WORLD) / 1e12 for each in ("bf16", "fp32")]
+    assert found == pytest.approx(teraflops)
 
 
 def test_a_checkpoint_of_a_gpus_tensors_is_copied_into_pinned_memory(monkeypatch):

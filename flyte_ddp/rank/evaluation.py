@@ -28,9 +28,23 @@ from flyte_ddp.rank.sharding import is_sharded
 from flyte_ddp.recipes import Recipe, list_class_names
 from flyte_ddp.world import World, single_process_world
 
-# Of the products that measure a device's speed:
-MATRIX_SIZE, MATRIX_SIZE_ON_GPU = 1024, 4096  # of each side; larger ones are not faster
-MEASURED_SECONDS = 0.1
+# 10^12 dense operations per second of a GPU in bf16 and in fp32, by a part of its name, from NVIDIA's data sheets. The
+# first part that is in the name counts.
+TERAFLOPS = {
+    "MIG ": (0.0, 0.0),  # a slice, of any size
+    "B200": (2250.0, 75.0),
+    "H200 NVL": (835.0, 60.0),
+    "H200": (989.0, 67.0),
+    "H100 NVL": (835.0, 60.0),
+    "H100 PCIe": (756.0, 51.0),
+    "H100": (989.0, 67.0),
+    "A100": (312.0, 19.5),
+    "A10G": (70.0, 31.2),
+    "A10": (125.0, 31.2),
+    "L40S": (362.0, 91.6),
+    "L40": (181.0, 90.5),
+    "L4": (121.0, 30.3),
+}
 
 
 @dataclass(frozen=True)
@@ -127,42 +141,27 @@ def share_buffers(model: nn.Module, world: World) -> None:
 
 
 class FlopsUtilization:
-    """Compares a training's operations per second with those of large matrix products on the same devices.
+    """Compares a training's operations per second with what its GPUs can do at most.
 
-    Measures nothing, and so delays no start, where the recipe does not define `flops_per_sample`. Every rank makes one
-    at the same time, because the ranks of a node share its cores.
+    Known where the recipe defines `flops_per_sample` and every rank has a GPU of the table. All ranks make one at once.
     """
 
     def __init__(self, recipe: Recipe, model: nn.Module, config: TrainingConfig, world: World) -> None:
         self.flops_per_sample = recipe.flops_per_sample(model)
-        self.peak_flops = world.all_reduce(measure_peak_flops(config, world))[0] if self.flops_per_sample else 0.0
+        peaks = world.all_gather(peak_flops(config, world)) if self.flops_per_sample else [0.0]
+        self.peak_flops = sum(peaks) if all(peaks) else 0.0
 
     def of(self, epoch: EpochFinished) -> dict[str, float]:
         """Return the epoch's utilization as a metric by name; none where it is not known."""
         if not self.peak_flops:
             return {}
-        used = self.flops_per_sample * epoch.samples_per_second
-        # The peak was measured for a tenth of a second, and is more if the training has done more.
-        self.peak_flops = max(self.peak_flops, used)
-        return {"model_flops_utilization": used / self.peak_flops}
+        return {"model_flops_utilization": self.flops_per_sample * epoch.samples_per_second / self.peak_flops}
 
 
-def measure_peak_flops(config: TrainingConfig, world: World) -> float:
-    """Return the operations per second of this rank in products of large matrices, in the configured precision."""
-    on_gpu = world.device.type == "cuda"
-    size = MATRIX_SIZE_ON_GPU if on_gpu else MATRIX_SIZE
-    matrix = torch.ones(size, size, device=world.device, dtype=torch.bfloat16 if config.precision == "bf16" else None)
-    world.all_reduce(float((matrix @ matrix)[0, 0]))  # warms up, and waits for the other ranks
-    products = 0
-    started = time.perf_counter()
-    while (seconds := time.perf_counter() - started) < MEASURED_SECONDS:
-        product = matrix @ matrix
-        for _ in range(9 if on_gpu else 0):  # so that the device does not wait for the host
-            product = matrix @ matrix
-        products += 10 if on_gpu else 1
-        if on_gpu:
-            torch.cuda.synchronize(world.device)
-    del product, matrix
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(world.device)  # which the report has of the training
-    return 2.0 * size**3 * products / seconds
+def peak_flops(config: TrainingConfig, world: World) -> float:
+    """Return the operations per second of this rank's GPU in the configured precision; 0 for an unknown device."""
+    if world.device.type != "cuda":
+        return 0.0
+    name = torch.cuda.get_device_name(world.device)
+    bf16, fp32 = next((rates for part, rates in TERAFLOPS.items() if part in name), (0.0, 0.0))
+    return 1e12 * (bf16 if config.precision == "bf16" else fp32)
