@@ -36,7 +36,6 @@ OWN_MODULES = ("flyte_ddp.launch.process.entry", TRAINING[0])  # that a recipe's
 
 MAX_SOCKET_DIRECTORY = 85  # bytes of a path to which a socket's name is added, on macOS too
 
-START_TIMEOUT = 120.0  # seconds for the server to import torch and fork a rank, after which it is replaced
 END_SIGNALS = tuple(signal.Signals[name] for name in STOP_SIGNALS)
 
 _variables_of_server: dict[str, str] | None = None
@@ -123,14 +122,6 @@ def wait_for_server() -> None:
         probe.join()
 
 
-def kill_server() -> None:
-    """Kill this process's server of ranks, because it does not answer. The next start makes another one."""
-    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    if pid:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
 @contextlib.contextmanager
 def set_environment(variables: dict[str, str]) -> Iterator[None]:
     """Set environment variables, for a child to inherit, for the length of the block."""
@@ -151,15 +142,9 @@ def start_rank(program: Program, target: Callable[..., object], arguments: tuple
     shorten_socket_paths()
     if program.slow_imports and start_server(program.slow_imports):
         forked = ForkedProcess(target=target, args=arguments, name=name)
-        watchdog = threading.Timer(START_TIMEOUT, kill_server)  # one that was stopped would never answer
-        watchdog.start()
-        try:
+        with contextlib.suppress(EOFError, OSError):  # the server has died: a fresh process says why
             forked.start()
             return forked
-        except (EOFError, OSError):  # the server has died, as where torch cannot be loaded: a fresh process says why
-            pass
-        finally:
-            watchdog.cancel()
     fresh = SpawnProcess(target=target, args=arguments, name=name)
     with _starting:
         fresh.start()

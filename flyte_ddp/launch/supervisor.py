@@ -37,7 +37,7 @@ from flyte_ddp.launch.process.output import LogTail, rank_log, rank_stacks
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NUM_SLOTS, PHASES, NodeRanks, semaphore_prefix
 from flyte_ddp.launch.rank_handle import DEATH_GRACE, Rank, process_state
-from flyte_ddp.launch.rank_start import ForkedProcess, kill_server, set_environment, start_rank
+from flyte_ddp.launch.rank_start import ForkedProcess, set_environment, start_rank
 from flyte_ddp.launch.scratch import own_directory
 from flyte_ddp.launch.stalls import (
     MAX_FRAMES,
@@ -61,7 +61,6 @@ MAX_MESSAGE = 6  # lines of an exception's own message
 NUM_STACK_LOOKS = 10
 STACK_SECONDS = 5.0  # at most, for the ranks to write their stacks, and to send which collectives they have entered
 UNKNOWN_CODE = 255  # of a forked process whose server, which alone could read its code, is gone
-SERVER_GRACE = 10.0  # seconds for the server of ranks to report the end of a rank that was killed
 SHARED_MEMORY = Path("/dev/shm")  # has the heartbeats, and named semaphores, which macOS does not list
 
 
@@ -236,10 +235,6 @@ class _Ranks:
         for rank in self.ranks:
             rank.begin_to_kill()
         for rank in self.ranks:
-            if isinstance(rank.process, ForkedProcess):
-                rank.process.join(SERVER_GRACE)
-                if rank.process.is_alive():
-                    kill_server()
             rank.process.join()
             rank.up.close()
             rank.down.close()
@@ -322,9 +317,6 @@ class _Ranks:
                 what += ": its container ran out of memory. Request more memory, or make batches smaller"
             elif cause == "SIGKILL":
                 what += ". Unless a person killed it, the machine ran out of memory"
-        elif code is None:
-            kind, cause = "exit", ""
-            what = f"rank {rank.number} ended, and the server that it was forked from does not answer"
         else:
             what, kind, cause = f"rank {rank.number} exited with code {code}", "exit", f"exit code {code}"
             if code == UNKNOWN_CODE and isinstance(rank.process, ForkedProcess):
