@@ -51,7 +51,6 @@ class PaceWatch:
     _begun: dict[int, Pace] = field(default_factory=dict)  # when the window began
     _begun_at: float = 0.0
     _windows: list[dict[int, events.Straggler]] = field(default_factory=list)  # the slow ranks of the last ones
-    _is_new: bool = True
 
     def note(self, node: str, paces: list[dict[str, Any]], step: int) -> None:
         """Take in what a heartbeat of a node says of its ranks; compare when a window is over."""
@@ -60,9 +59,6 @@ class PaceWatch:
         now = time.monotonic()
         if len(self._latest) < self.world_size or not self._latest:
             return
-        if self._is_new:
-            self._is_new = False
-            self._introduce()
         if not self._begun:
             self._begun, self._begun_at = dict(self._latest), now
         if self.world_size == 1 or now - self._begun_at < SLOW_SECONDS / NUM_WINDOWS:
@@ -81,16 +77,6 @@ class PaceWatch:
         self._windows.append({rank: each for rank in means if (each := self._compare(rank, means, interval))})
         self._begun, self._begun_at = dict(self._latest), now
         self._conclude(step)
-
-    def _introduce(self) -> None:
-        """Log, once, what limits the comparison."""
-        kinds: dict[str, list[int]] = {}
-        for rank, pace in sorted(self._latest.items()):
-            kinds.setdefault(pace.kind, []).append(rank)
-        if len(kinds) > 1:
-            shown = "; ".join(f"{kind or 'CPU'}: ranks {', '.join(map(str, ranks))}" for kind, ranks in kinds.items())
-            what = "the ranks have different kinds of GPU, of which each is compared with its own kind"
-            logger.warning("%s: %s", what, shown)
 
     def _compare(self, rank: int, means: dict[int, list[float]], interval: float) -> events.Straggler | None:
         """Return how a rank is slower than others on its kind of GPU, if so. Steps begin every `interval` seconds."""

@@ -1,17 +1,16 @@
 """A rank's own time per step, by phase, without what it waits for other ranks.
 
-The phases are `data` (until a batch is there), `forward`, and `backward` up to its last gradient: what follows is the
-exchange of gradients, which ends for all ranks together. Collectives that Python waits for count in no phase either.
-A function without such phases has one, `step`, from report to report.
+The phases of a recipe are `data` (until a batch is there), `forward`, and `backward` up to its last gradient: what
+follows is the exchange of gradients, which ends for all ranks together. A function has one, `step`, from report to
+report. Collectives that Python waits for count in no phase.
 The sums go into the memory that the rank shares with its supervisor, so no rank ever waits to be compared.
 """
 
 from __future__ import annotations
 
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +20,8 @@ from torch import Tensor, nn
 from flyte_ddp.launch.process.ranks import PHASES
 
 DATA, FORWARD, BACKWARD, STEP = range(len(PHASES))
-NUM_SEARCHED = 2  # backward passes with a hook on every parameter, until it is known which gradient comes last
-MAX_MISSED = 10  # forward passes of a function without a backward pass after which that is looked for anew
 
 _waited = 0.0  # seconds that Python has waited for collectives in this process
-_is_waiting = False
 
 
 @dataclass(eq=False)
@@ -43,13 +39,18 @@ class StepTimer:
         self._phase = -1
         self._since: Any = 0.0
         self._pending: deque[tuple[int, Any, Any]] = deque()  # phases on the GPU that may not have ended
-        self._last_gradients: weakref.WeakKeyDictionary[nn.Module, LastGradient] = weakref.WeakKeyDictionary()
+        self._is_watching = False
         self._gradient_at: Any = None
         _count_waits()
 
     def watch(self, model: nn.Module) -> None:
-        """Note the last gradient of this model, too. Without one, the whole backward pass counts."""
-        self._last_gradients[model] = LastGradient(model, self._note_gradient)
+        """Have a backward pass count up to the gradient of the model's first trained parameter, which comes last.
+
+        A pass without that gradient does not count. Of a model that is not watched the whole pass does.
+        """
+        self._is_watching = True
+        for parameter in [each for each in model.parameters() if each.requires_grad][:1]:
+            parameter.register_post_accumulate_grad_hook(self._note_gradient)
 
     def begin(self, phase: int) -> None:
         """End the phase before it, if there is one, and begin this one."""
@@ -61,10 +62,8 @@ class StepTimer:
         phase, self._phase = self._phase, -1
         if phase < 0:
             return
-        is_found = phase == BACKWARD and self._gradient_at is not None
-        until = self._gradient_at if is_found else self._now(phase)
-        if phase == BACKWARD:
-            self._settle(is_found)
+        is_watched = phase == BACKWARD and self._is_watching
+        until = (self._gradient_at or self._since) if is_watched else self._now(phase)
         if self._on_gpu and phase != DATA:
             self._pending.append((phase, self._since, until))
         else:
@@ -80,11 +79,7 @@ class StepTimer:
         seconds = [0.0 if phase in self.waiting else each for phase, each in enumerate(self.seconds)]
         self.publish(self.num_steps, seconds)
 
-    def _settle(self, is_found: bool) -> None:
-        for each in list(self._last_gradients.values()):
-            each.settle(is_found)
-
-    def _note_gradient(self) -> None:
+    def _note_gradient(self, parameter: Tensor) -> None:
         if self._phase == BACKWARD:
             self._gradient_at = self._now(BACKWARD)
 
@@ -96,70 +91,24 @@ class StepTimer:
         return time.perf_counter() - _waited
 
 
-class LastGradient:
-    """Calls `note` when the last gradient of a backward pass is there; after some passes, once per pass.
-
-    A hook on each parameter would cost a call of Python each. So after the first passes only the parameter whose
-    gradient came last keeps its hook; all get theirs back if it gets no gradient. Keeps no model or parameter alive.
-    """
-
-    def __init__(self, model: nn.Module, note: Callable[[], None]) -> None:
-        self._note = note
-        self._model = weakref.ref(model)
-        self._handles: list[Any] = []
-        self._latest: weakref.ref[Tensor] | None = None
-        self._num_searched = 0
-        self._hook(model.parameters())
-
-    def settle(self, is_found: bool) -> None:
-        """Note the end of a pass, and whether any model got a gradient in it."""
-        latest = self._latest() if self._latest else None
-        if not is_found:
-            if self._num_searched > NUM_SEARCHED and (model := self._model()):
-                self._num_searched = 0
-                self._hook(model.parameters())
-        elif latest is not None:
-            self._latest = None
-            self._num_searched += 1
-            if self._num_searched == NUM_SEARCHED:
-                self._hook([latest])
-
-    def _hook(self, parameters: Iterable[Tensor]) -> None:
-        for handle in self._handles:
-            handle.remove()
-        trained = [each for each in parameters if each.is_leaf and each.requires_grad]  # which the program may change
-        self._handles = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in trained]
-
-    def _on_gradient(self, parameter: Tensor) -> None:
-        self._latest = weakref.ref(parameter)
-        self._note()
-
-
 def _count_waits() -> None:
-    """Count the seconds that this process waits for collectives in Python, or for DDP's buffers, from now on."""
+    """Count the seconds that Python waits for collectives in this process, from now on."""
     from torch._C._distributed_c10d import Work  # torch.distributed's own, which it does not export for type checkers
-    from torch.nn.parallel import DistributedDataParallel
 
-    if not getattr(Work.wait, "is_counted", False):
-        Work.wait = _count_wait(Work.wait)  # type: ignore[method-assign]
-        # It waits for rank 0 in C++, at the start of a forward pass.
-        DistributedDataParallel._sync_buffers = _count_wait(DistributedDataParallel._sync_buffers)  # type: ignore[method-assign]
+    wait: Any = Work.wait
+    if hasattr(wait, "is_counted"):
+        return
 
-
-def _count_wait(wait: Any) -> Any:
     def counted(self: Any, *arguments: Any, **options: Any) -> Any:
-        global _waited, _is_waiting
-        if _is_waiting:
-            return wait(self, *arguments, **options)
-        _is_waiting, started = True, time.perf_counter()
+        global _waited
+        started = time.perf_counter()
         try:
             return wait(self, *arguments, **options)
         finally:
-            _is_waiting = False
             _waited += time.perf_counter() - started
 
     counted.is_counted = True  # type: ignore[attr-defined]
-    return counted
+    Work.wait = counted  # type: ignore[method-assign]
 
 
 def device_name(device: torch.device) -> str:
@@ -167,76 +116,3 @@ def device_name(device: torch.device) -> str:
     if device.type != "cuda":
         return ""
     return f"{torch.cuda.get_device_name(device)} ({device})"
-
-
-def watch_ddp(publish: Callable[[int, list[float]], None], send_device: Callable[[str], None]) -> Callable[[], None]:
-    """Time the passes of a function's DistributedDataParallel from now on; each backward pass is a step.
-
-    The data phase is all that a step does between two passes, such as the optimizer's update. Several models, such as
-    a GAN's, share one timer.
-
-    Returns:
-        What a report of the function calls: while there are no such passes, each ends a step.
-    """
-    from torch.nn.parallel import DistributedDataParallel
-
-    timer: _FunctionTimer | None = None
-    reports = StepTimer(publish, torch.device("cpu"))
-    models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-    forward: Any = DistributedDataParallel.forward
-
-    def note_report() -> None:
-        if timer is None:
-            reports.end_step()
-            reports.begin(STEP)
-
-    def timed(self: nn.Module, *inputs: Any, **options: Any) -> Any:
-        nonlocal timer
-        if torch.compiler.is_compiling() or not (self.training and torch.is_grad_enabled()):
-            return forward(self, *inputs, **options)
-        if timer is None:
-            device = next(self.parameters()).device
-            timer = _FunctionTimer(publish, device)
-            timer.num_steps, timer.seconds = reports.num_steps, reports.seconds
-            send_device(device_name(device))
-        if self not in models:
-            models.add(self)
-            timer.watch(self)
-        timer.begin_forward()
-        outputs = forward(self, *inputs, **options)
-        timer.begin(BACKWARD)
-        return outputs
-
-    DistributedDataParallel.forward = timed  # type: ignore[method-assign]
-    return note_report
-
-
-class _FunctionTimer(StepTimer):
-    """The timer of a function, of which only gradients show when a backward pass runs."""
-
-    _is_ending = False
-    _num_missed = 0
-
-    def begin_forward(self) -> None:
-        """Begin a forward pass. Drop the time since one that raised, or that no backward pass followed."""
-        self._is_ending = False
-        self._num_missed += 1
-        if self._phase != DATA:
-            self._phase = -1
-        if self._num_missed > MAX_MISSED:
-            self._num_missed = 0
-            self._settle(is_found=False)
-        self.begin(FORWARD)
-
-    def _note_gradient(self) -> None:
-        super()._note_gradient()
-        if not self._is_ending and self._phase == BACKWARD:
-            self._is_ending = True
-            # DDP waits for its exchange in a callback of this kind. One that a callback adds comes after that.
-            queue: Any = torch.autograd.Variable._execution_engine.queue_callback
-            queue(lambda: queue(self._end_pass))
-
-    def _end_pass(self) -> None:
-        self._is_ending, self._num_missed = False, 0
-        self.end_step()
-        self.begin(DATA)

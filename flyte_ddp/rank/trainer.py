@@ -83,6 +83,8 @@ class Trainer:
         waiting = [BACKWARD] * config.compile
         if self.is_sharded:
             waiting = [FORWARD, BACKWARD] if world.device.type == "cuda" else []  # elsewhere Python sees the waits
+        elif any(True for _ in model.buffers()):
+            waiting = [FORWARD, *waiting]  # DDP gives every rank the buffers of rank 0 first
         self.timer = StepTimer(self.session.process.link.set_pace, world.device, waiting)
         if not (self.is_sharded or config.compile):
             self.timer.watch(model)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from flyte_ddp.checkpoints.resharding import BoxOf
     from flyte_ddp.checkpoints.store import CheckpointStore
     from flyte_ddp.rank.batches import Check, EpochBatches
+    from flyte_ddp.rank.step_timer import StepTimer
     from flyte_ddp.world import World
 
 NUM_KEPT = 2  # newest checkpoints that stay
@@ -77,7 +78,7 @@ class Session:
         self._num_sets = 0  # of the epoch before it; 0 if that is not known
         self._checked: deque[tuple[Any, dict[str, Any]]] = deque(maxlen=MAX_CHECKED)
         self._link.on_stop = self._terminate
-        self.on_report: Callable[[], None] = lambda: None  # called in each rank at each report
+        self._timer: StepTimer | None = None  # of a function's steps, from report to report
         # There is a checkpoint, or will be one whenever the run is asked to stop.
         self.can_resume = process.job.program.can_resume
 
@@ -396,7 +397,7 @@ class Session:
         self.step = self.step + 1 if step is None else whole_number("session.report: step", step)
         epoch = None if epoch is None else finite_number("session.report: epoch", epoch, minimum=0)
         self._link.beat(self.step)
-        self.on_report()
+        self._time_report()
         if self.process.rank > 0:
             return
         metrics = {}
@@ -407,6 +408,18 @@ class Session:
             except (TypeError, ValueError, RuntimeError, OverflowError):
                 raise ConfigError(f"session.report: {name}: expected a number, got {value!r}") from None
         self._link.emit(events.Reported(self.step, epoch, metrics))
+
+    def _time_report(self) -> None:
+        """Publish the time from report to report of a function whose ranks may wait for one another."""
+        if self.process.job.program.describes_itself or "torch.distributed.distributed_c10d" not in sys.modules:
+            return
+        from torch import device
+
+        from flyte_ddp.rank.step_timer import STEP, StepTimer
+
+        self._timer = self._timer or StepTimer(self._link.set_pace, device("cpu"))
+        self._timer.end_step()
+        self._timer.begin(STEP)
 
     def beat(self, step: int) -> None:
         """Report progress; `step` counts optimizer steps from the start of the run."""
