@@ -40,7 +40,7 @@ def generate_text(
     model_state: PythonPickledFile, prompt: str, max_tokens: int, temperature: float, top_p: float, seed: int
 ) -> str:
     """Continue `prompt` with the model in `model_state` that recipe text trained."""
-    from flyte_ddp.recipes.text import generate as generator
+    from flyte_ddp.recipes.text import model as generator
 
     with flyte_errors():
         model = generator.load_model(_read_state(model_state, "text"))

@@ -56,14 +56,19 @@ HOMES = {
     "dask_kubernetes": ("flyte_ddp.cluster",),
     "kubernetes": ("flyte_ddp.cluster", "flyte_ddp.flytekit_plugin.pods"),
     "kr8s": ("flyte_ddp.cluster",),
-    "transformers": ("flyte_ddp.integrations.transformers",),
+    "huggingface_hub": ("flyte_ddp.recipes.text.pretrained",),
+    "transformers": (
+        "flyte_ddp.integrations.transformers",
+        "flyte_ddp.recipes.text.model",
+        "flyte_ddp.recipes.text.pretrained",
+    ),
     "lightning": ("flyte_ddp.integrations.lightning",),
     "mlflow": ("flyte_ddp.observers.mlflow",),
     "accelerate": ("flyte_ddp.integrations.accelerate",),
     "optuna": ("flyte_ddp.studies.search",),
     "prometheus_client": ("flyte_ddp.observers.metrics",),
     "tokenizers": ("flyte_ddp.recipes.text.tokens",),
-    "safetensors": ("flyte_ddp.storage.weights", "flyte_ddp.recipes.text.export"),
+    "safetensors": ("flyte_ddp.storage.weights",),
     "wandb": ("flyte_ddp.observers",),
 }
 SLOW = ("tokenizers", "torch", "torchvision", "matplotlib", "wandb", "sklearn", "flytekit", "optuna", "pandas")
@@ -74,7 +79,7 @@ COMPUTES = (
     "flyte_ddp.integrations",
     "flyte_ddp.rank",
     "flyte_ddp.world",
-    *(f"flyte_ddp.recipes.{recipe}.{module}" for recipe in ("pet_names", "text") for module in ("generate", "model")),
+    *(f"flyte_ddp.recipes.{module}" for module in ("pet_names.generate", "pet_names.model", "text.model")),
 )
 
 

@@ -22,13 +22,11 @@ from flyte_ddp.rank import main as rank_main
 from flyte_ddp.rank.initial_state import load_initial_state
 from flyte_ddp.rank.main import export_model
 from flyte_ddp.recipes import get_recipe
-from flyte_ddp.recipes.text.export import save_for_transformers
-from flyte_ddp.recipes.text.generate import load_model
-from flyte_ddp.recipes.text.model import Shape, TextModel
-from flyte_ddp.recipes.text.tokens import make_tokenizer, train_bpe
+from flyte_ddp.recipes.text.model import load_model
 from flyte_ddp.storage.weights import from_bytes, is_safetensors
 from tests.support.runs import to_safetensors
 from tests.support.short_run import run_finished, started
+from tests.support.text_recipe import prepared
 
 TINY = "tests.support.recipes.Tiny"
 
@@ -112,9 +110,8 @@ def test_a_safetensors_file_may_begin_as_a_pickle_does():
 
 
 def test_no_file_of_an_export_is_in_memory(tmp_path):
-    model = TextModel(Shape(256, 32, 4, 256, 4))
-    model.reset_parameters(0)
-    state = model.state_dict()
+    recipe, _, _ = prepared(tmp_path, layers=4, width=256, heads=4)
+    state = recipe.model().state_dict()
     tracemalloc.start()
     try:
         results = export_model(get_recipe("text"), state, str(tmp_path))
@@ -172,30 +169,10 @@ def test_a_start_from_a_damaged_safetensors_file_is_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_our_safetensors_file_of_text_has_the_tokenizer_too():
-    model = TextModel(Shape(256, 16, 1, 32, 2))
-    model.reset_parameters(0)
-    assert load_model(from_bytes(to_safetensors(model.state_dict()))).shape == model.shape
-
-
-@pytest.mark.parametrize("tokens", ["bytes", "bpe"])
-def test_transformers_loads_text_with_equal_logits_and_tokens(tokens, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    definition = "" if tokens == "bytes" else train_bpe(iter(["the cat sat on the mat, née "] * 50), 300).definition
-    tokenizer = make_tokenizer(definition)
-    model = TextModel(Shape(tokenizer.size, 32, 3, 64, 4), tokenizer=definition)
-    model.reset_parameters(1)
-    save_for_transformers(model.eval().state_dict(), tmp_path)
-
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    batch = torch.randint(0, tokenizer.size, (2, 32), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(batch).logits, model(batch), rtol=1e-5, atol=1e-6)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    text = "the cät sat ÿ on\n 日本 <end>"
-    assert theirs(text)["input_ids"] == tokenizer.encode([text.encode()])[0].tolist()
-    assert theirs.decode(theirs(text)["input_ids"]) == text
-    assert (theirs.eos_token_id, theirs.bos_token_id, len(theirs)) == (tokenizer.end, tokenizer.end, tokenizer.size)
+def test_our_safetensors_file_of_text_has_the_tokenizer_too(tmp_path):
+    recipe, _, _ = prepared(tmp_path)
+    model = load_model(from_bytes(to_safetensors(recipe.model().state_dict())))
+    assert model.tokenizer.files == recipe._tokenizer.files
 
 
 def test_a_store_that_takes_no_more_is_named_and_ends_nothing(tmp_path, monkeypatch):

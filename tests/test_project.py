@@ -118,6 +118,7 @@ from flyte_ddp import Regression
 from flyte_ddp.observers.reports.drawing import Panel
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.recipes import get_recipe
+from flyte_ddp.recipes.text.corpus import Corpus
 from flyte_ddp.studies.search import build_trials, expand_grid
 from pathlib import Path
 
@@ -126,8 +127,8 @@ here = Path({str(tmp_path)!r})
 grid = {{"learning_rate": {{"low": 0.1, "high": 1}}}}
 for act in (
     lambda: get_recipe("digits", {{}}).prepare("", here),
-    lambda: get_recipe("text", {{"tokens": "bpe"}}).prepare("", here),
-    lambda: get_recipe("text", {{}}).prepare(str(here), here),
+    lambda: get_recipe("text", {{}}).prepare("", here),
+    lambda: list(Corpus(str(here)).pieces()),
     lambda: Regression().metrics(),
     lambda: expand_grid(grid, 2),
     lambda: build_trials("digits", {{}}, [{{}}]),
@@ -142,7 +143,7 @@ print(*Report().draw(lambda: [Panel("a", "b", "c", None)]))
     assert status == 0, output
     assert output.replace(str(tmp_path), "HERE").splitlines() == [
         "data: scikit-learn carries the digits: expected the package sklearn: pip install 'flyte-ddp[digits]'",
-        "recipe_options.tokens: expected the package tokenizers: pip install 'flyte-ddp[text]'",
+        "recipe text: expected the package tokenizers: pip install 'flyte-ddp[text]'",
         "data: HERE/text.parquet: expected the package pyarrow: pip install 'flyte-ddp[text]'",
         "the metrics of Regression: expected the package torchmetrics: pip install 'flyte-ddp[metrics]'",
         "a sampled sweep: expected the package optuna: pip install 'flyte-ddp[sweep]'",
@@ -231,7 +232,7 @@ print([name for name in ("torch", "distributed", "wandb", "kubernetes", "kr8s", 
 
 def test_the_extras_are_those_of_the_messages():
     extras = PROJECT["optional-dependencies"]
-    distributions = {"mlflow": "mlflow-skinny", "sklearn": "scikit-learn"}
+    distributions = {"huggingface_hub": "huggingface-hub", "mlflow": "mlflow-skinny", "sklearn": "scikit-learn"}
     assert set(EXTRAS.values()) < extras.keys()
     for package, extra in EXTRAS.items():
         assert distributions.get(package, package) in extras[extra]

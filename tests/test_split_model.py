@@ -24,12 +24,28 @@ from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.world import World
 from tests.support.gang import run_gang, train_recipe
+from tests.support.recipes import Tiny
 from tests.support.runs import new_run
 from tests.support.text_recipe import TINY as SMALL
 from tests.support.text_recipe import prepared
 
 TINY = "tests.support.recipes.Tiny"
 STEPS = 9  # per epoch
+
+
+class Drawn(Tiny):
+    """A recipe whose weights can be drawn one by one."""
+
+    def model(self):
+        model = super().model()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if not parameter.is_meta:
+                    parameter.copy_(self.initial_value(name, parameter.shape))
+        return model
+
+    def initial_value(self, name, shape):
+        return torch.arange(float(shape.numel())).view(shape) + len(name)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +79,10 @@ def look_inside(world, store, data, checkpoints, text_data, state):
     replicate(model, config, world, recipe)
     load_initial_state(model, state)
 
+    drawn = build_model(Drawn(), config, world)
+    assert all(parameter.is_meta for parameter in drawn.parameters())
+    replicate(drawn, config, world, Drawn())
+
     compiled = []
     nn.Module.compile = lambda module: compiled.append(module)  # a method, so no built-in function
     options = {"recipe_options": SMALL, "parallel": "fsdp", "compile": True, "precision": "bf16"}
@@ -72,12 +92,14 @@ def look_inside(world, store, data, checkpoints, text_data, state):
     language_model = build_model(recipe, config, world)
     _, replica = replicate(language_model, config, world, recipe)
     types = []
-    language_model.blocks[0].register_forward_hook(lambda module, inputs, output: types.append(output.dtype))
+    block = language_model.model.transformer.h[0]
+    block.register_forward_hook(lambda module, inputs, output: types.append(output.dtype))
     outputs = replica(torch.zeros(1, 4, dtype=torch.int64))
     outputs.sum().backward()
     return {
         "split": before,
         "state": whole_state(model.state_dict(), keep=True),
+        "drawn": whole_state(drawn.state_dict(), keep=True),
         "compiled": [name for name, module in language_model.named_modules() if module in compiled],
         "types": [*types, outputs.dtype, next(language_model.parameters()).grad.dtype],
     }
@@ -97,8 +119,14 @@ def test_a_split_model_starts_from_the_file_of_a_whole_one(inside):
     assert all(torch.equal(value, expected[name]) for name, value in inside["state"].items())
 
 
+def test_weights_of_a_split_model_are_drawn_one_by_one(inside):
+    expected = Drawn().model().state_dict()
+    assert inside["drawn"].keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in inside["drawn"].items())
+
+
 def test_each_block_of_a_split_model_is_compiled_and_computes_in_bf16_with_gradients_in_fp32(inside):
-    assert inside["compiled"] == ["blocks.0", "blocks.1"]
+    assert inside["compiled"] == ["model.transformer.h.0", "model.transformer.h.1"]
     assert inside["types"] == [torch.bfloat16, torch.float32, torch.float32]
 
 

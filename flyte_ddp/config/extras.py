@@ -9,6 +9,7 @@ from flyte_ddp.errors import ConfigError
 EXTRAS = {  # as in pyproject.toml
     "adlfs": "azure",
     "gcsfs": "gcs",
+    "huggingface_hub": "text",
     "matplotlib": "reports",
     "mlflow": "mlflow",
     "optuna": "sweep",

@@ -1,203 +1,147 @@
-"""Recipe text's model: a decoder-only Transformer. Knows no files, and no ranks.
-
-Rotary positions (Su et al., "RoFormer", 2021), RMSNorm before each part of a block, SwiGLU, no biases, and one matrix
-for the embedding and the output.
-"""
+"""Recipe text's model: any causal language model of transformers, with its tokenizer. Knows no ranks, no network."""
 
 from __future__ import annotations
 
-import hashlib
-import math
-from dataclasses import asdict, dataclass
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from flyte_ddp.config.fields import Limits, check
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.recipes.text.pretrained import CONFIG, FIELD, WEIGHTS, make_config
+from flyte_ddp.recipes.text.tokens import Tokenizer
 
-ROPE_BASE = 10_000.0  # RoFormer's
-INITIAL_DEVIATION = 0.02  # GPT-2's
-
-Rotation = tuple[Tensor, Tensor]  # cosines and sines, (T, head width / 2) each
-
-
-@dataclass(frozen=True)
-class Shape:
-    vocabulary: int  # tokens that it knows
-    context: int  # tokens that it sees at once
-    layers: int
-    width: int
-    heads: int
-
-
-class KeysAndValues:
-    """The keys and values of the tokens that one attention layer has seen, for generating token by token."""
-
-    def __init__(self, context: int) -> None:
-        self.context = context
-        self.length = 0
-        self._stored: Tensor | None = None
-
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add those of the next T tokens, (B, H, T, D) each, and return all so far."""
-        if self._stored is None:
-            batch, heads, _, size = keys.shape
-            self._stored = keys.new_empty(2, batch, heads, self.context, size)
-        end = self.length + keys.shape[2]
-        self._stored[0, :, :, self.length : end] = keys
-        self._stored[1, :, :, self.length : end] = values
-        self.length = end
-        return self._stored[0, :, :, :end], self._stored[1, :, :, :end]
-
-
-class Attention(nn.Module):
-    """Causal self-attention, by torch's fastest kernel for the device."""
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads = heads
-        self.dropout = dropout
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.output = nn.Linear(width, width, bias=False)
-
-    def forward(self, inputs: Tensor, rotation: Rotation, cache: KeysAndValues | None = None) -> Tensor:
-        """Return (B, T, width) for inputs of this shape. With a `cache` they follow the tokens that it has seen."""
-        batch, length, width = inputs.shape
-        qkv = self.qkv(inputs).view(batch, length, 3, self.heads, width // self.heads)
-        queries, keys, values = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        queries, keys = rotate(queries, rotation), rotate(keys, rotation)
-        mask = None
-        if cache is not None:
-            seen = cache.length
-            keys, values = cache.append(keys, values)
-            mask = torch.ones(length, seen + length, dtype=torch.bool, device=inputs.device).tril(seen)
-        attended = functional.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=mask is None,
-            dropout_p=self.dropout if self.training else 0.0,
-        )
-        merged: Tensor = self.output(attended.transpose(1, 2).reshape(batch, length, width))
-        return merged
-
-
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer, 2020) with the usual two thirds of 4 x width, rounded up to a multiple of 32."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        hidden = 32 * math.ceil(8 * width / 3 / 32)
-        self.gate_and_up = nn.Linear(width, 2 * hidden, bias=False)
-        self.output = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        gate, up = self.gate_and_up(inputs).chunk(2, dim=-1)
-        outputs: Tensor = self.output(functional.silu(gate) * up)
-        return outputs
-
-
-class Block(nn.Module):
-    """One layer: attention and feed-forward network, each added to its input."""
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(width)
-        self.attention = Attention(width, heads, dropout)
-        self.feed_forward_norm = nn.RMSNorm(width)
-        self.feed_forward = FeedForward(width)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, inputs: Tensor, rotation: Rotation, cache: KeysAndValues | None = None) -> Tensor:
-        attended = inputs + self.dropout(self.attention(self.attention_norm(inputs), rotation, cache))
-        outputs: Tensor = attended + self.dropout(self.feed_forward(self.feed_forward_norm(attended)))
-        return outputs
+MAX_TOKENS = 100_000  # of one text
+DEFAULT_CONTEXT = 2048  # tokens at once while generating, of a model without a limit
 
 
 class TextModel(nn.Module):
     """Predict, for each token of a text, the token that follows.
 
-    May be built on the meta device. `reset_parameters` then gives it its weights.
-
-    Args:
-        tokenizer: definition of the tokenizer, part of the state dict with the shape: a state means nothing with
-            another vocabulary, and can be used without the data it was trained on.
+    The config and the tokenizer are part of the state dict: a state means nothing with another vocabulary, and can be
+    used without the data it was trained on.
     """
 
-    def __init__(self, shape: Shape, dropout: float = 0.0, tokenizer: str = "") -> None:
+    def __init__(self, model: Any, tokenizer: Tokenizer) -> None:
         super().__init__()
-        self.shape = shape
+        self.model = model
         self.tokenizer = tokenizer
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.blocks = nn.ModuleList(Block(shape.width, shape.heads, dropout) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.width)
 
-    def forward(self, tokens: Tensor, caches: list[KeysAndValues] | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, **generation: Any) -> Any:
         """Return logits (B, T, vocabulary) for tokens (B, T).
 
         Args:
-            caches: of `new_caches`; `tokens` then follow those of the calls before, at most `context` in all.
+            generation: options of transformers' `generate`, whose tokens are returned instead. By this method because
+                a model that is split over ranks gathers its weights for its `forward`.
         """
-        first = caches[0].length if caches else 0
-        rotation = compute_rotation(first, tokens.shape[1], self.shape.width // self.shape.heads, tokens.device)
-        hidden = self.embedding(tokens)
-        for number, block in enumerate(self.blocks):
-            hidden = block(hidden, rotation, caches[number] if caches else None)
-        return functional.linear(self.norm(hidden), self.embedding.weight)
-
-    def new_caches(self) -> list[KeysAndValues]:
-        return [KeysAndValues(self.shape.context) for _ in self.blocks]
-
-    def reset_parameters(self, seed: int) -> None:
-        """Draw fresh weights: a function of `seed` alone. Parameters on the meta device are left as they are."""
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if not parameter.is_meta:
-                    parameter.copy_(initial_value(name, parameter.shape, self.shape.layers, seed))
+        if generation:
+            return self.model.generate(tokens, attention_mask=torch.ones_like(tokens), **generation)
+        return self.model(input_ids=tokens, use_cache=False).logits
 
     def get_extra_state(self) -> Any:
-        return {"shape": asdict(self.shape), "tokenizer": self.tokenizer}
+        return {"config": json.loads(self.model.config.to_json_string()), "tokenizer": self.tokenizer.files}
 
     def set_extra_state(self, state: Any) -> None:
         """Raise ConfigError for the state of a model with another vocabulary, also where all sizes are the same."""
-        if state["tokenizer"] != self.tokenizer:
-            raise ConfigError(
-                f"vocabulary: expected a state with the vocabulary of this data, {_describe(self.tokenizer)}, got one "
-                f"with {_describe(state['tokenizer'])}"
-            )
+        if state["tokenizer"] != self.tokenizer.files:
+            raise ConfigError("vocabulary: expected a state with the tokenizer of this data, got one with another")
 
 
-def initial_value(name: str, shape: torch.Size, layers: int, seed: int) -> Tensor:
-    """Return the initial value of one parameter of a `TextModel`, the same for every order and place of the calls.
+def open_model(directory: Path, tokenizer: Tokenizer) -> TextModel:
+    """Return the model in `directory`: with its weights, or fresh ones where there is a config alone.
 
-    So any rank can draw any parameter alone. As in GPT-2, what is added to the residual stream starts smaller the more
-    layers there are.
+    Raises:
+        ConfigError: the files lack weights of it.
     """
-    if len(shape) == 1:
-        return torch.ones(shape)  # of a norm
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    is_added = name.endswith("output.weight")
-    deviation = INITIAL_DEVIATION / math.sqrt(2 * layers) if is_added else INITIAL_DEVIATION
-    return torch.empty(shape, device="cpu").normal_(0.0, deviation, generator=generator)
+    from transformers import AutoModelForCausalLM
+
+    if not any(file.suffix == WEIGHTS for file in directory.iterdir()):
+        values = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        return TextModel(
+            AutoModelForCausalLM.from_config(make_config(values, "recipe_options.architecture")), tokenizer
+        )
+    model, found = AutoModelForCausalLM.from_pretrained(
+        directory, local_files_only=True, trust_remote_code=False, dtype=torch.float32, output_loading_info=True
+    )
+    if missing := sorted(found["missing_keys"]):
+        raise ConfigError(f"{FIELD}: expected all weights of a causal language model, got none for {missing[0]}")
+    return TextModel(model, tokenizer)
 
 
-def compute_rotation(first: int, length: int, size: int, device: torch.device) -> Rotation:
-    """Return the cosines and sines for `length` positions from `first` on, of heads of width `size`."""
-    frequencies = ROPE_BASE ** (-torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
-    angles = torch.outer(torch.arange(first, first + length, device=device, dtype=torch.float32), frequencies)
-    return angles.cos(), angles.sin()
+def load_model(state: Mapping[str, Any]) -> TextModel:
+    """Return the model, on the CPU, of a state that recipe `text` wrote. Raises ConfigError for another model's."""
+    try:
+        return _fill(state, assign=False)
+    except (TypeError, KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())  # torch lists the gaps on many lines
+        raise ConfigError(f"model_state: expected the state of recipe text, got another model's: {reason}") from error
 
 
-def rotate(values: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate each pair of features (i, i + D/2) of `values` (B, H, T, D) by the angle of its position."""
-    cosines, sines = (part.to(values.dtype) for part in rotation)
-    first, second = values.chunk(2, dim=-1)
-    return torch.cat([first * cosines - second * sines, first * sines + second * cosines], dim=-1)
+def export_model(state: Mapping[str, Any], directory: Path) -> None:
+    """Write the files that `AutoModelForCausalLM` and `AutoTokenizer` load, from the state's own memory."""
+    with torch.device("meta"):
+        model = _fill(state, assign=True)
+    model.model.tie_weights()
+    model.model.save_pretrained(directory)
+    model.tokenizer.save(directory)
 
 
-def _describe(tokenizer: str) -> str:
-    return f"BPE {hashlib.sha256(tokenizer.encode()).hexdigest()[:8]}" if tokenizer else "bytes"
+def _fill(state: Mapping[str, Any], assign: bool) -> TextModel:
+    from transformers import AutoModelForCausalLM
+
+    extra = state["_extra_state"]
+    config = make_config(extra["config"], "model_state")
+    model = TextModel(AutoModelForCausalLM.from_config(config), Tokenizer(extra["tokenizer"]))
+    model.load_state_dict(state, assign=assign)
+    return model
+
+
+def generate_text(
+    model: TextModel,
+    prompt: str = "",
+    max_tokens: int = 200,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    seed: int = 0,
+) -> str:
+    """Return `prompt` and the text that `model` continues it with; the same for the same arguments.
+
+    When the context is full, the text goes on from its last half.
+
+    Args:
+        model: on the device that computes.
+        prompt: the beginning of a document; "" lets the model begin.
+        max_tokens: after which the text ends, if the model does not end it before.
+        temperature: >= 0; 0 takes the likeliest token each time, 1 draws as the training text has them.
+        top_p: in (0, 1]; draws only from the likeliest tokens that together have this probability.
+        seed: >= 0.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+    check("max_tokens", max_tokens, int, Limits(minimum=1, maximum=MAX_TOKENS))
+    check("temperature", temperature, float, Limits(minimum=0))
+    check("top_p", top_p, float, Limits(above=0, maximum=1))
+    check("seed", seed, int, Limits(minimum=0))
+    end = model.tokenizer.end
+    tokens = [end, *model.tokenizer.encode([prompt.encode("utf-8", "replace")])[0].tolist()]
+    first, is_over, device = len(tokens), False, next(model.parameters()).device
+    context = getattr(model.model.config.get_text_config(), "max_position_embeddings", None) or DEFAULT_CONTEXT
+    options: dict[str, Any] = {"eos_token_id": end, "pad_token_id": end, "do_sample": temperature > 0}
+    options |= {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
+    was_training = model.training
+    model.eval()
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        while not is_over and (left := first + max_tokens - len(tokens)) > 0:
+            seen = tokens[-max(1, context // 2) :]
+            longest = min(left, context - len(seen) + 1)  # the last one is not seen
+            new = model(torch.tensor([seen], device=device), max_new_tokens=longest, **options)[0, len(seen) :].tolist()
+            is_over = new[-1] == end
+            tokens += new
+    model.train(was_training)
+    return prompt + model.tokenizer.decode(tokens[first:])

@@ -1,4 +1,4 @@
-"""Recipe `text`: a language model on text of the user's own, or on the reference topics that come with Python.
+"""Recipe `text`: a causal language model on text of the user's own, or on the reference topics that come with Python.
 
 The losses of a run are in nats per token. Beside them stand nats per byte, which compare between tokenizers.
 """
@@ -6,7 +6,11 @@ The losses of a run are in nats per token. Beside them stand nats per byte, whic
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import os
+import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,25 +18,23 @@ from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.config.extras import require
 from flyte_ddp.config.fields import field, validate
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.events import EpochFinished, Prediction
 from flyte_ddp.recipes.base import Recipe
 from flyte_ddp.storage import has_password, redact_url
 
 if TYPE_CHECKING:
-    from torch import Size, Tensor, nn
+    from torch import Tensor, nn
     from torch.utils.data import Dataset
 
-    from flyte_ddp.recipes.text.shards import Facts
-    from flyte_ddp.recipes.text.tokens import Tokenizer
-
+MODEL, TOKENIZER = "model", "tokenizer"  # directories of the prepared data
 SAMPLE_TOKENS, SAMPLE_TEMPERATURE, SAMPLE_TOP_P = 200, 0.8, 0.95  # of the text shown after each epoch
 SHOWN_TOKENS, SHOWN_SCORES = 24, 10  # of a prediction in the report
 
 
 @dataclass
 class Text(Recipe):
-    """A decoder-only Transformer that predicts each token of a text from those before it.
+    """A causal language model of transformers that predicts each token of a text from those before it.
 
     Samples are windows of `context` tokens, in the type in which the files have them, both (T,); targets are the inputs
     shifted by one. All windows have as many targets, so each counts as one, and its loss is the mean over its tokens.
@@ -41,13 +43,17 @@ class Text(Recipe):
         ConfigError: an option lies outside the limits given beside it.
     """
 
-    layers: int = field(4, minimum=1)
-    width: int = field(128, minimum=2)  # of the residual stream; a multiple of 2 x heads
+    pretrained: str = field("")  # name of a model on the Hub, or path or URL of a directory, to train on
+    architecture: dict[str, Any] = field(factory=dict)  # config of transformers, with its model_type, of a fresh model
+    layers: int = field(4, minimum=1)  # of the fresh GPT-2 that is trained without these, as the next three
+    width: int = field(128, minimum=1)  # of the residual stream; a multiple of heads
     heads: int = field(4, minimum=1)  # of attention in each layer
-    context: int = field(128, minimum=1)  # tokens that the model sees at once: the window of a sample
     dropout: float = field(0.0, minimum=0, below=1)
-    tokens: str = field("bytes", choices=("bytes", "bpe"))  # bpe: byte-pair encoding, trained on the data
-    vocabulary: int = field(4096, minimum=300, maximum=32_768)  # tokens of a bpe, of which files have 16 bits
+    context: int = field(128, minimum=1)  # tokens that the model sees at once: the window of a sample
+    tokens: str = field(
+        "auto", choices=("auto", "bytes", "bpe")
+    )  # bpe: trained on the data; auto: bytes, or pretrained's
+    vocabulary: int = field(4096, minimum=300)  # tokens of a bpe
     vocabulary_of: str = field("")  # path or URL of a model state whose bpe is used instead of a new one
     held_out: float = field(0.1, above=0, below=1)  # share of the documents
     separator: str = field("")  # between two documents in a text file; "" makes each file a document
@@ -68,39 +74,62 @@ class Text(Recipe):
 
     def __post_init__(self) -> None:
         validate(self, "recipe_options.")
-        if self.width % (2 * self.heads):
+        if self.width % self.heads:
+            raise ConfigError(f"recipe_options.width: expected a multiple of {self.heads} (heads), got {self.width}")
+        if self.pretrained and self.architecture:
+            raise ConfigError("recipe_options: expected pretrained or architecture, got both")
+        if self.vocabulary_of and self.tokens != "bpe":
             raise ConfigError(
-                f"recipe_options.width: expected a multiple of {2 * self.heads} (2 x heads), got {self.width}"
+                f'recipe_options.vocabulary_of: expected {{"tokens": "bpe"}} with it, got {self.tokens!r}'
             )
-        if self.vocabulary_of and (self.tokens != "bpe" or has_password(self.vocabulary_of)):
-            raise ConfigError(
-                'recipe_options.vocabulary_of: expected a URL without a password, and {"tokens": "bpe"} with it, got '
-                f"{redact_url(self.vocabulary_of)!r} and tokens {self.tokens!r}"
-            )
-        # Set by `datasets` for `model` and the figures.
-        self._facts: Facts | None = None
+        for name in ("pretrained", "vocabulary_of"):
+            if has_password(url := getattr(self, name)):
+                raise ConfigError(f"recipe_options.{name}: expected a URL without a password, got {redact_url(url)!r}")
 
     def prepare(self, source: str, directory: Path) -> str:
-        """Tokenize the text into `train.bin` and `held_out.bin`.
+        """Tokenize the text into `train.bin` and `held_out.bin`, and fetch the model.
 
         Args:
             source: path or URL of a file or a directory with text, packed with gzip or not, or Parquet; "" for the
                 topics that come with Python.
         """
-        if self.tokens == "bpe":
-            require("recipe_options.tokens", "tokenizers")
+        require("recipe text", "tokenizers", "transformers")
+        from flyte_ddp.recipes.text import pretrained, tokens
         from flyte_ddp.recipes.text.corpus import Corpus
         from flyte_ddp.recipes.text.shards import prepare_shards, sample_texts
-        from flyte_ddp.recipes.text.tokens import load_tokenizer, make_tokenizer, train_bpe
 
         corpus = Corpus(source, self.separator, self.files, self.column)
-        if self.tokens == "bytes":
-            tokenizer = make_tokenizer("")
-        elif self.vocabulary_of:
-            tokenizer = load_tokenizer(self.vocabulary_of)
-        else:
-            tokenizer = train_bpe(sample_texts(corpus, self.held_out), self.vocabulary)
-        return prepare_shards(corpus, directory, tokenizer, self.held_out, self.context)
+        model = directory / MODEL
+        config = pretrained.fetch_model(self.pretrained, model) if self.pretrained else {}
+        try:
+            if self.tokens == "auto" and self.pretrained:
+                tokenizer = tokens.read_tokenizer(model)
+            elif self.tokens != "bpe":
+                tokenizer = tokens.byte_tokenizer()
+            elif self.vocabulary_of:
+                tokenizer = tokens.load_tokenizer(self.vocabulary_of)
+            else:
+                tokenizer = tokens.train_tokenizer(sample_texts(corpus, self.held_out), self.vocabulary)
+            if not self.pretrained:
+                config = {"vocab_size": tokenizer.size, **(self.architecture or self._gpt2())}
+                config |= {"bos_token_id": tokenizer.end, "eos_token_id": tokenizer.end}
+                model.mkdir()
+                (model / pretrained.CONFIG).write_text(json.dumps(config), encoding="utf-8")
+            if self.pretrained or self.architecture:  # others are known to fit, and the import takes seconds
+                name = "pretrained" if self.pretrained else "architecture"
+                pretrained.make_config(config, f"recipe_options.{name}", tokenizer.size, self.context)
+            tokenizer.save(directory / TOKENIZER)
+            return prepare_shards(corpus, directory, tokenizer, self.held_out, self.context)
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f'data: expected UTF-8, which tokens other than "bytes" need, got the byte '
+                f"0x{error.object[error.start]:02x} in {corpus.name}; convert it"
+            ) from error
+
+    def _gpt2(self) -> dict[str, Any]:
+        sizes = {"n_layer": self.layers, "n_embd": self.width, "n_head": self.heads, "n_positions": self.context}
+        dropouts = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), self.dropout)
+        return {"model_type": "gpt2", "activation_function": "gelu_pytorch_tanh", **sizes, **dropouts}
 
     def data_license(self, source: str) -> str:
         return "" if source else "PSF-2.0"  # Python's documentation
@@ -112,18 +141,20 @@ class Text(Recipe):
         return dataclasses.replace(self, vocabulary_of=initial_state)
 
     def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
-        import warnings
-
         import torch
         from torch.utils.data import TensorDataset
 
-        from flyte_ddp.recipes.text.shards import HELD_OUT, TRAIN, read_facts, read_windows
+        from flyte_ddp.recipes.text.shards import FACTS, HELD_OUT, TRAIN, read_windows
+        from flyte_ddp.recipes.text.tokens import read_tokenizer
 
-        self._facts = read_facts(directory)
-        tokenizer = self._tokenizer()
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the import of transformers: all that it needs is here
+        # For `model` and what is shown.
+        self._directory = directory
+        self._bytes_per_token = json.loads((directory / FACTS).read_text(encoding="utf-8"))
+        self._tokenizer = read_tokenizer(directory / TOKENIZER)
 
         def load(file: str) -> TensorDataset:
-            windows = read_windows(directory / file, tokenizer, self.context)
+            windows = read_windows(directory / file, self._tokenizer, self.context)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nobody writes
                 return TensorDataset(*map(torch.from_numpy, windows))
@@ -131,43 +162,24 @@ class Text(Recipe):
         return load(TRAIN), load(HELD_OUT)
 
     def model(self) -> nn.Module:
-        """Return the Transformer for the vocabulary of the data, which `datasets` must have read before.
+        """Return the model for the tokens of the data, which `datasets` must have read before."""
+        from flyte_ddp.recipes.text.model import open_model
 
-        Its weights are a function of the random generator's seed. Inside `torch.device("meta")` it has none.
-        """
-        import torch
-
-        from flyte_ddp.recipes.text.model import Shape, TextModel
-
-        tokenizer = self._tokenizer()
-        shape = Shape(tokenizer.size, self.context, self.layers, self.width, self.heads)
-        device = torch.get_default_device()
-        with torch.device("meta"):  # whose modules draw no weights that are then drawn again
-            model = TextModel(shape, self.dropout, tokenizer.definition)
-        model.to_empty(device=device)
-        model.reset_parameters(torch.initial_seed())
-        return model
-
-    def initial_value(self, name: str, shape: Size) -> Tensor:
-        import torch
-
-        from flyte_ddp.recipes.text.model import initial_value
-
-        return initial_value(name, shape, self.layers, torch.initial_seed())
+        return open_model(self._directory / MODEL, self._tokenizer)
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        return list(model.get_submodule("blocks").children())
+        names: Any = model.get_submodule("model")._no_split_modules or ()
+        return [each for each in model.modules() if type(each).__name__ in names]
 
     def optimizer_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Return the matrices, which decay, and the embedding and the norms, which do not."""
-        decays = {
-            name: parameter.dim() > 1 and name != "embedding.weight" for name, parameter in model.named_parameters()
-        }
-        parameters = dict(model.named_parameters())
-        return [
-            {"params": [parameters[name] for name in parameters if decays[name]]},
-            {"params": [parameters[name] for name in parameters if not decays[name]], "weight_decay": 0.0},
-        ]
+        """Return the matrices, which decay, and the embeddings, biases and norms, which do not."""
+        from torch import nn
+
+        embeddings = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+        groups: tuple[list[Tensor], list[Tensor]] = [], []
+        for parameter in model.parameters():
+            groups[parameter.dim() < 2 or id(parameter) in embeddings].append(parameter)
+        return [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}]
 
     def inputs(self, batch: Tensor) -> Tensor:
         return batch.long()
@@ -186,52 +198,44 @@ class Text(Recipe):
     def flops_per_sample(self, model: nn.Module) -> float:
         """Return 6 operations per parameter and token, and those of attention, as the PaLM paper counts them (2022)."""
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        return float(self.context * (6 * num_parameters + 12 * self.layers * self.width * self.context))
+        config: Any = model.get_submodule("model").config.get_text_config()  # type: ignore[operator,union-attr]
+        attention = 12 * config.num_hidden_layers * config.hidden_size * self.context
+        return float(self.context * (6 * num_parameters + attention))
 
     def figures(self, epoch: EpochFinished) -> dict[str, float]:
         """Return the perplexity per token, the losses per byte, and the speed in tokens."""
-        assert self._facts is not None  # the epoch had data
-        nats_per_byte = epoch.test_loss / self._facts.held_out.bytes_per_token
+        nats_per_byte = epoch.test_loss / self._bytes_per_token["held_out"]
         return {
             "perplexity": math.exp(min(epoch.test_loss, 700.0)),
             "bits_per_byte": nats_per_byte / math.log(2),
             "nats_per_byte": nats_per_byte,
-            "train_nats_per_byte": epoch.train_loss / self._facts.train.bytes_per_token,
+            "train_nats_per_byte": epoch.train_loss / self._bytes_per_token["train"],
             "tokens_per_second": epoch.samples_per_second * self.context,
         }
 
     def generate_sample(self, model: nn.Module) -> str:
-        from flyte_ddp.recipes.text.generate import generate_text
+        from flyte_ddp.recipes.text.model import generate_text
 
         return generate_text(model, self.prompt, SAMPLE_TOKENS, SAMPLE_TEMPERATURE, SAMPLE_TOP_P)  # type: ignore[arg-type]
 
     def export(self, state: Mapping[str, Any], directory: Path) -> None:
         """Write the model and its tokenizer as a directory of transformers."""
-        from flyte_ddp.recipes.text.export import save_for_transformers
+        from flyte_ddp.recipes.text.model import export_model
 
-        save_for_transformers(state, directory)
+        export_model(state, directory)
 
     def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
         """Show the last token of each window, with the text before it."""
-        tokenizer = self._tokenizer()
 
         def name(token: int) -> str:
-            return "(end)" if token == tokenizer.end else tokenizer.decode([token])
+            return "(end)" if token == self._tokenizer.end else self._tokenizer.decode([token])
 
         shown = []
         for row, logits, target in zip(batch.long().tolist(), outputs[:, -1], targets[:, -1].tolist(), strict=True):
             scores, tokens = logits.float().softmax(dim=0).topk(min(SHOWN_SCORES, len(logits)))
-            names = [name(token) for token in tokens.tolist()]
-            likely: dict[str, float] = {}
-            for token, score in zip(names, scores.tolist(), strict=True):  # some bytes are no text alone
-                likely[token] = likely.get(token, 0.0) + score
-            text = tokenizer.decode([token for token in row[-SHOWN_TOKENS:] if token != tokenizer.end])
-            shown.append(Prediction(truth=name(target), guess=names[0], scores=likely, text=f"…{text}"))
+            likely: Counter[str] = Counter()
+            for token, score in zip(tokens.tolist(), scores.tolist(), strict=True):  # some bytes are no text alone
+                likely[name(token)] += score
+            text = f"…{self._tokenizer.decode(row[-SHOWN_TOKENS:])}"
+            shown.append(Prediction(truth=name(target), guess=name(int(tokens[0])), scores=dict(likely), text=text))
         return shown
-
-    def _tokenizer(self) -> Tokenizer:
-        from flyte_ddp.recipes.text.tokens import make_tokenizer
-
-        if self._facts is None:
-            raise RuntimeError("text: datasets() must be called first: it reads the tokenizer of the data")
-        return make_tokenizer(self._facts.tokenizer)

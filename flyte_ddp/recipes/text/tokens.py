@@ -1,11 +1,13 @@
-"""Tokenizers: bytes as they are, or byte-pair encoding (BPE) trained on the data. Imports no torch.
+"""Tokenizers: bytes as they are, byte-pair encoding (BPE) trained on the data, or that of a model. Imports no torch.
 
-A tokenizer has a `definition`, a string from which `make_tokenizer` makes it again.
+A tokenizer is the files from which transformers loads it: it travels with the data, in a model's state and its export.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,100 +18,125 @@ from flyte_ddp.storage import read_file
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+FILES = (TOKENIZER, SETTINGS, "special_tokens_map.json", "chat_template.jinja")
+END = "<|endoftext|>"  # the token that begins and ends a document, of tokenizers made here
+
 
 class Tokenizer:
-    """Texts to tokens and back: each byte is a token. 0xFF, which UTF-8 does not have, ends a document."""
-
-    definition = ""
-    size = 256  # of the vocabulary
-    end = 0xFF  # the token that ends a document
-
-    def encode(self, texts: Sequence[bytes]) -> list[NDArray[Any]]:
-        """Return the tokens of each text, without `end`, in the smallest type that holds them.
-
-        Raises:
-            UnicodeDecodeError: the tokenizer needs UTF-8 and a text has something else.
-        """
-        return [np.frombuffer(text, dtype=np.uint8) for text in texts]
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of `tokens`; what is not UTF-8 becomes U+FFFD."""
-        return bytes(tokens).decode("utf-8", errors="replace")
-
-    def num_bytes(self, tokens: NDArray[Any]) -> int:
-        """Return how many bytes of text `tokens` stand for."""
-        return int(np.count_nonzero(tokens != self.end))
-
-
-class Bpe(Tokenizer):
-    """Byte-level BPE as GPT-2 has it, by the library `tokenizers`.
-
-    The end of a document is no token of the library's: it would be found in texts that spell it out.
+    """Texts to tokens and back.
 
     Args:
-        definition: JSON, as the library writes it.
+        files: contents by name, as `save_pretrained` of transformers writes them, `TOKENIZER` among them.
+
+    Raises:
+        ConfigError: it has no token that ends a text.
     """
 
-    def __init__(self, definition: str) -> None:
+    def __init__(self, files: Mapping[str, str]) -> None:
         from tokenizers import Tokenizer as Library
 
-        self.definition = definition
-        self._library = Library.from_str(definition)
-        self.end = self._library.get_vocab_size()
-        self.size = self.end + 1
-        # Every character of a byte-level token stands for one byte.
-        vocabulary = self._library.get_vocab()
-        self._num_bytes = np.zeros(self.size, dtype=np.int64)
-        for token, number in vocabulary.items():
-            self._num_bytes[number] = len(token)
+        self.files = dict(files)
+        self._library: Any = Library.from_str(files[TOKENIZER])
+        self._library.no_truncation()  # which the file of a model may ask for
+        self._library.no_padding()
+        self._library.encode_special_tokens = True  # a text that spells out the end of a document has it as any text
+        end = json.loads(files.get(SETTINGS, "{}")).get("eos_token")
+        found = self._library.token_to_id(end["content"] if isinstance(end, dict) else str(end))
+        if found is None:
+            raise ConfigError(f"tokenizer: expected one with a token that ends a text, got the eos_token {end!r}")
+        self.end: int = found
+        self.size = max(self._library.get_vocab().values()) + 1  # of the vocabulary
+        self.dtype = np.dtype(np.uint8 if self.size <= 256 else np.int16 if self.size <= 1 << 15 else np.int32)
+        self._is_bytes = files[TOKENIZER] == _byte_library().to_str()
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[Any]]:
-        encoded = self._library.encode_batch_fast([text.decode("utf-8") for text in texts], add_special_tokens=False)
-        return [np.array(each.ids, dtype=np.int16) for each in encoded]
+        """Return the tokens of each text, without `end`, as `dtype`.
+
+        Raises:
+            UnicodeDecodeError: a text is not UTF-8, and tokens are more than bytes.
+        """
+        if self._is_bytes:
+            return [np.frombuffer(text, dtype=np.uint8) for text in texts]
+        encoded = self._library.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
+        return [np.array(each.ids, dtype=self.dtype) for each in encoded]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._library.decode([token for token in tokens if token != self.end], skip_special_tokens=False)
+        """Return the text of `tokens`, nothing for special ones; what is not UTF-8 becomes U+FFFD."""
+        text: str = self._library.decode(tokens)
         return text
 
-    def num_bytes(self, tokens: NDArray[Any]) -> int:
-        return int(self._num_bytes[tokens].sum())
+    def save(self, directory: Path) -> None:
+        directory.mkdir(exist_ok=True)
+        for name, text in self.files.items():
+            (directory / name).write_text(text, encoding="utf-8")
 
 
-def make_tokenizer(definition: str) -> Tokenizer:
-    """Return the tokenizer with this definition; "" is that of bytes."""
-    return Bpe(definition) if definition else Tokenizer()
+def read_tokenizer(directory: Path) -> Tokenizer:
+    """Return the tokenizer with its files in `directory`. Raises ConfigError if there is none."""
+    files = {name: (directory / name).read_text(encoding="utf-8") for name in FILES if (directory / name).is_file()}
+    if TOKENIZER not in files:
+        raise ConfigError(f'recipe_options.tokens: expected "bytes" or "bpe" for a model without {TOKENIZER}')
+    return Tokenizer(files)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Return the tokenizer whose tokens are bytes. 0xFF, which UTF-8 does not have, ends a document."""
+    return _with_settings(_byte_library())
+
+
+def train_tokenizer(texts: Iterator[str], vocabulary: int) -> Tokenizer:
+    """Train a byte-level BPE, as GPT-2 has it, with up to `vocabulary` tokens."""
+    from tokenizers import models, pre_tokenizers, trainers
+
+    library = _byte_level(models.BPE())
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary - 1, show_progress=False, initial_alphabet=alphabet)
+    library.train_from_iterator(texts, trainer)
+    library.add_special_tokens([END])
+    return _with_settings(library)
 
 
 def load_tokenizer(url: str) -> Tokenizer:
-    """Return the BPE of the model with the state at `url`. Raises ConfigError if there is none, or a store's error."""
+    """Return the tokenizer of the model with the state at `url`. Raises ConfigError if it has none."""
     from flyte_ddp.storage.weights import from_bytes  # imports torch
 
     field = "recipe_options.vocabulary_of"
-    expected = f"{field}: expected the model_state.pt of a run of recipe text with a bpe, got {url!r}, which"
+    expected = f"{field}: expected the model_state.pt of a run of recipe text, got {url!r}, which"
     try:
-        state = from_bytes(read_file(url, field))
-        definition = state["_extra_state"]["tokenizer"]
+        return Tokenizer(from_bytes(read_file(url, field))["_extra_state"]["tokenizer"])
     except FileNotFoundError:
         raise ConfigError(f"{expected} does not exist") from None
     except (StorageDenied, StorageUnavailable):
         raise
     except Exception as error:  # of any kind: the bytes of another file may look like anything
         raise ConfigError(f"{expected} is another file") from error
-    if not definition:
-        raise ConfigError(f"{expected} has bytes as tokens")
-    return Bpe(definition)
 
 
-def train_bpe(texts: Iterator[str], vocabulary: int) -> Bpe:
-    """Train a BPE with up to `vocabulary` tokens, at most 32,768, the end of a document included."""
+def _byte_library() -> Any:
+    from tokenizers import models, pre_tokenizers
+
+    # Byte-level tokenizers write a printable byte as the character with its number, the others as those from 256 on.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    others = iter(character for character in alphabet if ord(character) > 0xFF)
+    characters = [chr(byte) if chr(byte) in alphabet else next(others) for byte in range(0xFF)]
+    vocabulary = {character: byte for byte, character in enumerate([*characters, END])}
+    library = _byte_level(models.BPE(vocabulary, []))
+    library.add_special_tokens([END])
+    return library
+
+
+def _byte_level(model: Any) -> Any:
     from tokenizers import Tokenizer as Library
-    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from tokenizers import decoders, pre_tokenizers
 
-    library = Library(models.BPE())
+    library = Library(model)
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary - 1, show_progress=False, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())
-    )
-    library.train_from_iterator(texts, trainer)
-    return Bpe(library.to_str())
+    return library
+
+
+def _with_settings(library: Any) -> Tokenizer:
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END, "eos_token": END}
+    settings |= {"clean_up_tokenization_spaces": False}
+    return Tokenizer({TOKENIZER: library.to_str(), SETTINGS: json.dumps(settings)})

@@ -1,0 +1,81 @@
+"""Models of transformers by name, directory or config: what `prepare` fetches and checks, once. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flyte_ddp.config.fields import suggest
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.storage import Storage, fetch_file, redact_url
+
+CONFIG, WEIGHTS = "config.json", ".safetensors"
+SUFFIXES = (WEIGHTS, ".json", ".jinja")  # of the files that transformers reads, none with code
+FIELD = "recipe_options.pretrained"
+
+
+def fetch_model(source: str, directory: Path) -> dict[str, Any]:
+    """Copy a model's files into `directory`, and return its config.
+
+    Args:
+        source: path or URL of a directory, or the name of a model on the Hub.
+
+    Raises:
+        ConfigError: there is no such model, or none with weights in safetensors, or it is no causal one.
+    """
+    expected = f"{FIELD}: expected a model on the Hub, or a directory or URL with one, got {redact_url(source)!r}"
+    place = source if "://" in source or Path(source).is_dir() else _download(source, expected)
+    names = [name for name in Storage(place, FIELD).find() if "/" not in name and name.endswith(SUFFIXES)]
+    for needed in (CONFIG, WEIGHTS):
+        if not any(name.endswith(needed) for name in names):
+            raise ConfigError(f"{expected}, which has no file *{needed}")
+    directory.mkdir()
+    for name in names:
+        fetch_file(f"{place.rstrip('/')}/{name}", directory / name, FIELD)
+    config: dict[str, Any] = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    make_config(config, FIELD)  # before anything else is read from the files
+    return config
+
+
+def _download(name: str, expected: str) -> str:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(snapshot_download(name, allow_patterns=[f"*{suffix}" for suffix in SUFFIXES], ignore_patterns="*/*"))
+    except (OSError, ValueError) as error:  # the Hub's are one of these
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{expected}, which cannot be downloaded: {type(error).__name__}: {reason}") from error
+
+
+def make_config(values: Mapping[str, Any], field: str, size: int = 0, context: int = 0) -> Any:
+    """Return the config of transformers with these values.
+
+    Args:
+        size: of the tokenizer's vocabulary, and `context` tokens of a window, which the model must hold.
+
+    Raises:
+        ConfigError: it is not that of a causal language model that transformers has, or holds less.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+
+    kind = values.get("model_type")
+    try:
+        config = AutoConfig.for_model(**values) if kind in KNOWN else None
+    except Exception as error:  # of any kind, such as a size of another type
+        raise ConfigError(f"{field}: transformers refuses this config: {' '.join(str(error).split())}") from error
+    if config is None or getattr(config, "is_decoder", True) is False:
+        raise ConfigError(
+            f"{field}: expected a causal language model that transformers has, got the model_type "
+            f"{kind!r}{suggest(kind, KNOWN)}"
+        )
+    text = config.get_text_config()
+    if size > text.vocab_size:
+        raise ConfigError(
+            f"{field}: expected a vocabulary of at least {size:,}, the tokenizer's, got {text.vocab_size:,}"
+        )
+    if context > (longest := getattr(text, "max_position_embeddings", None) or context):
+        raise ConfigError(f"recipe_options.context: expected at most {longest:,}, which the model has, got {context:,}")
+    return config
