@@ -42,6 +42,9 @@ class Link:
     def set_writing(self, is_writing):
         pass
 
+    def set_pace(self, num_steps, seconds):
+        pass
+
     def set_stoppable(self):
         self.is_stoppable = True
 
