@@ -104,7 +104,7 @@ class Suite:
             job = Job(recipe_program(RECIPE, config), str(directory), time.time())
             driver.run(job, LocalPlace(2), lambda: str(self.data))
         else:
-            # Now and then a thread of gloo aborts a rank that has ended well: docs/reliability.md.
+            # Now and then a thread of gloo aborts a rank that has ended well: benchmarks/README.md.
             launcher = (
                 *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
                 f"--max-restarts={MAX_RESTARTS}",
