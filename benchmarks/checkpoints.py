@@ -59,25 +59,27 @@ class Alternating(Wide):
     def model(self) -> nn.Module:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
+        from flyte_ddp.checkpoints import store
+        from flyte_ddp.launch.process.memory import MappedFile
         from flyte_ddp.rank.copies import Slots
-        from flyte_ddp.storage.uncached_file import UncachedFile
 
-        steps, is_ready, write = itertools.count(1), Slots.is_ready, UncachedFile.write
+        steps, is_ready, save = itertools.count(1), Slots.is_ready, store.save_state
         step = 0
 
         def count(*_: Any) -> None:
             nonlocal step
             step = next(steps)
 
-        def write_slowly(file: UncachedFile, data: Any) -> int:
+        def save_slowly(state: Any, file: Any, with_crc32: bool) -> dict[str, Any]:
             started = time.monotonic()
-            num_bytes = write(file, data)
-            time.sleep(max(0.0, started + num_bytes / STORE_BANDWIDTH - time.monotonic()))
-            return num_bytes
+            entry = save(state, file, with_crc32)
+            if not isinstance(file, MappedFile):
+                time.sleep(max(0.0, started + entry["bytes"] / STORE_BANDWIDTH - time.monotonic()))
+            return entry
 
         register_optimizer_step_post_hook(count)
         Slots.is_ready = property(lambda slots: step // PHASE % 2 == 1 and is_ready.fget(slots))
-        UncachedFile.write = write_slowly
+        store.save_state = save_slowly
         return super().model()
 
 

@@ -11,25 +11,22 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 
-from flyte_ddp.checkpoints.staging import StagingMemory
-from flyte_ddp.checkpoints.state_file import save_state
 from flyte_ddp.storage import Storage, uncached_file
-from flyte_ddp.storage.uncached_file import BLOCK, PAGE, UncachedFile
+from flyte_ddp.storage.uncached_file import BLOCK, DIRECT, UncachedFile
 
 SIZES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 4097]
 
 
 def write(path, contents, piece=1 << 20):
     """Write in pieces of changing sizes; return whether direct writes were used."""
-    sizes, begin, is_direct = random.Random(0), 0, False
+    sizes, begin = random.Random(0), 0
     with UncachedFile(str(path)) as file:
         while begin < len(contents):
             end = begin + sizes.randint(1, piece)
             file.write(contents[begin:end])
-            begin, is_direct = end, is_direct or file.is_direct
-    return is_direct
+            begin = end
+        return bool(fcntl.fcntl(file._file, fcntl.F_GETFL) & DIRECT)
 
 
 def num_cached(path):
@@ -70,67 +67,23 @@ def test_a_large_file_does_not_fill_the_cache(tmp_path):
     assert num_cached(tmp_path / "file") == 0
 
 
-@pytest.mark.parametrize("memory", ["where a page begins", "elsewhere", "elsewhere, refused", "half a page written"])
-def test_large_data_are_written_from_where_they_are(tmp_path, monkeypatch, memory):
-    """A disk that takes only memory where a page begins refuses other memory, which is then copied."""
-    write_bytes, sizes = os.write, []
-    offset = 16 if memory.startswith("elsewhere") else 0
-
-    def note(file, data):
-        if memory.endswith("refused") and len(data) > BLOCK:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        sizes.append(len(data))
-        if memory == "half a page written" and len(sizes) == 2:  # the kernel refuses the rest: not aligned
-            flags = fcntl.fcntl(file, fcntl.F_GETFL)
-            fcntl.fcntl(file, fcntl.F_SETFL, flags & ~uncached_file.DIRECT)
-            length = write_bytes(file, data[: PAGE // 2])
-            fcntl.fcntl(file, fcntl.F_SETFL, flags)
-            return length
-        return write_bytes(file, data)
-
-    pages = mmap.mmap(-1, 4 * BLOCK)
-    pages[:] = random.Random(1).randbytes(len(pages))
-    contents = memoryview(pages)[offset : offset + 3 * BLOCK + PAGE + 1]
-    head, tail = bytes(2 * PAGE), b"the end"
-    monkeypatch.setattr(uncached_file.os, "write", note)
-    with UncachedFile(str(tmp_path / "file")) as file:
-        for data in (head, contents, tail):
-            file.write(data)
-        is_direct = file.is_direct
-    assert (tmp_path / "file").read_bytes() == head + contents + tail
-    if is_direct and memory == "where a page begins":
-        assert sizes == [2 * PAGE, 3 * BLOCK + PAGE, 1 + len(tail)]
-
-
-def test_a_checkpoint_is_written_from_the_memory_to_which_it_was_copied(tmp_path, monkeypatch):
-    write_bytes, sizes = os.write, []
-    monkeypatch.setattr(uncached_file.os, "write", lambda *given: sizes.append(len(given[1])) or write_bytes(*given))
-    tensors = {name: torch.rand(2 * BLOCK // 4 + 1) for name in ("a", "b")}
-    state, _ = StagingMemory().copy(tensors)
-    with UncachedFile(str(tmp_path / "file")) as file:
-        save_state(state, file, with_crc32=False)
-    assert all(tensor.data_ptr() % PAGE == 0 for tensor in state.values())  # which older kernels ask for
-    assert sizes.count(2 * BLOCK) == 2
-    torch.testing.assert_close(torch.load(tmp_path / "file", weights_only=True), tensors)
-
-
 @pytest.mark.parametrize("refusal", ["the flag", "the write", "the rest of a write"])
 def test_a_file_system_without_direct_writes_gets_usual_ones(tmp_path, monkeypatch, refusal):
-    set_flags, write_bytes = uncached_file.fcntl.fcntl, os.write
+    open_file, write_bytes = os.open, os.write
 
-    def fcntl(file, command, *flags):
-        if refusal == "the flag" and flags and flags[0] & uncached_file.DIRECT:
+    def refuse_flag(path, flags, *mode):
+        if refusal == "the flag" and flags & DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
-        return set_flags(file, command, *flags)
+        return open_file(path, flags, *mode)
 
     def refuse(file, data):
-        if set_flags(file, uncached_file.fcntl.F_GETFL) & uncached_file.DIRECT:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & DIRECT:
             if refusal == "the write" or len(data) < BLOCK:
                 raise OSError(errno.EINVAL, "Invalid argument")
             return write_bytes(file, data[:4096])
         return write_bytes(file, data)
 
-    monkeypatch.setattr(uncached_file.fcntl, "fcntl", fcntl)
+    monkeypatch.setattr(uncached_file.os, "open", refuse_flag)
     monkeypatch.setattr(uncached_file.os, "write", refuse)
     contents = random.Random(1).randbytes(2 * BLOCK + 5)
     assert write(tmp_path / "file", contents) is False

@@ -7,7 +7,6 @@ every 4 KiB, which takes longer than the copy, and pinned memory costs more stil
 from __future__ import annotations
 
 import contextlib
-import mmap
 import sys
 import threading
 from collections import OrderedDict
@@ -18,7 +17,6 @@ import torch
 from torch import UntypedStorage
 
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.storage.uncached_file import BLOCK
 
 # The types that `torch.load` reads with weights_only=True. Subclasses are others.
 SCALARS = (bool, int, float, complex, str, bytes, bytearray, type(None), torch.dtype, torch.device, torch.Size)
@@ -183,16 +181,8 @@ def _unreadable(value: Any, place: str) -> ConfigError:
 
 
 def _new_buffer(source: UntypedStorage) -> UntypedStorage:
-    size = source.nbytes()
-    buffer: UntypedStorage
-    if source.device.type == "cuda":
-        buffer = UntypedStorage(size).pin_memory()
-    elif size < BLOCK:
-        buffer = UntypedStorage(size)
-    else:  # begins where a page does: such memory is written to a disk without another copy
-        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        buffer = torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
-    return buffer
+    buffer = UntypedStorage(source.nbytes())
+    return buffer.pin_memory() if source.device.type == "cuda" else buffer
 
 
 def _view_bytes(storage: UntypedStorage) -> torch.Tensor:

@@ -7,7 +7,6 @@ where the file has ours, and ours (XXH3) takes a fortieth of SHA-256's time. It 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Mapping
 from typing import Any, BinaryIO, cast
 
@@ -15,25 +14,22 @@ import torch
 import xxhash
 
 from flyte_ddp.errors import CheckpointError
-from flyte_ddp.storage.uncached_file import PAGE
 
 CHECKSUM = "xxh3_128"  # its name in a manifest
 READ_SIZE = 4 << 20  # bytes that are read at once; more do not fit into a core's cache
 
 
-def save_state(state: Mapping[str, Any], file: BinaryIO, with_crc32: bool, in_memory: bool = False) -> dict[str, Any]:
+def save_state(state: Mapping[str, Any], file: BinaryIO, with_crc32: bool) -> dict[str, Any]:
     """Write `state` to `file`; return its "bytes" and its checksum, as a manifest has them.
 
     Args:
         with_crc32: also have torch put its own checksums in the file, which other tools read.
-        in_memory: the file is; so the pieces that it gets are small enough for a cache, which then has them for the
-            checksum. A disk is faster with whole tensors.
 
     Raises:
         OSError: the file's.
         CheckpointError: the state cannot be serialized.
     """
-    stream = _ChecksumStream(file, READ_SIZE if in_memory else sys.maxsize)
+    stream = _ChecksumStream(file)
     try:
         with contextlib.nullcontext() if with_crc32 else _fit_for_the_writer():
             torch.save(state, cast(BinaryIO, stream))
@@ -62,16 +58,15 @@ def check_file(path: str) -> tuple[int, str]:
 class _ChecksumStream:
     """A file for `torch.save` that takes the checksum of what is written to it."""
 
-    def __init__(self, file: BinaryIO, piece_size: int) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self.size = 0
         self.checksum = xxhash.xxh3_128()
         self.error: OSError | None = None  # of the file
         self._file = file
-        self._piece_size = piece_size
 
     def write(self, data: Any) -> int:
-        for begin in range(0, len(data), self._piece_size):
-            piece = data[begin : begin + self._piece_size]
+        for begin in range(0, len(data), READ_SIZE):  # the core's cache still has a piece for the checksum
+            piece = data[begin : begin + READ_SIZE]
             try:
                 self._file.write(piece)
             except OSError as error:
@@ -86,11 +81,10 @@ class _ChecksumStream:
 
 
 def _fit_for_the_writer() -> contextlib.AbstractContextManager[object]:
-    """Have `torch.save` take no checksum in this thread, and let each tensor begin a page, where this torch can."""
+    """Have `torch.save` take no checksum in this thread, where this torch can."""
     try:
         from torch.utils.serialization import config
     except ImportError:
         return contextlib.nullcontext()
-    options = {"compute_crc32": False, "storage_alignment": PAGE}
-    known = {f"save.{name}": value for name, value in options.items() if hasattr(config.save, name)}
+    known = {"save.compute_crc32": False} if hasattr(config.save, "compute_crc32") else {}
     return config.patch(known)  # type: ignore[attr-defined,no-any-return]  # torch adds it when it runs

@@ -58,9 +58,9 @@ class _Write:
     buffers: Buffers = field(default_factory=list)  # the memory of `state`
     entry: Entry = field(default_factory=dict)  # size and checksum of the file, once it was written
 
-    def save_to(self, file: BinaryIO, in_memory: bool = False) -> None:
+    def save_to(self, file: BinaryIO) -> None:
         state = {"format": FORMAT, **(self.state or {})} if self.has_manifest else self.state or {}
-        self.entry = save_state(state, file, not self.has_manifest, in_memory)
+        self.entry = save_state(state, file, not self.has_manifest)
 
 
 class Slots(Protocol):
@@ -181,7 +181,7 @@ class CheckpointStore:
         slots.begin()
 
         def save_to(file: BinaryIO) -> tuple[int, str]:
-            write.save_to(file, in_memory=True)
+            write.save_to(file)
             return write.entry["bytes"], write.entry[CHECKSUM]
 
         def save() -> None:
