@@ -143,11 +143,7 @@ class RankProcess:
     def free_parts(self, attempt: int = -1, turn: int = 0) -> None:
         """Free the parts that earlier attempts have left in memory, but for the state that this one goes on from."""
         self.link.send("resumed", attempt, turn)
-        used = [each for each in self.parts if (each.attempt, each.turn) == (attempt, turn)]
-        unused = [each.file for each in self.parts if each not in used and each.file not in self.slots]
-        for file in unused:
-            file.close()
-        self.parts = used
+        self.parts = [each for each in self.parts if (each.attempt, each.turn) == (attempt, turn)]
 
     def open_store(self, timeout: float) -> TCPStore:
         """Return the store where the ranks meet, which rank 0's process serves. Call it once on rank 0.
