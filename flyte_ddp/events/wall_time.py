@@ -83,8 +83,12 @@ class WallTime:
             self._move(event.evaluation_seconds, "stepping", "evaluating")
         elif isinstance(event, kinds.CheckpointSaved):
             self._move(min(event.seconds, elapsed), "stepping", "checkpoint_stalls")
-            self.saved.append((event.step, dict(self.seconds)))
-            self.reached = []
+            mark = event.step, dict(self.seconds)
+            if event.url or not any(step for step, _ in self.saved):
+                self.saved.append(mark)
+                self.reached = []
+            else:  # in memory there are too many to know each for the whole run
+                self.reached.append(mark)
         elif isinstance(event, kinds.RunFinished):  # after the last uploads
             self._move(elapsed, "stepping", "checkpoint_stalls")
 
