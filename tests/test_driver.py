@@ -404,6 +404,14 @@ def test_what_is_left_in_memory_is_gone_on_from_while_the_store_is_away(tmp_path
     assert [(run == tokens[0][0], number) for run, _, number in tokens] == [(True, "1"), (True, "2"), (True, "3")]
 
 
+def test_after_a_lack_of_memory_no_state_there_is_gone_on_from_or_kept(tmp_path, scripted):
+    script = scripted([(OOM_POD, 7, 0), ENOUGH])
+    script.memory = [5]
+    with pytest.raises(TrainingStopped):
+        train(own_place(16), tmp_path)
+    assert [(job.is_in_memory, job.ran_out_of_memory) for job in script.jobs] == [(False, False), (False, True)]
+
+
 def test_losses_between_which_the_state_in_memory_gets_further_do_not_end_a_run(tmp_path, scripted):
     script = scripted([(KILLED, step, 0) for step in (5, 7, 9, 9)])
     script.memory = [5, 7, 9, 9]

@@ -26,6 +26,7 @@ from flyte_ddp import events
 from flyte_ddp.checkpoints import stored_steps
 from flyte_ddp.checkpoints.ownership import Ownership
 from flyte_ddp.errors import (
+    OUT_OF_MEMORY,
     ConfigError,
     GangLost,
     NodeLost,
@@ -227,7 +228,8 @@ class _Driver:
                 if run.prepared and run.prepared.done() and (failed := run.prepared.exception()):
                     raise failed from None  # the caller's own, which the node could only report
             is_announced = bool(attempt.leaving)
-            memory_step, place = attempt.in_memory()
+            ran_out = failure is not None and failure.cause == OUT_OF_MEMORY  # a state there may lead there again
+            memory_step, place = (0, "") if ran_out else attempt.in_memory()
             newest_step = call_in_background(self._newest_step)
             if memory_step:  # the store may be away
                 concurrent.futures.wait([newest_step], STORE_PATIENCE)
@@ -248,7 +250,11 @@ class _Driver:
             known = {*self.stored, *(each.step for each in self.state.checkpoints if stored_step < 0)}
             is_away = bool(memory_step) and stored_step < 0
             run.job = dataclasses.replace(
-                run.job, stored=tuple(sorted(known)), is_store_away=is_away, is_in_memory=in_memory
+                run.job,
+                stored=tuple(sorted(known)),
+                is_store_away=is_away,
+                is_in_memory=in_memory,
+                ran_out_of_memory=run.job.ran_out_of_memory or ran_out,
             )
 
     def _newest_step(self) -> int:

@@ -42,7 +42,9 @@ class MemoryInterval:
 
     def __init__(self, config: TrainingConfig, process: RankProcess, world: World, model: nn.Module) -> None:
         self.is_automatic = config.memory_interval < 0
-        self.steps = 1 if self.is_automatic else config.memory_interval  # 0: there are none
+        self.steps = config.memory_interval  # 0: there are none
+        if self.is_automatic:
+            self.steps = 0 if process.job.ran_out_of_memory else 1
         self.is_on = False  # the first one was due, and they fit into memory
         self._config = config
         self._process = process
@@ -192,7 +194,7 @@ def load_from_memory(
     stored = process.job.stored
     newest_stored = 0 if process.job.is_store_away else max(stored, default=0)
     skipped: list[str] = []
-    for each in find_states(process, world):
+    for each in find_states(process, world) if process.job.is_in_memory else ():
         if each.step <= newest_stored:
             break
         place = name_place(each.readers, process, world)

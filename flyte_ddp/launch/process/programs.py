@@ -141,6 +141,7 @@ class Job:
     stored: tuple[int, ...] = ()  # steps of checkpoints after the last attempt, as far as the driver knows
     is_store_away: bool = False  # it did not answer the driver then
     is_in_memory: bool = False  # the nodes have a state from which to go on that is newer than the store's
+    ran_out_of_memory: bool = False  # an attempt of this run did, so that states take none unless they are asked for
 
 
 def check_run_id(run_id: str) -> None:
