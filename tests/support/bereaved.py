@@ -34,6 +34,7 @@ class Bereaved(Normed):
 
     def meet_in_hand_over(self):
         from flyte_ddp.checkpoints import store
+        from flyte_ddp.launch.process.memory import MappedFile
         from flyte_ddp.rank import memory_states
 
         read, write = memory_states.assemble, store.save_state
@@ -42,10 +43,10 @@ class Bereaved(Normed):
             self.meet("read")
             return read(*arguments)
 
-        def write_state(state, *arguments):
-            if state.get("progress", {}).get("epochs"):
+        def write_state(state, file, *arguments):
+            if state.get("progress", {}).get("epochs") and not isinstance(file, MappedFile):
                 self.meet("write")
-            return write(state, *arguments)
+            return write(state, file, *arguments)
 
         store.save_state, memory_states.assemble = write_state, assemble
 
