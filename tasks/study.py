@@ -11,6 +11,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 from flytekit.types.structured import StructuredDataset
 
+from flyte_ddp.config.fields import Limits, check
 from flyte_ddp.errors import log_failures
 from flyte_ddp.events import CheckpointLoaded, EpochFinished, Event, Listener
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
@@ -21,7 +22,7 @@ from flyte_ddp.observers.reports.run_card import run_card
 from flyte_ddp.recipes import config_of
 from flyte_ddp.studies.results import FINISHED, OUTCOME, STOPPED_EARLY, TrialRun, build_table, find_best
 from flyte_ddp.studies.scaling import build_scaling_table, by_world_size, estimate
-from flyte_ddp.studies.search import EarlyStopping, build_trials, expand_grid, expand_world_sizes
+from flyte_ddp.studies.search import Search, build_trials, expand_grid, expand_world_sizes
 from tasks.frame import FRAMED, check_initial_state, describe_origin, open_task_cluster, open_task_frame
 from tasks.inputs import (
     ClusterInput,
@@ -73,13 +74,16 @@ def check_sweep(
     grid: Grid,
     num_models: int,
     seed: int,
+    sampler: str,
     stop_early: str,
     cluster: OptionalCluster,
 ) -> CheckedStudy:
     """Check every trial of the sweep before anything is prepared or started for the first."""
     with flyte_errors():
-        EarlyStopping(stop_early)
-        return _check(recipe, config, expand_grid(grid, num_models, seed), cluster)
+        choices = expand_grid(grid, num_models, seed)
+        check("num_models", num_models, int, Limits(minimum=int(sampler == "tpe")))  # which learns from what is drawn
+        Search(stop_early, sampler, grid, seed)
+        return _check(recipe, config, choices, cluster)
 
 
 @task(**SMALL_TASK)
@@ -128,15 +132,18 @@ def train_sweep(
     checkpoints: str = "",
     initial_model_state: str = "",
     output: str = "",
+    grid: Grid = None,
+    seed: int = 0,
+    sampler: str = "random",
 ) -> SweepOutputs:
     """Train one model, a trial, for each configuration, each on a worker of a Dask cluster, and compare them.
 
+    With the sampler tpe the first trials are those given, and later ones are suggested from the results in their place.
     A retry of this task skips the trials that are done and continues the others from their checkpoints.
     """
     report = StudyReport(recipe)
-    return _train(
-        report, config, trials, data, cluster, checkpoints, initial_model_state, output, stop_early=stop_early
-    )
+    search = Search(stop_early, sampler, grid, seed)
+    return _train(report, config, trials, data, cluster, checkpoints, initial_model_state, output, search=search)
 
 
 # Not cached: the measurements are true only for the machines and the network of that day.
@@ -197,6 +204,7 @@ def _train(
                 run=frame.execution.run_id,
                 initial_state=check_initial_state(initial_model_state),
                 runs=report.runs,
+                base=given(config),
                 **options,
             ).train(trials)
         frame.close(None)

@@ -19,6 +19,7 @@ def sweep_wf(
     config: OptionalOverrides = None,
     num_models: int = 0,
     seed: int = 0,
+    sampler: str = "random",
     stop_early: str = "none",
     cluster: OptionalCluster = None,
     data: OptionalSource = None,
@@ -42,6 +43,7 @@ def sweep_wf(
             flyte_ddp/config/training.py lists all fields with units
         num_models: models to draw from the grid at random; 0 is every combination of its choices
         seed: of the random draws; the same seed draws the same models
+        sampler: random, or tpe: after ten random models, those that the results so far suggest
         stop_early: none, median (stop models that are worse than the median of those before) or halving (continue with
             the better half after epochs 1, 2, 4, ...)
         cluster: the machines, as JSON or the name of a JSON or YAML file, for example
@@ -59,6 +61,7 @@ def sweep_wf(
         grid=grid,
         num_models=num_models,
         seed=seed,
+        sampler=sampler,
         stop_early=stop_early,
         cluster=cluster,
     )
@@ -75,4 +78,7 @@ def sweep_wf(
         checkpoints=checkpoints,
         initial_model_state=prepared.initial_model_state,
         output=output,
+        grid=grid,
+        seed=seed,
+        sampler=sampler,
     )

@@ -9,14 +9,16 @@ request or the loss of the cluster or the store ends all trials, and a retry ski
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from typing import Any
 
 from distributed import Client
 
@@ -45,7 +47,7 @@ from flyte_ddp.recipes.prepare import describe_data
 from flyte_ddp.storage import Storage
 from flyte_ddp.storage.weights import pin_state, split_pin
 from flyte_ddp.studies.results import DONE, FAILED, FINISHED, INTERRUPTED, STOPPED_EARLY, WAITING, TrialRun
-from flyte_ddp.studies.search import EarlyStopping, Trial
+from flyte_ddp.studies.search import Search, Trial, build_trials
 
 Observer = Callable[[TrialRun, Event | None], None]
 
@@ -96,7 +98,8 @@ class TrialRunner:
     # its ranks get: otherwise one rank with a whole machine, compared with two that share it, would measure the cores
     # and not the ranks. Without it each trial has one of the cluster's nodes.
     one_at_a_time: bool = False
-    stop_early: str = "none"  # the stopping rule, see `EarlyStopping`
+    search: Search = field(default_factory=Search)  # which stops trials early, and may suggest others
+    base: Mapping[str, Any] = field(default_factory=dict)  # that suggested trials share, see `build_trials`
     # Called with a trial and its event. The event is None before the first trial starts (once for every trial, in
     # order) and when a trial has ended. One call at a time, in any thread.
     observe: Observer = lambda run, event: None
@@ -111,7 +114,7 @@ class TrialRunner:
         self.storage = Storage(self.checkpoints)
         self.initial_state = pin_state(self.initial_state)
         self.pool = None if self.one_at_a_time else Pool(self.storage.url)  # of the workers that trials share
-        self.early_stopping = EarlyStopping(self.stop_early)
+        self.recalled: set[int] = set()  # trials that an earlier attempt started in place of drawn ones
         self.stop = StopRequest()
         self.stops: dict[int, StopRequest] = {}  # of running trials, by number
         self.failures: list[Exception] = []
@@ -136,10 +139,9 @@ class TrialRunner:
         self.storage.check_access("checkpoints")
         note = describe_data(self.data)
         url, sha256 = split_pin(self.initial_state)
-        data_version = [note["fingerprint"], note["recipe_version"], *filter(None, [sha256 or url])]
-        for trial in trials:
-            url = self.storage.join(_name_directory(self.recipe, trial, data_version))
-            self.runs.append(TrialRun.load(trial, url))
+        self.data_version = [note["fingerprint"], note["recipe_version"], *filter(None, [sha256 or url])]
+        for trial in map(self._recall, trials):
+            self.runs.append(TrialRun.load(trial, self._place(trial)))
         try:
             self._train_waiting()
         finally:
@@ -164,12 +166,53 @@ class TrialRunner:
             )
         return self.runs
 
+    def _place(self, trial: Trial) -> str:
+        return self.storage.join(_name_directory(self.recipe, trial, self.data_version))
+
+    def _recall(self, drawn: Trial) -> Trial:
+        """Return the trial that an earlier attempt started in place of a drawn one, else the drawn one."""
+        if not self.search.note:
+            return drawn
+        try:
+            values = json.loads(Storage(self._place(drawn)).read(self.search.note))
+        except FileNotFoundError:
+            return drawn
+        self.recalled.add(drawn.number)
+        return dataclasses.replace(build_trials(self.recipe, self.base, [values])[0], number=drawn.number)
+
+    def _replace(self, number: int, values: Mapping[str, Any]) -> Trial | None:
+        """Return the trial of suggested values if it is a valid one, and none of the others."""
+        try:
+            (trial,) = build_trials(self.recipe, self.base, [values])
+            check_trials(self.recipe, [trial], self.cluster)
+        except ConfigError:
+            return None
+        is_new = all(trial.config != run.trial.config for run in self.runs)
+        return dataclasses.replace(trial, number=number) if is_new else None
+
+    def _enter(self, run: TrialRun) -> None:
+        """Begin a trial in the search, which may put another one in its place: then a note of it is beside the first.
+
+        A drawn trial differs from all others, so a suggestion that does not is never needed.
+        """
+        number = run.trial.number
+        replace = None if number in self.recalled else functools.partial(self._replace, number)
+        trial = self.search.start(run.trial, replace)
+        if trial is not run.trial:
+            Storage(run.url).write(self.search.note, json.dumps(dict(trial.values)).encode())
+            run.trial, run.url = trial, self._place(trial)
+
+    def _tell(self, run: TrialRun) -> None:
+        outcome = {FINISHED: "COMPLETE", STOPPED_EARLY: "PRUNED"}.get(run.status, "FAIL")
+        self.search.finish(run.trial.number, outcome, run.score(run.kept))
+
     def _train_waiting(self) -> None:
         for run in self.runs:
-            for epoch in run.epochs:
-                self.early_stopping.should_stop(run.trial.number, epoch.epoch, run.score(epoch))
-            if run.status == FINISHED:
-                self.early_stopping.finish(run.trial.number, run.score(run.kept))
+            if run.status != WAITING:
+                self.search.start(run.trial)
+                for epoch in run.epochs:
+                    self.search.should_stop(run.trial.number, epoch.epoch, run.score(epoch))
+                self._tell(run)
             self.notify(run, None)
         waiting = [run for run in self.runs if run.status == WAITING]
         num_slots = self.cluster.num_nodes if self.pool else 1
@@ -217,9 +260,9 @@ class TrialRunner:
                 return
             self.stops[number] = stop
         try:
+            self._enter(run)
             self._train(run, stop)
             run.status = FINISHED
-            self.early_stopping.finish(number, run.score(run.kept))
         except TrainingStopped:
             if run.status != STOPPED_EARLY:
                 run.status = INTERRUPTED
@@ -239,6 +282,7 @@ class TrialRunner:
         finally:
             with self.starting:
                 del self.stops[number]
+            self._tell(run)
             self.notify(run, None)
 
     def _train(self, run: TrialRun, stop: StopRequest) -> None:
@@ -290,7 +334,7 @@ class _TrialListener(Listener):
         trial = self.run.trial
         for epoch in event.epochs if isinstance(event, CheckpointLoaded) else [event]:
             if isinstance(epoch, EpochFinished):
-                should_stop = self.runner.early_stopping.should_stop(trial.number, epoch.epoch, self.run.score(epoch))
+                should_stop = self.runner.search.should_stop(trial.number, epoch.epoch, self.run.score(epoch))
                 if should_stop and epoch.epoch < trial.config.epochs and not self.stop.is_set():
                     self.run.status = STOPPED_EARLY
                     self.stop.set("other trials are better")

@@ -1,20 +1,20 @@
 """The trials of a study: what a sweep or a scaling study trains, and which trials to stop early. Knows no cluster.
 
-Optuna samples and prunes, through its ask-and-tell interface and in memory. The seed alone decides what is sampled, and
-the trials' own records hold the results, so no study is stored. A full grid needs no library. Optuna takes half a
-second to import: only functions import it.
+Optuna samples, learns from results and prunes, through its ask-and-tell interface and in memory: the trials' own
+records hold the results, so no study is stored. It takes half a second to import: only functions import it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import math
 import threading
 import typing
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,10 @@ from flyte_ddp.recipes import config_of
 
 if TYPE_CHECKING:
     import optuna
+    from optuna.distributions import BaseDistribution
 
 STOP_EARLY = ("none", "median", "halving")
+SAMPLERS = ("random", "tpe")
 MAX_TRIALS = 1000
 OPTION_PREFIX = "recipe_options."  # begins the name of a recipe's option in a grid
 
@@ -40,6 +42,7 @@ BATCH_SIZE_PER_RANK = "batch_size_per_rank"  # samples per rank and optimizer st
 MIN_MEDIAN_TRIALS = 2
 MIN_MEDIAN_EPOCH = 2
 REDUCTION_FACTOR = 2  # successive halving keeps one trial in this many, at epochs 1, 2, 4, 8, ...
+NUM_RANDOM = 10  # trials before the first that TPE suggests
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def build_trials(recipe: str, base: Mapping[str, Any], choices: Sequence[Mapping
     Raises:
         ConfigError: an unknown recipe or option, an invalid value, or a missing package.
     """
-    require("a sweep or a scaling study", "pandas", "pyarrow", "matplotlib", extra="sweep")
+    require("a sweep or a scaling study", "pandas", "pyarrow", "matplotlib", "optuna", extra="sweep")
     names = list(dict.fromkeys(name for choice in choices for name in choice))
     trials: list[Trial] = []
     seen = set()
@@ -104,13 +107,31 @@ def expand_grid(grid: Any, num_models: int = 0, seed: int = 0) -> list[dict[str,
     Raises:
         ConfigError: the grid is malformed, or names an unknown field.
     """
-    _check_grid(grid, num_models, seed)
-    if not isinstance(grid, Mapping):
-        return [dict(choice) for choice in grid]
-    if num_models:
-        require("a sampled sweep", "optuna")
-        return list(_draw(grid, num_models, seed))
-    return _combine(grid)
+    check("num_models", num_models, int, Limits(minimum=0, maximum=MAX_TRIALS))
+    check("seed", seed, int, Limits(minimum=0, maximum=(1 << 32) - 1))
+    is_list = isinstance(grid, list)
+    objects = grid if is_list else [grid]
+    if not objects or not all(isinstance(each, Mapping) and each for each in objects):
+        examples = '{"learning_rate": [0.001, 0.01]}, or a list such as [{"learning_rate": 0.1, "momentum": 0.9}]'
+        raise ConfigError(f"grid: expected a JSON object such as {examples}, got {grid!r}")
+    for name in (name for each in objects for name in each if not _is_field(name)):
+        known = [field.name for field in dataclasses.fields(TrainingConfig)]
+        raise ConfigError(
+            f"grid: expected one of {', '.join(known)}, or {OPTION_PREFIX}NAME for a recipe option, "
+            f"got {name!r}{suggest(name, known)}"
+        )
+    if is_list and num_models:
+        raise ConfigError(f"num_models: expected 0 with a list of models, got {num_models}")
+    for name, values in () if is_list else grid.items():
+        if not ((values and isinstance(values, (list, tuple))) or (num_models and isinstance(values, Mapping))):
+            expected = 'a list of choices, or with num_models a range such as {"low": 0.001, "high": 0.1, "log": true}'
+            raise ConfigError(f"grid.{name}: expected {expected}, got {values!r}")
+    num_combinations = len(grid) if is_list else math.prod(map(len, grid.values()))
+    if not num_models and num_combinations > MAX_TRIALS:
+        raise ConfigError(
+            f"grid: expected at most {MAX_TRIALS:,} models, got {num_combinations:,}; num_models samples from a grid"
+        )
+    return [dict(each) for each in grid] if is_list else _draw(grid, num_models, seed) if num_models else _combine(grid)
 
 
 def expand_world_sizes(
@@ -159,47 +180,67 @@ def format_value(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
 
 
-class EarlyStopping:
-    """Stopping rule on the score after each epoch, which is lower for a better model. Thread-safe.
+class Search:
+    """An Optuna study in memory: stops trials that fall behind, and may suggest better ones. Thread-safe.
 
-    "median" stops a trial whose best score so far is worse than the median of the finished trials at the same epoch.
-    "halving" is asynchronous successive halving (Li et al., "A System for Massively Parallel
-    Hyperparameter Tuning", 2020): after epochs 1, 2, 4, ... a trial continues if it is in the better half of those
-    that reached the same epoch. No trial waits for another, so with several workers the outcome depends on their speed.
+    Scores are lower for better models. "median" stops a trial whose best score so far is worse than the median of the
+    finished trials at the same epoch. "halving" is asynchronous successive halving (Li et al., "A System for Massively
+    Parallel Hyperparameter Tuning", 2020): after epochs 1, 2, 4, ... a trial continues if it is in the better half of
+    those that reached the same epoch. No trial waits for another, so with several workers the outcome depends on their
+    speed. So does what "tpe" suggests, a tree-structured Parzen estimator of the results so far; trials that run count
+    as bad ones until they end, so that workers do not crowd.
 
     Args:
-        rule: one of `STOP_EARLY`.
+        stop_early: one of `STOP_EARLY`.
+        sampler: one of `SAMPLERS`. "random" trials are drawn beforehand: see `expand_grid`.
+        grid, seed: what "tpe" samples from, and its seed.
 
     Raises:
-        ConfigError: an unknown rule.
+        ConfigError: an unknown rule or sampler.
     """
 
-    def __init__(self, rule: str) -> None:
-        check("stop_early", rule, str, Limits(choices=STOP_EARLY))
-        self._study: optuna.Study | None = None
-        self._trials: dict[int, optuna.Trial] = {}  # by trial number
+    def __init__(self, stop_early: str = "none", sampler: str = "random", grid: Any = None, seed: int = 0) -> None:
+        check("stop_early", stop_early, str, Limits(choices=STOP_EARLY))
+        check("sampler", sampler, str, Limits(choices=SAMPLERS))
+        self._optuna = load_optuna()
+        self.note = ""  # name of the file with what was trained in place of a drawn trial
+        self._distributions: dict[str, BaseDistribution] = {}
+        if sampler == "tpe":
+            self.note = f"tpe-{hashlib.sha256(json.dumps([grid, seed], sort_keys=True).encode()).hexdigest()[:16]}.json"
+            self._distributions = _distributions(grid)
+        pruners = self._optuna.pruners
+        pruner = {
+            "none": pruners.NopPruner(),
+            "median": pruners.MedianPruner(MIN_MEDIAN_TRIALS, MIN_MEDIAN_EPOCH),
+            "halving": pruners.SuccessiveHalvingPruner(1, REDUCTION_FACTOR),
+        }[stop_early]
+        estimator = self._optuna.samplers.TPESampler(n_startup_trials=NUM_RANDOM, seed=seed, constant_liar=True)
+        self._study: optuna.Study = self._optuna.create_study(sampler=estimator, pruner=pruner)
+        self._trials: dict[int, optuna.Trial] = {}  # that run, by number
         self._last_epochs: dict[int, int] = {}
         self._lock = threading.Lock()
-        if rule != "none":
-            import optuna
 
-            optuna.logging.set_verbosity(optuna.logging.ERROR)
-            warnings.filterwarnings("ignore", "All-NaN slice encountered")  # of a trial that has diverged
-            pruner = (
-                optuna.pruners.MedianPruner(n_startup_trials=MIN_MEDIAN_TRIALS, n_warmup_steps=MIN_MEDIAN_EPOCH)
-                if rule == "median"
-                else optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=REDUCTION_FACTOR)
-            )
-            self._study = optuna.create_study(pruner=pruner)
+    def start(self, trial: Trial, replace: Callable[[Mapping[str, Any]], Trial | None] | None = None) -> Trial:
+        """Enter `trial`, or another one in its place, and return it.
+
+        Args:
+            replace: returns the trial of suggested values, None if it is of no use; without it nothing is suggested.
+        """
+        with self._lock:
+            self._last_epochs[trial.number] = 0
+            if replace and self._distributions and trial.number > NUM_RANDOM:
+                asked = self._study.ask(self._distributions)
+                if suggested := replace(asked.params):
+                    self._trials[trial.number] = asked
+                    return suggested
+                self._study.tell(asked, state=self._optuna.trial.TrialState.FAIL)
+            self._study.enqueue_trial(dict(trial.values))
+            self._trials[trial.number] = self._study.ask(self._distributions)
+            return trial
 
     def should_stop(self, number: int, epoch: int, score: float) -> bool:
         """Record the score of trial `number` after `epoch`, once, and return True if the trial should stop."""
-        if self._study is None:
-            return False
         with self._lock:
-            if number not in self._trials:
-                self._trials[number] = self._study.ask()
-                self._last_epochs[number] = 0
             if epoch <= self._last_epochs[number]:
                 return False
             self._last_epochs[number] = epoch
@@ -207,56 +248,11 @@ class EarlyStopping:
             self._trials[number].report(score if math.isfinite(score) else math.nan, epoch)
             return self._trials[number].should_prune()
 
-    def finish(self, number: int, score: float) -> None:
-        """Record that trial `number` finished, so that later trials are compared with it."""
-        if self._study is not None:
-            with self._lock:
-                self._study.tell(self._trials.pop(number), score if math.isfinite(score) else math.inf)
-
-
-def _check_grid(grid: Any, num_models: int, seed: int) -> None:
-    check("num_models", num_models, int, Limits(minimum=0, maximum=MAX_TRIALS))
-    check("seed", seed, int, Limits(minimum=0, maximum=(1 << 32) - 1))
-    if isinstance(grid, list) and grid:
-        _check_list(grid, num_models)
-        return
-    if not isinstance(grid, Mapping) or not grid:
-        examples = '{"learning_rate": [0.001, 0.01]}, or a list such as [{"learning_rate": 0.1, "momentum": 0.9}]'
-        raise ConfigError(f"grid: expected a JSON object such as {examples}, got {grid!r}")
-    for name, values in grid.items():
-        _check_name("grid", name)
-        if isinstance(values, Mapping) and not num_models:
-            raise ConfigError(f"grid.{name}: expected a list of choices (a range needs num_models), got {values!r}")
-        if not isinstance(values, Mapping) and not (isinstance(values, (list, tuple)) and values):
-            expected = 'a list of choices, or with num_models a range such as {"low": 0.001, "high": 0.1, "log": true}'
-            raise ConfigError(f"grid.{name}: expected {expected}, got {values!r}")
-    num_combinations = math.prod(len(values) for values in grid.values())
-    if not num_models and num_combinations > MAX_TRIALS:
-        raise ConfigError(
-            f"grid: expected at most {MAX_TRIALS:,} combinations, got {num_combinations:,}; num_models samples from it"
-        )
-
-
-def _check_list(choices: list[Any], num_models: int) -> None:
-    if num_models:
-        raise ConfigError(f"num_models: expected 0 with a list of models, got {num_models}")
-    if len(choices) > MAX_TRIALS:
-        raise ConfigError(f"grid: expected at most {MAX_TRIALS:,} models, got {len(choices):,}")
-    for index, choice in enumerate(choices):
-        if not isinstance(choice, Mapping) or not choice:
-            example = '{"learning_rate": 0.1, "momentum": 0.9}'
-            raise ConfigError(f"grid[{index}]: expected an object such as {example}, got {choice!r}")
-        for name in choice:
-            _check_name(f"grid[{index}]", name)
-
-
-def _check_name(where: str, name: str) -> None:
-    if not _is_field(name):
-        known = [field.name for field in dataclasses.fields(TrainingConfig)]
-        raise ConfigError(
-            f"{where}: expected one of {', '.join(known)}, or {OPTION_PREFIX}NAME for a recipe option, "
-            f"got {name!r}{suggest(name, known)}"
-        )
+    def finish(self, number: int, outcome: str, score: float) -> None:
+        """Tell the study how trial `number` ended: COMPLETE, with its score, PRUNED or FAIL."""
+        value = None if outcome != "COMPLETE" else score if math.isfinite(score) else math.inf
+        with self._lock:
+            self._study.tell(self._trials.pop(number), value, state=self._optuna.trial.TrialState[outcome])
 
 
 def _is_field(name: str) -> bool:
@@ -267,55 +263,50 @@ def _combine(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
-def _draw(grid: Mapping[str, Any], num_models: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield `num_models` different random samples from the grid, or fewer if there are not as many."""
+def _draw(grid: Mapping[str, Any], num_models: int, seed: int) -> list[dict[str, Any]]:
+    """Return `num_models` different random samples from the grid, or fewer if there are not as many."""
+    optuna, distributions = load_optuna(), _distributions(grid)
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed))
+    drawn: dict[str, dict[str, Any]] = {}
+    for _ in range(10 * num_models):
+        if len(drawn) < num_models:
+            params = study.ask(distributions).params
+            drawn.setdefault(json.dumps(params, sort_keys=True), {name: params[name] for name in grid})
+    return list(drawn.values())
+
+
+def _distributions(grid: Mapping[str, Any]) -> dict[str, BaseDistribution]:
+    """Return what to sample: sorted by name, because a grid's own order may be lost on the way here."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    kinds = typing.get_type_hints(TrainingConfig)
+    distributions: dict[str, BaseDistribution] = {}
+    for name, values in sorted(grid.items()):
+        if not isinstance(values, Mapping):
+            distributions[name] = CategoricalDistribution(values)
+            continue
+        are_whole = all(isinstance(value, int) for value in values.values())
+        number = kinds[name] if kinds.get(name) in (int, float) else int if are_whole else float
+        for key, value in values.items():
+            check(f"grid.{name}.{key}", value, bool if key == "log" else number)
+        try:
+            if not all(map(math.isfinite, values.values())):
+                raise ValueError("low, high and step must be finite numbers")
+            distributions[name] = (IntDistribution if number is int else FloatDistribution)(**values)
+        except (TypeError, ValueError, OverflowError) as error:
+            expected = 'a range such as {"low": 0.001, "high": 0.1} with optional "log": true or "step"'
+            raise ConfigError(f"grid.{name}: expected {expected}, got {dict(values)!r}: {error}") from error
+    return distributions
+
+
+def load_optuna() -> Any:
+    require("a sampled sweep", "optuna")
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    # Sorted by name: a grid's own order may be lost on the way here.
-    distributions = {name: _distribution(name, grid[name]) for name in sorted(grid)}
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed))
-    seen: set[str] = set()
-    for _ in range(10 * num_models):
-        if len(seen) == num_models:
-            return
-        drawn = study.ask(distributions).params
-        key = json.dumps(drawn, sort_keys=True)
-        if key not in seen:
-            seen.add(key)
-            yield {name: drawn[name] if isinstance(grid[name], Mapping) else grid[name][drawn[name]] for name in grid}
-
-
-def _distribution(name: str, values: Any) -> optuna.distributions.BaseDistribution:
-    """Return the distribution to sample: a number in a range, or the index of a choice."""
-    from optuna.distributions import FloatDistribution, IntDistribution
-
-    if not isinstance(values, Mapping):
-        return IntDistribution(0, len(values) - 1)
-    low, high, step, log = (typing.cast(Any, values.get(key)) for key in ("low", "high", "step", "log"))
-    numbers = [low, high, *([] if step is None else [step])]
-    kind: Any = typing.get_type_hints(TrainingConfig).get(name)
-    problem = ""
-    if unknown := set(values) - {"low", "high", "step", "log"}:
-        problem = f"unknown {', '.join(sorted(unknown))}"
-    elif not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
-        problem = "low, high and step must be finite numbers"
-    elif log not in (None, False, True):
-        problem = "log must be true or false"
-    elif kind in (bool, str):
-        problem = "this field is not a number"
-    else:
-        is_whole = all(float(number).is_integer() for number in numbers)
-        try:
-            if kind is int and not is_whole:
-                raise ValueError("this field is an integer")
-            if kind is int or (kind is None and all(isinstance(number, int) for number in numbers)):
-                return IntDistribution(int(low), int(high), log=bool(log), step=int(step or 1))
-            return FloatDistribution(float(low), float(high), log=bool(log), step=step)
-        except (ValueError, OverflowError) as error:
-            problem = str(error).rstrip(".")
-    expected = 'a range such as {"low": 0.001, "high": 0.1} with low below high and optional "log": true or "step"'
-    raise ConfigError(f"grid.{name}: expected {expected}, got {dict(values)!r}: {problem}")
+    warnings.filterwarnings("ignore", "All-NaN slice encountered")  # of a trial that has diverged
+    warnings.filterwarnings("ignore", "Choices for a categorical distribution")  # that a stored study could not have
+    return optuna
 
 
 def _merge_overrides(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
