@@ -22,7 +22,7 @@ from flyte_ddp.launch.dask.placement import Worker, assign_nodes
 from flyte_ddp.observers.reports.drawing import to_svg
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.storage.weights import pin_state
-from flyte_ddp.studies import plots, runner
+from flyte_ddp.studies import runner
 from flyte_ddp.studies.plots import metric_panels, scaling_panels
 from flyte_ddp.studies.results import FINISHED, RUNNING, WAITING, TrialRun
 from flyte_ddp.studies.runner import check_trials, resize_cluster
@@ -89,8 +89,7 @@ def test_repeats_are_one_point_with_the_interval_of_students_t():
     _, panels = scaling_panels(study)
     assert "2 ranks 1.8 ± 2.541" in panels[0].summary
     assert all("<svg" in to_svg(panel) for panel in panels)
-    axes = Figure().add_subplot()
-    panels[0].draw_on(axes)
+    axes = panels[0].draw_on(Figure().add_subplot())
     assert len(axes.containers) == 1  # the bar at two ranks; the repeats at one are equal
 
 
@@ -233,39 +232,18 @@ def test_threads_of_a_rank_are_its_share_of_the_cores_or_as_many_as_configured()
 
 
 def test_every_figure_of_a_study_has_its_panel():
-    study = study_of_two()
-    panels = {panel.name: panel for panel in scaling_panels(study)[1]}
-    assert list(panels) == ["speed-up", "efficiency", "throughput", "target", "communication"]
-    assert panels["speed-up"].summary == "Speed-up by world size: 1 rank 1, 2 ranks 1.667"
+    meaning, found = scaling_panels(study_of_two())
+    panels = {panel.name: panel for panel in found}
+    assert list(panels) == ["speed-up", "efficiency", "samples-per-second", "seconds-to-target", "wait-share"]
+    assert (meaning, panels["speed-up"].summary) == ("", "Speed-up by world size: 1 rank 1, 2 ranks 1.667")
     assert ">ideal<" in to_svg(panels["speed-up"])
-    communication = to_svg(panels["communication"])
-    assert ">waiting<" in communication
-    assert ">hidden by backward<" in communication
+    assert all("<svg" in to_svg(panel) for panel in found)
     runs = [run_of(1, 0.1), run_of(2, 0.06), run_of(1, 0.1, rate=0.1), run_of(2, 0.06, rate=0.1)]
-    panels = {panel.name: panel for panel in scaling_panels(Study(runs))[1]}
-    assert ">learning_rate 0.002<" in to_svg(panels["throughput"])
-    assert ">0.1<" in to_svg(panels["throughput"])
-    meaning, over_epochs, over_time = metric_panels(runs)
-    assert (meaning, [panel.title for panel in over_epochs]) == (
-        "colored by world_size",
-        ["learning_rate 0.002", "learning_rate 0.1"],
-    )
-    assert len(over_time) == 2
+    meaning, found = scaling_panels(Study(runs))
+    assert meaning == "1: learning_rate 0.002; 2: learning_rate 0.1"
+    assert ">1<" in to_svg(found[2])
+    assert len(metric_panels(runs)[2]) == 3
     assert scaling_panels(Study([])) == ("", [])
-
-
-def test_labels_too_long_for_a_legend_are_numbers_with_a_description():
-    runs = [
-        run_of(size, 0.1 / size, rate=rate, batch_per_rank=batch)
-        for size in (1, 2)
-        for rate in (0.00012, 0.00034)
-        for batch in (128, 4096)
-    ]
-    meaning, panels = scaling_panels(Study(runs))
-    assert meaning.startswith("1: learning_rate 0.00012, batch_size_per_rank 128; 2: learning_rate 0.00012, batch_size")
-    assert ">4<" in to_svg(panels[0])
-    meaning, _ = scaling_panels(Study([run for run in runs if run.trial.values["batch_size_per_rank"] == 128]))
-    assert meaning == ""
 
 
 def report_of(runs, recipe="digits"):
@@ -298,7 +276,7 @@ def test_the_page_shows_without_errors_in_a_real_browser(chromium, tmp_path):
     page.write_text(report.render(), encoding="utf-8")
     assert chromium.open(page, width=1280) == []
     assert chromium.evaluate("document.querySelectorAll('svg.panel').length") == 7
-    heads = chromium.evaluate("[...document.querySelectorAll('.trials th')].map(each => each.textContent).join()")
+    heads = chromium.evaluate("[...document.querySelectorAll('.table th')].map(each => each.textContent).join()")
     assert "batch_size_per_rank,world_size" in heads
     assert "speed-up,efficiency" in heads
     assert chromium.open(page, width=390, dark=True) == []
@@ -453,19 +431,6 @@ def test_the_report_has_measurements_and_method(outputs):
     assert page.count('class="panel"') == 7
 
 
-def test_the_picture_of_the_history_is_that_of_the_study(outputs, tmp_path, monkeypatch):
-    found = plots.read_study(outputs.history.path)
-    assert [run.trial.values["world_size"] for run in found] == [2, 1]
-    table = build_scaling_table(Study(found))
-    assert list(table["step_seconds"]) == [row["step_seconds"] for row in rows_of(outputs)]
-    picture = tmp_path / "scaling.svg"
-    monkeypatch.setattr("sys.argv", ["", outputs.history.path, str(picture)])
-    plots.main()
-    text = picture.read_text()
-    for title in ("By world_size", "Speed-up", "Communication (% of a step)"):
-        assert f">{title}<" in text
-
-
 def test_a_study_repeats_no_trial_that_its_checkpoints_have(outputs, checkpoints, monkeypatch):
     def repeat(*arguments, **options):
         raise AssertionError("a trial was repeated")
@@ -483,9 +448,10 @@ def test_a_batch_per_rank_and_a_sample_of_the_data_are_axes(tmp_path):
 
     columns = ("world_size", "batch_size_per_rank", "num_train_samples")
     assert [tuple(row[name] for name in columns) for row in rows_of(found)] == [(1, 6, 24), (2, 6, 24)]
-    drawn = {run.trial.values["world_size"]: run for run in plots.read_study(found.history.path)}
-    assert {size: run.epochs[-1].step for size, run in drawn.items()} == {1: 4, 2: 2}
-    assert {run.trial.values["batch_size_per_rank"] for run in drawn.values()} == {6}
+    steps = {
+        size: [each.step for each in run if isinstance(each, EpochFinished)] for size, run in runs_of(found).items()
+    }
+    assert steps == {1: [4], 2: [2]}
 
 
 def test_trials_are_reused_only_if_nothing_differs(outputs, checkpoints):

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import re
+import statistics
 
 import pytest
 from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from flyte_ddp import events
-from flyte_ddp.config import Monitor
+from flyte_ddp.config import Monitor, TrainingConfig
 from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.launch.dask.placement import Worker
 from flyte_ddp.launch.dask.pool import Pool
-from flyte_ddp.observers.reports import drawing
-from flyte_ddp.observers.reports.drawing import HEIGHT, WIDTH
-from flyte_ddp.studies import plots
-from flyte_ddp.studies.plots import metric_panels, parameter_panels
+from flyte_ddp.observers.reports.drawing import INK, PALETTE
+from flyte_ddp.studies import runner
+from flyte_ddp.studies.plots import metric_panels
 from flyte_ddp.studies.results import (
     FAILED,
     FINISHED,
@@ -31,13 +31,14 @@ from flyte_ddp.studies.results import (
     build_table,
     find_best,
 )
-from flyte_ddp.studies.search import EarlyStopping, build_trials, expand_grid
+from flyte_ddp.studies.search import NUM_RANDOM, Search, Trial, build_trials, expand_grid
 from tasks.inputs import ClusterInput, Grid, InputError, TrainingOverrides
 from tasks.study import check_sweep
 from tasks.study_report import StudyReport
 
 SWEPT = "tests.support.sweep_recipes.Swept"
 RANGE = {"low": 0.0001, "high": 0.1, "log": True}
+EPOCH = events.EpochFinished(1, 10, 3.0, 2.0, 0.1, 2.0, 9.0, 0.5)
 
 
 def trials_of(recipe, base, grid, num_models=0, seed=0):
@@ -125,25 +126,29 @@ def test_no_more_models_are_drawn_than_distinct_ones_exist():
         (
             {"learning_rate": RANGE},
             0,
-            "grid.learning_rate: expected a list of choices .a range needs num_models., got ",
+            "grid.learning_rate: expected a list of choices, or with num_models a range .*, got ",
         ),
-        ({"learning_rate": {"low": 0, "high": 1, "log": True}}, 3, "grid.learning_rate: expected a range .*.*low > 0"),
+        ({"learning_rate": {"low": 0, "high": 1, "log": True}}, 3, "grid.learning_rate: expected a range .*low > 0"),
         ({"learning_rate": {"low": 2, "high": 1}}, 3, "grid.learning_rate: expected a range .*.*low <= high"),
-        ({"learning_rate": {"low": 0, "hi": 1}}, 3, "grid.learning_rate: expected a range .*unknown hi"),
-        ({"learning_rate": {"low": 0, "high": "1"}}, 3, "grid.learning_rate: .* finite numbers"),
+        ({"learning_rate": {"low": 0, "hi": 1}}, 3, "grid.learning_rate: expected a range .*'hi'"),
+        ({"learning_rate": {"low": 0, "high": "1"}}, 3, "grid.learning_rate.high: expected a number, got '1'"),
         ({"learning_rate": {"low": 0, "high": math.inf}}, 3, "grid.learning_rate: .* finite numbers"),
-        ({"epochs": {"low": 1, "high": 2.5}}, 3, "grid.epochs: expected a range .* this field is an integer"),
-        ({"optimizer": {"low": 1, "high": 2}}, 3, "grid.optimizer: expected a range .* this field is not a number"),
+        (
+            {"epochs": {"low": 1, "high": 2.5}},
+            3,
+            "grid.epochs.high: expected a number|grid.epochs.high: expected a whole number, got 2.5",
+        ),
+        ({"optimizer": {"low": 1, "high": 2}}, 3, "optimizer: expected one of sgd, adam, adamw, got [12]"),
         (
             {"seed": list(range(40)), "epochs": list(range(1, 41))},
             0,
-            "grid: expected at most 1,000 combinations, got 1,600; num_models",
+            "grid: expected at most 1,000 models, got 1,600; num_models",
         ),
         ([], 0, r"grid: expected a JSON object such as .*, or a list such as .*, got \[\]"),
-        ([{"epochs": 1}, {}], 0, r"grid\[1\]: expected an object such as .*, got {}"),
-        ([{"epochs": 1}, [2]], 0, r"grid\[1\]: expected an object such as .*, got \[2\]"),
-        ([{"lr": 0.1}], 0, r"grid\[0\]: expected one of epochs, .*, got 'lr'"),
-        ([{"world_size": 2}], 0, r"grid\[0\]: expected one of epochs, .*, got 'world_size'"),
+        ([{"epochs": 1}, {}], 0, r"grid: expected a JSON object such as .*, got "),
+        ([{"epochs": 1}, [2]], 0, r"grid: expected a JSON object such as .*, got "),
+        ([{"lr": 0.1}], 0, "grid: expected one of epochs, .*, got 'lr'"),
+        ([{"world_size": 2}], 0, "grid: expected one of epochs, .*, got 'world_size'"),
         ([{"learning_rate": [0.1]}], 0, r"learning_rate: expected a finite number above 0, got \[0.1\]"),
         ([{"epochs": 1}], 3, "num_models: expected 0 with a list of models, got 3"),
         ([{"epochs": 1}] * 1001, 0, "grid: expected at most 1,000 models, got 1,001"),
@@ -157,26 +162,32 @@ def test_no_more_models_are_drawn_than_distinct_ones_exist():
 def test_a_bad_grid_is_refused_in_one_line_before_anything_starts(grid, num_models, expected):
     cluster = ClusterInput(kind="existing", processes_per_node=2)
     with pytest.raises(InputError, match=expected) as caught:
-        check_sweep.task_function("digits", TrainingOverrides(), grid, num_models, 0, "none", cluster)
+        check_sweep.task_function("digits", TrainingOverrides(), grid, num_models, 0, "random", "none", cluster)
     assert "\n" not in str(caught.value)
 
 
 def test_an_unknown_rule_for_stopping_early_is_refused():
     with pytest.raises(ConfigError, match="stop_early: expected one of none, median, halving, got 'soon'"):
-        EarlyStopping("soon")
+        Search("soon")
+    with pytest.raises(ConfigError, match="sampler: expected one of random, tpe, got 'grid'"):
+        Search(sampler="grid")
 
 
 # --- Stopping early -----------------------------------------------------------------------------------------------
 
 
+def numbered(number, **values):
+    return Trial(number, values, values, TrainingConfig())
+
+
 def stopped_after(rule, *losses):
     """The number of epochs after which each model, trained one after the other, is stopped; 0 for one that is not."""
-    rule = EarlyStopping(rule)
+    rule = Search(rule)
     ends = []
     for number, own in enumerate(losses):
+        rule.start(numbered(number))
         end = next((epoch for epoch, loss in enumerate(own, start=1) if rule.should_stop(number, epoch, loss)), 0)
-        if not end:
-            rule.finish(number, own[-1])
+        rule.finish(number, "PRUNED" if end else "COMPLETE", own[-1])
         ends.append(end)
     return ends
 
@@ -201,11 +212,79 @@ def test_halving_keeps_the_better_half_at_epochs_1_2_4():
 
 def test_without_a_rule_no_trial_is_stopped_and_a_loss_counts_once(recwarn):
     assert stopped_after("none", [1, 1], [9, math.nan]) == [0, 0]
-    rule = EarlyStopping("halving")
+    rule = Search("halving")
+    for number in (1, 2):
+        rule.start(numbered(number))
     assert not rule.should_stop(1, 1, 1.0)
     assert rule.should_stop(2, 1, 2.0)
     assert not rule.should_stop(2, 1, 2.0)  # a run that has restarted reports its epochs again
     assert [str(warning.message) for warning in recwarn] == []
+
+
+# --- Suggestions --------------------------------------------------------------------------------------------------
+
+
+def suggestions_of(seed, num_models, score=lambda values: abs(values["momentum"] - 0.3)):
+    """What TPE suggests, each told before the next, after models that are drawn."""
+    grid = {"momentum": {"low": 0.0, "high": 0.9}, "optimizer": ["sgd", "adam"]}
+    search, found = Search("none", "tpe", grid, seed), []
+    for drawn in trials_of("digits", {}, grid, num_models, seed):
+        trial = search.start(drawn, lambda values, number=drawn.number: numbered(number, **values))
+        search.finish(trial.number, "COMPLETE", score(trial.values))
+        found.append(dict(trial.values))
+    return found
+
+
+def test_after_random_models_tpe_suggests_those_that_results_speak_for():
+    found = suggestions_of(3, 50)
+    assert found[:NUM_RANDOM] == suggestions_of(3, NUM_RANDOM)
+    distance = [abs(values["momentum"] - 0.3) for values in found]
+    assert statistics.median(distance[30:]) < statistics.median(distance[:NUM_RANDOM])
+    assert found == suggestions_of(3, 50)
+    assert found != suggestions_of(3, 50, lambda values: -values["momentum"])
+
+
+def test_a_suggestion_of_no_use_leaves_the_model_that_was_drawn():
+    search = Search("none", "tpe", {"momentum": [0.1, 0.2]})
+    first = numbered(NUM_RANDOM + 1, momentum=0.1)
+    assert search.start(first, lambda values: None) is first
+    search.finish(first.number, "FAIL", math.inf)
+
+
+def test_a_sweep_that_resumes_has_the_suggested_trials_of_before(tmp_path, monkeypatch):
+    """What an attempt has suggested is trained on, or told to the study, and not suggested anew."""
+    grid = {"momentum": {"low": 0.0, "high": 0.9}}
+    trials = trials_of("digits", {}, grid, NUM_RANDOM + 4)
+    (data := tmp_path / "data").mkdir()
+    monkeypatch.setattr(runner, "describe_data", lambda path: {"fingerprint": "f", "recipe_version": "v"})
+    trained = []
+
+    def train(self, run, stop):
+        trained.append((run.trial.number, run.url))
+        if len(trained) == NUM_RANDOM + 2:
+            self._stop_all("SIGTERM")
+            raise TrainingStopped("SIGTERM", "SIGTERM")
+        run.state.epochs = [dataclasses.replace(EPOCH, test_loss=abs(run.trial.values["momentum"] - 0.3))]
+        run._history = [events.to_line(event) for event in (*run.epochs, events.RunFinished(10, 1.0))]
+        run.store()
+
+    monkeypatch.setattr(runner.TrialRunner, "_train", train)
+    cluster = ClusterInput(kind="local", num_nodes=1)
+
+    def sweep():
+        search = Search("none", "tpe", grid)
+        return runner.TrialRunner("digits", str(tmp_path / "c"), str(data), None, cluster, search=search)
+
+    with pytest.raises(TrainingStopped, match="11 of 14 trials done"):
+        sweep().train(trials)
+    before, trained[:] = list(trained), [(0, "")] * 100
+    runs = sweep().train(trials)
+    again = trained[100:]
+    assert [number for number, _ in again] == [12, 13, 14]
+    assert again[0] == before[-1]
+    assert [run.url for run in runs[:12]] == [url for _, url in before]
+    assert len({run.url for run in runs}) == 14
+    assert runs[11].trial.values != trials[11].values
 
 
 # --- The workers --------------------------------------------------------------------------------------------------
@@ -313,86 +392,35 @@ def test_a_figure_that_is_not_finite_is_never_the_best(value, mode):
 GRID = {"learning_rate": [0.001, 0.01], "global_batch_size": [32, 64, 128]}
 
 
-def test_a_grid_is_drawn_in_a_facet_for_each_value_of_all_hyperparameters_but_one():
-    meaning, over_epochs, over_time = metric_panels(made_up_runs(GRID))
-    assert meaning == "colored by global_batch_size"
-    for panels in (over_epochs, over_time):
-        assert [panel.title for panel in panels] == ["learning_rate 0.001", "learning_rate 0.01"]
-    names = [panel.name for panel in over_epochs + over_time]
-    assert len(set(names)) == 4
+def axes_of(panel):
+    axes = panel.draw_on(Figure(layout="constrained").add_subplot())
+    axes.figure.draw_without_rendering()
+    return axes
 
 
-def test_models_that_differ_in_their_seed_alone_have_one_colour():
-    meaning, panels, _ = metric_panels(made_up_runs({"learning_rate": [0.1, 0.01], "seed": [0, 1, 2]}))
-    assert (meaning, [panel.title for panel in panels]) == ("colored by learning_rate", ["By learning_rate"])
-
-
-def test_a_random_search_is_drawn_in_one_facet_with_the_best_in_colour():
-    meaning, panels, _ = metric_panels(made_up_runs({"learning_rate": RANGE, "global_batch_size": [32, 64]}, 30))
-    assert [panel.title for panel in panels] == ["All models"]
-    named = re.findall(r"trial (\d+) \(learning_rate [\d.e-]+, global_batch_size \d+\)", meaning)
-    assert named == ["30", "29", "28", "27", "26"]  # the best, in the order of their colors
-    assert metric_panels(made_up_runs({"epochs": [8]}, m1=FAILED))[1:] == ([], [])
-
-
-def test_the_last_loss_of_every_trial_is_drawn_against_each_hyperparameter_that_differs():
+def test_the_best_of_many_trials_have_colors_and_the_rest_are_faint():
     grid = {"learning_rate": RANGE, "optimizer": ["sgd", "adam"], "global_batch_size": [32]}
-    panels = parameter_panels(made_up_runs(grid, 30))
-    assert [panel.title for panel in panels] == ["By learning_rate", "By optimizer"]
-    figure = Figure()
-    for panel, scale in zip(panels, ("log", "linear"), strict=True):
-        axes = figure.add_subplot()
-        panel.draw_on(axes)
-        assert axes.get_xscale() == scale
-        assert len(axes.lines) == 30
-        assert len([line for line in axes.lines if not line.get_label().startswith("_")]) == 5
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["adam", "sgd"]
-    assert parameter_panels([]) == parameter_panels(made_up_runs({"epochs": [8]})) == []
+    title, meaning, panels = metric_panels(made_up_runs(grid, 30))
+    assert title == "Test loss"
+    named = re.findall(r"trial (\d+) \(", meaning)
+    assert named == ["30", "29", "28", "27", "26", "25", "24", "23"]
+    assert [panel.title for panel in panels] == ["Test loss", "By learning_rate", "By optimizer"]
+    over_epochs, by_rate, by_optimizer = map(axes_of, panels)
+    assert len(over_epochs.lines) == 30
+    legend = over_epochs.get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == named
+    assert legend.get_window_extent().x1 <= over_epochs.figure.bbox.x1
+    assert (by_rate.get_xscale(), by_optimizer.get_xscale()) == ("log", "linear")
+    assert [label.get_text() for label in by_optimizer.get_xticklabels()] == ["adam", "sgd"]
+    for axes in (by_rate, by_optimizer):
+        colors = [to_hex(color) for color in axes.collections[0].get_facecolor()]
+        assert len(colors) == 30
+        assert set(PALETTE) < set(colors) <= {*PALETTE, INK}
 
 
-@pytest.mark.parametrize("num_models", [4, 8])
-@pytest.mark.parametrize("high", [0.01, 0.1])
-def test_ticks_of_sampled_values_do_not_overlap(num_models, high):
-    (panel,) = parameter_panels(made_up_runs({"learning_rate": {"low": 0.001, "high": high, "log": True}}, num_models))
-    figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
-    axes = figure.add_subplot()
-    panel.draw_on(axes)
-    figure.draw_without_rendering()
-    labels = [*axes.get_xticklabels(), *axes.get_xticklabels(minor=True)]
-    places = sorted(label.get_window_extent().intervalx.tolist() for label in labels if label.get_text())
-    left, right = axes.get_window_extent().intervalx
-    places = [place for place in places if left <= sum(place) / 2 <= right]
-    assert len(places) >= 2
-    assert all(end < start for (_, end), (start, _) in itertools.pairwise(places))
-
-
-def test_a_trial_has_one_color_in_all_panels_and_no_legend_is_cut():
-    runs = made_up_runs({"learning_rate": [0.012345, 0.023456, 0.034567, 0.045678, 0.056789, 0.067891]})
-    (over_epochs,), (by_rate,) = metric_panels(runs)[1], parameter_panels(runs)
-    figure, colors = Figure(figsize=(WIDTH, HEIGHT), layout="constrained"), []
-    for panel in (over_epochs, by_rate):
-        axes = figure.add_subplot()
-        panel.draw_on(axes)
-        figure.draw_without_rendering()
-        legend = axes.get_legend()
-        assert legend.get_window_extent().x1 <= figure.bbox.x1
-        handles = zip(legend.get_texts(), legend.legend_handles, strict=True)
-        colors.append({text.get_text(): handle.get_color() for text, handle in handles})
-        axes.remove()
-    assert len(colors[0]) == 6
-    assert colors[0] == colors[1]
-
-
-@pytest.mark.parametrize("grid", [GRID, {"optimizer": ["sgd", "adam"], "weight_decay": [0, 0.1]}])
-def test_a_picture_of_the_csv_file_is_that_of_the_sweep(tmp_path, monkeypatch, grid):
-    runs = made_up_runs(grid, m2=FAILED, m3=STOPPED_EARLY)
-    build_table(runs).to_csv(tmp_path / "results.csv", index=False)
-    monkeypatch.setattr("sys.argv", ["", str(tmp_path / "results.csv"), str(tmp_path / "picture.svg")])
-    plots.main()
-    _, over_epochs, over_time = metric_panels(runs)
-    (own := tmp_path / "own").mkdir()
-    drawing.save_panels([*over_epochs, *over_time], own / "picture.svg", columns=len(over_epochs))
-    assert (tmp_path / "picture.svg").read_text() == (own / "picture.svg").read_text()
+def test_what_has_no_figure_is_not_drawn():
+    assert metric_panels([]) == metric_panels(made_up_runs({"epochs": [8]}, m1=FAILED)) == ("", "", [])
+    assert len(metric_panels(made_up_runs({"epochs": [8]}))[2]) == 1
 
 
 def test_a_column_of_several_types_can_be_stored(tmp_path):
@@ -439,15 +467,15 @@ def test_a_click_on_a_column_head_sorts_and_another_reverses(chromium, tmp_path)
     file = tmp_path / "report.html"
     file.write_text(report_of(made_up_runs(GRID, m2=FAILED, m3=STOPPED_EARLY)).render(), encoding="utf-8")
     chromium.open(file)
-    shown = "[...document.querySelectorAll('.trials tbody tr')].map(row => row.cells[0].textContent).join(' ')"
-    click = "[...document.querySelectorAll('.trials button')].find(each => each.textContent === '{}').click()"
+    shown = "[...document.querySelectorAll('.table tbody tr')].map(row => row.cells[0].textContent).join(' ')"
+    click = "[...document.querySelectorAll('.table button')].find(each => each.textContent === '{}').click()"
     assert chromium.evaluate(shown) == "1 2 3 4 5 6"
-    assert chromium.evaluate("document.querySelector('.trials tr.best').cells[0].textContent") == "6"
+    assert chromium.evaluate("document.querySelector('.table tr.best').cells[0].textContent") == "6"
     chromium.evaluate(click.format("test loss"))
     assert chromium.evaluate(shown) == "6 5 4 1 3 2"  # what has no loss comes last
     chromium.evaluate(click.format("test loss"))
     assert chromium.evaluate(shown) == "3 1 4 5 6 2"
     chromium.evaluate(click.format("status"))
     assert chromium.evaluate(shown).startswith("2 ")
-    assert chromium.evaluate("document.querySelectorAll('.trials b').length") == 0  # an error is text, not markup
-    assert "ValueError: <b>bad</b>" in chromium.evaluate("document.querySelector('.trials').textContent")
+    assert chromium.evaluate("document.querySelectorAll('.table b').length") == 0  # an error is text, not markup
+    assert "ValueError: <b>bad</b>" in chromium.evaluate("document.querySelector('.table').textContent")

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import (
     NOT_IN_HISTORY,
     EpochFinished,
@@ -158,32 +157,3 @@ def build_table(runs: Sequence[TrialRun]) -> pandas.DataFrame:
             columns[name] = [format_value(value) for value in columns[name]]
     table = pandas.DataFrame(columns)
     return table.astype({"epoch": "Int64", **dict.fromkeys(numbers, "float64"), "error": "string"})
-
-
-def read_table(table: pandas.DataFrame) -> list[TrialRun]:
-    """Rebuild the trials from a table, such as one read from a CSV file."""
-    columns = list(table.columns)
-    names = columns[3 : columns.index("train_loss")]
-    metrics = columns[columns.index("test_loss") + 1 : columns.index("last_learning_rate")]
-    runs = []
-    for number, rows in table.groupby("model", sort=False):
-        trial = Trial(int(number), {name: rows[name].tolist()[0] for name in names}, {}, TrainingConfig())
-        run = TrialRun(trial, "", str(rows["status"].iloc[0]))
-        elapsed = 0.0
-        for row in rows.dropna(subset="epoch").to_dict("records"):
-            run.epochs.append(
-                EpochFinished(
-                    epoch=int(row["epoch"]),
-                    step=0,
-                    train_loss=row["train_loss"],
-                    test_loss=row["test_loss"],
-                    learning_rate=row["last_learning_rate"],
-                    seconds=row["seconds"],
-                    samples_per_second=0.0,
-                    evaluation_seconds=row["elapsed_seconds"] - elapsed - row["seconds"],
-                    metrics={name: row[name] for name in metrics},
-                )
-            )
-            elapsed = row["elapsed_seconds"]
-        runs.append(run)
-    return runs

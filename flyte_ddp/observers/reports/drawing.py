@@ -1,14 +1,14 @@
 """The look of all figures: panels, colors, axes, and their output as SVG, PNG or PDF.
 
 A `Panel` is a title and a function that draws it. `to_svg` makes an element for a page of any color and width from it,
-`save_panels` a file from several. Imports matplotlib, which takes 1.4 s, when the first panel is drawn.
+`save_panels` a file from several. Both are transparent. Imports matplotlib, which takes 1.4 s, when it first draws.
 """
 
 from __future__ import annotations
 
-import functools
 import io
 import math
+import operator
 import re
 import threading
 import warnings
@@ -29,17 +29,16 @@ if TYPE_CHECKING:
 PALETTE = ("#3b82f6", "#ea580c", "#0d9488", "#a855f7", "#db2777", "#65810d", "#0e8fb8", "#b7791f")
 
 MAX_POINTS = 500  # of one line; more cannot be distinguished at the width of a page
-MAX_TITLE = 36  # characters of a title or legend for which a panel has room in one line
+MAX_TITLE = 40  # characters of a title
+MAX_LEGEND = 54  # characters of one line of a legend, its lines and gaps included
 MAX_TEXT = 200  # characters of any text: more have no room, and take long to lay out
 
-INK = "#010203"  # replaced with the page's own text color when the SVG is written
+INK = "#767676"  # of text and axes: a contrast of at least 4.5:1 on white and on black (WCAG 2.1, 1.4.3)
 WIDTH, HEIGHT = 4.2, 2.6  # inches of a panel with text of 10 points, which is about 10 pixels on a phone
 FAINT = 0.55  # opacity of minor lines, such as the loss of every step
 
 _SVG = "http://www.w3.org/2000/svg"
 _XLINK = "http://www.w3.org/1999/xlink"
-_LIGHT = {"ink": "#1f2328", "page": "#ffffff"}
-_DARK = {"ink": "#e6edf3", "page": "#0d1117"}
 _drawing = threading.Lock()  # matplotlib's settings belong to the whole process
 
 Points = Sequence[tuple[float, float]]  # x, y
@@ -52,27 +51,29 @@ class Panel:
     name: str  # of letters and hyphens, unique on a page
     title: str
     summary: str  # a description for people who cannot see it
-    draw: Callable[[Axes], None]  # draws the lines and sets up the axes
+    draw: Callable[[Axes], Axes | None]  # draws the lines and sets up the axes, or returns others
     subtitle: str = ""
     from_zero: bool = False  # where a linear y axis starts
 
-    def draw_on(self, axes: Axes) -> None:
-        """Draw the panel in the look that all panels share: no frame, faint horizontal rules."""
-        self.draw(axes)
-        title = self.title if len(self.title) <= MAX_TITLE else self.title.replace(", ", ",\n")
-        num_rows = 1 if fits_in_line(axes.get_legend_handles_labels()[1]) else 2  # of the legend
-        pad = 24 + 15 * (num_rows - 1)
-        axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold", pad=pad)
-        for side in ("top", "right", "left"):
-            axes.spines[side].set_visible(False)
-        axes.spines["bottom"].set_alpha(0.4)
-        axes.tick_params(which="both", length=0, pad=5)
-        axes.grid(axis="y", alpha=0.16, linewidth=0.8)
+    def draw_on(self, axes: Axes) -> Axes:
+        """Draw the panel in the look that all panels share, and return its axes: no frame, faint horizontal rules."""
+        axes = self.draw(axes) or axes
+        labels = axes.get_legend_handles_labels()[1]
+        num_rows = 1 + (sum(len(label) + 5 for label in labels) > MAX_LEGEND)  # of the legend
+        axes.set_facecolor("none")
+        axes.set_title("")
+        look: dict[str, Any] = {"loc": "left", "fontsize": 11.5, "fontweight": "bold", "color": INK}
+        axes.set_title(self.title[:MAX_TITLE], pad=9 + 15 * num_rows, **look)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.spines["bottom"].set(alpha=0.4, color=INK)
+        axes.tick_params(which="both", length=0, pad=5, colors=INK)
+        axes.grid(axis="x", visible=False)
+        axes.grid(axis="y", color=INK, alpha=0.3, linewidth=0.8)
         axes.set_axisbelow(True)
         if self.from_zero and axes.get_yscale() == "linear":
             top = axes.dataLim.y1  # minus infinity if nothing is drawn
             axes.set_ylim(0, 1.08 * top if 0 < top < math.inf else 1)
-        if len(labels := axes.get_legend_handles_labels()[1]) > 1:
+        if len(labels) > 1:
             axes.legend(
                 loc="lower left",
                 bbox_to_anchor=(-0.01, 1.01),
@@ -84,26 +85,21 @@ class Panel:
                 columnspacing=1.2,
                 borderaxespad=0.1,
                 borderpad=0.2,
+                labelcolor=INK,
             )
         else:
             place: dict[str, Any] = {"xycoords": "axes fraction", "xytext": (0, 8), "textcoords": "offset points"}
-            axes.annotate(self.subtitle, (0, 1), **place, fontsize=9.5, alpha=0.7)
+            axes.annotate(self.subtitle, (0, 1), **place, fontsize=9.5, color=INK)
         _make_printable(axes)
+        return axes
 
 
 def _make_printable(axes: Axes) -> None:
-    """Replace the characters of every text that XML or a font's layout does not take."""
+    """Replace the characters of every text that XML or a font's layout does not take, but those at ticks."""
     from matplotlib.text import Text
 
     for text in axes.findobj(Text):
         text.set_text(printable(text.get_text()))
-    for axis in (axes.xaxis, axes.yaxis):
-        formatter: Any = axis.get_major_formatter()
-        formatter.format_ticks = functools.partial(_format_ticks, formatter.format_ticks)
-
-
-def _format_ticks(format_ticks: Callable[[Sequence[float]], list[str]], values: Sequence[float]) -> list[str]:
-    return [printable(text) for text in format_ticks(values)]
 
 
 def printable(text: str) -> str:
@@ -111,22 +107,16 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() or each == "\n" else " " for each in to_utf8(text))[:MAX_TEXT]
 
 
-def fits_in_line(labels: Sequence[str]) -> bool:
-    """Return whether a legend of these labels, each with its line and gap, is at most as wide as a panel."""
-    return sum(len(label) + 5 for label in labels) <= 54
-
-
 def to_svg(panel: Panel) -> str:
     """Draw `panel` as an `<svg>` element for an HTML page.
 
-    It takes the page's text color and background and its container's width. Its ids are unique among panels.
+    It is transparent and takes its container's width. Its ids are unique among panels.
     """
     from matplotlib.figure import Figure
 
-    with _settings(INK, salt=panel.name):
-        figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
-        panel.draw_on(figure.add_subplot())
-        root = _tree(figure)
+    with _settings(panel.name):
+        axes = panel.draw_on(Figure(layout="constrained").add_subplot())
+        root = _tree(axes.figure)
     root.set("class", "panel")
     root.set("role", "img")
     root.set("aria-label", "".join(each for each in to_utf8(panel.summary) if each.isprintable()))
@@ -134,39 +124,15 @@ def to_svg(panel: Panel) -> str:
 
 
 def save_panels(panels: Sequence[Panel], path: str | Path, columns: int = 2) -> None:
-    """Draw `panels` side by side into one file: SVG, PNG or PDF, by the suffix of `path`.
-
-    An SVG follows the reader's choice of light or dark. The other formats are light.
-
-    Raises:
-        ValueError: `panels` is empty.
-    """
+    """Draw `panels` side by side into one file: SVG, PNG or PDF, by the suffix of `path`."""
     from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    if not panels:
-        raise ValueError("panels: expected at least one, got none")
-    path = Path(path)
-    rows = math.ceil(len(panels) / columns)
-    is_svg = path.suffix == ".svg"
-    with _settings(INK if is_svg else _LIGHT["ink"], salt=path.stem):
-        spacing = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)  # inches
-        figure = Figure(figsize=(WIDTH * min(columns, len(panels)), HEIGHT * rows), layout=spacing)
+    columns, rows = min(columns, len(panels)), math.ceil(len(panels) / columns)
+    with _settings(Path(path).stem):
+        figure = Figure(figsize=(WIDTH * columns, HEIGHT * rows), layout="constrained")
         for index, panel in enumerate(panels):
-            panel.draw_on(figure.add_subplot(rows, min(columns, len(panels)), index + 1))
-        if not is_svg:
-            figure.savefig(path, dpi=160, facecolor=_LIGHT["page"])
-            return
-        root = _tree(figure)
-    _, _, width, height = root.get("viewBox", "").split()
-    sheet = (
-        f"svg {{ color: {_LIGHT['ink']}; background: {_LIGHT['page']} }} "
-        f"@media (prefers-color-scheme: dark) {{ svg {{ color: {_DARK['ink']}; background: {_DARK['page']} }} }}"
-    )
-    root.set("width", width)
-    root.set("height", height)
-    ElementTree.SubElement(root, f"{{{_SVG}}}style").text = sheet
-    path.write_text(_serialize(root), encoding="utf-8")
+            panel.draw_on(figure.add_subplot(rows, columns, index + 1))
+        figure.savefig(path, dpi=160)
 
 
 def plot(axes: Axes, points: Points, max_points: int = MAX_POINTS, **look: Any) -> list[tuple[float, float]]:
@@ -179,7 +145,7 @@ def plot(axes: Axes, points: Points, max_points: int = MAX_POINTS, **look: Any) 
 
 def label_x(axes: Axes, text: str) -> None:
     """Label the x axis at its right end."""
-    axes.set_xlabel(text, loc="right", alpha=0.7, fontsize=9.5, labelpad=1)
+    axes.set_xlabel(text, loc="right", fontsize=9.5, labelpad=1, color=INK)
 
 
 def format_tick(value: float, position: object) -> str:
@@ -209,13 +175,9 @@ def thin(points: Points, max_points: int = MAX_POINTS) -> list[tuple[float, floa
     drawn = [(x, y) for x, y in points if math.isfinite(y)]
     if len(drawn) <= max_points:
         return drawn
-    stretches = max_points // 2
-    kept = []
-    for index in range(stretches):
-        stretch = drawn[index * len(drawn) // stretches : (index + 1) * len(drawn) // stretches]
-        extremes = {min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])}
-        kept += sorted(extremes)
-    return kept
+    size, y = math.ceil(len(drawn) / (max_points // 2)), operator.itemgetter(1)
+    stretches = [drawn[start : start + size] for start in range(0, len(drawn), size)]
+    return [point for stretch in stretches for point in sorted({min(stretch, key=y), max(stretch, key=y)})]
 
 
 def format_figure(name: str, value: float) -> str:
@@ -238,8 +200,8 @@ def format_count(count: int, noun: str) -> str:
 
 
 @contextmanager
-def _settings(ink: str, salt: str) -> Iterator[None]:
-    """Give matplotlib our settings inside the block: text and axes in `ink`, ids made from `salt`."""
+def _settings(salt: str) -> Iterator[None]:
+    """Give matplotlib our settings inside the block, ids made from `salt`."""
     import matplotlib
 
     settings = {
@@ -247,10 +209,9 @@ def _settings(ink: str, salt: str) -> Iterator[None]:
         "svg.hashsalt": salt,
         "font.family": "DejaVu Sans",  # ships with matplotlib; wider than browsers' fonts, so the text fits
         "font.size": 10,
+        "figure.figsize": (WIDTH, HEIGHT),
         "savefig.transparent": True,
-        **{f"{what}.color": ink for what in ("text", "xtick", "ytick")},
-        **{f"axes.{what}": ink for what in ("edgecolor", "labelcolor", "titlecolor")},
-        "grid.color": ink,
+        "text.color": INK,
         "text.parse_math": False,  # a name with $ is no formula
         "text.usetex": False,
     }
@@ -283,5 +244,4 @@ def _tree(figure: Any) -> ElementTree.Element:
 def _serialize(root: ElementTree.Element) -> str:
     ElementTree.register_namespace("", _SVG)
     ElementTree.register_namespace("xlink", _XLINK)
-    text = ElementTree.tostring(root, encoding="unicode").replace("'DejaVu Sans'", "system-ui, sans-serif")
-    return text.replace(INK, "currentColor")
+    return ElementTree.tostring(root, encoding="unicode").replace("'DejaVu Sans'", "system-ui, sans-serif")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flyte_ddp.events import Prediction
-from flyte_ddp.observers.reports.drawing import FAINT, PALETTE, Panel, label_x
+from flyte_ddp.observers.reports.drawing import FAINT, INK, PALETTE, Panel, label_x, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +33,7 @@ def _scatter_panel(pairs: Sequence[Sequence[float]]) -> Panel:
 
     def draw(axes: Axes) -> None:
         ends = [min(*truths, *guesses), max(*truths, *guesses)]
-        axes.plot(ends, ends, color=axes.title.get_color(), alpha=FAINT, linewidth=1, linestyle=(0, (1, 2)))
+        axes.plot(ends, ends, color=INK, alpha=FAINT, linewidth=1, linestyle=(0, (1, 2)))
         axes.plot(truths, guesses, ".", color=PALETTE[0], markersize=4, alpha=0.7)
         label_x(axes, "true")
 
@@ -54,7 +54,7 @@ def _confusion_panel(classes: Sequence[str], pairs: Sequence[tuple[str, str]]) -
                 if count:
                     color = "white" if shares[y][x] > 0.6 else "#222222"
                     axes.text(x, y, f"{count}", ha="center", va="center", fontsize=8, color=color)
-        names = [name[:MAX_CLASS_NAME] for name in classes]
+        names = [printable(name)[:MAX_CLASS_NAME] for name in classes]
         axes.set_xticks(range(len(classes)), names, fontsize=8, rotation=0 if max(map(len, names)) < 3 else 60)
         axes.set_yticks(range(len(classes)), names, fontsize=8)
         axes.grid(False)
