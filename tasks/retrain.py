@@ -223,8 +223,6 @@ def _outputs(
 class _Report(Page):
     """The report of a retraining: its outcome, the champion and the versions before it."""
 
-    template = "{% block body %}{{ facts(sections) }}{% endblock %}"
-
     def __init__(self, store: ChampionStore, recipe: str, result: PromotionResult, execution: Execution) -> None:
         super().__init__({"Execution": execution.url} if execution.url else None)
         self.store = store

@@ -12,18 +12,18 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import DictLoader, Environment, Template
+from jinja2 import Environment, Template
 from markupsafe import Markup
 
 from flyte_ddp.config.extras import how_to_install, is_installed
 from flyte_ddp.errors import TrainingStopped, in_one_line, log_failures
 from flyte_ddp.events import to_utf8
 from flyte_ddp.observers.reports import drawing
-from flyte_ddp.observers.reports.template import BASE, MACROS, PAGE, STYLE
+from flyte_ddp.observers.reports.template import FRAGMENT, PAGE, STYLE
 from flyte_ddp.storage import redact_url
 
 MAX_ERROR = 60_000  # characters
@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 class Page(ABC):
     """A report that can be rendered at any time."""
 
-    template = ""  # what the report adds to the base template, in Jinja
-    style = ""  # its own CSS rules
     progress_label = ""  # what the progress bar counts
 
     def __init__(self, links: Mapping[str, str] | None = None) -> None:
@@ -68,7 +66,7 @@ class Page(ABC):
 
     @abstractmethod
     def content(self) -> dict[str, Any]:
-        """Return the values of the template: lead, percent_done, tiles, and those of the report's own part."""
+        """Return the values of the template: lead, percent_done, tiles, and of the other parts those that there are."""
 
     def write(self, path: Path) -> None:
         """Write the report as a complete HTML document. An error is logged, and leaves what there is of the file."""
@@ -78,7 +76,7 @@ class Page(ABC):
 
     def render(self) -> str:
         """Return the report as a complete HTML document."""
-        return _template(PAGE).render(title=self.title, fragment=Markup(self.render_fragment()))
+        return _compile(PAGE).render(title=self.title, fragment=Markup(self.render_fragment()))
 
     def render_fragment(self) -> str:
         """Return the report as a piece of HTML with its own style, for another page.
@@ -86,24 +84,24 @@ class Page(ABC):
         Where a part of it cannot be made, the reason is logged, and is the report's only text: see `log_failures`.
         """
         try:
-            return self._render(self.template, self.content())
+            return self._render(self.content())
         except Exception as error:
-            return self._render("", {"lead": self._note(error), "percent_done": 0, "tiles": []})
+            return self._render({"lead": self._note(error)})
 
     def draw(self, make_panels: Callable[[], Iterable[drawing.Panel]]) -> list[Markup]:
-        """Return panels as SVG elements, each with a line in its place if it cannot be drawn."""
-        drawn: list[Markup] = []
+        """Return panels as SVG elements, with a line in place of those that cannot be drawn."""
+        drawn: dict[Markup, None] = {}
         try:
             for panel in make_panels():
                 if not is_installed("matplotlib"):
                     return [Markup("<p>{}</p>").format(f"plots: {how_to_install('matplotlib')}")]
                 try:
-                    drawn.append(Markup(drawing.to_svg(panel)))
+                    drawn[Markup(drawing.to_svg(panel))] = None
                 except Exception as error:
-                    drawn.append(Markup("<p>{}: {}</p>").format(to_utf8(panel.title), self._note(error)))
+                    drawn[Markup("<p>{}</p>").format(self._note(error))] = None
         except Exception as error:
-            drawn.append(Markup("<p>{}</p>").format(self._note(error)))
-        return drawn
+            drawn[Markup("<p>{}</p>").format(self._note(error))] = None
+        return list(drawn)
 
     def _note(self, error: Exception) -> str:
         """Return why something cannot be shown, and log it once: a report is made again and again."""
@@ -113,16 +111,15 @@ class Page(ABC):
             logger.warning("a part of the report %s", line)
         return line
 
-    def _render(self, template: str, content: Mapping[str, Any]) -> str:
-        text = '{% extends "base" %}{% from "macros" import pairs, numbers, panels, facts %}' + template
+    def _render(self, content: Mapping[str, Any]) -> str:
         tracked = {self.tracker.label: self.tracker.url} if self.tracker and self.tracker.url else {}
         links = [
             {"name": name, "url": url, "is_safe": url.startswith(("https://", "http://"))}
             for name, url in {**self.links, **tracked}.items()
         ]
         ended = datetime.datetime.fromtimestamp(self.closed_at or time.time(), datetime.timezone.utc)
-        return _template(text).render(
-            style=Markup(STYLE + self.style),
+        return _compile(FRAGMENT).render(
+            style=Markup(STYLE),
             title=self.title,
             status=self.status,
             progress_label=self.progress_label,
@@ -139,9 +136,8 @@ class Page(ABC):
 
 
 @functools.cache
-def _template(text: str) -> Template:
-    loader = DictLoader({"base": BASE, "macros": MACROS})
-    return Environment(autoescape=True, loader=loader, finalize=_redact).from_string(text)
+def _compile(text: str) -> Template:
+    return Environment(autoescape=True, finalize=_redact).from_string(text)
 
 
 def _redact(value: Any) -> Any:
@@ -155,6 +151,18 @@ def tile(name: str, value: str, note: str) -> dict[str, str]:
 
 def row(name: str, value: str, note: str = "", marked: bool = False) -> dict[str, Any]:
     return {"name": name, "value": value, "note": note, "marked": marked}
+
+
+def card(title: str, note: str, text: str, more: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
+    """Return a part of plain text, with `more` texts by their names that a click opens."""
+    return {"title": title, "note": note, "text": text, "more": more}
+
+
+def cell(value: Any, form: Callable[[Any], str] = str, kind: str = "") -> dict[str, Any]:
+    """Return the cell of a table: its text, what it is sorted by, and its class."""
+    is_number = value is not None and not (isinstance(value, float) and not math.isfinite(value))
+    text = form(value) if is_number else "" if value is None else str(value)
+    return {"text": text, "key": value if is_number else "", "class": kind}
 
 
 def section(title: str, rows: list[dict[str, Any]], note: str = "", has_long_values: bool = False) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
+import itertools
 import math
 import time
 from collections import deque
@@ -15,7 +17,7 @@ from markupsafe import Markup
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import Event, Prediction, RunFinished, RunState, TimeSpent
 from flyte_ddp.observers.reports.drawing import format_count, format_figure, percent
-from flyte_ddp.observers.reports.page import Page, duration, row, section, shorten, tile
+from flyte_ddp.observers.reports.page import Page, card, cell, duration, row, section, shorten, tile
 from flyte_ddp.observers.reports.plots import run_panels
 
 # These keep the page below 2 MB for any run. The rest of it is 150 kB at most.
@@ -30,62 +32,10 @@ OPEN_PREDICTIONS = 40  # shown before "more" is clicked
 MAX_LINES, MAX_LINE = 60, 400  # of the log; characters of each
 MAX_TILES = 6  # of reported values
 
-TEMPLATE = """
-{%- macro samples(shown) %}
-<div class="samples{% if not shown[0].image %} texts{% elif not shown[0].kind %} masks{% endif %}">
-{%- for sample in shown %}
-<figure class="{{ sample.kind }}" title="{{ sample.scores }}">
-{%- if sample.image %}<img alt="{{ sample.words }}" src="data:image/png;base64,{{ sample.image }}">
-{%- elif sample.text %}<div class="text">{{ sample.text }}</div>{% endif -%}
-<figcaption>
-{%- if not sample.kind %}<span>{{ sample.guess }}</span>{% if sample.truth %} (is {{ sample.truth }}){% endif %}
-{%- elif sample.kind == "right" %}<span>&#10003; {{ sample.guess }}</span>
-{%- else %}<span>&#10007; {{ sample.guess }}</span> (is {{ sample.truth }}){% endif -%}
-</figcaption></figure>
-{%- endfor %}
-</div>
-{%- endmacro %}
-
-{%- block body %}
-{%- if notices %}
-<div class="grid">{% for notice in notices %}<section class="card notice">{{ notice }}</section>{% endfor %}</div>
-{%- endif %}
-{%- if drawn %}{{ panels(drawn) }}{% endif %}
-{%- if epochs.rows %}
-<div class="grid"><section class="card"><h2>Epochs</h2>{{ numbers(epochs.heads, epochs.rows) }}
-{%- if epochs.note %}<p class="lead"><small>{{ epochs.note }}</small></p>{% endif %}
-</section></div>
-{%- endif %}
-{%- if texts %}
-<div class="grid"><section class="card"><h2>Generated text <small>after epoch {{ texts[0].epoch }}</small></h2>
-<pre>{{ texts[0].text }}</pre>
-{%- if texts | length > 1 %}
-<details><summary>after earlier epochs</summary>
-{%- for each in texts[1:] %}<h2><small>after epoch {{ each.epoch }}</small></h2><pre>{{ each.text }}</pre>{% endfor %}
-</details>
-{%- endif %}
-</section></div>
-{%- endif %}
-{%- if predictions %}
-<div class="grid"><section class="card"><h2>Test predictions <small>{{ predictions.note }}</small></h2>
-{%- if predictions.first %}{{ samples(predictions.first) }}{% endif %}
-{%- if predictions.rest %}
-<details><summary>{{ predictions.rest | length }} more</summary>{{ samples(predictions.rest) }}</details>
-{%- endif %}
-</section></div>
-{%- endif %}
-{%- if lines %}
-<div class="grid"><section class="card"><h2>Log <small>the last lines</small></h2><pre>{{ lines }}</pre></section></div>
-{%- endif %}
-{%- if sections %}{{ facts(sections) }}{% endif %}
-{%- endblock %}
-"""
-
 
 class Report(Page):
     """The report of one run. A listener: give it each event in order."""
 
-    template = TEMPLATE
     progress_label = "optimizer steps done"
 
     def __init__(self, title: str = "") -> None:
@@ -126,11 +76,10 @@ class Report(Page):
             "percent_done": self._percent_done(),
             "notices": self._notices(),
             "tiles": self._tiles(),
-            "drawn": self._panels,
-            "epochs": self._epochs_table(),
-            "texts": self._texts(),
+            "charts": [("", "", self._panels)],
+            "table": self._epochs_table(),
             "predictions": self._prediction_section(),
-            "lines": "\n".join(self._lines),
+            "cards": self._cards(),
             "sections": self._sections(),
         }
 
@@ -145,100 +94,106 @@ class Report(Page):
 
     def _notices(self) -> list[str]:
         state, loaded = self._state, self._state.loaded
-        named = [str(each) for found in state.stragglers[-1:] for each in found.stragglers]
-        grace, seconds = state.grace_seconds, state.writing_seconds
-        is_short = 0 < grace < seconds
-        slow = (
-            f"The store took {seconds:.0f} s for the newest checkpoint, and a node that is told to go has {grace:.0f} "
-            "s: an announced loss would cost steps. A longer termination grace of the pods avoids that"
-        )
-        resumed = f"Resumed at step {loaded.step:,} from {loaded.url}" if loaded and loaded.url else ""
-        return [
-            *named,
-            *(loaded.skipped[-MAX_CHECKPOINTS:] if loaded else []),
-            *([resumed] if resumed else []),
-            *([slow] if is_short else []),
-        ]
+        notices = [str(each) for found in state.stragglers[-1:] for each in found.stragglers]
+        notices += loaded.skipped[-MAX_CHECKPOINTS:] if loaded else []
+        if loaded and loaded.url:
+            notices.append(f"Resumed at step {loaded.step:,} from {loaded.url}")
+        if 0 < state.grace_seconds < state.writing_seconds:
+            notices.append(
+                f"The store took {state.writing_seconds:.0f} s for the newest checkpoint, and a node that is told to "
+                f"go has {state.grace_seconds:.0f} s: an announced loss would cost steps. A longer termination grace "
+                "of the pods avoids that"
+            )
+        return notices
 
     def _tiles(self) -> list[dict[str, str]]:
-        started, state = self._state.started, self._state
+        started, state, spent = self._state.started, self._state, self._time_spent()
         if started is None:
             return []
-        tiles, latest = [], {name: value for report in state.reports for name, value in report.values.items()}
-        if best := state.best:
-            metric, values = state.monitor.metric, best.figures().values
-            others = [f"{name} {format_figure(name, value)}" for name, value in best.metrics.items() if name != metric]
-            note = ", ".join([f"in epoch {best.epoch}", *others[:1]]).replace("_", " ")
-            tiles.append(
-                tile(f"Best {metric.replace('_', ' ')}", format_figure(metric, values.get(metric, math.nan)), note)
-            )
-        if epochs := started.config.get("epochs"):
-            note = f"{self._percent_done()} % of {started.num_steps:,} steps"
-            tiles.append(tile("Epochs", f"{len(state.epochs)} / {epochs}", note))
-        elif state.reports:
-            epoch = state.reports[-1].epoch
-            tiles.append(tile("Step", f"{state.last_step:,}", "" if epoch is None else f"epoch {epoch:g}"))
-        if (seconds := sum(epoch.seconds for epoch in state.epochs)) > 0:
-            rate = _format_rounded(started.num_train_samples * len(state.epochs) / seconds)
-            tiles.append(tile("Samples/s", rate, "in training, all epochs"))
-        elif "samples_per_second" in latest:
-            tiles.append(tile("Samples/s", _format_rounded(latest["samples_per_second"]), "in training, now"))
-        spent = self._time_spent()
+        latest = {name: value for report in state.reports for name, value in report.values.items()}
+        best, metric, epochs = state.best, state.monitor.metric, started.config.get("epochs")
+        others = [(name, value) for name, value in (best.metrics if best else {}).items() if name != metric][:1]
+        notes = [
+            f"in epoch {best.epoch if best else 0}",
+            *(f"{name} {format_figure(name, value)}" for name, value in others),
+        ]
+        trained = sum(epoch.seconds for epoch in state.epochs)
+        rate = latest.get("samples_per_second", 0.0)
+        if trained > 0:
+            rate = started.num_train_samples * len(state.epochs) / trained
         # A replayed history is reported within a second, so the duration in its own last event counts.
         seconds = spent.wall or max(self.seconds(), state.finished.seconds if state.finished else 0.0)
-        note = "since the launch" if self.status == "running" else "launch to end"
-        tiles.append(tile("Wall time", duration(seconds), note + (", this attempt" if state.resumed_step else "")))
-        if spent.wall:
-            tiles.append(tile("Goodput", percent(spent.goodput), "of the wall time: stepping and evaluating"))
-        if started.device:
-            on_gpu = started.device != "cpu"
-            each = started.device if on_gpu else f"CPU, {format_count(started.num_threads, 'thread')} each"
-            tiles.append(tile("Ranks", f"{started.world_size}", each))
-            devices = started.world_size * (1 if on_gpu else started.num_threads)
-            hours, name = devices * seconds / 3600, "GPU-hours" if on_gpu else "Core-hours"
-            tiles.append(tile(name, f"{hours:,.{3 if hours < 1 else 1}f}", f"{devices} x wall time"))
-        if not state.epochs:
-            values = {name: value for name, value in latest.items() if name != "samples_per_second"}
-            shown = list(values.items())[:MAX_TILES]
-            tiles += [tile(name.replace("_", " "), f"{value:.4g}", "last reported") for name, value in shown]
-        return tiles
+        epoch = state.reports[-1].epoch if state.reports else None
+        ended = "since the launch" if self.status == "running" else "launch to end"
+        on_gpu = started.device != "cpu"
+        devices = started.world_size * (1 if on_gpu else started.num_threads)
+        each = started.device if on_gpu else f"CPU, {format_count(started.num_threads, 'thread')} each"
+        hours = devices * seconds / 3600
+        value = format_figure(metric, best.figures().values.get(metric, math.nan)) if best else ""
+        tiles = [
+            tile(f"Best {metric}".replace("_", " "), value, ", ".join(notes).replace("_", " ")),
+            tile(
+                "Epochs",
+                f"{len(state.epochs)} / {epochs}" if epochs else "",
+                f"{self._percent_done()} % of {started.num_steps:,} steps",
+            ),
+            tile(
+                "Step",
+                f"{state.last_step:,}" if state.reports and not epochs else "",
+                "" if epoch is None else f"epoch {epoch:g}",
+            ),
+            tile(
+                "Samples/s", _format_rounded(rate) if rate else "", f"in training, {'all epochs' if trained else 'now'}"
+            ),
+            tile("Wall time", duration(seconds), ended + (", this attempt" if state.resumed_step else "")),
+            tile("Goodput", percent(spent.goodput) if spent.wall else "", "of the wall time: stepping and evaluating"),
+            tile("Ranks", f"{started.world_size}" if started.device else "", each),
+            tile(
+                "GPU-hours" if on_gpu else "Core-hours",
+                f"{hours:,.{3 if hours < 1 else 1}f}" if started.device else "",
+                f"{devices} x wall time",
+            ),
+            *(
+                tile(name.replace("_", " "), f"{value:.4g}", "last reported")
+                for name, value in list(latest.items())[:MAX_TILES]
+                if not state.epochs and name != "samples_per_second"
+            ),
+        ]
+        return [each for each in tiles if each["value"]]
 
     def _epochs_table(self) -> dict[str, Any]:
         best, epochs = self._state.best, self._state.epochs
-        metrics = list(dict.fromkeys(name for epoch in epochs for name in epoch.metrics))
-        first_shown = len(epochs) - MAX_EPOCHS
+        metrics = dict.fromkeys(name for epoch in epochs for name in epoch.metrics)
+        shown = [epoch for index, epoch in enumerate(epochs) if index >= len(epochs) - MAX_EPOCHS or epoch is best]
         rows = [
-            {
-                "kind": "best" if epoch is best else "",
-                "cells": [
-                    str(epoch.epoch),
-                    f"{epoch.train_loss:.4g}",
-                    f"{epoch.test_loss:.4g}",
-                    *(format_figure(name, epoch.metrics.get(name, math.nan)) for name in metrics),
-                    f"{epoch.learning_rate:.3g}",
-                    duration(epoch.seconds),
-                    duration(epoch.evaluation_seconds),
-                    _format_rounded(epoch.samples_per_second),
-                ],
-            }
-            for index, epoch in enumerate(epochs)
-            if index >= first_shown or epoch is best
+            [
+                cell(epoch.epoch),
+                cell(epoch.train_loss, "{:.4g}".format),
+                cell(epoch.test_loss, "{:.4g}".format),
+                *(cell(epoch.metrics.get(name), functools.partial(format_figure, name)) for name in metrics),
+                cell(epoch.learning_rate, "{:.3g}".format),
+                cell(epoch.seconds, duration),
+                cell(epoch.evaluation_seconds, duration),
+                cell(epoch.samples_per_second, _format_rounded),
+            ]
+            for epoch in shown
         ]
-        left_out = len(epochs) - len(rows)
-        return {
-            "heads": [
-                *("epoch", "train loss", "test loss"),
-                *(name.replace("_", " ") for name in metrics),
-                *("learning rate", "train", "test", "samples/s"),
-            ],
-            "rows": rows,
+        left_out = len(epochs) - len(shown)
+        names = (name.replace("_", " ") for name in metrics)
+        table = {
+            "title": "Epochs",
             "note": f"The best epoch and the last {MAX_EPOCHS}; {left_out:,} are left out." if left_out else "",
+            "heads": ["epoch", "train loss", "test loss", *names, "learning rate", "train", "test", "samples/s"],
+            "rows": [{"best": epoch is best, "cells": cells} for epoch, cells in zip(shown, rows, strict=True)],
         }
+        return table if rows else {}
 
-    def _texts(self) -> list[dict[str, Any]]:
-        """Return what the model generated after the last epochs, the newest first."""
-        written = [epoch for epoch in self._state.epochs if epoch.sample][-MAX_TEXTS:]
-        return [{"epoch": epoch.epoch, "text": shorten(epoch.sample, MAX_TEXT)} for epoch in reversed(written)]
+    def _cards(self) -> list[dict[str, Any]]:
+        """Return what the model generated after the last epochs, the newest open, and the last lines of the log."""
+        written = [epoch for epoch in reversed(self._state.epochs) if epoch.sample][:MAX_TEXTS]
+        texts = [(f"after epoch {epoch.epoch}", shorten(epoch.sample, MAX_TEXT)) for epoch in written]
+        cards = [card("Generated text", *texts[0], texts[1:])] if texts else []
+        return [*cards, *([card("Log", "the last lines", "\n".join(self._lines))] if self._lines else [])]
 
     def _prediction_section(self) -> dict[str, Any] | None:
         """Return as many predictions as the page has room for, the worst first; a scatter plot has those of numbers."""
@@ -247,13 +202,8 @@ class Report(Page):
         if not every:
             return None
         samples = [_sample(each) for each in sorted(every, key=_error, reverse=True)]
-        shown, size = [], 0
-        for sample in samples:
-            size += sum(6 * len(value) for name, value in sample.items() if name != "image")  # escaped
-            size += len(sample["image"]) + 250
-            if size > MAX_PREDICTION_BYTES:
-                break
-            shown.append(sample)
+        sizes = itertools.accumulate(250 + 6 * len("".join(each.values())) - 5 * len(each["image"]) for each in samples)
+        shown = [sample for sample, size in zip(samples, sizes, strict=True) if size <= MAX_PREDICTION_BYTES]
         num_wrong = sum(sample["kind"] == "wrong" for sample in samples)
         total = self._state.started.num_test_samples if self._state.started else 0
         first = f"the first {len(every)} of {total:,} held-out samples" if total > len(every) else "held-out samples"
@@ -292,6 +242,7 @@ class Report(Page):
             row("Training samples", f"{started.num_train_samples:,}"),
             row("Held-out samples", f"{started.num_test_samples:,}"),
         ]
+        left_out = len(started.layers) - MAX_ROWS
         layers = [
             row(
                 layer.name or layer.kind,
@@ -300,28 +251,27 @@ class Report(Page):
             )
             for layer in started.layers[:MAX_ROWS]
         ]
-        if len(started.layers) > MAX_ROWS:
-            layers.append(row("…", f"{len(started.layers) - MAX_ROWS} more"))
         time_rows = [
             row(name.replace("_", " ").capitalize(), duration(seconds), percent(seconds / spent.wall))
             for name, seconds in spent.parts().items()
             if spent.wall
         ]
         best = next((saved for saved in reversed(state.checkpoints) if saved.best), None)
+        kept = f"of epoch {finished.model_state_epoch}" if finished.model_state_epoch else ""
         checkpoints = [  # that still exist, the newest first
-            row(f"Step {saved.step:,}", saved.url, "best so far" if saved is best else "")
-            for saved in reversed(state.checkpoints[-MAX_CHECKPOINTS:])
+            *([row("Model state", finished.model_state_url, kept)] if finished.model_state_url else []),
+            *(
+                row(f"Step {saved.step:,}", saved.url, "best so far" if saved is best else "")
+                for saved in reversed(state.checkpoints[-MAX_CHECKPOINTS:])
+            ),
         ]
-        if finished.model_state_url:
-            kept = f"of epoch {finished.model_state_epoch}" if finished.model_state_epoch else ""
-            checkpoints.insert(0, row("Model state", finished.model_state_url, kept))
         none = "no rank is slower than the others any more"
         stragglers = [
             row(f"Step {found.step:,}", "; ".join(map(str, found.stragglers)) or none)
             for found in reversed(state.stragglers[-MAX_CHECKPOINTS:])
         ]
-        size = f"{started.num_parameters:,} parameters"
-        kept = f"{state.num_checkpoints:,} written, the newest and the best are kept"
+        size = f"{started.num_parameters:,} parameters" + (f"; {left_out} layers more" if left_out > 0 else "")
+        written = f"{state.num_checkpoints:,} written, the newest and the best are kept"
         sections = [
             section("Outputs", [row(name, url) for name, url in self.outputs.items()], has_long_values=True),
             section("Time", time_rows, "their sum is the wall time"),
@@ -330,7 +280,7 @@ class Report(Page):
             section("Environment", [each for each in environment if each["value"]]),
             section("Data", data if started.data else [], has_long_values=True),
             section("Model", layers, size, has_long_values=True),
-            section("Checkpoints", checkpoints, kept, has_long_values=True),
+            section("Checkpoints", checkpoints, written, has_long_values=True),
         ]
         return [each for each in sections if each["rows"]]
 

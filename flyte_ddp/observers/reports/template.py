@@ -1,8 +1,8 @@
-"""The HTML that all reports share: a Jinja base template, macros for tables, and the style sheet.
+"""The HTML of all reports: one Jinja template, of which each report fills the parts that it has, and the style sheet.
 
 A Python module and not an HTML file, because a fast registration may ship Python modules only. Every style rule is
-under the class `training-report`, so it does not change the rest of Flyte's console. A report's own template extends
-"base" and fills its block "body".
+under the class `training-report`, so it does not change the rest of Flyte's console. A script of a few lines sorts the
+tables; on pages that forbid scripts they keep their order.
 """
 
 STYLE = """
@@ -15,7 +15,7 @@ STYLE = """
 }
 @media (prefers-color-scheme: dark) {
   .training-report {
-    --ink: #e6edf3; --soft: #9aa4af; --page: #0d1117; --card: #161b22; --rule: #30363d;
+    --ink: #e6edf3; --soft: #9aa4af; --page: #0d1117; --card: #000000; --rule: #30363d;
     --good: #3fb950; --bad: #ff7b72; --wait: #58a6ff; --warn: #d29922;
   }
 }
@@ -98,10 +98,20 @@ STYLE = """
 .training-report .samples figcaption { padding-top: .2rem; }
 .training-report .samples .right figcaption span { color: var(--good); }
 .training-report .samples .wrong figcaption span { color: var(--bad); font-weight: 650; }
+.training-report .table th button {
+  font: inherit; color: inherit; background: none; border: 0; padding: 0; cursor: pointer;
+}
+.training-report .table th[aria-sort] button { color: var(--ink); font-weight: 650; }
+.training-report .table th[aria-sort="ascending"] button::after { content: " \\25b2"; }
+.training-report .table th[aria-sort="descending"] button::after { content: " \\25bc"; }
+.training-report .table .note { text-align: left !important; }
+.training-report .table td.note { white-space: normal; min-width: 16rem; color: var(--bad); }
+.training-report .table .stopped-early { color: var(--warn); }
+.training-report .charts > h2 { margin: 1.4rem 0 .6rem; }
 .training-report footer { color: var(--soft); font-size: .8rem; margin-top: 1.2rem; }
 """
 
-MACROS = """
+FRAGMENT = """
 {%- macro pairs(rows, has_long_values=false) %}
 <table class="pairs{% if has_long_values %} long{% endif %}"><tbody>
 {%- for row in rows %}
@@ -111,31 +121,32 @@ MACROS = """
 </tbody></table>
 {%- endmacro %}
 
-{%- macro numbers(heads, rows) %}
-<div class="scroll"><table class="numbers"><thead><tr>
-{%- for head in heads %}<th scope="col">{{ head }}</th>{% endfor %}</tr></thead><tbody>
-{%- for row in rows %}
-<tr{% if row.kind %} class="{{ row.kind }}"{% endif %}>{% for cell in row.cells %}<td>{{ cell }}</td>{% endfor %}</tr>
+{%- macro heading(title, note) %}<h2>{{ title }}{% if note %} <small>{{ note }}</small>{% endif %}</h2>{% endmacro %}
+
+{%- macro texts(cards) %}
+{%- for card in cards %}
+<div class="grid"><section class="card">{{ heading(card.title, card.note) }}
+{%- if card.text %}<pre>{{ card.text }}</pre>{% endif %}
+{%- for name, text in card.more %}<details><summary>{{ name }}</summary><pre>{{ text }}</pre></details>{% endfor %}
+</section></div>
 {%- endfor %}
-</tbody></table></div>
 {%- endmacro %}
 
-{%- macro panels(drawn) %}
-<div class="grid panels">{% for panel in drawn %}<div class="card">{{ panel }}</div>{% endfor %}</div>
-{%- endmacro %}
-
-{%- macro facts(sections) %}
-<div class="facts">
-{%- for section in sections %}
-<section class="card"><h2>{{ section.title }}{% if section.note %} <small>{{ section.note }}</small>{% endif %}</h2>
-<div{% if section.rows | length > 30 %} class="scroll"{% endif %}>
-{{- pairs(section.rows, section.has_long_values) }}</div></section>
+{%- macro samples(shown) %}
+<div class="samples{% if not shown[0].image %} texts{% elif not shown[0].kind %} masks{% endif %}">
+{%- for sample in shown %}
+<figure class="{{ sample.kind }}" title="{{ sample.scores }}">
+{%- if sample.image %}<img alt="{{ sample.words }}" src="data:image/png;base64,{{ sample.image }}">
+{%- elif sample.text %}<div class="text">{{ sample.text }}</div>{% endif -%}
+<figcaption>
+{%- if not sample.kind %}<span>{{ sample.guess }}</span>{% if sample.truth %} (is {{ sample.truth }}){% endif %}
+{%- elif sample.kind == "right" %}<span>&#10003; {{ sample.guess }}</span>
+{%- else %}<span>&#10007; {{ sample.guess }}</span> (is {{ sample.truth }}){% endif -%}
+</figcaption></figure>
 {%- endfor %}
 </div>
-{%- endmacro %}
-"""
+{%- endmacro -%}
 
-BASE = """
 <style>{{ style }}</style>
 <div class="training-report"><div class="inner">
 <header><h1>{{ title }}</h1><span class="status {{ status }}">{{ status }}</span></header>
@@ -165,10 +176,62 @@ BASE = """
 {%- endfor %}
 </div>
 {%- endif %}
-{%- block body %}{% endblock %}
+{%- if notices %}
+<div class="grid">{% for notice in notices %}<section class="card notice">{{ notice }}</section>{% endfor %}</div>
+{%- endif %}
+{{- texts(first_cards) }}
+{%- for title, note, drawn in charts %}
+<div class="charts">{% if title %}{{ heading(title, note) }}{% endif %}
+<div class="grid panels">{% for panel in drawn %}<div class="card">{{ panel }}</div>{% endfor %}</div></div>
+{%- endfor %}
+{%- if table %}
+<div class="grid"><section class="card">{{ heading(table.title, table.note) }}
+<div class="scroll table"><table class="numbers"><thead><tr>
+{%- for head in table.heads %}<th scope="col"><button type="button">{{ head }}</button></th>{% endfor %}</tr>
+</thead><tbody>
+{%- for row in table.rows %}
+<tr{% if row.best %} class="best"{% endif %}>
+{%- for cell in row.cells %}<td data-key="{{ cell.key }}" class="{{ cell.class }}">{{ cell.text }}</td>{% endfor %}</tr>
+{%- endfor %}
+</tbody></table></div></section></div>
+{%- endif %}
+{%- if predictions %}
+<div class="grid"><section class="card">{{ heading("Test predictions", predictions.note) }}
+{%- if predictions.first %}{{ samples(predictions.first) }}{% endif %}
+{%- if predictions.rest %}
+<details><summary>{{ predictions.rest | length }} more</summary>{{ samples(predictions.rest) }}</details>
+{%- endif %}
+</section></div>
+{%- endif %}
+{{- texts(cards) }}
+{%- if sections %}
+<div class="facts">
+{%- for section in sections %}
+<section class="card">{{ heading(section.title, section.note) }}
+<div{% if section.rows | length > 30 %} class="scroll"{% endif %}>
+{{- pairs(section.rows, section.has_long_values) }}</div></section>
+{%- endfor %}
+</div>
+{%- endif %}
 <footer>{{ footer }}</footer>
 </div></div>
-{%- block script %}{% endblock %}
+{%- if table %}
+<script>
+for (const table of document.querySelectorAll(".training-report .table table")) {
+  const heads = [...table.tHead.rows[0].cells];
+  heads.forEach((head, column) => head.addEventListener("click", () => {
+    const falls = head.getAttribute("aria-sort") === "ascending";
+    heads.forEach(each => each.removeAttribute("aria-sort"));
+    head.setAttribute("aria-sort", falls ? "descending" : "ascending");
+    const key = row => row.cells[column].dataset.key;
+    const compare = (a, b) => isNaN(a) || isNaN(b) ? a.localeCompare(b) : a - b;
+    const rows = [...table.tBodies[0].rows].sort((a, b) =>
+      (key(a) === "") - (key(b) === "") || (falls ? compare(key(b), key(a)) : compare(key(a), key(b))));
+    table.tBodies[0].append(...rows);
+  }));
+}
+</script>
+{%- endif %}
 """
 
 PAGE = """<!doctype html>
