@@ -62,7 +62,7 @@ format: $(INSTALLED)  ## let ruff mend what it can
 bench: $(INSTALLED)  ## compare with alternatives: ratios, each pair measured in one run; ONLY="start recovery" for some rows
 	$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY))
 
-soak: $(INSTALLED)  ## ten minutes of random kills, evictions and returns: samples, weights, goodput; SEED=1 FAULTS=20 MINUTES=10 ANNOUNCED=0 PROGRAM=recipe
+soak: $(INSTALLED)  ## ten minutes of random kills, evictions and returns: samples, weights, goodput; SEED=1 FAULTS=20 MINUTES=10 ANNOUNCED=0 PROGRAM=recipe|function
 	$(BIN)/python -m benchmarks.soak $(if $(SEED),--seed $(SEED)) $(if $(FAULTS),--faults $(FAULTS)) \
 	  $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ANNOUNCED),--announced $(ANNOUNCED)) $(if $(PROGRAM),--program $(PROGRAM))
 

@@ -7,7 +7,6 @@ after the other and gives one ratio. The table has the median and the range of t
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import platform
@@ -30,21 +29,10 @@ Outcome = Mapping[str, Any]
 UNITS: dict[str, Callable[[float], str]] = {
     "samples_per_second": lambda value: f"{value:,.0f} samples/s",  # over all ranks, in the last epoch
     "samples_per_second_without": lambda value: f"{value:,.0f} samples/s",  # in the same run, without what is measured
-    "tokens_per_second": lambda value: f"{value:,.0f} tokens/s",  # of text, in the last epoch
-    "names_per_second": lambda value: f"{value:,.0f} names/s",  # that are new and different
-    "images_per_second": lambda value: f"{value:,.0f} images/s",  # fetched, decoded and cut to size
     "peak_memory_bytes": lambda value: f"{value / 2**20:,.0f} MiB",  # of one rank
     "memory_with_supervisor_bytes": lambda value: f"{value / 2**20:,.0f} MiB",  # sum of the processes' peaks
     "first_step_seconds": lambda value: f"{value:.1f} s",  # from the command's start to the first optimizer step's end
-    "recovery_seconds": lambda value: f"{value:.1f} s",  # from the death of a rank to the end of the next step
     "stall_seconds": lambda value: f"{1000 * value:.0f} ms",  # for which a checkpoint keeps the training
-    "read_seconds": lambda value: f"{value:.1f} s",  # of a checkpoint, its tensors ready to be loaded
-    "copy_seconds": lambda value: f"{1000 * value:.0f} ms",  # of a plain copy of what a checkpoint has
-    "save_seconds": lambda value: f"{value:.1f} s",  # until a checkpoint is in its place
-    "load_seconds": lambda value: f"{value:.1f} s",  # of a checkpoint, into tensors that are there
-    "save_memory_bytes": lambda value: f"{value / 2**20:,.0f} MiB",  # the peak of one rank while it saves
-    "load_memory_bytes": lambda value: f"{value / 2**20:,.0f} MiB",  # the peak of one rank while it loads
-    "seconds_to_loss": lambda value: f"{value:.0f} s",  # from the command's start to the best loss of theirs
 }
 """Every quantity that can be measured, with its format."""
 
@@ -60,7 +48,6 @@ class Variant:
     name: str
     command: tuple[str, ...]
     num_threads: int  # CPU threads of each of its processes
-    needs: str = ""  # a module without which it cannot run
 
 
 @dataclass(frozen=True)
@@ -91,14 +78,11 @@ def compare(
     """Measure `rows`. Rows that compare the same two variants share their runs."""
     measured: dict[tuple[Variant, Variant], tuple[list[tuple[Outcome, Outcome]], str, int]] = {}
     for pair in dict.fromkeys((row.ours, row.theirs) for row in rows):
-        missing = next((side.needs for side in pair if side.needs and not importlib.util.find_spec(side.needs)), "")
         outcomes: list[tuple[Outcome, Outcome]] = []
-        note = f"skipped: {missing} is not installed" if missing else ""
-        num_failed = 0
-        for number in range(0 if missing else rounds):
+        note, num_failed = "", 0
+        for number in range(rounds):
             try:
                 by_variant = {side: run(side, environment) for side in dict.fromkeys(pair)}
-                ours, theirs = timed_to_loss(*(by_variant[side] for side in pair))
             except MeasurementError as error:
                 log(str(error))
                 num_failed += 1
@@ -106,8 +90,8 @@ def compare(
                     note = "failed: " + str(error).splitlines()[0]
                     break  # a failure in the first round will most likely repeat
                 continue
-            outcomes.append((ours, theirs))
-            log(f"{pair[0].name} / {pair[1].name}, round {number + 1} of {rounds}: {dict(ours)} {dict(theirs)}")
+            outcomes.append((by_variant[pair[0]], by_variant[pair[1]]))
+            log(f"{pair[0].name} / {pair[1].name}, round {number + 1} of {rounds}: {outcomes[-1]}")
         measured[pair] = outcomes, note, num_failed
     return [Result(row, *measured[row.ours, row.theirs]) for row in rows]
 
@@ -164,22 +148,6 @@ def outcome_of(output: str, started: float) -> Outcome:
             beginning = values.pop("counted_from", started)
             return {"first_step_seconds": values.pop("first_step_at") - beginning, **values}
     raise MeasurementError(f"the command printed no outcome\n{_tail(output)}")
-
-
-def timed_to_loss(ours: Outcome, theirs: Outcome) -> tuple[Outcome, Outcome]:
-    """Add `seconds_to_loss` to both where they have a `curve`: pairs of seconds and held-out loss, in order.
-
-    The target is the lowest loss of theirs; the time is infinite for a side that does not reach it.
-    """
-    if "curve" not in ours or "curve" not in theirs:
-        return ours, theirs
-    goal = min(loss for _, loss in theirs["curve"])
-
-    def timed(side: Outcome) -> Outcome:
-        seconds = next((seconds for seconds, loss in side["curve"] if loss <= goal), float("inf"))
-        return {**side, "seconds_to_loss": seconds}
-
-    return timed(ours), timed(theirs)
 
 
 def ratios(result: Result) -> list[float]:

@@ -6,10 +6,7 @@ Speed and memory do not depend on the pixels. The accuracy is meaningless here.
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,48 +45,6 @@ class TimestampedMnistLike(MnistLike):
 
         handle = register_optimizer_step_post_hook(print_time)
         return super().model()
-
-
-class KilledMnistLike(MnistLike):
-    """Kill the second rank once: see `RankKill`, whose directory is in the environment."""
-
-    DIRECTORY = "BENCHMARK_KILL_DIRECTORY"
-
-    def model(self) -> nn.Module:
-        RankKill(Path(os.environ[self.DIRECTORY])).install()
-        return super().model()
-
-
-@dataclass
-class RankKill:
-    """Kill one rank of a run and time its recovery, through files in a directory that all ranks reach."""
-
-    directory: Path
-
-    def install(self, at_step: int = 8) -> None:
-        """Kill the second rank at `at_step`; after the restart, write in the first when a step is done."""
-        import torch.distributed as dist
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
-        killed, recovered = self.directory / "killed", self.directory / "recovered"
-        was_killed = killed.exists()
-        num_steps = 0
-
-        def after_step(*_: Any) -> None:
-            nonlocal num_steps
-            num_steps += 1
-            if was_killed:
-                if num_steps == 1 and dist.get_rank() == 0:
-                    recovered.write_text(str(time.time()))
-            elif num_steps == at_step and dist.get_rank() == 1:
-                killed.write_text(str(time.time()))
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        register_optimizer_step_post_hook(after_step)
-
-    def recovery_seconds(self) -> float:
-        """Return the seconds from the kill to the end of the first step after it."""
-        return float((self.directory / "recovered").read_text()) - float((self.directory / "killed").read_text())
 
 
 def noise(num_samples: int) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -1,10 +1,9 @@
 """Kill ranks, evict and drain nodes at random while a run trains: `python -m benchmarks.soak --seed 1`.
 
-On a Dask cluster of two worker processes on this machine, one model trains: a recipe, or with `--program` a function in
-a loop of its own, or in that of another framework. At random moments a rank is killed, or a
-worker with its nanny, or a worker is told to go; it comes back under another name some seconds later. In the end it
-prints what the time went to, the samples that were lost or trained twice, and whether the weights are those of an
-undisturbed run.
+On a Dask cluster of two worker processes on this machine, one model trains: a recipe, or with `--program function` a
+loop of one's own. At random moments a rank is killed, or a worker with its nanny, or a worker is told to go; it comes
+back under another name some seconds later. In the end it prints what the time went to, the samples that were lost or
+trained twice, and whether the weights are those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
 STEP_SECONDS = 0.25  # on any number of nodes, so that the run's length is known
 ABSENCE = (3.0, 15.0)  # seconds until an evicted node is back
 QUIET = 0.85  # share of the time after which nothing more is killed, so that the run ends undisturbed
-FUNCTIONS = ("pytorch", "transformers", "lightning", "accelerate")  # of benchmarks.frameworks
 NAME = "benchmarks.counting.Counting"
 
 
@@ -176,7 +174,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="of stepping (%(default)s)")
     parser.add_argument("--faults", type=int, default=20, help="kills, evictions and drains (%(default)s)")
     parser.add_argument("--announced", type=float, default=0.0, help="share of them that are drains (%(default)s)")
-    parser.add_argument("--program", choices=["recipe", *FUNCTIONS], default="recipe", help="(%(default)s)")
+    parser.add_argument("--program", choices=["recipe", "function"], default="recipe", help="(%(default)s)")
     arguments = parser.parse_args()
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
     steps_per_epoch = NUM_SAMPLES // BATCH_SIZE
@@ -186,9 +184,11 @@ def main() -> int:
         (directory / "data").mkdir()
         prepare_data(Counting(), "", directory / "data")
         faults = Faults(nodes, arguments.seed, arguments.faults, 60 * arguments.minutes, arguments.announced)
-        data = lambda: str(directory / "data")  # noqa: E731
-        _train(_job(arguments.program, epochs, directory / "run", STEP_SECONDS), data, nodes, faults)
-        driver.run(_job(arguments.program, epochs, directory / "undisturbed", 0.0), LocalPlace(2), data)
+        data = str(directory / "data")
+        job = _job(arguments.program, epochs, data, directory / "run", STEP_SECONDS)
+        _train(job, lambda: data, nodes, faults)
+        job = _job(arguments.program, epochs, data, directory / "undisturbed", 0.0)
+        driver.run(job, LocalPlace(2), lambda: data)
         return _report(arguments, epochs, faults, directory)
 
 
@@ -206,36 +206,45 @@ def _train(job: Job, data: Callable[[], str], nodes: Nodes, faults: Faults) -> N
         driver.run(job, DaskPlace(client, cluster), data, [faults])
 
 
-def _job(name: str, epochs: int, place: Path, step_seconds: float) -> Job:
+def _job(name: str, epochs: int, data: str, place: Path, step_seconds: float) -> Job:
     if name == "recipe":
         program = recipe_program(NAME, resolve(Counting.defaults, {"epochs": epochs}))
     else:
-        call = cloudpickle.dumps(functools.partial(_train_and_keep, name, str(place), epochs, step_seconds))
-        # Forked from a process that has the framework, as a recipe's ranks: most of an attempt would be imports.
-        program = Program(name, call, ("benchmarks",), slow_imports=("torch", *([name] if name != "pytorch" else [])))
+        call = cloudpickle.dumps(functools.partial(_train_and_keep, data, str(place), epochs, step_seconds))
+        # Forked from a process that has torch, as a recipe's ranks: most of an attempt would be imports.
+        program = Program(name, call, ("benchmarks",), slow_imports=("torch",))
     return Job(program, str(place), time.time())
 
 
-def _train_and_keep(name: str, place: str, epochs: int, step_seconds: float) -> bytes:
-    """Train as a rank, and keep the model as a recipe does."""
+def _train_and_keep(data: str, place: str, epochs: int, step_seconds: float) -> bytes:
+    """Train as a rank, in a loop that does not ask whether it has to stop, and keep the model as a recipe does."""
     import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
 
-    from benchmarks.frameworks import PROGRAMS, Task
+    from flyte_ddp import session
 
-    results = PROGRAMS[name](
-        Task(
-            place,
-            num_samples=NUM_SAMPLES,
-            batch_size=BATCH_SIZE,
-            epochs=epochs,
-            save_steps=SAVE_STEPS,
-            step_seconds=step_seconds,
-        )
-    )
-    if os.environ["RANK"] == "0":
-        weights = {f"weights.{number}": each for number, each in enumerate(results["weights"])}
-        seen, (loss,) = results["counts"][0] * (LEARNING_RATE / BATCH_SIZE), results["loss"]
-        torch.save({"seen": seen, "loss": loss, **weights}, f"{place}/model_state.pt")
+    dist.init_process_group("gloo")
+    os.environ[STEP_SECONDS_VARIABLE] = str(step_seconds)
+    recipe = Counting()
+    dataset = recipe.datasets(Path(data))[0]
+    torch.manual_seed(0)
+    model = recipe.model()
+    wrapped, optimizer = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    state = session.load() or {"step": 0, "model": model.state_dict()}
+    model.load_state_dict(state["model"])
+    step = state["step"]
+    for epoch in session.epochs(epochs):
+        for (inputs, targets), weight in session.batches(dataset, BATCH_SIZE, epoch):
+            optimizer.zero_grad()
+            (weight * recipe.losses(wrapped(inputs), targets).mean()).backward()
+            optimizer.step()
+            step += 1
+            session.report(step=step)
+            if step % SAVE_STEPS == 0:
+                session.save({"model": model.state_dict(), "step": step}, step)
+    if dist.get_rank() == 0:
+        torch.save(model.state_dict(), f"{place}/model_state.pt")
     return b""
 
 
@@ -261,7 +270,6 @@ def _report(arguments: argparse.Namespace, epochs: int, faults: Faults, director
         "samples lost": f"{lost} of {epochs * NUM_SAMPLES:,}",
         "samples trained twice": str(doubled),
         "weights": f"differ by {difference:.2g}" if difference else "those of an undisturbed run",
-        **({"loss": " beside ".join(f"{state['loss']:.6f}" for state in states)} if "loss" in states[0] else {}),
         "wall time": f"{spent.wall:.0f} s",
         "goodput": f"{100 * spent.goodput:.1f} %",
         **{name.replace("_", " "): f"{seconds:.1f} s" for name, seconds in spent.parts().items()},

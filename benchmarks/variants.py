@@ -8,7 +8,6 @@ import is inside a function, because the time to the first step is measured too.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import resource
@@ -29,24 +28,15 @@ BATCH_SIZE = 128  # global
 LEARNING_RATE = 2e-3
 LOG_INTERVAL = 20  # steps between two reads of the loss
 NUM_EPOCHS = 2
-CHECKPOINT_INTERVAL = 5  # steps, in the runs that lose a rank
 PREPARED = "prepared"  # the recipe's prepared data, below the data directory; beside it torchvision's MNIST/raw
 
 
 def ours(data: Path, precision: str, num_ranks: int) -> None:
-    from flyte_ddp.config import resolve
     from flyte_ddp.launch import driver
     from flyte_ddp.launch.local import LocalPlace
-    from flyte_ddp.launch.process.programs import Job, recipe_program
-    from flyte_ddp.recipes import get_recipe
 
-    name = "benchmarks.mnist_like.MnistLike"
-    config = resolve(
-        get_recipe(name).defaults,
-        {"epochs": NUM_EPOCHS, "global_batch_size": BATCH_SIZE, "precision": precision, "log_interval": LOG_INTERVAL},
-    )
     with tempfile.TemporaryDirectory() as checkpoints:
-        job = Job(recipe_program(name, config), checkpoints, time.time())
+        job = _job(precision, checkpoints)
         result = driver.run(job, LocalPlace(num_ranks), lambda: str(data / PREPARED))
     finished = result.finished
     report(
@@ -59,76 +49,30 @@ def ours(data: Path, precision: str, num_ranks: int) -> None:
 
 def dask(data: Path, precision: str, num_ranks: int) -> None:
     """Train on a Dask cluster with one rank per node. The time to the first step starts when the workers are ready."""
-    from flyte_ddp.cluster.connect import open_cluster
-
-    cluster = _local_nodes(num_ranks)
-    with open_cluster(cluster, "benchmark") as client, tempfile.TemporaryDirectory() as checkpoints:
-        workers_ready_at = time.time()
-        finished, epochs, first_step_at = _on_dask("MnistLike", data, client, cluster, checkpoints, precision=precision)
-    report(first_step_at, epochs[-1].samples_per_second, finished.peak_memory_bytes, counted_from=workers_ready_at)
-
-
-def dask_killed(data: Path, precision: str, num_ranks: int) -> None:
-    """Like `dask`; the second rank is killed once."""
-    from benchmarks.mnist_like import KilledMnistLike, RankKill
-    from flyte_ddp.cluster.connect import open_cluster
-
-    cluster = _local_nodes(num_ranks)
-    with tempfile.TemporaryDirectory() as directory:
-        os.environ[KilledMnistLike.DIRECTORY] = directory  # which the workers inherit
-        with open_cluster(cluster, "benchmark") as client:
-            finished, epochs, first_step_at = _on_dask(
-                "KilledMnistLike",
-                data,
-                client,
-                cluster,
-                f"{directory}/checkpoints",
-                precision=precision,
-                checkpoint_interval=CHECKPOINT_INTERVAL,
-            )
-        report(
-            first_step_at,
-            epochs[-1].samples_per_second,
-            finished.peak_memory_bytes,
-            recovery_seconds=RankKill(Path(directory)).recovery_seconds(),
-        )
-
-
-def _local_nodes(count: int) -> Any:
     from flyte_ddp.cluster.config import ClusterConfig
-
-    return ClusterConfig(kind="local", num_nodes=count)
-
-
-def _on_dask(
-    recipe: str, data: Path, client: Any, cluster: Any, checkpoints: str, **config: Any
-) -> tuple[Any, list[Any], float]:
-    """Return a run's last event, its epochs, and the end of its first step in seconds since the epoch."""
-    from flyte_ddp import events
-    from flyte_ddp.config import resolve
+    from flyte_ddp.cluster.connect import open_cluster
     from flyte_ddp.launch import driver
     from flyte_ddp.launch.dask.place import DaskPlace
+
+    cluster = ClusterConfig(kind="local", num_nodes=num_ranks)
+    with open_cluster(cluster, "benchmark") as client, tempfile.TemporaryDirectory() as checkpoints:
+        job = _job(precision, checkpoints)
+        result = driver.run(job, DaskPlace(client, cluster), lambda: str(data / PREPARED))
+        # The events count from the launch of the ranks, which was so long ago.
+        first_step_at = time.time() - result.finished.seconds + result.finished.first_step_seconds
+    speed, memory = result.epochs[-1].samples_per_second, result.finished.peak_memory_bytes
+    report(first_step_at, speed, memory, counted_from=job.launched_at)
+
+
+def _job(precision: str, checkpoints: str) -> Any:
+    from flyte_ddp.config import resolve
     from flyte_ddp.launch.process.programs import Job, recipe_program
     from flyte_ddp.recipes import get_recipe
 
-    class Clock:
-        """Convert the seconds of a run's last event, counted from the launch of its ranks, into a timestamp."""
-
-        first_step_at = 0.0
-
-        def handle(self, event: events.Event) -> None:
-            if isinstance(event, events.RunFinished):
-                self.first_step_at = time.time() - event.seconds + event.first_step_seconds
-
-        def close(self, error: BaseException | None) -> None:
-            pass
-
-    name = f"benchmarks.mnist_like.{recipe}"
-    config = {"epochs": NUM_EPOCHS, "global_batch_size": BATCH_SIZE, "log_interval": LOG_INTERVAL, **config}
-    job = Job(recipe_program(name, resolve(get_recipe(name).defaults, config)), checkpoints, time.time())
-    clock = Clock()
-    result = driver.run(job, DaskPlace(client, cluster), lambda: str(data / PREPARED), [clock])
-    return result.finished, result.epochs, clock.first_step_at
+    name = "benchmarks.mnist_like.MnistLike"
+    config = {"epochs": NUM_EPOCHS, "global_batch_size": BATCH_SIZE, "precision": precision}
+    program = recipe_program(name, resolve(get_recipe(name).defaults, {**config, "log_interval": LOG_INTERVAL}))
+    return Job(program, checkpoints, time.time())
 
 
 def floor(data: Path, precision: str, num_ranks: int) -> None:
@@ -196,87 +140,6 @@ def torchrun(data: Path, precision: str, num_ranks: int) -> None:
     dist.destroy_process_group()
 
 
-def torchrun_killed(data: Path, precision: str, num_ranks: int) -> None:
-    """Like `torchrun`, with its own checkpoints; the second rank is killed, and torchrun restarts all ranks."""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DataLoader
-    from torch.utils.data.distributed import DistributedSampler
-
-    from benchmarks.mnist_like import RankKill
-
-    directory = data / f"torchrun-{os.environ['TORCHELASTIC_RUN_ID']}"
-    directory.mkdir(exist_ok=True)
-    kill = RankKill(directory)
-    kill.install()
-    checkpoint = directory / "checkpoint.pt"
-    # Not the default of 30 minutes: after a restart gloo's ranks sometimes do not find each other and wait.
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
-    dataset, model, optimizer = _parts(data)
-    step = 0
-    if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        step = state["step"]
-    sampler: DistributedSampler[Any] = DistributedSampler(dataset)
-    loader = DataLoader(dataset, batch_size=BATCH_SIZE // num_ranks, sampler=sampler)
-
-    def save(*_: Any) -> None:
-        nonlocal step
-        step += 1
-        if step % CHECKPOINT_INTERVAL == 0 and dist.get_rank() == 0:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, checkpoint)
-
-    optimizer.register_step_post_hook(save)
-    _train(
-        DistributedDataParallel(model),
-        optimizer,
-        lambda epoch: loader,
-        len(dataset),
-        _autocast(precision),
-        outcome=lambda: {"recovery_seconds": kill.recovery_seconds()},
-    )
-    dist.destroy_process_group()
-
-
-def fabric(data: Path, precision: str, num_ranks: int) -> None:
-    """Run Lightning Fabric under torchrun."""
-    from lightning_fabric import Fabric
-    from torch.utils.data import DataLoader
-
-    fabric = Fabric(
-        accelerator="cpu",
-        strategy="ddp",
-        devices=num_ranks,
-        precision={"fp32": "32-true", "bf16": "bf16-mixed"}[precision],
-    )
-    fabric.launch()
-    dataset, model, optimizer = _parts(data)
-    model, optimizer = fabric.setup(model, optimizer)
-    loader = fabric.setup_dataloaders(DataLoader(dataset, batch_size=BATCH_SIZE // num_ranks, shuffle=True))
-
-    def batches(epoch: int) -> Iterable[Any]:
-        loader.sampler.set_epoch(epoch)
-        return loader
-
-    _train(model, optimizer, batches, len(dataset), nullcontext, fabric.backward)
-
-
-def accelerate(data: Path, precision: str, num_ranks: int) -> None:
-    """Run Hugging Face Accelerate under torchrun."""
-    from accelerate import Accelerator
-    from torch.utils.data import DataLoader
-
-    accelerator = Accelerator(cpu=True, mixed_precision={"fp32": "no", "bf16": "bf16"}[precision])
-    dataset, model, optimizer = _parts(data)
-    loader = DataLoader(dataset, batch_size=BATCH_SIZE // num_ranks, shuffle=True)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    _train(model, optimizer, lambda epoch: loader, len(dataset), nullcontext, accelerator.backward)
-    accelerator.end_training()
-
-
 def _parts(data: Path) -> tuple[Dataset[Any], nn.Module, Optimizer]:
     """Return normalized floats, the model and this package's optimizer, for the scripts with several ranks."""
     import torch
@@ -309,9 +172,7 @@ def _train(
     batches: Callable[[int], Iterable[Any]],
     num_samples: int,
     autocast: Callable[[], Any],
-    backward: Callable[[Tensor], Any] | None = None,
     after_epoch: Callable[[], None] = lambda: None,
-    outcome: Callable[[], dict[str, float]] = dict,
 ) -> None:
     """Run the loop that all alternatives share; the first rank reports its last epoch."""
     from torch.nn import functional
@@ -323,7 +184,7 @@ def _train(
             optimizer.zero_grad()
             with autocast():
                 loss = functional.cross_entropy(model(inputs), targets)
-            backward(loss) if backward else loss.backward()
+            loss.backward()
             optimizer.step()
             first_step_at = first_step_at or time.time()
             if step % LOG_INTERVAL == 0:
@@ -331,7 +192,7 @@ def _train(
         seconds = time.perf_counter() - started
         after_epoch()
     if int(os.environ.get("RANK", 0)) == 0:
-        report(first_step_at, num_samples / seconds, peak_memory_bytes(), **outcome())
+        report(first_step_at, num_samples / seconds, peak_memory_bytes())
 
 
 def report(first_step_at: float, samples_per_second: float, peak_memory_bytes: int, **more: float) -> None:
@@ -351,10 +212,7 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-VARIANTS = {
-    variant.__name__: variant
-    for variant in (ours, dask, dask_killed, floor, tutorial, torchrun, torchrun_killed, fabric, accelerate)
-}
+VARIANTS = {variant.__name__: variant for variant in (ours, dask, floor, tutorial, torchrun)}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()

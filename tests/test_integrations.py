@@ -18,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import flyte_ddp
-from benchmarks.frameworks import PROGRAMS, Task
 from flyte_ddp import events, session
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
@@ -31,6 +30,7 @@ from flyte_ddp.launch.run import Gang, _Call, run_program
 from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.rank.sharding import is_split
 from tests.support.dask_runs import At, events_of
+from tests.support.frameworks import PROGRAMS, Task
 from tests.support.runs import new_run
 from tests.test_session import session_of
 
@@ -111,7 +111,7 @@ def test_an_announced_loss_growth_and_a_stop_lose_no_step(framework, start_worke
 
     faults = [At(4, lambda: nannies[1].send_signal(signal.SIGTERM)), At(10, lambda: start_worker(scheduler, "node-2"))]
     call = cloudpickle.dumps(_Call(PROGRAMS[framework], (task,)))
-    program = Program(framework, call, ("tests", "benchmarks"), slow_imports=("torch", framework))
+    program = Program(framework, call, ("tests",), slow_imports=("torch", framework))
     with open_cluster(config, "test") as client, pytest.raises(TrainingStopped):
         driver.run(
             Job(program, place, time.time()), DaskPlace(client, config), None, [run, *faults, Stops()], run.relay, stop
@@ -225,8 +225,8 @@ def train_recorded(framework, directory):
     else:
         from transformers import Trainer, TrainingArguments
 
-        from benchmarks.frameworks import Counting, Samples
         from flyte_ddp.integrations.transformers import SessionCallback
+        from tests.support.frameworks import Counting, Samples
 
         arguments = TrainingArguments(directory, max_steps=2, report_to="wandb", use_cpu=True, disable_tqdm=True)
         trainer = Trainer(Counting(8), arguments, train_dataset=Samples(8))
@@ -246,7 +246,7 @@ def test_a_run_that_is_recorded_in_wandb_is_not_recorded_twice(framework, tmp_pa
         place.mkdir()
         call = cloudpickle.dumps(_Call(train_recorded, (framework, str(place))))
         variables = {WANDB_VARIABLE: "1"} if is_recorded else {}
-        run_program(Program("recorded", call, ("tests", "benchmarks"), variables=variables), Gang())
+        run_program(Program("recorded", call, ("tests",), variables=variables), Gang())
         # Accelerate's own recording began before ours could end it.
         files = [each for each in place.rglob("*.wandb") if framework != "accelerate" or b"loss" in each.read_bytes()]
         found.append(len(files))
@@ -318,8 +318,8 @@ def train_twice(framework, directory):
     else:
         from transformers import Trainer, TrainingArguments
 
-        from benchmarks.frameworks import Counting, Samples
         from flyte_ddp.integrations.transformers import SessionCallback
+        from tests.support.frameworks import Counting, Samples
 
         arguments = TrainingArguments(directory, max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True)
         trainer = Trainer(Counting(8), arguments, train_dataset=Samples(8))

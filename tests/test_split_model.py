@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.distributed import PrefixStore
 
-from benchmarks.mnist_like import MnistLike
 from flyte_ddp.config import TrainingConfig, resolve
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.process.entry import return_freed_memory
@@ -23,6 +22,7 @@ from flyte_ddp.rank.sharding import check_memory, large_blocks, whole_state
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.world import World
+from tests.support.deep import Deep
 from tests.support.gang import run_gang, train_recipe
 from tests.support.recipes import Tiny
 from tests.support.runs import new_run
@@ -192,11 +192,11 @@ def measure_memory(world, store, small, large, data, checkpoints):
     import torch._dynamo  # noqa: F401 as `fully_shard` does
 
     return_freed_memory()  # as a rank's `main` does
-    train_recipe(world, PrefixStore("small", store), "benchmarks.shards.Deep", small, data, f"{checkpoints}/small")
+    train_recipe(world, PrefixStore("small", store), "tests.support.deep.Deep", small, data, f"{checkpoints}/small")
     own = Path("/proc/self")
     (own / "clear_refs").write_text("5")  # begins to take the peak anew
     before = resident(own, "VmRSS")
-    train_recipe(world, store, "benchmarks.shards.Deep", large, data, f"{checkpoints}/large")
+    train_recipe(world, store, "tests.support.deep.Deep", large, data, f"{checkpoints}/large")
     return resident(own, "VmHWM") - before
 
 
@@ -207,14 +207,13 @@ def resident(process, key):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
-def test_a_rank_with_shards_needs_half_the_memory_of_one_with_a_whole_model(tmp_path, monkeypatch):
+def test_a_rank_with_shards_needs_half_the_memory_of_one_with_a_whole_model(tmp_path):
     """From the first weights to the file of the trained ones, a checkpoint included."""
-    monkeypatch.setattr("benchmarks.mnist_like.NUM_TEST_SAMPLES", 64)
     (tmp_path / "data").mkdir()
-    prepare_data(MnistLike(), "256", tmp_path / "data")
+    prepare_data(Deep(), "", tmp_path / "data")
     options = {"epochs": 1, "optimizer": "adamw", "parallel": "fsdp"}
     sizes = ({"layers": 1, "width": 64}, {"layers": 16, "width": 1024})
-    small, large = (resolve(MnistLike.defaults, {**options, "recipe_options": size}) for size in sizes)
+    small, large = (resolve(Deep.defaults, {**options, "recipe_options": size}) for size in sizes)
     given = (measure_memory, small, large, str(tmp_path / "data"), str(tmp_path / "checkpoints"))
     # Weights, gradients and AdamW's two states, and the copy for a checkpoint, which leaves out the gradients.
     num_parameters = 17.6e6

@@ -1,7 +1,7 @@
 """Trainings in the loops of others, and in one of one's own, which count how often each sample is trained on.
 
-The model has a parameter for each sample, whose gradient is the same each time the sample is seen. For the soak and for
-tests: functions that every rank calls.
+The model has a parameter for each sample, whose gradient is the same each time the sample is seen. These are functions
+that every rank calls.
 """
 
 from __future__ import annotations
