@@ -1,4 +1,4 @@
-"""The messages between the driver and a node's supervisor, in JSON: neither executes what the other one sends.
+"""The messages between the driver and a node's supervisor, by msgpack: neither executes what the other one sends.
 
 Knows nothing of Dask, which only carries it. A supervisor gets the job of an attempt as a line of a pipe, then one
 command per line. It answers with one message per line, and an empty line after an attempt's last.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import json
+import operator
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
 
 from flyte_ddp.launch.process.programs import Job, Program
 from flyte_ddp.launch.process.ranks import NodeRanks
@@ -18,9 +20,8 @@ from flyte_ddp.launch.process.ranks import NodeRanks
 BEAT_INTERVAL = 1.0  # seconds between two heartbeats, in either direction
 PREPARE = "prepare"  # the worker's command: start the server of ranks, before the first attempt; its modules follow
 PREPARED = "prepared"  # the line that answers it, when the server has imported them
+JOB = "job "  # begins the line with the job of an attempt
 END_OF_ATTEMPT = ""  # the line after the last message of an attempt
-
-_BYTES = "base64"  # the key of bytes in JSON
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,12 @@ class NodeJob:
     prints_lines: bool  # print the ranks' output into the worker's own log as well
     start_timeout: float = 0.0  # seconds for which the next attempt may wait for nodes, while this one keeps its memory
 
-    def to_json(self) -> str:
-        return encode(dataclasses.asdict(self))
+    def to_line(self) -> str:
+        return f"{JOB}{encode(dataclasses.asdict(self))}"
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> NodeJob:
-        values = decode(text)
+    def from_line(cls, text: str) -> NodeJob:
+        values = decode(text.removeprefix(JOB))
         job = values.pop("job")
         job["program"] = Program.from_dict(job["program"])
         job["stored"] = tuple(job["stored"])
@@ -69,34 +70,13 @@ class Inbox:
 
 
 def encode(values: dict[str, Any]) -> str:
-    """Return `values`, plain ones and bytes, as one line of JSON."""
-    return json.dumps(_escape(values), default=_encode_value)
+    """Return `values`, plain ones and bytes, as one line of text."""
+    packed = msgpack.packb(values, default=operator.methodcaller("item"), unicode_errors="surrogatepass")
+    return base64.b64encode(packed).decode()
 
 
 def decode(text: str | bytes) -> dict[str, Any]:
-    """Return what `encode` made `text` of."""
-    values: dict[str, Any] = json.loads(text, object_hook=_decode_object)
+    """Return what `encode` made `text` of. Tuples are lists then, and NumPy's numbers Python's."""
+    packed = base64.b64decode(text)
+    values: dict[str, Any] = msgpack.unpackb(packed, strict_map_key=False, unicode_errors="surrogatepass")
     return values
-
-
-def _escape(value: Any) -> Any:
-    """Return `value` with each dict of a program's whose only key is that of bytes in a form that is not theirs."""
-    if isinstance(value, dict):
-        escaped = {key: _escape(each) for key, each in value.items()}
-        return {_BYTES: [escaped[_BYTES]]} if escaped.keys() == {_BYTES} else escaped
-    return [_escape(each) for each in value] if isinstance(value, (list, tuple)) else value
-
-
-def _encode_value(value: object) -> object:
-    if isinstance(value, bytes):
-        return {_BYTES: base64.b64encode(value).decode()}
-    if hasattr(value, "item"):  # a number of NumPy's
-        return value.item()
-    raise TypeError(f"a message holds a {type(value).__name__}, which JSON does not know")
-
-
-def _decode_object(values: dict[str, Any]) -> Any:
-    if values.keys() != {_BYTES}:
-        return values
-    value = values[_BYTES]
-    return {_BYTES: value[0]} if isinstance(value, list) else base64.b64decode(value)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from flyte_ddp import events
-from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, END_OF_ATTEMPT, PREPARE, PREPARED, NodeJob, encode
+from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, END_OF_ATTEMPT, JOB, PREPARE, PREPARED, NodeJob, encode
 from flyte_ddp.launch.node import KILL_GRACE, Link
 from flyte_ddp.launch.process.memory import NodeMemory
 from flyte_ddp.launch.rank_start import start_server, wait_for_server
@@ -127,8 +127,8 @@ def _listen(
     try:
         for line in commands:
             text = line.decode().rstrip("\n")
-            if text.startswith("{"):
-                node_job = NodeJob.from_json(text)
+            if text.startswith(JOB):
+                node_job = NodeJob.from_line(text)
                 link = DriverLink(messages, node_job.driver_timeout)
                 attempts.put((node_job, link))
             elif text.startswith(f"{PREPARE} "):

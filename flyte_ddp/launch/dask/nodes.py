@@ -121,7 +121,7 @@ class DaskNodes:
             self._futures.append(
                 self.client.submit(
                     ByValue(worker.supervise),
-                    *(self.plugin, self._name, ByValue(worker.Sealed(node_job.to_json())), self._name),
+                    *(self.plugin, self._name, ByValue(worker.Sealed(node_job.to_line())), self._name),
                     key=f"{self._name}-node-{node.index}",
                     workers=[node.address],
                     allow_other_workers=False,
