@@ -175,7 +175,6 @@ class Present:
     unfit: dict = dataclasses.field(default_factory=dict)
     prepared: list = dataclasses.field(default_factory=list)  # addresses
     importing: set = dataclasses.field(default_factory=set)  # addresses of those that have not imported torch yet
-    slow: set = dataclasses.field(default_factory=set)  # addresses
 
     def present_workers(self, leave_out=()):
         every = [
@@ -204,9 +203,7 @@ def watch(monkeypatch):
         def seen(seconds):
             monkeypatch.setattr(growth.time, "monotonic", lambda: seconds)
             seen.members = made._find_members()
-            size = len(seen.members)
-            seen.pause = made._pause()
-            return size
+            return len(seen.members)
 
         seen.watch = made
         return seen
@@ -232,10 +229,9 @@ def test_a_gang_grows_when_idle_workers_have_been_there_for_a_while(watch):
 def test_a_newcomer_is_prepared_shortly_before_a_growth_which_is_not_late(watch):
     present = Present(("w-1", "w-2"))
     seen = watch(present, ["w-1"], [2, 1], grow_delay=30, not_before=400)
-    assert (seen(100), seen.pause, present.prepared) == (0, growth.WATCH_INTERVAL, [])  # it would end unused
+    assert (seen(100), present.prepared) == (0, [])  # it would end unused
     assert [seen(370), seen(399.9)] == [0, 0]
     assert len(present.prepared) == 1
-    assert seen.pause == pytest.approx(0.1)
     assert seen(400) == 2
 
 
@@ -244,17 +240,11 @@ def test_a_gang_trains_on_until_the_ranks_of_a_newcomer_can_start_at_once(watch)
     present = Present(("w-1", "w-2"), importing={address})
     seen = watch(present, ["w-1"], [2, 1], grow_delay=1)
     assert [seen(100), seen(101), seen(102)] == [0, 0, 0]
-    assert seen.pause == growth.WATCH_INTERVAL
     present.importing.clear()
     assert [seen(103), seen(104)] == [2, 2]
     assert present.prepared == [address] * 4
     stuck = watch(Present(("w-1", "w-2"), importing={address}), ["w-1"], [2, 1], grow_delay=1)
     assert [stuck(100), stuck(160), stuck(161)] == [0, 0, 2]  # it may import for as long in the gang
-
-
-def test_a_worker_that_slowed_down_a_gang_is_no_newcomer(watch):
-    seen = watch(Present(("w-1", "w-2"), slow={worker("w-2", "10.0.0.1").address}), ["w-1"], [2, 1], grow_delay=1)
-    assert [seen(100), seen(102)] == [0, 0]
 
 
 def test_only_as_many_newcomers_are_prepared_as_a_growth_needs_and_those_that_came_first_join(watch):
@@ -331,9 +321,7 @@ def test_fewer_nodes_go_on_as_soon_as_the_others_time_to_return_is_over(monkeypa
 
 def test_a_worker_that_leaves_is_not_waited_for_while_it_closes():
     nodes = [SimpleNamespace(address=name, is_leaving=name == "leaving") for name in ("leaving", "staying")]
-    latest = SimpleNamespace(
-        nodes=nodes, scheduler_leaves_at=float("inf"), growth=SimpleNamespace(members=frozenset()), plugin=""
-    )
+    latest = SimpleNamespace(nodes=nodes, growth=SimpleNamespace(members=frozenset()), plugin="")
     workers = SimpleNamespace(config=LOCAL, pool=None, _latest=latest, _roll_call=SimpleNamespace(silent=set()))
     expected, _ = place.DaskPlace._look_back(workers, Ended(None, 5, 0, is_announced=True))
     assert (expected, workers._roll_call.silent) == ({"staying"}, {"leaving"})

@@ -23,7 +23,7 @@ import yaml
 from flyte_ddp.__main__ import main
 from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig, cluster_config, dask_config
 from flyte_ddp.cluster.connect import worker_end
-from flyte_ddp.cluster.kubernetes import api, checks, lifecycle, preflight
+from flyte_ddp.cluster.kubernetes import api, lifecycle, preflight
 from flyte_ddp.cluster.kubernetes.checks import INSTALLED_VERSION, NEEDED_EVERYWHERE, tolerates
 from flyte_ddp.cluster.kubernetes.manifest import (
     Driver,
@@ -907,26 +907,6 @@ def test_a_lost_workers_end_is_read_from_its_pods_status(
     end = worker_end(ClusterConfig(kind="kubernetes", kubernetes=PODS), WORKER)
     assert (end.reason, end.is_out_of_memory) == (reason, reason == "OOMKilled")
     assert str(end).endswith("raise kubernetes.worker_memory") is end.is_out_of_memory
-
-
-def test_the_pod_of_a_slow_worker_is_deleted(api_server: ApiServer, caplog: pytest.LogCaptureFixture) -> None:
-    config = ClusterConfig(kind="kubernetes", kubernetes=PODS)
-    api.delete_worker(config, WORKER)
-    assert api_server.requests == [("DELETE", f"/api/v1/namespaces/team/pods/{WORKER}")]
-    api_server.faults = [404]  # it has left by itself
-    api.delete_worker(config, WORKER)
-    assert not caplog.messages
-    api_server.forbidden = WORKER
-    api.delete_worker(config, WORKER)
-    assert caplog.messages[0].startswith(f"worker {WORKER} is slow, and its pod cannot be")
-
-
-def test_a_run_that_replaces_slow_nodes_may_delete_pods(api_server: ApiServer) -> None:
-    for replaces in (False, True):
-        config = ClusterConfig(kind="kubernetes", kubernetes=PODS, replace_stragglers=replaces)
-        list(checks._check_rights(checks.Setup(config, {}, "team", "flyte-ddp")))
-        reviews, api_server.requests = api_server.requests, []
-        assert len(reviews) == len(checks.NEEDED_EVERYWHERE) + replaces
 
 
 def test_the_end_of_a_deleted_pod_is_not_waited_for(api_server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,9 +143,6 @@ class ClusterConfig:
         help="for which idle workers have been there when a run with fewer than num_nodes continues with them",
     )
     grow_interval: float = field(300.0, minimum=0, unit="seconds", help="between two growths, at least")
-    replace_stragglers: bool = field(
-        False, help="a node that slows down the others for a minute is lost on purpose, at most one in an hour"
-    )
     scheduler_address: str = field(
         "", help=f"of kind existing, such as tcp://10.0.0.7:8786; by default that in {ADDRESS_VARIABLE}"
     )
@@ -155,9 +152,6 @@ class ClusterConfig:
         validate(self)
         if self.min_nodes > self.num_nodes:
             raise ConfigError(f"min_nodes: expected at most num_nodes ({self.num_nodes}), got {self.min_nodes}")
-        if self.replace_stragglers and self.num_nodes == 1:
-            why = "whose ranks have no other node to go on without it"
-            raise ConfigError(f"replace_stragglers: expected false with num_nodes 1, {why}, got true")
         if self.gpus_per_node and self.processes_per_node > self.gpus_per_node:
             raise ConfigError(
                 f"processes_per_node: expected at most gpus_per_node ({self.gpus_per_node}), "

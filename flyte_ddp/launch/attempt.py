@@ -41,7 +41,6 @@ class Node:
     ended: list[int] = field(default_factory=list)
     has_reported: bool = False
     leaves_at: float = float("inf")  # monotonic: when it is gone, if it was told to go
-    told_at: float = float("inf")  # monotonic: when it said so
     trains_until: float = float("inf")  # monotonic: so long it may train on while the gang waits for its replacement
     because: str = ""  # why it goes, if it was not told to go itself
     outcome: str = ""  # done, stopped, failed, killed, broken or lost; "" while it runs
@@ -58,10 +57,9 @@ class Node:
     def leave(self, seconds: float, because: str = "") -> None:
         """Note that it goes away in so many seconds. The first notice counts."""
         if not self.is_leaving:
-            self.told_at = time.monotonic()
-            self.leaves_at = self.told_at + seconds
-            self.trains_until = self.told_at + TRAINING_SHARE * seconds
-            self.because = because or self.because
+            self.leaves_at = time.monotonic() + seconds
+            self.trains_until = time.monotonic() + TRAINING_SHARE * seconds
+            self.because = because
 
 
 class Nodes(Protocol):
@@ -87,9 +85,6 @@ class Nodes(Protocol):
 
     def can_do_without_leaving(self) -> bool:
         """Return whether the next attempt can start now without the nodes that leave: there are enough others."""
-
-    def replace(self, node: Node, why: str) -> None:
-        """Have a slow node leave, if the run does not want those."""
 
     def start(self, job: Job, num_restarts: int) -> None:
         """Start the ranks. Raises NodeLost if a node does not answer."""
@@ -258,7 +253,6 @@ class Attempt:
                 self.paces.note(node.label, message["paces"], self.step)
                 if (seconds := message["leaves_in"]) is not None:
                     node.leave(seconds)
-                self._replace_straggler()
             elif kind == "event":
                 self._note_step(getattr(message["event"], "step", 0))
                 self.emit(message["event"])
@@ -294,12 +288,6 @@ class Attempt:
     def ended_ranks(self) -> list[int]:
         """The numbers of the ranks that have ended well, or are about to."""
         return [number for node in self.nodes.nodes for number in node.ended]
-
-    def _replace_straggler(self) -> None:
-        """Offer the node of the slowest rank for a replacement. A gang that does not save its state would lose it."""
-        if self.paces.slow and self.is_stoppable and not self.leaving:
-            slowest = max(self.paces.slow.values(), key=lambda each: each.factor)
-            self.nodes.replace(next(node for node in self.nodes.nodes if node.label == slowest.node), str(slowest))
 
     def _note_step(self, step: int) -> None:
         if step > self.step:

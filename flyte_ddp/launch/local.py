@@ -100,9 +100,6 @@ class LocalNodes:
     def can_do_without_leaving(self) -> bool:
         return False  # this machine never announces that it leaves: its driver is stopped
 
-    def replace(self, node: Node, why: str) -> None:
-        pass  # there is no other machine
-
     def start(self, job: Job, num_restarts: int) -> None:
         place = self._place
         listener = self._stack.enter_context(listening_socket(LOOPBACK, place.port))

@@ -81,7 +81,6 @@ def resize_cluster(cluster: ClusterConfig, world_size: int = 0) -> ClusterConfig
         num_nodes=num_nodes,
         processes_per_node=min(world_size or per_node, per_node),
         min_nodes=0,  # continuing with fewer nodes would change the world size
-        replace_stragglers=cluster.replace_stragglers and num_nodes > 1,
     )
 
 

@@ -35,7 +35,6 @@ from tests.kubernetes.conftest import (
     eventually,
     install_operator,
     kubectl,
-    manifest,
     small_cluster,
 )
 from tests.kubernetes.driver import FUNCTION, FUNCTIONS, SPLIT_FUNCTION, SPLIT_SAMPLES, train_split
@@ -44,7 +43,6 @@ from tests.kubernetes.store import Store
 HELM = "v3.19.0"  # built where the path has none
 RECIPE = "tests.support.recipes.Dropping"
 WITHOUT_DROPOUT = "tests.support.recipes.Tiny"  # dropout's draws depend on the number of ranks
-BUSY = "tests.support.recipes.Busy"  # as slow as its CPU
 STEPS_PER_EPOCH = 25
 CONFIG = {"epochs": 2, "global_batch_size": 4, "checkpoint_interval": 2}
 # What differs in a run. One that loses a worker that is told to go has no checkpoint before that.
@@ -416,66 +414,11 @@ def test_a_drained_node_with_the_scheduler_and_a_worker_costs_no_step(
         kubectl("uncordon", node)
     driver.succeeded()
     driver.print_pauses("headless")
-    (left,) = driver.departures()
-    print(f"{left['log']}, after {left['at'] - told_at:.1f} s")
+    for left in driver.departures():  # the worker's may come first
+        print(f"{left['log']}, after {left['at'] - told_at:.1f} s")
     assert driver.losses_of_gang() == []
     assert driver.steps("headless") == list(range(1, 2 * STEPS_PER_EPOCH + 1)), "a step was lost or done again"
     torch.testing.assert_close(store.state("headless"), finished_run("Dropping", 2, **CONFIG).state())
-
-
-@pytest.fixture
-def may_delete_pods(namespace: Namespace) -> None:
-    """The rule for `replace_stragglers` that rbac.yaml has as a comment."""
-    rule = re.search(r"# For `replace_stragglers` .*\n((?:  # .*\n){3})", manifest("rbac.yaml", namespace.name))
-    assert rule
-    (rights,) = yaml.safe_load(rule[1].replace("  # ", ""))
-    (role,) = [each for each in namespace.items("roles") if each["metadata"]["name"] == "flyte-ddp"]
-    kubectl("apply", "-f", "-", stdin=json.dumps({**role, "rules": [*role["rules"], rights]}))
-
-
-def test_a_worker_of_half_the_cpus_is_named_and_its_pod_replaced_without_a_step_done_again(
-    may_delete_pods: None, start: Callable[..., Driver], namespace: Namespace, store: Store
-) -> None:
-    def limit(pod: str, cpus: str) -> None:
-        resources = {"requests": {"cpu": cpus}, "limits": {"cpu": cpus}}
-        patch = {"spec": {"containers": [{"name": "worker", "resources": resources}]}}
-        namespace.kubectl("patch", "pod", pod, "--subresource=resize", "--patch", json.dumps(patch))
-        path = "jsonpath={.status.containerStatuses[0].resources.limits.cpu}"
-        eventually(lambda: namespace.kubectl("get", "pod", pod, "--output", path) == cpus, 60, f"the limit of {pod}")
-
-    driver = start("throttled", "throttled", recipe=BUSY, max_restarts=0, replace_stragglers=True, node_timeout=PATIENT)
-    driver.wait_for_step("throttled", 5)
-    slow, other = (pod["metadata"]["name"] for pod in driver.pods("worker"))
-    limit(other, "200m")  # so little that it is there on a busy machine, too
-    limit(slow, "100m")
-    limited_at = time.time()
-
-    found = driver.wait_for(run="throttled", event="StragglersFound")
-    print(f"named after {found['at'] - limited_at:.0f} s")
-    (named,) = found["stragglers"]
-    worker, _, _ = named["node"].partition("(")[2].partition(" at ")
-    assert worker == slow
-    assert named["phase"] == "forward"
-    ended = driver.wait_for(run="throttled", event="AttemptEnded")
-    line = f"rank {named['rank']} ({named['node']}) is slow in forward: "
-    assert ended["reason"].startswith(line)
-    assert any(each.get("log", "").startswith(line) for each in driver.records())
-    driver.wait_for_step("throttled", ended["step"] + 10)
-    present = {
-        pod["metadata"]["name"]: pod["status"]["containerStatuses"][0]["restartCount"]
-        for pod in driver.pods("worker")
-        if "deletionTimestamp" not in pod["metadata"]
-    }
-    assert slow not in present
-    del present[other]
-    assert list(present.values()) == [0], "the new worker had to wait for the old one's name"
-    driver.print_pauses("throttled")
-    assert driver.losses_of_gang() == []
-    starts = [each["world_size"] for each in driver.records(run="throttled", event="RunStarted")]
-    assert starts == [2, 2]
-    steps = driver.steps("throttled")
-    assert steps == list(range(1, len(steps) + 1)), "a step was lost or done again"
-    namespace.kubectl("delete", "pod", driver.pod, "--timeout=300s")
 
 
 def test_a_deleted_driver_pod_leaves_a_checkpoint_to_resume_from_and_no_cluster(

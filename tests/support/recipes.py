@@ -133,16 +133,6 @@ class Dropping(Tiny):
         return nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.Tanh(), nn.Dropout(0.5), nn.Linear(16, NUM_CLASSES))
 
 
-class Busy(Tiny):
-    """A training step takes 50 ms of a CPU, which is longer where a pod has less of one."""
-
-    def losses(self, outputs, targets):
-        end = time.thread_time() + 0.05 * outputs.requires_grad
-        while time.thread_time() < end:
-            sum(range(10_000))
-        return super().losses(outputs, targets)
-
-
 class Normed(Tiny):
     """With BatchNorm, whose running statistics differ from rank to rank while they train."""
 

@@ -156,14 +156,6 @@ def worker_end(config: ClusterConfig, worker_name: str, num_lines: int) -> Worke
     return WorkerEnd("", "")
 
 
-def delete_worker(config: ClusterConfig, worker_name: str) -> None:
-    """Delete the pod of a worker, in whose place the operator's Deployment makes another. Does not raise."""
-    try:
-        find("CoreV1Api", "delete_namespaced_pod", worker_name, target_namespace(config))
-    except ClusterError as error:
-        logger.warning("worker %s is slow, and its pod cannot be deleted: %s", worker_name, error)
-
-
 def pod_end(name: str) -> str:
     """Return why a container of pod `name` in this pod's namespace failed, such as OOMKilled; "" if unknown."""
     try:

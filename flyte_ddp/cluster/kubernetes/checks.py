@@ -47,7 +47,6 @@ NEEDED_OUTSIDE = [
     ("get", "", "pods", "portforward"),  # by a WebSocket before Kubernetes 1.35
     ("create", "", "pods", "portforward"),
 ]
-NEEDED_TO_REPLACE = [("delete", "", "pods", "")]  # a slow worker
 NEEDED_KINDS = {PLURAL, "daskworkergroups"}
 KINDS = {*NEEDED_KINDS, "daskjobs", "daskautoscalers"}  # that the operator watches
 
@@ -235,8 +234,7 @@ def _check_rights(setup: Setup) -> Iterator[Finding]:
     user = {"user": f"system:serviceaccount:{namespace}:{account}"} if account else {}
     method = "create_subject_access_review" if account else "create_self_subject_access_review"
     missing = []
-    needed = NEEDED_EVERYWHERE + NEEDED_TO_REPLACE * setup.config.replace_stragglers
-    for verb, group, resource, subresource in needed + ([] if account or is_in_pod() else NEEDED_OUTSIDE):
+    for verb, group, resource, subresource in NEEDED_EVERYWHERE + ([] if account or is_in_pod() else NEEDED_OUTSIDE):
         attributes = {"verb": verb, "group": group, "resource": resource, "subresource": subresource}
         spec = {**user, "resourceAttributes": {"namespace": namespace, **attributes}}
         review = {"apiVersion": "authorization.k8s.io/v1", "kind": kind, "spec": spec}

@@ -10,8 +10,6 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 from distributed import Client
-from distributed.comm import connect
-from distributed.core import send_recv
 
 from flyte_ddp.launch import devices
 from flyte_ddp.launch.dask import leaving, worker
@@ -90,25 +88,6 @@ def run_on_scheduler(client: Client, function: Callable[..., Any]) -> Any:
     """Return what `function` returns in the scheduler; None without an answer."""
     answer = call_scheduler(client, "run_function", function=cloudpickle.dumps(function)) or {}
     return answer["result"] if answer.get("status") == "OK" else None
-
-
-def newest_scheduler_id(client: Client) -> str:
-    """Return the identity of the scheduler that a new connection reaches; "" without an answer.
-
-    The client's own connection may still be to one that has to go.
-    """
-
-    async def ask() -> str:
-        comm = await connect(client.scheduler.address, timeout=ANSWER_TIMEOUT, **client.connection_args)
-        try:
-            return str((await send_recv(comm, op="identity", n_workers=0))["id"])
-        finally:
-            await comm.close()
-
-    try:
-        return str(client.sync(ask, callback_timeout=ANSWER_TIMEOUT))
-    except (OSError, RuntimeError, AttributeError, asyncio.TimeoutError):
-        return ""
 
 
 async def send_command(client: Client, addresses: list[str], plugin: str, attempt: str, command: str) -> None:

@@ -73,7 +73,7 @@ class GrowthWatch:
             self._thread.join(timeout)
 
     def _run(self) -> None:
-        while not self._is_over.wait(self._pause()):
+        while not self._is_over.wait(WATCH_INTERVAL):
             try:
                 self.members = self._find_members()
                 self._problem = ""
@@ -82,12 +82,6 @@ class GrowthWatch:
                 if self._problem != str(error):
                     self._problem = str(error)
                     logger.warning("the gang cannot grow for now: %s", error)
-
-    def _pause(self) -> float:
-        """Return the seconds until the next look: no later than a worker has been there for long enough."""
-        now = time.monotonic()
-        due = [max(self._not_before, seen + self._delay) for seen in self._first_seen.values()]
-        return min([WATCH_INTERVAL, *(moment - now for moment in due if moment > now)])
 
     @property
     def _delay(self) -> float:
@@ -105,7 +99,7 @@ class GrowthWatch:
     def _find_members(self) -> frozenset[str]:
         """Return the addresses of the workers of the largest gang that is possible now; none if it is this one."""
         own, staying = {each.address for each in self.gang}, self._staying
-        present = self.roll_call.present_workers(leave_out=own | self.roll_call.slow)
+        present = self.roll_call.present_workers(leave_out=own)
         idle = [each for each in present if self._is_fit(each)]
         now = time.monotonic()
         self._first_seen = {each.address: self._first_seen.get(each.address, now) for each in idle}

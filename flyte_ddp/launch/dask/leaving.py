@@ -23,8 +23,7 @@ from flyte_ddp.cluster.config import DEFAULT_GRACE, GRACE_VARIABLE
 CLOSE_RESERVE = 5.0  # seconds of the grace that the worker and its nanny need to close
 POLL_INTERVAL = 0.05  # seconds between two looks whether the ranks have ended
 NO_CLIENTS = {"fire-and-forget"}  # what a scheduler has besides its clients
-IDLE_TIME = 5.0  # seconds without an attempt after which a scheduler that has to go closes by itself
-RETIRE = "flyte_ddp_retire"  # the call by which a scheduler tells a worker that it is about to be retired
+IDLE_TIME = 2.0  # seconds without an attempt after which a scheduler that has to go closes
 SCHEDULER_LEAVES = "flyte-ddp-scheduler-leaves"  # the event of a scheduler that has received SIGTERM
 
 
@@ -33,7 +32,6 @@ async def announce_departures(dask_worker: Worker) -> None:
     if hasattr(dask_worker, "leaves_at"):
         return
     dask_worker.leaves_at = float("inf")  # monotonic
-    dask_worker.handlers[RETIRE] = lambda: _announce(dask_worker)
     loop = asyncio.get_running_loop()
     _on_first_sigterm(lambda: loop.call_soon_threadsafe(_leave, dask_worker))
     if dask_worker.nanny:
@@ -42,46 +40,16 @@ async def announce_departures(dask_worker: Worker) -> None:
 
 
 async def hold_scheduler(dask_scheduler: Scheduler) -> float:
-    """Have the scheduler announce its departure when it receives SIGTERM, and close when no attempt needs it.
-
-    And have it retire a worker after that has announced it, and its ranks have ended.
+    """Have the scheduler announce its departure when it receives SIGTERM, and close when no attempt runs.
 
     Returns:
         Seconds until it closes, if it has received SIGTERM before; infinity otherwise.
     """
     if not hasattr(dask_scheduler, "leaves_at"):
         dask_scheduler.leaves_at = float("inf")  # monotonic
-        dask_scheduler.is_let_go = False
         loop = asyncio.get_running_loop()
         _on_first_sigterm(lambda: loop.call_soon_threadsafe(_leave_scheduler, dask_scheduler))
-        _retire_after_ranks(dask_scheduler)
     return float(dask_scheduler.leaves_at - time.monotonic())
-
-
-def _retire_after_ranks(dask_scheduler: Scheduler) -> None:
-    retire = dask_scheduler.retire_workers
-
-    async def retire_workers(
-        workers: list[str] | None = None, *, names: list[Any] | None = None, **options: Any
-    ) -> Any:
-        known = dask_scheduler.workers
-        texts = [str(name) for name in names or ()]
-        chosen = [each for each in known.values() if each.address in (workers or ()) or str(each.name) in texts]
-        addresses = [each.address for each in chosen if each.processing]
-        has_ranks = await dask_scheduler.broadcast(msg={"op": RETIRE}, workers=addresses, on_error="ignore")
-        deadline = time.monotonic() + _time_to_leave()
-        while time.monotonic() < deadline and any(
-            known[address].processing for address, is_at_work in has_ranks.items() if is_at_work and address in known
-        ):
-            await asyncio.sleep(POLL_INTERVAL)
-        return await retire(workers, names=names, **options)
-
-    dask_scheduler.retire_workers = dask_scheduler.handlers["retire_workers"] = retire_workers
-
-
-async def let_scheduler_go(dask_scheduler: Scheduler) -> None:
-    """Have a scheduler that was told to go close as soon as no attempt needs it."""
-    dask_scheduler.is_let_go = True
 
 
 def _leave_scheduler(dask_scheduler: Scheduler) -> None:
@@ -96,21 +64,14 @@ async def _close_after_attempts(dask_scheduler: Scheduler) -> None:
     while (now := time.monotonic()) < dask_scheduler.leaves_at:
         if any(each.processing for each in dask_scheduler.workers.values()):
             busy_at = now
-        elif dask_scheduler.is_let_go or now > busy_at + IDLE_TIME or not dask_scheduler.clients.keys() - NO_CLIENTS:
+        elif now > busy_at + IDLE_TIME or not dask_scheduler.clients.keys() - NO_CLIENTS:
             break
         await asyncio.sleep(POLL_INTERVAL)
     os.kill(os.getpid(), signal.SIGTERM)  # the second one, for Dask's own handler
 
 
-async def move(only_idle: bool, dask_worker: Worker) -> None:
-    """Have the worker's nanny start another worker in its place, which connects to the scheduler that is there now."""
-    if is_leaving(dask_worker) or (only_idle and dask_worker.state.executing_count):
-        return
-    dask_worker.departure = asyncio.create_task(dask_worker.close(nanny=False, reason="its scheduler leaves"))
-
-
 def is_leaving(dask_worker: Worker) -> bool:
-    """Return whether this worker has received SIGTERM, or is being retired by its scheduler."""
+    """Return whether this worker has received SIGTERM, or its scheduler retires it."""
     return getattr(dask_worker, "leaves_at", float("inf")) < float("inf") or dask_worker.status.name != "running"
 
 
@@ -131,21 +92,14 @@ def _on_first_sigterm(act: Callable[[], object]) -> None:
     signal.signal(signal.SIGTERM, handle)
 
 
-def _announce(dask_worker: Worker) -> bool:
-    """Tell the drivers of the worker's ranks that it goes. Return whether it has any."""
-    dask_worker.leaves_at = time.monotonic() + _time_to_leave()
-    plugins = _plugins_of(dask_worker)
-    for each in plugins:
-        each.announce_departure(dask_worker.leaves_at)
-    return any(each.is_at_work for each in plugins)
-
-
 def _plugins_of(dask_worker: Worker) -> list[Any]:
     return [each for each in dask_worker.plugins.values() if hasattr(each, "announce_departure")]
 
 
 def _leave(dask_worker: Worker) -> None:
-    _announce(dask_worker)
+    dask_worker.leaves_at = time.monotonic() + _time_to_leave()
+    for each in _plugins_of(dask_worker):
+        each.announce_departure(dask_worker.leaves_at)
     dask_worker.departure = asyncio.create_task(_close_after_ranks(dask_worker))  # a task that nobody holds may vanish
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,14 +32,12 @@ from flyte_ddp.launch.dask.calls import (
     ByValue,
     call_scheduler,
     call_workers,
-    listed_workers,
-    newest_scheduler_id,
     run_on_scheduler,
     scheduler_id,
     send_command,
 )
 from flyte_ddp.launch.dask.growth import GrowthWatch
-from flyte_ddp.launch.dask.leaving import SCHEDULER_LEAVES, hold_scheduler, let_scheduler_go, move
+from flyte_ddp.launch.dask.leaving import SCHEDULER_LEAVES, hold_scheduler
 from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, NodeJob, decode
 from flyte_ddp.launch.dask.placement import DaskNode
 from flyte_ddp.launch.failures import shorten
@@ -51,8 +48,6 @@ MESSAGE_INTERVAL = 0.1  # seconds that the driver waits for a message before it 
 TRANSFER_TIMEOUT = 60.0  # seconds for the code to reach a worker
 FIRST_REPORT_TIMEOUT = 60.0  # seconds, at least, for a node's supervisor to start and report
 WORKER_LOG_LINES = 15  # of a lost worker's pod in the error
-NOTICE_WINDOW = 0.5  # seconds in which all pods of a machine that is drained are told to go
-SUCCESSOR_INTERVAL = 0.5  # seconds between two looks whether another scheduler has taken the place of one that goes
 SCHEDULER_TOPIC = "all"  # where the scheduler reports, among other things, that it has lost a worker
 
 
@@ -68,15 +63,12 @@ class DaskNodes:
     # Returns what each node has to do in an attempt of a job, given the number of restarts before it.
     make_jobs: Callable[[Job, int], list[NodeJob]]
     growth: GrowthWatch  # the watch for a larger gang
-    replace_node: Callable[[DaskNode, str], None]  # has a slow node leave, if the run does not want those
 
     def __post_init__(self) -> None:
         self.grace = self.growth.grace
         self.world_size = self.nodes[0].ranks.world_size
-        self._scheduler_id = scheduler_id(self.client)
+        self.scheduler_id = scheduler_id(self.client)
         self.scheduler_leaves_at = float("inf")  # monotonic: when it closes, if it was told to go
-        self._has_successor = threading.Event()  # another scheduler is there
-        self._is_over = threading.Event()
         self._name = ""  # of the attempt, also of the topic of its messages
         self._command = GO
         self._next_command_at = 0.0
@@ -90,17 +82,10 @@ class DaskNodes:
 
     def can_do_without_leaving(self) -> bool:
         if self.scheduler_leaves_at < float("inf"):
-            return self._has_successor.is_set()
-        # With the worker's pod, the scheduler's may be on the machine that is drained.
-        told_at = max(node.told_at for node in self.nodes if node.is_leaving)
-        if self.config.resolved_kind == "kubernetes" and time.monotonic() < told_at + NOTICE_WINDOW:
-            return False
+            return True  # which they end with, and start anew when there is another one
         leaving = frozenset(node.address for node in self.nodes if node.is_leaving)
         self.growth.replace(leaving)
         return len(self.nodes) - len(leaving) >= self.growth.sizes[-1] or bool(self.growth.members)
-
-    def replace(self, node: Node, why: str) -> None:
-        self.replace_node(self.nodes[node.index], why)
 
     def start(self, job: Job, num_restarts: int) -> None:
         """Put the code on the nodes, agree on where they meet, and start their supervisors."""
@@ -108,7 +93,7 @@ class DaskNodes:
         self.client.subscribe_topic(self._name, lambda event: self._arrivals.put((time.monotonic(), event[1])))
         self.client.subscribe_topic(SCHEDULER_TOPIC, self._note_departure)
         seconds = run_on_scheduler(self.client, hold_scheduler)
-        self._note_scheduler(float("inf") if seconds is None else seconds)
+        self.scheduler_leaves_at = time.monotonic() + (float("inf") if seconds is None else seconds)
         first, *others = self.nodes
         new = [node for node in self.nodes if not node.has_plugin]
         self._call(new, worker.install, self.plugin, self.code, timeout=TRANSFER_TIMEOUT)
@@ -161,7 +146,7 @@ class DaskNodes:
         """Add the last lines of the lost worker's pod, or name the loss of the scheduler instead."""
         if not isinstance(failure, NodeLost):
             return failure
-        if (now := scheduler_id(self.client)) != self._scheduler_id:
+        if (now := scheduler_id(self.client)) != self.scheduler_id:
             # Every node seems lost then: their messages come through the scheduler.
             why = "another one has taken its place" if now else "it does not answer"
             return NodeLost(f"the Dask scheduler was lost: {why}", "")
@@ -253,35 +238,7 @@ class DaskNodes:
         if message.get("action") == "remove-worker":
             self._departures.put(message["worker"])
         elif message.get("action") == SCHEDULER_LEAVES:
-            self._note_scheduler(message["seconds"])
-
-    def _note_scheduler(self, seconds: float) -> None:
-        """Note in how many seconds the scheduler closes, and look for the one that takes its place."""
-        if seconds < float("inf"):
-            self.scheduler_leaves_at = time.monotonic() + seconds
-            threading.Thread(target=self._find_successor, name="scheduler", daemon=True).start()
-
-    def _find_successor(self) -> None:
-        while not self._is_over.wait(SUCCESSOR_INTERVAL) and time.monotonic() < self.scheduler_leaves_at:
-            if newest_scheduler_id(self.client) not in ("", self._scheduler_id):
-                # Those that wait for their turn go first, while the gang still trains.
-                others = set(listed_workers(self.client)) - {node.address for node in self.nodes}
-                call_workers(self.client, others, move, True)
-                self._has_successor.set()
-                return
-
-    def change_scheduler(self) -> bool:
-        """Move the workers to the scheduler that takes the place of one that has to go. Called after the attempt.
-
-        Returns:
-            True if the workers are on their way; False if the other scheduler is not there yet.
-        """
-        if not self._has_successor.is_set() and time.monotonic() < self.scheduler_leaves_at:
-            return False
-        self._is_over.set()
-        call_workers(self.client, [node.address for node in self.nodes], move, False)
-        run_on_scheduler(self.client, let_scheduler_go)
-        return True
+            self.scheduler_leaves_at = time.monotonic() + message["seconds"]
 
 
 def _lost(why: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +15,9 @@ from distributed import Client
 
 from flyte_ddp.cluster.config import DEFAULT_GRACE, ClusterConfig
 from flyte_ddp.cluster.connect import explain_missing_workers
-from flyte_ddp.cluster.kubernetes.api import delete_worker
 from flyte_ddp.errors import ClusterError, ConfigError, WorkersLost
 from flyte_ddp.launch.dask import worker
-from flyte_ddp.launch.dask.calls import ANSWER_TIMEOUT, call_workers, listed_workers
+from flyte_ddp.launch.dask.calls import ANSWER_TIMEOUT, call_workers, listed_workers, scheduler_id
 from flyte_ddp.launch.dask.data import SharedData, check_same_directory, packed_code
 from flyte_ddp.launch.dask.growth import GrowthWatch
 from flyte_ddp.launch.dask.leaving import CLOSE_RESERVE
@@ -36,8 +34,6 @@ if TYPE_CHECKING:
     from flyte_ddp.launch.policy import Ended
 
 ROLL_CALL_INTERVAL = 1.0  # seconds between two checks of which workers are there
-MOVE_INTERVAL = 0.1  # seconds between two looks whether there is another scheduler
-REPLACE_INTERVAL = 3600.0  # seconds between two replacements of a slow node, at least
 REUNION_TIMEOUT = 5.0  # seconds for all workers of a larger gang to be idle, after the smaller one has ended
 
 
@@ -67,7 +63,6 @@ class DaskPlace:
         self._latest: DaskNodes | None = None
         self._checked: set[str] = set()  # addresses of workers that have the directory of the checkpoints
         self._grown_at = -math.inf  # monotonic: when a gang last ended to grow
-        self._replaced_at = -math.inf  # monotonic: when a slow node was last replaced
 
     def check(self, job: Job) -> None:
         check(job.program, self.config)
@@ -83,9 +78,9 @@ class DaskPlace:
             if run.prepared and run.storage:
                 self._data = SharedData(self.client, self.pool.shared if self.pool else run.storage, self.pool)
         if self._latest and self._latest.scheduler_leaves_at < float("inf"):
-            while not self._latest.change_scheduler():
+            while scheduler_id(self.client) == self._latest.scheduler_id:  # it closes when no attempt runs
                 run.check_stop()
-                time.sleep(MOVE_INTERVAL)
+                time.sleep(ROLL_CALL_INTERVAL)
         sizes = usable_sizes(run.job.program, self.config)
         expected, patience = self._look_back(previous)
         workers = self._wait_for_workers(run, previous, sizes, expected, patience)
@@ -98,9 +93,7 @@ class DaskPlace:
             self._checked.update(node.address for node in new)
         growth = self._watch_for_growth(run, workers, nodes, sizes)
         make_jobs = functools.partial(self._make_jobs, run.name, directory, nodes)
-        self._latest = DaskNodes(
-            run.name, self._code, self.client, self.config, nodes, make_jobs, growth, self._replace
-        )
+        self._latest = DaskNodes(run.name, self._code, self.client, self.config, nodes, make_jobs, growth)
         return self._latest
 
     def close(self, run: Run) -> None:
@@ -115,23 +108,8 @@ class DaskPlace:
         if self._data:
             self._data.close()
 
-    def _replace(self, node: DaskNode, why: str) -> None:
-        """Have a slow node leave as if it was told to go, if the run does not want those, and none left lately."""
-        if not self.config.replace_stragglers or time.monotonic() < self._replaced_at + REPLACE_INTERVAL:
-            return
-        assert self._roll_call is not None  # made by `gather`
-        self._roll_call.slow.add(node.address)
-        self._replaced_at, node.because = time.monotonic(), why
-        if self.config.resolved_kind == "kubernetes":  # its pod's end is such an order, and brings another pod
-            threading.Thread(target=delete_worker, args=(self.config, node.worker), daemon=True).start()
-        else:
-            node.leave(self.notice_seconds)
-
     def _look_back(self, previous: Ended | None) -> tuple[frozenset[str], float]:
-        """Return the addresses of workers that the next gang may have at once, and how long all are waited for.
-
-        After a change of the scheduler these are names: the workers come back under other addresses.
-        """
+        """Return the addresses of workers that the next gang may have at once, and how long all are waited for."""
         patience = self.config.return_timeout if self.config.min_nodes else self.config.start_timeout
         if self._latest is None or self._roll_call is None or previous is None:
             return frozenset(), patience
@@ -140,9 +118,6 @@ class DaskPlace:
             return self._latest.growth.members, REUNION_TIMEOUT
         if self.pool:
             self.pool.release(self._latest.plugin)
-        if self._latest.scheduler_leaves_at < float("inf"):
-            staying = (node.worker for node in self._latest.nodes if node.because)
-            return frozenset(staying), patience
         if previous.is_announced:
             leaving = {node.address for node in self._latest.nodes if node.is_leaving}
             own = frozenset(node.address for node in self._latest.nodes)
@@ -158,7 +133,7 @@ class DaskPlace:
         """Return the workers for the next attempt.
 
         Args:
-            expected: addresses or names of workers that are enough as soon as all of them are idle.
+            expected: addresses of workers that are enough as soon as all of them are idle.
             patience: seconds after which a smaller size is enough.
         """
         assert self._roll_call is not None  # made by `gather`
@@ -172,9 +147,7 @@ class DaskPlace:
                 workers = self.pool.claim(run.name, workers, self.config.gpus_per_node)
                 if not workers and self.pool.is_in_use():
                     begun = time.monotonic()  # it waits for its turn: no worker is missing
-            others = [each for each in workers if each.address not in self._roll_call.slow]
-            workers = others if len(others) >= sizes[-1] else workers
-            chosen = [each for each in workers if not expected.isdisjoint((each.address, each.name))]
+            chosen = [each for each in workers if each.address in expected]
             if len(chosen) >= sizes[-1] and len(chosen) == len(expected):
                 return chosen
             waited = time.monotonic() - begun

@@ -29,7 +29,6 @@ class RollCall:
     is_strict: bool = True  # raise for a worker with other versions; later, in mid-run, leave it out
     known: set[str] = field(default_factory=set)  # were found to have our versions
     silent: set[str] = field(default_factory=set)  # were lost without a report; asked with less patience
-    slow: set[str] = field(default_factory=set)  # without which a gang does better, if there are enough others
     unfit: dict[str, str] = field(default_factory=dict)  # why a worker cannot take part, by its address
 
     def present_workers(self, leave_out: Collection[str] = ()) -> list[Worker]:
