@@ -44,10 +44,9 @@ class NodeJob:
 
     @classmethod
     def from_line(cls, text: str) -> NodeJob:
-        values = decode(text.removeprefix(JOB))
+        values = decode(text.removeprefix(JOB), use_list=False)
         job = values.pop("job")
         job["program"] = Program.from_dict(job["program"])
-        job["stored"] = tuple(job["stored"])
         return cls(job=Job(**job), ranks=NodeRanks(**values.pop("ranks")), **values)
 
 
@@ -75,8 +74,10 @@ def encode(values: dict[str, Any]) -> str:
     return base64.b64encode(packed).decode()
 
 
-def decode(text: str | bytes) -> dict[str, Any]:
-    """Return what `encode` made `text` of. Tuples are lists then, and NumPy's numbers Python's."""
+def decode(text: str | bytes, use_list: bool = True) -> dict[str, Any]:
+    """Return what `encode` made `text` of. Tuples are lists then, or lists tuples, and NumPy's numbers Python's."""
     packed = base64.b64decode(text)
-    values: dict[str, Any] = msgpack.unpackb(packed, strict_map_key=False, unicode_errors="surrogatepass")
+    values: dict[str, Any] = msgpack.unpackb(
+        packed, use_list=use_list, strict_map_key=False, unicode_errors="surrogatepass"
+    )
     return values

@@ -42,7 +42,7 @@ from flyte_ddp.launch.process.collectives import watch_main_thread
 from flyte_ddp.launch.process.frames import frames_of_user
 from flyte_ddp.launch.process.link import RankProcess, SupervisorLink
 from flyte_ddp.launch.process.output import rank_log, rank_stacks
-from flyte_ddp.launch.process.programs import CUDA_OUT_OF_MEMORY, Job
+from flyte_ddp.launch.process.programs import CUDA_OUT_OF_MEMORY, STOP_SIGNALS, Job
 from flyte_ddp.launch.process.ranks import NodeRanks, semaphore_prefix
 from flyte_ddp.launch.process.session import Session
 from flyte_ddp.observers.streams import open_standard_streams
@@ -133,7 +133,8 @@ def run_rank(
         else:
             outcome = ("error", *_describe(error))
             link.send(*outcome)  # the end of this process may wait for dead peers; the supervisor ends it in time
-            _call_excepthook(error)
+            if not isinstance(error, SystemExit):  # as Python does: W&B marks its run as failed by such a hook
+                sys.excepthook(type(error), error, frames_of_user(error) or error.__traceback__)
     else:
         outcome = ("done",)
     _flush_files()
@@ -268,10 +269,7 @@ def _describe(error: BaseException) -> tuple[str, str, str, bool]:
         message = f"exit code {error.code}" if isinstance(error.code, int) else str(error.code)
         return "SystemExit", message, "", False
     text = "".join(traceback.format_exception(type(error), error, frames_of_user(error) or error.__traceback__))
-    try:
-        message = str(error)
-    except Exception as problem:
-        message = f"a message that cannot be shown ({type(problem).__name__})"
+    message = str(error)
     is_consequence = (
         isinstance(error, (RuntimeError, OSError))
         and not isinstance(error, StorageUnavailable)  # which may also say that a connection was refused
@@ -295,15 +293,6 @@ def _describe(error: BaseException) -> tuple[str, str, str, bool]:
     return name, redact_url(message), redact_url(text), is_consequence
 
 
-def _call_excepthook(error: BaseException) -> None:
-    """Call the hook that the program has set for errors, as Python does: W&B marks its run as failed by its own."""
-    if not isinstance(error, SystemExit):
-        try:
-            sys.excepthook(type(error), error, frames_of_user(error) or error.__traceback__)
-        except Exception:
-            traceback.print_exc()
-
-
 def environment(job: Job, node: NodeRanks, local_rank: int) -> dict[str, str]:
     """Return the variables that torch and its libraries read, with torchrun's names and meaning.
 
@@ -325,6 +314,8 @@ def environment(job: Job, node: NodeRanks, local_rank: int) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": node.run_id,
         "TORCHELASTIC_RESTART_COUNT": node.num_restarts,
         "TORCHELASTIC_MAX_RESTARTS": node.max_restarts,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(STOP_SIGNALS),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "TORCHELASTIC_USE_AGENT_STORE": True,  # all ranks are clients of a store that is served for them
     }
     defaults = {
@@ -333,7 +324,7 @@ def environment(job: Job, node: NodeRanks, local_rank: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(node.num_threads),
     }
     given = {name: os.environ[name] for name in defaults if name in os.environ}
-    return {name: str(value) for name, value in values.items()} | defaults | given | job.program.environment
+    return {name: str(value) for name, value in values.items()} | defaults | given | job.program.variables
 
 
 def keep_freed_memory() -> None:

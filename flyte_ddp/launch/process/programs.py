@@ -69,13 +69,6 @@ class Program:
     needs_gpus: str = ""  # the error for several ranks without GPUs; "" where they need none
     uses_nccl: bool = False  # its ranks with GPUs talk by NCCL, as far as is known
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """Variables of the program's own, and those that torchrun sets besides RANK and the like."""
-        name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-        signals = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(STOP_SIGNALS)}
-        return {name: os.environ.get(name, "1"), **signals, **self.variables}
-
     def check(self, world_size: int, has_gpus: bool) -> None:
         """Raise ConfigError if the program's batch cannot be split evenly over the ranks, or if it lacks GPUs."""
         self.check_world_size(world_size)
@@ -121,11 +114,7 @@ class Program:
     def from_dict(cls, values: dict[str, Any]) -> Program:
         """Return the program that `dataclasses.asdict` made `values` from."""
         batch = values["batch"]
-        return cls(**{**_with_tuples(values), "batch": Batch(**batch) if batch else None})
-
-
-def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        return cls(**{**values, "batch": Batch(**batch) if batch else None})
 
 
 @dataclass(frozen=True)
