@@ -62,7 +62,7 @@ class Cost:
 def supervise() -> None:
     """Run the supervisor of a node without ranks, with the arguments of `flyte_ddp.launch.dask.node.main`."""
     commands, messages = os.fdopen(int(sys.argv[3]), "rb"), os.fdopen(int(sys.argv[4]), "wb")
-    job = NodeJob.from_json(commands.readline())
+    job = NodeJob.from_line(commands.readline().decode())
     link = DriverLink(messages, job.driver_timeout)
 
     def obey() -> None:
@@ -76,7 +76,7 @@ def supervise() -> None:
         time.sleep(POLL_INTERVAL)
         polls += 1
         step = int(polls * POLL_INTERVAL * STEPS_PER_SECOND)
-        link.on_beat(step, is_writing=False, is_stoppable=False, paces=[], waits=[])
+        link.note_beat({**link.beat, "step": step, "has_reported": True})
         if job.ranks.first_rank == 0 and polls % round(1 / POLL_INTERVAL) == 0:
             link.emit(Reported(step, None, {"loss": 0.5}))
     reason = link.stop.reason
