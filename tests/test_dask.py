@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
 import sys
 import time
 from types import SimpleNamespace
@@ -76,6 +75,7 @@ def test_two_nodes_give_the_weights_and_the_events_of_two_processes(client, tmp_
     assert "torch" not in client.run(lambda: list(sys.modules)).popitem()[1]
 
 
+@pytest.mark.long
 def test_a_killed_rank_costs_only_time_and_the_next_is_forked_from_the_same_server(
     client, tmp_path, finished_run, caplog
 ):
@@ -114,32 +114,6 @@ def test_a_killed_rank_costs_only_time_and_the_next_is_forked_from_the_same_serv
         assert spent.redone_steps > 0
 
 
-@pytest.mark.slow
-def test_a_killed_rank_of_a_split_model_costs_only_time(client, tmp_path, finished_run):
-    def kill():
-        ranks_below(pid_of(client, 1))[0].kill()
-
-    split = {"parallel": "fsdp", "checkpoint_interval": 2}
-    run = train(new_run(tmp_path), client, LOCAL, at_steps=[(5, kill)], **split)
-
-    torch.testing.assert_close(run.state(), finished_run().state())
-    assert [event.world_size for event in events_of(run, events.RunStarted)] == [2, 2]
-    first, second = events_of(run, events.CheckpointLoaded)
-    assert first.step == 0
-    assert second.step >= 4
-
-
-def test_a_killed_worker_costs_only_time(client, tmp_path, finished_run, caplog):
-    def kill():
-        os.kill(pid_of(client, 0), signal.SIGKILL)
-
-    run = train(new_run(tmp_path), client, LOCAL, at_steps=[(5, kill)], checkpoint_interval=2)
-
-    assert states_equal(run.state(), finished_run().state())
-    assert len(events_of(run, events.RunStarted)) == 2
-    assert "its worker is gone" in caplog.text
-
-
 def test_a_bug_fails_at_once_with_the_ranks_traceback(client, tmp_path, fault):
     fault("raise 1 4", write_seconds=1)  # step 3 shows that rank 0 has begun to save step 2
     run = new_run(tmp_path)
@@ -149,13 +123,6 @@ def test_a_bug_fails_at_once_with_the_ranks_traceback(client, tmp_path, fault):
     assert (caught.value.rank, caught.value.kind) == (1, "exception")
     assert run.error is caught.value
     assert len(events_of(run, events.RunStarted)) == 1
-
-
-def test_a_gpu_out_of_memory_restarts_with_smaller_micro_batches_without_using_up_restarts(client, tmp_path, fault):
-    fault("cuda-oom 1 14")
-    config = {"grow_accumulation_on_oom": True, "epochs": 2}
-    run = train(new_run(tmp_path), client, dataclasses.replace(LOCAL, max_restarts=0), **config)
-    assert [event.config["gradient_accumulation"] for event in events_of(run, events.RunStarted)] == [1, 2]
 
 
 @pytest.mark.long
@@ -228,13 +195,6 @@ def test_missing_workers_are_counted(client, tmp_path):
     config = ClusterConfig(kind="local", num_nodes=3, start_timeout=0.1)
     with pytest.raises(ClusterError, match="2 of 3 workers are there and idle"):
         train(new_run(tmp_path), client, config)
-
-
-@pytest.mark.slow
-def test_a_stall_shows_the_stacks_of_all_nodes(client, tmp_path, fault):
-    fault("hang 1 3")
-    with pytest.raises(RankFailure, match=r"(?s)node 0 .*--- rank 0.*node 1 .*--- rank 1.*in _hang"):
-        train(new_run(tmp_path), client, dataclasses.replace(LOCAL, max_restarts=0), stall_timeout=30)
 
 
 def test_ranks_are_ordered_by_host_and_name():

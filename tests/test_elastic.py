@@ -17,14 +17,12 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.errors import (
     ConfigError,
-    TrainingStopped,
 )
 from flyte_ddp.events import AttemptEnded
-from flyte_ddp.launch.dask import calls, growth, nodes, place, roll_call
+from flyte_ddp.launch.dask import calls, growth, place, roll_call
 from flyte_ddp.launch.dask.node import DriverLink
 from flyte_ddp.launch.policy import Ended
 from flyte_ddp.launch.process.programs import Job, recipe_program
-from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.studies.runner import resize_cluster
 from tests.support.dask_runs import (
     LOCAL,
@@ -76,47 +74,6 @@ def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
     steps = [event.step for event in run.events[run.events.index(shrunk) :] if isinstance(event, events.Reported)]
     assert steps == list(range(resumed.step + 1, 28))
     assert f"the gang ended at step {grown_from.step}, after a checkpoint, to grow from 1 to 2 nodes" in caplog.text
-
-
-class GrowsAtOnce(growth.GrowthWatch):
-    """Finds a worker for a larger gang as soon as there is a gang, and calls `on_growth` when that is noticed."""
-
-    on_growth = staticmethod(lambda: None)
-
-    @property
-    def members(self):
-        self.on_growth()
-        return frozenset({*(each.address for each in self.gang), "tcp://a-third"})
-
-    @members.setter
-    def members(self, value):
-        pass
-
-
-@pytest.mark.slow
-def test_a_vanished_newcomer_costs_a_moment_and_a_stop_wins_over_a_growth(client, tmp_path, monkeypatch):
-    run, stop, commands = new_run(tmp_path), StopRequest(), []
-
-    async def send(*arguments):
-        commands.append(arguments[-1])
-        await calls.send_command(*arguments)
-
-    def stop_in_second_gang():
-        if len(events_of(run, events.RunStarted)) == 2 and not stop.is_set():
-            stop.set("SIGTERM")
-
-    monkeypatch.setattr(GrowsAtOnce, "on_growth", staticmethod(stop_in_second_gang))
-    monkeypatch.setattr(place, "GrowthWatch", GrowsAtOnce)
-    monkeypatch.setattr(place, "REUNION_TIMEOUT", 1.0)
-    monkeypatch.setattr(nodes, "send_command", send)
-    elastic = dataclasses.replace(LOCAL, num_nodes=3, min_nodes=2, return_timeout=0.1, max_restarts=0)
-    with pytest.raises(TrainingStopped, match="^SIGTERM: the run was stopped at step"):
-        train(run, client, elastic, stop=stop)
-    first, second = events_of(run, events.RunStarted)
-    assert (first.world_size, second.world_size) == (2, 2)
-    assert events_of(run, events.CheckpointLoaded)[1].step > 0
-    assert commands[-1] == "stop 20 SIGTERM"
-    assert list(run.checkpoints.glob("step-*.json"))
 
 
 def test_a_stop_leaves_ranks_that_end_to_grow_less_time():

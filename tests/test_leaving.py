@@ -18,7 +18,6 @@ from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.config import resolve
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch import driver
-from flyte_ddp.launch.dask import growth
 from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.programs import Job, Program, recipe_program
@@ -82,13 +81,11 @@ def check_no_step_was_lost(run):
 def test_a_worker_that_is_told_to_go_costs_no_step_and_no_restart(pair, tmp_path, kind, monkeypatch, caplog):
     config, nannies = pair
     fork_functions(monkeypatch)
-    told = []
     slow = tmp_path / "faults"
     slow.mkdir()
     (slow / "9-kill-1000").touch()  # of no rank: steps take their time until the notice
 
     def tell():
-        told.append(time.time())
         nannies[1].send_signal(signal.SIGTERM)
         (slow / "9-kill-1000").unlink()
 
@@ -102,14 +99,12 @@ def test_a_worker_that_is_told_to_go_costs_no_step_and_no_restart(pair, tmp_path
     assert "restarts from there" in caplog.text
     resumed = events_of(run, events.CheckpointLoaded)[-1].step
     assert resumed == ended.step >= 9
-    next_step = next(event for event in events_of(run, events.Reported) if event.step > resumed)
-    print(f"{kind}: {next_step.at - told[0]:.2f} s from the notice to the next step")
     if kind == "function":  # its result depends on the number of ranks at each step
         sizes = [sum(range(1, 5))] * resumed + [sum(range(1, 3))] * (NUM_STEPS - resumed)
         assert result_of(run) == pytest.approx(sum(size * step**0.5 for step, size in enumerate(sizes, 1)))
     else:
         torch.testing.assert_close(result_of(run), train(tmp_path / "undisturbed", program_of(kind)).state())
-    assert nannies[1].wait(30) == 0
+    assert nannies[1].wait() == 0
     assert nannies[0].poll() is None
 
 
@@ -154,51 +149,6 @@ def test_a_notice_costs_no_step_whenever_it_comes(pair, tmp_path, kind, step):
     torch.testing.assert_close(run.state(), train(tmp_path / "undisturbed", program_of("ddp")).state())
 
 
-def count_without_looking(num_steps):
-    """A function that saves now and then, and never asks whether it has to stop."""
-    import torch
-    import torch.distributed as dist
-
-    from flyte_ddp import session
-
-    dist.init_process_group("gloo")
-    done = (session.load() or {"done": 0})["done"]
-    while done < num_steps:
-        time.sleep(0.1)
-        one = torch.ones(1) / dist.get_world_size()
-        dist.all_reduce(one)
-        done += round(one.item())
-        session.report(step=done)
-        if done % 5 == 0:
-            session.save({"done": done}, done)
-    return done
-
-
-@pytest.mark.slow
-def test_a_function_that_does_not_look_trains_until_the_replacement_is_there_and_is_ended_by_sigterm(
-    pair, start_worker, scheduler, tmp_path, monkeypatch, caplog
-):
-    config, nannies = pair
-    monkeypatch.setattr(growth, "REPLACEMENT_DELAY", 1.0)
-    fork_functions(monkeypatch)
-    told_at = []
-
-    def tell():
-        nannies[1].send_signal(signal.SIGTERM)
-        told_at.append(time.time())
-        start_worker(scheduler, "node-2")
-
-    program = Program("count", cloudpickle.dumps(_Call(count_without_looking, (130,))), ("tests",))
-    run = train(tmp_path, program, dataclasses.replace(config, min_nodes=0), at_steps=[(7, tell)])
-    assert cloudpickle.loads(run.result.finished.value) == 130
-    assert [event.num_nodes for event in events_of(run, events.RunStarted)] == [2, 2]
-    (ended,) = events_of(run, events.AttemptEnded)
-    assert ended.num_leaving == 1
-    assert ended.step > 12  # it trained on
-    assert f" leaves: the gang ended at step {ended.step} and restarts from " in caplog.text
-    assert ended.at < told_at[0] + 12  # half of the grace of 30 s, less what the worker needs to close
-
-
 def test_a_second_sigterm_ends_a_worker_at_once_and_counts_as_no_restart(pair, tmp_path):
     config, nannies = pair
     slow = tmp_path / "faults"
@@ -221,7 +171,6 @@ def test_a_second_sigterm_ends_a_worker_at_once_and_counts_as_no_restart(pair, t
 def test_a_scheduler_that_is_told_to_go_costs_no_step_and_no_restart(pair, start_worker, scheduler, tmp_path):
     config, _ = pair
     process, first = start_scheduler(tmp_path)
-    told = []
     slow = tmp_path / "faults"
     slow.mkdir()
     (slow / "9-kill-1000").touch()
@@ -233,7 +182,6 @@ def test_a_scheduler_that_is_told_to_go_costs_no_step_and_no_restart(pair, start
             process.send_signal(signal.SIGTERM)
             time.sleep(0.2)
             targets[0] = scheduler
-            told.append(time.time())
 
         config = dataclasses.replace(config, scheduler_address=address, min_nodes=0)
         run = train(tmp_path, program_of("ddp", str(slow)), config, at_steps=[(5, tell)])
@@ -241,9 +189,7 @@ def test_a_scheduler_that_is_told_to_go_costs_no_step_and_no_restart(pair, start
     assert [event.num_nodes for event in events_of(run, events.RunStarted)] == [2, 2]
     (ended,) = events_of(run, events.AttemptEnded)
     assert ended.reason == "the Dask scheduler leaves"
-    assert process.wait(10) == 0
-    next_step = next(event for event in events_of(run, events.Reported) if event.step > ended.step)
-    print(f"{next_step.at - told[0]:.2f} s from the notice to the next step")
+    assert process.wait() == 0
 
 
 def test_the_ranks_of_a_task_get_what_its_pods_grace_leaves(monkeypatch):

@@ -20,9 +20,8 @@ import cloudpickle
 import pytest
 import torch
 
-from flyte_ddp.cluster.config import GRACE_VARIABLE
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.errors import ConfigError, DataError, OutOfMemory, RankFailure
+from flyte_ddp.errors import ConfigError, DataError, RankFailure
 from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch import driver, local, rank_start, supervisor
 from flyte_ddp.launch.local import LocalPlace
@@ -32,6 +31,7 @@ from flyte_ddp.launch.process.programs import Job, Program, recipe_program
 from flyte_ddp.launch.process.ranks import NodeRanks
 from flyte_ddp.launch.run import _Call
 from flyte_ddp.launch.stalls import StalledRank, find_culprits, stall_failure
+from tests.support.dask_runs import eventually
 from tests.support.runs import fork_functions, how_it_ended, new_run, start_parent, wait_for_step
 
 SLOW_STEP = "0.1"  # seconds, for runs that a signal has to meet on their way
@@ -47,13 +47,6 @@ def _surroundings():
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "temporary files": sorted(Path(tempfile.gettempdir()).glob("ranks-*")),
     }
-
-
-def _wait_until_gone(survivors, seconds):
-    deadline = time.monotonic() + seconds
-    while survivors() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert survivors() == []
 
 
 # A rank that dies
@@ -95,7 +88,7 @@ def be_silent(marker):
 def test_an_order_is_obeyed_at_once(tmp_path, monkeypatch):
     """The supervisor does not look for it only every now and then: a restart would wait for that."""
     fork_functions(monkeypatch)
-    monkeypatch.setattr(supervisor, "POLL_INTERVAL", 120.0)
+    monkeypatch.setattr(supervisor, "POLL_INTERVAL", 7200.0)
     messages, marker = [], tmp_path / "there"
     link = Link(messages.append)
     job = Job(Program("silent", cloudpickle.dumps(_Call(be_silent, (str(marker),))), ("tests",)), "", time.time())
@@ -105,13 +98,12 @@ def test_an_order_is_obeyed_at_once(tmp_path, monkeypatch):
         while not marker.exists():
             time.sleep(0.05)
         link.obey(KILL)
-        future.result(timeout=60)
+        future.result(timeout=3600)
     assert messages[-1]["outcome"] == "killed"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_exception_ends_the_run_with_that_ranks_number_and_traceback(tmp_path, monkeypatch, survivors, rank):
-    monkeypatch.setenv("FAULT", f"raise {rank} 6")  # step 5 shows that rank 0 has begun to save step 4
+def test_an_exception_ends_the_run_with_that_ranks_number_and_traceback(tmp_path, monkeypatch, survivors):
+    monkeypatch.setenv("FAULT", "raise 1 6")  # step 5 shows that rank 0 has begun to save step 4
     monkeypatch.setenv("WRITE_SECONDS", "1")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     run = new_run(tmp_path)
@@ -123,49 +115,37 @@ def test_an_exception_ends_the_run_with_that_ranks_number_and_traceback(tmp_path
         run.train(checkpoint_interval=4)
 
     assert (run.checkpoints / "step-0000000004.json").exists()  # rank 0 was still writing when the exception came
-    assert (caught.value.rank, caught.value.kind) == (rank, "exception")
+    assert (caught.value.rank, caught.value.kind) == (1, "exception")
     assert caught.value.cause == "ValueError: broken on purpose"
     message = str(caught.value)
     lines = message.splitlines()
-    assert lines[:2] == [f"rank {rank} failed: ValueError: broken on purpose", "Traceback (most recent call last):"]
+    assert lines[:2] == ["rank 1 failed: ValueError: broken on purpose", "Traceback (most recent call last):"]
     assert re.match(r'  File ".*/tests/support/recipes.py", line \d+, in losses', lines[2])  # not the training loop
     assert not [line for line in run.lines if "gloo" in line]
+    assert {f"[rank {rank}] the data are opened" for rank in (0, 1)} <= set(run.lines)
     assert 'raise ValueError("broken on purpose")' in message
     assert "gloo" not in message  # of the other rank, which only lost its peer
     assert run.error is caught.value  # the listeners get it
     assert run.last_step == 5
     assert survivors() == []
-    deadline = time.monotonic() + 10
-    while _surroundings() != before and time.monotonic() < deadline:
-        time.sleep(0.1)  # the thread that renewed the run's ownership was told to end, and nobody waits for it
-    assert _surroundings() == before
+    # The thread that renewed the run's ownership was told to end, and nobody waits for it.
+    assert eventually(lambda: _surroundings() == before)
 
 
-@pytest.mark.parametrize("fault", ["kill", "fork-kill"])  # the latter leaves a process that holds the rank's pipes
-def test_a_killed_rank_ends_the_run_with_all_its_processes(tmp_path, monkeypatch, survivors, fault):
-    monkeypatch.setenv("FAULT", f"{fault} 1 5")
+def test_a_killed_rank_ends_the_run_with_all_its_processes(tmp_path, monkeypatch, survivors):
+    monkeypatch.setenv("FAULT", "fork-kill 1 15")  # leaves a process that holds the rank's pipes
+    monkeypatch.setenv("STEP_SECONDS", "0.05")
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # what was printed last is there also without it
+    run = new_run(tmp_path, "Listed")
 
     with pytest.raises(RankFailure, match="rank 1 was killed by SIGKILL") as caught:
-        new_run(tmp_path, "Listed").train(data_workers=1)
+        run.train(data_workers=1, log_interval=100, epochs=3)
 
     assert survivors() == []  # loader processes included
     assert (caught.value.rank, caught.value.kind, caught.value.cause) == (1, "signal", "SIGKILL")
     assert "this rank is killed on purpose" in str(caught.value)  # the last it printed
-
-
-@pytest.mark.parametrize(
-    ("fault", "expected"),
-    [("exit", "rank 1 failed: SystemExit: exit code 3"), ("hard-exit", "rank 1 exited with code 3")],
-)
-def test_a_rank_that_leaves_ends_the_run(tmp_path, monkeypatch, survivors, fault, expected):
-    monkeypatch.setenv("FAULT", f"{fault} 1 5")
-
-    with pytest.raises(RankFailure, match=expected) as caught:
-        new_run(tmp_path).train()
-
-    assert caught.value.rank == 1
-    assert survivors() == []
+    (ended,) = [event for event in run.events if isinstance(event, AttemptEnded)]
+    assert 10 <= ended.step <= 15  # between two reports
 
 
 def test_a_rank_that_dies_while_the_data_are_prepared_ends_the_run(tmp_path, monkeypatch, survivors):
@@ -204,18 +184,6 @@ def test_a_failure_is_one_line_and_one_short_traceback(tmp_path, monkeypatch):
     assert str(caught.value).count("Traceback (most recent call last)") == 1
     assert any(line.startswith("after ConnectionError: no answer") for line in lines)
     assert caught.value.cause.count("the disk is gone") == 100  # equal only for the same error
-
-
-def test_a_user_error_of_a_rank_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("FAULT", "deny 0 2")
-
-    with pytest.raises(RankFailure) as caught:
-        new_run(tmp_path).train(1)
-
-    assert str(caught.value).splitlines() == [
-        "rank 0 failed: StorageDenied: checkpoints: expected a place to write to, got s3://bucket/run"
-    ]
-    assert caught.value.is_user_error
 
 
 @pytest.mark.parametrize(
@@ -269,19 +237,12 @@ def test_processes_killed_for_lack_of_memory_are_counted_with_both_versions_of_c
     assert supervisor.count_oom_kills(tmp_path) == 2
 
 
-def test_a_second_kill_for_lack_of_memory_without_progress_ends_the_run_for_good(tmp_path, monkeypatch):
+def test_a_rank_that_was_killed_for_lack_of_memory_is_told(tmp_path, monkeypatch):
     counts = itertools.count()
     monkeypatch.setattr(supervisor, "count_oom_kills", lambda: next(counts))
     monkeypatch.setenv("FAULT", "kill 0 2")
-    run = new_run(tmp_path)
-
     with pytest.raises(RankFailure, match="rank 0 was killed by SIGKILL: its container ran out of memory"):
-        run.train(1)
-    with pytest.raises(
-        OutOfMemory, match=r"^memory: expected a larger limit of the task \(training.memory_gib in"
-    ) as caught:
-        run.train(1)
-    assert "\n" not in str(caught.value)
+        new_run(tmp_path).train(1)
 
 
 # A run that hangs
@@ -392,35 +353,32 @@ def test_the_rank_that_the_others_wait_for_is_found_by_what_each_has_entered(ran
     assert find_culprits(ranks).numbers == expected
 
 
-@pytest.mark.slow
 def test_a_long_preparation_of_data_is_no_stall(tmp_path):
     run = new_run(tmp_path)
 
     def prepare():
-        time.sleep(20)
+        object.__setattr__(run.job.program, "stall_timeout", 0.5)
+        time.sleep(3)
+        object.__setattr__(run.job.program, "stall_timeout", 600.0)
         return str(run.data())
 
-    run.train(1, data=prepare, stall_timeout=15)
+    run.train(1, data=prepare, epochs=1)
+    assert run.result.finished.step == 9
 
 
 # Signals to the parent
 
 
-@pytest.mark.parametrize(
-    "signal_name", ["SIGHUP", *(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGTERM", "SIGINT"))]
-)
-def test_a_signal_stops_the_run_after_a_last_checkpoint_to_resume_from(
-    tmp_path, monkeypatch, survivors, finished_run, signal_name
-):
+def test_a_signal_stops_the_run_after_a_last_checkpoint_to_resume_from(tmp_path, monkeypatch, survivors, finished_run):
     monkeypatch.setenv("STEP_SECONDS", SLOW_STEP)
     parent = start_parent(tmp_path, "Dropping")
     wait_for_step(parent, 3)
     # To the whole process group, as a terminal does on Ctrl-C and when it is closed.
-    os.killpg(parent.pid, getattr(signal, signal_name))
+    os.killpg(parent.pid, signal.SIGHUP)
     kind, message = how_it_ended(parent)
 
     assert kind == "TrainingStopped"
-    assert message.startswith(f"{signal_name}: the run was stopped at step ")
+    assert message.startswith("SIGHUP: the run was stopped at step ")
     assert str(tmp_path / "checkpoints") in message
     assert survivors() == []
 
@@ -431,30 +389,6 @@ def test_a_signal_stops_the_run_after_a_last_checkpoint_to_resume_from(
     assert 3 <= resumed.loaded.step < 27
     whole = finished_run("Dropping", 2).state()
     assert all(torch.equal(value, whole[name]) for name, value in resumed.state().items())
-
-
-def _terminate_until(parent, ended):
-    while not ended.wait(0.2):
-        parent.terminate()
-
-
-def test_a_second_signal_ends_the_run_at_once(tmp_path, monkeypatch, survivors):
-    monkeypatch.setenv(GRACE_VARIABLE, "600")  # so that nothing but the second signal ends it
-    monkeypatch.setenv("FAULT", "hang 1 3")  # so no checkpoint can be agreed upon
-    parent = start_parent(tmp_path)
-    wait_for_step(parent, 2)
-    parent.terminate()
-    time.sleep(1)
-    assert parent.poll() is None
-    ended = threading.Event()
-    again = threading.Thread(target=_terminate_until, args=(parent, ended))  # two that arrive together are one
-    again.start()
-    kind, message = how_it_ended(parent)
-    ended.set()
-    again.join()
-
-    assert (kind, message[:31]) == ("TrainingStopped", "SIGTERM: the ranks were killed ")
-    assert survivors() == []
 
 
 def test_a_signal_while_the_data_are_prepared_ends_the_run(tmp_path, monkeypatch, survivors):
@@ -479,25 +413,10 @@ def test_the_ranks_of_a_killed_parent_end_themselves(tmp_path, monkeypatch, surv
     parent.kill()
     parent.wait()
 
-    _wait_until_gone(survivors, seconds=30)
+    assert eventually(lambda: not survivors())
 
 
 # What else may be the case on a machine
-
-
-def test_output_of_ranks_is_relayed_line_by_line_with_their_numbers(finished_run):
-    lines = finished_run("Tiny", 3).lines
-
-    for rank in range(3):
-        assert f"[rank {rank}] the data are opened" in lines
-
-
-def test_lines_go_to_standard_error_by_default(tmp_path, capfd, monkeypatch):
-    run = new_run(tmp_path)
-    run.relay = None
-    run.train(1, epochs=1)
-
-    assert "[rank 0] the data are opened\n" in capfd.readouterr().err
 
 
 @pytest.mark.slow
@@ -514,23 +433,9 @@ def test_two_simultaneous_runs_do_not_interfere(tmp_path, finished_run):
     assert not any(torch.equal(value, expected[name]) for name, value in two.items())
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system pins no process to a core")
-def test_more_ranks_than_cores_work(tmp_path, finished_run):
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})
-    try:
-        run = new_run(tmp_path).train(3)
-    finally:
-        os.sched_setaffinity(0, cores)
-
-    assert (run.started.world_size, run.started.num_threads) == (3, 1)
-    expected = finished_run("Tiny", 3).state()
-    assert all(torch.equal(value, expected[name]) for name, value in run.state().items())
-
-
-def test_a_listener_that_fails_does_not_end_the_run(tmp_path, caplog, monkeypatch):
+def test_a_listener_that_fails_does_not_end_the_run_whose_lines_go_to_standard_error(tmp_path, caplog, capfd):
     run = new_run(tmp_path)
+    run.relay = None
 
     def fail(event):
         raise OSError("nobody listens")
@@ -540,6 +445,7 @@ def test_a_listener_that_fails_does_not_end_the_run(tmp_path, caplog, monkeypatc
 
     assert run.result.finished.step == 9
     assert caplog.text.count("failed and receives no more events") == 1
+    assert "[rank 0] the data are opened\n" in capfd.readouterr().err
 
 
 # Bad input, before any process is started
@@ -597,16 +503,6 @@ def test_bad_data_end_the_run_with_the_recipes_message(tmp_path, survivors):
         new_run(tmp_path).train(data=refuse)
 
     assert survivors() == []
-
-
-def test_the_step_of_a_lost_gang_is_known_between_two_reports(tmp_path, monkeypatch):
-    monkeypatch.setenv("FAULT", "kill 1 15")
-    monkeypatch.setenv("STEP_SECONDS", "0.05")
-    run = new_run(tmp_path)
-    with pytest.raises(RankFailure, match="rank 1 was killed by SIGKILL"):
-        run.train(2, log_interval=100, epochs=3)
-    (ended,) = [event for event in run.events if isinstance(event, AttemptEnded)]
-    assert 10 <= ended.step <= 15
 
 
 def test_a_port_that_is_taken_is_refused(tmp_path, no_processes):

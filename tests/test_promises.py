@@ -121,7 +121,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(cell, undisturb
     assert cell.resumed_steps[-1] >= 2
 
 
-@cells("recipe-dask", "function-dask")
+@cells("function-local", "recipe-dask", "function-dask")
 def test_an_unexplained_exception_is_answered_by_a_restart(cell, undisturbed):
     cell.order("1-error-9")
     result = cell.run()
@@ -129,7 +129,7 @@ def test_an_unexplained_exception_is_answered_by_a_restart(cell, undisturbed):
     assert cell.num_attempts == 2
 
 
-@cells("function-dask")
+@cells("recipe-dask", "function-dask")
 def test_a_bug_ends_a_recipe_at_once_and_a_function_as_under_torchrun(cell):
     """The cells differ: `max_restarts` of a function means what torchrun means by it."""
     cell.order("1-bug-1-always")
@@ -165,7 +165,7 @@ def test_a_stop_keeps_every_step_and_the_same_place_resumes(cell, undisturbed):
     assert 5 <= last < NUM_STEPS
 
 
-@cells("function-dask")
+@cells("recipe-dask", "function-dask")
 def test_a_store_that_was_away_uses_up_no_restart(cell, undisturbed):
     cell.order("1-away-9")
     result = cell.run(max_restarts=0)
@@ -189,7 +189,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_is_used(cell, u
     assert 2 <= cell.resumed_steps[-1] < NUM_STEPS
 
 
-@cells("function-dask")
+@cells("recipe-local", "recipe-dask", "function-dask")
 def test_what_only_the_user_can_mend_ends_the_run_in_one_line(cell):
     cell.order("1-denied-1-always")
     with pytest.raises(RankFailure, match="StorageDenied: checkpoints: expected keys, got none") as caught:
@@ -199,7 +199,7 @@ def test_what_only_the_user_can_mend_ends_the_run_in_one_line(cell):
     assert cell.num_attempts == 1
 
 
-@cells("function-dask")
+@cells("function-local", "recipe-dask", "function-dask")
 def test_restarts_that_are_used_up_end_the_run_with_the_ranks_failure(cell):
     cell.order("1-kill-1-always")
     with pytest.raises(RankFailure, match=r"has used up its restarts \(max_restarts: 1\).*rank 1 was killed") as caught:

@@ -26,8 +26,7 @@ from flyte_ddp import events, session
 from flyte_ddp.cluster import connect
 from flyte_ddp.cluster.config import GRACE_VARIABLE
 from flyte_ddp.config.source_code import packages_beside
-from flyte_ddp.errors import ConfigError, OutOfMemory, RankFailure
-from flyte_ddp.launch import supervisor
+from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.launch.run import Gang, run_program, script_program
 from tests.support.runs import fork_functions, hear_hangups
 
@@ -64,50 +63,61 @@ class Listener:
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    """For torchrun and our command: the script's surroundings in each rank, its finished process, its directory."""
-    found = {}
-    for name, command in (("torchrun", TORCHRUN), ("ours", OURS)):
-        directory = tmp_path_factory.mktemp(name)
-        (directory / "scripts").mkdir()
-        for script in ("surroundings.py", "beside.py"):
-            shutil.copy(SCRIPTS / script, directory / "scripts")
-        (directory / "sklearn").mkdir()  # as an installed package is called
-        (directory / "sklearn/__init__.py").touch()
-        done = subprocess.run(
-            [*command, *FLAGS, "scripts/surroundings.py", str(directory), "--max-restarts", "9"],
-            cwd=directory,
-            env={name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        ranks = [json.loads((directory / f"found-{rank}").read_text()) for rank in (0, 1)]
-        found[name] = (ranks, done, directory)
-    return found
+def ours(tmp_path_factory):
+    return run_script(OURS, tmp_path_factory.mktemp("ours"))
+
+
+def run_script(command, directory):
+    """Return the script's surroundings in each rank, its finished process, and the directory."""
+    (directory / "scripts").mkdir()
+    for script in ("surroundings.py", "beside.py"):
+        shutil.copy(SCRIPTS / script, directory / "scripts")
+    (directory / "sklearn").mkdir()  # as an installed package is called
+    (directory / "sklearn/__init__.py").touch()
+    done = subprocess.run(
+        [*command, *FLAGS, "scripts/surroundings.py", str(directory), "--max-restarts", "9"],
+        cwd=directory,
+        env={name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    ranks = [json.loads((directory / f"found-{rank}").read_text()) for rank in (0, 1)]
+    return ranks, done, directory
 
 
 @pytest.mark.long
-def test_a_script_finds_the_environment_that_torchrun_gives_it(both):
-    for theirs, ours in zip(both["torchrun"][0], both["ours"][0], strict=True):
-        theirs, ours = dict(theirs["environment"]), dict(ours["environment"])
-        assert (theirs.pop("MASTER_ADDR"), ours.pop("MASTER_ADDR")) == ("localhost", "127.0.0.1")
-        names = {name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)}
+def test_a_script_finds_the_surroundings_that_torchrun_gives_it(ours, tmp_path):
+    torchrun = run_script(TORCHRUN, tmp_path)
+    check_surroundings(torchrun)
+    for theirs, own in zip(torchrun[0], ours[0], strict=True):
+        assert theirs["session"] == [False, None, False]
+        theirs, own = dict(theirs["environment"]), dict(own["environment"])
+        assert (theirs.pop("MASTER_ADDR"), own.pop("MASTER_ADDR")) == ("localhost", "127.0.0.1")
+        names = {name for name in theirs.keys() | own.keys() if theirs.get(name) != own.get(name)}
         assert names - FROM_RUN_TO_RUN - OUR_OWN - THEIR_OWN - {"PWD", "OLDPWD", "OMP_NUM_THREADS"} == set()
-        assert ours["TORCHELASTIC_USE_AGENT_STORE"] == "True"
-        assert {*FROM_RUN_TO_RUN, "OMP_NUM_THREADS"} <= ours.keys()
+        assert own["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+        assert {*FROM_RUN_TO_RUN, "OMP_NUM_THREADS"} <= own.keys()
 
 
-def test_a_script_runs_as_the_main_program_with_its_own_arguments(both):
-    for name, (ranks, _, directory) in both.items():
-        for found in ranks:
-            script = directory / "scripts/surroundings.py"
-            assert found["arguments"] == ["scripts/surroundings.py", str(directory), "--max-restarts", "9"], name
-            assert (found["path"], found["directory"]) == (str(script.parent), str(directory)), name
-            assert (found["file"], found["package"], found["is main"]) == (str(script), None, True), name
-            assert "site-packages" in found["sklearn"], name
-            assert (found["process"], found["torch is imported"]) == ("MainProcess", False), name
+def test_a_script_runs_as_the_main_program_with_its_own_arguments_and_is_waited_for(ours):
+    check_surroundings(ours)
+
+
+def check_surroundings(finished):
+    ranks, _, directory = finished
+    script = directory / "scripts/surroundings.py"
+    for rank, found in enumerate(ranks):
+        assert found["arguments"] == ["scripts/surroundings.py", str(directory), "--max-restarts", "9"]
+        assert (found["path"], found["directory"]) == (str(script.parent), str(directory))
+        assert (found["file"], found["package"], found["is main"]) == (str(script), None, True)
+        assert "site-packages" in found["sklearn"]
+        assert (found["process"], found["torch is imported"]) == ("MainProcess", False)
+        assert (directory / f"child-{rank}").read_text() == "beside"  # a process of the start method spawn
+        assert (directory / f"thread-{rank}").exists()
+        assert (directory / f"atexit-{rank}").exists()
+        assert found["sum"] == 3.0
+    assert ranks[1]["store"] == "kept"  # it is served while any rank runs
 
 
 SHOW = """
@@ -172,31 +182,16 @@ def test_whatever_python_runs_is_run_as_python_runs_it(tmp_path):
         assert own[0] == [path, "a"]
 
 
-def test_a_scripts_child_processes_are_waited_for_and_its_exit_handlers_run(both):
-    for name, (_, _, directory) in both.items():
-        for rank in (0, 1):
-            assert (directory / f"child-{rank}").read_text() == "beside", name  # a process of the start method spawn
-            assert (directory / f"thread-{rank}").exists(), name
-            assert (directory / f"atexit-{rank}").exists(), name
-
-
-def test_the_store_is_served_while_any_rank_runs(both):
-    for name, (ranks, _, _) in both.items():
-        assert [found["sum"] for found in ranks] == [3.0, 3.0], name
-        assert ranks[1]["store"] == "kept", name
-
-
-def test_lines_that_ranks_print_are_the_commands_output(both):
-    done = both["ours"][1]
+def test_lines_that_ranks_print_are_the_commands_output(ours):
+    done = ours[1]
     lines = done.stdout.splitlines()
     assert sorted(lines) == sorted(f"[rank {rank}] {line}" for rank in (0, 1) for line in ("all is done", "bye"))
     assert "surroundings.py, 2 ranks" in done.stderr
     assert "step 1: loss 0.5" in done.stderr
 
 
-def test_a_session_without_a_run_does_nothing(both, monkeypatch):
-    assert [found["session"] for found in both["torchrun"][0]] == [[False, None, False]] * 2
-    assert [found["session"] for found in both["ours"][0]] == [[True, None, False]] * 2
+def test_a_session_without_a_run_does_nothing(ours, monkeypatch):
+    assert [found["session"] for found in ours[0]] == [[True, None, False]] * 2
     monkeypatch.setattr(session, "_current", None)
     session.save({"step": 1}, 1)
     session.report(loss=0.5)
@@ -208,111 +203,12 @@ def test_a_session_without_a_run_does_nothing(both, monkeypatch):
 # A function
 
 
-def test_a_function_resumes_after_a_kill_from_the_newest_sound_checkpoint_and_rank_0_returns(
-    tmp_path, caplog, monkeypatch
-):
+def test_only_a_function_that_has_reported_is_ended_by_the_stall_timeout_with_the_stacks_of_all(monkeypatch):
+    """A signal asks for them only where no thread can answer: its handler has crashed ranks with running threads."""
     fork_functions(monkeypatch)
 
-    def manifest(step):
-        return tmp_path / f"checkpoints/step-{step:010d}.json"
-
-    def function(directory):
-        rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-        state = session.load()
-        first = state["step"] + 1 if state else 1
-        for step in range(first, 7):
-            session.report(step=step, epoch=step / 6, loss=1 / step)
-            session.save({"step": step, "weights": [float(step)]}, step)
-            while rank == 0 and not manifest(step).exists():  # a newer state replaces one that waits
-                time.sleep(0.05)
-            if (attempt, step) == (0, 4):
-                if rank:
-                    while not manifest(step).exists():
-                        time.sleep(0.05)
-                    (newest,) = Path(directory).glob("step-*04-*.pt")
-                    newest.write_bytes(newest.read_bytes()[:-9])
-                    os.kill(os.getpid(), signal.SIGKILL)
-                time.sleep(60)
-        return (attempt, first, state) if rank == 0 else threading.Lock()  # which nobody can pickle
-
-    listener = Listener()
-    checkpoints = str(tmp_path / "checkpoints")
-    attempt, first, state = flyte_ddp.run(
-        function, checkpoints, nproc_per_node=2, max_restarts=1, checkpoints=checkpoints, listeners=[listener]
-    )
-
-    assert (attempt, first, state) == (1, 4, {"step": 3, "weights": [3.0]})
-    assert [event.num_restarts for event in listener.of(events.RunStarted)] == [0, 1]
-    assert [event.step for event in listener.of(events.CheckpointLoaded)] == [0, 3]
-    reports = listener.of(events.Reported)
-    assert [event.step for event in reports] == [1, 2, 3, 4, 4, 5, 6]
-    assert (reports[-1].epoch, reports[-1].values) == (1.0, {"loss": 1 / 6})
-    assert [event.step for event in events.RunState.of(listener.events).reports] == [1, 2, 3, 4, 5, 6]
-    assert "rank 1 was killed by SIGKILL" in caplog.text
-    kept = sorted(path.stem for path in Path(checkpoints).glob("step-*.json"))
-    assert kept[-2:] == ["step-0000000005", "step-0000000006"]
-    assert len(kept) <= 3  # perhaps with what another rank may have read until then
-
-
-def test_a_function_that_runs_out_of_memory_goes_on_while_its_checkpoints_advance(tmp_path, monkeypatch):
-    counts = itertools.count()
-    monkeypatch.setattr(supervisor, "count_oom_kills", lambda: next(counts))
-    fork_functions(monkeypatch)
-
-    def function(directory):
-        step = min((session.load() or {"step": 0})["step"] + 1, 3)
-        session.save({"step": step}, step)
-        while not Path(directory, f"step-{step:010d}.json").exists():
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    with pytest.raises(OutOfMemory, match="the ranks ran out of memory twice"):
-        flyte_ddp.run(function, str(tmp_path), max_restarts=16, checkpoints=str(tmp_path))
-    assert sorted(path.stem for path in tmp_path.glob("step-*.json"))[-1] == "step-0000000003"
-
-
-def test_any_exception_uses_up_the_restarts_as_under_torchrun_and_its_traceback_begins_in_the_function(tmp_path):
-    def function():
-        with open(tmp_path / f"attempts-{os.environ['RANK']}", "a") as file:
-            file.write("x")
-        if os.environ["RANK"] == "1":
-            raise KeyError("a bug")
-        time.sleep(60)
-
-    with pytest.raises(RankFailure, match="rank 1 failed: KeyError: 'a bug'\nTraceback") as caught:
-        flyte_ddp.run(function, nproc_per_node=2, max_restarts=2)
-
-    assert (caught.value.rank, caught.value.kind) == (1, "exception")
-    assert (tmp_path / "attempts-1").read_text() == "xxx"
-    first_frame = str(caught.value).splitlines()[2]
-    assert f'File "{__file__}"' in first_frame
-    assert "in function" in first_frame
-
-
-def test_only_a_function_that_has_reported_is_ended_by_the_stall_timeout(tmp_path):
     def function():
         time.sleep(2.5)  # more than the stall timeout, without a report
-        session.report()
-        (tmp_path / f"reported-{os.environ['RANK']}").touch()
-        stand_still()
-
-    def stand_still():
-        time.sleep(60)
-
-    with pytest.raises(RankFailure, match=r"no rank made progress for \d s \(stall_timeout: 1\)") as caught:
-        flyte_ddp.run(function, nproc_per_node=2, stall_timeout=1)
-
-    assert caught.value.kind == "stall"
-    for rank in (0, 1):
-        assert (tmp_path / f"reported-{rank}").exists()
-    assert "--- ranks 0 and 1, at step 1" in str(caught.value)
-    assert str(caught.value).count("in stand_still") == 1
-
-
-def test_a_signal_asks_for_the_stacks_only_where_no_thread_can_answer():
-    """A signal's handler reads the frames of threads that run meanwhile, which has crashed ranks."""
-
-    def function():
         session.report()
         if os.environ["RANK"] == "0":
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # which kills
@@ -320,15 +216,16 @@ def test_a_signal_asks_for_the_stacks_only_where_no_thread_can_answer():
         hold_all_threads()
 
     def stand_still():
-        time.sleep(60)
+        time.sleep(600)
 
     def hold_all_threads():
-        ctypes.PyDLL(None).sleep(60)
+        ctypes.PyDLL(None).sleep(600)
 
-    with pytest.raises(RankFailure) as caught:
+    with pytest.raises(RankFailure, match=r"no rank made progress for \d+ s \(stall_timeout: 1\)") as caught:
         flyte_ddp.run(function, nproc_per_node=2, stall_timeout=1)
-    assert "in stand_still" in str(caught.value)
-    assert "in hold_all_threads" in str(caught.value)
+    assert caught.value.kind == "stall"
+    for expected in ("rank 0, at step 1", "rank 1, at step 1", "in stand_still", "in hold_all_threads"):
+        assert expected in str(caught.value)
 
 
 @pytest.mark.long
@@ -413,11 +310,10 @@ def make_lock():
     [
         (lambda: b"x" * (65 << 20), "expected a value of at most 64 MiB, got 65 MiB"),
         (make_lock, "failed: ConfigError: make_lock: expected a value that can be pickled, got lock: cannot pickle.*$"),
-        (lambda: sys.exit("no such file"), "rank 0 failed: SystemExit: no such file$"),
-        (lambda: session.report(loss="low"), "rank 0 failed: ConfigError: session.report: loss: expected a number"),
     ],
 )
-def test_a_mistake_of_a_function_is_one_clear_error(function, expected):
+def test_a_value_that_cannot_be_returned_is_one_clear_error(function, expected, monkeypatch):
+    fork_functions(monkeypatch)
     with pytest.raises(RankFailure, match=expected):
         flyte_ddp.run(function)
 
@@ -427,7 +323,8 @@ class _Unreadable:
         return int, ("x",)
 
 
-def test_a_value_that_cannot_be_read_is_a_clear_error():
+def test_a_value_that_cannot_be_read_is_a_clear_error(monkeypatch):
+    fork_functions(monkeypatch)
     with pytest.raises(ConfigError, match="^_Unreadable: expected a value that can be unpickled here, got ValueError"):
         flyte_ddp.run(_Unreadable)
 
@@ -442,20 +339,13 @@ def fail_with_a_lock():
     raise LockedError(1, 2)
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (fail_with_a_lock, r"rank \d failed: LockedError: 1 and 2\nTraceback"),
-        (make_lock, "rank 0 failed: ConfigError: make_lock: expected a value that can be pickled, got lock"),
-    ],
-    ids=["exception", "value"],
-)
-def test_what_cannot_be_pickled_is_the_ranks_error_on_several_nodes(client, function, expected):
-    with pytest.raises(RankFailure, match=expected):
-        flyte_ddp.run(function, nnodes=2, client=client)
+def test_an_exception_that_cannot_be_pickled_is_the_ranks_error_on_several_nodes(client):
+    with pytest.raises(RankFailure, match=r"rank \d failed: LockedError: 1 and 2\nTraceback"):
+        flyte_ddp.run(fail_with_a_lock, nnodes=2, client=client)
 
 
-def test_one_rank_alone_returns_and_an_exit_with_code_0_is_none():
+def test_one_rank_alone_returns_and_an_exit_with_code_0_is_none(monkeypatch):
+    fork_functions(monkeypatch)
     assert flyte_ddp.run(lambda *numbers: sum(numbers), 1, 2, 3) == 6
     assert flyte_ddp.run(lambda: sys.exit(0)) is None
 
@@ -475,7 +365,7 @@ def run_until_signal(script, number, *flags, arguments=()):
     )
     lines = [line.rstrip() for line in itertools.islice(parent.stdout, 2)]
     parent.send_signal(number)
-    output, errors = parent.communicate(timeout=60)
+    output, errors = parent.communicate()
     return parent.returncode, lines + output.splitlines(), errors
 
 
@@ -494,38 +384,6 @@ def test_ranks_stop_at_the_same_step_with_a_last_checkpoint(tmp_path):
     assert (tmp_path / f"checkpoints/step-{step:010d}.json").exists()
 
 
-def test_ranks_that_are_hundreds_of_steps_apart_stop_at_the_same_step(tmp_path):
-    """One is held up when the stop comes, and the other one runs ahead, as kernels that are queued let it."""
-    (tmp_path / "drifts.py").write_text(
-        "import os, sys, time\n"
-        "import torch, torch.distributed as dist\n"
-        "from flyte_ddp import session\n"
-        "dist.init_process_group('gloo')\n"
-        "rank, queued = dist.get_rank(), []\n"
-        "for step in range(1, 3000):\n"
-        "    queued.append(dist.all_reduce(torch.ones(1), async_op=True))\n"
-        "    if len(queued) > 500:\n"
-        "        queued.pop(0).wait()\n"
-        "    if step == 20:\n"
-        "        print('ready', flush=True)\n"
-        "        time.sleep(2 * rank)\n"
-        "    time.sleep(0.01)\n"
-        "    if session.stop_requested:\n"
-        "        session.save({'step': step}, step)\n"
-        "        open(os.path.join(sys.argv[1], f'stopped-{rank}'), 'w').write(str(step))\n"
-        "        break\n"
-        "dist.destroy_process_group()\n"
-    )
-    code, _, errors = run_until_signal(
-        tmp_path / "drifts.py", signal.SIGTERM, "--checkpoints", str(tmp_path / "checkpoints"), arguments=[tmp_path]
-    )
-
-    assert code == 143, errors
-    step, other = (int((tmp_path / f"stopped-{rank}").read_text()) for rank in (0, 1))
-    assert step == other
-    assert f"resumes there, at step {step}" in errors
-
-
 WAITS = """
 import os, signal, sys, time
 def save(number, frame):
@@ -535,14 +393,14 @@ for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
     signal.signal(number, save)
 try:
     print("ready", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 except KeyboardInterrupt:
     print("saved after SIGINT")
     raise
 """
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
 def test_a_script_that_does_not_ask_gets_the_signal_itself_as_under_torchrun(name, tmp_path):
     (tmp_path / "waits.py").write_text(WAITS)
     number = signal.Signals[name]
@@ -571,13 +429,11 @@ def test_a_second_signal_ends_the_run_at_once_and_nohup_ignores_a_hangup(tmp_pat
         stderr=subprocess.PIPE,
     )
     assert parent.stdout.readline() == b"[rank 0] ready\n"
-    parent.send_signal(signal.SIGHUP)
-    time.sleep(1)
-    assert parent.poll() is None
+    parent.send_signal(signal.SIGHUP)  # one that counted would make the next one the second
     parent.send_signal(signal.SIGINT)
     assert parent.stdout.readline() == b"[rank 0] no\n"
     parent.send_signal(signal.SIGINT)
-    _, errors = parent.communicate(timeout=60)
+    _, errors = parent.communicate()
     assert parent.returncode == 130
     assert b"SIGINT: the ranks were killed" in errors
 
@@ -683,41 +539,6 @@ def test_a_function_runs_on_a_dask_cluster_with_the_code_beside_it(client, tmp_p
     assert (started.name, started.world_size, started.num_nodes) == ("train", 2, 2)
 
 
-def test_a_function_that_saves_when_it_is_asked_to_stop_shrinks_and_grows_back(client, tmp_path, monkeypatch):
-    """The second rank kills its worker, which Dask starts again."""
-    (tmp_path / "elastic.py").write_text(
-        "import os, time\n"
-        "import psutil, torch, torch.distributed as dist\n"
-        "from flyte_ddp import session\n"
-        "def train():\n"
-        "    dist.init_process_group('gloo')\n"
-        "    state = session.load() or {'sizes': [], 'step': 0}\n"
-        "    sizes = [*state['sizes'], dist.get_world_size()]\n"
-        "    for step in range(state['step'], 400 if len(sizes) < 3 else state['step'] + 5):\n"
-        "        dist.all_reduce(torch.ones(1))\n"
-        "        time.sleep(0.1)\n"
-        "        if step == 5 and sizes == [2] and dist.get_rank() == 1:\n"
-        "            psutil.Process().parent().parent().kill()\n"
-        "        session.report(step=step + 1)\n"
-        "        stops = session.stop_requested\n"
-        "        if stops or step == 2:\n"
-        "            session.save({'sizes': sizes, 'step': step + 1}, step + 1)\n"
-        "        if stops:\n"
-        "            return None\n"
-        "    return sizes, step + 1\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    train, listener = importlib.import_module("elastic").train, Listener()
-    cluster = {"min_nodes": 1, "return_timeout": 0.1, "grow_delay": 0, "node_timeout": 60}
-
-    gang = {"nnodes": 2, "cluster": cluster, "max_restarts": 1, "checkpoints": str(tmp_path / "checkpoints")}
-    sizes, steps = flyte_ddp.run(train, client=client, listeners=[listener], **gang)
-
-    assert sizes == [2, 1, 2]
-    reports = [event.step for event in listener.of(events.Reported)]
-    assert reports[-(steps - 3) :] == list(range(4, steps + 1)), "the growth lost or redid a step"
-
-
 def test_a_scripts_directory_is_shipped_to_the_workers(client, tmp_path, monkeypatch):
     directory = tmp_path / "code"
     shutil.copytree(SCRIPTS, directory)
@@ -727,9 +548,7 @@ def test_a_scripts_directory_is_shipped_to_the_workers(client, tmp_path, monkeyp
     (tmp_path / "jobs/placed.py").symlink_to("../code/placed_v2.py")
     (directory / "placed_v2.py").write_text(
         "import os, sys, beside\n"
-        "from flyte_ddp import session\n"
         "print('runs', os.path.basename(os.path.dirname(beside.__file__)), os.getcwd(), *sys.argv[1:])\n"
-        "sys.exit(3 if 'bad' in sys.argv else 0)\n"
     )
     listener = Listener()
     gang = Gang(nnodes=2, cluster={"kind": "local", "node_timeout": 60})
@@ -739,9 +558,6 @@ def test_a_scripts_directory_is_shipped_to_the_workers(client, tmp_path, monkeyp
     assert len(shipped) == 2
     # This machine has the working directory, so what is written there stays; the code is the driver's.
     assert all(f"runs flyte_ddp_script {tmp_path} --lr 1" in line for line in shipped)
-
-    with pytest.raises(RankFailure, match=r"rank \d failed: SystemExit: exit code 3$"):
-        run_program(script_program("code/placed_v2.py", ["bad"]), gang, client=client)
 
 
 def test_a_module_is_shipped_with_its_package_and_a_notebook_with_the_modules_beside_it(tmp_path, monkeypatch):
@@ -779,7 +595,8 @@ def follow_the_example(source: str) -> float:
     return model.num_trained.item()
 
 
-def test_the_example_of_session_trains_every_step_once_when_it_is_killed():
+def test_the_example_of_session_trains_every_step_once_when_it_is_killed(monkeypatch):
+    fork_functions(monkeypatch)
     example = session.__doc__.split("\n\n", 1)[1].split("\n\nUnder torchrun")[0].replace("...", "train_one_step(step)")
     assert "train_one_step" in example
     source = f"def main():\n{example}\nmain()"
@@ -807,9 +624,7 @@ def test_a_plain_script_runs_its_own_functions_and_tasks_on_several_nodes(tmp_pa
         "place = flyte_ddp.run(train, 4, nnodes=2, cluster={'kind': 'local'})\n"
         "print(__name__, place.value, isinstance(place, Place), trained(value=5))\n"
     )
-    done = subprocess.run(
-        [sys.executable, tmp_path / "flow.py"], env=environment(), capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run([sys.executable, tmp_path / "flow.py"], env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "__main__ (8, '2') True (10, '2')\n"
 

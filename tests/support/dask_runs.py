@@ -178,7 +178,7 @@ def worker(name, host, gpus=()):
     return Worker(f"tcp://{host}:1{name[-1]}", name, host, 8, gpus, False)
 
 
-def eventually(condition, timeout=30):
+def eventually(condition, timeout=120):
     """Return whether `condition()` holds within `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():

@@ -335,12 +335,6 @@ def _fail_deeply(losses, depth=60):
         raise OSError("the disk is gone\n" * 100) from error
 
 
-def _deny(losses):
-    from flyte_ddp.errors import StorageDenied
-
-    raise StorageDenied("checkpoints: expected a place to write to, got s3://bucket/run")
-
-
 def _leak(losses):
     print("reading https://host/a?X-Amz-Signature=hunter2")
     raise ConnectionError("403 for https://host/a?X-Amz-Signature=hunter2")
@@ -350,7 +344,6 @@ FAULTS = {
     "cuda-oom": _cuda_oom,
     "fork-kill": _fork_and_kill,
     "deep": _fail_deeply,
-    "deny": _deny,
     "leak": _leak,
     "late-nan": _late_nan,
     "infinite-gradient": _infinite_gradient,
@@ -360,8 +353,6 @@ FAULTS = {
     "hang": _hang,
     "kill": _kill,
     "stop": _stop,
-    "exit": lambda losses: sys.exit(3),
-    "hard-exit": lambda losses: os._exit(3),
 }
 
 

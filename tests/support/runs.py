@@ -125,9 +125,9 @@ def wait_for_step(parent, step):
     raise AssertionError(f"the run ended before step {step}")
 
 
-def how_it_ended(parent, timeout=60):
+def how_it_ended(parent):
     """The name and the message of the error with which the run of `parent` ended; ("", "") where there was none."""
-    output, _ = parent.communicate(timeout=timeout)
+    output, _ = parent.communicate()
     return tuple(json.loads(output.splitlines()[-1])["ended"])
 
 
