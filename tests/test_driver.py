@@ -111,6 +111,19 @@ def test_a_kind_of_node_of_ones_own_trains_and_resumes_to_the_same_weight(tmp_pa
     assert undisturbed.weights[0] == pytest.approx(3, abs=1e-3)
 
 
+def test_ranks_are_forked_with_the_client_of_their_store():
+    """Which each of them would import for itself, in 0.3 s, at each restart."""
+    started = []
+
+    class Noting(OwnPlace):
+        def start(self, job, num_restarts):
+            started.append(job.program.slow_imports)
+            super().start(job, num_restarts)
+
+    train(Noting(), "memory://ranks/run", Program("minimum", b"", slow_imports=("torch",)))
+    assert started == [("torch", "fsspec.implementations.memory")]
+
+
 @pytest.mark.parametrize(
     "steps", [(0,), (0, 0), (7,), (7, 7), (7, 8, 9), (NUM_STEPS - 1,)], ids=lambda steps: "-".join(map(str, steps))
 )
@@ -192,7 +205,7 @@ def test_a_node_that_leaves_while_the_gang_ends_to_grow_leaves_its_ranks_less_ti
     train(place, tmp_path)
     grow, leave = [command for command in place.commands if command.startswith("stop")]
     assert grow == "stop 600 the gang grows from 1 to 2 nodes"
-    assert 28 < float(leave.split()[1]) < 29.1
+    assert 10 < float(leave.split()[1]) < 29.1
     assert leave.endswith(" this machine leaves")
     assert "this machine leaves: the gang ended at step 1 and restarts from there" in caplog.text
 

@@ -18,7 +18,6 @@ from flyte_ddp.errors import RankFailure
 from flyte_ddp.launch import rank_start
 from flyte_ddp.launch.process.programs import Program, recipe_program
 from flyte_ddp.launch.rank_start import start_rank
-from tests.kubernetes.store import Store
 from tests.support.dask_runs import At
 from tests.support.runs import REPOSITORY, new_run
 
@@ -149,31 +148,3 @@ def test_a_killed_server_ends_the_run_with_all_its_processes_and_the_next_run_ha
         run.train()
     assert survivors() == []
     assert _description(RECIPE)["parent"] not in (server.pid, os.getpid())
-
-
-def _has_client_of_s3():
-    return "s3fs.core" in sys.modules
-
-
-def test_ranks_are_forked_with_the_client_of_their_store():
-    """Which each of them would import for itself, in 0.3 s, at each restart."""
-    code = (
-        "import cloudpickle, time\n"
-        "from flyte_ddp.launch import driver\n"
-        "from flyte_ddp.launch.local import LocalPlace\n"
-        "from flyte_ddp.launch.process.programs import Job, Program\n"
-        "from flyte_ddp.launch.run import _Call\n"
-        "from tests.test_rank_start import _has_client_of_s3 as function\n"
-        "call = cloudpickle.dumps(_Call(function, ()))\n"
-        "program = Program('function', call, ('tests',), slow_imports=('torch',))\n"
-        "state = driver.run(Job(program, 's3://bucket/run', time.time()), LocalPlace(1))\n"
-        "print(cloudpickle.loads(state.finished.value))\n"
-    )
-    store = Store("127.0.0.1")
-    store.files.makedirs("bucket", exist_ok=True)
-    environment = {**os.environ, **store.keys, "AWS_ENDPOINT_URL": store.url}
-    command = (sys.executable, "-c", code)
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
-    store.stop()
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "True\n"
