@@ -95,6 +95,7 @@ def test_shards_on_two_and_then_three_ranks_train_to_the_weights_of_one_process(
         assert ours.metrics["accuracy"] == pytest.approx(theirs.metrics["accuracy"], abs=0.003)
 
 
+@pytest.mark.long
 def test_states_of_shards_are_the_files_of_a_whole_model(resharded_run, whole_run, text):
     second = resharded_run[1]
     assert second.state().keys() == whole_run.state().keys()
@@ -114,6 +115,7 @@ def test_states_of_shards_are_the_files_of_a_whole_model(resharded_run, whole_ru
         torch.testing.assert_close(ours[number]["exp_avg"], state["exp_avg"], rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
 def test_a_rank_with_shards_returns_freed_blocks_to_the_kernel_and_one_with_a_whole_model_keeps_them(
     resharded_run, whole_run
@@ -121,6 +123,7 @@ def test_a_rank_with_shards_returns_freed_blocks_to_the_kernel_and_one_with_a_wh
     assert [run.result.epochs[-1].metrics["maps_blocks"] for run in (*resharded_run, whole_run)] == [1, 1, 0]
 
 
+@pytest.mark.long
 def test_a_run_of_shards_shows_what_others_show(resharded_run, whole_run):
     def shown(run, kind):
         return [event for event in run.events if isinstance(event, kind)]
@@ -316,14 +319,6 @@ def test_shards_of_one_step_make_a_checkpoint_when_a_rank_is_slow_and_none_when_
     # Rank 0 has removed what was begun and not completed before.
     referenced = {file for manifest in whole for file in files_of(tmp_path / manifest)}
     assert {name for name in names if not name.startswith(f"step-{9:010d}")} == referenced | whole.keys()
-
-
-@pytest.mark.slow
-def test_shards_in_bf16_are_close_to_a_whole_model_in_bf16(text, tmp_path):
-    whole = run_text(tmp_path / "whole").train(2, source=text, **CONFIG, precision="bf16")
-    split = run_text(tmp_path / "split").train(2, source=text, **CONFIG, precision="bf16", parallel="fsdp")
-
-    assert split.result.epochs[-1].test_loss == pytest.approx(whole.result.epochs[-1].test_loss, rel=0.02)
 
 
 def test_a_model_whose_weights_can_be_drawn_one_by_one_is_never_built_whole():

@@ -6,7 +6,6 @@ import functools
 import itertools
 import json
 import re
-from datetime import timedelta
 
 import pytest
 import torch
@@ -17,14 +16,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.data import TensorDataset
 
 import flyte_ddp
 from flyte_ddp import session
 from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.rank.split_state import fill
+from tests.support.runs import fork_functions
 
-pytestmark = pytest.mark.usefixtures("server_with_compiler")
+
+@pytest.fixture(scope="module", autouse=True)
+def forked(server_with_compiler):
+    with pytest.MonkeyPatch.context() as patch:
+        fork_functions(patch)
+        yield
 
 
 class Model(nn.Module):
@@ -121,52 +125,6 @@ def test_any_number_of_ranks_reads_what_any_other_has_written(written, read, sav
     assert any("exp_avg" in name for name in found)
 
 
-def train_on_batches(mesh_shape, last_step):
-    """Return the samples of each rank in each step up to `last_step`, and the weights; without a mesh in no run."""
-    torch.manual_seed(1)
-    model, mesh, num_ranks = Model(), None, 1
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    if mesh_shape:
-        model, optimizer = build(mesh_shape)
-        mesh, num_ranks = next(model.parameters()).device_mesh["data"], dist.get_world_size()
-    # Asked for before the first step, AdamW's state has counted one already.
-    if found := session.load(into={**state_of(model, optimizer), "step": 0}):
-        set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
-    data = TensorDataset(torch.randn(11, 5, generator=torch.Generator().manual_seed(1)), torch.arange(11))
-    step, samples = found["step"] if found else 0, {}
-    for epoch in session.epochs(2):
-        for (batch, numbers), weight in session.batches(data, 4, epoch, mesh=mesh):
-            (weight * model(batch).square().mean()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            step += 1
-            samples[step] = [numbers.tolist() if weight else []] * num_ranks
-            if mesh:
-                dist.all_gather_object(samples[step], samples[step][0])
-                session.save({**state_of(model, optimizer), "step": step}, step)
-            if step == last_step:
-                return samples, whole(model.state_dict())
-    raise AssertionError("the epochs end before this step")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("written", "read"), [((1, 2), (2,)), ((2, 2), (1, 2))], ids=str)
-def test_ranks_that_split_a_layer_have_the_same_samples_also_after_a_restart(written, read, tmp_path):
-    alone, expected = train_on_batches(None, 6)
-    found = {}
-    for mesh_shape, last_step in ((written, 2), (read, 6)):
-        samples, weights = flyte_ddp.run(
-            train_on_batches, mesh_shape, last_step, nproc_per_node=num_ranks(mesh_shape), checkpoints=str(tmp_path)
-        )
-        for step, ranks in samples.items():
-            groups = torch.arange(len(ranks)).view(mesh_shape[0], -1).tolist()
-            assert all(ranks[rank] == ranks[group[0]] for group in groups for rank in group)
-            found[step] = [sample for group in groups for sample in ranks[group[0]]]
-    assert found == {step: ranks[0] for step, ranks in alone.items()}
-    for name, values in expected.items():
-        torch.testing.assert_close(torch.tensor(weights[name]), torch.tensor(values), rtol=1e-4, atol=1e-5)
-
-
 KINDS = ("ddp", "fsdp")
 
 
@@ -215,18 +173,11 @@ def load_kinds(places):
     return found
 
 
-@pytest.fixture(scope="module")
-def saved_kinds(tmp_path_factory):
-    """({kind: place}, {kind: whole state}) of what two ranks have saved."""
-    places = {kind: str(tmp_path_factory.mktemp(kind)) for kind in KINDS}
-    return places, flyte_ddp.run(save_kinds, places, nproc_per_node=2, checkpoints=places["ddp"])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_replicated_and_split_states_are_loaded_bitwise_by_the_other_kind(num_ranks, saved_kinds):
-    places, expected = saved_kinds
-    found = flyte_ddp.run(load_kinds, places, nproc_per_node=num_ranks, checkpoints=places["ddp"])
+def test_replicated_and_split_states_are_loaded_bitwise_by_the_other_kind(tmp_path):
+    places = {kind: str(tmp_path / kind) for kind in KINDS}
+    expected = flyte_ddp.run(save_kinds, places, nproc_per_node=2, checkpoints=places["ddp"])
+    found = flyte_ddp.run(load_kinds, places, nproc_per_node=3, checkpoints=places["ddp"])
     assert found == {(written, read): expected[written] for written in KINDS for read in KINDS}
     assert all("optimizer.state.outer.weight.exp_avg" in state for state in found.values())
 
@@ -311,22 +262,6 @@ def test_each_rank_writes_its_own_part_once(tmp_path):
     assert all(half <= size < 1.5 * half for size in sizes.values()), sizes
 
 
-def save_copies():
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2, 2))
-    tensor = distribute_tensor(torch.arange(24.0).view(4, 6), mesh, [Replicate(), Shard(1)])
-    session.save({"tensor": tensor}, 1)
-    session.current().wait()
-    tensor = distribute_tensor(torch.zeros(4, 6), mesh, [Shard(0), Shard(0)])
-    return session.load(into={"tensor": tensor})["tensor"].full_tensor().tolist()
-
-
-@pytest.mark.slow
-def test_a_part_that_several_ranks_have_is_written_once_and_read_over_another_mesh(tmp_path):
-    found = flyte_ddp.run(save_copies, nproc_per_node=4, checkpoints=str(tmp_path))
-    assert found == torch.arange(24.0).view(4, 6).tolist()
-
-
 def misuse():
     """Return the messages of wrong calls, of which the last is one that the other rank does not make."""
     dist.init_process_group("gloo")
@@ -372,23 +307,6 @@ def test_a_wrong_call_is_one_line_and_no_hang(tmp_path):
         assert re.fullmatch(pattern, message), message
 
 
-def save_on_rank_0_alone():
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    state = {"weights": distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (2,)), [Shard(0)])}
-    dist.barrier()
-    if dist.get_rank() == 0:
-        session.save(state, 1)
-    else:
-        dist.all_reduce(torch.ones(1))  # which fails after 30 s, and by NCCL ends the process
-
-
-@pytest.mark.slow
-def test_a_save_that_a_rank_does_not_call_is_named_before_a_collective_fails(tmp_path):
-    expected = "session.save: expected a call on every rank, .*, got none on rank 1 for 15 s, at step 1"
-    with pytest.raises(RankFailure, match=expected):
-        flyte_ddp.run(save_on_rank_0_alone, nproc_per_node=2, checkpoints=str(tmp_path))
-
-
 def save_and_load_another_shape_on_rank_1():
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
@@ -404,36 +322,6 @@ def test_a_load_into_another_shape_on_one_rank_ends_the_run_and_names_the_rank(t
     expected = r"rank 1\b(?s:.*)session\.load: into\['weights'\]: expected a tensor of shape \(4, 2\), .*, got \(6, 2\)"
     with pytest.raises(RankFailure, match=expected):
         flyte_ddp.run(save_and_load_another_shape_on_rank_1, nproc_per_node=2, checkpoints=str(tmp_path))
-
-
-def train_replicated(num_steps):
-    """Take the steps that are left, by DDP and AdamW; return the whole state, with a tied weight and a buffer."""
-    dist.init_process_group("gloo")
-    torch.manual_seed(1)
-    model = Model()
-    model.outer.weight = nn.Parameter(model.inner.weight.detach().T.contiguous())
-    model.also = model.outer
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    if state := session.load():
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    for step in range(state["step"] if state else 0, num_steps):
-        wrapped(torch.randn(4, 5, generator=torch.Generator().manual_seed(step))).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        session.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, step + 1)
-    return whole(
-        {"model": model.state_dict(), **{str(key): each for key, each in optimizer.state_dict()["state"].items()}}
-    )
-
-
-@pytest.mark.long
-def test_whole_state_that_two_ranks_save_is_loaded_bitwise_by_one(tmp_path):
-    options = {"checkpoints": str(tmp_path)}
-    saved = flyte_ddp.run(train_replicated, 3, nproc_per_node=2, **options)
-    assert flyte_ddp.run(train_replicated, 3, nproc_per_node=1, **options) == saved
-    assert any("exp_avg" in name for name in saved)
 
 
 def outcome_of(state, step):
