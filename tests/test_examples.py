@@ -44,7 +44,6 @@ def pyflyte_run(directory, workflow, *arguments):
         env={**environment, "WANDB_MODE": "disabled", "COLUMNS": "200"},
         capture_output=True,
         text=True,
-        timeout=300,
     )
     return run.returncode, run.stdout + run.stderr
 
@@ -123,6 +122,7 @@ def figures_of(recipe, model, directory):
     return metrics.compute(ALONE, len(test), len(test) if counts is None else float(counts.sum()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "tolerances", "bounds"),
     [
@@ -147,7 +147,7 @@ def test_the_examples_reach_the_figures_of_a_plain_loop(name, tolerances, bounds
 
 
 def test_the_regression_reaches_the_figures_of_scikit_learn(tmp_path, server_with_metrics):
-    run = new_run(tmp_path, "examples.diabetes.Diabetes").train(2)
+    run = new_run(tmp_path, "examples.diabetes.Diabetes").train(1)
     (train, targets), (test, truths) = (each.tensors for each in get_recipe(run.recipe).datasets(run.data()))
     guesses = LinearRegression().fit(train, targets).predict(test)
     best = run.result.best.metrics
@@ -156,7 +156,7 @@ def test_the_regression_reaches_the_figures_of_scikit_learn(tmp_path, server_wit
 
 
 def test_several_labels_reach_the_figures_of_scikit_learn(tmp_path, server_with_metrics):
-    run = new_run(tmp_path, "examples.topics.Topics").train(2)
+    run = new_run(tmp_path, "examples.topics.Topics").train(1)
     (train, labels), (test, truths) = (each.tensors for each in get_recipe(run.recipe).datasets(run.data()))
     guesses = OneVsRestClassifier(LogisticRegression(C=100, max_iter=1000)).fit(train, labels).predict(test)
     best = run.result.best.metrics

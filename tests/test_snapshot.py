@@ -91,19 +91,6 @@ class TargetParameter(Target):
         self.kept.data = self.kept.data * 0.9 + 0.1
 
 
-class TargetByOptimizer(Target):
-    """With an average that torch's own class keeps."""
-
-    def start(self):
-        self.average = torch.optim.swa_utils.AveragedModel(self.line).requires_grad_(False)
-
-    def keep(self, outputs):
-        self.average.update_parameters(self.line)
-
-    def value(self):
-        return int(self.average.n_averaged)
-
-
 class PlainTensor(Target):
     def start(self):
         self.kept = torch.zeros(())
@@ -131,11 +118,6 @@ class Hidden(Kept):
 
     def value(self):
         return len(self.kept)
-
-
-class HiddenOfWholeBatches(Hidden):
-    def start(self):
-        self.kept = torch.ones(20)
 
 
 class History(Kept):
@@ -280,12 +262,10 @@ class Freezes(Kept):
 
 VALUES = {
     Hidden: 20,
-    HiddenOfWholeBatches: 20,
     **dict.fromkeys((Target, TargetParameter, PlainTensor, Array), 0.3439),
 }  # of others the passes
 KINDS = (
-    *(Kept, Target, TargetParameter, TargetByOptimizer, PlainTensor, Array, Hidden, History, HookOnItself, Closure),
-    HiddenOfWholeBatches,
+    *(Kept, Target, TargetParameter, PlainTensor, Array, Hidden, History, HookOnItself, Closure),
     *(FunctionAttribute, ClassVariable, ModuleVariable, OtherObjects, Iterator, Noise, GradientHooks, ForwardHooks),
     Freezes,
 )

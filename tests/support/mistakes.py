@@ -155,19 +155,9 @@ class CountsAll(Line):
         return torch.full_like(targets, 13.64)
 
 
-class SumsNumCorrect(Line):
-    def num_correct(self, outputs, targets):
-        return super().num_correct(outputs, targets).sum()
-
-
 class WrongNumTargets(Line):
     def num_targets(self, targets):
         return torch.tensor(len(targets))
-
-
-class ListOfNumTargets(Line):
-    def num_targets(self, targets):
-        return [1] * len(targets)
 
 
 class Unused(Line):
@@ -212,13 +202,6 @@ class AccuracyInPercent(Line):
         return {"accuracy": lambda outputs, targets: 100 * ((outputs - targets).abs() < 9)}
 
 
-class MetricClass(Line):
-    def metrics(self):
-        from torchmetrics import MeanAbsoluteError
-
-        return {"mae": MeanAbsoluteError}
-
-
 class MetricOfOtherShapes(Line):
     def metrics(self):
         from torchmetrics.classification import MulticlassF1Score
@@ -242,25 +225,9 @@ class MetricForEachClass(Line):
         return {"f1": MulticlassF1Score(2, average=None)}
 
 
-class MetricOfCurves(MetricForEachClass):
-    def metrics(self):
-        from torchmetrics.classification import MulticlassROC
-
-        return {"roc": MulticlassROC(2, thresholds=5)}
-
-
 class ReservedName(Line):
     def metrics(self):
         return {"test_loss": self.num_correct}
-
-
-class UnknownMonitor(Line):
-    defaults = {**Line.defaults, "monitor": {"metric": "maee", "mode": "min"}}
-
-    def metrics(self):
-        from torchmetrics import MeanAbsoluteError, R2Score
-
-        return {"mae": MeanAbsoluteError(), "r2": R2Score()}
 
 
 class WideRegression(Regression):
@@ -297,11 +264,6 @@ class OneDataset(Line):
         return super().datasets(directory)[0]
 
 
-class ThreeDatasets(Line):
-    def datasets(self, directory):
-        return (*super().datasets(directory), super().datasets(directory)[0])
-
-
 class Streamed(Line):
     def datasets(self, directory):
         class Stream(IterableDataset):
@@ -333,11 +295,6 @@ class OneArgument(Line):
         return outputs
 
 
-class MetricsOfAnEpoch(Line):
-    def metrics(self, epoch):
-        return {}
-
-
 class NoMethod(Line):
     num_correct = 0.5
 
@@ -362,12 +319,6 @@ class DictSamples(Line):
         return data, data
 
 
-class Triples(Line):
-    def datasets(self, directory):
-        data = TensorDataset(*self.samples(), self.samples()[1])
-        return data, data
-
-
 class Segmentation(Line):
     """With the default methods, which are for one class for each sample."""
 
@@ -380,11 +331,6 @@ class Segmentation(Line):
 
     def model(self):
         return nn.Conv2d(1, 2, 1)
-
-
-class SegmentationWithoutSums(Segmentation):
-    def losses(self, outputs, targets):
-        return functional.cross_entropy(outputs, targets, reduction="none")
 
 
 class SegmentationWithoutCounts(Segmentation):
