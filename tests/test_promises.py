@@ -139,7 +139,7 @@ def test_a_bug_ends_a_recipe_at_once_and_a_function_as_under_torchrun(cell):
     assert cell.num_attempts == {"recipe": 1, "function": 2}[cell.program]
 
 
-@cells("recipe-dask", "function-dask")
+@cells("function-local", "recipe-dask", "function-dask")
 def test_a_rank_that_hangs_is_found_with_all_stacks(cell, undisturbed):
     cell.order("1-hang-9")
     result = cell.run()
@@ -149,7 +149,7 @@ def test_a_rank_that_hangs_is_found_with_all_stacks(cell, undisturbed):
     assert any("in meet_fault" in line for line in cell.seen.lines)
 
 
-@cells("function-dask")
+@cells("recipe-dask", "function-dask")
 def test_a_stop_keeps_every_step_and_the_same_place_resumes(cell, undisturbed):
     cell.order("0-kill-1000")  # never met: steps take their time until then
     stop = StopRequest()

@@ -132,11 +132,9 @@ def test_a_server_has_the_training_loop_of_this_process_and_not_of_the_working_d
     assert f"'training loop': '{TRAINING_LOOP}'" in _description_in_a_process_without_server("", tmp_path)
 
 
-def test_a_rank_that_needs_torchs_compiler_has_it_from_the_server(tmp_path):
-    compiled = recipe_program("digits", resolve({}, {"compile": True}))
-    code = "test.RECIPE = test.recipe_program('digits', test.resolve({}, {'parallel': 'fsdp'}))"
-    assert "'has compiler': True" in _description_in_a_process_without_server(code, tmp_path)
-    assert compiled.slow_imports == recipe_program("digits", resolve({}, {"parallel": "fsdp"})).slow_imports
+@pytest.mark.parametrize("config", [{"compile": True}, {"parallel": "fsdp"}], ids=str)
+def test_a_rank_that_needs_torchs_compiler_is_forked_with_it(config):
+    assert recipe_program("digits", resolve({}, config)).slow_imports == (*RECIPE.slow_imports, "torch._dynamo")
 
 
 def test_a_killed_server_ends_the_run_with_all_its_processes_and_the_next_run_has_another(
