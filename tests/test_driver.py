@@ -363,26 +363,20 @@ def test_a_run_that_keeps_nothing_never_gets_further(tmp_path, scripted):
     assert script.num_attempts == 2
 
 
-def test_a_log_line_says_whether_a_lost_gang_had_made_a_step(tmp_path, scripted, caplog):
-    scripted([(LOST, 0, 0), (LOST, 7, 0), ENOUGH])
+@pytest.mark.parametrize(
+    ("checkpoints", "losses", "expected"),
+    [
+        ("kept", [(LOST, 0, 0)], " before its first step and restarts from the beginning"),
+        ("kept", [(LOST, 7, 0)], " at step 7 and restarts from the beginning"),
+        ("", [(LOST, 0, 0)], " and restarts from the beginning"),  # a script that reports no step
+        ("kept", [(LOST, 7, 5)], " at step 7 and restarts from its last checkpoint"),
+    ],
+)
+def test_a_log_line_says_where_a_lost_gang_was_and_goes_on(tmp_path, scripted, caplog, checkpoints, losses, expected):
+    scripted([*losses, ENOUGH])
     with pytest.raises(TrainingStopped):
-        train(own_place(16), tmp_path)
-    said = re.findall(r"the gang was lost (.*) and restarts from (.*) \(", caplog.text)
-    assert said == [("before its first step", "the beginning"), ("at step 7", "the beginning")]
-
-
-def test_a_lost_script_that_reports_no_step_and_keeps_no_checkpoint_is_said_to_begin_anew(scripted, caplog):
-    scripted([(LOST, 0, 0), ENOUGH])
-    with pytest.raises(TrainingStopped):
-        driver.run(Job(Program("script", b""), "", 0.0), own_place(16))
-    assert "the gang was lost and restarts from the beginning (restart 1 of at most 16): " in caplog.text
-
-
-def test_a_lost_gang_with_a_checkpoint_is_said_to_restart_from_it(tmp_path, scripted, caplog):
-    scripted([(LOST, 7, 5), ENOUGH])
-    with pytest.raises(TrainingStopped):
-        train(own_place(16), tmp_path)
-    assert "the gang was lost at step 7 and restarts from its last checkpoint (restart 1 of" in caplog.text
+        driver.run(Job(Program("minimum", b""), checkpoints and str(tmp_path / checkpoints), 0.0), own_place(16))
+    assert f"the gang was lost{expected} (restart 1 of at most 16): " in caplog.text
 
 
 def test_a_store_that_stays_away_ends_the_run_recoverably(tmp_path, scripted, monkeypatch):

@@ -186,13 +186,13 @@ def flip(file):
     file.write_bytes(contents)
 
 
-def test_checkpoints_go_from_ddp_over_4_2_and_3_ranks_of_shards_to_ddp(tmp_path):
-    train_tiny(tmp_path / "whole", 1, epochs=4)  # to its end, because a slow writer leaves out a checkpoint on the way
-    undisturbed = CheckpointStore(str(tmp_path / "whole" / "checkpoints"), 2).load(4 * STEPS)
-    _, finished, _ = train_tiny(tmp_path / "whole", 1, epochs=5)
+def test_checkpoints_go_from_ddp_to_4_and_to_3_ranks_of_shards(tmp_path):
+    train_tiny(tmp_path / "whole", 1, epochs=2)  # to its end, because a slow writer leaves out a checkpoint on the way
+    undisturbed = CheckpointStore(str(tmp_path / "whole" / "checkpoints"), 2).load(2 * STEPS)
+    _, finished, _ = train_tiny(tmp_path / "whole", 1, epochs=3)
     expected = torch.load(finished.model_state_url, weights_only=True)
 
-    for epoch, num_ranks in enumerate((1, 4, 2, 3, 3), start=1):
+    for epoch, num_ranks in enumerate((1, 4, 3), start=1):
         parallel = "ddp" if num_ranks == 1 else "fsdp"
         loaded, finished, reads = train_tiny(tmp_path / "run", num_ranks, epochs=epoch, parallel=parallel)
         assert (loaded.step, loaded.skipped) == ((epoch - 1) * STEPS, [])
@@ -211,10 +211,10 @@ def test_checkpoints_go_from_ddp_over_4_2_and_3_ranks_of_shards_to_ddp(tmp_path)
 
     flip(newest.with_name(files[1]))
     state, url, (line,) = CheckpointStore(str(newest.parent), 2).load_latest()
-    assert url.endswith(f"step-{4 * STEPS:010d}.json")
+    assert url.endswith(f"step-{2 * STEPS:010d}.json")
     assert f"{newest} is damaged and was renamed to skipped-" in line
     assert f"{files[1]}: its checksum is not the one" in line
-    assert len(list(newest.parent.glob(f"skipped-*-step-{5 * STEPS:010d}*"))) == 4
+    assert len(list(newest.parent.glob(f"skipped-*-step-{3 * STEPS:010d}*"))) == 4
     for part in ("model", "optimizer"):
         torch.testing.assert_close(state[part], undisturbed[part], **TOLERANCE)
 
