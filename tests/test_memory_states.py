@@ -35,13 +35,11 @@ from tests.support.dask_runs import LOCAL
 from tests.support.gang import run_gang
 from tests.support.lost_ranks import RECIPE, train
 
-pytestmark = pytest.mark.usefixtures("server_with_compiler")
-
 FSDP = {"parallel": "fsdp", "memory_interval": 2}
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def undisturbed(tmp_path_factory, server_with_compiler):
     run, _ = train(tmp_path_factory.mktemp("undisturbed"), LocalPlace(2), parallel="fsdp")
     return run.state()
 
