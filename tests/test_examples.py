@@ -17,11 +17,13 @@ from sklearn.metrics import f1_score, mean_absolute_error, r2_score
 from sklearn.multiclass import OneVsRestClassifier
 from torch.utils.data import DataLoader
 
+from flyte_ddp.events import find_best
 from flyte_ddp.rank.metrics import HeldOutMetrics
 from flyte_ddp.rank.nested import collate
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.world import ALONE
 from tests.support.runs import new_run
+from tests.support.trainers import new_trainer
 
 REPOSITORY = Path(__file__).parents[1]
 EXAMPLE = REPOSITORY / "examples" / "wine.py"
@@ -146,19 +148,23 @@ def test_the_examples_reach_the_figures_of_a_plain_loop(name, tolerances, bounds
     assert figures_of(recipe, model, run.data()) == {each: pytest.approx(ours[each], rel=1e-4) for each in ours}
 
 
-def test_the_regression_reaches_the_figures_of_scikit_learn(tmp_path, server_with_metrics):
-    run = new_run(tmp_path, "examples.diabetes.Diabetes").train(1)
-    (train, targets), (test, truths) = (each.tensors for each in get_recipe(run.recipe).datasets(run.data()))
+def train_here(name, directory):
+    """Train an example in this process; return its data sets' tensors and the best metrics."""
+    trainer = new_trainer(run := new_run(directory, name))
+    best = find_best(trainer.fit().epochs, trainer.config.monitor)
+    return *(each.tensors for each in trainer.recipe.datasets(run.data())), best.metrics
+
+
+def test_the_regression_reaches_the_figures_of_scikit_learn(tmp_path):
+    (train, targets), (test, truths), best = train_here("examples.diabetes.Diabetes", tmp_path)
     guesses = LinearRegression().fit(train, targets).predict(test)
-    best = run.result.best.metrics
     assert best["r2"] == pytest.approx(r2_score(truths, guesses), abs=0.02)
     assert best["mae"] == pytest.approx(mean_absolute_error(truths, guesses), abs=0.01)
 
 
-def test_several_labels_reach_the_figures_of_scikit_learn(tmp_path, server_with_metrics):
-    run = new_run(tmp_path, "examples.topics.Topics").train(1)
-    (train, labels), (test, truths) = (each.tensors for each in get_recipe(run.recipe).datasets(run.data()))
+@pytest.mark.long
+def test_several_labels_reach_the_figures_of_scikit_learn(tmp_path):
+    (train, labels), (test, truths), best = train_here("examples.topics.Topics", tmp_path)
     guesses = OneVsRestClassifier(LogisticRegression(C=100, max_iter=1000)).fit(train, labels).predict(test)
-    best = run.result.best.metrics
     assert best["f1"] == pytest.approx(f1_score(truths, guesses, average="micro"), abs=0.02)
     assert best["accuracy"] == pytest.approx((truths.numpy() == guesses).mean(), abs=0.01)

@@ -36,7 +36,7 @@ OURS = [sys.executable, "-m", "flyte_ddp", "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 FLAGS = ["--nproc-per-node", "2", "--max-restarts", "1"]
 
-FROM_RUN_TO_RUN = {"TORCHELASTIC_RUN_ID", "MASTER_PORT"}  # that they differ in
+FROM_RUN_TO_RUN = {"TORCHELASTIC_RUN_ID", "MASTER_PORT", "PYTEST_CURRENT_TEST"}  # that they differ in
 OUR_OWN, THEIR_OWN = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}, {"TORCHELASTIC_ERROR_FILE"}
 
 
